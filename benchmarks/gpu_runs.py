@@ -17,7 +17,7 @@ from slime.plan.model_shape import Shape
 from slime.tracking.environment import ENVIRONMENT_FILE
 from slime.tracking.trackers import METRICS_FILE
 from vime.bench.record import flags_of
-from vime.run_metrics import Run, load_run
+from vime.run_metrics import RunMetrics, load_run
 
 LARGE = 3e9
 """Parameters in layers from which on a model counts for targets that are said for a Qwen3-4B (3.6e9)."""
@@ -29,7 +29,7 @@ class GpuRun:
     {} where that is gone."""
 
     path: Path
-    series: Run
+    series: RunMetrics
     flags: dict[str, Any]
     model: dict[str, Any]
 

@@ -49,13 +49,13 @@ from slime.rollout.generate import generate
 from slime.rollout.manager import RolloutManager
 from slime.types import Sample
 from vime.backends import parse_config
-from vime.pool.control import EngineControl
-from vime.pool.pool import VllmEnginePool
 from vime.pool.process import sigterm_interrupts
 from vime.pool.router import RouterSpec
 from vime.vllm import versions as vllm_versions
 from vime.vllm.client import VllmEngineClient
-from vime.vllm.server import SERVED_MODEL_NAME, EngineSpec
+from vime.vllm.control import VllmControl
+from vime.vllm.pool import VllmEnginePool
+from vime.vllm.server import SERVED_MODEL_NAME, VllmSpec
 from vime.vllm.server_flags import engine_dtype, engine_settings
 
 OURS, RAW = "ours", "raw"
@@ -142,7 +142,7 @@ def configure(args: argparse.Namespace, flags: list[str], folder: Path) -> Confi
 def vllm_engine(config: Config, folder: Path) -> Iterator[Engine]:
     """One engine behind the router, as `vime train` starts them, without Ray."""
     key = secrets.token_hex(32)
-    spec = EngineSpec(**engine_settings(config), run_key=key, log_path=str(folder / "engine.log"))
+    spec = VllmSpec(**engine_settings(config), run_key=key, log_path=str(folder / "engine.log"))
     router = RouterSpec(
         run_key=key, log_path=str(folder / "router.log"), argv=tuple(config.engine.router_argv)
     )
@@ -156,7 +156,7 @@ def vllm_engine(config: Config, folder: Path) -> Iterator[Engine]:
             "vllm_router_headers": {"Authorization": f"Bearer {key}"},
             "rollout_engine_dtype": engine_dtype(config),
         }
-        yield Engine(pool.client(), url, key, EngineControl(url, key).reset_prefix_cache, facts)
+        yield Engine(pool.client(), url, key, VllmControl(url, key).reset_prefix_cache, facts)
     finally:
         pool.stop()
 

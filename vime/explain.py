@@ -31,7 +31,7 @@ WORDS are a part of the message or the whole line. The exit status is 1 if no me
 
 
 @dataclass(frozen=True)
-class Entry:
+class ErrorMessage:
     """One message. `…` in `rule` stands for a value. `path` is the file that raises it."""
 
     rule: str
@@ -59,9 +59,9 @@ def words_of(text: str) -> list[str]:
     return [word.strip("-_").replace("_", "-") for word in re.findall(r"\w[\w-]*", text.lower())]
 
 
-def entries() -> list[Entry]:
+def entries() -> list[ErrorMessage]:
     """All messages."""
-    return [Entry(*row) for row in json.loads(FILE.read_text(encoding="utf-8"))]
+    return [ErrorMessage(*row) for row in json.loads(FILE.read_text(encoding="utf-8"))]
 
 
 def nearest_words(words: Iterable[str], known: Iterable[str]) -> dict[str, dict[str, float]]:
@@ -79,7 +79,7 @@ def nearest_words(words: Iterable[str], known: Iterable[str]) -> dict[str, dict[
     return found
 
 
-def search(text: str, messages: Sequence[Entry]) -> list[Entry]:
+def search(text: str, messages: Sequence[ErrorMessage]) -> list[ErrorMessage]:
     """The messages that fit, best first. A message that the text holds as a whole comes before all others."""
     whole = [m for m in messages if m.constant >= 8 and m.pattern.search(text)]
     if whole:
@@ -91,7 +91,7 @@ def search(text: str, messages: Sequence[Entry]) -> list[Entry]:
     weight = {w: math.log(1 + len(messages) / count[w]) if count[w] else UNKNOWN for w in given}
     total = sum(weight.values())
 
-    def score(m: Entry) -> float:
+    def score(m: ErrorMessage) -> float:
         hits = (
             weight[w] * max((share for other, share in near[w].items() if other in m.words), default=0.0)
             for w in given
@@ -102,7 +102,7 @@ def search(text: str, messages: Sequence[Entry]) -> list[Entry]:
     return [m for value, m in scored if value >= ENOUGH and value >= scored[0][0] - 0.15]
 
 
-def shown(entry: Entry) -> str:
+def shown(entry: ErrorMessage) -> str:
     """A message with its remedy, for a terminal."""
     remedy = textwrap.fill(entry.remedy, 100, initial_indent="    ", subsequent_indent="    ")
     return f"{entry.rule}\n{remedy}\n    raised in {entry.path}"

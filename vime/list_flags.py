@@ -7,7 +7,6 @@ import itertools
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from slime.config.fields import nearest
 from slime.rules.listing import Row, megatron_rows
@@ -106,7 +105,7 @@ def _entry(entry: Row) -> Iterator[str]:
         yield " " * _FLAG_WIDTH + line
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return textwrap.shorten(str(value), 40, placeholder="...")
 
 

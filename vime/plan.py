@@ -10,7 +10,6 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
@@ -45,31 +44,10 @@ def topology(c: Config) -> Iterator[str]:
     """The processes of the run and their devices."""
     trains, generates = not c.debug.debug_rollout_only, c.num_engines > 0
     if trains:
-        sizes = {
-            "tensor parallel": c.megatron.tensor_model_parallel_size,
-            "context parallel": c.megatron.context_parallel_size,
-            "data parallel": c.data_parallel_size,
-            "pipeline parallel": c.megatron.pipeline_model_parallel_size,
-        }
-        shared = c.megatron.expert_model_parallel_size
-        usual = ("tensor parallel", "data parallel")
-        ways = " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1 or name in usual)
-        split = c.megatron.expert_tensor_parallel
-        apart = f", each split over {split}" if shared > 1 and split > 1 else ""
-        yield (
-            f"trainer   {plural(c.cluster.actor_num_nodes, 'node')} x {c.cluster.actor_num_gpus_per_node} = "
-            f"{plural(c.world_size, 'rank')}: {ways}{f', experts over {shared}{apart}' if shared > 1 else ''}"
-        )
+        yield _trainer_line(c)
         yield from pipeline(c)
     if generates:
-        each = c.cluster.rollout_num_gpus_per_engine
-        facts = c.engine.engine_facts
-        spread = f", each {c.nodes_per_engine} processes on {c.nodes_per_engine} nodes of {c.cluster.num_gpus_per_node}"
-        yield (
-            f"engines   {plural(c.num_engines, f'{facts.project} server')} x {each} {c.cluster.device}"
-            f"{spread if c.nodes_per_engine > 1 else ''}, behind one {facts.router}"
-            f"{', started apart' if c.rollout.rollout_external_engine_addrs else ''}"
-        )
+        yield _engines_line(c)
     if trains and generates:
         where = "one after the other on the same devices" if c.cluster.colocate else "side by side"
         apart = (
@@ -78,15 +56,49 @@ def topology(c: Config) -> Iterator[str]:
             else "synchronous"
         )
         yield f"order     {where}, {apart}"
+    places = plural(_places(c, trains), "GPU" if c.cluster.device == "cuda" else "CPU place")
+    yield f"needs     {places}; this machine has {machine()}"
+
+
+def _trainer_line(c: Config) -> str:
+    """The ranks of the trainer, and what they split."""
+    sizes = {
+        "tensor parallel": c.megatron.tensor_model_parallel_size,
+        "context parallel": c.megatron.context_parallel_size,
+        "data parallel": c.data_parallel_size,
+        "pipeline parallel": c.megatron.pipeline_model_parallel_size,
+    }
+    shared = c.megatron.expert_model_parallel_size
+    usual = ("tensor parallel", "data parallel")
+    ways = " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1 or name in usual)
+    split = c.megatron.expert_tensor_parallel
+    apart = f", each split over {split}" if shared > 1 and split > 1 else ""
+    return (
+        f"trainer   {plural(c.cluster.actor_num_nodes, 'node')} x {c.cluster.actor_num_gpus_per_node} = "
+        f"{plural(c.world_size, 'rank')}: {ways}{f', experts over {shared}{apart}' if shared > 1 else ''}"
+    )
+
+
+def _engines_line(c: Config) -> str:
+    """The servers of the engines, and their router."""
+    each = c.cluster.rollout_num_gpus_per_engine
+    facts = c.engine.engine_facts
+    spread = f", each {c.nodes_per_engine} processes on {c.nodes_per_engine} nodes of {c.cluster.num_gpus_per_node}"
+    return (
+        f"engines   {plural(c.num_engines, f'{facts.project} server')} x {each} {c.cluster.device}"
+        f"{spread if c.nodes_per_engine > 1 else ''}, behind one {facts.router}"
+        f"{', started apart' if c.rollout.rollout_external_engine_addrs else ''}"
+    )
+
+
+def _places(c: Config, trains: bool) -> int:
+    """GPUs, or places on a CPU, that the run takes."""
     rollout_gpus = c.cluster.rollout_num_gpus
     assert rollout_gpus is not None
+    if c.cluster.colocate and trains:
+        return max(c.world_size, rollout_gpus)
     external = c.rollout.rollout_external_engine_addrs
-    both = (c.world_size if trains else 0) + (0 if external else rollout_gpus)
-    needed = max(c.world_size, rollout_gpus) if c.cluster.colocate and trains else both
-    yield (
-        f"needs     {plural(needed, 'GPU' if c.cluster.device == 'cuda' else 'CPU place')}; this machine has "
-        f"{machine()}"
-    )
+    return (c.world_size if trains else 0) + (0 if external else rollout_gpus)
 
 
 def pipeline(c: Config) -> Iterator[str]:
@@ -150,15 +162,15 @@ def batches(c: Config) -> Iterator[str]:
     each = size / c.data_parallel_size
     how = f"{plural(c.data.micro_batch_size, 'sample')} a micro-batch"
     if c.data.use_dynamic_batch_size:
-        room = c.data.max_tokens_per_gpu
-        assert room is not None
-        how = f"packed up to {room * c.megatron.context_parallel_size} tokens a micro-batch"
+        most = c.data.max_tokens_per_gpu
+        assert most is not None
+        how = f"packed up to {most * c.megatron.context_parallel_size} tokens a micro-batch"
     yield f"about {each:.4g} samples a data-parallel rank and step, {how}"
     if c.data.num_rollout is not None:
         yield f"{plural(c.data.num_rollout, 'rollout')} = {plural(c.total_steps, 'optimizer step')}"
 
 
-def hf_config_of(c: Config) -> dict[str, Any]:
+def hf_config_of(c: Config) -> dict[str, object]:
     """The description of the model of --hf-checkpoint."""
     assert c.rollout.hf_checkpoint is not None
     return read_hf_config(c.rollout.hf_checkpoint)
@@ -188,7 +200,7 @@ def memory_lines(items: Sequence[Item]) -> Iterator[str]:
         yield f"{item.name:<20} {amount(item.bytes):>11}   {item.arithmetic}"
 
 
-def trainer_memory(c: Config, hf: dict[str, Any], gpu_bytes: float | None) -> Iterator[str]:
+def trainer_memory(c: Config, hf: dict[str, object], gpu_bytes: float | None) -> Iterator[str]:
     """The memory that a rank keeps, the memory that a step adds, and their sum at the peak; the parts that are
     offloaded for the engines; and whether the GPU is large enough, if its size is known."""
     e = estimate(c, hf)
@@ -199,7 +211,7 @@ def trainer_memory(c: Config, hf: dict[str, Any], gpu_bytes: float | None) -> It
     yield from decide_residence(c, e, gpu_bytes).lines
 
 
-def memory_of_engine(c: Config, hf: dict[str, Any], gpu_bytes: float | None) -> Iterator[str]:
+def memory_of_engine(c: Config, hf: dict[str, object], gpu_bytes: float | None) -> Iterator[str]:
     """Weights and KV cache, and whether the GPU is large enough, if its size is known."""
     yield from memory_lines(engine_memory(c, Shape.of(hf)))
     if gpu_bytes is not None:

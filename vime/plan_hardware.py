@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from slime.config import Config
 from slime.data.packing import sample_flops
@@ -13,7 +12,7 @@ from slime.plan.model_shape import Shape
 from slime.weight_sync.registry import CHANNELS
 
 
-def hardware(c: Config, hf: dict[str, Any]) -> Iterator[str]:
+def hardware(c: Config, hf: dict[str, object]) -> Iterator[str]:
     """Memory, speeds and layout of the GPU, then lower bounds. Nothing without --gpu."""
     if c.cluster.gpu is None:
         return
@@ -30,7 +29,7 @@ def hardware(c: Config, hf: dict[str, Any]) -> Iterator[str]:
     yield from _bounds(c, hf, gpu, domain)
 
 
-def _bounds(c: Config, hf: dict[str, Any], gpu: Hardware, domain: int) -> Iterator[str]:
+def _bounds(c: Config, hf: dict[str, object], gpu: Hardware, domain: int) -> Iterator[str]:
     """Lower bounds of times from published peak speeds. A run is slower."""
     if (
         c.num_engines

@@ -26,7 +26,7 @@ from vime.run_metrics import (
     TIME_METRICS,
     TIME_PARTS,
     UNMEASURED,
-    Run,
+    RunMetrics,
     StepTimes,
     load_run,
     running_mean,
@@ -73,32 +73,32 @@ class Panel:
 
     file: str
     title: str
-    draw: Callable[[Axes, Sequence[Run]], None]
+    draw: Callable[[Axes, Sequence[RunMetrics]], None]
     expected: tuple[str, ...] = ()
     any_of: tuple[str, ...] = ()
 
-    def metrics(self, run: Run) -> tuple[str, ...]:
+    def metrics(self, run: RunMetrics) -> tuple[str, ...]:
         """The metrics of the panel that `run` recorded."""
         return tuple(name for name in (*self.expected, *self.any_of) if name in run.series)
 
-    def missing(self, run: Run) -> list[str]:
+    def missing(self, run: RunMetrics) -> list[str]:
         missing = [name for name in self.expected if name not in run.series]
         if self.any_of and not any(name in run.series for name in self.any_of):
             missing.append(" or ".join(self.any_of))
         return missing
 
 
-def _colour(runs: Sequence[Run], run: int, line: int) -> str:
+def _colour(runs: Sequence[RunMetrics], run: int, line: int) -> str:
     """With one run: one colour per metric. With several runs: one colour per run and one legend for the figure."""
     return COLOURS[(line if len(runs) == 1 else run) % len(COLOURS)]
 
 
-def _under(runs: Sequence[Run], run: int) -> float:
+def _under(runs: Sequence[RunMetrics], run: int) -> float:
     """Points by which a run's line is wider than the last run's line, so that equal curves are all visible."""
     return 1.4 * (len(runs) - 1 - run)
 
 
-def _proxy(runs: Sequence[Run], colour: str) -> str:
+def _proxy(runs: Sequence[RunMetrics], colour: str) -> str:
     """The colour of a legend entry for the lines of all runs."""
     return colour if len(runs) == 1 else "black"
 
@@ -118,7 +118,7 @@ def legend(axes: Axes, handles: Sequence[Artist], columns: int) -> None:
     )
 
 
-def draw_lines(axes: Axes, runs: Sequence[Run], lines: Sequence[tuple[str, str]], ylabel: str) -> None:
+def draw_lines(axes: Axes, runs: Sequence[RunMetrics], lines: Sequence[tuple[str, str]], ylabel: str) -> None:
     """Draw each recorded (metric, label). A long line is drawn faintly under its running mean."""
     drawn: dict[int, Artist] = {}
     for r, run in enumerate(runs):
@@ -142,7 +142,7 @@ def draw_lines(axes: Axes, runs: Sequence[Run], lines: Sequence[tuple[str, str]]
         legend(axes, [drawn[i] for i in sorted(drawn)], columns=3)
 
 
-def draw_reward(axes: Axes, runs: Sequence[Run]) -> None:
+def draw_reward(axes: Axes, runs: Sequence[RunMetrics]) -> None:
     handles: dict[str, Artist] = {}
     names = sorted({name for run in runs for name in run.eval_names()})
     for r, run in enumerate(runs):
@@ -173,7 +173,7 @@ def draw_reward(axes: Axes, runs: Sequence[Run]) -> None:
     legend(axes, [handles[key] for key in sorted(handles)], columns=3)
 
 
-def draw_logprob_diff(axes: Axes, runs: Sequence[Run]) -> None:
+def draw_logprob_diff(axes: Axes, runs: Sequence[RunMetrics]) -> None:
     lines = ((LOGPROB_DIFF, "mean over tokens"), (LOGPROB_DIFF_MAX, "largest"))
     draw_lines(axes, runs, lines, "|log-prob difference| (nats)")
     found = [run.series[name].values for run in runs for name, _ in lines if name in run.series]
@@ -194,26 +194,26 @@ def decades(axes: Axes, values: np.ndarray) -> None:
         axes.set_ylim(bottom, max(top, 10 * bottom))
 
 
-def _draw_kl(axes: Axes, runs: Sequence[Run]) -> None:
+def _draw_kl(axes: Axes, runs: Sequence[RunMetrics]) -> None:
     draw_lines(axes, runs, KL_LINES, "KL (nats per token)")
 
 
-def _draw_length(axes: Axes, runs: Sequence[Run]) -> None:
+def _draw_length(axes: Axes, runs: Sequence[RunMetrics]) -> None:
     lines = (("rollout/response_len/mean", "mean"), ("rollout/response_len/max", "longest"))
     draw_lines(axes, runs, lines, "response (tokens)")
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
 
 
-def _draw_loss(axes: Axes, runs: Sequence[Run]) -> None:
+def _draw_loss(axes: Axes, runs: Sequence[RunMetrics]) -> None:
     axes.axhline(0, color="#8C8C8C", linewidth=0.6)
     draw_lines(axes, runs, (("train/loss", "loss"),), "loss")
 
 
-def _draw_grad_norm(axes: Axes, runs: Sequence[Run]) -> None:
+def _draw_grad_norm(axes: Axes, runs: Sequence[RunMetrics]) -> None:
     draw_lines(axes, runs, (("train/grad_norm", "gradient norm"),), "gradient norm")
 
 
-def _draw_times(axes: Axes, runs: Sequence[Run]) -> None:
+def _draw_times(axes: Axes, runs: Sequence[RunMetrics]) -> None:
     """With one run: stacked bars over the steps. With several runs: one bar per run, mean seconds per step."""
     timed = [(run.name, times) for run in runs if (times := step_times(run)) is not None]
     if len(runs) == 1:
@@ -286,7 +286,7 @@ def dress(axes: Axes, title: str) -> None:
     axes.grid(axis="x" if axes.yaxis_inverted() else "y", color="#E6E6E6", linewidth=0.7)
 
 
-def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
+def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[RunMetrics]) -> None:
     panel.draw(axes, runs)
     dress(axes, panel.title)
     if not axes.yaxis_inverted():
@@ -296,7 +296,7 @@ def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
 
 
-def name_runs(figure: Figure, runs: Sequence[Run]) -> None:
+def name_runs(figure: Figure, runs: Sequence[RunMetrics]) -> None:
     if len(runs) == 1:
         figure.suptitle(runs[0].name, fontsize=10, color="#555555")
         return
@@ -312,7 +312,7 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def plot_runs(runs: Sequence[Run], out: Path) -> tuple[list[Path], list[str]]:
+def plot_runs(runs: Sequence[RunMetrics], out: Path) -> tuple[list[Path], list[str]]:
     """Write one PNG per panel and overview.png to `out`. Returns (written paths, notes about missing metrics)."""
     notes = [
         f"{run.name} did not record {name}" for panel in PANELS for run in runs for name in panel.missing(run)
@@ -337,7 +337,7 @@ def plot_runs(runs: Sequence[Run], out: Path) -> tuple[list[Path], list[str]]:
     return written, notes
 
 
-def _overview(panels: Sequence[Panel], runs: Sequence[Run], notes: Sequence[str]) -> Figure:
+def _overview(panels: Sequence[Panel], runs: Sequence[RunMetrics], notes: Sequence[str]) -> Figure:
     """All panels on one page: reward and times over the full width, the others in pairs, notes below."""
     wide = [panel for panel in panels if panel.draw in (draw_reward, _draw_times)]
     pairs = [panel for panel in panels if panel not in wide]

@@ -48,7 +48,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunMetrics:
     name: str
     series: dict[str, Series]
 
@@ -66,7 +66,7 @@ class StepTimes:
     whole: np.ndarray | None
 
 
-def load_run(run_dir: Path) -> Run:
+def load_run(run_dir: Path) -> RunMetrics:
     """Read `run_dir`/metrics.jsonl. ValueError if it is missing, empty, or has a malformed line."""
     path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
@@ -82,7 +82,7 @@ def load_run(run_dir: Path) -> Run:
     if not columns:
         raise ValueError(f"RUN_DIR must hold metrics, got an empty {path}; wait for the first step to end")
     series = {name: _sorted_series(*column) for name, column in columns.items()}
-    return Run(Path(run_dir).resolve().name, series)
+    return RunMetrics(Path(run_dir).resolve().name, series)
 
 
 def _sorted_series(steps: list[int], values: list[float], unit: str) -> Series:
@@ -106,7 +106,7 @@ def smoothing_window(count: int) -> int:
     return max(3, count // 10 // 2 * 2 + 1)
 
 
-def step_times(run: Run) -> StepTimes | None:
+def step_times(run: RunMetrics) -> StepTimes | None:
     """The parts of each step's time, or None if the run timed none of them.
 
     A part that was timed in some steps counts as 0 in the others (a reference model update). UNMEASURED is the rest of

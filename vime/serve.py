@@ -11,11 +11,12 @@ from pathlib import Path
 
 from slime.config import Config
 from vime.backends import parse_config
-from vime.pool import external as apart
+from vime.pool import external
 from vime.pool.process import sigterm_interrupts
-from vime.pool.router import Router, RouterSpec
+from vime.pool.router import RouterSpec
 from vime.vllm import server_flags as flags
-from vime.vllm.server import EngineServer, EngineSpec
+from vime.vllm.router import VllmRouter
+from vime.vllm.server import VllmServer, VllmSpec
 
 KINDS = ("engine", "router")
 USAGE = "usage: vime serve engine|router HOST:PORT FLAGS, with the flags of vime train"
@@ -27,8 +28,8 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(
             f"serve must be given engine or router and HOST:PORT, got {' '.join(argv[:2]) or 'none'}; {USAGE}"
         )
-    kind, address = argv[0], apart.split(argv[1], f"the address of vime serve {argv[0]}")
-    key, config = apart.given_key(), parse_config(argv[2:], download=True)
+    kind, address = argv[0], external.split(argv[1], f"the address of vime serve {argv[0]}")
+    key, config = external.given_key(), parse_config(argv[2:], download=True)
     if config.engine.rollout_backend != "vllm":
         raise ValueError(
             f"vime serve must be given engines of --rollout-backend vllm, got {config.engine.rollout_backend}; start "
@@ -53,24 +54,24 @@ def main(argv: Sequence[str]) -> int:
             server.stop()
 
 
-def make(kind: str, config: Config, key: str, host: str, port: int) -> EngineServer | Router:
+def make(kind: str, config: Config, key: str, host: str, port: int) -> VllmServer | VllmRouter:
     """The server, not started yet."""
     assert config.logging.run_dir is not None
     log = str(Path(config.logging.run_dir).resolve() / "serve" / f"{kind}-{host}-{port}.log")
     if kind == "router":
         timeout_s = config.rollout.rollout_deadline_s
-        return Router(
+        return VllmRouter(
             RouterSpec(
                 run_key=key,
                 log_path=log,
                 host=host,
                 port=port,
-                door_host=host,
+                gateway_host=host,
                 argv=tuple(config.engine.router_argv),
                 request_timeout_s=timeout_s,
             )
         )
-    apart.check_weights(config)
-    return EngineServer(
-        EngineSpec(**flags.engine_settings(config), run_key=key, log_path=log, host=host, port=port)
+    external.check_weights(config)
+    return VllmServer(
+        VllmSpec(**flags.engine_settings(config), run_key=key, log_path=log, host=host, port=port)
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import yaml
 
@@ -72,21 +71,24 @@ def as_shell(groups: Sequence[FlagGroup]) -> str:
 
 def as_yaml(groups: Sequence[FlagGroup]) -> str:
     """A mapping that `--config` reads. A repeated flag has one list of values."""
-    content: dict[str, Any] = {}
+    content: dict[str, object] = {}
     for group in groups:
         off = group.name != group.positive and not group.values
         key = (group.positive if off else group.name).replace("_", "-")
-        values: Any = [_plain(text) for text in group.values]
+        values: list[object] = [_plain(text) for text in group.values]
         if key in content and own_flags().get(group.name) is not None and own_flags()[group.name].append:
-            values = [*(content[key] if isinstance(content[key], list) else [content[key]]), *values]
-        value = not off if not values else values[0] if len(values) == 1 else values
+            before = content[key]
+            values = [*(before if isinstance(before, list) else [before]), *values]
+        value: object = values or not off
+        if len(values) == 1:
+            value = values[0]
         content.pop(key, None)  # a repeated key takes the position of its last use
         content[key] = value
     text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110)
     return text
 
 
-def _plain(text: str) -> Any:
+def _plain(text: str) -> str | int | float:
     """The value that YAML reads from `text`, if YAML writes the same text for it. Otherwise the text itself."""
     try:
         value = yaml.load(text, Loader=YamlLoader)

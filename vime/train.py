@@ -40,7 +40,7 @@ from slime.waiting import said
 from vime.backends import backend_of, parse_config
 from vime.pool.process import tail
 from vime.run import surroundings
-from vime.run.disk_space import require_room_to_run
+from vime.run.disk_space import require_disk_space
 from vime.run.interrupts import by, catch_signals, exit_code
 from vime.run.lock import lock_all
 from vime.run.prompts import with_data
@@ -134,7 +134,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         if private is not None:
             config = config.with_values(weight_dir=str(private))
             stack.callback(shutil.rmtree, private, ignore_errors=True)
-        require_room_to_run(config)
+        require_disk_space(config)
         with Room("--run-dir", run_dir, "the records of a run"):
             config.save_json(run_dir / "config.json")
             write_environment(run_dir, ["vime", "train", *argv], files=_inputs(config))

@@ -18,21 +18,21 @@ from urllib.parse import urlsplit
 import psutil
 
 from vime.cli import main
-from vime.pool.control import EngineControl
+from vime.vllm.control import VllmControl
 from vime.vllm.versions import server_module
 
 PART = int(sys.argv[1])
 updates, parts = 0, 0
-start, send = EngineControl.start_weight_update, EngineControl.update_weights
+start, send = VllmControl.start_weight_update, VllmControl.update_weights
 
 
-def counted_start(control: EngineControl) -> None:
+def counted_start(control: VllmControl) -> None:
     global updates, parts
     updates, parts = updates + 1, 0
     start(control)
 
 
-def deadly_send(control: EngineControl, update_info: dict[str, Any]) -> None:
+def deadly_send(control: VllmControl, update_info: dict[str, Any]) -> None:
     global parts
     parts += 1
     if (updates, parts) == (2, PART):  # the first update brings version 0
@@ -53,8 +53,8 @@ def kill_engine(port: int | None) -> None:
     os.kill(victim.pid, signal.SIGKILL)
 
 
-EngineControl.start_weight_update = counted_start
-EngineControl.update_weights = deadly_send
+VllmControl.start_weight_update = counted_start
+VllmControl.update_weights = deadly_send
 
 if __name__ == "__main__":
     sys.exit(main(["train", *sys.argv[2:]]))

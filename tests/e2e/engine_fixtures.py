@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 from slime.protocols import GenerateResult, WeightUpdate
 from slime.weight_sync.file_channel import FileChannel
-from vime.pool.control import EngineControl, request
-from vime.pool.pool import VllmEnginePool
+from vime.pool.control import request
 from vime.pool.router import RouterSpec
-from vime.vllm.server import EngineSpec
+from vime.vllm.control import VllmControl
+from vime.vllm.pool import VllmEnginePool
+from vime.vllm.server import VllmSpec
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
 CHARACTERS = "0123456789+-*/=().,:; abcdefghijklmnopqrstuvwxyz"
@@ -73,7 +74,7 @@ class Stack:
         self.weight_dir = root / "weights"
         self.checkpoint = make_checkpoint(root / "first", seed=0)
         self.other = make_checkpoint(root / "second", seed=1)
-        spec = EngineSpec(
+        spec = VllmSpec(
             model_path=str(self.checkpoint),
             run_key=self.key,
             log_path=str(root / "engine.log"),
@@ -86,8 +87,8 @@ class Stack:
         self.version = -1
 
     @property
-    def control(self) -> EngineControl:
-        return EngineControl(self.pool.engine_urls[0], self.key)
+    def control(self) -> VllmControl:
+        return VllmControl(self.pool.engine_urls[0], self.key)
 
     def metric(self, name: str) -> float:
         """The engine's own counter or gauge `name`."""

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from slime.config import Config
 from vime.audit.prefill import PrefillEngine
-from vime.audit.report import Pair, active, as_json, compare, draw, table
-from vime.audit.source import Source, one_rank, read_config, read_source, weights_of
+from vime.audit.report import LogProbDifference, active, as_json, compare, draw, table
+from vime.audit.source import AuditSource, one_rank, read_config, read_source, weights_of
 from vime.vllm.fp8 import quantises
 from vime.vllm.server_flags import engine_dtype
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def audit(config: Config, source: Source, weights: str, scratch: Path) -> list[Pair]:
+def audit(config: Config, source: AuditSource, weights: str, scratch: Path) -> list[LogProbDifference]:
     """Run the engine, then the trainer (the engine has freed its device by then), and compare."""
     from slime.megatron_backend.step.replay import replay_log_probs
 
@@ -73,7 +73,9 @@ def audit(config: Config, source: Source, weights: str, scratch: Path) -> list[P
     return pairs_of(trainer, engine, decode)
 
 
-def pairs_of(trainer: dict[str, Tensor], engine: dict[str, Tensor], decode: Tensor) -> list[Pair]:
+def pairs_of(
+    trainer: dict[str, Tensor], engine: dict[str, Tensor], decode: Tensor
+) -> list[LogProbDifference]:
     """The lines of the table. Without engine prefill (a temperature other than 1), lines that need it are left out."""
     mine = (TRAINING, trainer[TRAINING])
     pairs = [compare("what training sees", mine, (DECODE, decode))]
@@ -110,7 +112,9 @@ def trainer_layouts(rows: list[list[int]]) -> dict[str, list[list[int]]]:
     }
 
 
-def report(run_dir: Path, config: Config, source: Source, weights: str, pairs: list[Pair]) -> None:
+def report(
+    run_dir: Path, config: Config, source: AuditSource, weights: str, pairs: list[LogProbDifference]
+) -> None:
     """Print the table, and write the JSON file and the picture."""
     left_out = ", ".join(f"{reason}: {n}" for reason, n in source.left_out.most_common())
     print(

@@ -18,7 +18,7 @@ from torch import Tensor
 from slime.config import Config
 from slime.types import Sample
 from vime.pool.control import request
-from vime.vllm.server import SERVED_MODEL_NAME, EngineServer, EngineSpec
+from vime.vllm.server import SERVED_MODEL_NAME, VllmServer, VllmSpec
 from vime.vllm.server_flags import engine_settings
 
 _SIDE_BY_SIDE = 64
@@ -36,7 +36,7 @@ class PrefillEngine:
             "log_path": str(scratch / "engine.log"),
             "cpu_threads": os.cpu_count() or 1,
         }
-        self._server = EngineServer(EngineSpec(**settings))
+        self._server = VllmServer(VllmSpec(**settings))
 
     def __enter__(self) -> PrefillEngine:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -18,7 +17,7 @@ _MARKS = (("mean", "o", "#0072B2"), ("p99", "s", "#E69F00"), ("max", "D", "#D55E
 
 
 @dataclass(frozen=True)
-class Pair:
+class LogProbDifference:
     """Compares `first` and `second` over the same tokens: |difference| in nats, and the number of bitwise equal
     values."""
 
@@ -32,16 +31,18 @@ class Pair:
     bitwise_equal: int
 
 
-def compare(part: str, first: tuple[str, Tensor], second: tuple[str, Tensor]) -> Pair:
+def compare(part: str, first: tuple[str, Tensor], second: tuple[str, Tensor]) -> LogProbDifference:
     """Compare two named tensors [N] fp32 of the same N >= 1 tokens."""
     a, b = first[1], second[1]
     sums = token_sums(a, b, eps_clip=0.2, eps_clip_high=0.2)
     n = a.numel()
     p99, largest = order_statistics((a - b).abs(), [-(-99 * n // 100) - 1, n - 1])
-    return Pair(part, first[0], second[0], n, sums.abs_dlogp / n, p99, largest, int(sums.bitwise_equal))
+    return LogProbDifference(
+        part, first[0], second[0], n, sums.abs_dlogp / n, p99, largest, int(sums.bitwise_equal)
+    )
 
 
-def table(pairs: Sequence[Pair]) -> str:
+def table(pairs: Sequence[LogProbDifference]) -> str:
     """The pairs as a table, grouped by the part of the difference that they measure."""
     names = [f"  {pair.first} - {pair.second}" for pair in pairs]
     width = max(len(name) for name in names) + 2
@@ -59,11 +60,11 @@ def table(pairs: Sequence[Pair]) -> str:
     return "\n".join(lines)
 
 
-def as_json(pairs: Sequence[Pair], **head: Any) -> dict[str, Any]:
+def as_json(pairs: Sequence[LogProbDifference], **head: object) -> dict[str, object]:
     return {**head, "pairs": [asdict(pair) for pair in pairs]}
 
 
-def draw(pairs: Sequence[Pair], title: str, path: Path) -> None:
+def draw(pairs: Sequence[LogProbDifference], title: str, path: Path) -> None:
     """Draw mean, p99 and maximum of each pair on a logarithmic axis. Values of exactly 0 are text at the left edge."""
     figure = Figure(figsize=(9.0, 1.2 + 0.42 * len(pairs)), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
@@ -92,5 +93,5 @@ def draw(pairs: Sequence[Pair], title: str, path: Path) -> None:
 
 def active(values: Sequence[Tensor], masks: Sequence[Sequence[int] | None]) -> Tensor:
     """The active tokens of all samples in one row: [N] fp32."""
-    kept = [x if mask is None else x[torch.tensor(mask) != 0] for x, mask in zip(values, masks, strict=True)]
-    return torch.cat(kept).float()
+    parts = [x if mask is None else x[torch.tensor(mask) != 0] for x, mask in zip(values, masks, strict=True)]
+    return torch.cat(parts).float()

@@ -9,7 +9,6 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slime.checkpoints.checkpoint_dir import start_directory
 from slime.checkpoints.hf_config import read_hf_config
@@ -19,13 +18,13 @@ from slime.data.train_data import make_rank_data
 from slime.rollout.debug_data import load_with_facts
 from slime.rollout.facts import first_difference, replay_template, sample_facts
 from slime.types import Sample
+from vime.pool.control import CHECKPOINT_VERSION
 from vime.vllm.fp8 import quantises
 from vime.vllm.server_flags import engine_dtype
-from vime.vllm.worker.middleware import CHECKPOINT_VERSION
 
 
 @dataclass(frozen=True)
-class Source:
+class AuditSource:
     """Comparable samples, all drawn from weights `version`. `micro_batches` are the micro-batches of training.
 
     `left_out`: number of active tokens of other samples in these micro-batches, by reason
@@ -50,8 +49,8 @@ def read_config(run_dir: Path) -> Config:
 def saved_rollouts(run_dir: Path, config: Config) -> dict[int, str]:
     """Rollout -> path template of its file, for rollouts that the run saved or loaded, or that a stopped audit
     saved."""
-    kept = replay_template(config.with_values(run_dir=str(run_dir)))
-    given = (kept, config.debug.load_debug_rollout_data, config.debug.save_debug_rollout_data)
+    of_audit = replay_template(config.with_values(run_dir=str(run_dir)))
+    given = (of_audit, config.debug.load_debug_rollout_data, config.debug.save_debug_rollout_data)
     templates = [template for template in given if template is not None]
     found = {
         i: template
@@ -68,7 +67,7 @@ def saved_rollouts(run_dir: Path, config: Config) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int) -> Source:
+def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int) -> AuditSource:
     """The first micro-batches of a saved rollout (None: the first saved rollout): at least two, until there are `most`
     samples. ValueError if the rollout has no comparable sample."""
     checkpoint = config.rollout.hf_checkpoint
@@ -118,12 +117,12 @@ def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int
             f"rollout {rollout_id} must have samples that can be compared, got none ({reasons}); docs/audit.md says "
             "what each reason means"
         )
-    return Source(rollout_id, version, chosen, rows, left_out)
+    return AuditSource(rollout_id, version, chosen, rows, left_out)
 
 
 def micro_batches(config: Config, samples: list[Sample]) -> list[list[int]]:
     """Indices in `samples` for every micro-batch of every rank, as training packs them."""
-    args: Any = config.namespace()
+    args = config.namespace()
     checkpoint = config.rollout.hf_checkpoint
     assert checkpoint is not None
     ranks = make_rank_data(args, samples, config.data_parallel_size, read_hf_config(checkpoint))

@@ -30,7 +30,7 @@ from slime.hardware import HARDWARE
 from slime.plan.memory_decision import TOO_SMALL
 from slime.tracking.environment import mask_command
 from vime.backends import parse_config
-from vime.bench.planning import Plan, make_plan, refuse_unlike_runs
+from vime.bench.planning import BenchPlan, make_plan, refuse_unlike_runs
 from vime.bench.record import OPERATORS_FILE, TIERS
 from vime.bench.running import execute
 from vime.bench.settings import ARITHMETIC, Benchmark, read_settings
@@ -149,7 +149,7 @@ def _has_files(data: str) -> bool:
         return False
 
 
-def _show(plans: Sequence[Plan], size: float | None) -> int:
+def _show(plans: Sequence[BenchPlan], size: float | None) -> int:
     """Check every flag as a run would, on a model without weights, then print the commands of `plans`. 1 when a side
     does not fit GPUs of `size` GiB each."""
     with tempfile.TemporaryDirectory() as folder:
@@ -168,7 +168,7 @@ def _show(plans: Sequence[Plan], size: float | None) -> int:
     return int(too_large)
 
 
-def _checked(plan: Plan, model: Path | None, size: float | None) -> Iterator[str]:
+def _checked(plan: BenchPlan, model: Path | None, size: float | None) -> Iterator[str]:
     """What `vime plan` says of the memory of each side, and its notes. ValueError for flags that are wrong."""
     once = make_plan(plan.tier, replace(plan.benchmark, repeats=1), plan.out, model=model)
     runs = {run.side or run.name: parse_config(run.argv) for run in once.all_runs()}
@@ -185,7 +185,7 @@ def _checked(plan: Plan, model: Path | None, size: float | None) -> Iterator[str
         yield f"# note{whose}: {note}"
 
 
-def _without_weights(plan: Plan, folder: Path) -> Path | None:
+def _without_weights(plan: BenchPlan, folder: Path) -> Path | None:
     """The plan's random model without its weights, in `folder`; None where the model is somebody's own."""
     command = plan.model_command
     if command is None:

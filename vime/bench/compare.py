@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat, Switch, by_order, flags_of
 
@@ -28,7 +27,7 @@ Pair = tuple[Repeat, Repeat]
 _ABSENT = "(absent)"
 
 
-def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """(dotted path, value) of each leaf of nested dicts, and of lists that hold dicts."""
     if isinstance(value, Mapping) and (value or not prefix):
         for key, item in value.items():
@@ -96,7 +95,7 @@ def cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
             f"{BASELINE} ran first in every pair: a drift of 1 % from run to run adds one point to each difference."
         )
     environments = [_environment(repeat) for repeat in in_order(pairs)]
-    hosts = {name for leaves in environments if (name := leaves.get("host.name"))}
+    hosts = {str(name) for leaves in environments if (name := leaves.get("host.name"))}
     if len(hosts) > 1:
         found.append(f"The runs are of several hosts of the same kind: {', '.join(sorted(hosts))}.")
     if any(leaves.get("git.commit") is None for leaves in environments):
@@ -179,7 +178,10 @@ def _environment_problems(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _unequal(
-    one: Repeat, other: Repeat, leaves_of: Callable[[Repeat], dict[str, Any]], counts: Callable[[str], bool]
+    one: Repeat,
+    other: Repeat,
+    leaves_of: Callable[[Repeat], dict[str, object]],
+    counts: Callable[[str], bool],
 ) -> list[str]:
     """The leaves in which two runs differ, of those whose path `counts`."""
     a, b = leaves_of(one), leaves_of(other)
@@ -190,24 +192,25 @@ def _unequal(
     ]
 
 
-def _comparable_config(repeat: Repeat) -> dict[str, Any]:
+def _comparable_config(repeat: Repeat) -> dict[str, object]:
     """Leaves, with directories of the run itself by what they are."""
     run_dir: str = flags_of(repeat.config).get("run_dir") or ""
 
-    def told(path: str, value: Any) -> Any:
+    def told(path: str, value: object) -> object:
         if (name := _name(path)) in EXCEPTED:
             return value if value is None else f"<{name}>"
-        inside = isinstance(value, str) and run_dir and (value == run_dir or value.startswith(f"{run_dir}/"))
-        return "<run_dir>" + value[len(run_dir) :] if inside else value
+        if isinstance(value, str) and run_dir and (value == run_dir or value.startswith(f"{run_dir}/")):
+            return "<run_dir>" + value[len(run_dir) :]
+        return value
 
     return {path: told(path, value) for path, value in flatten(repeat.config)}
 
 
-def _environment(repeat: Repeat) -> dict[str, Any]:
+def _environment(repeat: Repeat) -> dict[str, object]:
     return dict(flatten(repeat.environment))
 
 
-def _said(values: Mapping[str, Any], path: str) -> str:
+def _said(values: Mapping[str, object], path: str) -> str:
     return repr(values[path]) if path in values else _ABSENT
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,7 +14,7 @@ from vime.bench.record import SIDES, Record, Repeat
 from vime.bench.statistics import Array
 from vime.bench.verdicts import PEAK, STEP, metric_of, number, values_of
 from vime.plot import COLOURS, draw_lines, draw_logprob_diff, draw_reward, dress, name_runs
-from vime.run_metrics import UNITS, Run, Series
+from vime.run_metrics import UNITS, RunMetrics, Series
 
 WIDTH = 7.5  # inches
 REWARD = "rollout/raw_reward"
@@ -90,7 +89,10 @@ def logprob_diff(record: Record, pairs: Sequence[Pair]) -> Figure | str:
 
 
 def _lines(
-    record: Record, pairs: Sequence[Pair], needed: Sequence[str], draw: Callable[[Axes, list[Run]], Any]
+    record: Record,
+    pairs: Sequence[Pair],
+    needed: Sequence[str],
+    draw: Callable[[Axes, list[RunMetrics]], object],
 ) -> Figure | str:
     runs = [_mean_run(record, side, repeats) for side, repeats in sides_of(pairs).items()]
     if missing := [run.name for run in runs if not run.series.keys() >= set(needed)]:
@@ -102,7 +104,7 @@ def _lines(
     return figure
 
 
-def _mean_run(record: Record, side: str, repeats: Sequence[Repeat]) -> Run:
+def _mean_run(record: Record, side: str, repeats: Sequence[Repeat]) -> RunMetrics:
     """A side as one run: of each metric the mean over its repeats. Times begin after the warm-up."""
     steps: dict[str, dict[int, list[float]]] = {}
     for repeat in repeats:
@@ -118,7 +120,7 @@ def _mean_run(record: Record, side: str, repeats: Sequence[Repeat]) -> Run:
         name: Series(np.array(sorted(of)), np.array([np.mean(of[step]) for step in sorted(of)]), unit)
         for name, of in steps.items()
     }
-    return Run(side, series)
+    return RunMetrics(side, series)
 
 
 def _rows(axes: Axes, names: Sequence[str], xlabel: str) -> None:

@@ -19,7 +19,7 @@ from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
 from vime.bench.statistics import LEVEL, Difference
 from vime.bench.verdicts import Comparison, number, verdict
 from vime.plot import COLOURS, PART_COLOURS, dress, save
-from vime.run_metrics import Run, Series, step_times
+from vime.run_metrics import RunMetrics, Series, step_times
 
 
 def draw_pictures(
@@ -116,7 +116,7 @@ def _mean_parts(record: Record, repeats: Sequence[Repeat]) -> dict[str, float] |
             )
             for name in {name for step in steps for name in step}
         }
-        times = step_times(Run(repeat.run, series))
+        times = step_times(RunMetrics(repeat.run, series))
         if times is None:
             return None
         found.append({part: float(seconds.mean()) for part, seconds in times.parts.items()})

@@ -30,7 +30,7 @@ from vime.backends import parse_config
 from vime.bench.compare import PER_PAIR, refuse_unlike
 from vime.bench.record import BASELINE, SIDES, Repeat, Switch, flags_of
 from vime.bench.settings import ARITHMETIC, Benchmark, tokens
-from vime.vllm.server import pair_up
+from vime.pool.engine_server import pair_up
 
 ENTRY = (sys.executable, "-m", "vime", "train")
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +66,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """A tier of a benchmark in the directory `out`. `runs` are in the order they are started."""
 
     tier: str
@@ -118,7 +118,7 @@ class Plan:
             yield f'{shlex.join(ENTRY)} "${{FLAGS[@]}}" {shlex.join(own)}'
 
 
-def make_plan(tier: str, benchmark: Benchmark, out: Path, *, model: Path | None = None) -> Plan:
+def make_plan(tier: str, benchmark: Benchmark, out: Path, *, model: Path | None = None) -> BenchPlan:
     """The runs of a tier, "module" or "e2e". `model` stands for the one of the file, where only flags are looked at."""
     out, given = out.absolute(), benchmark.model
     if model is None:
@@ -146,7 +146,7 @@ def make_plan(tier: str, benchmark: Benchmark, out: Path, *, model: Path | None 
     for i in range(benchmark.repeats):
         seeds = _seeds(benchmark.flags, i) if tier == "e2e" else ()
         runs += [run(f"{side}-{i}", side, *loads, *seeds) for side in SIDES]
-    return Plan(tier, benchmark, out, model, data, rollouts, tuple(runs))
+    return BenchPlan(tier, benchmark, out, model, data, rollouts, tuple(runs))
 
 
 def _seeds(flags: Sequence[str], repeat: int) -> tuple[str, ...]:
@@ -171,21 +171,23 @@ def resolved(run: Planned) -> dict[str, Any]:
         return found
 
 
-def refuse_unlike_runs(plan: Plan, environments: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+def refuse_unlike_runs(
+    plan: BenchPlan, environments: Mapping[str, Mapping[str, object]] | None = None
+) -> None:
     """ValueError where a report would refuse the runs of `plan`, before they take their hours: a switch that moves more
-    than its field, or another machine, code or data than of runs that are kept.
+    than its field, or another machine, code or data than of runs that are finished.
 
-    `environments`: of kept runs by name; the others would run in this one. Variables are left to the report: what a run
-    imports sets some, before it notes them.
+    `environments`: of finished runs by name; the others would run in this one. Variables are left to the report: what a
+    run imports sets some, before it notes them.
     """
-    kept = environments or {}
+    finished = environments or {}
     now = collect_environment([], {}, [*prompt_files(plan.data), plan.model / "config.json"])
-    now["variables"] = next((known["variables"] for known in kept.values()), {})
+    now["variables"] = next((known["variables"] for known in finished.values()), {})
     sides: dict[str, list[Repeat]] = {side: [] for side in SIDES}
     for order, run in enumerate(plan.runs):
         assert run.side is not None
         config = resolved(run)
-        environment = dict(kept.get(run.name, now))
+        environment = dict(finished.get(run.name, now))
         sides[run.side].append(Repeat(order, run.name, False, [], config, environment, {}))
     switch = switch_of(plan.benchmark.switch, sides)
     refuse_unlike(plan.benchmark.name, switch, list(zip(*sides.values(), strict=True)))
@@ -195,5 +197,6 @@ def switch_of(switch: Switch, sides: Mapping[str, Sequence[Repeat]]) -> Switch:
     """The switch as the runs resolved it, or as the file says it where no run of a side has begun."""
     for side, repeats in sides.items():
         values = (flags_of(repeat.config)[switch.field] for repeat in repeats if repeat.config)
-        switch = replace(switch, **{side: next(values, switch.of(side))})
+        value = next(values, switch.of(side))
+        switch = replace(switch, baseline=value) if side == BASELINE else replace(switch, rl_kernel=value)
     return switch

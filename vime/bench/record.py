@@ -94,8 +94,9 @@ class Switch:
     baseline: Any
     rl_kernel: Any
 
-    def of(self, side: str) -> Any:
-        return getattr(self, side)
+    def of(self, side: str) -> object:
+        value: object = getattr(self, side)
+        return value
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def by_order(repeats: Iterable[Repeat]) -> list[Repeat]:
     return sorted(repeats, key=lambda repeat: repeat.order)
 
 
-def flags_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def flags_of(config: Mapping[str, object]) -> dict[str, Any]:
     """A run's config.json without its sections, and without remarks."""
     sections = (section for section in config.values() if isinstance(section, dict))
     return {name: value for section in sections for name, value in section.items()}

@@ -241,7 +241,7 @@ def in_full(record: Record, pairs: Sequence[Pair]) -> Iterator[str]:
     yield from folded(f"Environment of {repeat.run}", repeat.environment)
 
 
-def folded(title: str, values: Mapping[str, Any]) -> Iterator[str]:
+def folded(title: str, values: Mapping[str, object]) -> Iterator[str]:
     yield from ("", "<details>", f"<summary>{title}</summary>", "", "```text")
     yield from (f"{path}: {json.dumps(value)}" for path, value in flatten(mask_secrets(values)))
     yield from ("```", "", "</details>")

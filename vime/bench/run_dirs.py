@@ -15,7 +15,7 @@ from slime.models import decoder_of
 from slime.tracking.environment import ENVIRONMENT_FILE
 from slime.tracking.percentiles import PERCENTILES
 from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
-from vime.bench.planning import UNFINISHED, Plan, Planned, switch_of
+from vime.bench.planning import UNFINISHED, BenchPlan, Planned, switch_of
 from vime.bench.record import SIDES, Record, Repeat, flags_of, read_json
 from vime.pool.process import tail
 from vime.run_metrics import is_score
@@ -103,7 +103,7 @@ def read_saved(path: Path) -> dict[str, Any]:
     return found
 
 
-def is_whole(run: Planned, plan: Plan) -> bool:
+def is_whole(run: Planned, plan: BenchPlan) -> bool:
     """Whether every step of a run is there, and every file that others need of it."""
     if run.side is None and not all(path.is_file() for path in plan.saved):
         return False
@@ -159,7 +159,7 @@ def _without_prefix(environment: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def collect(plan: Plan, command: str) -> Record:
+def collect(plan: BenchPlan, command: str) -> Record:
     """The record of a plan's runs as they are now, with remarks on what is missing."""
     sides: dict[str, list[Repeat]] = {side: [] for side in SIDES}
     # A run that was begun anew is later than the plan had it; one that was not begun comes last. The sort is stable.
@@ -192,7 +192,7 @@ def _experts(model: Path) -> int:
     return experts.count if experts else 0
 
 
-def _remarks(plan: Plan) -> Iterator[str]:
+def _remarks(plan: BenchPlan) -> Iterator[str]:
     """Whatever of the runs is not in the numbers."""
     for run in plan.all_runs():
         if not is_whole(run, plan) or not ended_well(run):
@@ -208,7 +208,7 @@ def _remarks(plan: Plan) -> Iterator[str]:
             yield f"{path.relative_to(plan.out)} is of a call with more repeats and is left out"
 
 
-def _conditions(plan: Plan) -> list[str]:
+def _conditions(plan: BenchPlan) -> list[str]:
     """What a reader of any number has to know."""
     found = []
     made = read_saved(plan.model / MADE_FILE)

@@ -12,10 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from slime.tracking.environment import ENVIRONMENT_FILE, collect_environment
-from vime.bench.planning import UNFINISHED, Plan, Planned, refuse_unlike_runs, resolved
+from vime.bench.planning import UNFINISHED, BenchPlan, Planned, refuse_unlike_runs, resolved
 from vime.bench.record import flags_of
 from vime.bench.run_dirs import collect, ended_well, how_it_ended, is_whole, read_saved, read_steps
 from vime.pool.process import SupervisedProcess, sigterm_interrupts, tail
@@ -27,7 +26,7 @@ GRACE_S = 120.0
 LOG_LINES = 5
 
 
-def execute(plan: Plan, command: str) -> int:
+def execute(plan: BenchPlan, command: str) -> int:
     """Run what is missing. 0 when every run is whole and ended well, 1 when one did not, 128 + the number of
     the signal when interrupted.
 
@@ -48,7 +47,7 @@ def execute(plan: Plan, command: str) -> int:
     return 0 if good else 1
 
 
-def whats_missing(plan: Plan) -> list[Planned]:
+def whats_missing(plan: BenchPlan) -> list[Planned]:
     """The runs that are not whole, in order. ValueError for whole ones that were made with other flags, and for runs
     that could not be compared."""
     missing = []
@@ -60,19 +59,19 @@ def whats_missing(plan: Plan) -> list[Planned]:
             _check_same(run, found, expected)
         if not is_whole(run, plan):
             missing.append(run)
-    kept = [run for run in plan.runs if run not in missing]
+    finished = [run for run in plan.runs if run not in missing]
     if missing:
         _refuse_unnamed_gpus(flags_of(resolved(missing[0])))
-        refuse_unlike_runs(plan, {run.name: read_saved(run.run_dir / ENVIRONMENT_FILE) for run in kept})
-    if plan.rollouts in missing and kept:
+        refuse_unlike_runs(plan, {run.name: read_saved(run.run_dir / ENVIRONMENT_FILE) for run in finished})
+    if plan.rollouts in missing and finished:
         raise ValueError(
-            f"the saved rollouts in {plan.out / 'rollouts'} must be those that {kept[0].run_dir} was trained on, got "
-            "not all of them; remove the runs, or take another --out"
+            f"the saved rollouts in {plan.out / 'rollouts'} must be those that {finished[0].run_dir} was trained on, "
+            "got not all of them; remove the runs, or take another --out"
         )
     return missing
 
 
-def _refuse_unnamed_gpus(flags: Mapping[str, Any]) -> None:
+def _refuse_unnamed_gpus(flags: Mapping[str, object]) -> None:
     """ValueError for runs on GPUs that nothing names, which no report compares."""
     if flags["device"] == "cuda" and not collect_environment([], {})["gpus"]:
         raise ValueError(
@@ -80,7 +79,7 @@ def _refuse_unnamed_gpus(flags: Mapping[str, Any]) -> None:
         )
 
 
-def _check_same(run: Planned, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def _check_same(run: Planned, found: Mapping[str, object], expected: Mapping[str, object]) -> None:
     for name in sorted(
         (expected.keys() | found.keys()) - {"weight_dir"}
     ):  # which a run finds once it has begun
@@ -92,7 +91,7 @@ def _check_same(run: Planned, found: Mapping[str, Any], expected: Mapping[str, A
             )
 
 
-def _make_model(plan: Plan) -> None:
+def _make_model(plan: BenchPlan) -> None:
     """Write the random model, unless an earlier call has."""
     command = plan.model_command
     if command is None or (plan.model / "config.json").is_file():
@@ -105,7 +104,7 @@ def _make_model(plan: Plan) -> None:
         )
 
 
-def _run_all(plan: Plan, missing: Sequence[Planned], command: str) -> bool:
+def _run_all(plan: BenchPlan, missing: Sequence[Planned], command: str) -> bool:
     """Run `missing`, writing bench.json after each run; whether all went well."""
     runs, good = plan.all_runs(), True
     for number, run in enumerate(runs, start=1):
@@ -147,7 +146,7 @@ def _set_aside(run: Planned) -> None:
             path.rename(folder / f"{run.name}.{number}{path.suffix}")
 
 
-def _run(command: Sequence[str], log: Path, plan: Plan) -> int:
+def _run(command: Sequence[str], log: Path, plan: BenchPlan) -> int:
     """Exit status of a command. It has ended, and all that it started, when this returns or raises."""
     log.unlink(missing_ok=True)
     process = SupervisedProcess(

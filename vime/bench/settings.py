@@ -120,7 +120,7 @@ def read_settings(path: Path, preset: str | None = None) -> Benchmark:
     return found
 
 
-def _chosen(presets: Mapping[str, dict[str, Any]], preset: str, path: Path) -> dict[str, Any]:
+def _chosen(presets: Mapping[str, dict[str, object]], preset: str, path: Path) -> dict[str, object]:
     if preset not in presets:
         near = nearest(preset, presets, prefix="")
         raise ValueError(
@@ -134,13 +134,13 @@ def _chosen(presets: Mapping[str, dict[str, Any]], preset: str, path: Path) -> d
     return presets[preset]
 
 
-def tokens(name: str, value: Any) -> list[str]:
+def tokens(name: str, value: object) -> list[str]:
     """A flag of `vime train` and its value, as typed: ("colocate", True) -> ["--colocate"]."""
     group = yaml_group(name, value)
     return [group.typed, *group.values]
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path) -> object:
     if not path.is_file():
         raise ValueError(
             f"BENCHMARK must be a YAML file, got {path}; those that come with it are in examples/bench"
@@ -151,7 +151,7 @@ def _load(path: Path) -> Any:
         raise ValueError(f"{path} must be valid YAML, got: {error}") from error
 
 
-def _mapping(value: Any, what: str, keys: Sequence[str] | None = None) -> dict[str, Any]:
+def _mapping(value: object, what: str, keys: Sequence[str] | None = None) -> dict[str, Any]:
     """`value` as a mapping with no key but `keys` (None: any)."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} must be a mapping, got {value!r}")
@@ -163,7 +163,7 @@ def _mapping(value: Any, what: str, keys: Sequence[str] | None = None) -> dict[s
     return dict(value)
 
 
-def _flags(of_file: Any, of_preset: Any, path: Path) -> list[str]:
+def _flags(of_file: object, of_preset: object, path: Path) -> list[str]:
     """Tokens of flags, a mapping of them or a list of them as they are typed. What a preset's mapping names takes the
     place of the file's; a list comes after, where the later one wins."""
     if isinstance(of_file, Mapping) and isinstance(of_preset, Mapping):
@@ -179,7 +179,7 @@ def _flags(of_file: Any, of_preset: Any, path: Path) -> list[str]:
     return found
 
 
-def _model(value: Any, path: Path) -> Model:
+def _model(value: object, path: Path) -> Model:
     model = Model(**_mapping(value, f"{path}: model", MODEL_KEYS))
     if (model.path is None) == (model.arch is None):
         raise ValueError(f"{path}: model must say `arch` or `path`, one of them, got {value}")
@@ -192,7 +192,7 @@ def _model(value: Any, path: Path) -> Model:
     return model
 
 
-def _switch(of_file: Any, of_preset: Any, path: Path) -> Switch:
+def _switch(of_file: object, of_preset: object, path: Path) -> Switch:
     given = _mapping(of_file, f"{path}: switch", ("field", *SIDES))
     if given and set(given) != {"field", *SIDES}:
         raise ValueError(f"{path}: switch must say field, {' and '.join(SIDES)}, got {', '.join(given)}")
@@ -230,6 +230,6 @@ def _check(benchmark: Benchmark, where: str) -> None:
             raise ValueError(f"{where}: {spelled(name)} must be left out of the flags, got it; {taken[name]}")
 
 
-def _count(value: Any, what: str, where: str, *, least: int) -> None:
+def _count(value: object, what: str, where: str, *, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{where}: {what} must be a whole number, {least} or more, got {value!r}")

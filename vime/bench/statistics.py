@@ -70,12 +70,12 @@ class Difference:
 def summarise(repeats: Sequence[Array], weights: Sequence[Array], *, geometric: bool) -> Summary | None:
     """Of each repeat's values [S]; None when none of them is a number."""
     known = [np.isfinite(values) & np.isfinite(w) for values, w in zip(repeats, weights, strict=True)]
-    kept = [(values[k], w[k]) for values, w, k in zip(repeats, weights, known, strict=True) if k.any()]
-    if not kept:
+    usable = [(values[k], w[k]) for values, w, k in zip(repeats, weights, known, strict=True) if k.any()]
+    if not usable:
         return None
-    means = np.array([np.average(values, weights=w) for values, w in kept])
+    means = np.array([np.average(values, weights=w) for values, w in usable])
     spread = float(means.std(ddof=1)) if len(means) > 1 else None
-    return Summary(sum(len(values) for values, _ in kept), tuple(map(float, means)), spread, geometric)
+    return Summary(sum(len(values) for values, _ in usable), tuple(map(float, means)), spread, geometric)
 
 
 def paired_difference(
@@ -88,15 +88,15 @@ def paired_difference(
     unless every step is equal. With `relative`, differences are logs of the ratio of means of positive values.
     """
     found = [_reported_by_both(pair, of_pair) for pair, of_pair in zip(pairs, weights, strict=True)]
-    kept = [both for both in found if len(both[0][0])]
-    if not kept:
+    usable = [both for both in found if len(both[0][0])]
+    if not usable:
         return None
-    means = np.array([[np.average(values, weights=w) for values, w in both] for both in kept])  # [P, 2]
+    means = np.array([[np.average(values, weights=w) for values, w in both] for both in usable])  # [P, 2]
     each = np.log(means[:, 1] / means[:, 0]) if relative else means[:, 1] - means[:, 0]
     value, half = float(each.mean()), None
-    if len(kept) >= MIN_PAIRS:
+    if len(usable) >= MIN_PAIRS:
         half = student_quantile(len(each) - 1) * float(each.std(ddof=1)) / math.sqrt(len(each))
-    elif all(np.array_equal(first[0], second[0]) for first, second in kept):
+    elif all(np.array_equal(first[0], second[0]) for first, second in usable):
         half = 0.0  # nothing to estimate
 
     def told(x: float) -> float:

@@ -103,8 +103,8 @@ def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
     found = [_compare(record, pairs, name) for name in order if name in reported]
     # A sum whose parts no side has whole is no metric.
     found = [c for c in found if len(c.missing) < len(SIDES)]
-    together = {c.metric.name for c in found} & set(WHOLE_OF.values())
-    return [replace(c, difference=None) if WHOLE_OF.get(c.metric.name) in together else c for c in found]
+    wholes = {c.metric.name for c in found} & set(WHOLE_OF.values())
+    return [replace(c, difference=None) if WHOLE_OF.get(c.metric.name) in wholes else c for c in found]
 
 
 def _compare(record: Record, pairs: Sequence[Pair], name: str) -> Comparison:

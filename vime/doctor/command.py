@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vime.doctor import gpus, host, network, packages
-from vime.doctor.finding import Finding, Wanted, warning
+from vime.doctor.finding import Finding, WantedRun, warning
 from vime.doctor.machine import Machine
 
-Check = Callable[[Machine, Wanted], list[Finding]]
+Check = Callable[[Machine, WantedRun], list[Finding]]
 
 CHECKS: tuple[Check, ...] = (
     packages.check_python,
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     device = args.device
     if device == "auto":
         device = "cuda" if machine.has_driver() else "cpu"
-    findings = examine(machine, Wanted(device, args.run_dir, args.hf_checkpoint))
+    findings = examine(machine, WantedRun(device, args.run_dir, args.hf_checkpoint))
     if args.json:
         print(json.dumps([finding.to_json() for finding in findings], indent=1))
     else:
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     return int(any(finding.status == "problem" for finding in findings))
 
 
-def examine(machine: Machine, wanted: Wanted) -> list[Finding]:
+def examine(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """The findings of all checks, in the order of the table."""
     findings: list[Finding] = []
     for check in CHECKS:

@@ -26,7 +26,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedRun:
     """The run that the machine is checked for. `device` is cpu or cuda."""
 
     device: str = "cpu"

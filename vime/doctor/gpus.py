@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from slime.checkpoints.hf_config import read_hf_config
 from slime.models import decoder_of
-from vime.doctor.finding import GIB, MIB, Finding, Wanted, judge, ok, problem, size, warning
+from vime.doctor.finding import GIB, MIB, Finding, WantedRun, judge, ok, problem, size, warning
 from vime.doctor.machine import Machine, split_csv, words
 
 QUERY = "index,name,memory.total,memory.used,compute_cap,ecc.errors.uncorrected.volatile.total"
@@ -34,7 +34,7 @@ print(json.dumps({
 """
 
 
-def check_driver(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_driver(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """The driver's major CUDA version must be at least the major version that torch was built for."""
     if wanted.device != "cuda":
         return [ok("gpu", "not needed: this is a check for a run on CPUs")]
@@ -70,7 +70,7 @@ def gpu_rows(machine: Machine) -> list[list[str]]:
     return split_csv(output.text) if output.code == 0 else []
 
 
-def check_gpus(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_gpus(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """One finding per GPU: compute capability, uncorrected memory errors, memory in use."""
     if wanted.device != "cuda":
         return []
@@ -100,7 +100,7 @@ def check_gpus(machine: Machine, wanted: Wanted) -> list[Finding]:
     return findings
 
 
-def check_torch_cuda(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_torch_cuda(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """The GPUs and the NCCL version that torch finds in a separate process."""
     if wanted.device != "cuda" or not gpu_rows(machine):
         return []  # an earlier check reports it
@@ -120,7 +120,7 @@ def check_torch_cuda(machine: Machine, wanted: Wanted) -> list[Finding]:
     return findings
 
 
-def check_peer_access(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_peer_access(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """Whether the GPUs of this host can read each other's memory directly."""
     count = len(gpu_rows(machine)) if wanted.device == "cuda" else 0
     if count < 2:
@@ -155,7 +155,7 @@ def delta_net_obstacle(machine: Machine) -> str | None:
     return f"gated delta net layers cannot be trained: {' and '.join(reasons)}" if reasons else None
 
 
-def check_delta_nets(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_delta_nets(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """A problem if the checkpoint has such layers. Without a checkpoint, a warning."""
     if wanted.device != "cuda":
         return []

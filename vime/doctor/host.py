@@ -7,7 +7,7 @@ import resource
 import time
 from pathlib import Path
 
-from vime.doctor.finding import GIB, MIB, Finding, Wanted, judge, ok, problem, size, warning
+from vime.doctor.finding import GIB, MIB, Finding, WantedRun, judge, ok, problem, size, warning
 from vime.doctor.machine import Machine, words
 
 # README: a tiny run on CPUs takes 6 GB of memory; the trainer and the engine of a real model take more.
@@ -26,18 +26,18 @@ PROCESSES, FEW_PROCESSES = 4096, 512
 FIRST_YEAR = 2025
 
 
-def check_cores(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_cores(machine: Machine, wanted: WantedRun) -> list[Finding]:
     usable = len(os.sched_getaffinity(0))
     remedy = "give the run at least 2 cores (docker: --cpus 2); trainer and engine share one core now"
     return [judge("cpu cores", f"{usable} usable", remedy, fails=False, poor=usable < 2)]
 
 
-def check_numa(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_numa(machine: Machine, wanted: WantedRun) -> list[Finding]:
     nodes = sorted(path.name for path in machine.path("/sys/devices/system/node").glob("node[0-9]*"))
     return [ok("numa nodes", str(len(nodes)) if nodes else "not reported by this kernel")]
 
 
-def check_memory(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_memory(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """Total memory is what counts. If little is free, another run may be using it."""
     facts = dict(line.split(":", 1) for line in (machine.read("/proc/meminfo") or "").splitlines())
     if "MemTotal" not in facts:
@@ -55,7 +55,7 @@ def check_memory(machine: Machine, wanted: Wanted) -> list[Finding]:
     ]
 
 
-def check_shared_memory(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_shared_memory(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """/dev/shm holds Ray's object store, the published weights of a run on one host, and NCCL's buffers."""
     path = machine.path("/dev/shm")
     if not path.is_dir():
@@ -84,7 +84,7 @@ def check_shared_memory(machine: Machine, wanted: Wanted) -> list[Finding]:
     return [judge("shared memory", f"{size(total)} at /dev/shm", remedy, fails=total < needed, poor=poor)]
 
 
-def check_disk(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_disk(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """The run directory holds logs, metrics and checkpoints. The Hugging Face cache holds models and data."""
     run_dir = machine.space(wanted.run_dir).free
     cache = hf_home(machine)
@@ -108,7 +108,7 @@ def check_disk(machine: Machine, wanted: Wanted) -> list[Finding]:
     ]
 
 
-def check_descriptors(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_descriptors(machine: Machine, wanted: WantedRun) -> list[Finding]:
     soft, hard = machine.limit(resource.RLIMIT_NOFILE)
     found = f"{_limit(soft)} (can be raised to {_limit(hard)})" if soft != hard else _limit(soft)
     remedy = f"allow {DESCRIPTORS} or more: ulimit -n {DESCRIPTORS}; docker run --ulimit nofile=65536:65536"
@@ -124,7 +124,7 @@ def check_descriptors(machine: Machine, wanted: Wanted) -> list[Finding]:
     ]
 
 
-def check_processes(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_processes(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """Threads count as processes. A container may have its own limit."""
     limits = {"ulimit -u": machine.limit(resource.RLIMIT_NPROC)[0]}
     pids = machine.read("/sys/fs/cgroup/pids.max") or "max"
@@ -148,7 +148,7 @@ def _below(value: int, least: int) -> bool:
     return value != resource.RLIM_INFINITY and value < least
 
 
-def check_clock(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_clock(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """A wrong clock breaks HTTPS downloads and the order of a run's records."""
     now = time.gmtime()
     found = time.strftime("%Y-%m-%d %H:%M:%S UTC", now)
@@ -157,7 +157,7 @@ def check_clock(machine: Machine, wanted: Wanted) -> list[Finding]:
     ]
 
 
-def check_compiler(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_compiler(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """Triton compiles its launchers with a C compiler. vLLM's CPU build compiles its kernels with a C++ compiler."""
     names = [machine.environ["CC"]] if machine.environ.get("CC") else ["gcc", "clang", "cc"]
     for name in names:
@@ -180,7 +180,7 @@ def hf_home(machine: Machine) -> Path:
     return Path(environ.get("HF_HOME") or Path(cache) / "huggingface")
 
 
-def check_writable(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_writable(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """This user must be able to write to the directories of a run."""
     triton = Path(machine.environ.get("TRITON_CACHE_DIR") or machine.home() / ".triton" / "cache")
     places = {

@@ -7,7 +7,7 @@ import socket
 from urllib.parse import urlsplit
 
 from slime.cluster.ray_token import MODE, TOKEN, TOKEN_PATH, use_given_token
-from vime.doctor.finding import GIB, Finding, Wanted, judge, ok, problem, size, warning
+from vime.doctor.finding import GIB, Finding, WantedRun, judge, ok, problem, size, warning
 from vime.doctor.machine import Machine, words
 
 LOOPBACK = "127.0.0.1"
@@ -15,7 +15,7 @@ PORTS = 8  # engines, routers and Ray's services of a small run
 CONNECT_TIMEOUT_S = 3
 
 
-def check_loopback(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_loopback(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """Bind a few free ports of the loopback interface, as engines and routers do."""
     open_sockets: list[socket.socket] = []
     try:
@@ -34,7 +34,7 @@ def check_loopback(machine: Machine, wanted: Wanted) -> list[Finding]:
     return [ok("ports", f"{PORTS} free ports of {LOOPBACK} could be bound")]
 
 
-def check_ray(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_ray(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """With RAY_ADDRESS, a run joins that cluster. The cluster must answer, and this user must have the token."""
     address = machine.environ.get("RAY_ADDRESS")
     if not address:
@@ -79,7 +79,7 @@ def _token(machine: Machine) -> Finding:
     )
 
 
-def check_rdma(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_rdma(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """InfiniBand and RoCE devices. NCCL uses them between hosts if a port is active and memory can be locked."""
     devices = sorted(machine.path("/sys/class/infiniband").glob("*"))
     if not devices:

@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from slime import megatron_versions
-from vime.doctor.finding import Finding, Wanted, judge, ok, problem, warning
+from vime.doctor.finding import Finding, WantedRun, judge, ok, problem, warning
 from vime.doctor.machine import Machine, words
 
 PLUGIN_GROUP = "vllm.general_plugins"
@@ -36,7 +36,7 @@ def stack_versions(machine: Machine) -> dict[str, tuple[str, str | None]]:
     return found
 
 
-def check_python(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_python(machine: Machine, wanted: WantedRun) -> list[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     remedy = "use Python 3.11 or newer"
     return [
@@ -50,7 +50,7 @@ def check_python(machine: Machine, wanted: Wanted) -> list[Finding]:
     ]
 
 
-def check_versions(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_versions(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """One finding per package: whether it is installed, and whether requirements/ names its version."""
     extra = "gpu" if wanted.device == "cuda" else "cpu"
     tested = {canonicalize_name(r.name): r for r in map(Requirement, machine.requirements(extra))}
@@ -101,7 +101,7 @@ def judge_megatron(version: str, install: str) -> Finding:
     return ok(name, f"{name} {version}, run {megatron_versions.RUN[version]}")
 
 
-def check_torchvision(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_torchvision(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """A CUDA torchvision with a CPU torch fails at import (torchvision::nms), and vLLM fails with it."""
     folder = machine.package_folder("torchvision")
     if folder is None or machine.torch_cuda() is not None:
@@ -114,7 +114,7 @@ def check_torchvision(machine: Machine, wanted: Wanted) -> list[Finding]:
     ]
 
 
-def check_plugin(machine: Machine, wanted: Wanted) -> list[Finding]:
+def check_plugin(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """vLLM loads the code that receives weights through an entry point of the installed vime."""
     found = machine.plugins(PLUGIN_GROUP)
     if PLUGIN in found:

@@ -1,7 +1,6 @@
-"""HTTP client of the engine servers: blocking requests with the run's key, and the control routes of one engine.
+"""Blocking HTTP requests to the servers of a run, with the run's key, and what an engine's control routes must offer.
 
-Each request has a timeout. The module uses the standard library only, and ignores the proxies of the environment. vLLM
-serves the control routes only with VLLM_SERVER_DEV_MODE=1 in its environment.
+Each request has a timeout. The module uses the standard library only, and ignores the proxies of the environment.
 """
 
 from __future__ import annotations
@@ -12,16 +11,13 @@ import json
 import select
 import socket
 import time
-from collections.abc import Sequence
-from typing import Any, Literal
-from urllib.parse import urlencode, urlsplit
-
-from vime.vllm.versions import finish_body
-from vime.vllm.worker.middleware import NEW_VERSION_HEADER, VERSIONS_HEADER
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+from urllib.parse import urlsplit
 
 PauseMode = Literal["keep", "abort", "wait"]
-_QUICK_S = 30.0
-_SLOW_S = 600.0
+CHECKPOINT_VERSION = -1
+"""The version of a server that was given no weights yet: those of its checkpoint."""
 _LOOK_EVERY_S = 1.0
 
 
@@ -34,7 +30,7 @@ def request(
     run_key: str,
     method: str,
     path: str,
-    body: Any = None,
+    body: object = None,
     *,
     headers: dict[str, str] | None = None,
     timeout_s: float,
@@ -86,71 +82,22 @@ def answers(url: str, run_key: str, path: str, *, timeout_s: float) -> bool:
     return True
 
 
-class EngineControl:
-    """Control client of the engine at `url`, e.g. "http://127.0.0.1:8000". Thread-safe: one connection per call.
+class Control(Protocol):
+    """The control routes of one engine server, whatever engine it is (VllmControl, SglangControl)."""
 
-    Every method but `is_healthy` raises ControlError when the engine answers with an error, and OSError when the engine
-    does not answer in time.
-    """
+    url: str
 
-    def __init__(self, url: str, run_key: str) -> None:
-        self.url = url
-        self._run_key = run_key
+    def pause(self, mode: PauseMode = "keep") -> None: ...
+    def resume(self) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def update_weights(self, update_info: dict[str, object]) -> None: ...
+    def finish_weight_update(self, version: int) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
+    def sleep(self, level: int, mode: PauseMode = "keep") -> None: ...
+    def wake(self, tags: Sequence[Literal["weights", "kv_cache"]] = ()) -> None: ...
+    def weight_version(self) -> int: ...
+    def is_healthy(self, timeout_s: float) -> bool: ...
 
-    def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop generating. `mode` says what happens to running requests: they are frozen until `resume` (keep), ended
-        with the tokens that they have (abort), or finished first (wait)."""
-        self._post("/pause", query={"mode": mode}, timeout_s=_SLOW_S)
 
-    def resume(self) -> None:
-        self._post("/resume")
-
-    def start_weight_update(self) -> None:
-        self._post("/start_weight_update", timeout_s=_SLOW_S)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._post("/update_weights", {"update_info": update_info}, timeout_s=_SLOW_S)
-
-    def finish_weight_update(self, version: int) -> None:
-        """End the update and make `version` the live version. Later answers carry `version`."""
-        headers = {NEW_VERSION_HEADER: str(version)}
-        self._post("/finish_weight_update", finish_body(version), headers=headers, timeout_s=_SLOW_S)
-
-    def reset_prefix_cache(self) -> None:
-        """Drop all cached keys and values. Running requests compute theirs again when they continue."""
-        answer = self._post(
-            "/reset_prefix_cache", query={"reset_running_requests": "true"}, timeout_s=_SLOW_S
-        )
-        if not json.loads(answer)["success"]:
-            raise ControlError(f"engine {self.url} must drop its prefix cache, got {answer.decode()}")
-
-    def sleep(self, level: int, mode: PauseMode = "keep") -> None:
-        """Free device memory with vLLM's sleep mode. Keys and values are dropped. Level 1 moves the weights to host
-        memory, and level 2 drops the weights."""
-        self._post("/sleep", query={"level": str(level), "mode": mode}, timeout_s=_SLOW_S)
-
-    def wake(self, tags: Sequence[Literal["weights", "kv_cache"]] = ()) -> None:
-        """Allocate device memory again, for the parts in `tags` or for all parts. After level 2 the weights are
-        undefined until an update loads them."""
-        self._post("/wake_up", query=[("tags", tag) for tag in tags], timeout_s=_SLOW_S)
-
-    def weight_version(self) -> int:
-        """Version of the live weights; -1 means the weights of the checkpoint."""
-        response, _ = request(self.url, self._run_key, "GET", "/health", timeout_s=_QUICK_S)
-        return int(response.headers[VERSIONS_HEADER].split(",")[-1])
-
-    def is_healthy(self, timeout_s: float) -> bool:
-        """Whether /health answers 200 within `timeout_s`."""
-        return answers(self.url, self._run_key, "/health", timeout_s=timeout_s)
-
-    def _post(
-        self,
-        path: str,
-        body: Any = None,
-        *,
-        query: dict[str, str] | Sequence[tuple[str, str]] | None = None,
-        headers: dict[str, str] | None = None,
-        timeout_s: float = _QUICK_S,
-    ) -> bytes:
-        path = f"{path}?{urlencode(query)}" if query else path
-        return request(self.url, self._run_key, "POST", path, body, headers=headers, timeout_s=timeout_s)[1]
+MakeControl = Callable[[str, str], Control]
+"""The control of the server at a URL, with the run's key."""

@@ -13,20 +13,26 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, TypedDict
 from urllib.parse import urlsplit
 
 from slime.config import Config
-from vime.pool.control import ControlError, EngineControl, answers, request
-from vime.pool.member import MakeControl
+from vime.pool.control import ControlError, MakeControl, answers, request
+from vime.pool.engine_server import EngineSpec
 from vime.pool.process import accepts
-from vime.vllm.server import EngineSpec
-from vime.vllm.worker.middleware import KEY_VARIABLE
+from vime.pool.run_key import KEY_VARIABLE
 
 ENGINES, ROUTER = "--rollout-external-engine-addrs", "--vllm-router-ip and --vllm-router-port"
 LEAST_KEY = 32
 _ANSWER_S = 5.0
 _POLL_S = 0.5
+
+
+class Address(TypedDict):
+    """Where a server listens."""
+
+    host: str
+    port: int
 
 
 def uses(config: Config) -> bool:
@@ -45,8 +51,8 @@ def given_key() -> str:
     return key
 
 
-def split(address: str, typed: str) -> dict[str, Any]:
-    """HOST:PORT or http://HOST:PORT as the `host` and `port` of a server."""
+def split(address: str, typed: str) -> Address:
+    """HOST:PORT or http://HOST:PORT as an address."""
     parts = urlsplit(address if "://" in address else f"http://{address}")
     try:
         host, port = parts.hostname, parts.port
@@ -59,7 +65,7 @@ def split(address: str, typed: str) -> dict[str, Any]:
     return {"host": host, "port": port}
 
 
-def addresses(config: Config) -> list[dict[str, Any]]:
+def addresses(config: Config) -> list[Address]:
     """`host` and `port` of each engine that was started apart."""
     return [split(each, ENGINES) for each in config.rollout.rollout_external_engine_addrs or []]
 
@@ -68,8 +74,8 @@ def router_settings(config: Config) -> dict[str, Any]:
     """Fields of a RouterSpec that the flags of its address decide."""
     ip, port = config.engine.router_ip, config.engine.router_port
     if ip is None:
-        return {} if port is None else {"door_port": port}
-    return {"host": ip, "port": port, "apart": True}
+        return {} if port is None else {"gateway_port": port}
+    return {"host": ip, "port": port, "external": True}
 
 
 def check_addresses(config: Config) -> None:
@@ -162,14 +168,14 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class EngineApart:
+class ExternalEngine:
     """A `vime.pool.member.EngineHandle` of a server that this run neither starts nor ends.
 
     If the server ends, the pool waits here for a new one at the same address, up to --engine-start-timeout-s. vLLM
     takes seconds to start, so the pool, which looks several times a second, sees each restart.
     """
 
-    def __init__(self, spec: EngineSpec, control: MakeControl = EngineControl) -> None:
+    def __init__(self, spec: EngineSpec, control: MakeControl) -> None:
         self.spec = spec
         self._control = control
 

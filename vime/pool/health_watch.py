@@ -17,7 +17,7 @@ SAY_AFTER_S = 15.0
 _LOOK_EVERY_S, _ANSWER_S = 2.0, 2.0
 
 
-class Silence:
+class HealthWatch:
     """The thread that asks every serving engine for /health, and for processes that a signal has stopped."""
 
     def __init__(self, members: Sequence[Member], stopping: threading.Event, patience_s: float) -> None:
@@ -25,7 +25,7 @@ class Silence:
         self._members, self._stopping, self._patience_s = members, stopping, patience_s
         self._good: dict[str, float] = {}
         self._told: set[str] = set()
-        self._thread = threading.Thread(target=self._watch, name="engine-silence", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="engine-health-watch", daemon=True)
 
     def start(self) -> None:
         self._thread.start()

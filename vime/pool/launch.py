@@ -7,18 +7,18 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
 from slime.cluster import placement
 from slime.config import Config
 from slime.protocols import WeightSource
-from vime.pool import external as apart
+from vime.pool import external
+from vime.pool.engine_server import EngineSpec
 from vime.pool.pool import ServerPool
 from vime.pool.ray_server import Seat, make_servers
 from vime.pool.router import RouterSpec
-from vime.vllm.server import EngineSpec
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
@@ -30,11 +30,13 @@ def make_pool(
     placed: Placement,
     source: WeightSource | None,
     make_spec: Callable[..., EngineSpec],
-    **settings: Any,
+    *,
+    dtype: str,
+    gives_memory: bool = False,
 ) -> ServerPool:
-    """The engines of `config` and their router. `make_spec` gets the fields of an engine's spec that every engine has;
-    `settings` go to the pool."""
-    run_key = apart.given_key() if apart.uses(config) else secrets.token_hex(32)
+    """The engines of `config` and their router. `make_spec` gets the fields of an engine's spec that every engine has.
+    `dtype` and `gives_memory`: see ServerPool."""
+    run_key = external.given_key() if external.uses(config) else secrets.token_hex(32)
     assert config.logging.run_dir is not None
     logs = Path(config.logging.run_dir).resolve() / "logs"
     # Loopback, unless a cluster was joined: then engines may be on other nodes and listen at their node's address.
@@ -45,7 +47,7 @@ def make_pool(
         make_spec(
             run_key=run_key,
             host=host,
-            cpu_threads=placement.cpu_threads(config)[1] if config.cluster.device == "cpu" else None,
+            cpu_threads=placement.cpu_threads(config)[1] if config.cluster.device == "cpu" else 0,
             numa_binding=config.cluster.numa_binding,
             # An engine on a trainer's GPU measures what memory is left.
             waits=source is not None and config.cluster.colocate and config.cluster.device == "cuda",
@@ -55,21 +57,21 @@ def make_pool(
         for i in range(config.num_engines)
     ]
     seats = [_seats(placed, bundles, joined) for bundles in placed.engine_bundles]
-    elsewhere = apart.addresses(config)
+    elsewhere = external.addresses(config)
     router = RouterSpec(
         run_key=run_key,
         log_path=str(logs / "router.log"),
-        door_host=host,
+        gateway_host=host,
         argv=tuple(config.engine.router_argv),
         request_timeout_s=config.rollout.rollout_deadline_s,
-        **({"host": host} | apart.router_settings(config)),
+        **({"host": host} | external.router_settings(config)),
     )
     parts = pool.kind
     return pool(
         specs,
         router,
         spawn=lambda spec: (
-            apart.EngineApart(replace(spec, **elsewhere[spec.index]), parts.control)
+            external.ExternalEngine(replace(spec, **elsewhere[spec.index]), parts.control)
             if elsewhere
             else make_servers(spec, seats[spec.index], here=not joined, server=parts.server)
         ),
@@ -77,7 +79,8 @@ def make_pool(
         health_check_interval_s=config.fault_tolerance.rollout_health_check_interval,
         health_check_timeout_s=config.fault_tolerance.rollout_health_check_timeout,
         health_check_first_wait_s=config.fault_tolerance.rollout_health_check_first_wait,
-        **settings,
+        dtype=dtype,
+        gives_memory=gives_memory,
     )
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 from slime.weight_sync.variables import ENGINE_VARIABLE
-from vime.pool.control import PauseMode
-from vime.vllm.server import EngineSpec
+from vime.pool.control import MakeControl, PauseMode
+from vime.pool.engine_server import EngineSpec
 
 
 class EngineHandle(Protocol):
@@ -22,27 +21,6 @@ class EngineHandle(Protocol):
     def whereabouts(self) -> tuple[str, bool]: ...
     def tail_log(self) -> str: ...
     def stop(self) -> None: ...
-
-
-class Control(Protocol):
-    """The control routes of one engine server, whatever engine it is (EngineControl, SglangControl)."""
-
-    url: str
-
-    def pause(self, mode: PauseMode = "keep") -> None: ...
-    def resume(self) -> None: ...
-    def start_weight_update(self) -> None: ...
-    def update_weights(self, update_info: dict[str, Any]) -> None: ...
-    def finish_weight_update(self, version: int) -> None: ...
-    def reset_prefix_cache(self) -> None: ...
-    def sleep(self, level: int, mode: PauseMode = "keep") -> None: ...
-    def wake(self, tags: Sequence[Literal["weights", "kv_cache"]] = ()) -> None: ...
-    def weight_version(self) -> int: ...
-    def is_healthy(self, timeout_s: float) -> bool: ...
-
-
-MakeControl = Callable[[str, str], Control]
-"""The control of the server at a URL, with the run's key."""
 
 
 class Spawn(Protocol):
@@ -113,7 +91,7 @@ class Member:
     def start_weight_update(self) -> None:
         self.control.start_weight_update()
 
-    def update_weights(self, message: dict[str, Any]) -> None:
+    def update_weights(self, message: dict[str, object]) -> None:
         self.control.update_weights(message)
 
     def finish_weight_update(self, version: int) -> None:

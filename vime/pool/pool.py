@@ -19,15 +19,12 @@ from typing import ClassVar
 
 from slime.protocols import RolloutEngine, WeightSource
 from slime.weight_sync.transfer import Engine, WeightTransfer
-from vime.pool.control import ControlError, EngineControl, PauseMode
-from vime.pool.external_router import RouterApart
-from vime.pool.health_watch import Silence
-from vime.pool.member import MakeControl, Member, Spawn
+from vime.pool.control import ControlError, MakeControl, PauseMode
+from vime.pool.engine_server import EngineServer, EngineSpec
+from vime.pool.health_watch import HealthWatch
+from vime.pool.member import Member, Spawn
 from vime.pool.process import Started, require_running
-from vime.pool.router import Router, RouterSpec
-from vime.vllm.client import VllmEngineClient
-from vime.vllm.server import EngineServer, EngineSpec
-from vime.vllm.worker.middleware import health_prefix
+from vime.pool.router import RouterServer, RouterSpec
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.25
@@ -40,7 +37,7 @@ class Kind:
 
     control: MakeControl
     client: Callable[[str, str], RolloutEngine]
-    router: Callable[[RouterSpec], Router]
+    router: Callable[[RouterSpec], RouterServer]
     server: type[EngineServer]
     workers: str
     worker_path: Callable[[str], str]
@@ -90,7 +87,7 @@ class ServerPool:
         )  # its lock guards membership, too
         self._lost: str | None = None
         self._stopping = threading.Event()
-        self._silence = Silence(
+        self._health_watch = HealthWatch(
             self._members, self._stopping, health_check_interval_s + health_check_timeout_s
         )
         self._monitor = threading.Thread(target=self._watch, name="engine-monitor", daemon=True)
@@ -106,19 +103,19 @@ class ServerPool:
 
     @property
     def facts(self) -> dict[str, object]:
-        """What hooks find in their `args`: the address of the router (its door), and the dtype that engines compute in.
+        """What hooks find in their `args`: the address of the router's gateway, and the dtype that engines compute in.
 
         `own_servers` are the servers of the run for slime.http.OwnServers.
         """
         spec = self._router.spec
         headers = {"Authorization": f"Bearer {spec.run_key}"}
         return {
-            **{f"{engine}_router_ip": spec.door_host for engine in ("vllm", "sglang")},
-            **{f"{engine}_router_port": spec.door_port for engine in ("vllm", "sglang")},
+            **{f"{engine}_router_ip": spec.gateway_host for engine in ("vllm", "sglang")},
+            **{f"{engine}_router_port": spec.gateway_port for engine in ("vllm", "sglang")},
             "vllm_router_headers": headers,
-            "router_url": spec.door_url,
+            "router_url": spec.gateway_url,
             "own_servers": {
-                "urls": [spec.door_url, spec.url],
+                "urls": [spec.gateway_url, spec.url],
                 "headers": headers,
                 "workers": spec.url + self.kind.workers,
                 "worker_path": self.kind.worker_path(spec.run_key),
@@ -157,7 +154,7 @@ class ServerPool:
             self.stop()
             raise
         self._monitor.start()
-        self._silence.start()
+        self._health_watch.start()
 
     def publish(self, version: int) -> None:
         """Load the trainer's weights as `version` on every serving engine, see slime.weight_sync.transfer.
@@ -323,16 +320,6 @@ class ServerPool:
             return
         with ThreadPoolExecutor(len(members)) as threads:
             list(threads.map(act, members))
-
-
-def _vllm_router(spec: RouterSpec) -> Router:
-    return RouterApart(spec) if spec.apart else Router(spec)
-
-
-class VllmEnginePool(ServerPool):
-    """EnginePool over vLLM servers behind vllm-router."""
-
-    kind = Kind(EngineControl, VllmEngineClient, _vllm_router, EngineServer, "/list_workers", health_prefix)
 
 
 def _open_gate(member: Member) -> None:

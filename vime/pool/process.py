@@ -25,8 +25,8 @@ from slime.cluster.guard import descendants, is_stopped, processes
 from slime.import_path import ROOT, SAFE_PATH, UTF8, entries
 from vime.pool.control import answers
 from vime.pool.log_cause import cause_of
+from vime.pool.run_key import KEY_VARIABLE
 from vime.run.surroundings import without_proxies
-from vime.vllm.worker.middleware import KEY_VARIABLE
 
 TAIL_LINES = 30
 FREE_PORTS = range(20000, 32768)

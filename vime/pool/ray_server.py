@@ -14,8 +14,8 @@ from typing import Any
 
 import ray
 
+from vime.pool.engine_server import EngineServer, EngineSpec
 from vime.pool.nodes_server import NodesServer
-from vime.vllm.server import EngineServer, EngineSpec
 
 _QUICK_S = 5.0
 
@@ -26,9 +26,7 @@ class RayEngineServer:
     When the driver or the actor dies, so does the server: the actor's process holds the supervisor's pipe.
     """
 
-    def __init__(
-        self, spec: EngineSpec, options: dict[str, Any], server: type[EngineServer] = EngineServer
-    ) -> None:
+    def __init__(self, spec: EngineSpec, options: dict[str, object], server: type[EngineServer]) -> None:
         actor: Any = ray.remote(server)
         self._actor: Any = actor.options(max_concurrency=4, **options).remote(spec)
 
@@ -85,7 +83,7 @@ class Seat:
     host: str
     visible: Mapping[str, str]
     gpu_buses: tuple[str, ...]
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
 
 
 def make_servers(
@@ -93,7 +91,7 @@ def make_servers(
     seats: Sequence[Seat],
     *,
     here: bool,
-    server: type[EngineServer] = EngineServer,
+    server: type[EngineServer],
 ) -> EngineServer | RayEngineServer | NodesServer:
     """The handle of one engine with a server process in each of `seats`, in the order of its nodes. `here`: this
     process starts and watches them itself, because all seats are on its host. Otherwise an actor per seat does.

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import numpy as np
+import numpy.typing as npt
 
 from slime.divergence import DivergedError
 
@@ -36,7 +37,7 @@ async def require_ok(response: aiohttp.ClientResponse) -> None:
     raise ValueError(f"the engine must accept the request, got {said}")
 
 
-def require_finite(log_probs: np.ndarray[Any, Any], version: int) -> None:
+def require_finite(log_probs: npt.NDArray[np.float32], version: int) -> None:
     """DivergedError when a log-prob is NaN. `version`: of the weights that made the last token."""
     if not (bad := np.isnan(log_probs)).any():
         return
@@ -55,7 +56,7 @@ class RouterClient:
         self._run_key = run_key
         self._session: aiohttp.ClientSession | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_session": None}
 
     async def close(self) -> None:
@@ -75,7 +76,7 @@ class RouterClient:
             )
         return self._session
 
-    async def _request(self, method: str, url: str, body: Any = None) -> bytes:
+    async def _request(self, method: str, url: str, body: object = None) -> bytes:
         """The answer to one control request, with status 200. RuntimeError for another status."""
         url = url if url.startswith("http") else self.router_url + url
         timeout = aiohttp.ClientTimeout(total=_CONTROL_S)
@@ -84,7 +85,7 @@ class RouterClient:
                 raise RuntimeError(f"{url} must answer, got HTTP {response.status}: {await response.text()}")
             return await response.read()
 
-    async def _on_all(self, path: str, body: Any) -> None:
+    async def _on_all(self, path: str, body: object) -> None:
         """POST `body` to `path` of every engine of the router. A dead engine has nothing to abort: its requests fail,
         and `_until` retries them until their deadline."""
         listed = json.loads(await self._request("GET", "/workers"))

@@ -1,4 +1,4 @@
-"""Whether a run has room for its published weights and its checkpoints. Asked before anything starts."""
+"""Whether the disks have space for the published weights and the checkpoints of a run. Asked before anything starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.plan.model_shape import Shape
 from slime.weight_sync.registry import CHANNELS
 
 
-def require_room_to_run(c: Config) -> None:
+def require_disk_space(c: Config) -> None:
     """ValueError unless the published weights of a run fit in --weight-dir, and a checkpoint fits in --save.
 
     The sizes come from config.json, so the rest of the run is not waited for. Each save asks again.

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 
-class _File(io.FileIO):
+class _LastingFile(io.FileIO):
     """A file descriptor whose writes do not fail. The first text that is lost is said on the other stream."""
 
     def __init__(self, descriptor: int, name: str) -> None:
@@ -61,7 +61,7 @@ def _lasting(stream: TextIO | None, name: str) -> TextIO:
         return stream
     stream.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(_File(stream.fileno(), name)),
+        io.BufferedWriter(_LastingFile(stream.fileno(), name)),
         encoding=stream.encoding,
         errors="backslashreplace",
         line_buffering=stream.line_buffering,

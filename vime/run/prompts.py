@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from argparse import Namespace
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.config import Config
 from slime.config.sections.data import DataConfig
@@ -61,7 +62,7 @@ def prompts(c: Config) -> Iterator[str]:
         )
 
 
-def _training(c: Config, args: Any) -> Iterator[str]:
+def _training(c: Config, args: Namespace) -> Iterator[str]:
     batch, part = c.data.rollout_batch_size, ""
     assert batch is not None
     if c.data.data_source_path == DataConfig.data_source_path:
@@ -93,7 +94,9 @@ def _rollouts(c: Config, number: int) -> int:
     return rollouts
 
 
-def _evaluation(args: Any, most_bytes: int | None = None) -> Iterator[tuple[EvalDatasetConfig, Prompts]]:
+def _evaluation(
+    args: Namespace, most_bytes: int | None = None
+) -> Iterator[tuple[EvalDatasetConfig, Prompts]]:
     @functools.cache
     def tokenizer() -> PreTrainedTokenizerBase:
         return load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)

@@ -13,11 +13,11 @@ from slime.config import Config, FlagGroup
 from slime.config.sections.engine import EngineFacts
 from slime.protocols import WeightSource
 from slime.rules.listing import Row
-from vime.pool import external as apart
+from vime.pool import external
+from vime.pool.engine_server import pair_up
 from vime.sglang import server_flags as flags
 from vime.sglang.server import SglangServer, SglangSpec
-from vime.vllm.server import pair_up
-from vime.vllm.server_flags import check_engine_heads, engine_dtype, engine_settings, rows_of
+from vime.vllm.server_flags import check_engine_heads, common_settings, engine_dtype, rows_of
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
@@ -38,15 +38,15 @@ class SglangBackend:
         flags.check_weights,
         flags.check_engines,
         check_engine_heads,
-        apart.check_addresses,
-        apart.check_weights,
+        external.check_addresses,
+        external.check_weights,
     )
 
     def translate(self, groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
         """slime's flags of the router get the router's names."""
         return flags.translate(groups)
 
-    def fields(self, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    def fields(self, own: dict[str, object], given: dict[str, Any]) -> dict[str, object]:
         """The engine section. Hooks find SGLang's arguments in their `args` as sglang_NAME."""
         args = given.get("backend_args", {})
         concurrency = own.get(flags.CONCURRENCY.name, flags.CONCURRENCY.default)
@@ -92,7 +92,7 @@ class SglangBackend:
     def require_reachable(self, config: Config) -> None:
         """SGLang is there, or the engines that were started apart answer."""
         flags.require_installed(config)
-        apart.require_reachable(config, "/model_info")
+        external.require_reachable(config, "/model_info")
 
     def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> EnginePool:
         """The engines and their router, not started yet."""
@@ -113,7 +113,7 @@ def _facts(args: dict[str, Any]) -> EngineFacts:
     )
 
 
-def _share(typed: Any) -> float:
+def _share(typed: str | float) -> float:
     try:
         return float(typed)
     except (TypeError, ValueError):
@@ -123,5 +123,4 @@ def _share(typed: Any) -> float:
 
 
 def _spec(config: Config, **more: Any) -> SglangSpec:
-    settings = engine_settings(config) | {"vllm_argv": (), "sleeps": False}
-    return SglangSpec(**settings, sglang_argv=tuple(config.engine.backend_argv), **more)
+    return SglangSpec(**common_settings(config), sglang_argv=tuple(config.engine.backend_argv), **more)

@@ -6,7 +6,7 @@ what its own record lacks, so every field that is sent here is one of that recor
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
 import aiohttp
 import msgspec
@@ -14,8 +14,8 @@ import numpy as np
 
 from slime.protocols import FinishReason, GenerateResult
 from slime.rollout.sampling import checked
+from vime.pool.control import CHECKPOINT_VERSION
 from vime.pool.router_client import RouterClient, Transient, require_finite, require_ok
-from vime.vllm.worker.middleware import CHECKPOINT_VERSION
 
 PARAMETERS = frozenset(
     {
@@ -38,7 +38,7 @@ PARAMETERS = frozenset(
 """Sampling parameters, which SGLang and slime name alike, that pass sglang-router."""
 _DROPPED = "spaces_between_special_tokens"
 """sglang-router drops it. It changes the text of slow tokenizers only; fast ones ignore it."""
-_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_FINISH: dict[object, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _UNNAMED = "default"
 """SGLang's version of the checkpoint's weights."""
 
@@ -49,7 +49,7 @@ class SglangEngineClient(RouterClient):
     async def generate(
         self,
         token_ids: list[int],
-        sampling_params: dict[str, Any],
+        sampling_params: dict[str, object],
         *,
         seed: int,
         deadline_s: float,
@@ -93,16 +93,20 @@ class SglangEngineClient(RouterClient):
         return result_of(answer)
 
 
+class _VersionSpan(TypedDict):
+    version: str | int
+
+
 class _Meta(msgspec.Struct):
     """`meta_info`. `output_token_logprobs`: rows [log-prob, token id, text], where null is a NaN. `weight_versions`:
     spans of tokens with their version (SGLang), or the versions alone (vime's vLLM)."""
 
-    finish_reason: dict[str, Any]
+    finish_reason: dict[str, object]
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []  # none: aborted in the queue
     prompt_tokens: int = 0
     cached_tokens: int = 0
     weight_version: str | int = _UNNAMED
-    weight_versions: list[dict[str, Any] | int] | None = None
+    weight_versions: list[_VersionSpan | int] | None = None
 
 
 class Answer(msgspec.Struct):
@@ -113,7 +117,7 @@ class Answer(msgspec.Struct):
     meta_info: _Meta
 
 
-def request_params(sampling_params: dict[str, Any]) -> dict[str, Any]:
+def request_params(sampling_params: dict[str, object]) -> dict[str, object]:
     """`sampling_params` of a request. For a parameter that is None, the engine uses its neutral default."""
     if unknown := sampling_params.keys() - PARAMETERS - {_DROPPED}:
         raise ValueError(f"sampling parameters must be among {sorted(PARAMETERS)}, got {sorted(unknown)}")
@@ -156,7 +160,7 @@ def result_of(answer: Answer) -> GenerateResult:
 
 def _versions(meta: _Meta) -> list[int]:
     """The versions that the tokens come from, oldest first."""
-    spans = meta.weight_versions or [{"version": meta.weight_version}]
+    spans: list[_VersionSpan | int] = meta.weight_versions or [{"version": meta.weight_version}]
     return [number_of(span["version"] if isinstance(span, dict) else span) for span in spans]
 
 

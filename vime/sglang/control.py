@@ -21,7 +21,7 @@ _QUICK_S, _SLOW_S = 30.0, 600.0
 
 
 class SglangControl:
-    """A `vime.pool.member.Control` of the server at `url`. Errors: as `vime.pool.control.EngineControl`."""
+    """A `vime.pool.control.Control` of the server at `url`. Errors: as `vime.vllm.control.VllmControl`."""
 
     def __init__(self, url: str, run_key: str) -> None:
         self.url = url
@@ -85,5 +85,5 @@ class SglangControl:
         """Whether /health answers 200 within `timeout_s`. SGLang generates a token for it when it is idle."""
         return answers(self.url, self._run_key, "/health", timeout_s=timeout_s)
 
-    def _post(self, path: str, body: Any, *, timeout_s: float = _QUICK_S) -> bytes:
+    def _post(self, path: str, body: object, *, timeout_s: float = _QUICK_S) -> bytes:
         return request(self.url, self._run_key, "POST", path, body, timeout_s=timeout_s)[1]

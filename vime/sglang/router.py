@@ -1,7 +1,7 @@
 """sglang-router as a supervised subprocess. It differs from vllm-router in its command line and in how engines join.
 
 It adds and removes engines in the background: `add` and `remove` wait until its list shows it. Plug-ins reach it
-without a door, because it passes SGLang's /generate on.
+without a gateway, because it passes SGLang's /generate on.
 """
 
 from __future__ import annotations
@@ -11,26 +11,34 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TypedDict
 from urllib.parse import urlsplit
 
 from vime.pool.control import answers
 from vime.pool.process import Server
-from vime.pool.router import NEVER, REQUEST_S, Router, RouterSpec
-from vime.vllm.worker.middleware import health_prefix
+from vime.pool.router import NEVER, REQUEST_S, RouterServer, RouterSpec
+from vime.pool.run_key import health_prefix
 
 _POLL_S = 0.1
 
 
-class SglangRouter(Router):
-    """One sglang-router. Its own address is that of the door, too."""
+class _RouterWorker(TypedDict):
+    """An entry of sglang-router's list."""
+
+    id: str
+    url: str
+    is_healthy: bool
+
+
+class SglangRouter(RouterServer):
+    """One sglang-router. Its own address is that of the gateway, too."""
 
     name = "sglang-router"
 
     def __init__(self, spec: RouterSpec) -> None:
-        Server.__init__(self, replace(spec, port=spec.port or spec.door_port))
+        Server.__init__(self, replace(spec, port=spec.port or spec.gateway_port))
         self.choose_port()
-        self.spec = replace(self.spec, door_host=self.spec.host, door_port=self.spec.port)
+        self.spec = replace(self.spec, gateway_host=self.spec.host, gateway_port=self.spec.port)
 
     def command(self) -> list[str]:
         spec = self.spec
@@ -73,11 +81,11 @@ class SglangRouter(Router):
         prefix = health_prefix(self.spec.run_key)
         return engine_url + (prefix if answers(engine_url, "", f"{prefix}/health", timeout_s=5) else "")
 
-    def _workers(self) -> list[dict[str, Any]]:
-        workers: list[dict[str, Any]] = json.loads(self._request("GET", "/workers"))["workers"]
+    def _workers(self) -> list[_RouterWorker]:
+        workers: list[_RouterWorker] = json.loads(self._request("GET", "/workers"))["workers"]
         return workers
 
-    def _of(self, engine_url: str) -> list[dict[str, Any]]:
+    def _of(self, engine_url: str) -> list[_RouterWorker]:
         return [worker for worker in self._workers() if _origin(worker["url"]) == engine_url]
 
     def _wait(self, holds: Callable[[], bool], what: str) -> None:

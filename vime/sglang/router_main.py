@@ -15,7 +15,7 @@ from sglang_router.router import Router
 from sglang_router.router_args import RouterArgs
 
 from vime.pool.process import hold_port
-from vime.vllm.worker.middleware import KEY_VARIABLE
+from vime.pool.run_key import KEY_VARIABLE
 
 
 def main(argv: Sequence[str]) -> None:

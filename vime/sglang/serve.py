@@ -11,7 +11,7 @@ import os
 import runpy
 import sys
 
-from vime.vllm.worker.middleware import KEY_VARIABLE
+from vime.pool.run_key import KEY_VARIABLE
 
 MODULE = "sglang.launch_server"
 

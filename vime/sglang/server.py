@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from vime.pool.process import Server
-from vime.vllm.server import EngineServer, EngineSpec, option, pair_up
+from vime.pool.engine_server import EngineServer, EngineSpec, option, pair_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class SglangServer(EngineServer):
     def environment(self) -> dict[str, str]:
         """Variables of every server, then those of SGLang, then `spec.env`, which overrides the others."""
         return {
-            **Server.environment(self),
+            **super().environment(),
             # A paused engine generates nothing, and is healthy.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
             "HF_HUB_OFFLINE": "1",

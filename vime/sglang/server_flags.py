@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-from typing import Any
 
 from slime.config import Config, FlagGroup
 from slime.config.fields import FlagSpec
@@ -77,8 +76,8 @@ class _AsTheyStand:
 
     prefix = "sglang_"
 
-    def parse(self, groups: list[FlagGroup]) -> dict[str, Any]:
-        args: dict[str, Any] = {}
+    def parse(self, groups: list[FlagGroup]) -> dict[str, object]:
+        args: dict[str, object] = {}
         argv: dict[str, list[str]] = {}
         problems = Problems()
         for group in groups:
@@ -86,7 +85,7 @@ class _AsTheyStand:
         problems.report()
         return {"backend_args": args, "backend_argv": [token for tokens in argv.values() for token in tokens]}
 
-    def _take(self, group: FlagGroup, args: dict[str, Any], argv: dict[str, list[str]]) -> None:
+    def _take(self, group: FlagGroup, args: dict[str, object], argv: dict[str, list[str]]) -> None:
         name = group.name.removeprefix(self.prefix)
         if name in RESERVED:
             raise ValueError(f"{group.typed} must be left out; {RESERVED[name]}")

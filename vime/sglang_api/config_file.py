@@ -109,7 +109,7 @@ def _model(path: Path) -> dict[str, Any]:
     return dict(models[0])
 
 
-def _known(entry: dict[str, Any], names: set[str], what: str) -> None:
+def _known(entry: dict[str, object], names: set[str], what: str) -> None:
     if unknown := sorted(set(entry) - names):
         raise ValueError(
             f"{what} must have no other entries than {sorted(names)}, got {', '.join(unknown)}; remove them"

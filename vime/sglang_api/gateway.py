@@ -68,7 +68,7 @@ def wrap(body: bytes) -> bytes:
     )
 
 
-class Door:
+class Gateway:
     """The HTTP handlers in front of the router at `router_url`."""
 
     def __init__(self, router_url: str) -> None:
@@ -108,7 +108,7 @@ class Door:
     async def _pass(self, request: web.Request, path: str, body: bytes | None = None) -> web.StreamResponse:
         """The router's answer: at once if it has a length, otherwise as a stream."""
         data = await request.read() if body is None else body
-        headers = _kept(request.headers)
+        headers = _forwarded(request.headers)
         if _SGLANGS_SESSION in headers:
             headers.setdefault("x-session-id", headers[_SGLANGS_SESSION])
         async with self._session.request(
@@ -116,7 +116,7 @@ class Door:
         ) as answer:
             if answer.status in _BEFORE_KEY and (refusal := await self._refusal(request)) is not None:
                 return refusal
-            headers = _kept(answer.headers)
+            headers = _forwarded(answer.headers)
             if answer.content_length is not None:
                 return web.Response(status=answer.status, body=await answer.read(), headers=headers)
             response = web.StreamResponse(status=answer.status, headers=headers)
@@ -128,12 +128,14 @@ class Door:
 
     async def _refusal(self, request: web.Request) -> web.Response | None:
         """The router's 401 if the caller has not the key. Without it, nobody learns what is wrong with a body."""
-        async with self._session.get(f"{self._url}/list_workers", headers=_kept(request.headers)) as answer:
+        async with self._session.get(
+            f"{self._url}/list_workers", headers=_forwarded(request.headers)
+        ) as answer:
             return web.Response(status=401, text=await answer.text()) if answer.status == 401 else None
 
     async def _to_all(self, request: web.Request) -> web.StreamResponse:
         """Call every engine. The status is the worst one. An engine that has died counts as done."""
-        headers, data = _kept(request.headers), await request.read()
+        headers, data = _forwarded(request.headers), await request.read()
         limit = aiohttp.ClientTimeout(total=_ALL_S)
 
         async def ask(url: str) -> tuple[int, str]:
@@ -142,7 +144,9 @@ class Door:
             ) as answer:
                 return answer.status, await answer.text()
 
-        async with self._session.get(f"{self._url}/list_workers", headers=_kept(request.headers)) as listed:
+        async with self._session.get(
+            f"{self._url}/list_workers", headers=_forwarded(request.headers)
+        ) as listed:
             if listed.status != 200:
                 return web.Response(status=listed.status, text=await listed.text())
             urls = (await listed.json(content_type=None))["urls"]
@@ -155,7 +159,8 @@ class Door:
         return web.Response(status=status, text=text, content_type="application/json")
 
 
-def _kept(headers: Mapping[str, str]) -> CIMultiDict[str]:
+def _forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """The headers that are not of the connection alone."""
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _OF_CONNECTION)
 
 
@@ -172,7 +177,7 @@ def serve(router_url: str, listening: socket.socket) -> None:
     import uvloop  # vLLM brings it
 
     gc.freeze()
-    uvloop.run(Door(router_url).serve(listening))
+    uvloop.run(Gateway(router_url).serve(listening))
 
 
 if __name__ == "__main__":  # in front of a router that was started apart

@@ -12,18 +12,24 @@ from typing import Annotated, Any
 
 import msgspec
 
-from vime.sglang_api import control as sglang_control
-from vime.vllm.group_wire import NAMES
+from vime.sglang_api.sampling_names import NAMES
 
 WRAPPED = "vime_generate"
 """The field of /inference/v1/generate that holds a body of /generate on its way through vllm-router."""
+CONTROL_ROUTES = {
+    ("POST", "/pause_generation"),
+    ("POST", "/continue_generation"),
+    ("POST", "/update_weights_from_disk"),
+    ("GET", "/get_weight_version"),
+}
+"""What a trainer that speaks SGLang's protocol drives an engine by."""
 ROUTES = {
     ("POST", "/generate"),
     ("POST", "/abort_request"),
     *((method, "/flush_cache") for method in ("GET", "POST")),
     *(("GET", path) for path in ("/health_generate", "/get_model_info", "/model_info")),
     *(("GET", path) for path in ("/get_server_info", "/server_info")),
-    *sglang_control.ROUTES,
+    *CONTROL_ROUTES,
 }
 
 MAX_NEW_TOKENS = 128
@@ -61,12 +67,12 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True):
     seed: _Seed | None = None
     sampling_seed: _Seed | None = None
     # Not served; `_refuse` names them.
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    structural_tag: Any = None
-    stop_regex: Any = None
-    custom_params: Any = None
+    json_schema: object = None
+    regex: object = None
+    ebnf: object = None
+    structural_tag: object = None
+    stop_regex: object = None
+    custom_params: object = None
 
 
 class GenerateFields(msgspec.Struct, forbid_unknown_fields=True):
@@ -83,25 +89,25 @@ class GenerateFields(msgspec.Struct, forbid_unknown_fields=True):
     return_text_in_logprobs: bool | None = None
     return_routed_experts: bool | None = None
     # They change nothing in the answer.
-    log_metrics: Any = None
-    priority: Any = None
-    routing_key: Any = None
-    model: Any = None
-    no_logs: Any = None
+    log_metrics: object = None
+    priority: object = None
+    routing_key: object = None
+    model: object = None
+    no_logs: object = None
     # Not served; `_refuse` names them.
-    image_data: Any = None
-    video_data: Any = None
-    audio_data: Any = None
-    modalities: Any = None
-    input_embeds: Any = None
-    lora_path: Any = None
-    session_params: Any = None
-    token_ids_logprob: Any = None
-    return_hidden_states: Any = None
-    custom_logit_processor: Any = None
-    background: Any = None
-    return_bytes: Any = None
-    return_entropy: Any = None
+    image_data: object = None
+    video_data: object = None
+    audio_data: object = None
+    modalities: object = None
+    input_embeds: object = None
+    lora_path: object = None
+    session_params: object = None
+    token_ids_logprob: object = None
+    return_hidden_states: object = None
+    custom_logit_processor: object = None
+    background: object = None
+    return_bytes: object = None
+    return_entropy: object = None
 
 
 _NO_IMAGES = "this engine takes text only"
@@ -140,7 +146,7 @@ class OneRequest:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedOutput:
     """What the answers shall hold. `prompt_from`: log-probs of the prompt from that token on; None: of no token."""
 
     log_probs: bool = False
@@ -155,7 +161,7 @@ class GenerateRequest:
     """A parsed request. `batched`: the answer is a list."""
 
     each: list[OneRequest]
-    wanted: Wanted
+    wanted: WantedOutput
     stream: bool
     batched: bool
 
@@ -209,13 +215,13 @@ def _prompts(fields: GenerateFields) -> tuple[list[str | list[int]], bool]:
     nested = isinstance(text, list) or (ids is not None and any(isinstance(one, list) for one in ids))
     if ids is not None and nested and not all(isinstance(one, list) for one in ids):
         raise ValueError("input_ids must be token ids or a list of such lists, got a mixture; send one form")
-    prompts: list[Any] = list(given) if nested else [given]  # type: ignore[arg-type]
+    prompts: list[str | list[int]] = list(given) if nested else [given]  # type: ignore[arg-type, list-item]
     if not prompts or not all(prompts):
         raise ValueError(f"{name} must not be empty, got {json.dumps(given)[:80]}; send a prompt")
     return prompts, nested
 
 
-def _one_each(name: str, given: Any, count: int) -> list[Any]:
+def _one_each(name: str, given: object, count: int) -> list[Any]:
     if not isinstance(given, list):
         if count > 1 and isinstance(given, str):
             return [f"{given}-{place}" for place in range(count)]
@@ -228,10 +234,10 @@ def _one_each(name: str, given: Any, count: int) -> list[Any]:
     return given
 
 
-def _wanted(fields: GenerateFields) -> Wanted:
+def _wanted(fields: GenerateFields) -> WantedOutput:
     start = fields.logprob_start_len
     asked = bool(fields.return_logprob)
-    return Wanted(
+    return WantedOutput(
         log_probs=asked,
         prompt_from=start if asked and start is not None and start >= 0 else None,
         top=(fields.top_logprobs_num or 0) if asked else 0,

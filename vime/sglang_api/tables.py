@@ -1,4 +1,4 @@
-"""What becomes of each `--sglang-*` flag, as data; sglang_flags.py applies it. Names have no prefix and underscores.
+"""What becomes of each `--sglang-*` flag, as data; translate_flags.py applies it. Names have no prefix and underscores.
 
 RENAMED, MAPPED: vLLM has the same setting. ENGINE_DECIDES: the answers are the same, and vLLM or this project decides.
 REFUSED: another flag decides, or the answers would differ.

@@ -1,7 +1,7 @@
 """`--sglang-*` flags of existing launch scripts -> their `--vllm-*` counterparts, each with a remark.
 
 A flag is translated, or accepted with the reason why the answers are the same without it, or an error that names the
-reason. The tables are in sglang_tables.py.
+reason. The tables are in tables.py.
 """
 
 from __future__ import annotations

@@ -15,11 +15,12 @@ from slime.config.sections.engine import EngineFacts
 from slime.config.unsupported import Unsupported
 from slime.protocols import WeightSource
 from slime.rules.listing import Row
-from vime.pool import external as apart
+from vime.pool import external
+from vime.pool.engine_server import option, pair_up
 from vime.sglang_api.translate_flags import PREFIX, targets, translate_sglang
 from vime.vllm import fp8
 from vime.vllm import server_flags as flags
-from vime.vllm.server import EngineServer, EngineSpec, option, pair_up
+from vime.vllm.server import VllmServer, VllmSpec
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
@@ -119,15 +120,15 @@ class VllmBackend:
         flags.check_weight_channel,
         flags.check_context_length,
         fp8.check_quantisation,
-        apart.check_addresses,
-        apart.check_weights,
+        external.check_addresses,
+        external.check_weights,
     )
 
     def translate(self, groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
         """SGLang's flags become vLLM's."""
         return translate_sglang(groups)
 
-    def fields(self, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    def fields(self, own: dict[str, object], given: dict[str, Any]) -> dict[str, object]:
         """The engine section. Hooks find vLLM's arguments in their `args` as vllm_NAME."""
         args = given.get("backend_args", {})
         concurrency = own.get(CONCURRENCY.name, CONCURRENCY.default)
@@ -173,8 +174,8 @@ class VllmBackend:
         """The server's own command-line option for each engine and router flag."""
         for tokens in pair_up(config.engine.backend_argv):
             yield f"{'--vllm-' + tokens[0][2:]:<40} vLLM {' '.join(tokens)}"
-        spec = EngineSpec(**flags.engine_settings(config), run_key="", log_path="")
-        server = EngineServer(spec).command()[4:]  # after "python -m vime.vllm.serve MODULE"
+        spec = VllmSpec(**flags.engine_settings(config), run_key="", log_path="")
+        server = VllmServer(spec).command()[4:]  # after "python -m vime.vllm.serve MODULE"
         for tokens in pair_up(server[: len(server) - len(spec.vllm_argv)]):
             if option(tokens) not in ("host", "port"):  # the address is known when the server starts
                 yield f"{'(set for you)':<40} vLLM {' '.join(tokens)}"
@@ -185,19 +186,19 @@ class VllmBackend:
         """The engines and the router that were started apart answer, and the router is for this run alone. Engines on
         CPUs can compute the model."""
         fp8.check_on_cpu(config)  # not in `rules`: a plan for GPUs is made on CPUs, too
-        apart.require_reachable(config)
+        external.require_reachable(config)
 
     def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> EnginePool:
         """The engines and their router, not started yet."""
         from vime.pool.launch import make_pool
-        from vime.pool.pool import VllmEnginePool
+        from vime.vllm.pool import VllmEnginePool
 
         return make_pool(
             VllmEnginePool,
             config,
             placed,
             source,
-            functools.partial(EngineSpec, **flags.engine_settings(config)),
+            functools.partial(VllmSpec, **flags.engine_settings(config)),
             dtype=flags.engine_dtype(config),
             gives_memory=flags.gives_memory(config),
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -18,7 +17,8 @@ import numpy as np
 from slime.protocols import FinishReason, GenerateResult
 from slime.rollout.sampling import checked
 from vime.pool.router_client import RouterClient, Transient, require_finite, require_ok
-from vime.vllm.group_wire import NAMES, SAMPLES, Frames, SampleAnswer, Samples
+from vime.sglang_api.sampling_names import NAMES
+from vime.vllm.group_wire import SAMPLES, Frames, GroupParams, SampleAnswer
 from vime.vllm.server import SERVED_MODEL_NAME
 from vime.vllm.worker import routed_experts
 
@@ -35,13 +35,13 @@ class VllmEngineClient(RouterClient):
         self._waiting: dict[bytes, _Request] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_waiting": {}, "_sending": set()}
 
     async def generate(
         self,
         token_ids: list[int],
-        sampling_params: dict[str, Any],
+        sampling_params: dict[str, object],
         *,
         seed: int,
         deadline_s: float,
@@ -70,14 +70,14 @@ class VllmEngineClient(RouterClient):
         await self._on_all("/abort_requests", {})
 
     def _join(
-        self, token_ids: list[int], shared: dict[str, Any], own: dict[str, Any]
+        self, token_ids: list[int], shared: dict[str, object], own: dict[str, object]
     ) -> asyncio.Future[SampleAnswer]:
         """Add a sample to the request that leaves when the tasks that are ready now have run."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._send_waiting)
         key = msgspec.json.encode((token_ids, shared))
-        request = self._waiting.setdefault(key, _Request(token_ids, Samples(shared, [])))
+        request = self._waiting.setdefault(key, _Request(token_ids, GroupParams(shared, [])))
         future: asyncio.Future[SampleAnswer] = loop.create_future()
         request.samples.each.append(own)
         request.futures.append(future)
@@ -131,7 +131,7 @@ class _Request:
     """One request to be: its prompt, its samples, and who waits for each of them."""
 
     token_ids: list[int]
-    samples: Samples
+    samples: GroupParams
     futures: list[asyncio.Future[SampleAnswer]] = field(default_factory=list)
 
 
@@ -141,7 +141,9 @@ def _end_with(task: asyncio.Task[None], futures: list[asyncio.Future[SampleAnswe
         task.cancel()
 
 
-def request_fields(sampling_params: dict[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def request_fields(
+    sampling_params: dict[str, object], seed: int
+) -> tuple[dict[str, object], dict[str, object]]:
     """What the samples of a request share, and what one sample has of its own, under vLLM's names. For a parameter that
     is None, the engine uses its neutral default."""
     given = {NAMES[name]: value for name, value in checked(sampling_params).items()}

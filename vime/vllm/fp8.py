@@ -7,8 +7,7 @@ the flag's values, its rules, and the bytes of such a weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
@@ -23,7 +22,7 @@ WEIGHT_BYTES = 1 + 4 / 128**2
 _DTYPES = ("bfloat16", "float16", "half", "auto")
 
 
-def quantises(args: dict[str, Any]) -> bool:
+def quantises(args: Mapping[str, object]) -> bool:
     """Whether engines with these arguments, which have vLLM's names, quantise."""
     return args.get("quantization") is not None
 

@@ -1,6 +1,6 @@
 """What travels between the client and an engine for a group of samples: one request, one frame per finished sample.
 
-The request is a /v1/completions body, which vllm-router balances, with the field `SAMPLES`: a `Samples` record with
+The request is a /v1/completions body, which vllm-router balances, with the field `SAMPLES`: a `GroupParams` record with
 vLLM's sampling parameters, those that all samples share and those of each sample (`seed`, `max_tokens`). The answer is
 a stream of frames in the order in which samples finish: `MARK`, 4 bytes with the length, little-endian, then a
 `SampleAnswer` in msgpack, in which token ids and log-probs are the bytes of arrays.
@@ -9,7 +9,6 @@ a stream of frames in the order in which samples finish: `MARK`, 4 bytes with th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 
@@ -17,31 +16,11 @@ SAMPLES = "vime_samples"
 MARK = b"vime"
 """What a frame begins with. The router calls every stream text/event-stream, so the content type tells nothing."""
 _HEAD_BYTES = len(MARK) + 4
-NAMES = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "skip_special_tokens": "skip_special_tokens",
-    "spaces_between_special_tokens": "spaces_between_special_tokens",
-    "no_stop_trim": "include_stop_str_in_output",
-    "ignore_eos": "ignore_eos",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "logit_bias": "logit_bias",
-}
-"""slime's and SGLang's name of a sampling parameter -> vLLM's name. Another name is an error: dropping it would change
-the sampling. vLLM's defaults of these are SGLang's, but for max_new_tokens."""
 
 
-class Samples(msgspec.Struct):
-    shared: dict[str, Any]
-    each: list[dict[str, Any]]
+class GroupParams(msgspec.Struct):
+    shared: dict[str, object]
+    each: list[dict[str, object]]
 
 
 class SampleAnswer(msgspec.Struct, array_like=True):

@@ -42,35 +42,35 @@ def engine_verdict(c: Config, hf: dict[str, Any], device_bytes: float) -> str:
     more_gpus = f"--rollout-num-gpus-per-engine (now {c.cluster.rollout_num_gpus_per_engine})"
     if given := c.engine.engine_facts.cache_bytes:
         besides = BESIDES_GENERATING - BESIDES_TRAINER
-        room, short = float(given), weights + given + besides - device_bytes
+        free, short = float(given), weights + given + besides - device_bytes
         made_of = f"{amount(weights)} of weights, {amount(given)} of KV cache, {amount(besides)} besides"
         bound = f"--vllm-kv-cache-memory-bytes (now {given})"
         change = f"lower {bound} or raise {more_gpus}"
     else:
         share = c.engine.engine_facts.memory_share
-        room, short = share * device_bytes - weights, weights - share * device_bytes
+        free, short = share * device_bytes - weights, weights - share * device_bytes
         made_of = f"{amount(weights)} of weights in {amount(share * device_bytes)}, {share:g} of it"
         bound = f"--vllm-gpu-memory-utilization (now {share:g})"
         change = f"raise {bound} or {more_gpus}"
     if short > 0:
         return f"{TOO_SMALL} {gpu(device_bytes)}: {made_of}, {amount(short)} too much; {change}"
     sequence = c.engine.backend_args.get("max_model_len") or hf.get("max_position_embeddings") or 0
-    if token * sequence + state > room:
+    if token * sequence + state > free:
         return (
-            f"{TOO_SMALL} {gpu(device_bytes)}: {made_of}, {amount(room)} for the KV cache, but one sequence of "
+            f"{TOO_SMALL} {gpu(device_bytes)}: {made_of}, {amount(free)} for the KV cache, but one sequence of "
             f"{sequence} tokens needs {amount(token * sequence + state)}; raise {bound} or {more_gpus}, or set a lower "
             "--vllm-max-model-len"
         )
-    return f"fits {gpu(device_bytes)}: {made_of}, {_at_a_time(c, room, token, state)}"
+    return f"fits {gpu(device_bytes)}: {made_of}, {_at_a_time(c, free, token, state)}"
 
 
-def _at_a_time(c: Config, room: float, token: float, state: float) -> str:
+def _at_a_time(c: Config, free: float, token: float, state: float) -> str:
     """How many requests of full length the KV cache holds."""
     requests, length = _requests(c), _length(c)
-    held = f"at most {amount(room)} for the KV cache"
+    held = f"at most {amount(free)} for the KV cache"
     if length is None:
-        return f"{held}, {room / token:.0f} tokens"
-    fitting = int(room / (token * length + state))
+        return f"{held}, {free / token:.0f} tokens"
+    fitting = int(free / (token * length + state))
     if fitting >= requests:
         return f"{held}, enough for {requests} requests of {length} tokens"
     return f"{held}, {fitting} of {requests} requests of {length} tokens at a time, the others wait"

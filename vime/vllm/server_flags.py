@@ -19,6 +19,7 @@ from slime.config import Config, FlagGroup
 from slime.config.fields import nearest
 from slime.config.problems import Problems
 from slime.models import decoder_of
+from slime.rules.listing import Row
 from slime.weight_sync.registry import CHANNELS
 from vime.vllm import fp8
 from vime.vllm import versions as vllm_versions
@@ -121,7 +122,7 @@ class PrefixOwner:
         actions = self.parser()._actions
         return {o[2:].replace("-", "_"): a for a in actions for o in a.option_strings if o.startswith("--")}
 
-    def parse(self, groups: list[FlagGroup]) -> dict[str, Any]:
+    def parse(self, groups: list[FlagGroup]) -> dict[str, object]:
         """Check every flag. Return `*_args` (typed values) and `*_argv` (the flags as the project spells them)."""
         argv: dict[int | str, list[str]] = {}
         given: dict[str, Any] = {}
@@ -174,7 +175,7 @@ class PrefixOwner:
         return {k: v for k, v in plain.items() if v is not None}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """The value as JSON stores it. None for objects that JSON cannot represent, such as config classes."""
     try:
         return json.loads(json.dumps(sorted(value) if isinstance(value, set) else value))
@@ -310,19 +311,16 @@ def check_weight_channel(config: Config) -> None:
 def check_context_length(config: Config) -> None:
     """--vllm-max-model-len, when given as a number, must hold the longest sequence of a rollout."""
     longest = config.rollout.rollout_max_context_len or config.rollout.rollout_max_response_len
-    room = config.engine.backend_args.get("max_model_len")
-    if isinstance(room, int) and room > 0 and longest is not None and room < longest:
+    limit = config.engine.backend_args.get("max_model_len")
+    if isinstance(limit, int) and limit > 0 and longest is not None and limit < longest:
         raise ValueError(
-            f"--vllm-max-model-len must hold the longest rollout, got {room} for {longest} tokens; "
+            f"--vllm-max-model-len must hold the longest rollout, got {limit} for {longest} tokens; "
             "raise it or lower --rollout-max-response-len"
         )
 
 
-def engine_settings(config: Config) -> dict[str, Any]:
-    """The settings of every engine server: keyword arguments of `vime.vllm.server.EngineSpec`.
-
-    The flags in `vllm_argv` override the other settings.
-    """
+def common_settings(config: Config) -> dict[str, Any]:
+    """The settings of an engine server of any backend: keyword arguments of `vime.pool.engine_server.EngineSpec`."""
     return {
         "model_path": config.rollout.hf_checkpoint,
         "weight_dir": config.weight_update.weight_dir,
@@ -330,11 +328,20 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "dtype": config.megatron.params_dtype,
         "tensor_parallel_size": engine_tensor_parallel(config),
         "trust_remote_code": config.train.trust_remote_code,
-        "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
         "env": config.engine.backend_env if config.cluster.device == "cuda" else {},
         "start_timeout_s": config.fault_tolerance.engine_start_timeout_s,
-        "sleeps": gives_memory(config),
         "nodes": config.nodes_per_engine,
+    }
+
+
+def engine_settings(config: Config) -> dict[str, Any]:
+    """The settings of every vLLM server: keyword arguments of `vime.vllm.server.VllmSpec`.
+
+    The flags in `vllm_argv` override the other settings.
+    """
+    return common_settings(config) | {
+        "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
+        "sleeps": gives_memory(config),
         "tells_experts": config.off_policy.use_rollout_routing_replay,
         "cache_bytes": _cache_bytes(config),
         "stateful": decoder_of(read_hf_config(str(config.rollout.hf_checkpoint))).stateful,
@@ -369,13 +376,13 @@ def engine_dtype(config: Config) -> str:
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
-def list_flags() -> Iterator[dict[str, Any]]:
+def list_flags() -> Iterator[Row]:
     """One row per flag that vLLM or vllm-router owns. Imports vLLM and vllm-router."""
     for owner in (VLLM, ROUTER):
         yield from rows_of(owner)
 
 
-def rows_of(owner: PrefixOwner) -> Iterator[dict[str, Any]]:
+def rows_of(owner: PrefixOwner) -> Iterator[Row]:
     """One row per flag of `owner`. Imports its project."""
     for name, action in owner.options().items():
         if action.dest in owner.reserved:

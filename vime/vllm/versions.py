@@ -229,6 +229,6 @@ class ReceivesOnly:
     """First base of a receiver: what vLLM's base class may ask for and none of ours does."""
 
     @staticmethod
-    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+    def trainer_send_weights(iterator: object, trainer_args: object) -> None:
         """vLLM 0.26 wants every backend to have a sender of its own. Ours are slime.weight_sync, without vLLM."""
         raise RuntimeError("weights must be sent by slime.weight_sync, got a tensor iterator")

@@ -1,4 +1,4 @@
-"""SGLang's routes on a real engine, alone and through the door: tokens, log-probs, streams, aborts, refusals.
+"""SGLang's routes on a real engine, alone and through the gateway: tokens, log-probs, streams, aborts, refusals.
 
 test_backend_conformance.py runs these tests, on its engine. They leave it serving.
 """
@@ -18,23 +18,23 @@ from transformers import AutoTokenizer
 
 from slime import http
 from slime.utils.http_utils import get, post
-from vime.vllm.worker.middleware import health_prefix
+from vime.pool.run_key import health_prefix
 
 KEY = Stack.key
 PROMPT = [14, 5, 8, 13, 21, 30]
 ROUTED = health_prefix(KEY)
 
 
-def door(stack: Stack) -> str:
+def gateway(stack: Stack) -> str:
     facts = stack.pool.facts
     assert facts["sglang_router_port"] == facts["vllm_router_port"]
     return f"http://{facts['sglang_router_ip']}:{facts['sglang_router_port']}"
 
 
-@pytest.fixture(params=["door", "engine"])
+@pytest.fixture(params=["gateway", "engine"])
 def url(stack: Stack, request: pytest.FixtureRequest) -> str:
-    """The door, and the engine's URL as /list_workers has it."""
-    return door(stack) if request.param == "door" else stack.pool.engine_urls[0] + ROUTED
+    """The gateway, and the engine's URL as /list_workers has it."""
+    return gateway(stack) if request.param == "gateway" else stack.pool.engine_urls[0] + ROUTED
 
 
 def ask(url: str, body: dict[str, Any], path: str = "/generate") -> Any:
@@ -248,22 +248,22 @@ def test_malformed_requests_are_refused_by_name(
     assert said in str(error.value)
 
 
-def test_the_door_needs_the_key_and_vllm_router_must_not_drop_fields(stack: Stack) -> None:
+def test_the_gateway_needs_the_key_and_vllm_router_must_not_drop_fields(stack: Stack) -> None:
     for method, path in [("POST", "/generate"), ("POST", "/abort_request"), ("POST", "/flush_cache")]:
         for key in (None, "wrong"):
-            assert status(door(stack), method, path, key, {"text": "a"}) == 401, path
+            assert status(gateway(stack), method, path, key, {"text": "a"}) == 401, path
             assert status(stack.pool.engine_urls[0] + ROUTED, method, path, key, {"text": "a"}) == 401, path
     for path in ("/get_model_info", "/workers", "/health_generate", "/nowhere"):
-        assert status(door(stack), "GET", path) == 401, path
+        assert status(gateway(stack), "GET", path) == 401, path
     with pytest.raises(ValueError, match="must go to args.sglang_router_ip"):
         ask(stack.pool.router_url, {"text": "a"})
 
 
-def test_vllms_own_route_passes_the_door(stack: Stack) -> None:
+def test_vllms_own_route_passes_the_gateway(stack: Stack) -> None:
     async def run() -> Any:
         params = {"temperature": 1.0, "max_tokens": 6, "seed": 5, "logprobs": 1}
         body = {"token_ids": PROMPT, "sampling_params": params}
-        return await post(door(stack) + "/inference/v1/generate", body, headers={"x-session-id": "s"})
+        return await post(gateway(stack) + "/inference/v1/generate", body, headers={"x-session-id": "s"})
 
     ours = stack.generate(PROMPT, seed=5, max_new_tokens=6)
     choice = asyncio.run(run())["choices"][0]
@@ -271,8 +271,8 @@ def test_vllms_own_route_passes_the_door(stack: Stack) -> None:
 
 
 def test_requests_per_second(stack: Stack) -> None:
-    """Single requests, one after the other: the door against our own client. VIME_DOOR_REQUESTS sets how many."""
-    count, tries = int(os.environ.get("VIME_DOOR_REQUESTS", "40")), 3
+    """Single requests, one after the other: the gateway against our own client. VIME_GATEWAY_REQUESTS sets how many."""
+    count, tries = int(os.environ.get("VIME_GATEWAY_REQUESTS", "40")), 3
 
     async def seconds(together: int, one: Any) -> float:
         http.keep_connections(asyncio.get_running_loop())
@@ -301,20 +301,21 @@ def test_requests_per_second(stack: Stack) -> None:
         finally:
             await client.close()
 
-    async def doors(together: int) -> float:
+    async def gateways(together: int) -> float:
         def one(seed: int) -> Any:
             body = sampled(seed=seed, max_new_tokens=8, skip_special_tokens=True)
-            return post(door(stack) + "/generate", {**body, "input_ids": [*PROMPT, seed % 50]})
+            return post(gateway(stack) + "/generate", {**body, "input_ids": [*PROMPT, seed % 50]})
 
         return await seconds(together, one)
 
     for together in (1, 16):
         rates = [
-            (count / asyncio.run(ours(together)), count / asyncio.run(doors(together))) for _ in range(tries)
+            (count / asyncio.run(ours(together)), count / asyncio.run(gateways(together)))
+            for _ in range(tries)
         ]
         own, through = max(rate for rate, _ in rates), max(rate for _, rate in rates)
         print(
-            f"{together} at a time: client {own:.1f}/s, door {through:.1f}/s, share {through / own:.2f}; {rates}"
+            f"{together} at a time: client {own:.1f}/s, gateway {through:.1f}/s, share {through / own:.2f}; {rates}"
         )
         if together == 1:
             assert through > 0.5 * own  # other work on the machine makes single runs uneven

@@ -30,12 +30,13 @@ from slime import http
 from slime.protocols import GenerateResult
 from slime.weight_sync.file_channel import FileChannel
 from vime.pool.control import ControlError
-from vime.pool.external import EngineApart
-from vime.pool.pool import ServerPool, VllmEnginePool
+from vime.pool.external import ExternalEngine
+from vime.pool.pool import ServerPool
 from vime.pool.router import RouterSpec
 from vime.sglang.control import SglangControl
 from vime.sglang.pool import SglangEnginePool
-from vime.vllm.server import EngineServer, EngineSpec
+from vime.vllm.pool import VllmEnginePool
+from vime.vllm.server import VllmServer, VllmSpec
 
 pytestmark = pytest.mark.e2e
 PROMPT = [14, 5, 8, 13, 21, 30]
@@ -100,7 +101,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def sglang_pool(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangEnginePool]:
     """sglang-router, and the engine of `stack` as a server that was started apart."""
     root, at = tmp_path_factory.mktemp("sglang"), urlsplit(stack.pool.engine_urls[0])
-    spec = EngineSpec(
+    spec = VllmSpec(
         model_path=str(stack.checkpoint),
         run_key=Stack.key,
         log_path=str(root / "engine.log"),
@@ -109,7 +110,9 @@ def sglang_pool(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Itera
         port=at.port or 0,
     )
     router = RouterSpec(run_key=Stack.key, log_path=str(root / "router.log"))
-    pool = SglangEnginePool([spec], router, spawn=lambda spec: EngineApart(spec, SglangControl), source=stack)
+    pool = SglangEnginePool(
+        [spec], router, spawn=lambda spec: ExternalEngine(spec, SglangControl), source=stack
+    )
     pool.start()
     yield pool
     pool.stop()
@@ -300,13 +303,13 @@ def test_a_killed_engine_comes_back_with_the_last_weights(name: str, tmp_path: P
     stack.pool.stop()
     spec = stack.pool._members[0].spec
     router = RouterSpec(run_key=Stack.key, log_path=str(tmp_path / "router.log"))
-    pool = POOLS[name]([spec], router, spawn=EngineServer, source=stack, health_check_interval_s=2)
+    pool = POOLS[name]([spec], router, spawn=VllmServer, source=stack, health_check_interval_s=2)
     served = Served(stack, pool)
     pool.start()
     try:
         version = served.publish(stack.other)
         handle = pool._members[0].handle
-        assert isinstance(handle, EngineServer) and handle._process is not None
+        assert isinstance(handle, VllmServer) and handle._process is not None
         children = psutil.Process(handle._process.pid).children(recursive=True)
         (engine,) = [p for p in children if "EngineCore" in command_line(p)]
 

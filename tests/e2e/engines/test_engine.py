@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 from slime.protocols import GenerateResult, WeightUpdate
 from slime.weight_sync.transfer import load
 from vime.pool.control import ControlError
-from vime.vllm.worker.middleware import health_prefix
+from vime.pool.run_key import health_prefix
 
 pytestmark = pytest.mark.e2e
 KEY = Stack.key
@@ -41,7 +41,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     stack.pool.start()
     processes = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-    assert len(processes) >= 6, "supervisors, API server, engine core, router, key server, door"
+    assert len(processes) >= 6, "supervisors, API server, engine core, router, key server, gateway"
     yield stack
     stack.pool.stop()
     left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
@@ -126,7 +126,7 @@ def test_every_route_of_the_router_needs_the_key(stack: Stack) -> None:
 
 def test_the_open_page_of_the_router_holds_counters_only(stack: Stack) -> None:
     """vllm-router cannot leave out its Prometheus page; it must give away nothing that opens another route."""
-    ours = {stack.pool._router.spec.port, stack.pool._router.spec.door_port}
+    ours = {stack.pool._router.spec.port, stack.pool._router.spec.gateway_port}
     key_server_and_page = [
         connection.laddr.port
         for process in psutil.Process().children(recursive=True)

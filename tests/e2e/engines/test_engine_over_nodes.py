@@ -17,19 +17,19 @@ from engine_fixtures import Stack, hf_log_probs
 from process_names import command_line
 
 from vime.pool.nodes_server import NodesServer
-from vime.pool.pool import VllmEnginePool
 from vime.pool.router import RouterSpec
-from vime.vllm.server import EngineServer, EngineSpec
+from vime.vllm.pool import VllmEnginePool
+from vime.vllm.server import VllmServer, VllmSpec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 PROMPT = [14, 5, 8, 13, 21, 30]
 HOSTS = ("127.0.0.1", "127.0.0.2")
 
 
-def on_two_addresses(spec: EngineSpec) -> NodesServer:
+def on_two_addresses(spec: VllmSpec) -> NodesServer:
     return NodesServer(
         [
-            EngineServer(
+            VllmServer(
                 replace(
                     spec,
                     nodes=2,
@@ -46,7 +46,7 @@ def on_two_addresses(spec: EngineSpec) -> NodesServer:
 class TwoNodes(Stack):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        spec = EngineSpec(
+        spec = VllmSpec(
             model_path=str(self.checkpoint),
             run_key=self.key,
             log_path=str(root / "engine.log"),

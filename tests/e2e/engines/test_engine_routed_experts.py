@@ -15,9 +15,9 @@ from engine_fixtures import EOS_ID, Stack, hf_model, make_checkpoint
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from slime.protocols import GenerateResult
-from vime.pool.pool import VllmEnginePool
 from vime.pool.router import RouterSpec
-from vime.vllm.server import EngineSpec
+from vime.vllm.pool import VllmEnginePool
+from vime.vllm.server import VllmSpec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -54,7 +54,7 @@ class RoutedStack(Stack):
         self.weight_dir = root / "weights"
         self.checkpoint = make_routed(root / "first", 0)
         self.other = make_routed(root / "second", 1)
-        spec = EngineSpec(
+        spec = VllmSpec(
             model_path=str(self.checkpoint),
             run_key=self.key,
             log_path=str(root / "engine.log"),

@@ -16,16 +16,17 @@ import pytest
 from engine_fixtures import make_checkpoint
 
 from slime.config import Config
-from vime.pool.control import EngineControl
-from vime.pool.pool import VllmEnginePool
-from vime.pool.router import Router, RouterSpec
-from vime.vllm.server import EngineServer, EngineSpec
+from vime.pool.router import RouterSpec
+from vime.vllm.control import VllmControl
+from vime.vllm.pool import VllmEnginePool
+from vime.vllm.router import VllmRouter
+from vime.vllm.server import VllmServer, VllmSpec
 
 pytestmark = pytest.mark.e2e
 KEY = "start-key"
 
 
-def spec(root: Path, **changes: object) -> EngineSpec:
+def spec(root: Path, **changes: object) -> VllmSpec:
     settings = {
         "model_path": str(root / "none"),
         "run_key": KEY,
@@ -33,7 +34,7 @@ def spec(root: Path, **changes: object) -> EngineSpec:
         "weight_dir": str(root),
         "start_timeout_s": 120.0,
     }
-    return EngineSpec(**{**settings, **changes})
+    return VllmSpec(**{**settings, **changes})
 
 
 def test_a_server_that_cannot_start_shows_its_last_log_lines(tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ def test_a_server_that_cannot_start_shows_its_last_log_lines(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_the_cause_of_a_failed_start_comes_first(tmp_path: Path) -> None:
     """vLLM's engine core has it; the end of the log is the traceback of the API server."""
-    server = EngineServer(spec(make_checkpoint(tmp_path), model_path=str(tmp_path), cache_bytes=1024))
+    server = VllmServer(spec(make_checkpoint(tmp_path), model_path=str(tmp_path), cache_bytes=1024))
     server.start()
     try:
         with pytest.raises(RuntimeError) as error:
@@ -69,7 +70,7 @@ def test_a_server_takes_its_device_once_its_gate_is_open(tmp_path: Path) -> None
     log = tmp_path / "engine.log"
     gate = tmp_path / "engine.log.gate"
     gate.touch()  # of a run before, which was killed
-    server = EngineServer(spec(make_checkpoint(tmp_path), model_path=str(tmp_path), waits=True, sleeps=False))
+    server = VllmServer(spec(make_checkpoint(tmp_path), model_path=str(tmp_path), waits=True, sleeps=False))
     server.start()
     try:
         end = time.monotonic() + 120
@@ -117,7 +118,7 @@ def test_an_engine_that_dies_beside_a_trainer_ends_the_wait_for_it(tmp_path: Pat
         pool = VllmEnginePool(
             [wrong],
             RouterSpec(run_key=KEY, log_path=str(tmp_path / "router.log")),
-            spawn=lambda spec: RayEngineServer(spec, {"num_cpus": 1}),
+            spawn=lambda spec: RayEngineServer(spec, {"num_cpus": 1}, VllmServer),
         )
         config = Config.from_flat({"run_dir": str(tmp_path)})
         began = time.monotonic()
@@ -131,7 +132,7 @@ def test_an_engine_that_dies_beside_a_trainer_ends_the_wait_for_it(tmp_path: Pat
 
 
 def test_a_server_that_takes_too_long_shows_its_last_log_lines(tmp_path: Path) -> None:
-    server = EngineServer(spec(make_checkpoint(tmp_path), model_path=str(tmp_path), start_timeout_s=3.0))
+    server = VllmServer(spec(make_checkpoint(tmp_path), model_path=str(tmp_path), start_timeout_s=3.0))
     server.start()
     try:
         with pytest.raises(
@@ -151,14 +152,14 @@ def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> None:
         with pytest.raises(
             ValueError, match=rf"port of the engine server must be free, got 127\.0\.0\.1:{port} in use"
         ):
-            EngineServer(spec(tmp_path, port=port)).start()
+            VllmServer(spec(tmp_path, port=port)).start()
         with pytest.raises(ValueError, match=rf"router.* must be free, got 127\.0\.0\.1:{port} in use"):
-            Router(RouterSpec(run_key=KEY, log_path=str(tmp_path / "r.log"), port=port)).start()
+            VllmRouter(RouterSpec(run_key=KEY, log_path=str(tmp_path / "r.log"), port=port)).start()
     assert not (tmp_path / "engine.log").exists()
 
 
 def test_a_router_restarts_and_keeps_its_address(tmp_path: Path) -> None:
-    router = Router(RouterSpec(run_key=KEY, log_path=str(tmp_path / "router.log")))
+    router = VllmRouter(RouterSpec(run_key=KEY, log_path=str(tmp_path / "router.log")))
     url = router.start()
     router.wait_ready()
     assert router.engines() == []
@@ -183,10 +184,12 @@ def test_an_engine_in_a_ray_actor_serves_and_ends_with_it(tmp_path: Path) -> Non
         object_store_memory=80 << 20,
     )
     try:
-        server = RayEngineServer(spec(tmp_path, model_path=str(tmp_path / "model")), {"num_cpus": 1})
+        server = RayEngineServer(
+            spec(tmp_path, model_path=str(tmp_path / "model")), {"num_cpus": 1}, VllmServer
+        )
         url = server.start()
         server.wait_ready()
-        assert EngineControl(url, KEY).weight_version() == -1
+        assert VllmControl(url, KEY).weight_version() == -1
         assert server.poll() is None
         assert "Application startup complete" in server.tail_log()
         started = [
@@ -205,12 +208,12 @@ def test_an_engine_in_a_ray_actor_serves_and_ends_with_it(tmp_path: Path) -> Non
 _DRIVER = """
 import sys, time, json
 from slime.config import Config
-from vime.pool.control import EngineControl
-from vime.pool.pool import VllmEnginePool
+from vime.vllm.control import VllmControl
+from vime.vllm.pool import VllmEnginePool
 from vime.pool.router import RouterSpec
-from vime.vllm.server import EngineSpec
+from vime.vllm.server import VllmSpec
 root = sys.argv[1]
-spec = EngineSpec(model_path=root + "/model", run_key="k", log_path=root + "/e.log", weight_dir=root)
+spec = VllmSpec(model_path=root + "/model", run_key="k", log_path=root + "/e.log", weight_dir=root)
 pool = VllmEnginePool([spec], RouterSpec(run_key="k", log_path=root + "/r.log"))
 pool.start()
 print(json.dumps(pool.engine_urls), flush=True)

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from train_fixtures import Launch, World, launched, make_world, rows, samples, vime
 
-from vime.pool.control import EngineControl, answers
+from vime.pool.control import answers
 from vime.pool.process import free_port
-from vime.pool.router import Router, RouterSpec
+from vime.pool.router import RouterSpec
+from vime.vllm.control import VllmControl
+from vime.vllm.router import VllmRouter
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 KEY = secrets.token_hex(32)
@@ -48,7 +50,7 @@ def test_two_runs_with_an_engine_and_a_router_of_their_own(world: World, tmp_pat
             )
         for kind, launch in zip(("engine", "router"), served, strict=True):
             wait_for_line(launch, f"{kind} serves at 127.0.0.1")
-        control = EngineControl(f"http://127.0.0.1:{engine}", KEY)
+        control = VllmControl(f"http://127.0.0.1:{engine}", KEY)
         assert control.weight_version() == -1
         # The third run speaks SGLang's protocol to the engine, through a sglang-router of its own.
         for number, more in enumerate((through, [], ["--rollout-backend", "sglang"])):
@@ -59,8 +61,8 @@ def test_two_runs_with_an_engine_and_a_router_of_their_own(world: World, tmp_pat
             versions = {tuple(one["weight_versions"]) for one in samples(world.root / f"run{number}", 1)}
             assert versions == {(1,)}
             assert control.is_healthy(30) and control.weight_version() == 2
-        listed = Router(
-            RouterSpec(run_key=KEY, log_path="", host="127.0.0.1", port=router, door_host="127.0.0.1")
+        listed = VllmRouter(
+            RouterSpec(run_key=KEY, log_path="", host="127.0.0.1", port=router, gateway_host="127.0.0.1")
         )
         assert listed.engines() == [], "the run has taken its engine out"
         first, *others = ([one["tokens"] for one in samples(world.root / f"run{n}", 0)] for n in range(3))

@@ -26,7 +26,7 @@ from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.rules import parse_args
 from slime.tracking.trackers import JsonlTracker
 from slime.weight_sync.file_channel import FileChannel
-from vime.run.disk_space import require_room_to_run
+from vime.run.disk_space import require_disk_space
 
 MIB = 2**20
 
@@ -165,7 +165,7 @@ def test_a_run_asks_for_room_before_it_starts(tmp_path, disk):
     argv = [*good_argv(tmp_path), "--update-weight-transport", "disk"]
 
     def asked(*flags: str) -> None:
-        require_room_to_run(parse_args([*argv, "--weight-dir", str(tmp_path), *flags]))
+        require_disk_space(parse_args([*argv, "--weight-dir", str(tmp_path), *flags]))
 
     folder = disk(4096)
     asked("--save", str(tmp_path / "save"))

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from slime.cluster.numa import children_on, choose_cpus, cpus_of_gpu, format_cpus, nodes_with_cpus, parse_cpus
-from vime.vllm import server
-from vime.vllm.server import EngineServer, EngineSpec
+from vime.pool import engine_server
+from vime.vllm.server import VllmServer, VllmSpec
 
 HGX = ("0000:19:00.0", "0000:9b:00.0")
 GB200 = ("0008:01:00.0", "0019:01:00.0")
@@ -139,7 +139,7 @@ def test_a_process_binds_itself_and_its_threads():
     assert done.stdout.split() == ["1", "1"]
 
 
-class Printing(EngineServer):
+class Printing(VllmServer):
     """An engine server whose program prints where it may run."""
 
     def command(self) -> list[str]:
@@ -151,8 +151,8 @@ def test_an_engine_server_starts_on_the_cpus_of_its_gpus(tmp_path, monkeypatch, 
     one, before = min(os.sched_getaffinity(0)), os.sched_getaffinity(0)
     nodes = {0: (str(one), "10 21"), 1: ("100000", "21 10")}
     tree = sysfs(tmp_path / "sys", nodes, {HGX[0]: 0})
-    monkeypatch.setattr(server, "choose_cpus", functools.partial(choose_cpus, sysfs=tree))
-    spec = EngineSpec(
+    monkeypatch.setattr(engine_server, "choose_cpus", functools.partial(choose_cpus, sysfs=tree))
+    spec = VllmSpec(
         model_path="", weight_dir="", run_key="k", log_path=str(tmp_path / "logs/e.log"), gpu_buses=buses
     )
     engine = Printing(spec)

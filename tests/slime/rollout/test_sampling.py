@@ -7,8 +7,8 @@ import pytest
 
 from slime.rollout.sampling import RULES, checked
 from vime.sglang.client import PARAMETERS, request_params
+from vime.sglang_api.sampling_names import NAMES
 from vime.vllm.client import request_fields
-from vime.vllm.group_wire import NAMES
 
 GOOD = {
     "temperature": (0, 0.0, 1, 1.5, np.float32(0.5)),

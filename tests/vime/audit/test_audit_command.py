@@ -19,7 +19,7 @@ from slime.rules.resolve import resolve
 from slime.types import Sample
 from vime.audit.command import DECODE, PREFILL, TRAINING, pairs_of, trainer_layouts
 from vime.audit.prefill import response_log_probs
-from vime.audit.report import Pair, active, as_json, compare, draw, table
+from vime.audit.report import LogProbDifference, active, as_json, compare, draw, table
 from vime.audit.source import one_rank, read_source, saved_rollouts, weights_of
 from vime.cli import main
 
@@ -208,7 +208,9 @@ def test_prompt_log_probs_of_the_response_tokens():
 def test_a_pair_by_hand():
     a, b = torch.tensor([-1.0, -2.0, -3.0, -4.0]), torch.tensor([-1.0, -2.25, -2.5, -4.0])
     pair = compare("part", ("a", a), ("b", b))
-    assert pair == Pair("part", "a", "b", tokens=4, mean=0.1875, p99=0.5, max=0.5, bitwise_equal=2)
+    assert pair == LogProbDifference(
+        "part", "a", "b", tokens=4, mean=0.1875, p99=0.5, max=0.5, bitwise_equal=2
+    )
 
 
 def test_masked_tokens_are_in_no_row():
@@ -216,7 +218,7 @@ def test_masked_tokens_are_in_no_row():
     assert active(values, [[1, 0, 1], None]).tolist() == [1.0, 3.0, 4.0]
 
 
-def made_pairs(prefill: bool = True) -> list[Pair]:
+def made_pairs(prefill: bool = True) -> list[LogProbDifference]:
     base = -torch.arange(1.0, 101.0)
     trainer = {TRAINING: base, "trainer, each sample alone": base.clone()}
     engine = {PREFILL: base + 0.25, "engine prefill, one by one": (base + 0.25)[:10]}

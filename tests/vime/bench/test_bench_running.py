@@ -23,7 +23,7 @@ from train_fixtures import script
 
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
 from vime.bench import planning, running
-from vime.bench.planning import Plan, make_plan
+from vime.bench.planning import BenchPlan, make_plan
 from vime.bench.record import BASELINE, RL_KERNEL, Record, Switch, all_repeats, read
 from vime.bench.run_dirs import read_repeat, read_steps
 from vime.bench.running import execute
@@ -65,7 +65,7 @@ class Bench:
         named = {re.sub(r"_(\d)$", r"-\1", name): what for name, what in runs.items()}
         self.orders.write_text(json.dumps(named))
 
-    def plan(self, tier: str = "e2e", **line) -> Plan:
+    def plan(self, tier: str = "e2e", **line) -> BenchPlan:
         return make_plan(tier, read_settings(self.file).with_line(**line), self.out)
 
     def run(self, tier: str = "e2e", **line) -> int:
@@ -87,7 +87,7 @@ def bench(tmp_path, model, monkeypatch) -> Bench:
     made = Bench(tmp_path, model)
     make_model = script("make_model").main
 
-    def without_a_process(command: list[str], log: Path, plan: Plan) -> int:
+    def without_a_process(command: list[str], log: Path, plan: BenchPlan) -> int:
         """The model or the run that `command` names, without the seconds that its process takes to start."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as file, contextlib.redirect_stdout(file):

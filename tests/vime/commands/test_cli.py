@@ -20,7 +20,7 @@ from vime.plan import describe
 from vime.sglang_api.tables import ANY, MAPPED, RENAMED
 from vime.vllm.backend import ENGINE_SHARE
 from vime.vllm.memory import engine_memory
-from vime.vllm.server import EngineServer, EngineSpec
+from vime.vllm.server import VllmServer, VllmSpec
 from vime.vllm.server_flags import ROUTER, ROUTER_RESERVED, VLLM, VLLM_RESERVED, engine_settings
 
 ROOT = Path(__file__).parents[3]
@@ -73,7 +73,7 @@ def test_stock_script_parses_as_it_is_and_with_vllm_names(stock):
         "cuda",
     )
     assert settings["vllm_argv"] == ("--gpu-memory-utilization", "0.7")
-    server = EngineServer(EngineSpec(**settings, run_key="k", log_path=""))
+    server = VllmServer(VllmSpec(**settings, run_key="k", log_path=""))
     assert server.command()[-2:] == ["--gpu-memory-utilization", "0.7"]
     assert (c.num_engines, c.data_parallel_size, c.data.num_steps_per_rollout) == (4, 4, 1)
     assert (

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from vime.cli import main
-from vime.explain import Entry, entries, search
+from vime.explain import ErrorMessage, entries, search
 
 MESSAGES = [
-    Entry("--a-size must be at most --b, got … and …", "Lower it.", "x.py"),
-    Entry("engine … died and was restarted … times", "Look at its log.", "y.py"),
-    Entry("… must be …, got …", "The message says what is expected.", "z.py"),
+    ErrorMessage("--a-size must be at most --b, got … and …", "Lower it.", "x.py"),
+    ErrorMessage("engine … died and was restarted … times", "Look at its log.", "y.py"),
+    ErrorMessage("… must be …, got …", "The message says what is expected.", "z.py"),
 ]
 
 

@@ -16,7 +16,7 @@ from vime import plan
 from vime.backends import parse_config
 from vime.cli import main, usage
 from vime.vllm.memory import engine_memory, engine_verdict
-from vime.vllm.server import EngineServer, EngineSpec
+from vime.vllm.server import VllmServer, VllmSpec
 from vime.vllm.server_flags import VLLM, engine_settings
 
 QWEN3_4B = {"model_type": "qwen3", "hidden_act": "silu", **ARCHITECTURES["qwen3-4b"].config_fields()}
@@ -227,7 +227,7 @@ def test_of_an_engine_flag_that_is_given_twice_the_last_one_is_left(flags, capsy
         "enforce_eager": False,
         "dtype": "float16",
     }
-    command = EngineServer(EngineSpec(**engine_settings(c), run_key="k", log_path="")).command()[3:]
+    command = VllmServer(VllmSpec(**engine_settings(c), run_key="k", log_path="")).command()[3:]
     told = [line.partition("vLLM ")[2].split()[0] for line in parts(capsys, *argv)["Engine flags"]]
     names = [word for word in command if word.startswith("--")]
     assert sorted([*told, "--host", "--port"]) == sorted(names) and len(names) == len(set(names))

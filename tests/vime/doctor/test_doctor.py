@@ -11,7 +11,7 @@ import pytest
 
 from vime.cli import main
 from vime.doctor import command
-from vime.doctor.finding import Finding, Wanted, ok, problem, warning
+from vime.doctor.finding import Finding, WantedRun, ok, problem, warning
 from vime.doctor.machine import Machine
 
 ROOT = Path(__file__).parents[3]
@@ -43,11 +43,11 @@ def test_a_problem_is_exit_status_1(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_check_that_breaks_hides_no_other(monkeypatch):
-    def check_odd(machine: Machine, wanted: Wanted) -> list[Finding]:
+    def check_odd(machine: Machine, wanted: WantedRun) -> list[Finding]:
         raise KeyError("strange")
 
     monkeypatch.setattr(command, "CHECKS", (check_odd, lambda machine, wanted: [ok("next", "ran")]))
-    odd, following = command.examine(Machine(), Wanted())
+    odd, following = command.examine(Machine(), WantedRun())
     assert (odd.status, odd.name, following.name) == ("warning", "odd", "next")
     assert "KeyError: 'strange'" in odd.found
 

@@ -15,7 +15,7 @@ from architectures import ARCHITECTURES
 
 from slime.cluster.ray_token import make_token_file
 from vime.doctor import gpus, host, network, packages
-from vime.doctor.finding import GIB, MIB, Finding, Wanted
+from vime.doctor.finding import GIB, MIB, Finding, WantedRun
 from vime.doctor.machine import Machine, Output, Space, run_command
 
 SMI = "| NVIDIA-SMI 580.159.04   Driver Version: 580.159.04   CUDA Version: {cuda}     |"
@@ -25,7 +25,7 @@ QUERY = ("nvidia-smi", f"--query-gpu={gpus.QUERY}", "--format=csv,noheader,nouni
 TOPOLOGY = (
     "\t\x1b[4mGPU0\tGPU1\t\x1b[0m\n GPU0\tX\t{cell}\t\n GPU1\t{cell}\tX\t\n\nLegend:\n\n  X    = Self\n"
 )
-CUDA, CPU = Wanted("cuda"), Wanted("cpu")
+CUDA, CPU = WantedRun("cuda"), WantedRun("cpu")
 
 
 def machine(
@@ -170,7 +170,7 @@ def test_peer_access(cell: str, status: str, found: str):
 
 def versions(installed: dict[str, str], device: str, listed: list[str]) -> dict[str, Finding]:
     pc = machine(installed=installed.get, requirements=lambda extra: listed)
-    return {finding.name: finding for finding in packages.check_versions(pc, Wanted(device))}
+    return {finding.name: finding for finding in packages.check_versions(pc, WantedRun(device))}
 
 
 def test_versions_against_the_tested_ones():
@@ -307,12 +307,13 @@ def test_directories_that_are_not_writable(tmp_path: Path):
         environ={"HOME": str(tmp_path), "HF_HOME": str(blocked), "TRITON_CACHE_DIR": str(blocked)},
     )
     found = {
-        f.found.partition(" /")[0]: f.status for f in host.check_writable(pc, Wanted("cuda", run_dir=blocked))
+        f.found.partition(" /")[0]: f.status
+        for f in host.check_writable(pc, WantedRun("cuda", run_dir=blocked))
     }
     assert found == {"run directory": "problem", "model cache": "warning", "Triton cache": "problem"}
     assert (
         only(
-            host.check_writable(replace(pc, environ={"HOME": str(tmp_path)}), Wanted("cpu", tmp_path))
+            host.check_writable(replace(pc, environ={"HOME": str(tmp_path)}), WantedRun("cpu", tmp_path))
         ).status
         == "ok"
     )

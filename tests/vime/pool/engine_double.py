@@ -21,10 +21,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from vime.vllm.server import EngineServer
+from vime.vllm.server import VllmServer
 
 
-class DoubleServer(EngineServer):
+class DoubleServer(VllmServer):
     """The pool's EngineHandle over this file."""
 
     def command(self) -> list[str]:

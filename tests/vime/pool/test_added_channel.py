@@ -20,10 +20,10 @@ from slime.protocols import WeightUpdate
 from slime.weight_sync.channel import TrainerPlace
 from slime.weight_sync.publisher import Publisher
 from slime.weight_sync.registry import CHANNELS
-from vime.pool.control import EngineControl
-from vime.pool.pool import VllmEnginePool
 from vime.pool.router import RouterSpec
-from vime.vllm.server import EngineSpec
+from vime.vllm.control import VllmControl
+from vime.vllm.pool import VllmEnginePool
+from vime.vllm.server import VllmSpec
 
 KEY = "added-key"
 HERE = Path(__file__).parent
@@ -73,7 +73,7 @@ def test_engines_load_weights_through_an_added_channel(added: None, tmp_path: Pa
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     (weight_dir := tmp_path / "weights").mkdir(mode=0o700)
     trainer, log = Trainer(weight_dir), tmp_path / "engine.log"
-    spec = EngineSpec(
+    spec = VllmSpec(
         model_path="", run_key=KEY, weight_dir=str(weight_dir), log_path=str(log), start_timeout_s=60
     )
     router = RouterSpec(run_key=KEY, log_path=str(tmp_path / "router.log"))
@@ -91,7 +91,7 @@ def test_engines_load_weights_through_an_added_channel(added: None, tmp_path: Pa
         assert [file.name for file in weight_dir.iterdir()] == ["second-7"]
         (url,) = pool.engine_urls
         with pytest.raises(OSError):
-            EngineControl(url, KEY)._post("/die", {})
+            VllmControl(url, KEY)._post("/die", {})
         end = time.monotonic() + 60
         while len(held()) < 2:
             assert time.monotonic() < end, "the engine that came back got no weights"

@@ -12,10 +12,11 @@ import pytest
 from config_cases import good_argv
 
 from vime.backends import backend_of, parse_config
-from vime.pool import external as apart
-from vime.pool.external_router import RouterApart
+from vime.pool import external
 from vime.pool.process import accepts, free_port
-from vime.pool.router import Router, RouterSpec
+from vime.pool.router import RouterSpec
+from vime.vllm.external_router import ExternalRouter
+from vime.vllm.router import VllmRouter
 
 KEY = secrets.token_hex(32)
 ENGINES = "--rollout-external-engine-addrs"
@@ -31,7 +32,7 @@ def test_engines_apart_take_none_of_the_devices_and_read_files(tmp_path: Path) -
     c = parse_config(argv(tmp_path, ENGINES, "10.0.0.1:8000", "http://10.0.0.2:8000", *weights))
     assert (c.num_engines, c.cluster.rollout_num_gpus) == (2, 2)
     assert c.weight_update.update_weight_transport == "disk"
-    assert apart.addresses(c)[1] == {"host": "10.0.0.2", "port": 8000}
+    assert external.addresses(c)[1] == {"host": "10.0.0.2", "port": 8000}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_wrong_flags(tmp_path: Path, more: tuple[str, ...], said: str) -> None:
 
 def test_a_port_alone_is_that_of_the_runs_own_router(tmp_path: Path) -> None:
     c = parse_config(argv(tmp_path, "--sglang-router-port", "31000"))
-    assert not apart.uses(c) and apart.router_settings(c) == {"door_port": 31000}
+    assert not external.uses(c) and external.router_settings(c) == {"gateway_port": 31000}
 
 
 @pytest.mark.parametrize("key", ["", "short"])
@@ -86,8 +87,8 @@ def test_what_does_not_answer_is_one_line_within_15_s(
 
 
 @pytest.fixture(scope="module")
-def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
-    router = Router(RouterSpec(run_key=KEY, log_path=str(tmp_path_factory.mktemp("router") / "log")))
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmRouter]:
+    router = VllmRouter(RouterSpec(run_key=KEY, log_path=str(tmp_path_factory.mktemp("router") / "log")))
     try:
         router.start()
         router.wait_ready()
@@ -97,7 +98,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
 
 
 def test_the_router_must_have_the_same_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, router: Router
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, router: VllmRouter
 ) -> None:
     at = ("--vllm-router-ip", "127.0.0.1", "--vllm-router-port", str(router.spec.port))
     c = parse_config(argv(tmp_path, *at))
@@ -108,17 +109,21 @@ def test_the_router_must_have_the_same_key(
         backend_of(c).require_reachable(c)
 
 
-def test_the_door_of_a_router_apart(tmp_path: Path, router: Router) -> None:
+def test_the_gateway_of_a_router_apart(tmp_path: Path, router: VllmRouter) -> None:
     """It needs the key, leads to that router, and goes away alone."""
     spec = RouterSpec(
-        run_key=KEY, log_path=str(tmp_path / "door"), port=router.spec.port, apart=True, start_timeout_s=60
+        run_key=KEY,
+        log_path=str(tmp_path / "gateway"),
+        port=router.spec.port,
+        external=True,
+        start_timeout_s=60,
     )
-    door = RouterApart(spec)
+    gateway = ExternalRouter(spec)
     try:
-        door.start()
-        door.wait_ready()
-        assert door.poll() is None and door.engines() == []
-        assert accepts(door.spec.door_host, door.spec.door_port)
+        gateway.start()
+        gateway.wait_ready()
+        assert gateway.poll() is None and gateway.engines() == []
+        assert accepts(gateway.spec.gateway_host, gateway.spec.gateway_port)
     finally:
-        door.stop()
-    assert not accepts(door.spec.door_host, door.spec.door_port) and router.poll() is None
+        gateway.stop()
+    assert not accepts(gateway.spec.gateway_host, gateway.spec.gateway_port) and router.poll() is None

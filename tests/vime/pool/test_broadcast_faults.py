@@ -21,10 +21,10 @@ from slime.weight_sync.broadcast_channel import BroadcastChannel
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.group import GivenUp, Group, give_up
 from slime.weight_sync.publisher import Publisher
-from vime.pool.control import EngineControl
-from vime.pool.pool import VllmEnginePool
 from vime.pool.router import RouterSpec
-from vime.vllm.server import EngineSpec
+from vime.vllm.control import VllmControl
+from vime.vllm.pool import VllmEnginePool
+from vime.vllm.server import VllmSpec
 
 KEY = "broadcast-key"
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ class Run:
         self.publisher = Publisher(self._export, self.channel, files, compare=False)
         self.thread = ThreadPoolExecutor(1)  # as an actor: one call after the other
         fields = {"model_path": "", "run_key": KEY, "weight_dir": str(weight_dir), "start_timeout_s": 60}
-        specs = [EngineSpec(log_path=str(root / f"{i}.log"), index=i, **fields) for i in range(engines)]
+        specs = [VllmSpec(log_path=str(root / f"{i}.log"), index=i, **fields) for i in range(engines)]
         router = RouterSpec(run_key=KEY, log_path=str(root / "router.log"))
         self.pool = VllmEnginePool(specs, router, spawn=DoubleServer, source=self)
 
@@ -76,7 +76,7 @@ class Run:
         return time.monotonic() - began
 
     def doom(self, engine: int, **how: Any) -> None:
-        EngineControl(self.pool.engine_urls[engine], KEY)._post("/doom", how)
+        VllmControl(self.pool.engine_urls[engine], KEY)._post("/doom", how)
 
     def lines(self, engine: int, start: str) -> list[str]:
         """What an engine was told, or has said, in all its lives."""
@@ -161,7 +161,7 @@ def test_without_engines_left_those_that_come_back_get_a_file(start: Callable[[i
     assert run.update(1) < SOON_S
     run.await_engines(1)
     assert "weights-1/model.safetensors" in run.lines(0, "POST /update_weights")[-1]
-    assert EngineControl(run.pool.engine_urls[0], KEY).weight_version() == 1
+    assert VllmControl(run.pool.engine_urls[0], KEY).weight_version() == 1
     run.update(2)
     assert run.held(0) == [digests(2)]
 

@@ -18,11 +18,12 @@ from ray.cluster_utils import Cluster
 from slime.cluster.placement import VISIBLE_VARIABLE, place
 from slime.config import Config
 from slime.config.sections.engine import EngineFacts
+from vime.pool.engine_server import pair_up
 from vime.pool.nodes_server import NodesServer
-from vime.pool.pool import VllmEnginePool
 from vime.pool.ray_server import Seat, make_servers
 from vime.pool.router import RouterSpec
-from vime.vllm.server import EngineServer, EngineSpec, pair_up
+from vime.vllm.pool import VllmEnginePool
+from vime.vllm.server import VllmServer, VllmSpec
 from vime.vllm.versions import token_routes
 
 KEY = "nodes-key"
@@ -47,21 +48,21 @@ ENGINE_OF_TWO_NODES = Config.from_flat(
 )
 
 
-def spec(root: Path, **changes: object) -> EngineSpec:
+def spec(root: Path, **changes: object) -> VllmSpec:
     settings = {
         "model_path": "model",
         "run_key": KEY,
         "log_path": str(root / "e.log"),
         "weight_dir": str(root),
     }
-    return EngineSpec(**{**settings, "start_timeout_s": 30, "tensor_parallel_size": 4, **changes})
+    return VllmSpec(**{**settings, "start_timeout_s": 30, "tensor_parallel_size": 4, **changes})
 
 
 def test_the_command_line_of_each_process(tmp_path: Path) -> None:
     """The first one is the server of a one-node engine with more flags; the others run workers only."""
     names = {"nnodes", "node-rank", "master-addr", "master-port", "distributed-executor-backend", "headless"}
     alone, *both = (
-        EngineServer(spec(tmp_path, nodes=nodes, node=node, host=HOSTS[node], port=7000))
+        VllmServer(spec(tmp_path, nodes=nodes, node=node, host=HOSTS[node], port=7000))
         for nodes, node in ((1, 0), (2, 0), (2, 1))
     )
     for server in both:
@@ -97,7 +98,7 @@ class Broken(DoubleServer):
         return ["sh", "-c", "echo no GPU here; exit 7"]
 
 
-def members(one: EngineSpec, *kinds: type[DoubleServer]) -> list[DoubleServer]:
+def members(one: VllmSpec, *kinds: type[DoubleServer]) -> list[DoubleServer]:
     logs = [one.log_path, one.log_path.replace(".log", "-node-2.log")]
     return [
         kind(replace(one, nodes=2, node=node, log_path=logs[node], port=0)) for node, kind in enumerate(kinds)
@@ -185,7 +186,7 @@ def test_ray_puts_each_process_on_its_node(two_nodes: None, tmp_path: Path) -> N
         Seat(placed.nodes[p[0]].address, placed.visible(p), placed.buses(p), placed.options(p[0]))
         for p in parts
     ]
-    engine = make_servers(spec(tmp_path, env={"KEPT": "1"}), seats, here=False)
+    engine = make_servers(spec(tmp_path, env={"KEPT": "1"}), seats, here=False, server=VllmServer)
     assert isinstance(engine, NodesServer)
     for node, member in enumerate(engine._members):
         where, told = ray.get(
@@ -196,7 +197,7 @@ def test_ray_puts_each_process_on_its_node(two_nodes: None, tmp_path: Path) -> N
         assert Path(told.log_path).name == ("e.log", "e-node-2.log")[node]
     host, _, port = engine._members[0].meeting_point().partition(":")
     assert host == HOSTS[0] and int(port) > 0
-    alone = make_servers(spec(tmp_path), seats[:1], here=False)
+    alone = make_servers(spec(tmp_path), seats[:1], here=False, server=VllmServer)
     assert not isinstance(alone, NodesServer), "an engine of one node is one actor, as before"
     placed.release()
 
@@ -204,9 +205,9 @@ def test_ray_puts_each_process_on_its_node(two_nodes: None, tmp_path: Path) -> N
 def test_the_driver_itself_starts_servers_of_its_host(tmp_path: Path) -> None:
     """No cluster of Ray is here. The server sees the GPUs of its seat."""
     seat = Seat(HOSTS[0], {VISIBLE_VARIABLE: "2,3"}, ("0000:01:00.0",), {"num_gpus": 1})
-    alone = make_servers(spec(tmp_path, env={"KEPT": "1"}), [seat], here=True)
-    assert isinstance(alone, EngineServer)
+    alone = make_servers(spec(tmp_path, env={"KEPT": "1"}), [seat], here=True, server=VllmServer)
+    assert isinstance(alone, VllmServer)
     assert alone.spec.env == {"KEPT": "1", VISIBLE_VARIABLE: "2,3"} and alone.spec.gpu_buses == seat.gpu_buses
     assert alone.environment()[VISIBLE_VARIABLE] == "2,3"
-    both = make_servers(spec(tmp_path), [seat, seat], here=True)
+    both = make_servers(spec(tmp_path), [seat, seat], here=True, server=VllmServer)
     assert isinstance(both, NodesServer) and [m.spec.node for m in both._members] == [0, 1]

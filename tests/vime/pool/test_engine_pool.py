@@ -16,10 +16,11 @@ import pytest
 from engine_double import DoubleServer
 
 from slime.protocols import WeightUpdate
-from vime.pool.control import ControlError, EngineControl
-from vime.pool.pool import VllmEnginePool
+from vime.pool.control import ControlError
 from vime.pool.router import RouterSpec
-from vime.vllm.server import EngineSpec
+from vime.vllm.control import VllmControl
+from vime.vllm.pool import VllmEnginePool
+from vime.vllm.server import VllmSpec
 
 KEY = "pool-key"
 UPDATE = WeightUpdate(4, "disk", {"path": "weights-4.safetensors", "checksums": {"w": "abc"}})
@@ -34,7 +35,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:
 
 def die(url: str) -> None:
     with pytest.raises((OSError, http.client.HTTPException)):
-        EngineControl(url, KEY)._post("/die", {})
+        VllmControl(url, KEY)._post("/die", {})
 
 
 class Trainer:
@@ -77,7 +78,7 @@ class Doubles:
         self.root = root
         self.trainer = Trainer(weights_file)
         specs = [
-            EngineSpec(
+            VllmSpec(
                 model_path="",
                 run_key=KEY,
                 log_path=str(root / f"{i}.log"),
@@ -194,7 +195,7 @@ def test_an_update_pauses_loads_and_resumes_every_engine(doubles: Callable[..., 
     two.publish(file_parts)
     for index, url in enumerate(two.pool.engine_urls):
         assert two.requests(index) == ["POST /pause ", *LOADED, "POST /resume "]
-        assert EngineControl(url, KEY).weight_version() == 4
+        assert VllmControl(url, KEY).weight_version() == 4
     assert sorted(two.pool._router.engines()) == sorted(two.pool.engine_urls)
 
 
@@ -222,7 +223,7 @@ def test_a_dead_engine_returns_elsewhere_with_the_last_weights(doubles: Callable
     die(first)
     wait_for(lambda: len(two.pool.engine_urls) == 2 and first not in two.pool.engine_urls)
     assert two.requests(0)[-4:] == LOADED, "no pause: nothing could reach it before"
-    assert EngineControl(two.pool.engine_urls[0], KEY).weight_version() == 4
+    assert VllmControl(two.pool.engine_urls[0], KEY).weight_version() == 4
     assert two.pool.engine_urls[1] == second
     assert sorted(two.pool._router.engines()) == sorted(two.pool.engine_urls)
     two.pool.check_health()
@@ -235,12 +236,12 @@ def test_an_update_goes_on_when_an_engine_is_dead(doubles: Callable[..., Doubles
     two.publish(file_parts)
     assert two.requests(1) == ["POST /pause ", *LOADED, "POST /resume "]
     wait_for(lambda: len(two.pool.engine_urls) == 2 and first not in two.pool.engine_urls)
-    assert EngineControl(two.pool.engine_urls[0], KEY).weight_version() == 4
+    assert VllmControl(two.pool.engine_urls[0], KEY).weight_version() == 4
 
 
 def test_an_engine_that_refuses_weights_is_an_error(doubles: Callable[..., Doubles]) -> None:
     two = doubles(2)
-    EngineControl(two.pool.engine_urls[1], KEY)._post("/refuse", "/update_weights")
+    VllmControl(two.pool.engine_urls[1], KEY)._post("/refuse", "/update_weights")
     with pytest.raises(ControlError, match=r"must accept POST /update_weights, got HTTP 500: told to refuse"):
         two.publish(file_parts)
 
@@ -248,7 +249,7 @@ def test_an_engine_that_refuses_weights_is_an_error(doubles: Callable[..., Doubl
 def test_an_engine_that_does_not_answer_is_replaced(doubles: Callable[..., Doubles]) -> None:
     one = doubles(1)
     url = one.pool.engine_urls[0]
-    EngineControl(url, KEY)._post("/refuse", "/health")
+    VllmControl(url, KEY)._post("/refuse", "/health")
     wait_for(lambda: one.pool.engine_urls not in ([], [url]))
     one.pool.check_health()
 
@@ -330,7 +331,7 @@ def test_an_update_that_goes_by_while_the_file_is_made_counts(doubles: Callable[
     first = two.pool.engine_urls[0]
     die(first)
     wait_for(lambda: len(two.pool.engine_urls) == 2 and first not in two.pool.engine_urls)
-    assert EngineControl(two.pool.engine_urls[0], KEY).weight_version() == 6 and not files
+    assert VllmControl(two.pool.engine_urls[0], KEY).weight_version() == 6 and not files
 
 
 def test_engines_that_drop_their_weights_serve_again_after_the_update(

@@ -15,7 +15,8 @@ import pytest
 
 from vime.pool import process
 from vime.pool.process import SupervisedProcess, free_port, require_free_port, tail, wait_ready
-from vime.pool.router import Router, RouterSpec
+from vime.pool.router import RouterSpec
+from vime.vllm.router import VllmRouter
 
 # A process with a child of its own that ignores SIGTERM and a grandchild in another session.
 _STUBBORN = """
@@ -190,12 +191,14 @@ def test_ports() -> None:
 def test_a_routers_port_is_its_own_from_the_choice_to_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its address is handed out seconds before it binds, and so is that of its door. Here every run would choose from
-    four ports."""
+    """Its address is handed out seconds before it binds, and so is that of its gateway. Here every run would choose
+    from four ports."""
     ports = [free_port("127.0.0.1") for _ in range(4)]
     monkeypatch.setattr(process, "FREE_PORTS", ports)
-    one, two = (Router(RouterSpec(run_key="k", log_path=str(tmp_path / name))) for name in "ab")
-    assert sorted([one.spec.port, one.spec.door_port, two.spec.port, two.spec.door_port]) == sorted(ports)
+    one, two = (VllmRouter(RouterSpec(run_key="k", log_path=str(tmp_path / name))) for name in "ab")
+    assert sorted([one.spec.port, one.spec.gateway_port, two.spec.port, two.spec.gateway_port]) == sorted(
+        ports
+    )
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", one.spec.port))
     for router in (one, two):

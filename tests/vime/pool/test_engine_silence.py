@@ -13,10 +13,10 @@ import psutil
 import pytest
 from engine_double import DoubleServer
 
-from vime.pool import health_watch as silence
-from vime.pool.control import EngineControl
+from vime.pool import health_watch
 from vime.pool.member import Member
-from vime.vllm.server import EngineSpec
+from vime.vllm.control import VllmControl
+from vime.vllm.server import VllmSpec
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:
@@ -30,17 +30,17 @@ def test_a_stopped_engine_is_named_while_the_run_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, seconds in {"SAY_AFTER_S": 1.0, "_LOOK_EVERY_S": 0.2, "_ANSWER_S": 0.5}.items():
-        monkeypatch.setattr(silence, name, seconds)
+        monkeypatch.setattr(health_watch, name, seconds)
     caplog.set_level(logging.WARNING)
-    spec = EngineSpec(model_path="", run_key="k", log_path=str(tmp_path / "log"), weight_dir=str(tmp_path))
-    member, stopping = Member(spec, 0, "keep", EngineControl), threading.Event()
+    spec = VllmSpec(model_path="", run_key="k", log_path=str(tmp_path / "log"), weight_dir=str(tmp_path))
+    member, stopping = Member(spec, 0, "keep", VllmControl), threading.Event()
     member.launch(DoubleServer)
     try:
         handle = member.handle
         assert isinstance(handle, DoubleServer) and handle._process is not None
         handle.wait_ready()
         member.serving = True
-        silence.Silence([member], stopping, patience_s=60).start()
+        health_watch.HealthWatch([member], stopping, patience_s=60).start()
         (server,) = psutil.Process(handle._process.pid).children()
         server.suspend()
         wait_for(lambda: "the run waits" in caplog.text)

@@ -15,7 +15,8 @@ import pytest
 
 from slime import http
 from vime.pool.process import SupervisedProcess
-from vime.pool.router import Router, RouterSpec
+from vime.pool.router import RouterSpec
+from vime.vllm.router import VllmRouter
 
 ROOT = Path(__file__).parents[3]
 NOWHERE = "http://127.0.0.1:9"  # nothing listens at the port `discard`
@@ -82,7 +83,7 @@ def test_hooks_reach_the_runs_own_servers_directly(proxied):
 
 
 def test_the_router_serves_behind_a_proxy_that_is_not_there(proxied, tmp_path):
-    router = Router(RouterSpec(run_key="k", log_path=str(tmp_path / "router.log")))
+    router = VllmRouter(RouterSpec(run_key="k", log_path=str(tmp_path / "router.log")))
     try:
         router.start()
         router.wait_ready()

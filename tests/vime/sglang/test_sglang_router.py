@@ -14,11 +14,11 @@ import pytest
 from aiohttp import web
 
 from vime.pool.router import RouterSpec
+from vime.pool.run_key import health_prefix
 from vime.sglang.client import PARAMETERS, SglangEngineClient
 from vime.sglang.router import SglangRouter
 from vime.sglang_api.request import parse
-from vime.sglang_api.routes import require_whole
-from vime.vllm.worker.middleware import health_prefix
+from vime.vllm.worker.sglang_routes import require_whole
 
 KEY = "secret"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -60,8 +60,8 @@ async def worker(seen: list[tuple[str, Any, list[str]]], *, hidden: bool) -> Asy
         await runner.cleanup()
 
 
-def test_the_address_is_the_doors_and_the_command_has_no_key(router: SglangRouter) -> None:
-    assert router.spec.door_url == router.spec.url
+def test_the_address_is_the_gateways_and_the_command_has_no_key(router: SglangRouter) -> None:
+    assert router.spec.gateway_url == router.spec.url
     assert KEY not in router.command()
 
 

@@ -1,4 +1,4 @@
-"""The door and the real vllm-router before servers that say what reached them. Engines: e2e/engines/door_cases.py."""
+"""The gateway and the real vllm-router before servers that say what reached them. Engines: gateway_cases of e2e."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from vime.pool.router import Router, RouterSpec
+from vime.pool.router import RouterSpec
 from vime.sglang_api.gateway import wrap
 from vime.sglang_api.request import WRAPPED
+from vime.vllm.router import VllmRouter
 
 KEY = "secret"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -31,7 +32,7 @@ def test_a_body_travels_whole_with_what_the_router_must_know() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"stream":3}', b'{"text":"a","stream":"x"}'])
-def test_what_the_door_cannot_read_is_refused(body: bytes) -> None:
+def test_what_the_gateway_cannot_read_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError, match="must be"):
         wrap(body)
 
@@ -75,17 +76,17 @@ class Workers:
 
 
 @pytest.fixture
-def router(tmp_path: Path) -> Iterator[Router]:
+def router(tmp_path: Path) -> Iterator[VllmRouter]:
     argv = ("--policy", "consistent_hash")
-    router = Router(RouterSpec(run_key=KEY, log_path=str(tmp_path / "router.log"), argv=argv))
+    router = VllmRouter(RouterSpec(run_key=KEY, log_path=str(tmp_path / "router.log"), argv=argv))
     router.start()
     router.wait_ready()
     yield router
     router.stop()
 
 
-def test_the_door_and_the_router(router: Router) -> None:
-    door = f"http://127.0.0.1:{router.spec.door_port}"
+def test_the_gateway_and_the_router(router: VllmRouter) -> None:
+    gateway = f"http://127.0.0.1:{router.spec.gateway_port}"
 
     async def run() -> None:
         async with Workers() as workers, aiohttp.ClientSession() as session:
@@ -94,7 +95,9 @@ def test_the_door_and_the_router(router: Router) -> None:
 
             async def ask(method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
                 named = {name.replace("_", "-"): value for name, value in headers.items()}
-                async with session.request(method, door + path, json=body, headers=HEADERS | named) as answer:
+                async with session.request(
+                    method, gateway + path, json=body, headers=HEADERS | named
+                ) as answer:
                     return answer.status, await answer.json(content_type=None)
 
             body = {"text": "a", "n": 3, "image_data": ["x"]}
@@ -115,7 +118,7 @@ def test_the_door_and_the_router(router: Router) -> None:
             assert (await ask("GET", "/model_info"))[1]["path"] == "get_model_info"
             assert len((await ask("GET", "/workers"))[1]["workers"]) == 2
             async with session.post(
-                door + "/generate", json={**body, "stream": True}, headers=HEADERS
+                gateway + "/generate", json={**body, "stream": True}, headers=HEADERS
             ) as answer:
                 assert await answer.text() == "data: 1\n\ndata: [DONE]\n\n"
             workers.seen.clear()
@@ -128,13 +131,15 @@ def test_the_door_and_the_router(router: Router) -> None:
                     "/nowhere",
                 ):
                     sent = {"token_ids": [1], "sampling_params": {}}
-                    async with session.post(door + path, json=sent, headers=wrong) as answer:
+                    async with session.post(gateway + path, json=sent, headers=wrong) as answer:
                         assert answer.status == 401, path
                 for path in ("/generate", "/v1/completions", "/inference/v1/generate", "/nowhere"):
                     for data in (b"{bad", b"", b'{"a": 1}'):
-                        async with session.post(door + path, data=data, headers=wrong | JSON) as answer:
+                        async with session.post(gateway + path, data=data, headers=wrong | JSON) as answer:
                             assert answer.status == 401, (path, data)
-            async with session.post(door + "/v1/completions", data=b"{bad", headers=HEADERS | JSON) as answer:
+            async with session.post(
+                gateway + "/v1/completions", data=b"{bad", headers=HEADERS | JSON
+            ) as answer:
                 assert answer.status == 400
             assert workers.seen == []
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vime.sglang_api.request import MAX_NEW_TOKENS, OneRequest, Wanted, parse
+from vime.sglang_api.request import MAX_NEW_TOKENS, OneRequest, WantedOutput, parse
 
 
 def body(**fields: Any) -> bytes:
@@ -17,7 +17,7 @@ def body(**fields: Any) -> bytes:
 def test_defaults() -> None:
     request = parse(body())
     assert request.each == [OneRequest([5, 6], {"max_tokens": MAX_NEW_TOKENS}, None)]
-    assert request.wanted == Wanted() and not request.stream and not request.batched
+    assert request.wanted == WantedOutput() and not request.stream and not request.batched
 
 
 def test_every_parameter_has_its_name_in_vllm() -> None:
@@ -82,11 +82,11 @@ def test_several_prompts_and_samples() -> None:
 
 def test_what_the_answer_must_hold() -> None:
     more = {"logprob_start_len": 0, "top_logprobs_num": 2, "return_text_in_logprobs": True}
-    assert parse(body(return_logprob=True, **more)).wanted == Wanted(True, 0, 2, True, False)
-    assert parse(body(return_logprob=True, logprob_start_len=-1)).wanted == Wanted(
+    assert parse(body(return_logprob=True, **more)).wanted == WantedOutput(True, 0, 2, True, False)
+    assert parse(body(return_logprob=True, logprob_start_len=-1)).wanted == WantedOutput(
         True, None, 0, False, False
     )
-    assert parse(body(return_logprob=False, **more)).wanted == Wanted(False, None, 0, True, False)
+    assert parse(body(return_logprob=False, **more)).wanted == WantedOutput(False, None, 0, True, False)
     assert parse(body(return_routed_experts=True, stream=True)).wanted.experts
     assert parse(body(stream=True)).stream
 

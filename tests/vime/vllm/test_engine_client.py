@@ -18,7 +18,7 @@ from slime.protocols import GenerateResult
 from vime.pool.process import free_port
 from vime.vllm.client import VllmEngineClient, request_fields, result_of
 from vime.vllm.group_wire import SampleAnswer, frame
-from vime.vllm.server import EngineServer, EngineSpec
+from vime.vllm.server import VllmServer, VllmSpec
 
 
 def ints(*values: int) -> bytes:
@@ -303,38 +303,38 @@ def test_the_command_line_of_an_engine_holds_no_secret_and_user_flags_come_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = {"model_path": "model", "log_path": "log", "weight_dir": "/weights"}
-    spec = EngineSpec(**made, run_key="s3cret", port=9, vllm_argv=("--max-num-seqs", "7"), env={"A": "1"})
-    words = EngineServer(spec).command()
+    spec = VllmSpec(**made, run_key="s3cret", port=9, vllm_argv=("--max-num-seqs", "7"), env={"A": "1"})
+    words = VllmServer(spec).command()
     assert "s3cret" not in " ".join(words)
     assert "s3cret" not in repr(spec)
     assert words[-2:] == ["--max-num-seqs", "7"]
     assert "--max-num-seqs=512" not in words, "a flag that is given replaces ours"
-    chunked = EngineSpec(**made, run_key="k", vllm_argv=("--enable-chunked-prefill",))
-    assert "--no-enable-chunked-prefill" not in EngineServer(chunked).command()
-    env = EngineServer(spec).environment()
+    chunked = VllmSpec(**made, run_key="k", vllm_argv=("--enable-chunked-prefill",))
+    assert "--no-enable-chunked-prefill" not in VllmServer(chunked).command()
+    env = VllmServer(spec).environment()
     assert (env["VIME_RUN_KEY"], env["VIME_WEIGHT_DIR"], env["A"]) == ("s3cret", "/weights", "1")
     assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    gpu = EngineSpec(**made, run_key="k", device="cuda", dtype="bfloat16")
-    assert "--enforce-eager" not in EngineServer(gpu).command()
+    gpu = VllmSpec(**made, run_key="k", device="cuda", dtype="bfloat16")
+    assert "--enforce-eager" not in VllmServer(gpu).command()
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)  # vLLM sets it where it is imported
-    assert EngineServer(gpu).environment()["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+    assert VllmServer(gpu).environment()["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert EngineServer(gpu).environment()["OMP_NUM_THREADS"] == "1", "as in an actor of Ray"
+    assert VllmServer(gpu).environment()["OMP_NUM_THREADS"] == "1", "as in an actor of Ray"
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    assert EngineServer(gpu).environment()["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn", "a user's choice stays"
+    assert VllmServer(gpu).environment()["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn", "a user's choice stays"
 
 
 def test_request_times_are_asked_for() -> None:
     made = {"model_path": "model", "log_path": "log", "weight_dir": "/weights", "run_key": "k"}
     asked = "--enable-per-request-metrics"
-    assert asked in EngineServer(EngineSpec(**made)).command()
-    quiet = EngineSpec(**made, vllm_argv=("--disable-log-stats",))
-    assert asked not in EngineServer(quiet).command(), "vLLM refuses to start with both"
+    assert asked in VllmServer(VllmSpec(**made)).command()
+    quiet = VllmSpec(**made, vllm_argv=("--disable-log-stats",))
+    assert asked not in VllmServer(quiet).command(), "vLLM refuses to start with both"
 
 
 def test_drafted_tokens_are_counted_where_the_engine_drafts() -> None:
     made = {"model_path": "model", "log_path": "log", "weight_dir": "/weights", "run_key": "k"}
     asked = "--per-request-spec-decode-metrics"
-    assert asked not in EngineServer(EngineSpec(**made)).command(), "vLLM refuses to start without a draft"
-    drafting = EngineSpec(**made, vllm_argv=("--speculative-config", "{}"))
-    assert asked in EngineServer(drafting).command()
+    assert asked not in VllmServer(VllmSpec(**made)).command(), "vLLM refuses to start without a draft"
+    drafting = VllmSpec(**made, vllm_argv=("--speculative-config", "{}"))
+    assert asked in VllmServer(drafting).command()

@@ -23,21 +23,22 @@ from vllm import envs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vime.pool.control import ControlError, EngineControl, request
+from vime.pool.control import ControlError, request
+from vime.pool.run_key import KEY_VARIABLE
+from vime.sglang_api.sampling_names import NAMES
+from vime.vllm.control import VllmControl
 from vime.vllm.cpu import draft as cpu_draft
-from vime.vllm.group_wire import NAMES
-from vime.vllm.server import EngineServer, EngineSpec
+from vime.vllm.server import VllmServer, VllmSpec
 from vime.vllm.server_flags import VLLM, VLLM_RESERVED, vllm_parser
 from vime.vllm.versions import installed
 from vime.vllm.worker.live_quantised import _PLAIN_KERNELS
-from vime.vllm.worker.middleware import KEY_VARIABLE
 
 KEY = "k"
 FOLDER = Path(vllm.__file__).parent
 
 
-def spec(**more: Any) -> EngineSpec:
-    return EngineSpec(model_path="m", log_path="l", weight_dir="/w", run_key=KEY, port=9, **more)
+def spec(**more: Any) -> VllmSpec:
+    return VllmSpec(model_path="m", log_path="l", weight_dir="/w", run_key=KEY, port=9, **more)
 
 
 SPECS = {
@@ -52,7 +53,7 @@ SPECS = {
 
 @pytest.mark.parametrize("kind", SPECS)
 def test_every_server_is_started_with_flags_that_it_knows(kind: str) -> None:
-    server = EngineServer(SPECS[kind])
+    server = VllmServer(SPECS[kind])
     server._master = "127.0.0.1:29500"
     parsed = vllm_parser().parse_args(server.command()[4:])
     assert (parsed.model, parsed.served_model_name, parsed.port) == ("m", ["policy"], 9)
@@ -156,15 +157,15 @@ def url(engine: Any) -> Iterator[str]:
 
 
 PART = {"channel": "disk", "info": {"path": "w"}}
-CALLS: dict[str, tuple[Callable[[EngineControl], Any], str, tuple[Any, ...]]] = {
+CALLS: dict[str, tuple[Callable[[VllmControl], Any], str, tuple[Any, ...]]] = {
     "keep": (lambda control: control.pause("keep"), "pause_generation", ("keep",)),
     "abort": (lambda control: control.pause("abort"), "pause_generation", ("abort",)),
     "wait": (lambda control: control.pause("wait"), "pause_generation", ("wait",)),
-    "resume": (EngineControl.resume, "resume_generation", ()),
-    "start": (EngineControl.start_weight_update, "start_weight_update", ()),
+    "resume": (VllmControl.resume, "resume_generation", ()),
+    "start": (VllmControl.start_weight_update, "start_weight_update", ()),
     "update": (lambda control: control.update_weights(PART), "update_weights", ()),
     "finish": (lambda control: control.finish_weight_update(7), "finish_weight_update", ()),
-    "reset": (EngineControl.reset_prefix_cache, "reset_prefix_cache", (True,)),
+    "reset": (VllmControl.reset_prefix_cache, "reset_prefix_cache", (True,)),
     "sleep": (lambda control: control.sleep(2), "sleep", (2, "keep")),
     "wake": (lambda control: control.wake(["weights", "kv_cache"]), "wake_up", (["weights", "kv_cache"],)),
     "abort all": (lambda control: control._post("/abort_requests", {}), "abort", (["one"], True)),
@@ -178,7 +179,7 @@ def test_each_call_of_our_client_reaches_the_engine(call: str, url: str, engine:
     made, name, wanted = CALLS[call]
     method = getattr(engine, name)
     method.reset_mock()
-    made(EngineControl(url, KEY))
+    made(VllmControl(url, KEY))
     method.assert_awaited_once()
     got = [*method.await_args.args, *method.await_args.kwargs.values()]
     assert all(argument in got for argument in wanted)
@@ -187,7 +188,7 @@ def test_each_call_of_our_client_reaches_the_engine(call: str, url: str, engine:
 
 
 def test_routes_that_are_asked_elsewhere(url: str) -> None:
-    control = EngineControl(url, KEY)
+    control = VllmControl(url, KEY)
     assert control.is_healthy(9) and control.weight_version() >= -1
     for path in ("/v1/completions", "/inference/v1/generate"):
         with pytest.raises(ControlError, match=r"got HTTP (?!404)"):  # the body is missing, the route is not

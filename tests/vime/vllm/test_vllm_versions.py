@@ -14,7 +14,7 @@ from vllm_names import OLDEST
 from vime.backends import parse_config
 from vime.vllm import server_flags as flags
 from vime.vllm import versions as vllm_versions
-from vime.vllm.server import EngineServer, EngineSpec
+from vime.vllm.server import VllmServer, VllmSpec
 from vime.vllm.server_flags import vllm_parser
 from vime.vllm.versions import LAST, LEAST, RUN, check, installed
 from vime.vllm.worker.plugin import BACKEND, register
@@ -91,10 +91,10 @@ def test_a_run_is_told_of_its_version(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_installed_server_knows_what_it_is_started_with(device):
-    spec = EngineSpec(
+    spec = VllmSpec(
         model_path="m", log_path="l", weight_dir="/w", run_key="k", port=9, device=device, sleeps=True
     )
-    parsed = vllm_parser().parse_args(EngineServer(spec).command()[4:])
+    parsed = vllm_parser().parse_args(VllmServer(spec).command()[4:])
     assert parsed.enable_per_request_metrics and parsed.enable_sleep_mode and parsed.port == 9
     assert parsed.middleware == ["vime.vllm.worker.middleware.RunKeyMiddleware"]
 

@@ -10,10 +10,12 @@ import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from slime.models import Hf
 
 MOST_REQUESTS = 512
 """--max-num-seqs."""
@@ -47,7 +49,7 @@ def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[
     return env
 
 
-def cache_bytes(hf_config: Mapping[str, Any], response_tokens: int, requests: int) -> int:
+def cache_bytes(hf_config: Hf, response_tokens: int, requests: int) -> int:
     """Bytes of a float32 key-value cache, between 64 MiB and 1 GiB.
 
     It has room for `requests` concurrent requests with 256 prompt tokens and `response_tokens` each, and for at least

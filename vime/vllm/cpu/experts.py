@@ -13,7 +13,8 @@ the sum over ranks holds all tokens.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -41,15 +42,15 @@ def install() -> None:
     if hasattr(CPUUnquantizedExperts.apply, _MARK):
         return
     # These replace methods of vLLM on purpose.
-    CPUUnquantizedExperts.apply = _with_map(CPUUnquantizedExperts.apply)  # type: ignore[method-assign]
+    CPUUnquantizedExperts.apply = _with_map(CPUUnquantizedExperts.apply)  # type: ignore[assignment, method-assign]
     CPURouter.__init__ = _with_one_group(CPURouter.__init__)  # type: ignore[method-assign]
     CpuCommunicator.all_gatherv = all_gatherv  # type: ignore[method-assign]
     CpuCommunicator.reduce_scatterv = reduce_scatterv  # type: ignore[method-assign]
 
 
-def _with_one_group(init: Any) -> Any:
+def _with_one_group(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
-    def __init__(self: CPURouter, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: CPURouter, *args: object, **kwargs: object) -> None:
         init(self, *args, **kwargs)
         if self.scoring_func == "sigmoid" and not self.use_grouped_topk and not self.custom_routing_function:
             self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
@@ -57,11 +58,11 @@ def _with_one_group(init: Any) -> Any:
     return __init__
 
 
-def _with_map(apply: Any) -> Any:
+def _with_map(apply: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(apply)
     def with_map(
-        self: Any, *, expert_map: Tensor | None, topk_weights: Tensor, topk_ids: Tensor, **kwargs: Any
-    ) -> Any:
+        self: object, *, expert_map: Tensor | None, topk_weights: Tensor, topk_ids: Tensor, **kwargs: object
+    ) -> object:
         if expert_map is not None:
             topk_weights, topk_ids = local_choice(expert_map, topk_weights, topk_ids)
         return apply(self, expert_map=None, topk_weights=topk_weights, topk_ids=topk_ids, **kwargs)
@@ -79,17 +80,22 @@ def local_choice(expert_map: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tens
 
 def all_gatherv(
     self: DeviceCommunicatorBase, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
-) -> Any:
+) -> Tensor | list[Tensor]:
     """The rows of all ranks, `cat([rows of rank 0, ..])`, of a tensor or of each in a list. `sizes`: rows of each
     rank. `self` is vLLM's communicator."""
     if isinstance(input_, list):
-        return [all_gatherv(self, one, dim, sizes) for one in input_]
+        return [_gathered(self, one, dim, sizes) for one in input_]
+    return _gathered(self, input_, dim, sizes)
+
+
+def _gathered(self: DeviceCommunicatorBase, input_: Tensor, dim: int, sizes: list[int] | None) -> Tensor:
     assert dim == 0
     sizes = sizes or [len(input_)] * self.world_size
     start = sum(sizes[: self.rank_in_group])
     rows = input_.new_zeros(sum(sizes), *input_.shape[1:])
     rows[start : start + len(input_)] = input_
-    return self.all_reduce(rows)
+    total: Tensor = self.all_reduce(rows)
+    return total
 
 
 def reduce_scatterv(

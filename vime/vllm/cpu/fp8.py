@@ -50,7 +50,7 @@ def _kernel() -> type[CPUFp8BlockScaledMMKernel]:
             """The weights stay as they are stored: nothing is packed."""
 
         def apply_weights(
-            self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **_: Any
+            self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **_: object
         ) -> torch.Tensor:
             block = (self.weight_group_shape.row, self.weight_group_shape.col)
             weight = from_blocks(layer.weight, layer.weight_scale_inv, block, "weight")

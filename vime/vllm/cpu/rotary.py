@@ -6,8 +6,6 @@ wrong elements without an error. Such queries take vLLM's plain PyTorch form.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 _MARK = "takes_heads"
@@ -27,7 +25,7 @@ def install() -> None:
 
     def forward_cpu(
         self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
-    ) -> Any:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         form = kernel if query.dim() == 2 else RotaryEmbedding.forward_native
         return form(self, positions, query, key)
 

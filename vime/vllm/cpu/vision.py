@@ -14,7 +14,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import NoReturn
 
 MODULE = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 _PARENTS = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
@@ -32,7 +32,9 @@ def install() -> None:
 class WithoutTorchvision(MetaPathFinder):
     """Finds `MODULE` where it is, and runs it with a placeholder for torchvision."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != MODULE:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
@@ -50,7 +52,7 @@ class WithoutTorchvision(MetaPathFinder):
 class Absent:
     """What has the place of torchvision's functions."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         raise ModuleNotFoundError(
             f"torchvision must be installed for images and videos, got a use of {name} without it; send text only"
         )
@@ -62,10 +64,10 @@ def placeholder() -> Iterator[None]:
     from transformers.utils.import_utils import is_torchvision_available
 
     is_torchvision_available()  # transformers keeps the answer, which would be wrong in here
-    modules: dict[str, Any] = {name: ModuleType(name) for name in _PARENTS}
+    modules = {name: ModuleType(name) for name in _PARENTS}
     for module in modules.values():
         module.__path__ = []
-    modules[_PARENTS[-1]].functional = Absent()
+    vars(modules[_PARENTS[-1]])["functional"] = Absent()
     sys.modules.update(modules)
     try:
         yield

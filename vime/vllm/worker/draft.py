@@ -25,12 +25,12 @@ def install() -> None:
     with the model only. May run more than once."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    start = Worker.start_weight_update
+    start: Callable[..., object] = Worker.start_weight_update
     if hasattr(start, "__wrapped__"):
         return
 
     @functools.wraps(start)
-    def start_with_draft(worker: Worker, *args: Any, **kwargs: Any) -> Any:
+    def start_with_draft(worker: Worker, *args: object, **kwargs: object) -> object:
         draft = getattr(getattr(worker.model_runner, "drafter", None), "model", None)
         receiver: Any = worker.weight_transfer_engine
         receiver.draft = draft if isinstance(draft, nn.Module) else None

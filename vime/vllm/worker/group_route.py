@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
 import msgspec
 import numpy as np
 
-from vime.vllm.group_wire import SampleAnswer, Samples, frame
+from vime.vllm.group_wire import GroupParams, SampleAnswer, frame
 from vime.vllm.versions import refusals
+from vime.vllm.worker.asgi import Message, Receive, Send
 from vime.vllm.worker.routed_experts import START_FIELD
 
 if TYPE_CHECKING:
@@ -27,16 +28,15 @@ if TYPE_CHECKING:
 
 LOWEST = -9999.0
 """What stands for minus infinity, as in vLLM's own answers."""
-
-Receive = Callable[[], Any]
-Send = Callable[[Any], Any]
+Finished = asyncio.Queue[SampleAnswer | BaseException]
+"""What the samples of a request gave so far."""
 
 
 class _Body(msgspec.Struct):
     """What is read of a request's body; vllm-router adds fields of its own to it."""
 
     prompt: list[int]
-    vime_samples: Samples
+    vime_samples: GroupParams
 
 
 class GroupRequest:
@@ -55,15 +55,17 @@ class GroupRequest:
         self.prompt = parsed.prompt
         start = shared.pop(START_FIELD, None)
         self.wants_experts = start is not None
-        ours = {"logprobs": 0, "output_kind": RequestOutputKind.FINAL_ONLY, "skip_clone": True}
-        self.samples = [
-            SamplingParams.from_optional(**shared | own | ours) for own in parsed.vime_samples.each
-        ]
+        ours: dict[str, object] = {
+            "logprobs": 0,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+            "skip_clone": True,
+        }
+        make: Callable[..., SamplingParams] = SamplingParams.from_optional
+        self.samples = [make(**shared | own | ours) for own in parsed.vime_samples.each]
         for params in self.samples:
             params.flat_logprobs = True  # lists of numbers
-            params.routed_experts_prompt_start = (
-                start or 0
-            )  # no argument of `from_optional` in older versions
+            # no argument of `from_optional` in older versions
+            params.routed_experts_prompt_start = start if isinstance(start, int) else 0
         if not self.prompt or not self.samples:
             raise ValueError(
                 f"a request must have a prompt and samples, got {len(self.prompt)} tokens and "
@@ -91,7 +93,7 @@ async def answer(
     except bad_request as error:
         await _respond(send, 400, b"text/plain", str(error).encode())
         return
-    finished: asyncio.Queue[SampleAnswer | BaseException] = asyncio.Queue()
+    finished: Finished = asyncio.Queue()
     name = uuid4().hex
     tasks = [
         asyncio.create_task(_sample(engine, request, place, f"{name}-{place}", versions, finished))
@@ -109,18 +111,19 @@ class _ClientGoneError(Exception):
     """The client closed the connection. There is nobody to answer."""
 
 
-async def _send_frames(finished: asyncio.Queue[Any], count: int, send: Send) -> None:
+async def _send_frames(finished: Finished, count: int, send: Send) -> None:
     """Send `count` answers, those that finished together in one piece. Raises an exception that is in the queue."""
     started = False
     while count:
-        answers = [await finished.get()]
+        found, answers = [await finished.get()], list[SampleAnswer]()
         while not finished.empty():
-            answers.append(finished.get_nowait())
-        for one in answers:
+            found.append(finished.get_nowait())
+        for one in found:
             if isinstance(one, _ClientGoneError):
                 return
             if isinstance(one, BaseException):
                 raise one
+            answers.append(one)
         if not started:
             await send(_start(200, b"application/octet-stream"))
             started = True
@@ -129,7 +132,7 @@ async def _send_frames(finished: asyncio.Queue[Any], count: int, send: Send) -> 
         await send({"type": "http.response.body", "body": piece, "more_body": count > 0})
 
 
-async def _gone(receive: Receive, finished: asyncio.Queue[Any]) -> None:
+async def _gone(receive: Receive, finished: Finished) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     finished.put_nowait(_ClientGoneError())
@@ -141,7 +144,7 @@ async def _sample(
     place: int,
     name: str,
     versions: Callable[[], list[int]],
-    finished: asyncio.Queue[Any],
+    finished: Finished,
 ) -> None:
     from vllm.inputs.engine import tokens_input
 
@@ -197,7 +200,7 @@ def _speculation(completion: CompletionOutput) -> tuple[int, int, int] | None:
     return sum(counts.histogram), counts.num_draft_tokens, accepted
 
 
-def _start(status: int, media_type: bytes) -> dict[str, Any]:
+def _start(status: int, media_type: bytes) -> Message:
     return {"type": "http.response.start", "status": status, "headers": [(b"content-type", media_type)]}
 
 

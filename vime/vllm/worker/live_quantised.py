@@ -30,7 +30,7 @@ _SMALLEST = 1e-4
 """What vLLM takes for the largest value of a block with smaller values."""
 
 
-def is_quantised(module: Any) -> bool:
+def is_quantised(module: object) -> bool:
     """Whether a linear layer of vLLM has its weight in fp8."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.element_size() == 1

@@ -82,7 +82,7 @@ def names_elsewhere(model: nn.Module, update: Collection[str]) -> set[str]:
 
 def live_tensors(
     model: nn.Module, update: Collection[str]
-) -> Iterator[tuple[str, Any, torch.Tensor | Quantised]]:
+) -> Iterator[tuple[str, object, torch.Tensor | Quantised]]:
     """(HF name, module or what else knows its tensor-parallel rank, value on this rank) of every weight that the model
     computes with.
 
@@ -95,35 +95,56 @@ def live_tensors(
     known = {*update, *files}
     shared = "shared_expert" if any(".shared_expert." in name for name in update) else "shared_experts"
     for path, module in model.named_modules(remove_duplicate=False):
+        found: Iterable[tuple[str, object, torch.Tensor | Quantised]]
         if has_experts(module):
-            for name, holder, value in expert_tensors(path, module, known, files):
-                yield files.get(name, name), holder, value
+            found = expert_tensors(path, module, known, files)
+        else:
+            path = hf_path(path, shared)
+            found = _module_tensors(path, module, packed.get(path.rpartition(".")[2]), update)
+        for name, holder, value in found:
+            yield files.get(name, name), holder, value
+
+
+def _module_tensors(
+    path: str, module: Any, fused: list[str] | None, update: Collection[str]
+) -> Iterator[tuple[str, object, torch.Tensor | Quantised]]:
+    """Those of one module without experts, whose path in files is `path`. `fused`: the names in files of the parts that
+    vLLM fuses in it."""
+    if hasattr(module, "W_UK_T"):
+        yield f"{path}.kv_b_proj.weight", module.kv_b_proj, _of_latent_attention(module)
+    parent, _, leaf = path.rpartition(".")
+    parts = fused or [leaf]
+    for kind, parameter in module.named_parameters(recurse=False):
+        if kind in _OF_LATENT_ATTENTION:
             continue
-        if hasattr(module, "W_UK_T"):
-            yield hf_path(f"{path}.kv_b_proj.weight", shared), module.kv_b_proj, _of_latent_attention(module)
-        parent, _, leaf = hf_path(path, shared).rpartition(".")
-        parts = packed.get(leaf, [leaf])
-        for kind, parameter in module.named_parameters(recurse=False):
-            if kind in _OF_LATENT_ATTENTION:
-                continue
-            if len(parts) > 1 and f"{parent}.{leaf}.{kind}" in update:
-                parts = [leaf]
-            if is_quantised(module) and kind.startswith("weight"):
-                if kind == "weight":
-                    pieces = quantised_pieces(module, _rows(module, parts))
-                    for part, found in zip(parts, pieces, strict=True):
-                        name = f"{parent}.{part}.{kind}"
-                        yield files.get(name, name), module, found
-                continue
-            values = [parameter.data] if parameter.numel() else []
-            if kind == "weight" and hasattr(module, "_cpu_unpacked_conv_weight"):
-                values = [_plain_convolution(parameter.data)]
-            elif kind == "weight" and hasattr(module, "cpu_linear"):
-                values.append(_packed_matrix(module))
-            for value in values:
-                for part, (holder, piece) in zip(parts, _split(module, value, parts), strict=True):
-                    name = ".".join(filter(None, [parent, part, kind]))
-                    yield files.get(name, name), holder, piece
+        if len(parts) > 1 and f"{parent}.{leaf}.{kind}" in update:
+            parts = [leaf]
+        for part, holder, value in _pieces(module, kind, parameter, parts):
+            yield ".".join(filter(None, [parent, part, kind])), holder, value
+
+
+def _pieces(
+    module: nn.Module, kind: str, parameter: nn.Parameter, parts: list[str]
+) -> Iterator[tuple[str, object, torch.Tensor | Quantised]]:
+    """(part, holder, value) of each part of one parameter. The scales of a quantised weight come with the weight."""
+    if is_quantised(module) and kind.startswith("weight"):
+        if kind == "weight":
+            quantised = quantised_pieces(module, _rows(module, parts))
+            yield from ((part, module, found) for part, found in zip(parts, quantised, strict=True))
+        return
+    for value in _copies(module, kind, parameter):
+        for part, (holder, piece) in zip(parts, _split(module, value, parts), strict=True):
+            yield part, holder, piece
+
+
+def _copies(module: nn.Module, kind: str, parameter: nn.Parameter) -> list[torch.Tensor]:
+    """The values of a parameter that the module computes with, in the order of files."""
+    values = [parameter.data] if parameter.numel() else []
+    if kind == "weight" and hasattr(module, "_cpu_unpacked_conv_weight"):
+        return [_plain_convolution(parameter.data)]
+    if kind == "weight" and hasattr(module, "cpu_linear"):
+        values.append(_packed_matrix(module))
+    return values
 
 
 def _file_names(model: nn.Module, update: Collection[str]) -> dict[str, str]:

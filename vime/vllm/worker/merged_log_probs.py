@@ -8,13 +8,14 @@ values as without it, also for requests of other clients.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, bytestr
 
 FIELDS = ("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens")
 """Of vLLM's LogprobsLists: three arrays of rows, and what is None for a single request."""
@@ -70,7 +71,7 @@ def install() -> None:
     if hasattr(encode, "wraps"):
         return
 
-    def encode_into(self: MsgpackEncoder, obj: Any, buf: bytearray) -> Any:
+    def encode_into(self: MsgpackEncoder, obj: object, buf: bytearray) -> Sequence[bytestr]:
         if not isinstance(obj, EngineCoreOutputs) or not merge(obj):
             return encode(self, obj, buf)
         # All in one frame, as small arrays are: older vLLMs wait for the last frame alone before they use `buf` again.
@@ -80,8 +81,8 @@ def install() -> None:
         finally:
             self.size_threshold = inline
 
-    def decode_and_split(self: MsgpackDecoder, bufs: Any) -> Any:
-        found = decode(self, bufs)
+    def decode_and_split(self: MsgpackDecoder, bufs: bytestr | Sequence[bytestr]) -> object:
+        found: object = decode(self, bufs)
         if isinstance(found, EngineCoreOutputs):
             split(found)
         return found

@@ -6,44 +6,30 @@ that were live while the request was served. The version is kept in this process
 process.
 
 vllm-router asks for GET /health without any key. Its workers are therefore registered under a path that holds a
-secret derived from the key (`health_prefix`). Below that path, only /health answers without the key.
+secret derived from the key (`vime.pool.run_key.health_prefix`). Below that path, only /health answers without the key.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
+from vime.pool.control import CHECKPOINT_VERSION
+from vime.pool.run_key import KEY_VARIABLE, health_prefix
 from vime.sglang_api.request import ROUTES, WRAPPED
 from vime.vllm.group_wire import SAMPLES
+from vime.vllm.worker.asgi import App, Message, Receive, Scope, Send
 
-KEY_VARIABLE = "VIME_RUN_KEY"
 VERSIONS_HEADER = "x-weight-versions"
 NEW_VERSION_HEADER = "x-new-weight-version"
-CHECKPOINT_VERSION = -1
-"""The version of a server that was given no weights yet: those of its checkpoint."""
 
 _SAMPLES = f'"{SAMPLES}":'.encode()
 _WRAPPED = f'"{WRAPPED}":'.encode()
 _READ = ROUTES | {("POST", "/v1/completions"), ("POST", "/inference/v1/generate")}
 """Routes whose body says whether they are ours."""
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-
-def health_prefix(run_key: str) -> str:
-    """Path under which a router may ask for /health: "/" + the first 32 hex digits of HMAC-SHA256(key, "health")."""
-    return "/" + hmac.new(run_key.encode(), b"health", hashlib.sha256).hexdigest()[:32]
-
-
-def carries_key(headers: list[tuple[bytes, bytes]], run_key: str) -> bool:
+def has_key(headers: list[tuple[bytes, bytes]], run_key: str) -> bool:
     """Whether an ASGI header list holds `Authorization: Bearer <run_key>`; compared in constant time. sglang-router
     sends the key of its worker and that of its caller: each one must be right."""
     given = [value for name, value in headers if name == b"authorization"]
@@ -78,7 +64,7 @@ class RunKeyMiddleware:
             path = scope["path"].removeprefix(self.prefix)
             scope = {**scope, "path": path, "raw_path": path.encode()}
         is_health = routed and (scope["path"], scope.get("method")) == ("/health", "GET")
-        if not is_health and not carries_key(scope["headers"], self.run_key):
+        if not is_health and not has_key(scope["headers"], self.run_key):
             await _refuse(scope, send)
         elif scope["type"] == "websocket":
             await self.app(scope, receive, send)
@@ -88,7 +74,7 @@ class RunKeyMiddleware:
             await self.app(scope, receive, self._annotate(scope, send))
 
     async def _read(self, scope: Scope, receive: Receive, send: Send, *, routed: bool) -> None:
-        """Requests for a group of samples (group_route) and SGLang's routes (sglang_route) are ours, others vLLM's."""
+        """Requests for a group of samples (group_route) and SGLang's routes (sglang_routes) are ours, others vLLM's."""
         arrived = len(self.versions) - 1
         body, more = bytearray(), True
         while more:
@@ -104,11 +90,13 @@ class RunKeyMiddleware:
             engine = scope["app"].state.engine_client
             await group_route.answer(engine, bytes(body), receive, send, lambda: self.versions[arrived:])
         elif route in ROUTES or _WRAPPED in body:
-            from vime.sglang_api import routes as sglang_route
+            from vime.vllm.worker import sglang_routes
 
             llm = scope["app"].state.engine_client
-            ours = sglang_route.Engine(llm, lambda: self.versions[arrived:], self.running, self._set_version)
-            await sglang_route.answer(
+            ours = sglang_routes.ServedEngine(
+                llm, lambda: self.versions[arrived:], self.running, self._set_version
+            )
+            await sglang_routes.answer(
                 ours, route, bytes(body), receive, self._annotate(scope, send), routed=routed
             )
         else:

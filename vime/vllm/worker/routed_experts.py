@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         routed_step: dict[str, int]
 
 
+T = TypeVar("T")
 FLAG = "--enable-return-routed-experts"
 VARIABLE = "VIME_ROUTED_EXPERTS"
 """Set in the environment of a server that was started with the flag."""
@@ -92,7 +93,7 @@ def _let_older_runner() -> None:
     CPUModelRunner.sample_tokens = sample  # type: ignore[assignment, method-assign]
 
 
-def _checking(vllms: Callable[..., Any]) -> Callable[..., Any]:
+def _checking(vllms: Callable[..., object]) -> Callable[..., None]:
     def verify(self: VllmConfig) -> None:
         # everything but the runner, which is a property of the class and not of the object that is checked
         as_newer = SimpleNamespace(**{**vars(self), "use_v2_model_runner": True})
@@ -106,8 +107,8 @@ def _checking(vllms: Callable[..., Any]) -> Callable[..., Any]:
     return verify
 
 
-def _connecting(vllms: Callable[..., Any]) -> Callable[..., Any]:
-    def initialize_kv_cache(self: _Runner, kv_cache_config: Any, *others: Any, **more: Any) -> None:
+def _connecting(vllms: Callable[..., object]) -> Callable[..., None]:
+    def initialize_kv_cache(self: _Runner, kv_cache_config: Any, *others: object, **more: object) -> None:
         vllms(self, kv_cache_config, *others, **more)
         if self.vllm_config.aux_output_config.enabled:
             from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
@@ -119,8 +120,8 @@ def _connecting(vllms: Callable[..., Any]) -> Callable[..., Any]:
     return initialize_kv_cache
 
 
-def _beginning(vllms: Callable[..., Any]) -> Callable[..., Any]:
-    def execute_model(self: _Runner, scheduler_output: SchedulerOutput, *others: Any, **more: Any) -> Any:
+def _beginning(vllms: Callable[..., T]) -> Callable[..., T]:
+    def execute_model(self: _Runner, scheduler_output: SchedulerOutput, *others: object, **more: object) -> T:
         if hasattr(self, "aux_output_connector"):
             self.aux_output_connector.begin_step(scheduler_output.aux_output_connector_metadata)
             self.routed_step = scheduler_output.num_scheduled_tokens
@@ -131,8 +132,8 @@ def _beginning(vllms: Callable[..., Any]) -> Callable[..., Any]:
     return execute_model
 
 
-def _handing_on(vllms: Callable[..., Any]) -> Callable[..., Any]:
-    def sample_tokens(self: _Runner, *others: Any, **more: Any) -> Any:
+def _handing_on(vllms: Callable[..., Any]) -> Callable[..., object]:
+    def sample_tokens(self: _Runner, *others: object, **more: object) -> object:
         output = vllms(self, *others, **more)
         if hasattr(self, "aux_output_connector") and output is not None:
             output.aux_output_connector_output = _step_rows(self, output)
@@ -141,7 +142,7 @@ def _handing_on(vllms: Callable[..., Any]) -> Callable[..., Any]:
     return sample_tokens
 
 
-def _step_rows(runner: _Runner, output: ModelRunnerOutput) -> dict[str, Any] | None:
+def _step_rows(runner: _Runner, output: ModelRunnerOutput) -> dict[str, object] | None:
     """What the collector has for the requests of a step, told as the newer runner tells it. Rows of a step lie in the
     order of its requests; without speculation (`_checking`) the older runner drops no token that it computed."""
     ids = output.req_ids
@@ -156,5 +157,5 @@ def _step_rows(runner: _Runner, output: ModelRunnerOutput) -> dict[str, Any] | N
         return None
     sampled = np.array([len(tokens) for tokens in output.sampled_token_ids])
     pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
-    rows: dict[str, Any] | None = pending.process_output()
+    rows: dict[str, object] | None = pending.process_output()
     return rows

@@ -13,7 +13,7 @@ import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
@@ -32,12 +32,12 @@ def install(gate: str | None, *, sleeps: bool) -> None:
     more than once."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    take_device: Callable[..., Any] = WorkerWrapperBase.init_device
+    take_device: Callable[..., object] = WorkerWrapperBase.init_device
     if hasattr(take_device, "in_turn"):
         return
 
     @functools.wraps(take_device)
-    def init_device(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> Any:
+    def init_device(self: WorkerWrapperBase, *args: object, **kwargs: object) -> object:
         if gate is not None:
             wait_for(Path(gate))
         if sleeps:
@@ -61,7 +61,7 @@ def beside_others(sleep: Callable[..., None]) -> Callable[..., None]:
     """`sleep` of a vLLM worker, but others may take memory while it runs."""
 
     @functools.wraps(sleep)
-    def sleep_beside_others(*args: Any, **kwargs: Any) -> None:
+    def sleep_beside_others(*args: object, **kwargs: object) -> None:
         try:
             sleep(*args, **kwargs)
         except AssertionError as error:

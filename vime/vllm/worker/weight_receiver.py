@@ -43,7 +43,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """`slime.protocols.WeightUpdate.message`: one part of an update."""
 
     channel: str
-    info: dict[str, Any]
+    info: dict[str, object]
 
 
 class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -85,7 +85,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
     def shutdown(self) -> None:
         pass
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: dict[str, object]) -> None:
         """Like the base class, which would synchronise an accelerator that a CPU machine does not have."""
         self.receive_weights(self.parse_update_info(update_info))
 
@@ -227,10 +227,10 @@ def checkpoint_shapes(model_path: str, *, trained: bool = False) -> dict[str, li
     if not shapes:
         return None
     hf_config = read_hf_config(model_path)
-    kept = shapes.keys() - predicted_names(shapes, hf_config)
+    names = shapes.keys() - predicted_names(shapes, hf_config)
     if trained:
-        kept |= trained_shapes(shapes, hf_config).keys()
-    return {name: shape for name, shape in shapes.items() if name in kept}
+        names |= trained_shapes(shapes, hf_config).keys()
+    return {name: shape for name, shape in shapes.items() if name in names}
 
 
 def _shards(model_path: str) -> Iterator[Path]:

@@ -11,7 +11,7 @@ import pytest
 
 from vime.vllm.cpu import engine as cpu_engine
 from vime.vllm.cpu.engine import METHOD_VARIABLE, WAIT_VARIABLE, cache_bytes, environment, torchs_openmp
-from vime.vllm.server import EngineServer, EngineSpec
+from vime.vllm.server import VllmServer, VllmSpec
 
 TINY = {
     "num_hidden_layers": 2,
@@ -48,17 +48,17 @@ def test_a_server_loads_torchs_openmp_and_forks():
     assert env[WAIT_VARIABLE] == "passive"
     assert environment({WAIT_VARIABLE: "active"}, 1, eager=True)[WAIT_VARIABLE] == "active", "a user's choice"
     made = {"model_path": "model", "log_path": "log", "weight_dir": "/weights", "run_key": "k"}
-    compiled = EngineSpec(**made, vllm_argv=("--no-enforce-eager",))
-    assert "TORCHDYNAMO_DISABLE" not in EngineServer(compiled).environment()
-    assert EngineServer(EngineSpec(**made)).environment()["TORCHDYNAMO_DISABLE"] == "1"
+    compiled = VllmSpec(**made, vllm_argv=("--no-enforce-eager",))
+    assert "TORCHDYNAMO_DISABLE" not in VllmServer(compiled).environment()
+    assert VllmServer(VllmSpec(**made)).environment()["TORCHDYNAMO_DISABLE"] == "1"
 
 
 def test_a_model_with_a_state_is_served_without_a_cache_of_prefixes():
     made = {"model_path": "model", "log_path": "log", "weight_dir": "/weights", "run_key": "k"}
     off = "--no-enable-prefix-caching"
-    assert off in EngineServer(EngineSpec(**made, stateful=True)).command()
-    assert off not in EngineServer(EngineSpec(**made)).command()
-    assert off not in EngineServer(EngineSpec(**made, stateful=True, device="cuda")).command()
+    assert off in VllmServer(VllmSpec(**made, stateful=True)).command()
+    assert off not in VllmServer(VllmSpec(**made)).command()
+    assert off not in VllmServer(VllmSpec(**made, stateful=True, device="cuda")).command()
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

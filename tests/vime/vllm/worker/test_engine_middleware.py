@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from vime.vllm.worker.middleware import RunKeyMiddleware, health_prefix
+from vime.pool.run_key import health_prefix
+from vime.vllm.worker.middleware import RunKeyMiddleware
 
 KEY = "secret"
 AUTHORIZED = [(b"authorization", b"Bearer secret")]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slime.config import FlagGroup
-from vime.vllm.server import EngineServer, EngineSpec
+from vime.vllm.server import VllmServer, VllmSpec
 from vime.vllm.server_flags import VLLM
 from vime.vllm.worker import routed_experts
 from vime.vllm.worker.routed_experts import decode
@@ -57,7 +57,7 @@ def test_what_is_not_plain_numbers_is_not_read():
 
 def test_a_server_is_told_by_flag_and_environment():
     settings = {"model_path": "m", "log_path": "l", "weight_dir": "/w", "run_key": "k", "port": 9}
-    plain, telling = (EngineServer(EngineSpec(**settings, tells_experts=on)) for on in (False, True))
+    plain, telling = (VllmServer(VllmSpec(**settings, tells_experts=on)) for on in (False, True))
     assert set(telling.command()) - set(plain.command()) == {routed_experts.FLAG}
     assert set(telling.environment()) - set(plain.environment()) == {routed_experts.VARIABLE}
     assert telling.command().count(routed_experts.FLAG) == 1

@@ -6,22 +6,18 @@ A trainer that speaks SGLang's protocol drives a vLLM engine by them. The weight
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
+
+from vime.sglang_api.request import CONTROL_ROUTES
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-ROUTES = {
-    ("POST", "/pause_generation"),
-    ("POST", "/continue_generation"),
-    ("POST", "/update_weights_from_disk"),
-    ("GET", "/get_weight_version"),
-}
-PATHS = {path for _, path in ROUTES}
+PATHS = {path for _, path in CONTROL_ROUTES}
 
 
 class _Pause(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,9 +41,10 @@ class _Update(msgspec.Struct, forbid_unknown_fields=True):
     # Not served; `_update` names them.
     is_async: bool = False
     recapture_cuda_graph: bool = False
-    manifest: Any = None
+    manifest: object = None
 
 
+Body = TypeVar("Body", bound=msgspec.Struct)
 _UNSERVED = ("is_async", "recapture_cuda_graph", "manifest")
 _FORMATS = (None, "auto", "safetensors")
 
@@ -60,11 +57,11 @@ class Controlled:
     llm: AsyncLLM
     version: Callable[[], int]
     set_version: Callable[[int], None]
-    abort_all: Callable[[], Any] = field(repr=False)
+    abort_all: Callable[[], Awaitable[None]] = field(repr=False)
 
 
-async def answer(engine: Controlled, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
-    """Status and record for a request to one of `ROUTES`. ValueError for a body that cannot be served."""
+async def answer(engine: Controlled, path: str, body: bytes) -> tuple[int, dict[str, object]]:
+    """Status and record for a request to one of `CONTROL_ROUTES`. ValueError for a body that cannot be served."""
     if path == "/get_weight_version":
         return 200, {"weight_version": str(engine.version())}
     if path == "/pause_generation":
@@ -76,7 +73,7 @@ async def answer(engine: Controlled, path: str, body: bytes) -> tuple[int, dict[
     return await _update(engine, _read(path, body, _Update))
 
 
-def _read(path: str, body: bytes, kind: type[Any]) -> Any:
+def _read(path: str, body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.DecodeError as error:
@@ -85,7 +82,7 @@ def _read(path: str, body: bytes, kind: type[Any]) -> Any:
         ) from None
 
 
-async def _pause(engine: Controlled, mode: str) -> tuple[int, dict[str, Any]]:
+async def _pause(engine: Controlled, mode: str) -> tuple[int, dict[str, object]]:
     """Running requests end with what they have (abort), stay with their keys and values (in_place), or stay without
     them (retract), to compute them again when they continue. New requests wait in all three modes."""
     await engine.llm.pause_generation(mode="abort" if mode == "abort" else "keep", clear_cache=False)
@@ -94,7 +91,7 @@ async def _pause(engine: Controlled, mode: str) -> tuple[int, dict[str, Any]]:
     return 200, {"status": "ok", "message": f"generation is paused ({mode})"}
 
 
-async def _update(engine: Controlled, given: _Update) -> tuple[int, dict[str, Any]]:
+async def _update(engine: Controlled, given: _Update) -> tuple[int, dict[str, object]]:
     """Load the weights of a folder. An engine that is not paused first finishes its requests, as SGLang's does."""
     for name in _UNSERVED:
         if getattr(given, name):

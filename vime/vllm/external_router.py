@@ -10,13 +10,13 @@ import sys
 
 from vime.pool.control import answers
 from vime.pool.process import SupervisedProcess, accepts, require_free_port
-from vime.pool.router import Router
+from vime.vllm.router import VllmRouter
 
 
-class RouterApart(Router):
-    """The process of this object is the door. If the router ends, `start` and `wait_ready` wait for a new one."""
+class ExternalRouter(VllmRouter):
+    """The process of this object is the gateway. If the router ends, `start` and `wait_ready` wait for a new one."""
 
-    name = "the router that was started apart, or its door,"
+    name = "the router that was started apart, or its gateway,"
 
     def command(self) -> list[str]:
         spec = self.spec
@@ -24,22 +24,22 @@ class RouterApart(Router):
             sys.executable,
             "-m",
             "vime.sglang_api.gateway",
-            spec.door_host,
-            str(spec.door_port),
+            spec.gateway_host,
+            str(spec.gateway_port),
             spec.url,
         ]
 
     def start(self) -> str:
-        require_free_port(self.spec.door_host, self.spec.door_port, "the door to the router")
+        require_free_port(self.spec.gateway_host, self.spec.gateway_port, "the gateway to the router")
         self._process = SupervisedProcess(self.command(), self.environment(), self.spec.log_path)
         return self.spec.url
 
     def is_ready(self) -> bool:
-        """Whether the router answers through the door."""
-        return answers(self.spec.door_url, self.spec.run_key, self.ready_path, timeout_s=5)
+        """Whether the router answers through the gateway."""
+        return answers(self.spec.gateway_url, self.spec.run_key, self.ready_path, timeout_s=5)
 
     def poll(self) -> int | None:
-        """None while the door runs and the router listens."""
+        """None while the gateway runs and the router listens."""
         status = super().poll()
         return status if status is not None or accepts(self.spec.host, self.spec.port) else 1
 

@@ -1,4 +1,4 @@
-"""`python -m vime.pool.router_main ARGS`: vllm-router with the run's key, from $VIME_RUN_KEY, on every route.
+"""`python -m vime.vllm.router_main ARGS`: vllm-router with the run's key, from $VIME_RUN_KEY, on every route.
 
 vllm-router's --api-key must not be used: the router sends that key to the workers also for callers without a key. The
 router's own routes are guarded by a list of URLs that it asks once per new key (`api_key_validation_urls`, which has no
@@ -23,9 +23,9 @@ from vllm_router.router import policy_from_str
 from vllm_router.router_args import RouterArgs
 
 from vime.pool.process import hold_port
+from vime.pool.run_key import KEY_VARIABLE
 from vime.pool.supervise import die_with_parent
-from vime.sglang_api import gateway as door
-from vime.vllm.worker.middleware import KEY_VARIABLE
+from vime.sglang_api import gateway
 
 
 class _KeyServer(ThreadingHTTPServer):
@@ -57,12 +57,12 @@ def start_key_server(run_key: str) -> str:
     return f"http://127.0.0.1:{server.server_port}"
 
 
-def start_door(host: str, port: int, router_port: int) -> None:
+def start_gateway(host: str, port: int, router_port: int) -> None:
     """Fork the process of vime.sglang_api.gateway. It ends with the caller's."""
-    listening = door.listen(host, port)
+    listening = gateway.listen(host, port)
     if os.fork() == 0:
         die_with_parent()
-        door.serve(f"http://{host}:{router_port}", listening)
+        gateway.serve(f"http://{host}:{router_port}", listening)
         os._exit(0)
     listening.close()
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
     """Serve until terminated. `argv` is what vllm-router's own command line takes."""
     run_key = os.environ[KEY_VARIABLE]
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--door-port", type=int, required=True)
+    parser.add_argument("--gateway-port", type=int, required=True)
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
     given = parser.parse_args(argv)
     args = RouterArgs.from_cli_args(given, use_router_prefix=False)
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> None:
         "api_key_validation_urls": [start_key_server(run_key)],
     }
     del settings["mini_lb"]
-    start_door(args.host, given.door_port, args.port)
+    start_gateway(args.host, given.gateway_port, args.port)
     vllm_router_rs.Router(**settings).start()
 
 

@@ -1,4 +1,4 @@
-"""SGLang's HTTP routes on an engine server: what plug-ins of slime post to (see sglang_request for the fields).
+"""SGLang's HTTP routes on an engine server: what plug-ins of slime post to (vime.sglang_api.request has the fields).
 
 `POST /generate` goes straight to vLLM's engine client, as requests for a group do (group_route). Log-probs are those of
 the distribution that the token was sampled from, as our own client gets them. vllm-router drops fields of /generate, so
@@ -11,7 +11,7 @@ import asyncio
 import base64
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
@@ -19,10 +19,10 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from vime.sglang_api import control as sglang_control
-from vime.sglang_api.request import GenerateRequest, OneRequest, Wanted, parse
+from vime.sglang_api.request import GenerateRequest, OneRequest, WantedOutput, parse
 from vime.vllm.versions import installed, refusals
-from vime.vllm.worker import routed_experts
+from vime.vllm.worker import routed_experts, sglang_control
+from vime.vllm.worker.asgi import Receive, Send
 from vime.vllm.worker.group_route import LOWEST
 
 if TYPE_CHECKING:
@@ -34,12 +34,9 @@ if TYPE_CHECKING:
 
 _HEALTH_S = 20.0
 
-Send = Callable[[Any], Awaitable[None]]
-Receive = Callable[[], Awaitable[Any]]
-
 
 @dataclass(frozen=True)
-class Engine:
+class ServedEngine:
     """What answers a request: vLLM's AsyncLLM, the weight versions live since the request arrived, the `rid` of each
     running request by its name in vLLM, and what makes a version the live one."""
 
@@ -50,7 +47,7 @@ class Engine:
 
 
 async def answer(
-    engine: Engine, route: tuple[str, str], body: bytes, receive: Receive, send: Send, *, routed: bool
+    engine: ServedEngine, route: tuple[str, str], body: bytes, receive: Receive, send: Send, *, routed: bool
 ) -> None:
     """Answer a request to one of `ROUTES`, or one that wraps /generate. 400 with the reason for what cannot be served.
 
@@ -89,7 +86,7 @@ def unwrapped(body: bytes) -> bytes:
     return bytes(msgspec.json.decode(body, type=_Wrapped).vime_generate)
 
 
-def _controlled(engine: Engine) -> sglang_control.Controlled:
+def _controlled(engine: ServedEngine) -> sglang_control.Controlled:
     return sglang_control.Controlled(
         engine.llm, lambda: engine.versions()[-1], engine.set_version, lambda: _abort_all(engine)
     )
@@ -111,7 +108,7 @@ class _Ask(msgspec.Struct):
     abort_all: bool = False
 
 
-async def _abort(engine: Engine, body: bytes) -> None:
+async def _abort(engine: ServedEngine, body: bytes) -> None:
     """Abort every request of this engine, or those whose `rid` begins with the given one, as SGLang does."""
     try:
         ask = msgspec.json.decode(body or b"{}", type=_Ask)
@@ -128,12 +125,12 @@ async def _abort(engine: Engine, body: bytes) -> None:
     await engine.llm.abort([name for name, rid in engine.running.items() if rid.startswith(names)])
 
 
-async def _abort_all(engine: Engine) -> None:
+async def _abort_all(engine: ServedEngine) -> None:
     known = engine.llm.output_processor
     await engine.llm.abort([*known.request_states, *known.parent_requests], internal=True)
 
 
-async def _health(engine: Engine) -> tuple[int, Any]:
+async def _health(engine: ServedEngine) -> tuple[int, dict[str, object]]:
     """Whether the engine generates a token in time."""
     from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
@@ -148,9 +145,9 @@ async def _health(engine: Engine) -> tuple[int, Any]:
     return 200, {"success": True}
 
 
-def _info(engine: Engine, *, server: bool) -> dict[str, Any]:
+def _info(engine: ServedEngine, *, server: bool) -> dict[str, object]:
     config = engine.llm.model_config
-    info = {
+    info: dict[str, object] = {
         "model_path": config.model,
         "tokenizer_path": config.tokenizer,
         "is_generation": True,
@@ -168,7 +165,7 @@ def _info(engine: Engine, *, server: bool) -> dict[str, Any]:
     return info
 
 
-async def _generate(engine: Engine, body: bytes, receive: Receive, send: Send) -> None:
+async def _generate(engine: ServedEngine, body: bytes, receive: Receive, send: Send) -> None:
     request = parse(body)
     jobs = [_Job(engine, one, request) for one in request.each]
     gone = asyncio.create_task(_gone(receive))
@@ -185,7 +182,7 @@ async def _generate(engine: Engine, body: bytes, receive: Receive, send: Send) -
 
 
 async def _whole(jobs: list[_Job], request: GenerateRequest, send: Send) -> None:
-    async def last(job: _Job) -> dict[str, Any]:
+    async def last(job: _Job) -> dict[str, object]:
         answers = [answer async for answer in job.answers()]
         return answers[-1]
 
@@ -227,7 +224,7 @@ async def _stream(jobs: list[_Job], request: GenerateRequest, send: Send) -> Non
 class _Job:
     """One sample: vLLM's parameters of it, and SGLang's form of what the engine says."""
 
-    def __init__(self, engine: Engine, one: OneRequest, request: GenerateRequest) -> None:
+    def __init__(self, engine: ServedEngine, one: OneRequest, request: GenerateRequest) -> None:
         self.engine, self.wanted = engine, request.wanted
         self.tokenizer = engine.llm.get_tokenizer()
         prompt = one.prompt
@@ -237,7 +234,7 @@ class _Job:
         self.params = _sampling(engine, one.params, self.prompt, self.wanted, stream=request.stream)
         self.began = time.perf_counter()
 
-    async def answers(self) -> AsyncIterator[dict[str, Any]]:
+    async def answers(self) -> AsyncIterator[dict[str, object]]:
         from vllm.inputs.engine import tokens_input
 
         self.engine.running[self.name] = self.rid
@@ -247,11 +244,11 @@ class _Job:
         finally:
             del self.engine.running[self.name]
 
-    def of(self, output: RequestOutput) -> dict[str, Any]:
+    def of(self, output: RequestOutput) -> dict[str, object]:
         completion = output.outputs[0]
         ids = list(completion.token_ids)
         live = self.engine.versions()
-        meta: dict[str, Any] = {
+        meta: dict[str, object] = {
             "id": self.rid,
             "finish_reason": _finish(completion, ids),
             "prompt_tokens": len(self.prompt),
@@ -275,17 +272,17 @@ class _Job:
 
 
 def _sampling(
-    engine: Engine, given: dict[str, Any], prompt: list[int], wanted: Wanted, *, stream: bool
+    engine: ServedEngine, given: dict[str, Any], prompt: list[int], wanted: WantedOutput, *, stream: bool
 ) -> SamplingParams:
     """vLLM's parameters. ValueError for what does not fit the context, or needs an engine of another kind."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    room = engine.llm.model_config.max_model_len - len(prompt)
-    most = given.get("max_tokens", max(room, 1))
-    if most > room:
+    left = engine.llm.model_config.max_model_len - len(prompt)
+    most = given.get("max_tokens", max(left, 1))
+    if most > left:
         raise ValueError(
-            f"sampling_params.max_new_tokens must fit the engine's context of {room + len(prompt)} tokens, got "
+            f"sampling_params.max_new_tokens must fit the engine's context of {left + len(prompt)} tokens, got "
             f"{len(prompt)} tokens of input_ids or text and up to {most} new ones"
         )
     if wanted.experts and routed_experts.VARIABLE not in os.environ:
@@ -304,7 +301,7 @@ def _sampling(
     return made
 
 
-def _finish(completion: CompletionOutput, ids: list[int]) -> dict[str, Any] | None:
+def _finish(completion: CompletionOutput, ids: list[int]) -> dict[str, object] | None:
     reason = completion.finish_reason
     if reason is None:
         return None
@@ -316,7 +313,9 @@ def _finish(completion: CompletionOutput, ids: list[int]) -> dict[str, Any] | No
     return {"type": "abort", "message": "the request was aborted"}
 
 
-def _log_probs(completion: CompletionOutput, wanted: Wanted, tokenizer: TokenizerLike) -> dict[str, Any]:
+def _log_probs(
+    completion: CompletionOutput, wanted: WantedOutput, tokenizer: TokenizerLike
+) -> dict[str, object]:
     """`output_token_logprobs` and, where asked for, `output_top_logprobs`: rows [log-prob, token id, text or null]."""
     flat = cast("FlatLogprobs | None", completion.logprobs)
     if flat is None:
@@ -325,7 +324,7 @@ def _log_probs(completion: CompletionOutput, wanted: Wanted, tokenizer: Tokenize
     values, ids = flat.logprobs, flat.token_ids
     texts = _texts(tokenizer, ids) if wanted.texts else [None] * len(ids)
     rows = [[max(value, LOWEST), token, text] for value, token, text in zip(values, ids, texts, strict=True)]
-    made: dict[str, Any] = {"output_token_logprobs": [rows[first] for first in firsts]}
+    made: dict[str, object] = {"output_token_logprobs": [rows[first] for first in firsts]}
     if wanted.top:
         # after the sampled token come the most likely ones, in order
         ends = flat.end_indices
@@ -337,8 +336,8 @@ def _log_probs(completion: CompletionOutput, wanted: Wanted, tokenizer: Tokenize
 
 
 def _of_prompt(
-    flat: FlatLogprobs, prompt: list[int], wanted: Wanted, tokenizer: TokenizerLike
-) -> list[list[Any]]:
+    flat: FlatLogprobs, prompt: list[int], wanted: WantedOutput, tokenizer: TokenizerLike
+) -> list[list[object]]:
     """[log-prob, token id, text or null] of each token of the prompt from the wanted one on. The first has null."""
     start = min(wanted.prompt_from or 0, len(prompt) - 1)
     texts = _texts(tokenizer, prompt[start:]) if wanted.texts else [None] * (len(prompt) - start)
@@ -357,16 +356,16 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _error(error: object) -> dict[str, Any]:
+def _error(error: object) -> dict[str, object]:
     return {"error": {"message": str(error), "type": "BadRequestError"}}
 
 
-async def _event(send: Send, record: Any) -> None:
+async def _event(send: Send, record: object) -> None:
     piece = b"data: " + msgspec.json.encode(record) + b"\n\n"
     await send({"type": "http.response.body", "body": piece, "more_body": True})
 
 
-async def _json(send: Send, status: int, record: Any) -> None:
+async def _json(send: Send, status: int, record: object) -> None:
     body = msgspec.json.encode(record)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -1,0 +1,14 @@
+"""The run's key, which every route of every server needs: where a server finds it, and what is derived from it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+KEY_VARIABLE = "VIME_RUN_KEY"
+"""The environment variable that passes the key. It is never on a command line."""
+
+
+def health_prefix(run_key: str) -> str:
+    """Path under which a router may ask for /health: "/" + the first 32 hex digits of HMAC-SHA256(key, "health")."""
+    return "/" + hmac.new(run_key.encode(), b"health", hashlib.sha256).hexdigest()[:32]

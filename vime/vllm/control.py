@@ -1,0 +1,90 @@
+"""The control routes of one vLLM server. Each call is one blocking request.
+
+vLLM serves these routes only with VLLM_SERVER_DEV_MODE=1 in its environment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Literal
+from urllib.parse import urlencode
+
+from vime.pool.control import ControlError, PauseMode, answers, request
+from vime.vllm.versions import finish_body
+from vime.vllm.worker.middleware import NEW_VERSION_HEADER, VERSIONS_HEADER
+
+_QUICK_S = 30.0
+_SLOW_S = 600.0
+
+
+class VllmControl:
+    """A `vime.pool.control.Control` of the server at `url`, e.g. "http://127.0.0.1:8000".
+
+    Thread-safe: one connection per call.
+
+    Every method but `is_healthy` raises ControlError when the engine answers with an error, and OSError when the engine
+    does not answer in time.
+    """
+
+    def __init__(self, url: str, run_key: str) -> None:
+        self.url = url
+        self._run_key = run_key
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop generating. `mode` says what happens to running requests: they are frozen until `resume` (keep), ended
+        with the tokens that they have (abort), or finished first (wait)."""
+        self._post("/pause", query={"mode": mode}, timeout_s=_SLOW_S)
+
+    def resume(self) -> None:
+        self._post("/resume")
+
+    def start_weight_update(self) -> None:
+        self._post("/start_weight_update", timeout_s=_SLOW_S)
+
+    def update_weights(self, update_info: dict[str, object]) -> None:
+        self._post("/update_weights", {"update_info": update_info}, timeout_s=_SLOW_S)
+
+    def finish_weight_update(self, version: int) -> None:
+        """End the update and make `version` the live version. Later answers carry `version`."""
+        headers = {NEW_VERSION_HEADER: str(version)}
+        self._post("/finish_weight_update", finish_body(version), headers=headers, timeout_s=_SLOW_S)
+
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached keys and values. Running requests compute theirs again when they continue."""
+        answer = self._post(
+            "/reset_prefix_cache", query={"reset_running_requests": "true"}, timeout_s=_SLOW_S
+        )
+        if not json.loads(answer)["success"]:
+            raise ControlError(f"engine {self.url} must drop its prefix cache, got {answer.decode()}")
+
+    def sleep(self, level: int, mode: PauseMode = "keep") -> None:
+        """Free device memory with vLLM's sleep mode. Keys and values are dropped. Level 1 moves the weights to host
+        memory, and level 2 drops the weights."""
+        self._post("/sleep", query={"level": str(level), "mode": mode}, timeout_s=_SLOW_S)
+
+    def wake(self, tags: Sequence[Literal["weights", "kv_cache"]] = ()) -> None:
+        """Allocate device memory again, for the parts in `tags` or for all parts. After level 2 the weights are
+        undefined until an update loads them."""
+        self._post("/wake_up", query=[("tags", tag) for tag in tags], timeout_s=_SLOW_S)
+
+    def weight_version(self) -> int:
+        """Version of the live weights; -1 means the weights of the checkpoint."""
+        response, _ = request(self.url, self._run_key, "GET", "/health", timeout_s=_QUICK_S)
+        return int(response.headers[VERSIONS_HEADER].split(",")[-1])
+
+    def is_healthy(self, timeout_s: float) -> bool:
+        """Whether /health answers 200 within `timeout_s`."""
+        return answers(self.url, self._run_key, "/health", timeout_s=timeout_s)
+
+    def _post(
+        self,
+        path: str,
+        body: object = None,
+        *,
+        query: dict[str, str] | Sequence[tuple[str, str]] | None = None,
+        headers: dict[str, str] | None = None,
+        timeout_s: float = _QUICK_S,
+    ) -> bytes:
+        path = f"{path}?{urlencode(query)}" if query else path
+        return request(self.url, self._run_key, "POST", path, body, headers=headers, timeout_s=timeout_s)[1]

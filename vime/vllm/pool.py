@@ -1,0 +1,22 @@
+"""The engine pool over vLLM servers behind vllm-router."""
+
+from __future__ import annotations
+
+from vime.pool.pool import Kind, ServerPool
+from vime.pool.router import RouterSpec
+from vime.pool.run_key import health_prefix
+from vime.vllm.client import VllmEngineClient
+from vime.vllm.control import VllmControl
+from vime.vllm.external_router import ExternalRouter
+from vime.vllm.router import VllmRouter
+from vime.vllm.server import VllmServer
+
+
+def _router(spec: RouterSpec) -> VllmRouter:
+    return ExternalRouter(spec) if spec.external else VllmRouter(spec)
+
+
+class VllmEnginePool(ServerPool):
+    """EnginePool over vLLM servers behind vllm-router."""
+
+    kind = Kind(VllmControl, VllmEngineClient, _router, VllmServer, "/list_workers", health_prefix)

@@ -1,0 +1,56 @@
+"""vllm-router as a supervised subprocess: its command line and its list of workers. See router_main for its key."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from urllib.parse import quote
+
+from vime.pool.router import NEVER, REQUEST_S, RouterServer, RouterSpec
+from vime.pool.run_key import health_prefix
+
+
+class VllmRouter(RouterServer):
+    """One vllm-router."""
+
+    def __init__(self, spec: RouterSpec) -> None:
+        """Its address is known from now on. It keeps the port while this object lives, and starts there again."""
+        super().__init__(spec)
+        self.choose_port()
+        self.spec = replace(self.spec, gateway_port=spec.gateway_port or self._hold(spec.gateway_host))
+
+    def command(self) -> list[str]:
+        spec = self.spec
+        flags = {
+            "host": spec.host,
+            "port": spec.port,
+            "gateway-port": spec.gateway_port,
+            "policy": "round_robin",
+            "request-timeout-secs": max(1, round(spec.request_timeout_s)),
+            "worker-startup-timeout-secs": round(REQUEST_S),
+            "worker-startup-check-interval": 1,
+            "cors-allowed-origins": "http://none.invalid",  # no web page may ask; the default is that all may
+            # Ten requests past their deadline would shut an engine out for a minute, be it the only one.
+            # Which engines are fit to serve is the pool's to judge.
+            "cb-failure-threshold": NEVER,
+        }
+        argv = [sys.executable, "-m", "vime.vllm.router_main"]
+        for name, value in flags.items():
+            argv += [f"--{name}", str(value)]
+        # Retries are the client's, which knows the deadline.
+        return [*argv, "--disable-retries", *spec.argv]
+
+    def add(self, engine_url: str) -> None:
+        self._request("POST", f"/add_worker?url={quote(self._worker(engine_url), safe='')}")
+
+    def remove(self, engine_url: str) -> None:
+        self._request("POST", f"/remove_worker?url={quote(self._worker(engine_url), safe='')}")
+
+    def engines(self) -> list[str]:
+        prefix = health_prefix(self.spec.run_key)
+        workers = json.loads(self._request("GET", "/workers"))["workers"]
+        return [worker["url"].removesuffix(prefix) for worker in workers]
+
+    def _worker(self, engine_url: str) -> str:
+        return engine_url + health_prefix(self.spec.run_key)
