@@ -36,7 +36,7 @@ def run(
     with said("sending the first weights to the engines"):
         engines.publish(start)
     loop.evaluate_at_start(start)
-    for rollout_id in range(start, _rollouts(config)):
+    for rollout_id in range(start, config.rollouts):
         with timers.measure("step"):
             loop.generate_ahead(rollout_id)
             batch = loop.batch(rollout_id)
@@ -52,7 +52,7 @@ def generate_only(config: Config, rollout: RolloutHandle, engines: EnginePool, r
     start = config.data.start_rollout_id or 0
     if evaluates_first(config, start):
         evaluate(config, rollout, engines, report, start)
-    for rollout_id in range(start, _rollouts(config)):
+    for rollout_id in range(start, config.rollouts):
         batch = wait(rollout.generate(rollout_id), engines.check_health)
         report.rollout(rollout_id, batch.metrics)
         if due(config.evaluation.eval_interval, rollout_id + 1):
@@ -90,7 +90,7 @@ class _Loop:
         """Start the rollouts that may use the present weights, up to max_staleness rollouts ahead."""
         # Between two weight updates the weights get older: generation may run ahead by that much less.
         lead = self.config.rollout.max_staleness + 1 - self.config.weight_update.update_weights_interval
-        last = min(rollout_id + lead, _rollouts(self.config) - 1)
+        last = min(rollout_id + lead, self.config.rollouts - 1)
         self.ahead.extend(self.rollout.generate(i) for i in range(rollout_id + len(self.ahead), last + 1))
 
     def batch(self, rollout_id: int) -> RolloutBatch:
@@ -147,9 +147,3 @@ class _Loop:
 
     def _wait(self, future: Future[T], tick: Callable[[], None] | None = None) -> T:
         return wait(future, self.engines.check_health, tick)
-
-
-def _rollouts(config: Config) -> int:
-    """--num-rollout, which the caller of this loop computes from --num-epoch where it was not given."""
-    assert config.data.num_rollout is not None
-    return config.data.num_rollout

@@ -67,18 +67,6 @@ class Decision:
         return f"{self.contract:<28} {self.chosen:<10} {self.reason}".rstrip()
 
 
-def _mode(config: Config) -> str:
-    """The value of --rlk-fast. slime.config has replaced an unset value."""
-    assert config.kernels.rlk_fast is not None
-    return config.kernels.rlk_fast
-
-
-def _listed(config: Config) -> list[str]:
-    """The value of --rl-kernel-ops. slime.config has replaced an unset value."""
-    assert config.kernels.rl_kernel_ops is not None
-    return config.kernels.rl_kernel_ops
-
-
 def loss_head(config: Config) -> tuple[Head, str]:
     """The head of the training loss, and why the head is not the one-pass operator ("" if the head is).
 
@@ -93,7 +81,7 @@ def loss_head(config: Config) -> tuple[Head, str]:
     for head in HEADS:
         if head.in_one_pass and reason:
             continue
-        if head.name in _listed(config):
+        if head.name in config.kernels.rl_kernel_ops:
             return head, reason
         reason = reason or f"{head.name} is not in --rl-kernel-ops"
     return NATIVE, "no operator for log-probs is in --rl-kernel-ops"
@@ -103,7 +91,7 @@ def pass_head(config: Config) -> Head:
     """The head for log-probs without a gradient, of the old policy and of the reference model."""
     if config.kernels.rlk_fast == "off":
         return NATIVE
-    listed = (head for head in HEADS if not head.in_one_pass and head.name in _listed(config))
+    listed = (head for head in HEADS if not head.in_one_pass and head.name in config.kernels.rl_kernel_ops)
     return next(listed, NATIVE)
 
 
@@ -207,7 +195,7 @@ def decide(config: Config, device_type: str) -> list[Decision]:
         chosen, reason, fallback = _chosen(name, config, device_type)
         if fallback:
             refused[name] = reason
-        found.append(Decision(name, _mode(config), chosen, reason, contract_id(name)))
+        found.append(Decision(name, config.kernels.rlk_fast, chosen, reason, contract_id(name)))
     if refused and config.kernels.rlk_fast == "strict":
         reasons = "; ".join(dict.fromkeys(refused.values()))
         raise Refused(
@@ -223,7 +211,7 @@ def _chosen(name: str, config: Config, device_type: str) -> tuple[str, str, bool
     if config.kernels.rlk_fast == "off":
         return "reference", "--rlk-fast off", False
     listed = "group_advantage" if name in REDUCTIONS else name
-    if listed not in _listed(config):
+    if listed not in config.kernels.rl_kernel_ops:
         return "reference", f"{listed} is not in --rl-kernel-ops", False
     if name == "group_advantage":
         return "reference", "rewards are on the host", False
@@ -243,10 +231,10 @@ def headline(config: Config) -> str:
 
 def install(config: Config) -> None:
     """Apply --rlk-fast and --rl-kernel-ops in this process, and set the timing of operators."""
-    names = list(_listed(config))
+    names = list(config.kernels.rl_kernel_ops)
     if "group_advantage" in names:
         names += REDUCTIONS
-    rl_kernel.configure(_mode(config), names)
+    rl_kernel.configure(config.kernels.rlk_fast, names)
     set_timing(config.kernels.rlk_fast != "off")
 
 

@@ -22,7 +22,6 @@ from slime.cluster.numa import bind, choose_cpus, format_cpus
 from slime.cluster.placement import Placement, cpu_threads, on_one_host
 from slime.cluster.rendezvous import LOOPBACK_ONLY, open_store
 from slime.config import Config
-from slime.config.problems import given
 from slime.data.transport import pack_columns, unpack_columns
 from slime.hardware import HARDWARE
 from slime.import_path import SAFE_PATH
@@ -33,7 +32,7 @@ from slime.rollout.manager import RolloutManager
 
 
 def log_path(config: Config, name: str) -> Path:
-    return Path(given(config.logging.run_dir)).resolve() / "logs" / f"{name}.log"
+    return Path(config.logging.run_dir).resolve() / "logs" / f"{name}.log"
 
 
 def log_to(config: Config, name: str) -> None:

@@ -32,7 +32,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slime.cluster.domains import arrange, blocks_of, first_straddling, split_domains
 from slime.cluster.gpu_facts import UNKNOWN, GpuFacts, read_gpu_facts
 from slime.config import Config
-from slime.config.problems import given
 
 CORES_PER_CPU_DEVICE = 0.5
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -179,7 +178,7 @@ def place(config: Config) -> Placement:
 def _engine_devices(config: Config) -> int:
     """Devices of all engines that the run starts itself."""
     apart = config.debug.debug_train_only or config.rollout.rollout_external_engine_addrs
-    return 0 if apart else given(config.cluster.rollout_num_gpus)
+    return 0 if apart else config.cluster.rollout_num_gpus
 
 
 def _reserve(resource: str, amount: float, devices: int, existing: float) -> PlacementGroup:
@@ -276,7 +275,7 @@ def cpu_threads(config: Config) -> tuple[int, int]:
     cores = os.cpu_count() or 1
     trainers = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
     engines = (
-        max(given(config.cluster.rollout_num_gpus) // config.cluster.rollout_num_gpus_per_engine, 1)
+        max(config.cluster.rollout_num_gpus // config.cluster.rollout_num_gpus_per_engine, 1)
         if not config.debug.debug_train_only
         else 0
     )

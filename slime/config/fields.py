@@ -2,7 +2,9 @@
 
 A section is a frozen dataclass. `flag` makes its fields. Field name and flag name are the same words
 (`rollout_batch_size`, `--rollout-batch-size`). The annotation gives the type: bool, int, float, str, dict
-(JSON), `list[...]` (any number of values). `| None` means that the flag may be absent.
+(JSON), `list[...]` (any number of values). `| None` means that the value may be absent. A flag with the
+default None whose annotation lacks `| None` has a value once the configuration is resolved: a rule requires it, or
+resolve fills it in.
 """
 
 from __future__ import annotations
@@ -70,17 +72,24 @@ def nearest(name: str, known: Iterable[str], *, prefix: str = "--") -> str:
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """One flag. `kind` converts a string to one value. With `many`, the flag has a list of values."""
+    """One flag."""
 
     name: str
     kind: type[Any] | Callable[[str], Any]
+    """Converts a string to one value."""
     default: Any
     help: str
     many: bool = False
+    """Whether the flag has a list of values."""
     append: bool = False
+    """Whether repeated uses are collected."""
     choices: tuple[Any, ...] | None = None
     secret: bool = False
+    """Whether a saved file masks the value."""
     range: Range | None = None
+    """Of a number without `choices`."""
+    filled: bool = False
+    """Whether the default is None and the resolved value is not."""
 
     def parse(self, values: list[str], typed: str) -> Any:
         """The typed value of the strings after the flag. `typed` is the flag as the user spelled it."""
@@ -123,21 +132,23 @@ def specs_of(section: type) -> dict[str, FlagSpec]:
     for f in dataclasses.fields(section):
         if "help" not in f.metadata:
             continue
-        kind, many = _kind_of(hints[f.name])
+        kind, many, absent = _kind_of(hints[f.name])
         if kind in (int, float) and not (f.metadata["range"] or f.metadata["choices"]):
             raise TypeError(
                 f"{section.__name__}.{f.name} is a number without a range of slime/config/ranges.py"
             )
         default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-        specs[f.name] = FlagSpec(f.name, kind, default, many=many, **f.metadata)
+        filled = default is None and not absent
+        specs[f.name] = FlagSpec(f.name, kind, default, many=many, filled=filled, **f.metadata)
     return specs
 
 
-def _kind_of(hint: Any) -> tuple[type, bool]:
-    """(type of one value, whether it is a list) of an annotation such as `list[str] | None`."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+def _kind_of(hint: Any) -> tuple[type, bool, bool]:
+    """(type of one value, whether it is a list, whether it may be absent) of an annotation."""
+    absent = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    if absent:
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
     origin = typing.get_origin(hint)
     if origin is list:
-        return typing.get_args(hint)[0], True
-    return origin or hint, False
+        return typing.get_args(hint)[0], True, absent
+    return origin or hint, False, absent

@@ -102,6 +102,14 @@ class Config:
             given[SECTION_OF[name]][name] = value
         return cls(**{name: SECTIONS[name](**given[name]) for name in SECTIONS}, notes=notes)
 
+    def require_filled(self) -> Config:
+        """This configuration, after a check that every flag without `| None` has a value (AssertionError)."""
+        empty = [n for n, spec in declared_flags().items() if spec.filled and self.value_of(n) is None]
+        assert not empty, (
+            f"a resolved configuration must have a value of each of these flags, got none: {empty}"
+        )
+        return self
+
     def value_of(self, name: str) -> Any:
         """The value of a field by its name alone, for code that goes through flags."""
         return getattr(getattr(self, SECTION_OF[name]), name)
@@ -121,7 +129,7 @@ class Config:
 
     @property
     def num_engines(self) -> int:
-        """Number of rollout engines. 0 if only the trainer runs."""
+        """Number of rollout engines. 0 if only the trainer runs, and for a rule before --rollout-num-gpus is known."""
         return (self.cluster.rollout_num_gpus or 0) // self.cluster.rollout_num_gpus_per_engine
 
     @property
@@ -137,14 +145,16 @@ class Config:
         return self.cluster.rollout_num_gpus_per_engine // other or 1
 
     @property
+    def rollouts(self) -> int:
+        """--num-rollout. With --num-epoch, known only after `with_values(num_rollout=...)`."""
+        if self.data.num_rollout is None:
+            raise ValueError("num_rollout must be known to count the steps, got None; read the data first")
+        return self.data.num_rollout
+
+    @property
     def total_steps(self) -> int:
-        """Number of optimizer steps of the run. With --num-epoch, known only after `with_values(num_rollout=...)`."""
-        rollouts, steps = self.data.num_rollout, self.data.num_steps_per_rollout
-        if rollouts is None or steps is None:
-            raise ValueError(
-                f"num_rollout must be known to count the steps, got {rollouts}; read the data first"
-            )
-        return rollouts * steps
+        """Number of optimizer steps of the run; see `rollouts`."""
+        return self.rollouts * self.data.num_steps_per_rollout
 
     def with_values(self, **values: Any) -> Config:
         """A copy with fields replaced, for values that are known only after the data are read (`num_rollout`)."""

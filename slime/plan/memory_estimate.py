@@ -13,7 +13,6 @@ from typing import Any
 from slime.algo.losses import loss_of
 from slime.algo.needs import needs_reference
 from slime.config import Config
-from slime.config.problems import given
 from slime.models import Layer
 from slime.operators import NATIVE, loss_head
 from slime.plan.model_shape import Params, Shape
@@ -83,7 +82,7 @@ def kept_memory(c: Config, shape: Shape) -> Iterator[Item]:
     if needs_reference(c):
         for kind, params, share, ranks, _ in rank_params(c, shape, predicts=False):
             yield Item(f"{kind}reference", params * size, f"{share} x {size} B{ranks}", "parameters")
-    if CHANNELS[given(c.weight_update.update_weight_transport)].buckets and c.num_engines:
+    if CHANNELS[c.weight_update.update_weight_transport].buckets and c.num_engines:
         largest = shape.vocab * shape.hidden * size
         bucket = max(c.weight_update.update_weight_buffer_size, largest)
         how = "2, each --update-weight-buffer-size or the embedding"
@@ -264,9 +263,7 @@ def layer_width(c: Config, shape: Shape, kind: Layer) -> float:
     full = c.megatron.overrides.get("recompute_granularity") == "full"
     keeps_outputs = full or c.megatron.overrides.get("transformer_impl") == "transformer_engine"
     kernel = (
-        c.cluster.device == "cuda"
-        and c.kernels.rlk_fast != "off"
-        and "swiglu" in given(c.kernels.rl_kernel_ops)
+        c.cluster.device == "cuda" and c.kernels.rlk_fast != "off" and "swiglu" in c.kernels.rl_kernel_ops
     )
     attention = (kind.attention.kept + gathered) / tp
     post = 2 * shape.post_norms  # their inputs

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from slime.config import Config, Flags
-from slime.config.problems import given
 from slime.data.tokenizer import tokenizer_fingerprint
 from slime.types import Sample, TrainData
 
@@ -128,7 +127,7 @@ def first_difference(rollout: Facts | None, trainer: Facts) -> str | None:
 
 def replay_template(config: Config) -> str:
     """Where a run that stops saves its batch: a path template for --load-debug-rollout-data."""
-    run_dir = Path(given(config.logging.run_dir)).resolve()
+    run_dir = Path(config.logging.run_dir).resolve()
     folder = str(run_dir / "audit").replace("{", "{{").replace("}", "}}")
     return folder + "/{rollout_id}.pt"
 

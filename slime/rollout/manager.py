@@ -15,7 +15,6 @@ from slime import http, operators
 from slime.algo.losses import loss_of
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
-from slime.config.problems import given
 from slime.data import columns
 from slime.data.packing import forward_flops, prediction_flops, shares_prompts
 from slime.data.tokenizer import load_tokenizer
@@ -55,7 +54,7 @@ class RolloutManager:
         http.set_own_servers(http.OwnServers(**facts.pop("own_servers", {})))
         self.args = config.namespace(**facts)
         operators.install(config)
-        checkpoint = given(config.rollout.hf_checkpoint)
+        checkpoint = config.rollout.hf_checkpoint
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.train.trust_remote_code)
         self.args.rollout_state = self.state = GenerateState(self.args, engine, tokenizer)
         self.hf_config = read_hf_config(checkpoint)
@@ -64,9 +63,7 @@ class RolloutManager:
         self.rollout_function = load_function(
             config.rollout.rollout_function_path, flag="--rollout-function-path"
         )
-        self.eval_function = load_function(
-            given(config.evaluation.eval_function_path), flag="--eval-function-path"
-        )
+        self.eval_function = load_function(config.evaluation.eval_function_path, flag="--eval-function-path")
         if config.evaluation.eval_config is not None or config.evaluation.eval_prompt_data:
             load_eval_datasets(self.state)  # so that a bad evaluation file fails at the start
 

@@ -66,7 +66,7 @@ def parse_args(
         validate(config, problems, backend.rules, rules)
     problems.report()
     assert isinstance(config, Config), "without a problem there is a configuration"
-    return replace(config, notes=(*config.notes, *checkpoint_notes(config)))
+    return replace(config.require_filled(), notes=(*config.notes, *checkpoint_notes(config)))
 
 
 def _local_models(config: Config, download: bool) -> Config:

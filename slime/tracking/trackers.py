@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime.config import Config
-from slime.config.problems import given
 from slime.disk_space import Room
 from slime.imports import is_installed
 from slime.tracking.environment import mask_secrets
@@ -235,7 +234,7 @@ def make_trackers(config: Config, run_dir: Path, resume_step: int) -> Trackers:
     """
     run_dir = Path(run_dir)
     resume = dict.fromkeys(STEP_KEYS, resume_step)
-    resume["train/step"] = resume_step * given(config.data.num_steps_per_rollout)
+    resume["train/step"] = resume_step * config.data.num_steps_per_rollout
     trackers: list[Tracker] = [JsonlTracker(run_dir / METRICS_FILE, resume)]
     if config.logging.use_tensorboard:
         parts = [part for part in (config.logging.tb_project_name, config.logging.tb_experiment_name) if part]

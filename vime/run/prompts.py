@@ -63,7 +63,6 @@ def prompts(c: Config) -> Iterator[str]:
 
 def _training(c: Config, args: Any) -> Iterator[str]:
     batch, part = c.data.rollout_batch_size, ""
-    assert batch is not None
     if c.data.data_source_path == DataConfig.data_source_path:
         found = load_training_prompts(args, training_label_check(args), most_bytes=PLANNED_BYTES)
         number, part = len(found) + found.unread, _part_of(found)
@@ -84,7 +83,7 @@ def _part_of(found: Prompts) -> str:
 
 def _rollouts(c: Config, number: int) -> int:
     epochs, batch = c.data.num_epoch, c.data.rollout_batch_size
-    assert epochs is not None and batch is not None
+    assert epochs is not None, "a rule requires it without --num-rollout"
     if (rollouts := number * epochs // batch) == 0:
         raise ValueError(
             f"--num-epoch must give at least one rollout, got {epochs} x {number} prompts for --rollout-batch-size "

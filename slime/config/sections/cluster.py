@@ -24,7 +24,7 @@ class ClusterConfig:
     )
     actor_num_nodes: int = flag(1, "number of nodes that train", range=COUNT)
     actor_num_gpus_per_node: int = flag(8, "number of trainer ranks per node", range=COUNT)
-    rollout_num_gpus: int | None = flag(
+    rollout_num_gpus: int = flag(
         None,
         "number of GPUs of all rollout engines together; with --colocate, all GPUs of the trainer",
         range=COUNT_OR_ZERO,

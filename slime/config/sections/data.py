@@ -44,12 +44,12 @@ class DataConfig:
         "from its own --save continues after its newest checkpoint",
         range=COUNT_OR_ZERO,
     )
-    rollout_batch_size: int | None = flag(None, "number of prompts per rollout", range=COUNT)
+    rollout_batch_size: int = flag(None, "number of prompts per rollout", range=COUNT)
     n_samples_per_prompt: int = flag(1, "number of responses per prompt", range=COUNT)
-    global_batch_size: int | None = flag(
+    global_batch_size: int = flag(
         None, "number of samples per optimizer step (default: all samples of a rollout)", range=COUNT
     )
-    num_steps_per_rollout: int | None = flag(None, "number of optimizer steps per rollout", range=COUNT)
+    num_steps_per_rollout: int = flag(None, "number of optimizer steps per rollout", range=COUNT)
     micro_batch_size: int = flag(
         1, "number of samples per micro-batch without --use-dynamic-batch-size", range=COUNT
     )

@@ -12,7 +12,7 @@ from slime.config.ranges import BYTES, COUNT
 class WeightUpdateConfig:
     """Trainer to engine. `weight_dir` is filled in per run when it is not given."""
 
-    update_weight_transport: str | None = flag(
+    update_weight_transport: str = flag(
         None,
         "how weights go to the engines",
     )
