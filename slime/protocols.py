@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
-from slime.types import SampleGroup
+import numpy as np
+
+from slime.types import SampleGroup, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -34,7 +36,7 @@ class GenerateResult:
     cached_tokens: int = 0
     queue_s: float | None = None
     decode_tokens_per_s: float | None = None
-    routed_experts: Any = None
+    routed_experts: np.ndarray | None = None
     columns: dict[str, list[float]] = field(default_factory=dict)
     speculation: tuple[int, int, int] | None = None
 
@@ -45,7 +47,7 @@ class RolloutEngine(Protocol):
     async def generate(
         self,
         token_ids: list[int],
-        sampling_params: dict[str, Any],
+        sampling_params: SamplingParams,
         *,
         seed: int,
         deadline_s: float,
@@ -79,10 +81,10 @@ class WeightUpdate:
 
     version: int
     channel: str
-    info: dict[str, Any]
+    info: Mapping[str, Any]
     lasting: bool = True
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> dict[str, object]:
         """What engines get of it."""
         return {"channel": self.channel, "info": self.info}
 
@@ -153,7 +155,7 @@ class RolloutBatch:
     tokens, and as often as it is computed in the FLOPs. `old_flops`: the same of the pass for old log-probs, which may
     leave out the samples of the first step. `ahead_flops`: FLOPs of training the layers of multi-token prediction."""
 
-    rank_data: list[Any]
+    rank_data: list[object]
     metrics: dict[str, float]
     tokens: int
     forward_flops: float
@@ -181,7 +183,7 @@ class TrainerHandle(Protocol):
         """The first rollout to train: 0, or the one after the loaded checkpoint."""
         ...
 
-    def train(self, rollout_id: int, rank_data: list[Any]) -> Future[TrainResult]: ...
+    def train(self, rollout_id: int, rank_data: list[object]) -> Future[TrainResult]: ...
 
     def progress(self) -> tuple[int, int]:
         """(micro-batches trained, micro-batches of the rollout) on one rank; answers at once."""

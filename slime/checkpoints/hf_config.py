@@ -12,6 +12,7 @@ from typing import Any
 from slime.checkpoints.checkpoint_dir import HF_INDEX
 from slime.checkpoints.hub import is_hub_name
 from slime.models import family_for
+from slime.models.decoder import Hf
 
 MAPPED_BYTES = 64 * 2**20
 """Loading closes its files when so many bytes were read from them. Pages of open files count as memory of a process."""
@@ -97,7 +98,7 @@ def read_index(checkpoint: Path) -> dict[str, str] | None:
     return weight_map
 
 
-def check_checkpoint_shapes(checkpoint: str | Path, hf_config: dict[str, Any]) -> None:
+def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf) -> None:
     """ValueError for the first file that is missing or cut off, for the first tensor whose shape does not match
     config.json, or for missing layers.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slime.checkpoints.checkpoint_dir import HF_INDEX, HF_SINGLE
 from slime.checkpoints.hf_config import MAPPED_BYTES, open_weights, read_index, tensor_of
-from slime.models.slices import Stored
+from slime.models.slices import Stored, Where
 
 
 class Files:
@@ -67,7 +67,7 @@ class _InFile:
     def shape(self) -> tuple[int, ...]:
         return tuple(self._stored.get_shape())
 
-    def __getitem__(self, where: Any) -> Tensor:
+    def __getitem__(self, where: Where) -> Tensor:
         return self._files.count(self._stored[where])
 
 

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -54,7 +53,7 @@ class Gpu:
     facts: GpuFacts = UNKNOWN
 
     @property
-    def order(self) -> tuple[Any, ...]:
+    def order(self) -> tuple[int | str, ...]:
         """Sort key: domain, node and number. Names that are not numbers are sorted as text."""
         number = int(self.name) if self.name.isdecimal() else -1
         return self.facts.domain, int(ipaddress.ip_address(self.address)), self.node, number, self.name
@@ -85,7 +84,7 @@ class Placement:
     nodes: list[Node]
     gpus: list[Gpu] = field(default_factory=list)
 
-    def options(self, bundle: int) -> dict[str, Any]:
+    def options(self, bundle: int) -> dict[str, object]:
         """Ray options that put an actor into `bundle`. Trainer and engine of a colocated bundle take half each.
 
         An engine with several GPUs needs an actor in its first bundle only. The group reserves the other bundles for

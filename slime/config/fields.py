@@ -17,9 +17,12 @@ import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeAlias
 
 from slime.config.ranges import Range
+
+Values: TypeAlias = dict[str, Any]
+"""Field name -> value. Its section declares the type of each."""
 
 TRUE_WORDS = ("true", "1", "yes", "on")
 FALSE_WORDS = ("false", "0", "no", "off")
@@ -28,10 +31,10 @@ NEAR = 0.8
 
 
 def flag(
-    default: Any,
+    default: object,
     help: str,
     *,
-    choices: Iterable[Any] | None = None,
+    choices: Iterable[object] | None = None,
     append: bool = False,
     secret: bool = False,
     range: Range | None = None,
@@ -75,15 +78,15 @@ class FlagSpec:
     """One flag."""
 
     name: str
-    kind: type[Any] | Callable[[str], Any]
+    kind: type | Callable[[str], object]
     """Converts a string to one value."""
-    default: Any
+    default: object
     help: str
     many: bool = False
     """Whether the flag has a list of values."""
     append: bool = False
     """Whether repeated uses are collected."""
-    choices: tuple[Any, ...] | None = None
+    choices: tuple[object, ...] | None = None
     secret: bool = False
     """Whether a saved file masks the value."""
     range: Range | None = None
@@ -111,7 +114,7 @@ class FlagSpec:
             return False
         raise ValueError(f"{typed} must stand alone or be true or false, got {' '.join(values)!r}")
 
-    def _parse_one(self, text: str, typed: str) -> Any:
+    def _parse_one(self, text: str, typed: str) -> object:
         try:
             value = json.loads(text) if self.kind is dict else self.kind(text)
         except ValueError as error:
@@ -143,12 +146,11 @@ def specs_of(section: type) -> dict[str, FlagSpec]:
     return specs
 
 
-def _kind_of(hint: Any) -> tuple[type, bool, bool]:
+def _kind_of(hint: object) -> tuple[type, bool, bool]:
     """(type of one value, whether it is a list, whether it may be absent) of an annotation."""
     absent = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     if absent:
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
-    origin = typing.get_origin(hint)
-    if origin is list:
-        return typing.get_args(hint)[0], True, absent
-    return origin or hint, False, absent
+    many = typing.get_origin(hint) is list
+    kind = typing.get_args(hint)[0] if many else typing.get_origin(hint) or hint
+    return typing.cast("type", kind), many, absent

@@ -7,7 +7,6 @@ NO_EFFECT: the run does what the flag is for without it. Any value is accepted, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from slime.config.fields import FlagSpec, spelled
 
@@ -27,7 +26,7 @@ _BUFFER = "an external trajectory buffer is not supported; write a --rollout-fun
 class Unsupported:
     """`default` is the only accepted value."""
 
-    default: Any
+    default: object
     why: str
 
 

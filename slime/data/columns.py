@@ -8,7 +8,6 @@ Shapes: R_i response tokens of sample i, L_i prompt and response tokens, P rows 
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+from slime.config.schema import Config
 from slime.data import routed_experts
 from slime.data.token_slice import TokenSlice
 from slime.types import Sample, TrainData
@@ -60,9 +60,9 @@ class Column:
     to_tensor: Callable[[Any], Tensor] | None = None
     to_rows: Callable[[TrainData, list[int], TokenSlice], Tensor] | None = None
 
-    def on(self, args: Namespace) -> bool:
+    def on(self, config: Config) -> bool:
         """Whether the flags ask for this column."""
-        return not self.flag or bool(getattr(args, self.flag))
+        return not self.flag or bool(config.value_of(self.flag))
 
     def of_samples(self, samples: list[Sample]) -> list[Any] | None:
         """The column of these samples; None where an optional one is set on none. ValueError for a part of them."""
@@ -170,12 +170,12 @@ def present(data: TrainData, kind: Kind | None = None) -> Iterator[Column]:
     return (c for c in COLUMNS.values() if kind in (None, c.kind) and c.name in data)
 
 
-def carried(data: TrainData, args: Namespace, *, training: bool, policy: bool) -> list[str]:
+def carried(data: TrainData, config: Config, *, training: bool, policy: bool) -> list[str]:
     """Names of the columns of `data` that a micro-batch of this pass carries."""
     passes = [name for name, on in (("training", training), ("policy", policy)) if on]
-    return [column.name for column in present(data) if column.carried in passes and column.on(args)]
+    return [column.name for column in present(data) if column.carried in passes and column.on(config)]
 
 
-def reported(data: TrainData, args: Namespace, kind: Kind) -> list[str]:
+def reported(data: TrainData, config: Config, kind: Kind) -> list[str]:
     """Names of the columns of `data` of this kind whose mean the trainer reports."""
-    return [column.name for column in present(data, kind) if column.mean and column.on(args)]
+    return [column.name for column in present(data, kind) if column.mean and column.on(config)]

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 _TEXT_ONLY = "images, video and audio are not supported yet; leave them out of the messages"
 
 
-def load_processor(name_or_path: str, **kwargs: Any) -> None:
+def load_processor(name_or_path: str, **kwargs: object) -> None:
     """None, as slime returns for a checkpoint that has no processor. Code that asks for one goes on with text."""
 
 

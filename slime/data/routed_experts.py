@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slime.data.token_slice import TokenSlice
 from slime.models import decoder_of
+from slime.models.decoder import Hf
 from slime.types import TrainData
 
 COLUMN = "rollout_routed_experts"
@@ -25,7 +26,7 @@ OPEN = -1
 """In a packed row: the router chooses."""
 
 
-def check_column(data: TrainData, hf_config: dict[str, Any]) -> None:
+def check_column(data: TrainData, hf_config: Hf) -> None:
     """ValueError for the first sample whose record is not [N - 1, L, K], with different experts of the model per token.
 
     The engine leaves zeros where it wrote nothing, so that the first two experts of such a token are equal. With one

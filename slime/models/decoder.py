@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from slime.models.rope import Hf as Hf
 from slime.models.rope import Rope
-
-Hf = Mapping[str, Any]
-"""A parsed config.json."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +172,7 @@ class Decoder:
     delta: DeltaNet | None = None
     state_dtype: str = ""
     predictions: tuple[Layer, ...] = ()
-    core: Mapping[str, Any] = field(default_factory=dict)
+    core: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def sparse(self) -> tuple[bool, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from slime.models.decoder import Decoder, Hf
 from slime.models.layouts import Row
@@ -87,7 +87,7 @@ class Family:
     prediction: Prediction | None = None
     stored: Callable[[Tensors, Hf], Tensors] = as_stored
     written: Callable[[Iterator[tuple[str, Tensor]], Hf], Iterator[tuple[str, Tensor]]] = as_held
-    flags: tuple[tuple[str, Callable[[Hf], Any]], ...] = ()
+    flags: tuple[tuple[str, Callable[[Hf], object]], ...] = ()
 
     def find(self, parameter: str) -> tuple[Row, tuple[str, ...]]:
         """The row of a Megatron parameter, and its HF names with the numbers filled in. KeyError without a row."""

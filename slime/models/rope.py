@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch
+
+Hf: TypeAlias = Mapping[str, Any]
+"""A parsed config.json, or a table of it."""
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -46,7 +49,7 @@ class Rope:
     theta: float
     size: int
     kind: str = "default"
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Hf = field(default_factory=dict)
     interleaved: bool = False
 
     @property
@@ -118,7 +121,7 @@ def mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def rope_record(hf: Mapping[str, Any]) -> dict[str, Any]:
+def rope_record(hf: Hf) -> Hf:
     """The rotary settings. Older files have them at the top level and in `rope_scaling`, newer files in
     `rope_parameters`."""
     top = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if key in hf}
@@ -127,13 +130,13 @@ def rope_record(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_rope(
-    hf: Mapping[str, Any],
+    hf: Hf,
     head_dim: int,
     *,
     fraction: float = 1.0,
     whole: bool = False,
     interleaved: bool = False,
-    record: Mapping[str, Any] | None = None,
+    record: Hf | None = None,
 ) -> Rope:
     """The rotary embedding in config.json (or in `record`, where a model has several).
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from types import EllipsisType
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from slime.models.layouts import Layout, Sizes
 
@@ -16,13 +17,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+Where: TypeAlias = EllipsisType | int | slice | tuple[int | slice, ...]
+"""An index of a stored tensor."""
+
+
 class Stored(Protocol):
     """A tensor in a file. Only what is indexed is read: `stored[2:4]`, `stored[...]`. A `Tensor` is one, too."""
 
     @property
-    def shape(self) -> Any: ...
+    def shape(self) -> tuple[int, ...]: ...
 
-    def __getitem__(self, where: Any) -> Tensor: ...
+    def __getitem__(self, where: Where) -> Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from slime.algo.losses import loss_of
 from slime.algo.needs import needs_reference
 from slime.config import Config
 from slime.models import Layer
+from slime.models.decoder import Hf
 from slime.operators import NATIVE, loss_head
 from slime.plan.model_shape import Params, Shape
 from slime.plan.stages import micro_batch_group, stages_of
@@ -61,7 +61,7 @@ class Estimate:
         return sum(item.bytes for item in self.kept if item.part not in leaving)
 
 
-def estimate(c: Config, hf_config: dict[str, Any]) -> Estimate:
+def estimate(c: Config, hf_config: Hf) -> Estimate:
     """Bytes on one trainer rank, of the pipeline stage with the most parameters."""
     shape = Shape.of(hf_config)
     return Estimate(shape, tuple(kept_memory(c, shape)), tuple(work_memory(c, shape)))

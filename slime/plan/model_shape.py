@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from slime.models import Decoder, Experts, Layer, decoder_of
+from slime.models.decoder import Hf
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Shape:
     predictions: tuple[Layer, ...] = ()
 
     @classmethod
-    def of(cls, hf: dict[str, Any]) -> Shape:
+    def of(cls, hf: Hf) -> Shape:
         """The shape in config.json. ValueError for a model that is not supported."""
         return cls.from_decoder(decoder_of(hf))
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -12,7 +13,7 @@ from slime.rollout.debug_data import load_debug_rollout_data
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """The groups that `--save-debug-rollout-data` wrote; an evaluation has none.
 

@@ -47,18 +47,19 @@ class RolloutManager:
         engine: RolloutEngine | None,
         dp_size: int,
         facts: Mapping[str, Any],
-        put: Callable[[Any], Any],
+        put: Callable[[TrainData], object],
     ) -> None:
         self.config, self.dp_size, self.put = config, dp_size, put
-        facts = dict(facts)
-        http.set_own_servers(http.OwnServers(**facts.pop("own_servers", {})))
-        self.args = config.namespace(**facts)
+        http.set_own_servers(http.OwnServers(**facts.get("own_servers", {})))
+        self.args = config.namespace(
+            **{name: value for name, value in facts.items() if name != "own_servers"}
+        )
         operators.install(config)
         checkpoint = config.rollout.hf_checkpoint
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.train.trust_remote_code)
         self.args.rollout_state = self.state = GenerateState(self.args, engine, tokenizer)
         self.hf_config = read_hf_config(checkpoint)
-        self.facts = run_facts(self.args)
+        self.facts = run_facts(config, getattr(self.args, "rollout_engine_dtype", None))
         self.data_source = load_function(config.data.data_source_path, flag="--data-source-path")(self.args)
         self.rollout_function = load_function(
             config.rollout.rollout_function_path, flag="--rollout-function-path"
@@ -88,7 +89,7 @@ class RolloutManager:
             )
         samples = [sample for group in groups for sample in group]
         if loss_of(self.config.algorithm).rewarded:
-            metrics = {**rollout_metrics(self.args, groups, seconds), **metrics}
+            metrics = {**rollout_metrics(self._with_hooks(), groups, seconds), **metrics}
         else:
             metrics = {"perf/rollout_time": seconds, **metrics}
         path = self.config.rollout.custom_rollout_log_function_path
@@ -112,9 +113,13 @@ class RolloutManager:
             rank_data, metrics, sum(totals), forward_flops=flops, old_flops=old, ahead_flops=ahead
         )
 
+    def _with_hooks(self) -> Config:
+        """The configuration with what hooks have set in their `args`."""
+        return Config.of_args(self.args)
+
     def _forward_flops(self, data: TrainData, *, old: bool) -> float:
         """Of a pass over all samples of a rank, or of the one for old log-probs."""
-        carried = columns.carried(data, self.args, training=True, policy=True)
+        carried = columns.carried(data, self.config, training=True, policy=True)
         return forward_flops(
             data,
             carried,
@@ -148,7 +153,7 @@ class RolloutManager:
         samples = [sample for group in groups for sample in group]
         audited = self.config.kernels.rlk_consistency != "off"
         try:
-            ranks = make_rank_data(self.args, samples, self.dp_size, self.hf_config)
+            ranks = make_rank_data(self._with_hooks(), self.args, samples, self.dp_size, self.hf_config)
         except ValueError as error:
             if not audited:
                 raise
@@ -171,7 +176,7 @@ class RolloutManager:
             save_debug_rollout_data(
                 self.config.debug.save_debug_rollout_data, rollout_id, groups, evaluation=True
             )
-        metrics = {**eval_metrics(self.args, output.data), **(output.metrics or {})}
+        metrics = {**eval_metrics(self._with_hooks(), output.data), **(output.metrics or {})}
         path = self.config.rollout.custom_eval_rollout_log_function_path
         if path and load_function(path, flag="--custom-eval-rollout-log-function-path")(
             rollout_id, self.args, output.data, metrics

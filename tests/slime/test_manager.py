@@ -6,6 +6,7 @@ import pytest
 import torch
 from rollout_double import EngineDouble, make_tokenizer, write_lines
 
+from slime.config.schema import Config
 from slime.data.packing import sample_flops
 from slime.data.train_data import convert_samples_to_train_data
 from slime.rollout.base_types import RolloutFnTrainOutput
@@ -129,7 +130,7 @@ def negated(args, samples):
 
 
 def twice_the_reward(args, samples):
-    data = convert_samples_to_train_data(_without_hook(args), samples)
+    data = convert_samples_to_train_data(Config.of_args(_without_hook(args)), args, samples)
     return data | {"rewards": [2 * r for r in data["raw_reward"]]}
 
 

@@ -9,7 +9,6 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slime.checkpoints.checkpoint_dir import start_directory
 from slime.checkpoints.hf_config import read_hf_config
@@ -122,9 +121,10 @@ def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int
 
 def micro_batches(config: Config, samples: list[Sample]) -> list[list[int]]:
     """Indices in `samples` for every micro-batch of every rank, as training packs them."""
-    args: Any = config.namespace()
     checkpoint = config.rollout.hf_checkpoint
-    ranks = make_rank_data(args, samples, config.data_parallel_size, read_hf_config(checkpoint))
+    ranks = make_rank_data(
+        config, config.namespace(), samples, config.data_parallel_size, read_hf_config(checkpoint)
+    )
     return [[data["partition"][i] for i in row] for data in ranks for row in data["micro_batch_indices"]]
 
 

@@ -7,9 +7,8 @@ The backend owns the flags of its engines and of its router. It checks them and 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from slime.config.fields import flag
+from slime.config.fields import Values, flag
 
 DEFAULT_BACKEND = "vllm"
 
@@ -52,14 +51,14 @@ class EngineConfig:
     rollout_backend: str = flag(DEFAULT_BACKEND, "rollout engine")
     server_concurrency: int = 512
     engine_facts: EngineFacts = field(default_factory=EngineFacts)
-    backend_args: dict[str, Any] = field(default_factory=dict)
+    backend_args: Values = field(default_factory=dict)
     backend_argv: list[str] = field(default_factory=list)
     backend_env: dict[str, str] = field(default_factory=dict)
-    router_args: dict[str, Any] = field(default_factory=dict)
+    router_args: Values = field(default_factory=dict)
     router_argv: list[str] = field(default_factory=list)
     router_ip: str | None = None
     router_port: int | None = None
-    hook_args: dict[str, Any] = field(default_factory=dict)
+    hook_args: Values = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.engine_facts, dict):  # from a saved config.json

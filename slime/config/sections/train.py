@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from slime.config.fields import flag
+from slime.config.fields import Values, flag
 from slime.config.ranges import SEED
 
 
@@ -20,7 +19,7 @@ class TrainConfig:
         "YAML file with lines of the form flag: value; its entries override the command line, and keys that are no "
         "flags go to hooks, as attributes of args",
     )
-    hook_settings: dict[str, Any] = field(default_factory=dict)
+    hook_settings: Values = field(default_factory=dict)
     trust_remote_code: bool = flag(
         False, "run Python code that ships with the checkpoint (tokenizer, engine)"
     )

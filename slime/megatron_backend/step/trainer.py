@@ -237,7 +237,7 @@ class MegatronTrainer:
         batch = pack(
             data,
             samples,
-            columns.carried(data, self.args, training=training, policy=policy),
+            columns.carried(data, self.config, training=training, policy=policy),
             device=info.device,
             # sequence parallelism cuts the packed row into equal parts
             multiple=info.tp_size if self.config.megatron.sequence_parallel else 1,
@@ -383,9 +383,9 @@ class MegatronTrainer:
         sample_of_row = torch.repeat_interleave(torch.arange(count), lengths).to(device)
         sums = {
             name: sequence_mean(torch.cat(data[name]).double(), mask, sample_of_row, count).sum()
-            for name in columns.reported(data, self.args, "response")
+            for name in columns.reported(data, self.config, "response")
         }
-        plain = {name: float(sum(data[name])) for name in columns.reported(data, self.args, "sample")}
+        plain = {name: float(sum(data[name])) for name in columns.reported(data, self.config, "sample")}
         on_host = torch.tensor([*plain.values(), count], dtype=torch.float64).to(device)
         total = torch.cat([torch.stack(list(sums.values())), on_host]) if sums else on_host
         dist.all_reduce(total, group=self.info.dp_group)

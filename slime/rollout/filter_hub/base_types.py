@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ class DynamicFilterOutput:
 
 
 def call_dynamic_filter(
-    fn: Callable[..., Any] | None, args: Any, group: SampleGroup, **kwargs: Any
+    fn: Callable[..., Any] | None, args: Namespace, group: SampleGroup, **kwargs: object
 ) -> DynamicFilterOutput:
     """Run a filter; None keeps every group. A bool result (Python, NumPy or torch) is wrapped in the record.
 
