@@ -13,8 +13,14 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+"""A value of a JSON text."""
+
 Message: TypeAlias = dict[str, Any]
 """A chat message: role, content, and what else the chat template of the model reads."""
+
+Tools: TypeAlias = list[Any]
+"""Descriptions of tools, as the chat template of the model takes them."""
 
 Metadata: TypeAlias = dict[str, Any]
 """A free-form record of a line of a prompt file, which rewards and hooks read and write. JSON values."""

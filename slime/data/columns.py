@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from torch import Tensor
@@ -51,20 +51,20 @@ class Column:
     kind: Kind
     origin: Origin
     dtype: type[np.generic] | None = None
-    read: Callable[[Sample], Any] | None = None
+    read: Callable[[Sample], object] | None = None
     optional: bool = False
     default: float | None = None
     flag: str = ""
     carried: Carried = "never"
     mean: bool = False
-    to_tensor: Callable[[Any], Tensor] | None = None
+    to_tensor: Callable[[np.ndarray], Tensor] | None = None
     to_rows: Callable[[TrainData, list[int], TokenSlice], Tensor] | None = None
 
     def on(self, config: Config) -> bool:
         """Whether the flags ask for this column."""
         return not self.flag or bool(config.value_of(self.flag))
 
-    def of_samples(self, samples: list[Sample]) -> list[Any] | None:
+    def of_samples(self, samples: list[Sample]) -> list[object] | None:
         """The column of these samples; None where an optional one is set on none. ValueError for a part of them."""
         read = self.read or self._from_engine
         values = [read(sample) for sample in samples]

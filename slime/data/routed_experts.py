@@ -10,8 +10,6 @@ Shapes: N tokens of a sample, L layers of the model, K experts per token, P rows
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -36,7 +34,7 @@ def check_column(data: TrainData, hf_config: Hf) -> None:
     assert decoder.experts is not None  # slime.config raises an error for a dense model
     layers, topk, experts = len(decoder.layers), decoder.experts.topk, decoder.experts.count
     sparse = np.array(decoder.sparse)
-    found: list[Any] = data.get(COLUMN) or [None] * len(data["tokens"])
+    found: list[np.ndarray | None] = data.get(COLUMN) or [None] * len(data["tokens"])
     names = data.get("sample_indices", range(len(found)))
     for name, tokens, rows in zip(names, data["tokens"], found, strict=True):
         wanted = [len(tokens) - 1, layers, topk]

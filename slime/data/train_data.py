@@ -144,10 +144,13 @@ def split_by_dp(data: TrainData, schedule: Schedule) -> list[TrainData]:
 
 def _split_ready(data: TrainData, column: Column) -> Sequence[object]:
     """A column as it travels to the ranks: host tensors, or the values of a column that has one per sample."""
-    values: Sequence[object] = data[column.name]
+    values = data[column.name]
     if column.to_tensor is not None:
         return [column.to_tensor(value) for value in values]
-    return values if column.dtype is None else _host_tensors(values, column.name, column.dtype)
+    if column.dtype is not None:
+        return _host_tensors(values, column.name, column.dtype)
+    plain: Sequence[object] = values
+    return plain
 
 
 def _host_tensors(column: Sequence[object], name: str, dtype: type[np.generic]) -> list[torch.Tensor]:

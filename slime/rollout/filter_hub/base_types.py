@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from slime.hooks import Hook
 from slime.types import SampleGroup
 
 
@@ -25,7 +24,7 @@ class DynamicFilterOutput:
 
 
 def call_dynamic_filter(
-    fn: Callable[..., Any] | None, args: Namespace, group: SampleGroup, **kwargs: object
+    fn: Hook | None, args: Namespace, group: SampleGroup, **kwargs: object
 ) -> DynamicFilterOutput:
     """Run a filter; None keeps every group. A bool result (Python, NumPy or torch) is wrapped in the record.
 

@@ -10,7 +10,6 @@ import re
 import string
 import unicodedata
 from collections.abc import Collection
-from typing import Any
 
 from slime.rollout.rewards.text import after_thinking, extract_answer, without_special_text
 from slime.types import Metadata
@@ -79,7 +78,7 @@ _BOX_DRESS = re.compile(
 )
 
 
-def _words(text: Any) -> str:
+def _words(text: object) -> str:
     return " ".join(re.findall(r"[a-z0-9]+", str(text).lower()))
 
 
