@@ -166,7 +166,9 @@ class RolloutBatch:
 class RolloutHandle(Protocol):
     """The rollout manager, as the driver sees it. Calls run in the order they were made."""
 
-    def generate(self, rollout_id: int) -> Future[RolloutBatch]: ...
+    def generate(self, rollout_id: int, saves: bool = False) -> Future[RolloutBatch]:
+        """The data of rollout `rollout_id`. `saves`: a checkpoint follows it, so the data position is saved, too."""
+        ...
 
     def evaluate(self, rollout_id: int) -> Future[dict[str, float]]: ...
 

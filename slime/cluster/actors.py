@@ -358,8 +358,8 @@ class RolloutGroup:
     def progress(self) -> tuple[int, int]:
         return ask_progress(self._actor)
 
-    def generate(self, rollout_id: int) -> Future[RolloutBatch]:
-        return self._threads.submit(self._result, self._actor.generate.remote(rollout_id))
+    def generate(self, rollout_id: int, saves: bool = False) -> Future[RolloutBatch]:
+        return self._threads.submit(self._result, self._actor.generate.remote(rollout_id, saves))
 
     def evaluate(self, rollout_id: int) -> Future[dict[str, float]]:
         return self._threads.submit(self._result, self._actor.evaluate.remote(rollout_id))

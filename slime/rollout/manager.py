@@ -21,7 +21,6 @@ from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import make_rank_data
 from slime.divergence import DivergedError
 from slime.hooks import load_function
-from slime.intervals import saves_after
 from slime.protocols import RolloutBatch, RolloutEngine
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.debug_data import load_with_facts, save_debug_rollout_data
@@ -72,16 +71,16 @@ class RolloutManager:
         """Continue the data after the checkpoint whose next rollout is `start_rollout_id`."""
         self.data_source.load(start_rollout_id - 1)
 
-    def generate(self, rollout_id: int) -> RolloutBatch:
+    def generate(self, rollout_id: int, saves: bool = False) -> RolloutBatch:
         """Generate, score, convert and split one rollout.
 
-        If a checkpoint follows this rollout, the data position is saved here, because generation may be a rollout
-        ahead by the time the model is saved.
+        `saves`: a checkpoint follows this rollout. The data position is saved here, because generation may be a
+        rollout ahead by the time the model is saved.
         """
         began = time.perf_counter()
         groups, metrics, facts = self._groups(rollout_id)
         seconds = time.perf_counter() - began
-        if saves_after(self.config, rollout_id):
+        if saves:
             self.data_source.save(rollout_id)
         if self.config.debug.save_debug_rollout_data:
             save_debug_rollout_data(

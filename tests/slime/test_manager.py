@@ -192,12 +192,12 @@ def test_evaluation_and_its_log_hook(build, tmp_path):
 
 
 def test_data_position_is_saved_and_loaded(build, tmp_path):
-    """Every 2nd rollout and the last. A manager that loads rollout 1 continues with the third pair of prompts."""
+    """Where a checkpoint follows. A manager that loads rollout 2 continues with the third pair of prompts."""
     folder = tmp_path / "ckpt"
     flags = {"save": str(folder), "load": str(folder), "save_interval": 2}
     manager = build(**flags)
     manager.load(0)  # nothing there yet: starts fresh
-    batches = [manager.generate(i) for i in range(3)]
+    batches = [manager.generate(i, saves=i > 0) for i in range(3)]
     names = sorted(path.name for path in (folder / "rollout").iterdir())
     assert names == ["data_state_1.json", "data_state_2.json"]
     resumed = build(**flags)
