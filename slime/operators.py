@@ -6,6 +6,7 @@ Megatron.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -144,31 +145,56 @@ def before_first_step(config: Config, steps: int | None) -> bool:
 
 def called(config: Config) -> set[str]:
     """The operators that this configuration calls. Calls that a hook adds or replaces are not considered."""
-    found: set[str] = set()
-    loss, estimator = loss_of(config.algorithm), estimator_of(config.algorithm)
-    if loss.rewarded and (_compares_rewards(config) or _filters_by_reward(config)):
-        found.add("group_advantage")
+    found = {"group_advantage"} if _rates_groups(config) else set[str]()
     if config.debug.debug_rollout_only:
         return found
-    found |= {loss_head(config)[0].name, "rotary"}
-    if config.megatron.overrides.get("transformer_impl", "local") == "local":
-        found.add("swiglu")  # with Transformer Engine, Megatron's own activation runs instead
+    found.add(loss_head(config)[0].name)
     if needs_old_log_probs(config) or needs_reference(config):
         found.add(pass_head(config).name)
-    advantages = loss.rewarded and not (
-        config.algorithm.disable_compute_advantages_and_returns
-        or config.algorithm.custom_advantage_function_path
-    )
-    if (loss.surrogate and config.algorithm.use_kl_loss) or (advantages and config.algorithm.kl_coef != 0):
-        found.add("ratio_kl")
-    if advantages and config.algorithm.normalize_advantages:
-        found.add("masked_whiten")
+    return found | {name for name, calls in _IN_TRAINING.items() if calls(config)}
+
+
+def _rates_groups(config: Config) -> bool:
+    rewarded = loss_of(config.algorithm).rewarded
+    return rewarded and (_compares_rewards(config) or _filters_by_reward(config))
+
+
+def _own_activation(config: Config) -> bool:
+    """With Transformer Engine, Megatron's own activation runs instead."""
+    return bool(config.megatron.overrides.get("transformer_impl", "local") == "local")
+
+
+def _own_advantages(config: Config) -> bool:
+    algorithm = config.algorithm
+    left_out = algorithm.disable_compute_advantages_and_returns or algorithm.custom_advantage_function_path
+    return loss_of(algorithm).rewarded and not left_out
+
+
+def _has_kl(config: Config) -> bool:
+    in_loss = loss_of(config.algorithm).surrogate and config.algorithm.use_kl_loss
+    return in_loss or (_own_advantages(config) and config.algorithm.kl_coef != 0)
+
+
+def _whitens(config: Config) -> bool:
+    return _own_advantages(config) and config.algorithm.normalize_advantages
+
+
+def _fused_policy_loss(config: Config) -> bool:
     hooked = (
         config.off_policy.custom_tis_function_path or config.algorithm.custom_pg_loss_reducer_function_path
     )
-    if loss.surrogate and estimator.surrogate.fused and not hooked:
-        found.add("grpo_loss")
-    return found
+    fused = loss_of(config.algorithm).surrogate and estimator_of(config.algorithm).surrogate.fused
+    return fused and not hooked
+
+
+_IN_TRAINING: dict[str, Callable[[Config], bool]] = {
+    "rotary": lambda config: True,
+    "swiglu": _own_activation,
+    "ratio_kl": _has_kl,
+    "masked_whiten": _whitens,
+    "grpo_loss": _fused_policy_loss,
+}
+"""Operator beside the heads -> whether training calls it."""
 
 
 def _compares_rewards(config: Config) -> bool:

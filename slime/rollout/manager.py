@@ -86,23 +86,36 @@ class RolloutManager:
             save_debug_rollout_data(
                 self.config.debug.save_debug_rollout_data, rollout_id, groups, facts=facts
             )
-        samples = [sample for group in groups for sample in group]
-        if loss_of(self.config.algorithm).rewarded:
-            metrics = {**rollout_metrics(self._with_hooks(), groups, seconds), **metrics}
-        else:
-            metrics = {"perf/rollout_time": seconds, **metrics}
-        path = self.config.rollout.custom_rollout_log_function_path
-        if path and load_function(path, flag="--custom-rollout-log-function-path")(
-            rollout_id, self.args, samples, metrics, seconds
-        ):
-            metrics = {}  # the hook has logged the metrics; its return value disables the run's own logging
+        metrics = self._unlogged(rollout_id, groups, metrics, seconds)
         ranks = self._rank_data(rollout_id, groups, facts)
         rank_data = [self.put(data) for data in ranks]
         metrics |= operators.step_metrics()
         metrics["perf/make_data_time"] = time.perf_counter() - began - seconds
         if (resident := resident_peak_gib()) is not None:
             metrics["perf/rollout_rss_gib"] = resident
-        # Count the ranks' data only: samples at the end of a batch that do not fill a step are left out.
+        return self._batch(rank_data, metrics, ranks)
+
+    def _unlogged(
+        self, rollout_id: int, groups: list[SampleGroup], metrics: dict[str, float], seconds: float
+    ) -> dict[str, float]:
+        """The metrics of a rollout with those of its function; none if --custom-rollout-log-function-path has logged
+        them, whose return value disables the run's own logging."""
+        if loss_of(self.config.algorithm).rewarded:
+            metrics = {**rollout_metrics(self._with_hooks(), groups, seconds), **metrics}
+        else:
+            metrics = {"perf/rollout_time": seconds, **metrics}
+        path = self.config.rollout.custom_rollout_log_function_path
+        if not path:
+            return metrics
+        samples = [sample for group in groups for sample in group]
+        log = load_function(path, flag="--custom-rollout-log-function-path")
+        return {} if log(rollout_id, self.args, samples, metrics, seconds) else metrics
+
+    def _batch(
+        self, rank_data: list[object], metrics: dict[str, float], ranks: list[TrainData]
+    ) -> RolloutBatch:
+        """What training gets. Counts the ranks' data only: samples at the end of a batch that do not fill a step are
+        left out."""
         totals = [n for data in ranks for n in data["total_lengths"]]
         flops, old = (sum(self._forward_flops(data, old=old) for data in ranks) for old in (False, True))
         ahead = 0.0
