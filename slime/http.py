@@ -25,17 +25,16 @@ _LOOK_S = 30.0
 
 @dataclass
 class OwnServers:
-    """The servers of this run, and the headers with the run's key for them.
-
-    `urls`: their addresses. `workers` answers with the addresses of the engines, as {"urls": [...]} or {"workers":
-    [{"url": ...}]}, which change when an engine restarts. It is asked about a URL whose path begins with `worker_path`,
-    as the engines' URLs do.
-    """
+    """The servers of this run, and the headers with the run's key for them."""
 
     urls: Sequence[str] = ()
+    """Their addresses."""
     headers: Mapping[str, str] = field(default_factory=dict)
     workers: str = ""
+    """A URL that answers with the addresses of the engines, as {"urls": [...]} or {"workers": [{"url": ...}]},
+    which change when an engine restarts."""
     worker_path: str = ""
+    """`workers` is asked about a URL whose path begins with this, as the engines' URLs do."""
 
     def __post_init__(self) -> None:
         self._known = {_origin(url) for url in self.urls}

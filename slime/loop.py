@@ -89,7 +89,7 @@ def evaluates_first(config: Config, start: int) -> bool:
 
 @dataclass
 class _Loop:
-    """The steps of `run`. `ahead`: rollouts that are being generated, in order."""
+    """The steps of `run`."""
 
     config: Config
     rollout: RolloutHandle
@@ -98,6 +98,7 @@ class _Loop:
     report: Reporter
     turns: Turns
     ahead: deque[Future[RolloutBatch]] = field(default_factory=deque)
+    """Rollouts that are being generated, in order."""
 
     def generate_ahead(self, rollout_id: int) -> None:
         """Start the rollouts that may use the present weights, up to max_staleness rollouts ahead."""

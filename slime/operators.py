@@ -32,15 +32,15 @@ FILTERS = "slime.rollout.filter_hub."
 
 @dataclass(frozen=True)
 class Head:
-    """One way to compute log-probs from hidden states. `name` is the operator's name in --rl-kernel-ops.
-
-    `in_one_pass`: the operator also computes the loss, block by block of tokens. Such an operator cannot compute a loss
-    that needs whole sequences. `has_logits`: the logits of all response tokens of a micro-batch are in memory at once.
-    """
+    """One way to compute log-probs from hidden states."""
 
     name: str
+    """The operator's name in --rl-kernel-ops."""
     in_one_pass: bool = False
+    """The operator also computes the loss, block by block of tokens. It cannot compute a loss that needs whole
+    sequences."""
     has_logits: bool = True
+    """The logits of all response tokens of a micro-batch are in memory at once."""
 
 
 ONE_PASS = Head("linear_token_loss", in_one_pass=True, has_logits=False)
@@ -55,14 +55,15 @@ HEADS = (ONE_PASS, LINEAR, LOGITS)
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision about one operator. `chosen`: triton, reference (the operator in plain PyTorch) or not called.
-    `contract` names the numeric contract that a fast run must meet. `str` is the line that the run prints."""
+    """The decision about one operator. `str` is the line that the run prints."""
 
     operator: str
     requested: str
     chosen: str
+    """triton, reference (the operator in plain PyTorch) or not called."""
     reason: str
     contract: str
+    """The numeric contract that a fast run must meet."""
 
     def __str__(self) -> str:
         return f"{self.contract:<28} {self.chosen:<10} {self.reason}".rstrip()

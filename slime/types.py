@@ -37,15 +37,14 @@ MetaInfo: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of a prompt file, after the chat template.
-
-    `text`: the text that the engine tokenises, or a list of chat messages if no template is applied. `label`: the
-    reward compares the response with it. `metadata`: the line's own free-form record.
-    """
+    """One line of a prompt file, after the chat template."""
 
     text: str | list[Message]
+    """The text that the engine tokenises, or a list of chat messages if no template is applied."""
     label: object = None
+    """The reward compares the response with it."""
     metadata: Metadata = field(default_factory=dict)
+    """The line's own free-form record."""
 
 
 @dataclass
@@ -111,13 +110,6 @@ class CacheCounts:
 class Sample:
     """One prompt and one response. Mutable: the stages of a rollout fill it in order.
 
-    `tokens` is prompt + response, int token ids. `loss_mask` and `rollout_log_probs` have one entry per
-    response token. `rollout_log_probs` are in nats, from the temperature-scaled distribution that the engine sampled
-    from. `weight_versions` are the versions of the weights that produced the response, oldest first.
-    `rollout_routed_experts`: the experts that the engine used for each token except the last, an unsigned integer
-    array [len(tokens) - 1, layers, experts per token]; only with --use-rollout-routing-replay.
-    `apply_chat_template_kwargs`: of the chat template that renders the prompt or has made it; None for a raw text.
-    `columns`: other values per response token, by their names in `slime.data.columns`; None for a token without one.
     Existing slime hooks read and write these field names. An attribute that a hook adds is kept by `to_dict` and
     `from_dict`; its value must be plain to be saved.
     """
@@ -137,20 +129,27 @@ class Sample:
     rollout_id: int | None = None
     prompt: str | list[Message] = ""
     tokens: list[int] = field(default_factory=list)
+    """Prompt + response, int token ids."""
     multimodal_inputs: dict[str, object] | None = None
     multimodal_train_inputs: dict[str, object] | None = None
     multimodal_train_input_id: str | None = None
     apply_chat_template_kwargs: dict[str, object] | None = None
+    """Of the chat template that renders the prompt or has made it. None for a raw text."""
     response: str = ""
     response_length: int = 0
     label: object = None
     reward: Reward | None = None
     loss_mask: list[int] | None = None
+    """One entry per response token."""
     weight_versions: list[int] = field(default_factory=list)
+    """Of the weights that produced the response, oldest first."""
     rollout_log_probs: list[float] | None = None
+    """One per response token, in nats, from the temperature-scaled distribution that the engine sampled from."""
     rollout_top_p_token_ids: list[int] | None = None
     rollout_top_p_token_offsets: list[int] | None = None
     rollout_routed_experts: np.ndarray | None = field(default=None, compare=False)
+    """The experts that the engine used for each token except the last, an unsigned integer array [len(tokens) - 1,
+    layers, experts per token]. Only with --use-rollout-routing-replay."""
     remove_sample: bool = False
     teacher_log_probs: list[float] | None = None
     status: Status = Status.PENDING
@@ -163,6 +162,7 @@ class Sample:
     spec_info: SpeculationCounts = field(default_factory=SpeculationCounts)
     prefix_cache_info: CacheCounts = field(default_factory=CacheCounts)
     columns: dict[str, list[float | None]] = field(default_factory=dict)
+    """Other values per response token, by their names in `slime.data.columns`. None for a token without one."""
 
     def to_dict(self) -> dict[str, object]:
         """Plain values only (the status as text), so that JSON or torch can save the record. Attributes that are no

@@ -44,13 +44,16 @@ def on_one_host(config: Config) -> bool:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU of a bundle: its node, and its name in CUDA_VISIBLE_DEVICES as Ray sets it, a number or a UUID. If the
-    variable was set for Ray, the name is one of its entries. `facts`: the facts that the node's driver reports."""
+    """The GPU of a bundle."""
 
     node: str
+    """Ray's id of its node."""
     address: str
     name: str
+    """Its name in CUDA_VISIBLE_DEVICES as Ray sets it, a number or a UUID. If the variable was set for Ray, the
+    name is one of its entries."""
     facts: GpuFacts = UNKNOWN
+    """The facts that the node's driver reports."""
 
     @property
     def order(self) -> tuple[int | str, ...]:
@@ -73,16 +76,19 @@ class Node:
 
 @dataclass(frozen=True)
 class Placement:
-    """Bundles of the trainer ranks, in rank order, and of each engine (the engine's first bundle on a node hosts the
-    server process of that node). `nodes` and `gpus` have one entry per bundle; `gpus` is empty on CPUs."""
+    """Where the processes of a run are."""
 
     group: PlacementGroup
     resource: str
     trainer_bundles: list[int]
+    """Of the trainer ranks, in rank order."""
     engine_bundles: list[list[int]]
+    """Of each engine. The engine's first bundle on a node hosts the server process of that node."""
     share: float
     nodes: list[Node]
+    """One entry per bundle."""
     gpus: list[Gpu] = field(default_factory=list)
+    """One entry per bundle. Empty on CPUs."""
 
     def options(self, bundle: int) -> dict[str, object]:
         """Ray options that put an actor into `bundle`. Trainer and engine of a colocated bundle take half each.

@@ -110,10 +110,11 @@ MODEL_ARGS = {
 
 @dataclass(frozen=True)
 class Historical:
-    """A Megatron flag whose name differs from its field. `value` is the value of the flag without arguments."""
+    """A Megatron flag whose name differs from its field."""
 
     field: str
     value: object = None
+    """The value of the flag without arguments."""
     spec: FlagSpec | None = None
 
     def parse(self, values: list[str], typed: str) -> object:

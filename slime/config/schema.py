@@ -72,7 +72,7 @@ def declared_flags() -> dict[str, FlagSpec]:
 
 @dataclass(frozen=True)
 class Config:
-    """A resolved and validated configuration. `notes` list the values that were adjusted, and why.
+    """A resolved and validated configuration.
 
     Read a field through its section: `config.rollout.rollout_batch_size`. Only the `args` of hooks are flat, see
     `namespace`.
@@ -95,6 +95,7 @@ class Config:
     kernels: KernelsConfig
     megatron: MegatronConfig
     notes: tuple[str, ...] = field(default=())
+    """The values that were adjusted, and why."""
 
     @classmethod
     def from_flat(cls, values: Values, notes: tuple[str, ...] = ()) -> Config:

@@ -24,9 +24,10 @@ _BUFFER = "an external trajectory buffer is not supported; write a --rollout-fun
 
 @dataclass(frozen=True)
 class Unsupported:
-    """`default` is the only accepted value."""
+    """A flag that is accepted at one value only."""
 
     default: object
+    """The only accepted value."""
     why: str
 
 

@@ -38,27 +38,29 @@ Carried = Literal["never", "training", "policy"]
 
 @dataclass(frozen=True)
 class Column:
-    """One column of train data.
-
-    `dtype`: of its tensors, for kind response and sequence. `read`: its entry of one sample, for origin sample; without
-    it the engine's values under this name (`Sample.columns`), where `default` replaces those that no one gave.
-    `optional`: all samples have it or none; otherwise it is there. `flag`: the field of the configuration that turns
-    the column on, "" for always. `mean`: the trainer reports `rollout/{name}`. `to_tensor`, `to_rows`: for kind ragged,
-    the entry of a sample as a host tensor, and this rank's rows [P, ...] of a packed micro-batch.
-    """
+    """One column of train data."""
 
     name: str
     kind: Kind
     origin: Origin
     dtype: type[np.generic] | None = None
+    """Of its tensors, for kind response and sequence."""
     read: Callable[[Sample], object] | None = None
+    """Its entry of one sample, for origin sample. Without it: the engine's values under this name
+    (`Sample.columns`)."""
     optional: bool = False
+    """All samples have it or none. Otherwise it is there."""
     default: float | None = None
+    """Replaces the engine's values that no one gave."""
     flag: str = ""
+    """The field of the configuration that turns the column on, "" for always."""
     carried: Carried = "never"
     mean: bool = False
+    """The trainer reports `rollout/{name}`."""
     to_tensor: Callable[[np.ndarray], Tensor] | None = None
+    """For kind ragged: the entry of a sample as a host tensor."""
     to_rows: Callable[[TrainData, list[int], TokenSlice], Tensor] | None = None
+    """For kind ragged: this rank's rows [P, ...] of a packed micro-batch."""
 
     def on(self, config: Config) -> bool:
         """Whether the flags ask for this column."""

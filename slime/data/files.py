@@ -40,12 +40,14 @@ Row: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Source:
-    """Files of one kind in the order of their names, or a dataset of the hub (`files` is empty). `part`: the slice."""
+    """Files of one kind, or a dataset of the hub."""
 
     name: str
     files: tuple[Path, ...]
+    """In the order of their names. Empty for a dataset of the hub."""
     flag: str
     part: slice | None = None
+    """The slice."""
 
     @property
     def suffix(self) -> str:
@@ -83,10 +85,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Place:
-    """Row `number`, from 0, of the table of `source`. As text "file:line", which is looked up only for an error."""
+    """A row of a table. As text "file:line", which is looked up only for an error."""
 
     source: Source
     number: int
+    """From 0, in the table of `source`."""
 
     def __str__(self) -> str:
         number, source = self.number, self.source

@@ -216,31 +216,34 @@ def plan_steps(
 
 @dataclass
 class MicroBatch:
-    """One packed row, and what the loss needs for it. Every context-parallel rank has all data of the samples, and the
-    model computes this rank's part of the tokens (all of them if there is one rank).
-
-    `tokens` [P] int64: this rank's tokens, then padding; `part` says which they are. `rows` [r] int64: of the response
-    tokens that this rank predicts, the row of `tokens` whose hidden state predicts each; `targets` [r] int64: those
-    tokens; `mine` [r] int64: their places among all R response tokens, None when r = R.
-    `sample_of_row` [R] int64: position in `samples`; `samples`: positions within the rank's data.
-    `columns`: the columns of one number per response token that were asked for, each [R]; `of_rows`: the ragged ones,
-    each [P, ...] beside `tokens`, such as the engine's experts. `routing`: which experts the layers of this pass take,
-    see `slime.megatron_backend.step.routing_replay`. On the host, `packed` [T] int64 are the tokens of the whole row,
-    and `predicting` [R] int64 the place in it that predicts each response token.
-    """
+    """One packed row, and what the loss needs for it. Every context-parallel rank has all data of the samples, and
+    the model computes this rank's part of the tokens (all of them if there is one rank)."""
 
     part: TokenSlice
+    """Which tokens are this rank's."""
     tokens: torch.Tensor
+    """[P] int64: this rank's tokens, then padding."""
     rows: torch.Tensor
+    """[r] int64: of the response tokens that this rank predicts, the row of `tokens` whose hidden state predicts
+    each."""
     targets: torch.Tensor
+    """[r] int64: those response tokens."""
     mine: torch.Tensor | None
+    """[r] int64: their places among all R response tokens. None when r = R."""
     sample_of_row: torch.Tensor
+    """[R] int64: position in `samples`."""
     samples: list[int]
+    """Positions within the rank's data."""
     columns: dict[str, torch.Tensor]
+    """The columns of one number per response token that were asked for, each [R]."""
     of_rows: dict[str, torch.Tensor]
+    """The ragged columns, each [P, ...] beside `tokens`, such as the engine's experts."""
     packed: torch.Tensor
+    """[T] int64 on the host: the tokens of the whole row."""
     predicting: torch.Tensor
+    """[R] int64 on the host: the place in `packed` that predicts each response token."""
     routing: Any = None
+    """Which experts the layers of this pass take, see `slime.megatron_backend.step.routing_replay`."""
 
     def split(self, per_token: torch.Tensor, response_lengths: list[int]) -> list[torch.Tensor]:
         """Cut [R] back into one tensor per sample of the micro-batch."""

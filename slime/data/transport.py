@@ -16,10 +16,12 @@ from slime.types import TrainData
 
 @dataclass(frozen=True)
 class PackedColumn:
-    """Tensors of one dtype that differ in their first size only, concatenated in `values`."""
+    """Tensors of one dtype that differ in their first size only."""
 
     values: np.ndarray
+    """All of them, concatenated."""
     lengths: list[int]
+    """The first size of each."""
 
 
 def pack_columns(data: TrainData) -> TrainData:

@@ -123,14 +123,12 @@ class GatedQkv(Direct):
 
 @dataclass(frozen=True)
 class ByKeyHead(Direct):
-    """The rows of a gated delta net, key head by key head in Megatron, in the order of `DeltaNet.widths`.
-
-    `parts` has, for each HF tensor, which of `widths` it holds. HF holds a tensor's parts one after the other for all
-    heads, or head by head (`by_head`).
-    """
+    """The rows of a gated delta net, key head by key head in Megatron, in the order of `DeltaNet.widths`."""
 
     parts: tuple[tuple[int, ...], ...] = ()
+    """For each HF tensor, which of `widths` it holds."""
     by_head: bool = False
+    """HF holds a tensor's parts head by head. Otherwise one after the other for all heads."""
     axis: int | None = 0
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:

@@ -40,17 +40,16 @@ _COMMON = {
 
 @dataclass(frozen=True)
 class Rope:
-    """One rotary embedding. It turns the first `size` dimensions of a head by `position * frequency`.
-
-    Dimension k is paired with dimension k + size / 2, or 2 k with 2 k + 1 if `interleaved`. `settings` are those of
-    the kind. cos and sin are multiplied by `amplitude`.
-    """
+    """One rotary embedding. It turns the first `size` dimensions of a head by `position * frequency`. cos and sin
+    are multiplied by `amplitude`."""
 
     theta: float
     size: int
     kind: str = "default"
     settings: Hf = field(default_factory=dict)
+    """Those of the kind."""
     interleaved: bool = False
+    """Dimension 2 k is paired with dimension 2 k + 1. Otherwise k with k + size / 2."""
 
     @property
     def amplitude(self) -> float:

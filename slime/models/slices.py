@@ -32,14 +32,18 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """`size` rows (or columns, along `axis`) of a rank's part, from `target` on: those of HF tensor number `part` from
-    `source` on. They are zero if `part` is None."""
+    """Rows (or columns) of a rank's part, and where they are in a file."""
 
     axis: int
+    """0: rows, 1: columns."""
     target: int
+    """The first of them in the rank's part."""
     size: int
+    """Their number."""
     part: int | None
+    """The number of the HF tensor. None: they are zero."""
     source: int
+    """The first of them in the HF tensor."""
 
     @property
     def where(self) -> tuple[slice, ...]:

@@ -25,21 +25,26 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Item:
-    """One line of an estimate: bytes and how they are computed. `part`: the name in --offload-train-parts."""
+    """One line of an estimate."""
 
     name: str
     bytes: float
     arithmetic: str
+    """How the bytes are computed."""
     part: str | None = None
+    """The name in --offload-train-parts."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """`kept` stays while the trainer runs. One item of `work` at a time is added to it. `shape` is the model's."""
+    """The memory of a trainer rank."""
 
     shape: Shape
+    """The model's."""
     kept: tuple[Item, ...]
+    """Stays while the trainer runs."""
     work: tuple[Item, ...]
+    """One item at a time is added to `kept`."""
 
     @property
     def peak(self) -> float:

@@ -18,7 +18,7 @@ from slime.config.ranges import BOUND, COUNT, COUNT_OR_ZERO, DECAY, RATE, SMALL
 
 @dataclass(frozen=True)
 class MegatronConfig:
-    """`params_dtype` is the name of a torch dtype. --bf16, --fp16, --fp32 and the device decide it."""
+    """The flags of Megatron that this project reads by name, and all others."""
 
     tensor_model_parallel_size: int = flag(1, "number of GPUs that share each layer", range=COUNT)
     pipeline_model_parallel_size: int = flag(
@@ -89,8 +89,11 @@ class MegatronConfig:
     adam_eps: float = flag(1e-8, "Adam epsilon", range=SMALL)
     clip_grad: float = flag(1.0, "maximum gradient norm; 0 switches clipping off", range=BOUND)
     params_dtype: str = "bfloat16"
+    """The name of a torch dtype. --bf16, --fp16, --fp32 and the device decide it."""
     overrides: Values = field(default_factory=dict)
+    """Other settings, by the names of their megatron-core fields."""
     model_args: Values = field(default_factory=dict)
+    """MODEL_ARGS of launch scripts."""
 
     @property
     def expert_tensor_parallel(self) -> int:

@@ -10,8 +10,7 @@ from slime.config.ranges import SEED
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The training backend, and settings for every tool that reads a checkpoint. `hook_settings`: the keys of
-    --custom-config-path that are no flags."""
+    """The training backend, and settings for every tool that reads a checkpoint."""
 
     train_backend: str = flag("megatron", "training backend", choices=("megatron",))
     custom_config_path: str | None = flag(
@@ -20,6 +19,7 @@ class TrainConfig:
         "flags go to hooks, as attributes of args",
     )
     hook_settings: Values = field(default_factory=dict)
+    """The keys of --custom-config-path that are no flags."""
     trust_remote_code: bool = flag(
         False, "run Python code that ships with the checkpoint (tokenizer, engine)"
     )

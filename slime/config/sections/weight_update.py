@@ -10,7 +10,7 @@ from slime.config.ranges import BYTES, COUNT
 
 @dataclass(frozen=True)
 class WeightUpdateConfig:
-    """Trainer to engine. `weight_dir` is filled in per run when it is not given."""
+    """From trainer to engine."""
 
     update_weight_transport: str = flag(
         None,
@@ -29,6 +29,7 @@ class WeightUpdateConfig:
         None,
         "directory for published weights (default: a private one in /dev/shm, otherwise the run directory)",
     )
+    """A run fills it in when it is not given."""
     check_weight_update_equal: bool = flag(
         False, "compare every engine tensor with the trainer's after each update"
     )

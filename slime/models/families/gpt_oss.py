@@ -105,12 +105,12 @@ class OneByOne:
 
 @dataclass(frozen=True)
 class OneExpert:
-    """One expert, [outputs, inputs] or [outputs], of a stack [E, inputs, outputs] or [E, outputs]. `fused`:
-    gate and up alternate in the stack, and gate is above up here."""
+    """One expert, [outputs, inputs] or [outputs], of a stack [E, inputs, outputs] or [E, outputs]."""
 
     stack: Stored
     expert: int
     fused: bool
+    """Gate and up alternate in the stack, and gate is above up here."""
 
     @property
     def shape(self) -> tuple[int, ...]:

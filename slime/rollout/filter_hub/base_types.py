@@ -12,15 +12,13 @@ from slime.types import SampleGroup
 
 @dataclass
 class DynamicFilterOutput:
-    """Whether to train on a group. `reason` names the metric that counts drops: rollout/dynamic_filter/drop_{reason}.
-
-    `keep_when_insufficient`: keep a rejected group if the rollout would otherwise need more prompts to fill its
-    batch.
-    """
+    """Whether to train on a group."""
 
     keep: bool
     reason: str | None = None
+    """Names the metric that counts drops: rollout/dynamic_filter/drop_{reason}."""
     keep_when_insufficient: bool = False
+    """Keep a rejected group if the rollout would otherwise need more prompts to fill its batch."""
 
 
 def call_dynamic_filter(

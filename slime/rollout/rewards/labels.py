@@ -27,15 +27,14 @@ _CHECKS: dict[str, Callable[[object, Metadata], object]] = {
 
 @dataclass(frozen=True)
 class LabelCheck:
-    """ValueError for a label that the reward of its row cannot use. `rm_type`: the reward of rows without their own.
-
-    `always`: the row's own `metadata["rm_type"]` does not count, as for a dataset of --eval-config with a reward.
-    `names`: that of a row must be a built-in reward, because no function of the user could score it.
-    """
+    """ValueError for a label that the reward of its row cannot use."""
 
     rm_type: str | None
+    """The reward of rows without their own."""
     always: bool = False
+    """The row's own `metadata["rm_type"]` does not count, as for a dataset of --eval-config with a reward."""
     names: bool = True
+    """The reward of a row must be a built-in one, because no function of the user could score it."""
 
     def __call__(self, label: object, metadata: Metadata) -> None:
         own = None if self.always else metadata.get("rm_type")
