@@ -74,7 +74,7 @@ def config_of(arguments: argparse.Namespace, given: list[str], run_dir: str) -> 
 def batch(arguments: argparse.Namespace, config: Any, hf_config: dict[str, Any], step: int) -> TrainData:
     lengths = arguments.prompt_len, arguments.response_len
     samples = made_up(arguments.sequences, *lengths, hf_config["vocab_size"], step)
-    return make_rank_data(config.namespace(), samples, 1, hf_config)[0]
+    return make_rank_data(config, config.namespace(), samples, 1, hf_config)[0]
 
 
 def top_kernels(trainer: MegatronTrainer, arguments: argparse.Namespace, hf_config: dict[str, Any]) -> str:

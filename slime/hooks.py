@@ -9,12 +9,15 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from slime.import_path import in_current_folder
 
+Hook: TypeAlias = Callable[..., Any]
+"""A function or class of the user. Its signature is that of its flag, which no type can check."""
 
-def load_function(path: str, flag: str = "hook path") -> Callable[..., Any]:
+
+def load_function(path: str, flag: str = "hook path") -> Hook:
     """The function or class at the dotted path "package.module.name".
 
     Errors contain `flag` as the user typed it ("--custom-rm-path"). ValueError if the path is not dotted, its

@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
+from slime.types import Json
+
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _TRANSIENT_STATUS = {408, 425, 429}
 _LOOK_S = 30.0
@@ -23,17 +25,16 @@ _LOOK_S = 30.0
 
 @dataclass
 class OwnServers:
-    """The servers of this run, and the headers with the run's key for them.
-
-    `urls`: their addresses. `workers` answers with the addresses of the engines, as {"urls": [...]} or {"workers":
-    [{"url": ...}]}, which change when an engine restarts. It is asked about a URL whose path begins with `worker_path`,
-    as the engines' URLs do.
-    """
+    """The servers of this run, and the headers with the run's key for them."""
 
     urls: Sequence[str] = ()
+    """Their addresses."""
     headers: Mapping[str, str] = field(default_factory=dict)
     workers: str = ""
+    """A URL that answers with the addresses of the engines, as {"urls": [...]} or {"workers": [{"url": ...}]},
+    which change when an engine restarts."""
     worker_path: str = ""
+    """`workers` is asked about a URL whose path begins with this, as the engines' URLs do."""
 
     def __post_init__(self) -> None:
         self._known = {_origin(url) for url in self.urls}
@@ -87,12 +88,12 @@ async def close_connections() -> None:
 
 async def post(
     url: str,
-    payload: Any,
+    payload: object,
     max_retries: int = 60,
     headers: Mapping[str, str] | None = None,
     *,
     deadline_s: float = 600.0,
-) -> Any:
+) -> Json:
     """POST `payload` as JSON and return the JSON of the reply.
 
     A URL of the run's own router or engines gets the run's key, unless `headers` have one. Connection errors and status
@@ -104,12 +105,12 @@ async def post(
 
 async def get(
     url: str,
-    payload: Mapping[str, Any] | None = None,
+    payload: Mapping[str, object] | None = None,
     max_retries: int = 60,
     headers: Mapping[str, str] | None = None,
     *,
     deadline_s: float = 600.0,
-) -> Any:
+) -> Json:
     """GET `url`, with `payload` as its query, and return the JSON of the reply. Key, retries and errors: see `post`."""
     return await _request("GET", url, {"params": payload}, max_retries, headers, deadline_s)
 
@@ -117,11 +118,11 @@ async def get(
 async def _request(
     method: str,
     url: str,
-    content: dict[str, Any],
+    content: Mapping[str, Any],
     max_retries: int,
     headers: Mapping[str, str] | None,
     deadline_s: float,
-) -> Any:
+) -> Json:
     loop = asyncio.get_running_loop()
     if loop in _kept:
         if (session := _kept[loop]) is None:
@@ -136,11 +137,11 @@ async def _try(
     session: aiohttp.ClientSession,
     method: str,
     url: str,
-    content: dict[str, Any],
+    content: Mapping[str, Any],
     max_retries: int,
     headers: Mapping[str, str],
     deadline_s: float,
-) -> Any:
+) -> Json:
     loop = asyncio.get_running_loop()
     end = loop.time() + deadline_s
     for attempt in range(1, max_retries + 2):
@@ -161,8 +162,8 @@ async def _try(
 
 
 async def _once(
-    session: aiohttp.ClientSession, method: str, url: str, content: dict[str, Any], left_s: float
-) -> Any:
+    session: aiohttp.ClientSession, method: str, url: str, content: Mapping[str, Any], left_s: float
+) -> Json:
     timeout = aiohttp.ClientTimeout(total=max(left_s, 0.001))
     async with session.request(method, url, timeout=timeout, **content) as response:
         text = await response.text()
@@ -171,7 +172,8 @@ async def _once(
         if response.status >= 300:
             raise ValueError(f"{url} must accept the request, got HTTP {response.status}: {text[:500]}")
     try:
-        return json.loads(text)
+        reply: Json = json.loads(text)
+        return reply
     except json.JSONDecodeError as error:
         raise ValueError(f"{url} must answer in JSON, got {text[:200]!r}") from error
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from slime.config import Config
-from slime.intervals import due, saves_after
 from slime.protocols import EnginePool, RolloutBatch, RolloutHandle, TrainerHandle, TrainResult
 from slime.tracking.report import Reporter
+from slime.turns import Turns, turns_of
 from slime.waiting import said, wait
 
 T = TypeVar("T")
@@ -31,12 +31,12 @@ def run(
     config: Config, rollout: RolloutHandle, trainer: TrainerHandle, engines: EnginePool, report: Reporter
 ) -> None:
     """Train from the trainer's start rollout to `config.num_rollout`. Raises the first error of any part."""
-    loop = _Loop(config, rollout, trainer, engines, report)
+    loop = _Loop(config, rollout, trainer, engines, report, turns_of(config, engines))
     start, timers = trainer.start_rollout_id, report.timers
     with said("sending the first weights to the engines"):
         engines.publish(start)
     loop.evaluate_at_start(start)
-    for rollout_id in range(start, _rollouts(config)):
+    for rollout_id in range(start, config.rollouts):
         with timers.measure("step"):
             loop.generate_ahead(rollout_id)
             batch = loop.batch(rollout_id)
@@ -52,8 +52,8 @@ def generate_only(config: Config, rollout: RolloutHandle, engines: EnginePool, r
     start = config.data.start_rollout_id or 0
     if evaluates_first(config, start):
         evaluate(config, rollout, engines, report, start)
-    for rollout_id in range(start, _rollouts(config)):
-        batch = wait(rollout.generate(rollout_id), engines.check_health)
+    for rollout_id in range(start, config.rollouts):
+        batch = wait(rollout.generate(rollout_id, saves_after(config, rollout_id)), engines.check_health)
         report.rollout(rollout_id, batch.metrics)
         if due(config.evaluation.eval_interval, rollout_id + 1):
             evaluate(config, rollout, engines, report, rollout_id + 1)
@@ -64,6 +64,18 @@ def evaluate(
 ) -> None:
     """Evaluate the weights after `count` rollouts."""
     report.evaluation(count, wait(rollout.evaluate(count), engines.check_health))
+
+
+def due(interval: int | None, count: int) -> bool:
+    """Whether something that happens every `interval` rollouts (None: never) is due after `count` rollouts."""
+    return interval is not None and count % interval == 0
+
+
+def saves_after(config: Config, rollout_id: int) -> bool:
+    """Whether a checkpoint follows rollout `rollout_id`: every --save-interval rollouts and after the last one."""
+    if config.checkpoint.save is None:
+        return False
+    return due(config.checkpoint.save_interval, rollout_id + 1) or rollout_id + 1 == config.data.num_rollout
 
 
 def evaluates_first(config: Config, start: int) -> bool:
@@ -77,21 +89,24 @@ def evaluates_first(config: Config, start: int) -> bool:
 
 @dataclass
 class _Loop:
-    """The steps of `run`. `ahead`: rollouts that are being generated, in order."""
+    """The steps of `run`."""
 
     config: Config
     rollout: RolloutHandle
     trainer: TrainerHandle
     engines: EnginePool
     report: Reporter
+    turns: Turns
     ahead: deque[Future[RolloutBatch]] = field(default_factory=deque)
+    """Rollouts that are being generated, in order."""
 
     def generate_ahead(self, rollout_id: int) -> None:
         """Start the rollouts that may use the present weights, up to max_staleness rollouts ahead."""
         # Between two weight updates the weights get older: generation may run ahead by that much less.
         lead = self.config.rollout.max_staleness + 1 - self.config.weight_update.update_weights_interval
-        last = min(rollout_id + lead, _rollouts(self.config) - 1)
-        self.ahead.extend(self.rollout.generate(i) for i in range(rollout_id + len(self.ahead), last + 1))
+        last = min(rollout_id + lead, self.config.rollouts - 1)
+        for i in range(rollout_id + len(self.ahead), last + 1):
+            self.ahead.append(self.rollout.generate(i, saves_after(self.config, i)))
 
     def batch(self, rollout_id: int) -> RolloutBatch:
         """The data of rollout `rollout_id`."""
@@ -102,15 +117,11 @@ class _Loop:
     def train(self, rollout_id: int, batch: RolloutBatch) -> TrainResult:
         """Train on the batch. Colocated engines sleep meanwhile."""
         timers = self.report.timers
-        if self.config.cluster.colocate:
-            with timers.measure("sleep"):
-                self.engines.sleep()
+        self.turns.begin(timers)
         bar = self.report.bar(f"train {rollout_id}", "micro-batch", self.trainer.progress)
         with timers.measure("train"), bar as tick:
             trained = self._wait(self.trainer.train(rollout_id, batch.rank_data), tick)
-        if self.config.cluster.colocate:
-            with timers.measure("wake_up"):
-                self.engines.wake()
+        self.turns.end(timers)
         return trained
 
     def update_weights(self, rollout_id: int) -> None:
@@ -128,10 +139,9 @@ class _Loop:
         if not saves_after(self.config, rollout_id):
             return
         with self.report.timers.measure("save_model"), said(f"saving the checkpoint of rollout {rollout_id}"):
-            if self.config.cluster.colocate:
-                self.engines.sleep()
+            self.turns.begin()
             self._wait(self.trainer.save(rollout_id))
-            if self.config.cluster.colocate and self.engines.wake():
+            if self.turns.end():
                 self.engines.publish(rollout_id + 1)
         self.report.saved(rollout_id)
 
@@ -147,9 +157,3 @@ class _Loop:
 
     def _wait(self, future: Future[T], tick: Callable[[], None] | None = None) -> T:
         return wait(future, self.engines.check_health, tick)
-
-
-def _rollouts(config: Config) -> int:
-    """--num-rollout, which the caller of this loop computes from --num-epoch where it was not given."""
-    assert config.data.num_rollout is not None
-    return config.data.num_rollout

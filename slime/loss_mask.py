@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from slime.types import Message, Tools
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -35,9 +37,9 @@ class MultiTurnLossMaskGenerator:
 
     def get_loss_mask(
         self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
+        messages: list[Message],
+        tools: Tools | None = None,
+        template_kwargs: dict[str, object] | None = None,
     ) -> tuple[list[int], list[int]]:
         """(token_ids, loss_mask), both as long as the rendered conversation.
 
@@ -78,10 +80,10 @@ class MultiTurnLossMaskGenerator:
 
     def _turn_start(
         self,
-        before: list[dict[str, Any]],
+        before: list[Message],
         text: str,
-        tools: list[Any] | None,
-        template_kwargs: dict[str, Any] | None,
+        tools: Tools | None,
+        template_kwargs: dict[str, object] | None,
     ) -> int:
         """Number of characters of `text` that are the model's prompt for the turn after the messages `before`."""
         if not before:
@@ -102,9 +104,9 @@ class MultiTurnLossMaskGenerator:
 
     def _render(
         self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None,
-        template_kwargs: dict[str, Any] | None,
+        messages: list[Message],
+        tools: Tools | None,
+        template_kwargs: dict[str, object] | None,
     ) -> str:
-        options = {**(template_kwargs or {}), "tokenize": False}
+        options: dict[str, Any] = {**(template_kwargs or {}), "tokenize": False}
         return str(self.tokenizer.apply_chat_template(messages, tools=tools, **options))

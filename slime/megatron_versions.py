@@ -32,7 +32,11 @@ from __future__ import annotations
 import inspect
 import re
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayerSubmodules
+    from torch import Tensor
 
 LEAST, LAST = (0, 16), (0, 19)
 """The known range, by the first two numbers."""
@@ -70,7 +74,7 @@ def _text(numbers: tuple[int, int]) -> str:
     return ".".join(map(str, numbers))
 
 
-def prediction_parts(layer: Any, **parts: Any) -> Any:
+def prediction_parts(layer: object, **parts: object) -> MultiTokenPredictionLayerSubmodules:
     """The submodules of a layer of multi-token prediction. `layer` is the spec of its decoder layer."""
     from megatron.core.transformer.multi_token_prediction import (
         MultiTokenPredictionLayerSubmodules as Submodules,
@@ -80,7 +84,7 @@ def prediction_parts(layer: Any, **parts: Any) -> Any:
     return Submodules(**parts, **{"mtp_model_layer" if newer else "transformer_layer": layer})
 
 
-def prediction_inputs(tokens: Any, embedded: Any, state: Any) -> tuple[Any, ...]:
+def prediction_inputs(tokens: Tensor, embedded: Tensor, state: Tensor) -> tuple[Tensor | None, ...]:
     """What `MultiTokenPredictionLayer._get_embeddings` returns, without positions and padding mask."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 

@@ -6,6 +6,7 @@ Megatron.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,15 +32,15 @@ FILTERS = "slime.rollout.filter_hub."
 
 @dataclass(frozen=True)
 class Head:
-    """One way to compute log-probs from hidden states. `name` is the operator's name in --rl-kernel-ops.
-
-    `in_one_pass`: the operator also computes the loss, block by block of tokens. Such an operator cannot compute a loss
-    that needs whole sequences. `has_logits`: the logits of all response tokens of a micro-batch are in memory at once.
-    """
+    """One way to compute log-probs from hidden states."""
 
     name: str
+    """The operator's name in --rl-kernel-ops."""
     in_one_pass: bool = False
+    """The operator also computes the loss, block by block of tokens. It cannot compute a loss that needs whole
+    sequences."""
     has_logits: bool = True
+    """The logits of all response tokens of a micro-batch are in memory at once."""
 
 
 ONE_PASS = Head("linear_token_loss", in_one_pass=True, has_logits=False)
@@ -54,29 +55,18 @@ HEADS = (ONE_PASS, LINEAR, LOGITS)
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision about one operator. `chosen`: triton, reference (the operator in plain PyTorch) or not called.
-    `contract` names the numeric contract that a fast run must meet. `str` is the line that the run prints."""
+    """The decision about one operator. `str` is the line that the run prints."""
 
     operator: str
     requested: str
     chosen: str
+    """triton, reference (the operator in plain PyTorch) or not called."""
     reason: str
     contract: str
+    """The numeric contract that a fast run must meet."""
 
     def __str__(self) -> str:
         return f"{self.contract:<28} {self.chosen:<10} {self.reason}".rstrip()
-
-
-def _mode(config: Config) -> str:
-    """The value of --rlk-fast. slime.config has replaced an unset value."""
-    assert config.kernels.rlk_fast is not None
-    return config.kernels.rlk_fast
-
-
-def _listed(config: Config) -> list[str]:
-    """The value of --rl-kernel-ops. slime.config has replaced an unset value."""
-    assert config.kernels.rl_kernel_ops is not None
-    return config.kernels.rl_kernel_ops
 
 
 def loss_head(config: Config) -> tuple[Head, str]:
@@ -93,7 +83,7 @@ def loss_head(config: Config) -> tuple[Head, str]:
     for head in HEADS:
         if head.in_one_pass and reason:
             continue
-        if head.name in _listed(config):
+        if head.name in config.kernels.rl_kernel_ops:
             return head, reason
         reason = reason or f"{head.name} is not in --rl-kernel-ops"
     return NATIVE, "no operator for log-probs is in --rl-kernel-ops"
@@ -103,7 +93,7 @@ def pass_head(config: Config) -> Head:
     """The head for log-probs without a gradient, of the old policy and of the reference model."""
     if config.kernels.rlk_fast == "off":
         return NATIVE
-    listed = (head for head in HEADS if not head.in_one_pass and head.name in _listed(config))
+    listed = (head for head in HEADS if not head.in_one_pass and head.name in config.kernels.rl_kernel_ops)
     return next(listed, NATIVE)
 
 
@@ -156,31 +146,56 @@ def before_first_step(config: Config, steps: int | None) -> bool:
 
 def called(config: Config) -> set[str]:
     """The operators that this configuration calls. Calls that a hook adds or replaces are not considered."""
-    found: set[str] = set()
-    loss, estimator = loss_of(config.algorithm), estimator_of(config.algorithm)
-    if loss.rewarded and (_compares_rewards(config) or _filters_by_reward(config)):
-        found.add("group_advantage")
+    found = {"group_advantage"} if _rates_groups(config) else set[str]()
     if config.debug.debug_rollout_only:
         return found
-    found |= {loss_head(config)[0].name, "rotary"}
-    if config.megatron.overrides.get("transformer_impl", "local") == "local":
-        found.add("swiglu")  # with Transformer Engine, Megatron's own activation runs instead
+    found.add(loss_head(config)[0].name)
     if needs_old_log_probs(config) or needs_reference(config):
         found.add(pass_head(config).name)
-    advantages = loss.rewarded and not (
-        config.algorithm.disable_compute_advantages_and_returns
-        or config.algorithm.custom_advantage_function_path
-    )
-    if (loss.surrogate and config.algorithm.use_kl_loss) or (advantages and config.algorithm.kl_coef != 0):
-        found.add("ratio_kl")
-    if advantages and config.algorithm.normalize_advantages:
-        found.add("masked_whiten")
+    return found | {name for name, calls in _IN_TRAINING.items() if calls(config)}
+
+
+def _rates_groups(config: Config) -> bool:
+    rewarded = loss_of(config.algorithm).rewarded
+    return rewarded and (_compares_rewards(config) or _filters_by_reward(config))
+
+
+def _own_activation(config: Config) -> bool:
+    """With Transformer Engine, Megatron's own activation runs instead."""
+    return bool(config.megatron.overrides.get("transformer_impl", "local") == "local")
+
+
+def _own_advantages(config: Config) -> bool:
+    algorithm = config.algorithm
+    left_out = algorithm.disable_compute_advantages_and_returns or algorithm.custom_advantage_function_path
+    return loss_of(algorithm).rewarded and not left_out
+
+
+def _has_kl(config: Config) -> bool:
+    in_loss = loss_of(config.algorithm).surrogate and config.algorithm.use_kl_loss
+    return in_loss or (_own_advantages(config) and config.algorithm.kl_coef != 0)
+
+
+def _whitens(config: Config) -> bool:
+    return _own_advantages(config) and config.algorithm.normalize_advantages
+
+
+def _fused_policy_loss(config: Config) -> bool:
     hooked = (
         config.off_policy.custom_tis_function_path or config.algorithm.custom_pg_loss_reducer_function_path
     )
-    if loss.surrogate and estimator.surrogate.fused and not hooked:
-        found.add("grpo_loss")
-    return found
+    fused = loss_of(config.algorithm).surrogate and estimator_of(config.algorithm).surrogate.fused
+    return fused and not hooked
+
+
+_IN_TRAINING: dict[str, Callable[[Config], bool]] = {
+    "rotary": lambda config: True,
+    "swiglu": _own_activation,
+    "ratio_kl": _has_kl,
+    "masked_whiten": _whitens,
+    "grpo_loss": _fused_policy_loss,
+}
+"""Operator beside the heads -> whether training calls it."""
 
 
 def _compares_rewards(config: Config) -> bool:
@@ -207,7 +222,7 @@ def decide(config: Config, device_type: str) -> list[Decision]:
         chosen, reason, fallback = _chosen(name, config, device_type)
         if fallback:
             refused[name] = reason
-        found.append(Decision(name, _mode(config), chosen, reason, contract_id(name)))
+        found.append(Decision(name, config.kernels.rlk_fast, chosen, reason, contract_id(name)))
     if refused and config.kernels.rlk_fast == "strict":
         reasons = "; ".join(dict.fromkeys(refused.values()))
         raise Refused(
@@ -223,7 +238,7 @@ def _chosen(name: str, config: Config, device_type: str) -> tuple[str, str, bool
     if config.kernels.rlk_fast == "off":
         return "reference", "--rlk-fast off", False
     listed = "group_advantage" if name in REDUCTIONS else name
-    if listed not in _listed(config):
+    if listed not in config.kernels.rl_kernel_ops:
         return "reference", f"{listed} is not in --rl-kernel-ops", False
     if name == "group_advantage":
         return "reference", "rewards are on the host", False
@@ -243,10 +258,10 @@ def headline(config: Config) -> str:
 
 def install(config: Config) -> None:
     """Apply --rlk-fast and --rl-kernel-ops in this process, and set the timing of operators."""
-    names = list(_listed(config))
+    names = list(config.kernels.rl_kernel_ops)
     if "group_advantage" in names:
         names += REDUCTIONS
-    rl_kernel.configure(_mode(config), names)
+    rl_kernel.configure(config.kernels.rlk_fast, names)
     set_timing(config.kernels.rlk_fast != "off")
 
 

@@ -8,35 +8,38 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
-from slime.types import SampleGroup
+import numpy as np
+
+from slime.types import SampleGroup, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """One completion. `log_probs` are nats under the temperature-scaled distribution, one per token of `token_ids`.
-
-    `weight_versions` are the versions live when the request entered and left the engine (one entry when equal).
-    `queue_s` is how long it waited in the engine before that first computed, `decode_tokens_per_s` its speed after the
-    first token; None where the engine does not say. `routed_experts`, where asked for: the experts that each token
-    was sent to, as an unsigned integer array [tokens, layers, experts of a token]. `columns`: other values of the
-    engine, one per token of `token_ids`, by the names that `slime.data.columns` has for them. `speculation`: passes
-    that checked a draft, drafted tokens, accepted tokens; None where the engine does not say.
-    """
+    """One completion."""
 
     token_ids: list[int]
     log_probs: list[float]
+    """Nats under the temperature-scaled distribution, one per token of `token_ids`."""
     text: str
     finish_reason: FinishReason
     weight_versions: list[int]
+    """The versions live when the request entered and left the engine (one entry when equal)."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     queue_s: float | None = None
+    """How long the request waited in the engine before that first computed. None where the engine does not say."""
     decode_tokens_per_s: float | None = None
-    routed_experts: Any = None
+    """Its speed after the first token. None where the engine does not say."""
+    routed_experts: np.ndarray | None = None
+    """Where asked for: the experts that each token was sent to, as an unsigned integer array [tokens, layers,
+    experts of a token]."""
     columns: dict[str, list[float]] = field(default_factory=dict)
+    """Other values of the engine, one per token of `token_ids`, by the names that `slime.data.columns` has for
+    them."""
     speculation: tuple[int, int, int] | None = None
+    """Passes that checked a draft, drafted tokens, accepted tokens. None where the engine does not say."""
 
 
 class RolloutEngine(Protocol):
@@ -45,7 +48,7 @@ class RolloutEngine(Protocol):
     async def generate(
         self,
         token_ids: list[int],
-        sampling_params: dict[str, Any],
+        sampling_params: SamplingParams,
         *,
         seed: int,
         deadline_s: float,
@@ -70,19 +73,18 @@ class RolloutEngine(Protocol):
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """One published version of the weights, or a part of it, as plain data.
-
-    `channel` is its name in slime.weight_sync.registry. `info` is that channel's own and JSON-serialisable (of a file:
-    {"path": ...}). `lasting`: these are all weights, for as long as they are the newest; otherwise they are gone when
-    the part after the next one is asked for.
-    """
+    """One published version of the weights, or a part of it, as plain data."""
 
     version: int
     channel: str
-    info: dict[str, Any]
+    """Its name in slime.weight_sync.registry."""
+    info: Mapping[str, Any]
+    """That channel's own, JSON-serialisable (of a file: {"path": ...})."""
     lasting: bool = True
+    """These are all weights, for as long as they are the newest. Otherwise they are gone when the part after the
+    next one is asked for."""
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> dict[str, object]:
         """What engines get of it."""
         return {"channel": self.channel, "info": self.info}
 
@@ -147,24 +149,28 @@ class NoEngines:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What one rollout hands to training: a reference to the data of each data-parallel rank, its metrics, and of the
-    samples that are trained on, all ranks together: their tokens, prompts included, and the FLOPs of one forward pass
-    over them (`slime.data.packing.forward_flops`). A prompt that several samples share counts for each of them in the
-    tokens, and as often as it is computed in the FLOPs. `old_flops`: the same of the pass for old log-probs, which may
-    leave out the samples of the first step. `ahead_flops`: FLOPs of training the layers of multi-token prediction."""
+    """What one rollout hands to training. Tokens and FLOPs are of the samples that are trained on, all ranks
+    together."""
 
-    rank_data: list[Any]
+    rank_data: list[object]
+    """A reference to the data of each data-parallel rank."""
     metrics: dict[str, float]
     tokens: int
+    """Prompts included. A prompt that several samples share counts for each of them."""
     forward_flops: float
+    """Of one forward pass (`slime.data.packing.forward_flops`). A shared prompt counts as often as it is computed."""
     old_flops: float = 0.0
+    """The same of the pass for old log-probs, which may leave out the samples of the first step."""
     ahead_flops: float = 0.0
+    """FLOPs of training the layers of multi-token prediction."""
 
 
 class RolloutHandle(Protocol):
     """The rollout manager, as the driver sees it. Calls run in the order they were made."""
 
-    def generate(self, rollout_id: int) -> Future[RolloutBatch]: ...
+    def generate(self, rollout_id: int, saves: bool = False) -> Future[RolloutBatch]:
+        """The data of rollout `rollout_id`. `saves`: a checkpoint follows it, so the data position is saved, too."""
+        ...
 
     def evaluate(self, rollout_id: int) -> Future[dict[str, float]]: ...
 
@@ -181,7 +187,7 @@ class TrainerHandle(Protocol):
         """The first rollout to train: 0, or the one after the loaded checkpoint."""
         ...
 
-    def train(self, rollout_id: int, rank_data: list[Any]) -> Future[TrainResult]: ...
+    def train(self, rollout_id: int, rank_data: list[object]) -> Future[TrainResult]: ...
 
     def progress(self) -> tuple[int, int]:
         """(micro-batches trained, micro-batches of the rollout) on one rank; answers at once."""
@@ -209,12 +215,14 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """`steps`: train/* metrics of each optimizer step; `rollout`: rollout/* means over the data; `perf`: perf/* of
-    rank 0."""
+    """The metrics of training on one rollout."""
 
     steps: list[dict[str, float]]
+    """train/* of each optimizer step."""
     rollout: dict[str, float]
+    """rollout/* means over the data."""
     perf: dict[str, float]
+    """perf/* of rank 0."""
 
 
 class DataSource(Protocol):

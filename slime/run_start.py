@@ -88,7 +88,7 @@ def check_start(c: Config) -> None:
             f"--save must be a folder without checkpoints for a run that does not resume them, got {save} with "
             f"{_listed(saved)}; resume with --load {save}, name another folder, or give --overwrite"
         )
-    metrics = Path(c.logging.run_dir or "") / METRICS_FILE
+    metrics = Path(c.logging.run_dir) / METRICS_FILE
     if iteration is None and not saves_where_it_loads(c) and metrics.is_file() and metrics.stat().st_size:
         raise ValueError(
             f"--run-dir must be a folder without metrics for a new run, got {metrics}; resume with --load (and "

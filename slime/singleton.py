@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 
 class SingletonMeta(type):
@@ -12,10 +11,10 @@ class SingletonMeta(type):
     The arguments of later calls are not read. A subclass has an object of its own. Safe in threads.
     """
 
-    _instances: dict[type, Any] = {}
+    _instances: dict[type, object] = {}
     _lock = threading.RLock()
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: object, **kwargs: object) -> object:
         with SingletonMeta._lock:
             if cls not in SingletonMeta._instances:
                 SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)

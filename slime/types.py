@@ -9,22 +9,42 @@ import enum
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import numpy as np
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+"""A value of a JSON text."""
+
+Message: TypeAlias = dict[str, Any]
+"""A chat message: role, content, and what else the chat template of the model reads."""
+
+Tools: TypeAlias = list[Any]
+"""Descriptions of tools, as the chat template of the model takes them."""
+
+Metadata: TypeAlias = dict[str, Any]
+"""A free-form record of a line of a prompt file, which rewards and hooks read and write. JSON values."""
+
+SamplingParams: TypeAlias = dict[str, Any]
+"""Sampling parameters under slime's names (`slime.rollout.sampling.RULES`)."""
+
+Reward: TypeAlias = float | dict[str, Any]
+"""What a reward returns: a number, or a record with a number under --reward-key."""
+
+MetaInfo: TypeAlias = Mapping[str, Any]
+"""The `meta_info` of an engine's answer: finish reason, weight version, counts."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of a prompt file, after the chat template.
+    """One line of a prompt file, after the chat template."""
 
-    `text`: the text that the engine tokenises, or a list of chat messages if no template is applied. `label`: the
-    reward compares the response with it. `metadata`: the line's own free-form record.
-    """
-
-    text: str | list[dict[str, Any]]
-    label: Any = None
-    metadata: dict[str, Any] = field(default_factory=dict)
+    text: str | list[Message]
+    """The text that the engine tokenises, or a list of chat messages if no template is applied."""
+    label: object = None
+    """The reward compares the response with it."""
+    metadata: Metadata = field(default_factory=dict)
+    """The line's own free-form record."""
 
 
 @dataclass
@@ -36,7 +56,7 @@ class SpeculationCounts:
     spec_verify_ct: int = 0
     completion_token_num: int = 0
 
-    def add(self, meta_info: Mapping[str, Any]) -> None:
+    def add(self, meta_info: MetaInfo) -> None:
         """Add the counts in an answer's `meta_info`. Counts that it does not have are 0."""
         self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
         self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
@@ -68,7 +88,7 @@ class CacheCounts:
     cached_tokens: int = 0
     total_prompt_tokens: int = 0
 
-    def add(self, meta_info: Mapping[str, Any]) -> None:
+    def add(self, meta_info: MetaInfo) -> None:
         """Add the counts in an answer's `meta_info` (cached_tokens, prompt_tokens)."""
         self.cached_tokens += meta_info.get("cached_tokens", 0)
         self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
@@ -90,13 +110,6 @@ class CacheCounts:
 class Sample:
     """One prompt and one response. Mutable: the stages of a rollout fill it in order.
 
-    `tokens` is prompt + response, int token ids. `loss_mask` and `rollout_log_probs` have one entry per
-    response token. `rollout_log_probs` are in nats, from the temperature-scaled distribution that the engine sampled
-    from. `weight_versions` are the versions of the weights that produced the response, oldest first.
-    `rollout_routed_experts`: the experts that the engine used for each token except the last, an unsigned integer
-    array [len(tokens) - 1, layers, experts per token]; only with --use-rollout-routing-replay.
-    `apply_chat_template_kwargs`: of the chat template that renders the prompt or has made it; None for a raw text.
-    `columns`: other values per response token, by their names in `slime.data.columns`; None for a token without one.
     Existing slime hooks read and write these field names. An attribute that a hook adds is kept by `to_dict` and
     `from_dict`; its value must be plain to be saved.
     """
@@ -114,36 +127,44 @@ class Sample:
     group_index: int | None = None
     index: int | None = None
     rollout_id: int | None = None
-    prompt: str | list[dict[str, Any]] = ""
+    prompt: str | list[Message] = ""
     tokens: list[int] = field(default_factory=list)
-    multimodal_inputs: dict[str, Any] | None = None
-    multimodal_train_inputs: dict[str, Any] | None = None
+    """Prompt + response, int token ids."""
+    multimodal_inputs: dict[str, object] | None = None
+    multimodal_train_inputs: dict[str, object] | None = None
     multimodal_train_input_id: str | None = None
-    apply_chat_template_kwargs: dict[str, Any] | None = None
+    apply_chat_template_kwargs: dict[str, object] | None = None
+    """Of the chat template that renders the prompt or has made it. None for a raw text."""
     response: str = ""
     response_length: int = 0
-    label: Any = None
-    reward: float | dict[str, Any] | None = None
+    label: object = None
+    reward: Reward | None = None
     loss_mask: list[int] | None = None
+    """One entry per response token."""
     weight_versions: list[int] = field(default_factory=list)
+    """Of the weights that produced the response, oldest first."""
     rollout_log_probs: list[float] | None = None
+    """One per response token, in nats, from the temperature-scaled distribution that the engine sampled from."""
     rollout_top_p_token_ids: list[int] | None = None
     rollout_top_p_token_offsets: list[int] | None = None
     rollout_routed_experts: np.ndarray | None = field(default=None, compare=False)
+    """The experts that the engine used for each token except the last, an unsigned integer array [len(tokens) - 1,
+    layers, experts per token]. Only with --use-rollout-routing-replay."""
     remove_sample: bool = False
     teacher_log_probs: list[float] | None = None
     status: Status = Status.PENDING
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: Metadata = field(default_factory=dict)
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
-    train_metadata: dict[str, Any] | None = None
+    train_metadata: Metadata | None = None
     session_id: str | None = None
     non_generation_time: float = 0.0
     spec_info: SpeculationCounts = field(default_factory=SpeculationCounts)
     prefix_cache_info: CacheCounts = field(default_factory=CacheCounts)
     columns: dict[str, list[float | None]] = field(default_factory=dict)
+    """Other values per response token, by their names in `slime.data.columns`. None for a token without one."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values only (the status as text), so that JSON or torch can save the record. Attributes that are no
         fields are in it too."""
         out = {name: copy.copy(value) for name, value in vars(self).items()}
@@ -160,7 +181,7 @@ class Sample:
         return out
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Sample:
+    def from_dict(cls, data: Mapping[str, Any]) -> Sample:
         """Inverse of `to_dict`. A key that is not a field becomes an attribute."""
         data = dict(data)
         if not isinstance(data.get("status", cls.Status.PENDING), cls.Status):
@@ -179,10 +200,13 @@ class Sample:
         vars(sample).update({name: value for name, value in data.items() if name not in fields})
         return sample
 
-    def get_reward_value(self, args: Any) -> float:
-        """The number to train on: `reward`, or its entry `--reward-key` if the reward is a dict."""
+    def get_reward_value(self, args: object) -> float:
+        """`reward_value` with the --reward-key of a hook's `args`."""
+        return self.reward_value(getattr(args, "reward_key", None))
+
+    def reward_value(self, key: str | None) -> float:
+        """The number to train on: `reward`, or its entry `key` if the reward is a dict."""
         if isinstance(self.reward, dict):
-            key = getattr(args, "reward_key", None)
             if key not in self.reward:
                 raise ValueError(
                     f"--reward-key must name an entry of the reward, got {key!r}; "
@@ -200,12 +224,12 @@ class Sample:
 
     def append_response_tokens(
         self,
-        args: Any = None,
+        args: object = None,
         *,
         tokens: Iterable[int] | None = None,
         log_probs: Iterable[float] | None = None,
         trainable: bool = True,
-        meta_info: Mapping[str, Any] | None = None,
+        meta_info: MetaInfo | None = None,
         text: str | None = None,
         update_terminal_info: bool = True,
         columns: Mapping[str, list[float]] | None = None,
@@ -243,7 +267,7 @@ class Sample:
         columns: Mapping[str, list[float]],
     ) -> None:
         """ValueError unless the new values have one entry per new token, and the old ones one per old token."""
-        per_token: dict[str, Any] = dict(columns)
+        per_token: dict[str, list[float] | list[int] | None] = dict(columns)
         if trainable:
             per_token["log_probs"] = log_probs if log_probs is not None else [] if not ids else None
         elif log_probs:
@@ -266,7 +290,7 @@ class Sample:
                     "response_length to 0 as well"
                 )
 
-    def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
+    def update_from_meta_info(self, args: object, meta_info: MetaInfo) -> None:
         """Status, weight version and counts from the `meta_info` of an engine's answer.
 
         Each answer adds its weight version. A finish reason other than stop, length and abort leaves the status as it
@@ -356,12 +380,13 @@ FINISH_STATUS = {
 """The status of a sample by its last request's finish reason."""
 
 
-def _plain(values: Any) -> Iterable[Any]:
+def _plain(values: object) -> Iterable[float]:
     """A list, array or tensor of numbers as an iterable of Python numbers; nothing for None."""
     if values is None:
         return ()
-    plain: Iterable[Any] = values.reshape(-1).tolist() if hasattr(values, "tolist") else values
-    return plain
+    if isinstance(values, np.ndarray) or hasattr(values, "tolist"):
+        values = cast("np.ndarray", values).reshape(-1).tolist()
+    return cast("Iterable[float]", values)
 
 
 SampleGroup = list[Sample]

@@ -94,7 +94,6 @@ def _engines_line(c: Config) -> str:
 def _places(c: Config, trains: bool) -> int:
     """GPUs, or places on a CPU, that the run takes."""
     rollout_gpus = c.cluster.rollout_num_gpus
-    assert rollout_gpus is not None
     if c.cluster.colocate and trains:
         return max(c.world_size, rollout_gpus)
     external = c.rollout.rollout_external_engine_addrs
@@ -150,7 +149,6 @@ def batches(c: Config) -> Iterator[str]:
     """The batch equation and the numbers that follow from it."""
     batch, size, steps = c.data.rollout_batch_size, c.data.global_batch_size, c.data.num_steps_per_rollout
     submitted = c.rollout.over_sampling_batch_size
-    assert batch is not None and size is not None and steps is not None and submitted is not None
     samples = batch * c.data.n_samples_per_prompt
     yield (
         f"--rollout-batch-size {batch} x --n-samples-per-prompt {c.data.n_samples_per_prompt} = "
@@ -172,7 +170,6 @@ def batches(c: Config) -> Iterator[str]:
 
 def hf_config_of(c: Config) -> dict[str, object]:
     """The description of the model of --hf-checkpoint."""
-    assert c.rollout.hf_checkpoint is not None
     return read_hf_config(c.rollout.hf_checkpoint)
 
 
@@ -251,7 +248,6 @@ def transport(c: Config) -> str:
     """How published weights travel, and the directory of their files."""
     where = c.weight_update.weight_dir or "a new directory in shared memory"
     name = c.weight_update.update_weight_transport
-    assert name is not None
     return f"{CHANNELS[name].plan.format(weight_dir=where)} ({name})"
 
 

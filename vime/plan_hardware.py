@@ -53,7 +53,6 @@ def _bounds(c: Config, hf: dict[str, object], gpu: Hardware, domain: int) -> Ite
 def _weight_link(c: Config, gpu: Hardware, domain: int) -> tuple[str, float] | None:
     """The link through which all weights reach the engines. None for files, because the table has no speed for them."""
     transport, rollout_gpus = c.weight_update.update_weight_transport, c.cluster.rollout_num_gpus
-    assert transport is not None and rollout_gpus is not None
     gpus = CHANNELS[transport].gpus
     if gpus == "shared":  # each rank packs all weights into buckets of its own GPU
         return "the GPU's memory", gpu.memory_bytes_s

@@ -56,7 +56,6 @@ def main(argv: Sequence[str]) -> int:
 
 def make(kind: str, config: Config, key: str, host: str, port: int) -> VllmServer | VllmRouter:
     """The server, not started yet."""
-    assert config.logging.run_dir is not None
     log = str(Path(config.logging.run_dir).resolve() / "serve" / f"{kind}-{host}-{port}.log")
     if kind == "router":
         timeout_s = config.rollout.rollout_deadline_s

@@ -60,7 +60,6 @@ def main(argv: Sequence[str]) -> int:
     with said("reading the prompts"):
         config = with_data(config)
     run_dir = config.logging.run_dir
-    assert run_dir is not None
     for note in config.notes:
         print(f"note: {note}", file=sys.stderr)
     print(start_line(config), flush=True)
@@ -116,13 +115,11 @@ def _record(text: str, log: Path) -> None:
 def _inputs(config: Config) -> list[Path]:
     """The files whose content decides what a run learns, but for the weights, which are too large to read twice."""
     data = [] if config.data.prompt_data is None else prompt_files(config.data.prompt_data)
-    assert config.rollout.hf_checkpoint is not None
     return [*data, Path(config.rollout.hf_checkpoint) / "config.json"]
 
 
 def run(config: Config, argv: Sequence[str]) -> None:
     """Start everything, train, stop everything."""
-    assert config.logging.run_dir is not None
     run_dir = Path(config.logging.run_dir)
     with ExitStack() as stack:
         lock_all({"--run-dir": config.logging.run_dir, "--save": config.checkpoint.save}, stack)
@@ -196,7 +193,6 @@ def _private_weight_dir(config: Config) -> Path | None:
     """
     if config.weight_update.weight_dir is not None:
         return None
-    assert config.logging.run_dir is not None
     run_dir = Path(config.logging.run_dir)
     if SHARED_MEMORY.is_dir() and placement.on_one_host(config):
         name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -128,7 +128,7 @@ def start_directory(config: Config) -> str:
     load, finetune = config.checkpoint.load, config.checkpoint.finetune
     if load and (is_hf_directory(load) or released(load) or (finetune and _iteration(config) is not None)):
         return load
-    return config.checkpoint.ref_load or cast("str", config.rollout.hf_checkpoint)  # a required flag
+    return config.checkpoint.ref_load or config.rollout.hf_checkpoint
 
 
 def start_iteration(config: Config) -> int | None:

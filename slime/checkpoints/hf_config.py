@@ -7,14 +7,46 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.checkpoints.checkpoint_dir import HF_INDEX
 from slime.checkpoints.hub import is_hub_name
 from slime.models import family_for
+from slime.models.decoder import Hf
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slime.models.slices import Where
 
 MAPPED_BYTES = 64 * 2**20
 """Loading closes its files when so many bytes were read from them. Pages of open files count as memory of a process."""
+
+
+class Slices(Protocol):
+    """A tensor of an open safetensors file, which has no types of its own. Only what is indexed is read."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+    def __getitem__(self, where: Where) -> Tensor: ...
+
+
+class OpenFile(Protocol):
+    """What is used of an open safetensors file."""
+
+    def __enter__(self) -> OpenFile: ...
+
+    def __exit__(self, kind: object, error: object, trace: object, /) -> object: ...
+
+    def keys(self) -> list[str]: ...
+
+    def metadata(self) -> dict[str, str] | None: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+    def get_slice(self, name: str) -> Slices: ...
 
 
 def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
@@ -57,12 +89,13 @@ def require_readable(file: Path) -> None:
         )
 
 
-def open_weights(file: Path, framework: str) -> Any:
+def open_weights(file: Path, framework: str) -> OpenFile:
     """`safetensors.safe_open`. ValueError with the file if it is missing, cut off or not a safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        return safe_open(file, framework=framework)
+        opened: OpenFile = safe_open(file, framework=framework)
+        return opened
     except (SafetensorError, OSError) as error:
         require_readable(file)  # of a file that may not be read, safetensors says that there is none
         got = f"{file.stat().st_size} bytes: {error}" if file.is_file() else "no such file"
@@ -71,7 +104,7 @@ def open_weights(file: Path, framework: str) -> Any:
         ) from error
 
 
-def tensor_of(weights: Any, name: str, file: Path) -> Any:
+def tensor_of(weights: OpenFile, name: str, file: Path) -> Slices:
     """The slices of one tensor of an open file. ValueError if the file does not have it, as its index says."""
     from safetensors import SafetensorError
 
@@ -97,7 +130,7 @@ def read_index(checkpoint: Path) -> dict[str, str] | None:
     return weight_map
 
 
-def check_checkpoint_shapes(checkpoint: str | Path, hf_config: dict[str, Any]) -> None:
+def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf) -> None:
     """ValueError for the first file that is missing or cut off, for the first tensor whose shape does not match
     config.json, or for missing layers.
 

@@ -7,14 +7,13 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.checkpoints.checkpoint_dir import HF_INDEX, HF_SINGLE
-from slime.checkpoints.hf_config import MAPPED_BYTES, open_weights, read_index, tensor_of
-from slime.models.slices import Stored
+from slime.checkpoints.hf_config import MAPPED_BYTES, OpenFile, Slices, open_weights, read_index, tensor_of
+from slime.models.slices import Stored, Where
 
 
 class Files:
@@ -26,7 +25,7 @@ class Files:
 
     def __init__(self, checkpoint_dir: Path) -> None:
         self._files = _files_of(checkpoint_dir)
-        self._handles: dict[Path, Any] = {}
+        self._handles: dict[Path, OpenFile] = {}
         self._mapped, self._keep = 0, False
         self.read_bytes = 0
 
@@ -60,14 +59,14 @@ class Files:
 class _InFile:
     """One tensor of a file (slime.models.slices.Stored)."""
 
-    def __init__(self, files: Files, stored: Any) -> None:
+    def __init__(self, files: Files, stored: Slices) -> None:
         self._files, self._stored = files, stored
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self._stored.get_shape())
 
-    def __getitem__(self, where: Any) -> Tensor:
+    def __getitem__(self, where: Where) -> Tensor:
         return self._files.count(self._stored[where])
 
 

@@ -13,27 +13,34 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from slime.cluster.numa import bind, choose_cpus, format_cpus
 from slime.cluster.placement import Placement, cpu_threads, on_one_host
 from slime.cluster.rendezvous import LOOPBACK_ONLY, open_store
 from slime.config import Config
-from slime.config.problems import given
 from slime.data.transport import pack_columns, unpack_columns
 from slime.hardware import HARDWARE
 from slime.import_path import SAFE_PATH
 from slime.imports import uncollected
 from slime.operators import Decision
-from slime.protocols import RolloutBatch, TrainResult, WeightUpdate
+from slime.protocols import RolloutBatch, RolloutEngine, TrainResult, WeightUpdate
 from slime.rollout.manager import RolloutManager
+from slime.types import TrainData
+
+Actor: TypeAlias = "ActorHandle[Any]"
+"""The handle of a process, whose methods are remote."""
+
+Ref: TypeAlias = "ray.ObjectRef[Any]"
+"""A call of an actor, whose result Ray stores."""
 
 
 def log_path(config: Config, name: str) -> Path:
-    return Path(given(config.logging.run_dir)).resolve() / "logs" / f"{name}.log"
+    return Path(config.logging.run_dir).resolve() / "logs" / f"{name}.log"
 
 
 def log_to(config: Config, name: str) -> None:
@@ -142,7 +149,7 @@ class TrainerActor:
         made = trainer.info.dp_rank, trainer.start_rollout_id, trainer.decisions, trainer.memory.lines
         return *made, self.remarks
 
-    def train(self, rollout_id: int, data: dict[str, Any]) -> TrainResult:
+    def train(self, rollout_id: int, data: TrainData) -> TrainResult:
         result = self.trainer.train(rollout_id, unpack_columns(data))
         return_freed_memory()
         return result
@@ -212,7 +219,7 @@ class TrainerGroup:
                 ranks.setdefault(remark, []).append(rank)
         self.remarks = [f"{remark}: trainer ranks {format_cpus(its)}" for remark, its in ranks.items()]
 
-    def train(self, rollout_id: int, rank_data: list[Any]) -> Future[TrainResult]:
+    def train(self, rollout_id: int, rank_data: list[object]) -> Future[TrainResult]:
         data = [rank_data[dp_rank] for dp_rank in self._dp_ranks]
         return self._on_all(lambda actor, rank: actor.train.remote(rollout_id, data[rank]))
 
@@ -229,13 +236,13 @@ class TrainerGroup:
         """The weights after the calls that the ranks run now. Any thread may call this method."""
         return self._on_all(lambda actor, rank: actor.weights_file.remote())
 
-    def _on_all(self, call: Callable[[Any, int], Any]) -> Future[Any]:
+    def _on_all(self, call: Callable[[Actor, int], Ref]) -> Future[Any]:
         """Call every rank. A call is a collective, so all ranks must get the calls of several threads in one order."""
         with self._calling:
             refs = [call(actor, rank) for rank, actor in enumerate(self._actors)]
         return self._threads.submit(lambda: self._results(refs)[0])
 
-    def _results(self, refs: list[Any]) -> list[Any]:
+    def _results(self, refs: list[Ref]) -> list[Any]:
         return first_failure_or_all(self._config, {ref: f"trainer-{rank}" for rank, ref in enumerate(refs)})
 
     def stop(self) -> None:
@@ -248,8 +255,8 @@ class TrainerGroup:
 
 def first_failure_or_all(
     config: Config,
-    calls: dict[Any, str],
-    lives: Mapping[Any, str] = MappingProxyType({}),
+    calls: dict[Ref, str],
+    lives: Mapping[Ref, str] = MappingProxyType({}),
     *,
     check: Callable[[], None] | None = None,
 ) -> list[Any]:
@@ -261,7 +268,7 @@ def first_failure_or_all(
     wait.
     """
     waiting, names = [*calls, *lives], {**lives, **calls}
-    results: dict[Any, Any] = {}
+    results: dict[Ref, Any] = {}
     while len(results) < len(calls):
         every_s = None if check is None else _CHECK_S
         ended, waiting = ray.wait(waiting, timeout=every_s)  # ok: the call also ends if its actor dies
@@ -279,7 +286,7 @@ def first_failure_or_all(
     return [results[ref] for ref in calls]
 
 
-def _death_among(waiting: list[Any]) -> tuple[Any, RayActorError] | None:
+def _death_among(waiting: list[Ref]) -> tuple[Ref, RayActorError] | None:
     """The first call whose actor Ray reports as dead within _DEATH_S seconds, and Ray's error."""
     end = time.monotonic() + _DEATH_S
     while waiting and (left_s := end - time.monotonic()) > 0:
@@ -294,11 +301,11 @@ def _death_among(waiting: list[Any]) -> tuple[Any, RayActorError] | None:
     return None
 
 
-def ask_progress(actor: Any) -> tuple[int, int]:
+def ask_progress(actor: Actor) -> tuple[int, int]:
     """How far an actor is. (0, 0) for an actor that died: the call that the actor ran reports why."""
     try:
-        done: tuple[int, int] = ray.get(actor.progress.remote(), timeout=5)
-        return done
+        call: ray.ObjectRef[tuple[int, int]] = actor.progress.remote()
+        return ray.get(call, timeout=5)
     except (RayError, GetTimeoutError):
         return 0, 0
 
@@ -312,7 +319,7 @@ class RolloutActor(RolloutManager):
             os.environ.pop(name, None)
         self.config = config
 
-    def build(self, engine: Any, dp_size: int, facts: dict[str, Any]) -> None:
+    def build(self, engine: RolloutEngine | None, dp_size: int, facts: Mapping[str, object]) -> None:
         """Build the manager. If the constructor did this and raised, Ray would only report that the process died."""
         super().__init__(self.config, engine, dp_size, facts, lambda data: ray.put(pack_columns(data)))
         freeze_objects()
@@ -330,7 +337,12 @@ class RolloutGroup:
     """
 
     def __init__(
-        self, config: Config, engine: Any, dp_size: int, facts: dict[str, Any], lives: Mapping[Any, str]
+        self,
+        config: Config,
+        engine: RolloutEngine | None,
+        dp_size: int,
+        facts: Mapping[str, object],
+        lives: Mapping[Ref, str],
     ) -> None:
         self._config, self._lives = config, lives
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-group")
@@ -346,13 +358,13 @@ class RolloutGroup:
     def progress(self) -> tuple[int, int]:
         return ask_progress(self._actor)
 
-    def generate(self, rollout_id: int) -> Future[RolloutBatch]:
-        return self._threads.submit(self._result, self._actor.generate.remote(rollout_id))
+    def generate(self, rollout_id: int, saves: bool = False) -> Future[RolloutBatch]:
+        return self._threads.submit(self._result, self._actor.generate.remote(rollout_id, saves))
 
     def evaluate(self, rollout_id: int) -> Future[dict[str, float]]:
         return self._threads.submit(self._result, self._actor.evaluate.remote(rollout_id))
 
-    def _result(self, ref: Any) -> Any:
+    def _result(self, ref: Ref) -> Any:
         return first_failure_or_all(self._config, {ref: "rollout"}, self._lives)[0]
 
     def stop(self) -> None:

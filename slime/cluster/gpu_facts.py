@@ -11,11 +11,12 @@ _TIMEOUT_S = 60
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """`bus`: PCI address as Linux writes it ("0000:00:06.0"). `domain`: cluster and clique of the NVLink fabric;
-    NVLink connects GPUs of the same domain. Each is "" if the driver does not report it."""
+    """What the driver reports of a GPU. A value is "" if the driver does not report it."""
 
     bus: str = ""
+    """PCI address as Linux writes it ("0000:00:06.0")."""
     domain: str = ""
+    """Cluster and clique of the NVLink fabric. NVLink connects GPUs of the same domain."""
 
 
 UNKNOWN = GpuFacts()

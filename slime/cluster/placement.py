@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -32,7 +31,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slime.cluster.domains import arrange, blocks_of, first_straddling, split_domains
 from slime.cluster.gpu_facts import UNKNOWN, GpuFacts, read_gpu_facts
 from slime.config import Config
-from slime.config.problems import given
 
 CORES_PER_CPU_DEVICE = 0.5
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -46,16 +44,19 @@ def on_one_host(config: Config) -> bool:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU of a bundle: its node, and its name in CUDA_VISIBLE_DEVICES as Ray sets it, a number or a UUID. If the
-    variable was set for Ray, the name is one of its entries. `facts`: the facts that the node's driver reports."""
+    """The GPU of a bundle."""
 
     node: str
+    """Ray's id of its node."""
     address: str
     name: str
+    """Its name in CUDA_VISIBLE_DEVICES as Ray sets it, a number or a UUID. If the variable was set for Ray, the
+    name is one of its entries."""
     facts: GpuFacts = UNKNOWN
+    """The facts that the node's driver reports."""
 
     @property
-    def order(self) -> tuple[Any, ...]:
+    def order(self) -> tuple[int | str, ...]:
         """Sort key: domain, node and number. Names that are not numbers are sorted as text."""
         number = int(self.name) if self.name.isdecimal() else -1
         return self.facts.domain, int(ipaddress.ip_address(self.address)), self.node, number, self.name
@@ -75,18 +76,21 @@ class Node:
 
 @dataclass(frozen=True)
 class Placement:
-    """Bundles of the trainer ranks, in rank order, and of each engine (the engine's first bundle on a node hosts the
-    server process of that node). `nodes` and `gpus` have one entry per bundle; `gpus` is empty on CPUs."""
+    """Where the processes of a run are."""
 
     group: PlacementGroup
     resource: str
     trainer_bundles: list[int]
+    """Of the trainer ranks, in rank order."""
     engine_bundles: list[list[int]]
+    """Of each engine. The engine's first bundle on a node hosts the server process of that node."""
     share: float
     nodes: list[Node]
+    """One entry per bundle."""
     gpus: list[Gpu] = field(default_factory=list)
+    """One entry per bundle. Empty on CPUs."""
 
-    def options(self, bundle: int) -> dict[str, Any]:
+    def options(self, bundle: int) -> dict[str, object]:
         """Ray options that put an actor into `bundle`. Trainer and engine of a colocated bundle take half each.
 
         An engine with several GPUs needs an actor in its first bundle only. The group reserves the other bundles for
@@ -179,7 +183,7 @@ def place(config: Config) -> Placement:
 def _engine_devices(config: Config) -> int:
     """Devices of all engines that the run starts itself."""
     apart = config.debug.debug_train_only or config.rollout.rollout_external_engine_addrs
-    return 0 if apart else given(config.cluster.rollout_num_gpus)
+    return 0 if apart else config.cluster.rollout_num_gpus
 
 
 def _reserve(resource: str, amount: float, devices: int, existing: float) -> PlacementGroup:
@@ -276,7 +280,7 @@ def cpu_threads(config: Config) -> tuple[int, int]:
     cores = os.cpu_count() or 1
     trainers = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
     engines = (
-        max(given(config.cluster.rollout_num_gpus) // config.cluster.rollout_num_gpus_per_engine, 1)
+        max(config.cluster.rollout_num_gpus // config.cluster.rollout_num_gpus_per_engine, 1)
         if not config.debug.debug_train_only
         else 0
     )

@@ -125,7 +125,7 @@ def _own_processes() -> Iterator[None]:
     second at the end.
     """
 
-    def no_server(self: Any, **settings: Any) -> None:
+    def no_server(self: node.Node, **settings: object) -> None:
         self._webui_url = None
 
     with ExitStack() as stack:
@@ -156,7 +156,7 @@ def _safe_path() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -35,9 +35,10 @@ class RayLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Part:
-    """A process of Ray and its port. `name` is what a person knows it by."""
+    """A process of Ray and its port."""
 
     name: str
+    """What a person knows it by."""
     host: str
     port: int
 

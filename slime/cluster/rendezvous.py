@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Environment of ranks that are all on this host. Without it, gloo and NCCL listen on another interface of the host."""
 
 
-def open_store(host: str) -> tuple[Any, str]:
+def open_store(host: str) -> tuple[TCPStore, str]:
     """torch's store on a free port of `host`, an address of this machine, and the ranks' init_method for it.
 
     Rank 0 keeps the store until its process group exists. If it only looked for a free port, another process could

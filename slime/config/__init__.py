@@ -2,6 +2,6 @@
 no feature: rules are in `slime.rules`."""
 
 from slime.config.config_file import FlagGroup
-from slime.config.schema import Config, Flags
+from slime.config.schema import Config, section_of
 
-__all__ = ["Config", "FlagGroup", "Flags"]
+__all__ = ["Config", "FlagGroup", "section_of"]

@@ -18,7 +18,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -80,14 +79,14 @@ def split_argv(argv: Sequence[str]) -> list[FlagGroup]:
     return groups
 
 
-def yaml_group(key: str, value: Any, origin: str = "") -> FlagGroup:
+def yaml_group(key: str, value: object, origin: str = "") -> FlagGroup:
     """A YAML entry as the equivalent command-line tokens. `false` becomes `--no-...`."""
     name = key.removeprefix("--").replace("-", "_")
     if isinstance(value, bool):
         name = name if value else f"no_{name}"
         return FlagGroup(spelled(name), name, [], origin)
     where = f"{origin}: {key}" if origin else key
-    values = value if isinstance(value, list) else [value]
+    values: list[object] = value if isinstance(value, list) else [value]
     if isinstance(value, dict):
         try:
             values = [json.dumps(value)]
@@ -97,8 +96,7 @@ def yaml_group(key: str, value: Any, origin: str = "") -> FlagGroup:
             ) from error
     elif any(v is None or isinstance(v, list | dict) for v in values):
         raise ValueError(f"{where} must be a list of words or numbers, got {value}; write each entry as one")
-    values = [str(v) for v in values]
-    return FlagGroup(spelled(name), name, values, origin)
+    return FlagGroup(spelled(name), name, [str(v) for v in values], origin)
 
 
 def with_config_files(groups: Sequence[FlagGroup]) -> list[FlagGroup]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from slime.config.config_file import FlagGroup
-from slime.config.fields import nearest
+from slime.config.fields import Values, nearest
 
 
-def custom_entries(groups: list[FlagGroup]) -> dict[str, Any]:
+def custom_entries(groups: list[FlagGroup]) -> Values:
     """Name (with underscores) -> value, in the order of the file of the last --custom-config-path. Empty without it.
 
     ValueError if the file is missing, not YAML, not a mapping, or has a value that JSON cannot hold (a date).
@@ -46,7 +45,7 @@ def custom_entries(groups: list[FlagGroup]) -> dict[str, Any]:
     return {str(key).removeprefix("--").replace("-", "_"): value for key, value in content.items()}
 
 
-def settings_note(settings: dict[str, Any], known: Sequence[str]) -> str:
+def settings_note(settings: Values, known: Sequence[str]) -> str:
     """The keys that are no flags. A key that is near a flag is named with that flag."""
     near = "".join(f" ({key}{hint})" for key in settings if (hint := nearest(key, known)))
     return f"--custom-config-path: {', '.join(settings)}: no flags, so hooks find them in args{near}"

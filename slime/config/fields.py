@@ -2,7 +2,9 @@
 
 A section is a frozen dataclass. `flag` makes its fields. Field name and flag name are the same words
 (`rollout_batch_size`, `--rollout-batch-size`). The annotation gives the type: bool, int, float, str, dict
-(JSON), `list[...]` (any number of values). `| None` means that the flag may be absent.
+(JSON), `list[...]` (any number of values). `| None` means that the value may be absent. A flag with the
+default None whose annotation lacks `| None` has a value once the configuration is resolved: a rule requires it, or
+resolve fills it in.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeAlias
 
 from slime.config.ranges import Range
+
+Values: TypeAlias = dict[str, Any]
+"""Field name -> value. Its section declares the type of each."""
 
 TRUE_WORDS = ("true", "1", "yes", "on")
 FALSE_WORDS = ("false", "0", "no", "off")
@@ -26,10 +31,10 @@ NEAR = 0.8
 
 
 def flag(
-    default: Any,
+    default: object,
     help: str,
     *,
-    choices: Iterable[Any] | None = None,
+    choices: Iterable[object] | None = None,
     append: bool = False,
     secret: bool = False,
     range: Range | None = None,
@@ -70,17 +75,24 @@ def nearest(name: str, known: Iterable[str], *, prefix: str = "--") -> str:
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """One flag. `kind` converts a string to one value. With `many`, the flag has a list of values."""
+    """One flag."""
 
     name: str
-    kind: type[Any] | Callable[[str], Any]
-    default: Any
+    kind: type | Callable[[str], object]
+    """Converts a string to one value."""
+    default: object
     help: str
     many: bool = False
+    """Whether the flag has a list of values."""
     append: bool = False
-    choices: tuple[Any, ...] | None = None
+    """Whether repeated uses are collected."""
+    choices: tuple[object, ...] | None = None
     secret: bool = False
+    """Whether a saved file masks the value."""
     range: Range | None = None
+    """Of a number without `choices`."""
+    filled: bool = False
+    """Whether the default is None and the resolved value is not."""
 
     def parse(self, values: list[str], typed: str) -> Any:
         """The typed value of the strings after the flag. `typed` is the flag as the user spelled it."""
@@ -102,7 +114,7 @@ class FlagSpec:
             return False
         raise ValueError(f"{typed} must stand alone or be true or false, got {' '.join(values)!r}")
 
-    def _parse_one(self, text: str, typed: str) -> Any:
+    def _parse_one(self, text: str, typed: str) -> object:
         try:
             value = json.loads(text) if self.kind is dict else self.kind(text)
         except ValueError as error:
@@ -123,21 +135,22 @@ def specs_of(section: type) -> dict[str, FlagSpec]:
     for f in dataclasses.fields(section):
         if "help" not in f.metadata:
             continue
-        kind, many = _kind_of(hints[f.name])
+        kind, many, absent = _kind_of(hints[f.name])
         if kind in (int, float) and not (f.metadata["range"] or f.metadata["choices"]):
             raise TypeError(
                 f"{section.__name__}.{f.name} is a number without a range of slime/config/ranges.py"
             )
         default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-        specs[f.name] = FlagSpec(f.name, kind, default, many=many, **f.metadata)
+        filled = default is None and not absent
+        specs[f.name] = FlagSpec(f.name, kind, default, many=many, filled=filled, **f.metadata)
     return specs
 
 
-def _kind_of(hint: Any) -> tuple[type, bool]:
-    """(type of one value, whether it is a list) of an annotation such as `list[str] | None`."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+def _kind_of(hint: object) -> tuple[type, bool, bool]:
+    """(type of one value, whether it is a list, whether it may be absent) of an annotation."""
+    absent = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    if absent:
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
-    origin = typing.get_origin(hint)
-    if origin is list:
-        return typing.get_args(hint)[0], True
-    return origin or hint, False
+    many = typing.get_origin(hint) is list
+    kind = typing.get_args(hint)[0] if many else typing.get_origin(hint) or hint
+    return typing.cast("type", kind), many, absent

@@ -17,7 +17,6 @@ import types
 import typing
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 from slime.config.fields import FlagSpec, spelled
 
@@ -111,13 +110,14 @@ MODEL_ARGS = {
 
 @dataclass(frozen=True)
 class Historical:
-    """A Megatron flag whose name differs from its field. `value` is the value of the flag without arguments."""
+    """A Megatron flag whose name differs from its field."""
 
     field: str
-    value: Any = None
+    value: object = None
+    """The value of the flag without arguments."""
     spec: FlagSpec | None = None
 
-    def parse(self, values: list[str], typed: str) -> Any:
+    def parse(self, values: list[str], typed: str) -> object:
         """The value for the core field, from the strings after the flag."""
         if self.spec is not None:
             return self.spec.parse(values, typed)
@@ -186,7 +186,7 @@ class CoreFlag:
     spec: FlagSpec
     negated: bool = False
 
-    def parse(self, values: list[str], typed: str) -> Any:
+    def parse(self, values: list[str], typed: str) -> object:
         value = self.spec.parse(values, typed)
         return not value if self.negated else value
 
@@ -226,7 +226,7 @@ def core_flags() -> dict[str, CoreFlag]:
     return out
 
 
-def _spec_of_field(f: dataclasses.Field[Any], hint: Any, owner: str) -> FlagSpec | None:
+def _spec_of_field(f: dataclasses.Field[object], hint: object, owner: str) -> FlagSpec | None:
     """The flag of a field, or None if a command line cannot express its value."""
     default = None if f.default is dataclasses.MISSING else f.default
     kinds = [k for k in _alternatives(hint) if k is not type(None)]
@@ -247,7 +247,7 @@ def _spec_of_field(f: dataclasses.Field[Any], hint: Any, owner: str) -> FlagSpec
     return dataclasses.replace(spec, kind=plain[0]) if plain else None
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
+def _alternatives(hint: object) -> tuple[object, ...]:
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if is_union else (hint,)
 
@@ -260,7 +260,7 @@ def _dtype_name(text: str) -> str:
     return name
 
 
-def _json_or_text(text: str) -> Any:
+def _json_or_text(text: str) -> object:
     """Numbers and lists as JSON, and any other text unchanged (layer patterns, names)."""
     try:
         return json.loads(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 _FLAG = re.compile(r"--[a-z][\w-]*")
@@ -30,7 +30,7 @@ class Problems:
         self._found: list[str] = []
         self._named: set[str] = set()
 
-    def check(self, rule: Callable[..., Any], *args: Any, origin: str = "") -> Any:
+    def check(self, rule: Callable[..., T], *args: object, origin: str = "") -> T | None:
         """The result of `rule(*args)`, or None if it raises ValueError. `origin`: the source of the value."""
         try:
             return rule(*args)

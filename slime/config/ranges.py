@@ -13,16 +13,20 @@ LARGEST_INT = 2**31 - 1
 class Range:
     """Numbers from `low` to `high`.
 
-    `open_low`, `open_high`: `low` or `high` itself is outside. `off` is allowed, too. `interval`: messages state both
-    ends. Other ranges have a `high` that only excludes absurd values, so messages state the end that was passed.
+    Ranges without `interval` have a `high` that only excludes absurd values, so messages state the end that was
+    passed.
     """
 
     low: float
     high: float
     open_low: bool = False
+    """`low` itself is outside."""
     open_high: bool = False
+    """`high` itself is outside."""
     off: int | None = None
+    """A value that is allowed, too."""
     interval: bool = False
+    """Messages state both ends."""
 
     def problem(self, value: float) -> str | None:
         """The rule that `value` breaks, as the words after "must". None if it breaks none."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import functools
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from slime.config.fields import FlagSpec, specs_of
+from slime.config.fields import FlagSpec, Values, specs_of
 from slime.config.sections.algorithm import AlgorithmConfig
 from slime.config.sections.checkpoint import CheckpointConfig
 from slime.config.sections.cluster import ClusterConfig
@@ -30,6 +30,8 @@ from slime.config.sections.rollout import RolloutConfig
 from slime.config.sections.train import TrainConfig
 from slime.config.sections.weight_update import WeightUpdateConfig
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED
+
+S = TypeVar("S")
 
 SECTIONS: dict[str, type] = {
     "cluster": ClusterConfig,
@@ -70,7 +72,7 @@ def declared_flags() -> dict[str, FlagSpec]:
 
 @dataclass(frozen=True)
 class Config:
-    """A resolved and validated configuration. `notes` list the values that were adjusted, and why.
+    """A resolved and validated configuration.
 
     Read a field through its section: `config.rollout.rollout_batch_size`. Only the `args` of hooks are flat, see
     `namespace`.
@@ -93,14 +95,28 @@ class Config:
     kernels: KernelsConfig
     megatron: MegatronConfig
     notes: tuple[str, ...] = field(default=())
+    """The values that were adjusted, and why."""
 
     @classmethod
-    def from_flat(cls, values: dict[str, Any], notes: tuple[str, ...] = ()) -> Config:
+    def from_flat(cls, values: Values, notes: tuple[str, ...] = ()) -> Config:
         """Sections from one flat mapping of field name to value. Missing fields get their defaults."""
-        given: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+        given: dict[str, Values] = {name: {} for name in SECTIONS}
         for name, value in values.items():
             given[SECTION_OF[name]][name] = value
         return cls(**{name: SECTIONS[name](**given[name]) for name in SECTIONS}, notes=notes)
+
+    @classmethod
+    def of_args(cls, args: object) -> Config:
+        """The configuration in the `args` of a hook: see `section_of`."""
+        return cls(**{name: section_of(section, args) for name, section in SECTIONS.items()})
+
+    def require_filled(self) -> Config:
+        """This configuration, after a check that every flag without `| None` has a value (AssertionError)."""
+        empty = [n for n, spec in declared_flags().items() if spec.filled and self.value_of(n) is None]
+        assert not empty, (
+            f"a resolved configuration must have values of all flags, got none of {empty}; report this as a bug"
+        )
+        return self
 
     def value_of(self, name: str) -> Any:
         """The value of a field by its name alone, for code that goes through flags."""
@@ -121,7 +137,7 @@ class Config:
 
     @property
     def num_engines(self) -> int:
-        """Number of rollout engines. 0 if only the trainer runs."""
+        """Number of rollout engines. 0 if only the trainer runs, and for a rule before --rollout-num-gpus is known."""
         return (self.cluster.rollout_num_gpus or 0) // self.cluster.rollout_num_gpus_per_engine
 
     @property
@@ -137,21 +153,23 @@ class Config:
         return self.cluster.rollout_num_gpus_per_engine // other or 1
 
     @property
-    def total_steps(self) -> int:
-        """Number of optimizer steps of the run. With --num-epoch, known only after `with_values(num_rollout=...)`."""
-        rollouts, steps = self.data.num_rollout, self.data.num_steps_per_rollout
-        if rollouts is None or steps is None:
-            raise ValueError(
-                f"num_rollout must be known to count the steps, got {rollouts}; read the data first"
-            )
-        return rollouts * steps
+    def rollouts(self) -> int:
+        """--num-rollout. With --num-epoch, known only after `with_values(num_rollout=...)`."""
+        if self.data.num_rollout is None:
+            raise ValueError("num_rollout must be known to count the steps, got None; read the data first")
+        return self.data.num_rollout
 
-    def with_values(self, **values: Any) -> Config:
+    @property
+    def total_steps(self) -> int:
+        """Number of optimizer steps of the run; see `rollouts`."""
+        return self.rollouts * self.data.num_steps_per_rollout
+
+    def with_values(self, **values: object) -> Config:
         """A copy with fields replaced, for values that are known only after the data are read (`num_rollout`)."""
         flat = {name: self.value_of(name) for name in SECTION_OF}
         return Config.from_flat({**flat, **values}, self.notes)
 
-    def namespace(self, **facts: Any) -> argparse.Namespace:
+    def namespace(self, **facts: object) -> argparse.Namespace:
         """A flat, mutable copy for user hooks (their `args`), with run-time values added (the address of the router).
 
         Contains every field under its name; unsupported flags with their default; switches without effect as False
@@ -178,12 +196,12 @@ class Config:
         flat.update(world_size=self.world_size, data_parallel_size=self.data_parallel_size)
         return argparse.Namespace(**{**flat, **facts})
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Values]:
         """Section name -> its fields as plain JSON values."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Config:
+    def from_dict(cls, data: Values) -> Config:
         """Inverse of `to_dict`. ValueError for a key that is not a field."""
         try:
             sections = {name: SECTIONS[name](**data[name]) for name in SECTIONS}
@@ -204,25 +222,11 @@ class Config:
         temporary.replace(path)
 
 
-class Flags:
-    """The flags of the `args` that a plug-in made or copied: an attribute, else the default of the flag of that name.
+def section_of(section: type[S], args: object) -> S:
+    """A section from the `args` of a hook: each field that they have as an attribute, else its default.
 
-    Functions that plug-ins call read `args` through it, because slime's `args` have no flags of ours. AttributeError
-    for a name that is no flag.
+    The border with plug-ins: functions that they call read `args` through it, because `args` that a plug-in makes, and
+    those of slime, lack flags of ours.
     """
-
-    def __init__(self, args: Any) -> None:
-        self._args = args
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return getattr(self._args, name)
-        except AttributeError:
-            if name not in _defaults():
-                raise
-            return copy.deepcopy(_defaults()[name])
-
-
-@functools.cache
-def _defaults() -> dict[str, Any]:
-    return vars(Config.from_flat({}).namespace())
+    names: Iterable[str] = vars(section)["__dataclass_fields__"]
+    return section(**{name: getattr(args, name) for name in names if hasattr(args, name)})

@@ -7,7 +7,6 @@ NO_EFFECT: the run does what the flag is for without it. Any value is accepted, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from slime.config.fields import FlagSpec, spelled
 
@@ -25,9 +24,10 @@ _BUFFER = "an external trajectory buffer is not supported; write a --rollout-fun
 
 @dataclass(frozen=True)
 class Unsupported:
-    """`default` is the only accepted value."""
+    """A flag that is accepted at one value only."""
 
-    default: Any
+    default: object
+    """The only accepted value."""
     why: str
 
 

@@ -20,16 +20,18 @@ from slime.data.token_slice import TokenSlice, token_slice
 class Ahead:
     """What depth k reads and predicts, int64 on the host.
 
-    `tokens` [P]: the token k places after that of each row, 0 where the sequence has ended, and in padding. `rows` [r]:
-    the rows that predict a response token. `targets` [r]: these tokens. `of_response` [r]: their places among all R
-    response tokens. The first k tokens of a sequence are not predicted by its own places, so that a response may lack
-    up to k tokens.
+    The first k tokens of a sequence are not predicted by its own places, so that a response may lack up to k
+    tokens.
     """
 
     tokens: Tensor
+    """[P]: the token k places after that of each row, 0 where the sequence has ended, and in padding."""
     rows: Tensor
+    """[r]: the rows that predict a response token."""
     targets: Tensor
+    """[r]: these tokens."""
     of_response: Tensor
+    """[r]: their places among all R response tokens."""
 
 
 def unshared(part: TokenSlice, multiple: int) -> TokenSlice:

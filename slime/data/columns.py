@@ -8,14 +8,14 @@ Shapes: R_i response tokens of sample i, L_i prompt and response tokens, P rows 
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from torch import Tensor
 
+from slime.config.schema import Config
 from slime.data import routed_experts
 from slime.data.token_slice import TokenSlice
 from slime.types import Sample, TrainData
@@ -38,33 +38,35 @@ Carried = Literal["never", "training", "policy"]
 
 @dataclass(frozen=True)
 class Column:
-    """One column of train data.
-
-    `dtype`: of its tensors, for kind response and sequence. `read`: its entry of one sample, for origin sample; without
-    it the engine's values under this name (`Sample.columns`), where `default` replaces those that no one gave.
-    `optional`: all samples have it or none; otherwise it is there. `flag`: the field of the configuration that turns
-    the column on, "" for always. `mean`: the trainer reports `rollout/{name}`. `to_tensor`, `to_rows`: for kind ragged,
-    the entry of a sample as a host tensor, and this rank's rows [P, ...] of a packed micro-batch.
-    """
+    """One column of train data."""
 
     name: str
     kind: Kind
     origin: Origin
     dtype: type[np.generic] | None = None
-    read: Callable[[Sample], Any] | None = None
+    """Of its tensors, for kind response and sequence."""
+    read: Callable[[Sample], object] | None = None
+    """Its entry of one sample, for origin sample. Without it: the engine's values under this name
+    (`Sample.columns`)."""
     optional: bool = False
+    """All samples have it or none. Otherwise it is there."""
     default: float | None = None
+    """Replaces the engine's values that no one gave."""
     flag: str = ""
+    """The field of the configuration that turns the column on, "" for always."""
     carried: Carried = "never"
     mean: bool = False
-    to_tensor: Callable[[Any], Tensor] | None = None
+    """The trainer reports `rollout/{name}`."""
+    to_tensor: Callable[[np.ndarray], Tensor] | None = None
+    """For kind ragged: the entry of a sample as a host tensor."""
     to_rows: Callable[[TrainData, list[int], TokenSlice], Tensor] | None = None
+    """For kind ragged: this rank's rows [P, ...] of a packed micro-batch."""
 
-    def on(self, args: Namespace) -> bool:
+    def on(self, config: Config) -> bool:
         """Whether the flags ask for this column."""
-        return not self.flag or bool(getattr(args, self.flag))
+        return not self.flag or bool(config.value_of(self.flag))
 
-    def of_samples(self, samples: list[Sample]) -> list[Any] | None:
+    def of_samples(self, samples: list[Sample]) -> list[object] | None:
         """The column of these samples; None where an optional one is set on none. ValueError for a part of them."""
         read = self.read or self._from_engine
         values = [read(sample) for sample in samples]
@@ -170,12 +172,12 @@ def present(data: TrainData, kind: Kind | None = None) -> Iterator[Column]:
     return (c for c in COLUMNS.values() if kind in (None, c.kind) and c.name in data)
 
 
-def carried(data: TrainData, args: Namespace, *, training: bool, policy: bool) -> list[str]:
+def carried(data: TrainData, config: Config, *, training: bool, policy: bool) -> list[str]:
     """Names of the columns of `data` that a micro-batch of this pass carries."""
     passes = [name for name, on in (("training", training), ("policy", policy)) if on]
-    return [column.name for column in present(data) if column.carried in passes and column.on(args)]
+    return [column.name for column in present(data) if column.carried in passes and column.on(config)]
 
 
-def reported(data: TrainData, args: Namespace, kind: Kind) -> list[str]:
+def reported(data: TrainData, config: Config, kind: Kind) -> list[str]:
     """Names of the columns of `data` of this kind whose mean the trainer reports."""
-    return [column.name for column in present(data, kind) if column.mean and column.on(args)]
+    return [column.name for column in present(data, kind) if column.mean and column.on(config)]

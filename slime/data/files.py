@@ -17,12 +17,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slime.data.cache_lock import cache_locks
 from slime.disk_space import Room
+from slime.types import Json
 
 if TYPE_CHECKING:
+    import pyarrow
     from datasets import Dataset
 
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
@@ -32,15 +34,20 @@ _CACHE = "HF_DATASETS_CACHE"
 _ROWS_PER_BATCH = 100_000
 """Each start reads the header of every batch. With 1,000 rows a batch, that would bring a whole table into memory."""
 
+Row: TypeAlias = dict[str, Any]
+"""A row of a prompt file: column -> value."""
+
 
 @dataclass(frozen=True)
 class Source:
-    """Files of one kind in the order of their names, or a dataset of the hub (`files` is empty). `part`: the slice."""
+    """Files of one kind, or a dataset of the hub."""
 
     name: str
     files: tuple[Path, ...]
+    """In the order of their names. Empty for a dataset of the hub."""
     flag: str
     part: slice | None = None
+    """The slice."""
 
     @property
     def suffix(self) -> str:
@@ -52,7 +59,7 @@ class Source:
         """Whether a row of the table is JSON text."""
         return self.suffix in (".jsonl", ".json")
 
-    def row(self, stored: dict[str, Any], where: Place) -> dict[str, Any] | None:
+    def row(self, stored: Row, where: Place) -> Row | None:
         """The row that the table stores, None for an empty line. ValueError if it is not a JSON object."""
         if not self.is_json:
             if self.suffix != ".csv":
@@ -78,10 +85,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Place:
-    """Row `number`, from 0, of the table of `source`. As text "file:line", which is looked up only for an error."""
+    """A row of a table. As text "file:line", which is looked up only for an error."""
 
     source: Source
     number: int
+    """From 0, in the table of `source`."""
 
     def __str__(self) -> str:
         number, source = self.number, self.source
@@ -99,10 +107,10 @@ class Place:
         return f"{file}: {'entry' if source.suffix == '.json' else 'row'} {number + 1}"
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str) -> Json:
     """The value of a JSON text. ValueError for text that is not JSON, too deep, or half of a surrogate pair."""
     try:
-        value = json.loads(text)
+        value: Json = json.loads(text)
     except RecursionError as error:
         raise ValueError(
             "JSON must nest less deeply, got too many brackets inside each other; nest fewer"
@@ -118,7 +126,7 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def _present(value: Any) -> Any:
+def _present(value: object) -> object:
     """`value` without the fields that are None, at every depth. One Arrow schema gives each row the fields of all."""
     if isinstance(value, dict):
         return {name: _present(one) for name, one in value.items() if one is not None}
@@ -212,7 +220,7 @@ def _build(source: Source, folder: Path) -> Dataset:
     stats = [file.stat() for file in files]
     # `datasets` names the table after these, so a changed file gives another table.
     changes = [(str(stat.st_size), str(stat.st_mtime_ns), str(stat.st_ctime_ns)) for stat in stats]
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     if source.is_json:
         options = {
             "features": Features({"text": Value("string")}),
@@ -261,7 +269,7 @@ def _check_types(files: list[Path]) -> None:
                 ) from error
 
 
-def _schema(file: Path) -> Any:
+def _schema(file: Path) -> pyarrow.Schema:
     import pyarrow
     import pyarrow.parquet
 

@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slime.config.problems import given
+from slime.config.schema import section_of
+from slime.config.sections.data import DataConfig
+from slime.config.sections.megatron import MegatronConfig
 from slime.data.columns import COLUMNS
 from slime.data.token_slice import TokenSlice, token_slice
 from slime.models import decoder_of
+from slime.models.decoder import Hf
 from slime.plan.flops import ForwardFlops, PredictionFlops
 from slime.plan.stages import micro_batch_group
 from slime.types import TrainData
@@ -35,7 +41,7 @@ class Schedule:
     global_batch_sizes: list[int]
 
 
-def sample_flops(length: float, response_length: float, hf_config: dict[str, Any]) -> float:
+def sample_flops(length: float, response_length: float, hf_config: Hf) -> float:
     """FLOPs of one forward pass over a sample (slime.plan.flops)."""
     return ForwardFlops(hf_config)(length, response_length)
 
@@ -132,11 +138,17 @@ def _halves(positions: list[int], lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _bins(
-    args: Any, positions: list[int], lengths: Sequence[int], costs: Sequence[float], dp_size: int, group: int
+    data: DataConfig,
+    context_parallel: int,
+    positions: list[int],
+    lengths: Sequence[int],
+    costs: Sequence[float],
+    dp_size: int,
+    group: int,
 ) -> list[list[int]]:
     multiple = dp_size * group
-    if not args.use_dynamic_batch_size:
-        size = args.micro_batch_size
+    if not data.use_dynamic_batch_size:
+        size = data.micro_batch_size
         if len(positions) % (size * multiple):
             virtual = " x micro-batches of a virtual stage" if group > 1 else ""
             raise ValueError(
@@ -145,8 +157,8 @@ def _bins(
                 "or use --use-dynamic-batch-size"
             )
         return [positions[i : i + size] for i in range(0, len(positions), size)]
-    cap = args.max_tokens_per_gpu * args.context_parallel_size
-    if args.balance_by_flops:
+    cap = given(data.max_tokens_per_gpu) * context_parallel
+    if data.balance_by_flops:
         count = -(-sum(lengths[i] for i in positions) // cap)
         count = min(-(-count // multiple) * multiple, len(positions) // multiple * multiple)
         if count:
@@ -156,30 +168,44 @@ def _bins(
 
 
 def build_dp_schedule(
-    args: Any,
+    args: Namespace,
     total_lengths: Sequence[int],
     rollout_ids: Sequence[int],
     dp_size: int,
-    hf_config: dict[str, Any],
+    hf_config: Hf,
+    response_lengths: Sequence[int] | None = None,
+) -> Schedule:
+    """`plan_steps` for plug-ins, with the sections that are in `args`."""
+    sections = section_of(DataConfig, args), section_of(MegatronConfig, args)
+    return plan_steps(*sections, total_lengths, rollout_ids, dp_size, hf_config, response_lengths)
+
+
+def plan_steps(
+    data: DataConfig,
+    megatron: MegatronConfig,
+    total_lengths: Sequence[int],
+    rollout_ids: Sequence[int],
+    dp_size: int,
+    hf_config: Hf,
     response_lengths: Sequence[int] | None = None,
 ) -> Schedule:
     """Plan the optimizer steps of one rollout.
 
-    Every step holds `args.global_batch_size` rollouts (all of them when None), siblings together; trailing rollouts
+    Every step holds --global-batch-size rollouts (all of them when None), siblings together; trailing rollouts
     are dropped. With --use-dynamic-batch-size the step's samples are packed first-fit under
     `max_tokens_per_gpu * context_parallel_size` tokens, a longer sample alone; the number of micro-batches is a
     multiple of `dp_size`, with virtual pipeline stages of `dp_size * micro_batch_group`. Ranks take them by stride, or
     balanced by FLOPs with --balance-data (`ForwardFlops`; without `response_lengths` as if all tokens were responses).
     """
-    steps = _steps(rollout_ids, args.global_batch_size or len(set(rollout_ids)))
+    steps = _steps(rollout_ids, data.global_batch_size or len(set(rollout_ids)))
     responses = total_lengths if response_lengths is None else response_lengths
     flops = ForwardFlops(hf_config)
     costs = [flops(n, r) for n, r in zip(total_lengths, responses, strict=True)]
-    group = micro_batch_group(args, len(decoder_of(hf_config).layers))
+    group = micro_batch_group(megatron, len(decoder_of(hf_config).layers))
     ranks: list[list[list[list[int]]]] = [[] for _ in range(dp_size)]
     for positions in steps:
-        bins = _bins(args, positions, total_lengths, costs, dp_size, group)
-        if args.balance_data:
+        bins = _bins(data, megatron.context_parallel_size, positions, total_lengths, costs, dp_size, group)
+        if data.balance_data:
             parts = karmarkar_karp([sum(costs[i] for i in b) for b in bins], dp_size, equal_size=True)
         else:
             parts = [list(range(r, len(bins), dp_size)) for r in range(dp_size)]
@@ -190,31 +216,34 @@ def build_dp_schedule(
 
 @dataclass
 class MicroBatch:
-    """One packed row, and what the loss needs for it. Every context-parallel rank has all data of the samples, and the
-    model computes this rank's part of the tokens (all of them if there is one rank).
-
-    `tokens` [P] int64: this rank's tokens, then padding; `part` says which they are. `rows` [r] int64: of the response
-    tokens that this rank predicts, the row of `tokens` whose hidden state predicts each; `targets` [r] int64: those
-    tokens; `mine` [r] int64: their places among all R response tokens, None when r = R.
-    `sample_of_row` [R] int64: position in `samples`; `samples`: positions within the rank's data.
-    `columns`: the columns of one number per response token that were asked for, each [R]; `of_rows`: the ragged ones,
-    each [P, ...] beside `tokens`, such as the engine's experts. `routing`: which experts the layers of this pass take,
-    see `slime.megatron_backend.step.routing_replay`. On the host, `packed` [T] int64 are the tokens of the whole row,
-    and `predicting` [R] int64 the place in it that predicts each response token.
-    """
+    """One packed row, and what the loss needs for it. Every context-parallel rank has all data of the samples, and
+    the model computes this rank's part of the tokens (all of them if there is one rank)."""
 
     part: TokenSlice
+    """Which tokens are this rank's."""
     tokens: torch.Tensor
+    """[P] int64: this rank's tokens, then padding."""
     rows: torch.Tensor
+    """[r] int64: of the response tokens that this rank predicts, the row of `tokens` whose hidden state predicts
+    each."""
     targets: torch.Tensor
+    """[r] int64: those response tokens."""
     mine: torch.Tensor | None
+    """[r] int64: their places among all R response tokens. None when r = R."""
     sample_of_row: torch.Tensor
+    """[R] int64: position in `samples`."""
     samples: list[int]
+    """Positions within the rank's data."""
     columns: dict[str, torch.Tensor]
+    """The columns of one number per response token that were asked for, each [R]."""
     of_rows: dict[str, torch.Tensor]
+    """The ragged columns, each [P, ...] beside `tokens`, such as the engine's experts."""
     packed: torch.Tensor
+    """[T] int64 on the host: the tokens of the whole row."""
     predicting: torch.Tensor
+    """[R] int64 on the host: the place in `packed` that predicts each response token."""
     routing: Any = None
+    """Which experts the layers of this pass take, see `slime.megatron_backend.step.routing_replay`."""
 
     def split(self, per_token: torch.Tensor, response_lengths: list[int]) -> list[torch.Tensor]:
         """Cut [R] back into one tensor per sample of the micro-batch."""
@@ -230,7 +259,7 @@ def pack(
     samples: list[int],
     columns: Sequence[str],
     *,
-    device: Any,
+    device: torch.device | str,
     multiple: int = 1,
     cp_rank: int = 0,
     cp_size: int = 1,
@@ -277,7 +306,7 @@ def pack(
     )
 
 
-def shares_prompts(config: Config, hf_config: dict[str, Any]) -> bool:
+def shares_prompts(config: Config, hf_config: Hf) -> bool:
     """Whether a prompt is computed once for all samples of a micro-batch that have it. Not with layers that have a
     state: the state after the prompt is not kept."""
     if decoder_of(hf_config).stateful:
@@ -305,7 +334,7 @@ def shared_prompts(data: TrainData, samples: list[int], columns: Sequence[str]) 
     return found
 
 
-def prediction_flops(data: TrainData, hf_config: dict[str, Any]) -> float:
+def prediction_flops(data: TrainData, hf_config: Hf) -> float:
     """FLOPs of a training pass through the layers of multi-token prediction, over a rank's samples."""
     flops = PredictionFlops(hf_config)
     samples = (i for batch in data["micro_batch_indices"] for i in batch)
@@ -315,7 +344,7 @@ def prediction_flops(data: TrainData, hf_config: dict[str, Any]) -> float:
 def forward_flops(
     data: TrainData,
     columns: Sequence[str],
-    hf_config: dict[str, Any],
+    hf_config: Hf,
     *,
     share_prompts: bool,
     first_step: bool = True,

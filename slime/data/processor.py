@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 _TEXT_ONLY = "images, video and audio are not supported yet; leave them out of the messages"
 
 
-def load_processor(name_or_path: str, **kwargs: Any) -> None:
+def load_processor(name_or_path: str, **kwargs: object) -> None:
     """None, as slime returns for a checkpoint that has no processor. Code that asks for one goes on with text."""
 
 
-def process_vision_info(prompt: Any, processor: Any) -> NoReturn:
+def process_vision_info(prompt: object, processor: object) -> NoReturn:
     """ValueError."""
     raise ValueError(f"prompts must be text only, got a call of process_vision_info; {_TEXT_ONLY}")
 
 
-def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> NoReturn:
+def build_processor_kwargs(multimodal_inputs: dict[str, object] | None = None) -> NoReturn:
     """ValueError."""
     raise ValueError(f"prompts must be text only, got a call of build_processor_kwargs; {_TEXT_ONLY}")
 
 
-def encode_image_for_rollout_engine(image: Any) -> NoReturn:
+def encode_image_for_rollout_engine(image: object) -> NoReturn:
     """ValueError."""
     raise ValueError(f"prompts must be text only, got an image; {_TEXT_ONLY}")

@@ -17,14 +17,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from slime.data.files import Place, Source, find_source, read_table
+from slime.data.files import Place, Row, Source, find_source, read_table
 from slime.data.rows import Columns, prompt_lengths, render_chat, rendered, require_conversation, to_prompt
 from slime.data.tokenizer import tokenizer_identity
-from slime.types import Prompt, Sample
+from slime.types import Metadata, Prompt, Sample
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LabelCheck = Callable[[Any, dict[str, Any]], None]
+LabelCheck = Callable[[object, Metadata], None]
 """(label, metadata) -> ValueError for a label that the reward of its row cannot use."""
 
 _ROWS_AT_A_TIME = 1024
@@ -117,7 +117,7 @@ class Prompts(Sequence[Prompt]):
         return _column_of(_mapped(picked, count, ("tokens",), key), "tokens")
 
 
-def read_file(path: str, flag: str = "--prompt-data") -> Iterator[dict[str, Any]]:
+def read_file(path: str, flag: str = "--prompt-data") -> Iterator[Row]:
     """The rows of a file, a folder or a hub dataset, in order. `path@[a:b]` is the slice rows[a:b].
 
     ValueError with `flag` for a missing file or another file type, and with file and line for a wrong row.
@@ -247,7 +247,7 @@ def _check(
     tokenizer: PreTrainedTokenizerBase | None,
     check_label: LabelCheck | None,
     conversations: bool,
-    batch: dict[str, list[Any]],
+    batch: dict[str, list[object]],
     numbers: list[int],
 ) -> dict[str, list[int]]:
     """Row and size in characters of each prompt, and whether it is a list. ValueError with the place of the first
@@ -277,7 +277,7 @@ def _check(
 
 
 def _count(
-    batch: dict[str, list[Any]],
+    batch: dict[str, list[object]],
     numbers: list[int],
     rows: np.ndarray,
     source: Source,
@@ -301,7 +301,12 @@ def _count(
 
 
 def _mapped(
-    table: Dataset, function: Callable[..., Any], names: tuple[str, ...], key: str, *, processes: bool = False
+    table: Dataset,
+    function: Callable[..., dict[str, list[int]]],
+    names: tuple[str, ...],
+    key: str,
+    *,
+    processes: bool = False,
 ) -> Dataset:
     """Columns `names`, uint32, that `function` makes of batches of rows. Remembered beside the table under `key`."""
     from datasets import Features, Value
@@ -365,7 +370,7 @@ def _require_room(
 
 
 def filter_long_prompt(
-    samples: list[Sample], tokenizer: PreTrainedTokenizerBase, processor: Any, max_length: int | None
+    samples: list[Sample], tokenizer: PreTrainedTokenizerBase, processor: object, max_length: int | None
 ) -> list[Sample]:
     """The samples whose prompt has at most `max_length` tokens (None: all). Logs the number of dropped samples."""
     if processor is not None:

@@ -10,14 +10,13 @@ Shapes: N tokens of a sample, L layers of the model, K experts per token, P rows
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from slime.data.token_slice import TokenSlice
 from slime.models import decoder_of
+from slime.models.decoder import Hf
 from slime.types import TrainData
 
 COLUMN = "rollout_routed_experts"
@@ -25,7 +24,7 @@ OPEN = -1
 """In a packed row: the router chooses."""
 
 
-def check_column(data: TrainData, hf_config: dict[str, Any]) -> None:
+def check_column(data: TrainData, hf_config: Hf) -> None:
     """ValueError for the first sample whose record is not [N - 1, L, K], with different experts of the model per token.
 
     The engine leaves zeros where it wrote nothing, so that the first two experts of such a token are equal. With one
@@ -35,7 +34,7 @@ def check_column(data: TrainData, hf_config: dict[str, Any]) -> None:
     assert decoder.experts is not None  # slime.config raises an error for a dense model
     layers, topk, experts = len(decoder.layers), decoder.experts.topk, decoder.experts.count
     sparse = np.array(decoder.sparse)
-    found: list[Any] = data.get(COLUMN) or [None] * len(data["tokens"])
+    found: list[np.ndarray | None] = data.get(COLUMN) or [None] * len(data["tokens"])
     names = data.get("sample_indices", range(len(found)))
     for name, tokens, rows in zip(names, data["tokens"], found, strict=True):
         wanted = [len(tokens) - 1, layers, topk]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime.data.files import Place, parse_json
+from slime.data.files import Place, Row, parse_json
 from slime.data.tokenizer import opened, opening_ids
-from slime.types import Prompt
+from slime.types import Message, Prompt, Tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 _TEXTS_AT_A_TIME = 1024
 
@@ -28,12 +30,10 @@ class Columns:
     metadata_key: str = "metadata"
     tool_key: str | None = "tools"
     apply_chat_template: bool = False
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template_kwargs: dict[str, object] = field(default_factory=dict)
 
 
-def to_prompt(
-    row: dict[str, Any], where: Place, columns: Columns, tokenizer: PreTrainedTokenizerBase | None
-) -> Prompt:
+def to_prompt(row: Row, where: Place, columns: Columns, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
     """The prompt of a row. ValueError with its place for a missing column or a wrong type."""
     text = _column(row, columns.input_key, "--input-key", where)
     if text in ("", []):
@@ -62,7 +62,7 @@ def to_prompt(
     return Prompt(text=text, label=label, metadata=metadata)
 
 
-def _column(row: dict[str, Any], key: str, flag: str, where: Place) -> Any:
+def _column(row: Row, key: str, flag: str, where: Place) -> object:
     value = row.get(key)
     if key not in row and "." in key:  # "reward_model.ground_truth": a field of a column
         value = row
@@ -76,7 +76,7 @@ def _column(row: dict[str, Any], key: str, flag: str, where: Place) -> Any:
     return value
 
 
-def _label(row: dict[str, Any], key: str, where: Place) -> Any:
+def _label(row: Row, key: str, where: Place) -> object:
     label = _column(row, key, "--label-key", where)
     if (isinstance(label, str) and not label.strip()) or (
         isinstance(label, float) and not math.isfinite(label)
@@ -87,7 +87,7 @@ def _label(row: dict[str, Any], key: str, where: Place) -> Any:
     return label
 
 
-def _message(entry: Any, key: str, where: Place) -> dict[str, Any]:
+def _message(entry: object, key: str, where: Place) -> Message:
     if not isinstance(entry, dict) or not isinstance(entry.get("role"), str):
         raise ValueError(
             f"{where}: every message of column {key!r} must be an object with a role, got {entry!r:.80}; "
@@ -105,7 +105,7 @@ def _message(entry: Any, key: str, where: Place) -> dict[str, Any]:
     return message
 
 
-def require_conversation(text: str | list[dict[str, Any]], key: str, where: Place) -> None:
+def require_conversation(text: str | list[Message], key: str, where: Place) -> None:
     """ValueError unless a row of SFT has chat messages with an assistant's turn to train on."""
     if not isinstance(text, list):
         raise ValueError(
@@ -120,7 +120,7 @@ def require_conversation(text: str | list[dict[str, Any]], key: str, where: Plac
         )
 
 
-def _text_of(part: Any, key: str, where: Place) -> str:
+def _text_of(part: object, key: str, where: Place) -> str:
     """The text of a part of a message's content."""
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         raise ValueError(
@@ -130,7 +130,7 @@ def _text_of(part: Any, key: str, where: Place) -> str:
     return str(part["text"])
 
 
-def _parsed(value: Any, kind: type, key: str, flag: str, where: Place) -> Any:
+def _parsed(value: object, kind: type[T], key: str, flag: str, where: Place) -> T:
     """`value` as a `kind`. A string is parsed as JSON, because csv and parquet files often contain JSON."""
     if isinstance(value, str):
         try:
@@ -146,21 +146,21 @@ def _parsed(value: Any, kind: type, key: str, flag: str, where: Place) -> Any:
 
 
 def render_chat(
-    messages: list[dict[str, Any]],
+    messages: list[Message],
     tokenizer: PreTrainedTokenizerBase,
-    template_kwargs: dict[str, Any],
-    tools: list[Any] | None = None,
+    template_kwargs: dict[str, object],
+    tools: Tools | None = None,
 ) -> str:
     """The text that a model continues: the chat template of the messages, open for the assistant's turn."""
-    options = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
+    options: dict[str, Any] = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
     return str(tokenizer.apply_chat_template(messages, tools=tools, **options))
 
 
 def rendered(
-    messages: list[dict[str, Any]],
+    messages: list[Message],
     tokenizer: PreTrainedTokenizerBase,
-    template_kwargs: dict[str, Any],
-    tools: list[Any] | None,
+    template_kwargs: dict[str, object],
+    tools: Tools | None,
     where: Place,
 ) -> str:
     """`render_chat` of a row. ValueError with its place for any error of the template."""

@@ -10,14 +10,17 @@ import functools
 import json
 import os
 import random
+from argparse import Namespace
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from slime.algo.losses import loss_of
 from slime.checkpoints.hf_config import read_hf_config
-from slime.config.schema import Flags
+from slime.config.schema import Config, section_of
+from slime.config.sections.data import DataConfig
+from slime.config.sections.rollout import RolloutConfig
 from slime.data.prompts import Context, LabelCheck, Prompts, load_prompts, prompt_limit
 from slime.data.rows import Columns
 from slime.data.tokenizer import load_tokenizer
@@ -42,23 +45,23 @@ class PromptDataSource:
     rollout function supplies its own prompts. Without --prompt-data it has only the groups that `add_samples` gave.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Namespace) -> None:
         self.args = args
         self.buffer: list[SampleGroup] = []
         self.prompts: Sequence[Prompt] = []
-        flags = Flags(args)
-        if flags.prompt_data and not flags.disable_rollout_global_dataset:
-            self.prompts = load_training_prompts(args, self.label_check(args))
+        rollout, data = section_of(RolloutConfig, args), section_of(DataConfig, args)
+        if data.prompt_data and not data.disable_rollout_global_dataset:
+            self.prompts = load_training_prompts(Config.of_args(args), self.label_check(args))
         self.epoch = 0
         self.position = 0
         self.next_group_index = 0
         self.next_index = 0
         self._order: tuple[int, Sequence[int]] | None = None
         self._buffer_filter = pop_first
-        if flags.buffer_filter_path:
-            self._buffer_filter = load_function(flags.buffer_filter_path, flag="--buffer-filter-path")
+        if rollout.buffer_filter_path:
+            self._buffer_filter = load_function(rollout.buffer_filter_path, flag="--buffer-filter-path")
 
-    def label_check(self, args: Any) -> LabelCheck | None:
+    def label_check(self, args: Namespace) -> LabelCheck | None:
         """What raises ValueError for a wrong label while the file is read. A subclass knows the rewards."""
         return None
 
@@ -87,7 +90,7 @@ class PromptDataSource:
                 )
         self.buffer.extend(groups)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Position, numbering and buffered samples as plain values, copied from this object."""
         return {
             "version": _VERSION,
@@ -101,7 +104,7 @@ class PromptDataSource:
             "buffer": copy.deepcopy([[sample.to_dict() for sample in group] for group in self.buffer]),
         }
 
-    def load_state_dict(self, state: dict[str, Any], where: str = "the saved data position") -> None:
+    def load_state_dict(self, state: Mapping[str, Any], where: str = "the saved data position") -> None:
         """Continue exactly at the position of `state`. ValueError if `state` is of other prompts or another order."""
         now = self.state_dict()
         names = {
@@ -159,7 +162,7 @@ class PromptDataSource:
             )
         self.load_state_dict(json.loads(path.read_text(encoding="utf-8")), where=str(path))
 
-    def _of_slime(self, path: Path) -> dict[str, Any]:
+    def _of_slime(self, path: Path) -> dict[str, object]:
         """The state from a file of slime, which visits the prompts in the same order and saves no buffer."""
         import torch
 
@@ -199,7 +202,7 @@ class PromptDataSource:
         return group
 
     def _next_prompt(self) -> Prompt:
-        if not self.prompts and Flags(self.args).disable_rollout_global_dataset:
+        if not self.prompts and section_of(DataConfig, self.args).disable_rollout_global_dataset:
             return Prompt(text="")
         if not self.prompts:
             raise ValueError(
@@ -224,48 +227,47 @@ class PromptDataSource:
 
 
 def load_training_prompts(
-    args: Any, check_label: LabelCheck | None, *, most_bytes: int | None = None
+    c: Config, check_label: LabelCheck | None, *, most_bytes: int | None = None
 ) -> Prompts:
     """The prompts of --prompt-data with the columns, the template and the limits of a run's flags. `most_bytes`: see
-    `load_prompts`."""
-    if not args.prompt_data:
+    `load_prompts`. Without --hf-checkpoint, no prompt is rendered or counted."""
+    data, checkpoint = c.data, c.rollout.hf_checkpoint
+    if not data.prompt_data:
         raise ValueError(
             "--prompt-data must name a prompt file, got none; or pass --disable-rollout-global-dataset"
         )
-    limit = prompt_limit(args.rollout_max_prompt_len, args.rollout_max_context_len)
+    limit = prompt_limit(c.rollout.rollout_max_prompt_len, c.rollout.rollout_max_context_len)
 
     @functools.cache
     def tokenizer() -> PreTrainedTokenizerBase:
-        return load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+        return load_tokenizer(checkpoint, trust_remote_code=c.train.trust_remote_code)
 
     context = None
-    longest = (
-        read_hf_config(args.hf_checkpoint).get("max_position_embeddings") if args.hf_checkpoint else None
-    )
-    if args.hf_checkpoint and loss_of(args).rewarded:  # an engine continues the prompts
+    longest = read_hf_config(checkpoint).get("max_position_embeddings") if checkpoint else None
+    if checkpoint and loss_of(c.algorithm).rewarded:  # an engine continues the prompts
         context = Context(longest, tokenizer)
     columns = Columns(
-        input_key=args.input_key,
-        label_key=args.label_key,
-        metadata_key=args.metadata_key,
-        tool_key=args.tool_key,
-        apply_chat_template=args.apply_chat_template,
-        apply_chat_template_kwargs=dict(args.apply_chat_template_kwargs),
+        input_key=data.input_key,
+        label_key=data.label_key,
+        metadata_key=data.metadata_key,
+        tool_key=data.tool_key,
+        apply_chat_template=data.apply_chat_template,
+        apply_chat_template_kwargs=dict(data.apply_chat_template_kwargs),
     )
     return load_prompts(
-        args.prompt_data,
+        data.prompt_data,
         columns,
-        tokenizer=tokenizer() if args.apply_chat_template or limit is not None else None,
+        tokenizer=tokenizer() if data.apply_chat_template or limit is not None else None,
         max_prompt_len=limit,
         context=context,
         check_label=check_label,
-        conversations=getattr(args, "rollout_function_path", None) == SFT_ROLLOUT,
+        conversations=c.rollout.rollout_function_path == SFT_ROLLOUT,
         most_bytes=most_bytes,
     )
 
 
 def pop_first(
-    args: Any, rollout_id: int | None, buffer: list[SampleGroup], num_samples: int
+    args: Namespace, rollout_id: int | None, buffer: list[SampleGroup], num_samples: int
 ) -> list[SampleGroup]:
     """The default --buffer-filter-path: returns the groups that have waited longest."""
     taken = buffer[:num_samples]
@@ -277,7 +279,7 @@ def _state_path(root: str, rollout_id: int) -> Path:
     return Path(root) / "rollout" / f"data_state_{rollout_id}.json"
 
 
-def _refuse(value: Any) -> Any:
+def _refuse(value: object) -> NoReturn:
     raise ValueError(
         "a buffered sample must hold plain values (numbers, strings, lists, dicts), got "
         f"{type(value).__name__}; "

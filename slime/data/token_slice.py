@@ -29,21 +29,22 @@ class Run:
 
 @dataclass(frozen=True)
 class TokenSlice:
-    """The part of one packed row that rank `rank` of `size` computes. Tensors are int64 on the host.
-
-    `lengths`: tokens of each sequence of the row. `runs`: this rank's runs, in its order. `tokens` [n]: the place of
-    each of its tokens in the packed row. `rows`: P, equal on all ranks. `gathered` [T]: the place of each packed token
-    when the P rows of all ranks are concatenated. `shares`: some tokens are computed once for several sequences.
-    """
+    """The part of one packed row that rank `rank` of `size` computes. Tensors are int64 on the host."""
 
     lengths: tuple[int, ...]
+    """Tokens of each sequence of the row."""
     rank: int
     size: int
     runs: list[Run]
+    """This rank's runs, in its order."""
     tokens: Tensor
+    """[n]: the place of each of its tokens in the packed row."""
     rows: int
+    """P, equal on all ranks."""
     gathered: Tensor
+    """[T]: the place of each packed token when the P rows of all ranks are concatenated."""
     shares: bool = False
+    """Some tokens are computed once for several sequences."""
 
     def row_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the packed places `tokens` this rank computes (indices into `tokens`), and in which of its rows."""

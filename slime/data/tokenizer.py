@@ -61,7 +61,7 @@ def opened(ids: list[int], opening: list[int]) -> list[int]:
 
 
 def load_tokenizer(
-    name_or_path: str, *, trust_remote_code: bool = False, **kwargs: Any
+    name_or_path: str, *, trust_remote_code: bool = False, **kwargs: object
 ) -> PreTrainedTokenizerBase:
     """The Hugging Face tokenizer stored at `name_or_path`.
 

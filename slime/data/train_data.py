@@ -6,8 +6,10 @@ Shapes: S samples, R response tokens of one sample, L prompt + response tokens o
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import defaultdict
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -15,42 +17,50 @@ import torch
 import rl_kernel
 from slime.algo.estimators import estimator_of
 from slime.algo.losses import loss_of
+from slime.config.schema import Config
 from slime.data import routed_experts
 from slime.data.columns import COLUMNS, Column, present
-from slime.data.packing import Schedule, build_dp_schedule
+from slime.data.packing import Schedule, plan_steps
 from slime.hooks import load_function
+from slime.models.decoder import Hf
 from slime.types import Sample, TrainData
 
+Key: TypeAlias = tuple[str, int]
+"""What samples of one rollout have in common."""
 
-def post_process_rewards(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
-    """Raw rewards and the rewards to train on.
+
+def post_process_rewards(
+    config: Config, args: Namespace, samples: list[Sample]
+) -> tuple[list[float], list[float]]:
+    """Raw rewards and the rewards to train on. `args` go to --custom-reward-post-process-path.
 
     Maths: `(r - r[group].mean()) / (r[group].std() + 1e-6)` where the estimator's record says `group="mean and std"`;
     without the division for "mean" or --disable-grpo-std-normalization; `r` for "none" or
     --disable-rewards-normalization. Groups are `Sample.group_index`; the siblings of one `rollout_id` count once.
     """
-    if args.custom_reward_post_process_path:
-        hook = load_function(args.custom_reward_post_process_path, flag="--custom-reward-post-process-path")
+    if path := config.reward.custom_reward_post_process_path:
+        hook = load_function(path, flag="--custom-reward-post-process-path")
         raw, rewards = hook(args, samples)
         return raw, rewards
-    raw = [sample.get_reward_value(args) for sample in samples]
-    estimator = estimator_of(args)
-    if not estimator.centred or args.disable_rewards_normalization:
+    raw = [sample.reward_value(config.reward.reward_key) for sample in samples]
+    estimator = estimator_of(config.algorithm)
+    if not estimator.centred or config.algorithm.disable_rewards_normalization:
         return raw, raw
-    group_number: dict[Any, int] = {}
+    group_number: dict[int, int] = {}
     group_ids = [group_number.setdefault(_group_key(sample), len(group_number)) for sample in samples]
-    rollout_number: dict[Any, int] = {}
+    rollout_number: dict[Key, int] = {}
     rollout_ids = [rollout_number.setdefault(key, len(rollout_number)) for key in _rollout_keys(samples)]
     normalised = rl_kernel.group_advantage(
         torch.tensor(raw, dtype=torch.float32),
         torch.tensor(group_ids),
         rollout_ids=torch.tensor(rollout_ids),
-        normalize_std=estimator.group == "mean and std" and not args.disable_grpo_std_normalization,
+        normalize_std=estimator.group == "mean and std"
+        and not config.algorithm.disable_grpo_std_normalization,
     )
     return raw, normalised.tolist()
 
 
-def _group_key(sample: Sample) -> Any:
+def _group_key(sample: Sample) -> int:
     if sample.group_index is None:
         raise ValueError(
             f"group_index must be set on every sample, got None for sample {sample.index}; "
@@ -59,7 +69,7 @@ def _group_key(sample: Sample) -> Any:
     return sample.group_index
 
 
-def _rollout_keys(samples: list[Sample]) -> list[Any]:
+def _rollout_keys(samples: list[Sample]) -> list[Key]:
     """Siblings that a custom generate function fanned out share a rollout_id; any other sample stands alone."""
     return [
         ("rollout", s.rollout_id) if s.rollout_id is not None else ("sample", i)
@@ -67,35 +77,37 @@ def _rollout_keys(samples: list[Sample]) -> list[Any]:
     ]
 
 
-def convert_samples_to_train_data(args: Any, samples: list[Sample]) -> TrainData:
-    """One column per field, one entry per sample (SLIME contract 2b). Checks every sample on the way.
+def convert_samples_to_train_data(config: Config, args: Namespace, samples: list[Sample]) -> TrainData:
+    """One column per field, one entry per sample (SLIME contract 2b). Checks every sample on the way. `args` go to
+    hooks.
 
     A missing loss mask becomes ones; `remove_sample` zeroes it. `rollout_mask_sums[i]` is the number of trained
     tokens of all siblings of sample i, so that a rollout with several samples has the weight of one with a single
     sample.
     """
-    if args.custom_convert_samples_to_train_data_path:
-        path = args.custom_convert_samples_to_train_data_path
+    if path := config.reward.custom_convert_samples_to_train_data_path:
         hook = load_function(path, flag="--custom-convert-samples-to-train-data-path")
         made: TrainData = hook(args, samples)
         return made
-    on_policy = loss_of(args).rewarded
+    on_policy = loss_of(config.algorithm).rewarded
     for sample in samples:
-        sample.check(require_log_probs=on_policy, require_experts=args.use_rollout_routing_replay)
+        sample.check(
+            require_log_probs=on_policy, require_experts=config.off_policy.use_rollout_routing_replay
+        )
     raw, rewards = [0.0] * len(samples), [0.0] * len(samples)
     if on_policy:
-        raw, rewards = post_process_rewards(args, samples)
+        raw, rewards = post_process_rewards(config, args, samples)
     data: TrainData = {"rewards": rewards, "raw_reward": raw}
     for column in COLUMNS.values():
-        if column.origin == "sample" and column.on(args):
+        if column.origin == "sample" and column.on(config):
             values = column.of_samples(samples)
             if values is not None:
                 data[column.name] = values
     keys = _rollout_keys(samples)
-    mask_sums: dict[Any, int] = defaultdict(int)
+    mask_sums: dict[Key, int] = defaultdict(int)
     for key, mask in zip(keys, data["loss_masks"], strict=True):
         mask_sums[key] += sum(mask)
-    number: dict[Any, int] = {}
+    number: dict[Key, int] = {}
     data["rollout_ids"] = [number.setdefault(key, len(number)) for key in keys]
     data["rollout_mask_sums"] = [float(mask_sums[key]) for key in keys]
     return data
@@ -109,7 +121,8 @@ def split_by_dp(data: TrainData, schedule: Schedule) -> list[TrainData]:
     optimizer step.
     """
     columns = {c.name: _split_ready(data, c) for c in present(data) if c.origin != "trainer"}
-    trained = [max(int(mask.sum()), 1) for mask in columns["loss_masks"]]
+    masks = cast("Sequence[torch.Tensor]", columns["loss_masks"])
+    trained = [max(int(mask.sum()), 1) for mask in masks]
     token_counts = [sum(trained[i] for i in step) for step in schedule.step_samples]
     ranks = []
     for rank_steps in schedule.ranks:
@@ -129,15 +142,18 @@ def split_by_dp(data: TrainData, schedule: Schedule) -> list[TrainData]:
     return ranks
 
 
-def _split_ready(data: TrainData, column: Column) -> list[Any]:
+def _split_ready(data: TrainData, column: Column) -> Sequence[object]:
     """A column as it travels to the ranks: host tensors, or the values of a column that has one per sample."""
-    values: list[Any] = data[column.name]
+    values = data[column.name]
     if column.to_tensor is not None:
         return [column.to_tensor(value) for value in values]
-    return values if column.dtype is None else _host_tensors(values, column.name, column.dtype)
+    if column.dtype is not None:
+        return _host_tensors(values, column.name, column.dtype)
+    plain: Sequence[object] = values
+    return plain
 
 
-def _host_tensors(column: list[Any], name: str, dtype: type[np.generic]) -> list[torch.Tensor]:
+def _host_tensors(column: Sequence[object], name: str, dtype: type[np.generic]) -> list[torch.Tensor]:
     """A column as tensors, from lists, arrays or tensors of numbers. ValueError for other values."""
     tensors = []
     for place, values in enumerate(column):
@@ -154,14 +170,20 @@ def _host_tensors(column: list[Any], name: str, dtype: type[np.generic]) -> list
 
 
 def make_rank_data(
-    args: Any, samples: list[Sample], dp_size: int, hf_config: dict[str, Any]
+    config: Config, args: Namespace, samples: list[Sample], dp_size: int, hf_config: Hf
 ) -> list[TrainData]:
-    """Samples of a rollout -> one dict per data-parallel rank: convert, schedule, split."""
-    data = convert_samples_to_train_data(args, samples)
+    """Samples of a rollout -> one dict per data-parallel rank: convert, schedule, split. `args` go to hooks."""
+    data = convert_samples_to_train_data(config, args, samples)
     data.setdefault("total_lengths", [len(tokens) for tokens in data["tokens"]])
-    if args.use_rollout_routing_replay:  # here, as a hook may have made the columns
+    if config.off_policy.use_rollout_routing_replay:  # here, as a hook may have made the columns
         routed_experts.check_column(data, hf_config)
-    schedule = build_dp_schedule(
-        args, data["total_lengths"], data["rollout_ids"], dp_size, hf_config, data["response_lengths"]
+    schedule = plan_steps(
+        config.data,
+        config.megatron,
+        data["total_lengths"],
+        data["rollout_ids"],
+        dp_size,
+        hf_config,
+        data["response_lengths"],
     )
     return split_by_dp(data, schedule)

@@ -7,7 +7,6 @@ column is packed because of what it holds, so that no column is named here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +16,12 @@ from slime.types import TrainData
 
 @dataclass(frozen=True)
 class PackedColumn:
-    """Tensors of one dtype that differ in their first size only, concatenated in `values`."""
+    """Tensors of one dtype that differ in their first size only."""
 
     values: np.ndarray
+    """All of them, concatenated."""
     lengths: list[int]
+    """The first size of each."""
 
 
 def pack_columns(data: TrainData) -> TrainData:
@@ -29,7 +30,7 @@ def pack_columns(data: TrainData) -> TrainData:
     return {name: _packed(column) for name, column in data.items()}
 
 
-def _packed(column: Any) -> Any:
+def _packed(column: object) -> object:
     if not isinstance(column, list) or not column:
         return column
     if not all(isinstance(x, torch.Tensor) and x.dim() >= 1 and x.device.type == "cpu" for x in column):

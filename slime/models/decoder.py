@@ -7,36 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from slime.models.rope import Hf as Hf
 from slime.models.rope import Rope
-
-Hf = Mapping[str, Any]
-"""A parsed config.json."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The sizes of a layer's attention that memory and FLOPs depend on. Elements, not bytes.
-
-    `params`: its matrices, which tensor-parallel ranks split; `whole`: further matrices that each rank has. `kept`:
-    what the backward needs per token (input and output included, split over ranks). `context`: keys and values that
-    context-parallel ranks gather per token. `cache`: what an engine keeps per token, all
-    of it on each tensor-parallel rank if `cache_whole`. `state`: what it keeps per sequence of any length, and
-    `newest` more for a convolution. `pair_flops`: forward FLOPs per
-    (query, key) pair. `token_flops`: forward FLOPs per token beside the matrices.
-    """
+    """The sizes of a layer's attention that memory and FLOPs depend on. Elements, not bytes."""
 
     params: int
+    """Its matrices, which tensor-parallel ranks split."""
     kept: int
+    """What the backward needs per token (input and output included, split over ranks)."""
     context: int
+    """Keys and values that context-parallel ranks gather per token."""
     cache: int
+    """What an engine keeps per token."""
     pair_flops: int
+    """Forward FLOPs per (query, key) pair."""
     whole: int = 0
+    """Further matrices that each rank has."""
     token_flops: int = 0
+    """Forward FLOPs per token beside the matrices."""
     cache_whole: bool = False
+    """Each tensor-parallel rank has all of `cache`."""
     state: int = 0
+    """What an engine keeps per sequence of any length."""
     newest: int = 0
+    """What it keeps more for a convolution."""
 
     @classmethod
     def grouped(cls, hidden: int, q: int, kv: int) -> Attention:
@@ -52,15 +51,18 @@ class Attention:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """The sizes of gated delta net layers: `keys` heads of queries and keys, of size `key_dim`, and `values` heads of
-    values, of size `value_dim`. Neighbouring value heads share a key head. A convolution sees the newest `taps` tokens.
-    """
+    """The sizes of gated delta net layers. Neighbouring value heads share a key head."""
 
     keys: int
+    """Number of heads of queries and keys."""
     values: int
+    """Number of heads of values."""
     key_dim: int
+    """Size of a head of queries and keys."""
     value_dim: int
+    """Size of a head of values."""
     taps: int
+    """A convolution sees so many of the newest tokens."""
 
     @property
     def of_key(self) -> int:
@@ -97,56 +99,47 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer. `kind` is the kind of its attention, a key of slime.megatron_backend.model.attention_kinds.
-
-    A token sees the newest `window` tokens up to itself (None: all of them). `rope` is the number of its rotary
-    embedding in `Decoder.ropes` (None: the layer has none). `sparse`: experts take the place of the MLP.
-    """
+    """One decoder layer."""
 
     attention: Attention
     kind: str = "full"
+    """The kind of its attention, a key of slime.megatron_backend.model.attention_kinds."""
     window: int | None = None
+    """A token sees so many of the newest tokens up to itself. None: all of them."""
     rope: int | None = 0
+    """The number of its rotary embedding in `Decoder.ropes`. None: the layer has none."""
     sparse: bool = False
+    """Experts take the place of the MLP."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of the sparse layers, `topk` of `count` per token. `shared` is the width of the shared expert, or 0.
-
-    `score`: "softmax" over the experts, or "sigmoid" per expert. `bias`: a correction bias chooses the experts.
-    `normalised`: the weights of a token's experts sum up to `scale`. `groups`: experts come from the best `groups[1]`
-    of `groups[0]` groups. `shared_gate`: a sigmoid of the token weighs the shared expert. `biases`: the
-    router and both products of an expert have one.
-    """
+    """The experts of the sparse layers."""
 
     count: int
     topk: int
+    """Experts per token."""
     width: int
     shared: int = 0
+    """The width of the shared expert, or 0."""
     score: str = "softmax"
+    """"softmax" over the experts, or "sigmoid" per expert."""
     bias: bool = False
+    """A correction bias chooses the experts."""
     normalised: bool = True
+    """The weights of a token's experts sum up to `scale`."""
     groups: tuple[int, int] | None = None
+    """Experts come from the best `groups[1]` of `groups[0]` groups."""
     scale: float | None = None
     shared_gate: bool = False
+    """A sigmoid of the token weighs the shared expert."""
     biases: bool = False
+    """The router and both products of an expert have one."""
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder: sizes, layers, and what is particular about its parts.
-
-    `output_bias`: a bias after the attention. `output_gate`: a sigmoid of the token weighs the output of attention.
-    `qk_norm`: "" (none), "head" (RMSNorm of each head) or "projection" (RMSNorm of all heads together). `post_norms`:
-    norms of the outputs of attention and MLP too. `activation` of the MLP or of the experts: a key of
-    slime/megatron_backend/model. `zero_centred`: norms multiply by 1 + weight. `embedding_scale` multiplies the
-    embeddings and `attention_scale` the scores of attention (None: 1 / sqrt(head)). `attention_cap` and `logit_cap`:
-    scores and logits z become `cap * tanh(z / cap)`. `sinks`: each head has a learned score, whose share of the softmax
-    goes to no token. `delta`: the sizes of gated delta net layers. `state_dtype`: the dtype of their state in an engine
-    ("": that of the engine). `predictions`: the layers of multi-token prediction,
-    which follow `layers`. `core`: further fields of megatron-core's TransformerConfig.
-    """
+    """A decoder: sizes, layers, and what is particular about its parts."""
 
     hidden: int
     ffn: int
@@ -162,20 +155,35 @@ class Decoder:
     experts: Experts | None = None
     qkv_bias: bool = False
     output_bias: bool = False
+    """A bias after the attention."""
     qk_norm: str = ""
+    """"" (none), "head" (RMSNorm of each head) or "projection" (RMSNorm of all heads together)."""
     post_norms: bool = False
+    """Norms of the outputs of attention and MLP too."""
     activation: str = "swiglu"
+    """Of the MLP or of the experts: a key of slime/megatron_backend/model."""
     zero_centred: bool = False
+    """Norms multiply by 1 + weight."""
     embedding_scale: float = 1.0
+    """Multiplies the embeddings."""
     attention_scale: float | None = None
+    """Multiplies the scores of attention. None: 1 / sqrt(head)."""
     attention_cap: float | None = None
+    """Scores z become `cap * tanh(z / cap)`."""
     logit_cap: float | None = None
+    """Logits z become `cap * tanh(z / cap)`."""
     sinks: bool = False
+    """Each head has a learned score, whose share of the softmax goes to no token."""
     output_gate: bool = False
+    """A sigmoid of the token weighs the output of attention."""
     delta: DeltaNet | None = None
+    """The sizes of gated delta net layers."""
     state_dtype: str = ""
+    """The dtype of their state in an engine. "": that of the engine."""
     predictions: tuple[Layer, ...] = ()
-    core: Mapping[str, Any] = field(default_factory=dict)
+    """The layers of multi-token prediction, which follow `layers`."""
+    core: Mapping[str, object] = field(default_factory=dict)
+    """Further fields of megatron-core's TransformerConfig."""
 
     @property
     def sparse(self) -> tuple[bool, ...]:

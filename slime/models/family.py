@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from slime.models.decoder import Decoder, Hf
 from slime.models.layouts import Row
@@ -54,40 +54,43 @@ def depth(hf: Hf) -> int:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The layers of multi-token prediction of a family that trains them (`Decoder.predictions`).
-
-    `rows` is their weight table. "{i}" in a name of the files is the number of the layer, from `first` on. `copies`
-    are tensors of the decoder that a checkpoint may have once more in each layer: name there -> name in the decoder.
-    """
+    """The layers of multi-token prediction of a family that trains them (`Decoder.predictions`)."""
 
     rows: tuple[Row, ...]
+    """Their weight table. "{i}" in a name of the files is the number of the layer."""
     first: Callable[[Hf], int] = depth
+    """The number of the first such layer."""
     copies: tuple[tuple[str, str], ...] = ()
+    """Tensors of the decoder that a checkpoint may have once more in each layer: name there -> name in the decoder."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. `model_type` is that of config.json; `title` and `models` are for people.
-
-    `read` turns config.json into a `Decoder` and raises ValueError for what is not supported. `rows` is the weight
-    table. `ignored` are HF names that may be in a checkpoint but that the model does not use. `predicted` gives the
-    beginnings of the names of multi-token prediction, which loading skips and export copies if the run does not train
-    them. `prediction` is how they are trained, None for a family that cannot. `stored` presents the tensors of files
-    that store them in another form, such as quantised. `written` gives exported tensors the form of files that engines
-    and transformers read. `flags` are MODEL_ARGS whose value only this family knows: name -> value for a config.json.
-    """
+    """A model family."""
 
     model_type: str
+    """That of config.json."""
     title: str
+    """For people."""
     models: str
+    """For people: the sizes."""
     rows: tuple[Row, ...]
+    """The weight table."""
     read: Callable[[Hf], Decoder]
+    """Turns config.json into a `Decoder`. Raises ValueError for what is not supported."""
     ignored: tuple[str, ...] = ()
+    """HF names that may be in a checkpoint but that the model does not use."""
     predicted: Callable[[Hf], tuple[str, ...]] = later_layers
+    """Gives the beginnings of the names of multi-token prediction, which loading skips and export copies if the run
+    does not train them."""
     prediction: Prediction | None = None
+    """How they are trained. None for a family that cannot."""
     stored: Callable[[Tensors, Hf], Tensors] = as_stored
+    """Presents the tensors of files that store them in another form, such as quantised."""
     written: Callable[[Iterator[tuple[str, Tensor]], Hf], Iterator[tuple[str, Tensor]]] = as_held
-    flags: tuple[tuple[str, Callable[[Hf], Any]], ...] = ()
+    """Gives exported tensors the form of files that engines and transformers read."""
+    flags: tuple[tuple[str, Callable[[Hf], object]], ...] = ()
+    """MODEL_ARGS whose value only this family knows: name -> value for a config.json."""
 
     def find(self, parameter: str) -> tuple[Row, tuple[str, ...]]:
         """The row of a Megatron parameter, and its HF names with the numbers filled in. KeyError without a row."""

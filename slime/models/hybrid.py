@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.models.decoder import Decoder, DeltaNet, Experts, Hf, Layer
 from slime.models.layouts import Direct, Row, cat
@@ -32,7 +32,7 @@ _DEFAULTS = {
 SHARED_WIDTH = {"shared_expert_intermediate_size": 512}
 """What transformers and vLLM take for keys that config.json leaves out."""
 
-FLAGS: tuple[tuple[str, Callable[[Hf], Any]], ...] = (
+FLAGS: tuple[tuple[str, Callable[[Hf], object]], ...] = (
     ("attention_output_gate", lambda hf: True),
     ("apply_layernorm_1p", lambda hf: True),
     ("rotary_percent", lambda hf: rope_record(hf).get("partial_rotary_factor", 0.25)),
@@ -123,14 +123,12 @@ class GatedQkv(Direct):
 
 @dataclass(frozen=True)
 class ByKeyHead(Direct):
-    """The rows of a gated delta net, key head by key head in Megatron, in the order of `DeltaNet.widths`.
-
-    `parts` has, for each HF tensor, which of `widths` it holds. HF holds a tensor's parts one after the other for all
-    heads, or head by head (`by_head`).
-    """
+    """The rows of a gated delta net, key head by key head in Megatron, in the order of `DeltaNet.widths`."""
 
     parts: tuple[tuple[int, ...], ...] = ()
+    """For each HF tensor, which of `widths` it holds."""
     by_head: bool = False
+    """HF holds a tensor's parts head by head. Otherwise one after the other for all heads."""
     axis: int | None = 0
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:

@@ -19,18 +19,22 @@ from slime.models.rows import ENDS, EXPERTS, HF, MG, MLP, NORMS, OUTPUT_BIAS, RO
 
 @dataclass(frozen=True)
 class Latent(Attention):
-    """The sizes of latent attention. `q_rank` and `kv_rank` are the widths of the latent vectors (`q_rank` None:
-    queries come from the hidden states). A head has `plain` dimensions of query and key without position, `turned`
-    rotated dimensions, and `value` dimensions of the value. Scores are multiplied by `scale` before the softmax.
-    `bias`: the products of the hidden states to latent vectors and of the output have biases."""
+    """The sizes of latent attention."""
 
     q_rank: int | None = None
+    """The width of the latent vector of queries. None: queries come from the hidden states."""
     kv_rank: int = 0
+    """The width of the latent vector of keys and values."""
     plain: int = 0
+    """Dimensions of query and key of a head without position."""
     turned: int = 0
+    """Rotated dimensions of query and key of a head."""
     value: int = 0
+    """Dimensions of the value of a head."""
     scale: float = 0.0
+    """Multiplies the scores before the softmax."""
     bias: bool = False
+    """The products of the hidden states to latent vectors and of the output have biases."""
 
     @property
     def key(self) -> int:

@@ -20,14 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that layouts need: `groups` G, `head_dim` D, `vocab` the real V, `padded_vocab` V with padding.
-    `delta`: those of gated delta net layers."""
+    """The sizes that layouts need."""
 
     groups: int
+    """G, heads of keys and values."""
     head_dim: int
+    """D."""
     vocab: int
+    """The real V."""
     padded_vocab: int
+    """V with padding."""
     delta: DeltaNet | None = None
+    """Those of gated delta net layers."""
 
 
 def cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -71,9 +75,10 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class Direct:
-    """One HF tensor, same layout. `axis` is split over tensor-parallel ranks. None: every rank has the whole tensor."""
+    """One HF tensor, same layout."""
 
     axis: int | None = None
+    """Split over tensor-parallel ranks. None: every rank has the whole tensor."""
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
         return parts[0]

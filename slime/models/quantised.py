@@ -9,12 +9,12 @@ Shapes: O outputs, I inputs of a weight. torch is imported only to compute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from slime.models.decoder import Hf
 from slime.models.family import Tensors
-from slime.models.slices import Stored
+from slime.models.slices import Stored, Where
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,11 +33,11 @@ def check_quantisation(hf: Hf) -> None:
         )
 
 
-def _is_fp8(said: Mapping[str, Any]) -> bool:
+def _is_fp8(said: Hf) -> bool:
     return said.get("quant_method") == "fp8" and len(said.get("weight_block_size") or ()) == 2
 
 
-def _is_int4(said: Mapping[str, Any]) -> bool:
+def _is_int4(said: Hf) -> bool:
     groups = [group.get("weights") or {} for group in (said.get("config_groups") or {}).values()]
     return said.get("format") == "pack-quantized" and all(
         (weights.get("num_bits"), weights.get("type"), weights.get("symmetric"), weights.get("strategy"))
@@ -81,10 +81,10 @@ class _Unscaled:
         self._stored, self._scales, self._place = stored, scales, place
 
     @property
-    def shape(self) -> Any:
+    def shape(self) -> tuple[int, ...]:
         return self._stored.shape
 
-    def __getitem__(self, where: Any) -> Tensor:
+    def __getitem__(self, where: Where) -> Tensor:
         found = self._stored[where]
         if found.element_size() == 1:
             raise ValueError(

@@ -26,7 +26,7 @@ def need(hf: Hf, *keys: str) -> None:
             raise ValueError(f"config.json must give {key}, got none; the checkpoint is incomplete")
 
 
-def only(hf: Hf, **wanted: Any) -> None:
+def only(hf: Hf, **wanted: object) -> None:
     """ValueError for a key of config.json with another value. A key that is missing or null is accepted."""
     for key, value in wanted.items():
         got = hf.get(key)

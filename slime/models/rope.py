@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch
+
+Hf: TypeAlias = Mapping[str, Any]
+"""A parsed config.json, or a table of it."""
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -37,17 +40,16 @@ _COMMON = {
 
 @dataclass(frozen=True)
 class Rope:
-    """One rotary embedding. It turns the first `size` dimensions of a head by `position * frequency`.
-
-    Dimension k is paired with dimension k + size / 2, or 2 k with 2 k + 1 if `interleaved`. `settings` are those of
-    the kind. cos and sin are multiplied by `amplitude`.
-    """
+    """One rotary embedding. It turns the first `size` dimensions of a head by `position * frequency`. cos and sin
+    are multiplied by `amplitude`."""
 
     theta: float
     size: int
     kind: str = "default"
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Hf = field(default_factory=dict)
+    """Those of the kind."""
     interleaved: bool = False
+    """Dimension 2 k is paired with dimension 2 k + 1. Otherwise k with k + size / 2."""
 
     @property
     def amplitude(self) -> float:
@@ -118,7 +120,7 @@ def mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def rope_record(hf: Mapping[str, Any]) -> dict[str, Any]:
+def rope_record(hf: Hf) -> Hf:
     """The rotary settings. Older files have them at the top level and in `rope_scaling`, newer files in
     `rope_parameters`."""
     top = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if key in hf}
@@ -127,13 +129,13 @@ def rope_record(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_rope(
-    hf: Mapping[str, Any],
+    hf: Hf,
     head_dim: int,
     *,
     fraction: float = 1.0,
     whole: bool = False,
     interleaved: bool = False,
-    record: Mapping[str, Any] | None = None,
+    record: Hf | None = None,
 ) -> Rope:
     """The rotary embedding in config.json (or in `record`, where a model has several).
 

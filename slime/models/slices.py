@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from types import EllipsisType
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from slime.models.layouts import Layout, Sizes
 
@@ -16,25 +17,33 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+Where: TypeAlias = EllipsisType | int | slice | tuple[int | slice, ...]
+"""An index of a stored tensor."""
+
+
 class Stored(Protocol):
     """A tensor in a file. Only what is indexed is read: `stored[2:4]`, `stored[...]`. A `Tensor` is one, too."""
 
     @property
-    def shape(self) -> Any: ...
+    def shape(self) -> tuple[int, ...]: ...
 
-    def __getitem__(self, where: Any) -> Tensor: ...
+    def __getitem__(self, where: Where) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Piece:
-    """`size` rows (or columns, along `axis`) of a rank's part, from `target` on: those of HF tensor number `part` from
-    `source` on. They are zero if `part` is None."""
+    """Rows (or columns) of a rank's part, and where they are in a file."""
 
     axis: int
+    """0: rows, 1: columns."""
     target: int
+    """The first of them in the rank's part."""
     size: int
+    """Their number."""
     part: int | None
+    """The number of the HF tensor. None: they are zero."""
     source: int
+    """The first of them in the HF tensor."""
 
     @property
     def where(self) -> tuple[slice, ...]:

@@ -6,16 +6,16 @@ slime.megatron_backend.checkpoint.weights.load_hf reads as this file computes. I
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from slime.algo.needs import needs_reference
 from slime.checkpoints.hf_config import MAPPED_BYTES
 from slime.config import Config
+from slime.models.decoder import Hf
 from slime.plan.memory_estimate import BYTES, Item, amount, count, rank_params
 from slime.plan.model_shape import Shape
 
 
-def loading(c: Config, hf: dict[str, Any]) -> Iterator[Item]:
+def loading(c: Config, hf: Hf) -> Iterator[Item]:
     """The bytes that a rank of the pipeline stage with the most parameters reads, and its host memory at the peak.
 
     Nothing is read for a quantised checkpoint here: its tensors are read whole, and their size depends on the files.
@@ -40,7 +40,7 @@ def loading(c: Config, hf: dict[str, Any]) -> Iterator[Item]:
     )
 
 
-def stored_bytes(c: Config, hf: dict[str, Any]) -> int:
+def stored_bytes(c: Config, hf: Hf) -> int:
     """Bytes per element in the files: the dtype in config.json, else that of the trainer. Quantised tensors are in
     bfloat16 when they are read."""
     said = hf.get("dtype") or hf.get("torch_dtype")

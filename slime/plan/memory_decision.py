@@ -97,12 +97,14 @@ def choices(e: Estimate, allowed: Collection[str]) -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Moment:
-    """The memory that a GPU needs at one time: `when`, `bytes`, its parts, and the flags that lower it."""
+    """The memory that a GPU needs at one time."""
 
     when: str
     bytes: float
     made_of: str
+    """Its parts."""
     lower: str
+    """The flags that lower it."""
 
 
 def beside_engine(c: Config, e: Estimate, leaving: Collection[str], device_bytes: float) -> Iterator[Moment]:

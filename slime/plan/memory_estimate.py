@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from slime.algo.losses import loss_of
 from slime.algo.needs import needs_reference
 from slime.config import Config
-from slime.config.problems import given
 from slime.models import Layer
+from slime.models.decoder import Hf
 from slime.operators import NATIVE, loss_head
 from slime.plan.model_shape import Params, Shape
 from slime.plan.stages import micro_batch_group, stages_of
@@ -26,21 +25,26 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Item:
-    """One line of an estimate: bytes and how they are computed. `part`: the name in --offload-train-parts."""
+    """One line of an estimate."""
 
     name: str
     bytes: float
     arithmetic: str
+    """How the bytes are computed."""
     part: str | None = None
+    """The name in --offload-train-parts."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """`kept` stays while the trainer runs. One item of `work` at a time is added to it. `shape` is the model's."""
+    """The memory of a trainer rank."""
 
     shape: Shape
+    """The model's."""
     kept: tuple[Item, ...]
+    """Stays while the trainer runs."""
     work: tuple[Item, ...]
+    """One item at a time is added to `kept`."""
 
     @property
     def peak(self) -> float:
@@ -62,7 +66,7 @@ class Estimate:
         return sum(item.bytes for item in self.kept if item.part not in leaving)
 
 
-def estimate(c: Config, hf_config: dict[str, Any]) -> Estimate:
+def estimate(c: Config, hf_config: Hf) -> Estimate:
     """Bytes on one trainer rank, of the pipeline stage with the most parameters."""
     shape = Shape.of(hf_config)
     return Estimate(shape, tuple(kept_memory(c, shape)), tuple(work_memory(c, shape)))
@@ -83,7 +87,7 @@ def kept_memory(c: Config, shape: Shape) -> Iterator[Item]:
     if needs_reference(c):
         for kind, params, share, ranks, _ in rank_params(c, shape, predicts=False):
             yield Item(f"{kind}reference", params * size, f"{share} x {size} B{ranks}", "parameters")
-    if CHANNELS[given(c.weight_update.update_weight_transport)].buckets and c.num_engines:
+    if CHANNELS[c.weight_update.update_weight_transport].buckets and c.num_engines:
         largest = shape.vocab * shape.hidden * size
         bucket = max(c.weight_update.update_weight_buffer_size, largest)
         how = "2, each --update-weight-buffer-size or the embedding"
@@ -264,9 +268,7 @@ def layer_width(c: Config, shape: Shape, kind: Layer) -> float:
     full = c.megatron.overrides.get("recompute_granularity") == "full"
     keeps_outputs = full or c.megatron.overrides.get("transformer_impl") == "transformer_engine"
     kernel = (
-        c.cluster.device == "cuda"
-        and c.kernels.rlk_fast != "off"
-        and "swiglu" in given(c.kernels.rl_kernel_ops)
+        c.cluster.device == "cuda" and c.kernels.rlk_fast != "off" and "swiglu" in c.kernels.rl_kernel_ops
     )
     attention = (kind.attention.kept + gathered) / tp
     post = 2 * shape.post_norms  # their inputs

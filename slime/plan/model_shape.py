@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from slime.models import Decoder, Experts, Layer, decoder_of
+from slime.models.decoder import Hf
 
 
 @dataclass(frozen=True)
 class Params:
-    """Parameter counts by how ranks share them: `split` over tensor parallelism, `whole` on each rank (routers), and
-    routed `experts` over expert parallelism. Matrices only: norms and biases are about a thousandth of them."""
+    """Parameter counts by how ranks share them. Matrices only: norms and biases are about a thousandth of them."""
 
     split: int = 0
+    """Over tensor parallelism."""
     whole: int = 0
+    """On each rank (routers)."""
     experts: int = 0
+    """Routed experts, over expert parallelism."""
 
     def __add__(self, other: Params) -> Params:
         return Params(self.split + other.split, self.whole + other.whole, self.experts + other.experts)
@@ -31,28 +33,33 @@ _NONE = Experts(count=0, topk=0, width=0)
 
 @dataclass(frozen=True)
 class Shape:
-    """The counts of a decoder. A dense layer has an MLP of width `ffn`. A sparse layer has `experts` of width
-    `expert_ffn` instead, of which each token uses `topk`, and one shared expert of width `shared_ffn`. `post_norms`:
-    the outputs of attention and MLP have norms. `state_dtype`: that of the layers' state in an engine, "" for the
-    engine's. `groups`: heads of keys and values. `predictions`: the layers of multi-token prediction, if the family
-    trains them; only what says so counts them."""
+    """The counts of a decoder."""
 
     hidden: int
     ffn: int
+    """The width of the MLP of a dense layer."""
     vocab: int
     tied: bool
     kinds: tuple[Layer, ...]
     groups: int
+    """Heads of keys and values."""
     experts: int = 0
+    """Number of experts of a sparse layer, in place of the MLP."""
     topk: int = 0
+    """Experts per token."""
     expert_ffn: int = 0
+    """The width of an expert."""
     shared_ffn: int = 0
+    """The width of the one shared expert."""
     post_norms: bool = False
+    """The outputs of attention and MLP have norms."""
     state_dtype: str = ""
+    """That of the layers' state in an engine, "" for the engine's."""
     predictions: tuple[Layer, ...] = ()
+    """The layers of multi-token prediction, if the family trains them. Only what says so counts them."""
 
     @classmethod
-    def of(cls, hf: dict[str, Any]) -> Shape:
+    def of(cls, hf: Hf) -> Shape:
         """The shape in config.json. ValueError for a model that is not supported."""
         return cls.from_decoder(decoder_of(hf))
 

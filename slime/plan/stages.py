@@ -10,7 +10,8 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from slime.config.sections.megatron import MegatronConfig
 
 _LAYOUT, _PER_STAGE = "--pipeline-model-parallel-layout", "--num-layers-per-virtual-pipeline-stage"
 
@@ -68,7 +69,7 @@ class Stages:
         return cycles * group + min(rest, group)
 
 
-def _counted(m: Any) -> dict[str, bool]:
+def _counted(m: MegatronConfig) -> dict[str, bool]:
     """Whether the embedding and the loss count as a layer."""
     return {
         "--account-for-embedding-in-pipeline-split": m.account_for_embedding_in_pipeline_split,
@@ -76,7 +77,7 @@ def _counted(m: Any) -> dict[str, bool]:
     }
 
 
-def _ends(m: Any) -> dict[str, int | None]:
+def _ends(m: MegatronConfig) -> dict[str, int | None]:
     """The layers of the first and of the last rank, if they were given."""
     return {
         "--decoder-first-pipeline-num-layers": m.decoder_first_pipeline_num_layers,
@@ -84,7 +85,7 @@ def _ends(m: Any) -> dict[str, int | None]:
     }
 
 
-def _virtual_flags(m: Any) -> dict[str, int]:
+def _virtual_flags(m: MegatronConfig) -> dict[str, int]:
     """The flags for virtual stages that were given."""
     flags: dict[str, int | None] = {
         "--num-virtual-stages-per-pipeline-rank": m.num_virtual_stages_per_pipeline_rank,
@@ -94,7 +95,7 @@ def _virtual_flags(m: Any) -> dict[str, int]:
     return {name: value for name, value in flags.items() if value is not None}
 
 
-def stages_of(m: Any, num_layers: int) -> Stages:
+def stages_of(m: MegatronConfig, num_layers: int) -> Stages:
     """The stages of a model with `num_layers`. `m` has the flags of the Megatron section as attributes.
 
     ValueError if the layers cannot be divided, or if flags contradict each other.
@@ -103,7 +104,7 @@ def stages_of(m: Any, num_layers: int) -> Stages:
     if ranks == 1:  # as in Megatron, the other flags do nothing then
         return Stages(((num_layers,),))
     if m.pipeline_model_parallel_layout is not None:
-        return _explicit(m, num_layers)
+        return _explicit(m, m.pipeline_model_parallel_layout, num_layers)
     counted = _counted(m)
     of_ranks = _with_counted(m, num_layers) if any(counted.values()) else _with_ends(m, num_layers)
     virtual = _virtual(m, of_ranks)
@@ -120,12 +121,12 @@ def stages_of(m: Any, num_layers: int) -> Stages:
     return Stages(tuple(tuple(of_virtual) for of_virtual in counts))
 
 
-def micro_batch_group(m: Any, num_layers: int) -> int:
+def micro_batch_group(m: MegatronConfig, num_layers: int) -> int:
     """The number of micro-batches of a rank and step is a multiple of this: 1 without virtual stages."""
     ranks = m.pipeline_model_parallel_size
     if stages_of(m, num_layers).virtual == 1:
         return 1
-    group: int = m.microbatch_group_size_per_virtual_pipeline_stage or ranks
+    group = m.microbatch_group_size_per_virtual_pipeline_stage or ranks
     if group < ranks:
         raise ValueError(
             "--microbatch-group-size-per-virtual-pipeline-stage must be at least --pipeline-model-parallel-size, got "
@@ -134,12 +135,12 @@ def micro_batch_group(m: Any, num_layers: int) -> int:
     return group
 
 
-def virtual_flag(m: Any, num_layers: int) -> str | None:
+def virtual_flag(m: MegatronConfig, num_layers: int) -> str | None:
     """The flag that gives pipeline ranks several virtual stages. None if they have one."""
     return next(iter(_virtual_flags(m)), _LAYOUT) if stages_of(m, num_layers).virtual > 1 else None
 
 
-def check_stages(m: Any, num_layers: int) -> None:
+def check_stages(m: MegatronConfig, num_layers: int) -> None:
     """ValueError if the pipeline cannot run a model with `num_layers`."""
     two = micro_batch_group(m, num_layers) > 1 and m.pipeline_model_parallel_size == 2
     if two and not m.overrides.get("overlap_p2p_comm", True):
@@ -149,7 +150,7 @@ def check_stages(m: Any, num_layers: int) -> None:
         )
 
 
-def _with_ends(m: Any, num_layers: int) -> list[int]:
+def _with_ends(m: MegatronConfig, num_layers: int) -> list[int]:
     """Layers of each rank. --decoder-first/last-pipeline-num-layers give the ends, the rest is shared equally."""
     ranks = m.pipeline_model_parallel_size
     ends = zip((0, ranks - 1), _ends(m).values(), strict=True)
@@ -164,7 +165,7 @@ def _with_ends(m: Any, num_layers: int) -> list[int]:
     return [said.get(rank, rest // max(others, 1)) for rank in range(ranks)]
 
 
-def _with_counted(m: Any, num_layers: int) -> list[int]:
+def _with_counted(m: MegatronConfig, num_layers: int) -> list[int]:
     """Layers of each rank, if the embedding or the loss counts as one."""
     ranks, counted = m.pipeline_model_parallel_size, [name for name, on in _counted(m).items() if on]
     if both := [name for name, layers in _ends(m).items() if layers is not None]:
@@ -182,7 +183,7 @@ def _with_counted(m: Any, num_layers: int) -> list[int]:
     return [places // ranks] * ranks
 
 
-def _virtual(m: Any, of_ranks: Sequence[int]) -> int:
+def _virtual(m: MegatronConfig, of_ranks: Sequence[int]) -> int:
     """Number of virtual stages per rank."""
     said = _virtual_flags(m)
     if len(said) > 1:
@@ -201,16 +202,16 @@ def _virtual(m: Any, of_ranks: Sequence[int]) -> int:
     return of_ranks[0] // layers
 
 
-def _said(m: Any, num_layers: int) -> str:
+def _said(m: MegatronConfig, num_layers: int) -> str:
     ends = zip(("first", "last"), _ends(m).values(), strict=True)
     given = ", ".join(f"{layers} on the {end}" for end, layers in ends if layers is not None)
     return f"{num_layers} layers" + (f", of which {given}" if given else "")
 
 
-def _explicit(m: Any, num_layers: int) -> Stages:
+def _explicit(m: MegatronConfig, text: str, num_layers: int) -> Stages:
     """The stages of a layout string."""
-    text, ranks = m.pipeline_model_parallel_layout, m.pipeline_model_parallel_size
-    others: dict[str, Any] = {**_counted(m), **_ends(m), **_virtual_flags(m)}
+    ranks = m.pipeline_model_parallel_size
+    others: dict[str, object] = {**_counted(m), **_ends(m), **_virtual_flags(m)}
     if also := [name for name, value in others.items() if value]:
         raise ValueError(
             f"{_LAYOUT} must be given without {', '.join(also)}, got both; the layout has every stage: leave the other "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Literal, NotRequired, TypeAlias, TypedDict, overload
 
-from slime.types import SampleGroup
+from slime.hooks import Hook
+from slime.types import Sample, SampleGroup
 
 
 @dataclass
@@ -14,31 +14,43 @@ class RolloutFnTrainOutput:
     """Groups to train on, and metrics under their full names (rollout/..., perf/...)."""
 
     samples: list[SampleGroup]
-    metrics: dict[str, Any] | None = None
+    metrics: dict[str, float] | None = None
+
+
+class EvalResult(TypedDict):
+    """The responses of one evaluation dataset. `rewards` and `truncated` leave out responses without a reward."""
+
+    rewards: list[float]
+    truncated: list[bool]
+    samples: NotRequired[list[Sample]]
+
+
+EvalData: TypeAlias = dict[str, EvalResult]
+"""Name of an evaluation dataset -> its responses."""
 
 
 @dataclass
 class RolloutFnEvalOutput:
-    """`data[name]` has "rewards", "truncated" and "samples" of one dataset, one entry per response."""
+    """What an evaluation gives, and metrics under their full names."""
 
-    data: dict[str, dict[str, Any]]
-    metrics: dict[str, Any] | None = None
+    data: EvalData
+    metrics: dict[str, float] | None = None
 
 
 @overload
 def call_rollout_fn(
-    fn: Callable[..., Any], *args: Any, evaluation: Literal[False], **kwargs: Any
+    fn: Hook, *args: object, evaluation: Literal[False], **kwargs: object
 ) -> RolloutFnTrainOutput: ...
 
 
 @overload
 def call_rollout_fn(
-    fn: Callable[..., Any], *args: Any, evaluation: Literal[True], **kwargs: Any
+    fn: Hook, *args: object, evaluation: Literal[True], **kwargs: object
 ) -> RolloutFnEvalOutput: ...
 
 
 def call_rollout_fn(
-    fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any
+    fn: Hook, *args: object, evaluation: bool, **kwargs: object
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Call a rollout function. A plain list of groups, or a plain dict of datasets, is wrapped in its record."""
     output = fn(*args, **kwargs, evaluation=evaluation)

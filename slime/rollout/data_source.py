@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from argparse import Namespace
 
 from slime.algo.losses import loss_of
+from slime.config.schema import Config
 from slime.data.source import PromptDataSource, pop_first
 from slime.rollout.rewards.labels import LabelCheck, label_check
 
@@ -14,10 +15,10 @@ __all__ = ["RolloutDataSourceWithBuffer", "pop_first"]
 class RolloutDataSourceWithBuffer(PromptDataSource):
     """Import path of existing slime scripts and subclasses."""
 
-    def label_check(self, args: Any) -> LabelCheck | None:
-        return training_label_check(args)
+    def label_check(self, args: Namespace) -> LabelCheck | None:
+        return training_label_check(Config.of_args(args))
 
 
-def training_label_check(args: Any) -> LabelCheck | None:
+def training_label_check(c: Config) -> LabelCheck | None:
     """The check of the labels of --prompt-data. None without rewards, as in SFT."""
-    return label_check(args, args.label_key) if loss_of(args).rewarded else None
+    return label_check(c, c.data.label_key) if loss_of(c.algorithm).rewarded else None

@@ -22,7 +22,7 @@ def save_debug_rollout_data(
     groups: list[SampleGroup],
     *,
     evaluation: bool = False,
-    facts: dict[str, Any] | None = None,
+    facts: dict[str, object] | None = None,
 ) -> Path:
     """Write all samples to the path `template`, with {rollout_id} replaced ("eval_3" for evaluation 3).
 
@@ -46,7 +46,7 @@ def load_debug_rollout_data(
 
 def load_with_facts(
     template: str, rollout_id: int, *, evaluation: bool = False, subsample: float | None = None
-) -> tuple[list[SampleGroup], dict[str, Any] | None]:
+) -> tuple[list[SampleGroup], dict[str, object] | None]:
     """The groups of a file, and how they were drawn (None if the file does not record it).
 
     Consecutive samples with the same `group_index` form a group. ValueError if the file is missing or holds

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,20 +18,20 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from slime.checkpoints.hf_config import read_hf_config
-from slime.config.fields import NEAR
+from slime.config.fields import NEAR, Values
 from slime.config.ranges import COUNT, COUNT_OR_ZERO, FRACTION, TEMPERATURE_OR_GREEDY, TOP_K, Range
-from slime.config.schema import Flags
+from slime.config.schema import Config
+from slime.config.sections.reward import RewardConfig
 from slime.data.prompts import Context, Prompts, load_prompts, prompt_limit
 from slime.data.rows import Columns
 from slime.hooks import load_function
 from slime.rollout import sampling
 from slime.rollout.rewards import REWARD_NAMES
 from slime.rollout.rewards.labels import LabelCheck, label_check
+from slime.types import Metadata
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from slime.config import Config
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,12 @@ class EvalDatasetConfig:
     tool_key: str | None = "tools"
     metadata_key: str = "metadata"
     apply_chat_template: bool = False
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template_kwargs: dict[str, object] = field(default_factory=dict)
     rm_type: str | None = None
     custom_rm_path: str | None = None
     custom_generate_function_path: str | None = None
-    metadata_overrides: dict[str, Any] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
+    metadata_overrides: Metadata = field(default_factory=dict)
+    extra: dict[str, object] = field(default_factory=dict)
     """Other keys. Each is an attribute, for functions of the user; sampling parameters also go to the engine."""
 
     def __getattr__(self, name: str) -> Any:
@@ -74,11 +75,11 @@ _NULLABLE = frozenset(f.name for f in dataclasses.fields(EvalDatasetConfig) if f
 }
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _is_record(value: Any) -> bool:
+def _is_record(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
@@ -93,7 +94,7 @@ _NUMBERS: dict[str, Range] = {
     "min_new_tokens": COUNT_OR_ZERO,
 }
 _REALS = ("temperature", "top_p")
-_OTHERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+_OTHERS: dict[str, tuple[str, sampling.Check]] = {
     **{name: sampling.RULES[name] for name in ("stop", "stop_token_ids")},
     "apply_chat_template": ("be true or false", lambda value: isinstance(value, bool)),
     "apply_chat_template_kwargs": ("be a mapping from names", _is_record),
@@ -122,21 +123,22 @@ _FALLBACKS = {
 }
 
 
-def resolve_eval_datasets(args: Any) -> list[EvalDatasetConfig]:
+def resolve_eval_datasets(c: Config) -> list[EvalDatasetConfig]:
     """The datasets of --eval-config (a YAML file), else of --eval-prompt-data (name path pairs), else none.
 
     The file holds `datasets`, a list or a mapping from names, and optionally `defaults`. Both are at the top
     level or under `eval`.
     """
-    if args.eval_config is None:
-        pairs = list(args.eval_prompt_data or [])
+    given = c.evaluation
+    if given.eval_config is None:
+        pairs = list(given.eval_prompt_data or [])
         if len(pairs) % 2:
             raise ValueError(
                 f"--eval-prompt-data must be pairs of name and path, got {len(pairs)} words: {pairs}"
             )
         raw = [{"name": name, "path": path} for name, path in zip(pairs[::2], pairs[1::2], strict=True)]
-        return build_eval_dataset_configs(args, raw, {})
-    path = Path(args.eval_config)
+        return _resolved(c, raw, {})
+    path = Path(given.eval_config)
     if not path.is_file():
         raise ValueError(f"--eval-config must name an existing file, got {path}; check the path")
     try:
@@ -159,15 +161,20 @@ def resolve_eval_datasets(args: Any) -> list[EvalDatasetConfig]:
             {"name": name, **settings} if isinstance(settings, dict) else settings
             for name, settings in datasets.items()
         ]
-    configs = build_eval_dataset_configs(args, datasets, config.get("defaults") or {})
+    configs = _resolved(c, datasets, config.get("defaults") or {})
     for one in configs:
         _check_lengths(f"dataset {one.name!r}", one)
     return configs
 
 
 def build_eval_dataset_configs(
-    args: Any, raw_config: list[dict[str, Any]], defaults: dict[str, Any]
+    args: Namespace, raw_config: list[Values], defaults: Values
 ) -> list[EvalDatasetConfig]:
+    """The settings of each entry of `raw_config`, for plug-ins. Errors: see `_resolved`."""
+    return _resolved(Config.of_args(args), raw_config, defaults)
+
+
+def _resolved(c: Config, raw_config: list[Values], defaults: Values) -> list[EvalDatasetConfig]:
     """Resolve the settings of each entry. An unknown key becomes an attribute of its record. ValueError, with dataset
     and key, for a key that is spelled nearly as a setting, for missing and wrong settings, and for duplicate names."""
     if not isinstance(raw_config, list) or not all(isinstance(e, dict) for e in (*raw_config, defaults)):
@@ -175,7 +182,7 @@ def build_eval_dataset_configs(
             "--eval-config must hold `datasets` as a list or mapping of settings, and `defaults` as settings, got "
             f"{raw_config!r:.200} and {defaults!r:.80}; write `datasets: [{{name: NAME, path: FILE}}]`"
         )
-    configs, flags = [], Flags(args)
+    configs = []
     _require_no_typing_error("defaults", defaults, _SETTINGS)
     for entry in raw_config:
         if not _is_text(entry.get("name")) or not _is_text(entry.get("path")):
@@ -186,14 +193,14 @@ def build_eval_dataset_configs(
         _require_no_typing_error(where, entry, _SETTINGS | {"name", "path"})
         settings = {}
         for setting, named in _FALLBACKS.items():
-            values = [getattr(flags, name) for name in named]
+            values = [c.value_of(name) for name in named]
             settings[setting] = next((value for value in values if value is not None), None)
         given = {k: v for k, v in {**defaults, **entry}.items() if v is not None or k in _NULLABLE}
         extra = {key: given.pop(key) for key in sorted(given.keys() - _SETTINGS - {"name", "path"})}
         for key, value in (given | extra).items():
             _check_setting(where, key, value)
         config = EvalDatasetConfig(**{**settings, **given}, extra=extra)
-        _check_dataset(args, where, config)
+        _check_dataset(c.reward, where, config)
         configs.append(config)
     names = [config.name for config in configs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -201,7 +208,7 @@ def build_eval_dataset_configs(
     return configs
 
 
-def _require_no_typing_error(where: str, settings: dict[str, Any], known: frozenset[str]) -> None:
+def _require_no_typing_error(where: str, settings: Values, known: frozenset[str]) -> None:
     """Keys that are no settings are for the user's functions, but not one that is spelled nearly as a setting."""
     for key in settings:
         near = difflib.get_close_matches(str(key), known | sampling.RULES.keys(), n=1, cutoff=NEAR)
@@ -211,18 +218,17 @@ def _require_no_typing_error(where: str, settings: dict[str, Any], known: frozen
             raise ValueError(f"--eval-config: {where} must have known settings, got {key!r}; {hint}")
 
 
-def _check_setting(where: str, key: str, value: Any) -> None:
+def _check_setting(where: str, key: str, value: object) -> None:
     """ValueError for a value of a wrong type or out of range."""
     if value is None:
         return
     problem = None
     if key in _NUMBERS:
         kinds: type | UnionType = int | float if key in _REALS else int
-        right = isinstance(value, kinds) and not isinstance(value, bool)
-        if not right:
-            problem = "be a number" if key in _REALS else "be a whole number"
-        else:
+        if isinstance(value, int | float) and isinstance(value, kinds) and not isinstance(value, bool):
             problem = _NUMBERS[key].problem(value)
+        else:
+            problem = "be a number" if key in _REALS else "be a whole number"
     elif key in sampling.RULES and key not in _SETTINGS:
         rule, fits = sampling.RULES[key]
         problem = None if fits(value) else rule
@@ -235,13 +241,13 @@ def _check_setting(where: str, key: str, value: Any) -> None:
         )
 
 
-def _check_dataset(args: Any, where: str, config: EvalDatasetConfig) -> None:
+def _check_dataset(reward: RewardConfig, where: str, config: EvalDatasetConfig) -> None:
     """ValueError for a reward or a function that is not there."""
     rewards = {
         "rm_type": config.rm_type,
         "rm_type in metadata_overrides": config.metadata_overrides.get("rm_type"),
     }
-    own = config.custom_rm_path or getattr(args, "custom_rm_path", None)  # knows its own names
+    own = config.custom_rm_path or reward.custom_rm_path  # knows its own names
     for key, name in rewards.items() if not own else ():
         if name is not None and name not in REWARD_NAMES:
             near = difflib.get_close_matches(str(name), REWARD_NAMES, n=1)
@@ -249,7 +255,7 @@ def _check_dataset(args: Any, where: str, config: EvalDatasetConfig) -> None:
             raise ValueError(
                 f"--eval-config: {key} of {where} must be one of {', '.join(REWARD_NAMES)}, got {name!r}; {hint}"
             )
-        if name == "remote_rm" and getattr(args, "rm_url", None) is None:
+        if name == "remote_rm" and reward.rm_url is None:
             raise ValueError(
                 f"--rm-url must be given with {key} remote_rm of {where}, got none; give its address"
             )
@@ -273,11 +279,11 @@ def _check_lengths(where: str, config: EvalDatasetConfig) -> None:
 
 def check_evaluation(c: Config) -> None:
     """ValueError for a wrong setting of an evaluation dataset: a rule of a run's start."""
-    resolve_eval_datasets(c.namespace())
+    resolve_eval_datasets(c)
 
 
 def read_eval_prompts(
-    args: Any,
+    c: Config,
     config: EvalDatasetConfig,
     tokenizer: Callable[[], PreTrainedTokenizerBase],
     *,
@@ -285,26 +291,25 @@ def read_eval_prompts(
 ) -> Prompts:
     """The prompts of a dataset, checked. ValueError with file and line for a wrong one. `most_bytes`: see
     `load_prompts`."""
-    longest = (
-        read_hf_config(args.hf_checkpoint).get("max_position_embeddings") if args.hf_checkpoint else None
-    )
+    checkpoint = c.rollout.hf_checkpoint
+    longest = read_hf_config(checkpoint).get("max_position_embeddings") if checkpoint else None
     limit = prompt_limit(config.max_prompt_len, config.max_context_len)
     return load_prompts(
         config.path,
         Columns(**{f.name: getattr(config, f.name) for f in dataclasses.fields(Columns)}),
         tokenizer=tokenizer() if config.apply_chat_template or limit is not None else None,
         max_prompt_len=limit,
-        flag="--eval-prompt-data" if args.eval_config is None else "--eval-config",
+        flag="--eval-prompt-data" if c.evaluation.eval_config is None else "--eval-config",
         limit_flag="--eval-max-prompt-len",
-        context=Context(longest, tokenizer) if args.hf_checkpoint else None,
-        check_label=eval_label_check(args, config),
+        context=Context(longest, tokenizer) if checkpoint else None,
+        check_label=eval_label_check(c, config),
         most_bytes=most_bytes,
     )
 
 
-def eval_label_check(args: Any, config: EvalDatasetConfig) -> LabelCheck | None:
+def eval_label_check(c: Config, config: EvalDatasetConfig) -> LabelCheck | None:
     """The check of a dataset's labels, for the reward that scores them."""
     reward = config.rm_type or config.metadata_overrides.get("rm_type")
     if config.custom_rm_path or (config.custom_generate_function_path and config.label_key is None):
         return None
-    return label_check(args, config.label_key, reward)
+    return label_check(c, config.label_key, reward)

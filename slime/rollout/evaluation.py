@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from typing import Any
 
+from slime.config.schema import Config, section_of
+from slime.config.sections.reward import RewardConfig
+from slime.config.sections.rollout import RolloutConfig
 from slime.rollout import generate
-from slime.rollout.base_types import RolloutFnEvalOutput
+from slime.rollout.base_types import EvalResult, RolloutFnEvalOutput
 from slime.rollout.eval_datasets import EvalDatasetConfig, read_eval_prompts, resolve_eval_datasets
 from slime.rollout.generate import run_together
-from slime.rollout.metrics import eval_reward_args
+from slime.rollout.metrics import eval_reward_key
 from slime.rollout.sampling import RULES
 from slime.rollout.state import GenerateState, rollout_sampling_params
-from slime.types import Prompt, Sample, SampleGroup
+from slime.types import Prompt, Sample, SampleGroup, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,8 @@ def load_eval_datasets(state: GenerateState) -> list[tuple[EvalDatasetConfig, Se
 
     The rollout manager calls this at the start of a run, so that a bad file is an error at the start.
     """
-    configs = resolve_eval_datasets(state.args)
+    c = Config.of_args(state.args)
+    configs = resolve_eval_datasets(c)
     if not configs:
         raise ValueError(
             "--eval-prompt-data or --eval-config must name a dataset for --eval-interval, got none"
@@ -36,7 +39,7 @@ def load_eval_datasets(state: GenerateState) -> list[tuple[EvalDatasetConfig, Se
             logger.warning(
                 "evaluation dataset %s: only your own functions read %s", config.name, ", ".join(unread)
             )
-        state.eval_prompts[config.name] = read_eval_prompts(state.args, config, lambda: state.tokenizer)
+        state.eval_prompts[config.name] = read_eval_prompts(c, config, lambda: state.tokenizer)
     return [(config, state.eval_prompts[config.name]) for config in configs]
 
 
@@ -65,8 +68,8 @@ async def eval_rollout(state: GenerateState, rollout_id: int) -> RolloutFnEvalOu
 
 async def _eval_dataset(
     state: GenerateState, config: EvalDatasetConfig, prompts: Sequence[Prompt], rollout_id: int
-) -> dict[str, Any]:
-    params = _sampling_params(state.args, config)
+) -> EvalResult:
+    params = _sampling_params(section_of(RolloutConfig, state.args), config)
 
     async def one(group: SampleGroup) -> SampleGroup:
         done = await generate.generate_and_rm_group(
@@ -91,9 +94,9 @@ async def _eval_dataset(
         logger.warning(
             "%d of %d responses of %s were cut off", len(samples) - len(scored), len(samples), config.name
         )
-    reward_args = eval_reward_args(state.args)
+    key = eval_reward_key(section_of(RewardConfig, state.args))
     return {
-        "rewards": [sample.get_reward_value(reward_args) for sample in scored],
+        "rewards": [sample.reward_value(key) for sample in scored],
         "truncated": [sample.status is Sample.Status.TRUNCATED for sample in scored],
         "samples": samples,
     }
@@ -120,8 +123,8 @@ def _eval_group(config: EvalDatasetConfig, number: int, prompt: Prompt) -> Sampl
     ]
 
 
-def _sampling_params(args: Any, config: EvalDatasetConfig) -> dict[str, Any]:
-    params = rollout_sampling_params(args) | {
+def _sampling_params(rollout: RolloutConfig, config: EvalDatasetConfig) -> SamplingParams:
+    params = rollout_sampling_params(rollout) | {
         "temperature": config.temperature,
         "top_p": config.top_p,
         "top_k": config.top_k,
@@ -129,7 +132,7 @@ def _sampling_params(args: Any, config: EvalDatasetConfig) -> dict[str, Any]:
         "stop": config.stop,
         "stop_token_ids": config.stop_token_ids,
     }
-    if config.max_context_len != args.rollout_max_context_len:
+    if config.max_context_len != rollout.rollout_max_context_len:
         params["max_context_len"] = config.max_context_len
     if config.min_new_tokens is not None:
         params["min_new_tokens"] = config.min_new_tokens

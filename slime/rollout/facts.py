@@ -7,15 +7,19 @@ comparable. The trainer gets one record per sample in the column `rollout_facts`
 from __future__ import annotations
 
 import zlib
+from argparse import Namespace
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slime.config import Config, Flags
-from slime.config.problems import given
+from slime.config import Config, section_of
+from slime.config.sections.rollout import RolloutConfig
 from slime.data.tokenizer import tokenizer_fingerprint
-from slime.types import Sample, TrainData
+from slime.types import Sample, SamplingParams, TrainData
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Facts = dict[str, Any]
 COLUMN = "rollout_facts"
@@ -52,21 +56,22 @@ _OTHER_SAMPLING = (
 )
 
 
-def run_facts(args: Any) -> Facts:
-    """The facts that all samples of a run share: distribution, dtype of the engine's model, tokenizer."""
+def run_facts(config: Config, engine_dtype: str | None = None) -> Facts:
+    """The facts that all samples of a run share: distribution, tokenizer, and the dtype of the engine's model, which is
+    the trainer's without `engine_dtype`."""
     return {
-        "temperature": args.rollout_temperature,
-        "top_p": args.rollout_top_p,
-        "top_k": args.rollout_top_k,
+        "temperature": config.rollout.rollout_temperature,
+        "top_p": config.rollout.rollout_top_p,
+        "top_k": config.rollout.rollout_top_k,
         "sampling": {},
-        "dtype": getattr(args, "rollout_engine_dtype", args.params_dtype),
-        "tokenizer": tokenizer_fingerprint(args.hf_checkpoint),
+        "dtype": config.megatron.params_dtype if engine_dtype is None else engine_dtype,
+        "tokenizer": tokenizer_fingerprint(config.rollout.hf_checkpoint),
     }
 
 
-def note_sampling(args: Any, sample: Sample, params: dict[str, Any]) -> None:
+def note_sampling(args: Namespace, sample: Sample, params: SamplingParams) -> None:
     """Record a request's sampling parameters in the sample's metadata, if they differ from the run's flags."""
-    flags = Flags(args)
+    flags = section_of(RolloutConfig, args)
     run = {
         "temperature": flags.rollout_temperature,
         "top_p": flags.rollout_top_p,
@@ -100,7 +105,7 @@ def sample_facts(sample: Sample, run: Facts | None) -> Facts | None:
 def attach(ranks: list[TrainData], samples: Sequence[Sample], run: Facts | None) -> None:
     """Add the column `rollout_facts` to the data of each rank. `sample_indices` finds the sample of a row; tokens
     find the right one among samples with the same index. A sample that a conversion hook made has no record."""
-    known: dict[Any, list[Facts | None]] = {}
+    known: dict[int | None, list[Facts | None]] = {}
     for sample in samples:
         known.setdefault(sample.index, []).append(sample_facts(sample, run))
     for data in ranks:
@@ -111,7 +116,7 @@ def attach(ranks: list[TrainData], samples: Sequence[Sample], run: Facts | None)
         ]
 
 
-def _of_sample(candidates: list[Facts | None], tokens: Iterable[int]) -> Facts | None:
+def _of_sample(candidates: list[Facts | None], tokens: list[int] | Tensor) -> Facts | None:
     if len(candidates) < 2:
         return candidates[0] if candidates else None
     checksum = token_checksum(tokens)
@@ -128,16 +133,16 @@ def first_difference(rollout: Facts | None, trainer: Facts) -> str | None:
 
 def replay_template(config: Config) -> str:
     """Where a run that stops saves its batch: a path template for --load-debug-rollout-data."""
-    run_dir = Path(given(config.logging.run_dir)).resolve()
+    run_dir = Path(config.logging.run_dir).resolve()
     folder = str(run_dir / "audit").replace("{", "{{").replace("}", "}}")
     return folder + "/{rollout_id}.pt"
 
 
-def token_checksum(tokens: Any) -> int:
+def token_checksum(tokens: list[int] | Tensor) -> int:
     """CRC-32 of token ids, a list or an int64 tensor on the host."""
-    return zlib.crc32(array("q", tokens) if isinstance(tokens, list) else tokens.numpy())
+    return zlib.crc32(array("q", tokens) if isinstance(tokens, list) else tokens.numpy().tobytes())
 
 
-def mask_checksum(mask: Any) -> int:
+def mask_checksum(mask: list[int] | Tensor) -> int:
     """CRC-32 of a loss mask, a list or an int32 tensor on the host."""
-    return zlib.crc32(array("i", mask) if isinstance(mask, list) else mask.numpy())
+    return zlib.crc32(array("i", mask) if isinstance(mask, list) else mask.numpy().tobytes())

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from argparse import Namespace
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.debug_data import load_debug_rollout_data
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Namespace, rollout_id: int, data_source: object, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """The groups that `--save-debug-rollout-data` wrote; an evaluation has none.
 

@@ -10,18 +10,22 @@ import copy
 import hashlib
 import inspect
 import time
+from argparse import Namespace
 from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from slime.config.schema import Flags
+from slime.config.schema import section_of
+from slime.config.sections.off_policy import OffPolicyConfig
+from slime.config.sections.reward import RewardConfig
+from slime.config.sections.rollout import RolloutConfig
 from slime.hooks import load_function
 from slime.protocols import GenerateResult
 from slime.rollout import state
 from slime.rollout.facts import note_sampling
 from slime.rollout.rewards import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import accepted, apply_rollout_sample_hooks
-from slime.types import FINISH_STATUS, Sample, SampleGroup
+from slime.types import FINISH_STATUS, Sample, SampleGroup, SamplingParams
 from slime.user_code import is_cancelled, remedy
 
 T = TypeVar("T")
@@ -42,7 +46,7 @@ def request_seed(run_seed: int, session_id: str, generated_tokens: int, retry: i
     return int.from_bytes(digest[:8], "big") >> 12
 
 
-async def run_together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def run_together(coroutines: Iterable[Coroutine[object, object, T]]) -> list[T]:
     """The results of all coroutines, in order. If one fails, the others are cancelled and its error is raised."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -53,13 +57,13 @@ async def run_together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-def GenerateState(args: Any) -> state.GenerateState:
+def GenerateState(args: Namespace) -> state.GenerateState:
     """The run's own state: tokenizer, processor (None), semaphore, sampling_params, aborted, args. Whoever asks in the
     rollout manager's process gets the same one, with any `args`. RuntimeError where no rollout runs."""
     return state.of_process(args)
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> Sample:
     """Continue `sample` with one request. Sets its tokens, response, log-probs, status and weight versions.
 
     A sample that already has a response continues after its last token. `max_new_tokens` and
@@ -67,7 +71,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     request. If the request passes --rollout-deadline-s, the sample keeps what it had and becomes ABORTED.
     ValueError, with the sample's name, if the prompt leaves no room or the engine rejects it.
     """
-    own, flags = GenerateState(args), Flags(args)
+    own, flags = GenerateState(args), section_of(RolloutConfig, args)
     assert own.engine is not None, "generation needs an engine"
     if not sample.tokens:
         sample.tokens = own.prompt_ids(sample)
@@ -75,7 +79,11 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     if budget <= 0:
         sample.status = Sample.Status.TRUNCATED
         return sample
-    experts = {"experts_from": sample.known_experts} if flags.use_rollout_routing_replay else {}
+    experts = (
+        {"experts_from": sample.known_experts}
+        if section_of(OffPolicyConfig, args).use_rollout_routing_replay
+        else {}
+    )
     session = sample.session_id or f"sample/0/{sample.index}"
     place = session, sample.response_length
     seed = request_seed(flags.rollout_seed, *place, retry=own.requests[place])
@@ -104,7 +112,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     return sample
 
 
-def _token_budget(flags: Flags, sample: Sample, sampling_params: dict[str, Any]) -> int:
+def _token_budget(flags: RolloutConfig, sample: Sample, sampling_params: SamplingParams) -> int:
     limits: list[int] = []
     if sampling_params.get("max_new_tokens") is not None:
         limits.append(sampling_params["max_new_tokens"] - sample.response_length)
@@ -125,7 +133,7 @@ def _token_budget(flags: Flags, sample: Sample, sampling_params: dict[str, Any])
     return min(limits)
 
 
-def _take(sample: Sample, result: GenerateResult, own: state.GenerateState, params: dict[str, Any]) -> None:
+def _take(sample: Sample, result: GenerateResult, own: state.GenerateState, params: SamplingParams) -> None:
     continued = sample.response_length > 0
     sample.append_response_tokens(
         tokens=result.token_ids, log_probs=result.log_probs, text=result.text, columns=result.columns
@@ -150,9 +158,9 @@ def _take(sample: Sample, result: GenerateResult, own: state.GenerateState, para
 
 
 async def generate_and_rm(
-    args: Any,
+    args: Namespace,
     sample: Sample,
-    sampling_params: dict[str, Any],
+    sampling_params: SamplingParams,
     evaluation: bool = False,
     *,
     rollout_id: int | None = None,
@@ -162,13 +170,13 @@ async def generate_and_rm(
     Returns a list if a custom generate function returned several samples; they share a rollout_id. Aborted
     samples are not scored. With --group-rm, `generate_and_rm_group` scores the samples instead.
 
-    `args` that a plug-in made have the default of each flag that they lack (`slime.config.Flags`).
+    `args` that a plug-in made have the default of each flag that they lack (`slime.config.section_of`).
 
     In an evaluation, every function called here sees `args.use_rollout_routing_replay` as False: no training uses
     the samples, and all of them are in memory at once.
     """
-    flags = Flags(args)
-    if evaluation and flags.use_rollout_routing_replay:
+    flags = section_of(RolloutConfig, args)
+    if evaluation and section_of(OffPolicyConfig, args).use_rollout_routing_replay:
         args = copy.copy(args)
         args.use_rollout_routing_replay = False
     own = GenerateState(args)
@@ -187,7 +195,7 @@ async def generate_and_rm(
             result = await apply_rollout_sample_hooks(
                 args, result, rollout_id=rollout_id, evaluation=evaluation
             )
-    if flags.group_rm:
+    if section_of(RewardConfig, args).group_rm:
         return result
     waiting = [s for s in (result if isinstance(result, list) else [result]) if _wants_reward(s)]
     if isinstance(result, list):
@@ -198,9 +206,9 @@ async def generate_and_rm(
 
 
 async def generate_and_rm_group(
-    args: Any,
+    args: Namespace,
     group: SampleGroup,
-    sampling_params: dict[str, Any],
+    sampling_params: SamplingParams,
     evaluation: bool = False,
     *,
     rollout_id: int | None = None,
@@ -225,15 +233,15 @@ async def generate_and_rm_group(
         for sample in group
     )
     flat = [s for one in done for s in (one if isinstance(one, list) else [one])]
-    if Flags(args).group_rm and not any(s.status is Sample.Status.ABORTED for s in flat):
+    if section_of(RewardConfig, args).group_rm and not any(s.status is Sample.Status.ABORTED for s in flat):
         await _score_together(args, [s for s in flat if _wants_reward(s)])
     return flat
 
 
 async def _generate_one(
-    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+    args: Namespace, sample: Sample, sampling_params: SamplingParams, evaluation: bool
 ) -> Sample | list[Sample]:
-    path = sample.generate_function_path or Flags(args).custom_generate_function_path
+    path = sample.generate_function_path or section_of(RolloutConfig, args).custom_generate_function_path
     if path is None:
         return await generate(args, sample, sampling_params)
     rollout_id, index = sample.rollout_id, sample.index
@@ -258,7 +266,7 @@ def _wants_reward(sample: Sample) -> bool:
     return sample.reward is None and sample.status is not Sample.Status.ABORTED
 
 
-async def _score_together(args: Any, samples: list[Sample]) -> None:
+async def _score_together(args: Namespace, samples: list[Sample]) -> None:
     if not samples:
         return
     for sample, reward in zip(samples, await batched_async_rm(args, samples), strict=True):

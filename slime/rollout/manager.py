@@ -15,14 +15,12 @@ from slime import http, operators
 from slime.algo.losses import loss_of
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
-from slime.config.problems import given
 from slime.data import columns
 from slime.data.packing import forward_flops, prediction_flops, shares_prompts
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import make_rank_data
 from slime.divergence import DivergedError
 from slime.hooks import load_function
-from slime.intervals import saves_after
 from slime.protocols import RolloutBatch, RolloutEngine
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.debug_data import load_with_facts, save_debug_rollout_data
@@ -48,25 +46,24 @@ class RolloutManager:
         engine: RolloutEngine | None,
         dp_size: int,
         facts: Mapping[str, Any],
-        put: Callable[[Any], Any],
+        put: Callable[[TrainData], object],
     ) -> None:
         self.config, self.dp_size, self.put = config, dp_size, put
-        facts = dict(facts)
-        http.set_own_servers(http.OwnServers(**facts.pop("own_servers", {})))
-        self.args = config.namespace(**facts)
+        http.set_own_servers(http.OwnServers(**facts.get("own_servers", {})))
+        self.args = config.namespace(
+            **{name: value for name, value in facts.items() if name != "own_servers"}
+        )
         operators.install(config)
-        checkpoint = given(config.rollout.hf_checkpoint)
+        checkpoint = config.rollout.hf_checkpoint
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.train.trust_remote_code)
         self.args.rollout_state = self.state = GenerateState(self.args, engine, tokenizer)
         self.hf_config = read_hf_config(checkpoint)
-        self.facts = run_facts(self.args)
+        self.facts = run_facts(config, getattr(self.args, "rollout_engine_dtype", None))
         self.data_source = load_function(config.data.data_source_path, flag="--data-source-path")(self.args)
         self.rollout_function = load_function(
             config.rollout.rollout_function_path, flag="--rollout-function-path"
         )
-        self.eval_function = load_function(
-            given(config.evaluation.eval_function_path), flag="--eval-function-path"
-        )
+        self.eval_function = load_function(config.evaluation.eval_function_path, flag="--eval-function-path")
         if config.evaluation.eval_config is not None or config.evaluation.eval_prompt_data:
             load_eval_datasets(self.state)  # so that a bad evaluation file fails at the start
 
@@ -74,38 +71,51 @@ class RolloutManager:
         """Continue the data after the checkpoint whose next rollout is `start_rollout_id`."""
         self.data_source.load(start_rollout_id - 1)
 
-    def generate(self, rollout_id: int) -> RolloutBatch:
+    def generate(self, rollout_id: int, saves: bool = False) -> RolloutBatch:
         """Generate, score, convert and split one rollout.
 
-        If a checkpoint follows this rollout, the data position is saved here, because generation may be a rollout
-        ahead by the time the model is saved.
+        `saves`: a checkpoint follows this rollout. The data position is saved here, because generation may be a
+        rollout ahead by the time the model is saved.
         """
         began = time.perf_counter()
         groups, metrics, facts = self._groups(rollout_id)
         seconds = time.perf_counter() - began
-        if saves_after(self.config, rollout_id):
+        if saves:
             self.data_source.save(rollout_id)
         if self.config.debug.save_debug_rollout_data:
             save_debug_rollout_data(
                 self.config.debug.save_debug_rollout_data, rollout_id, groups, facts=facts
             )
-        samples = [sample for group in groups for sample in group]
-        if loss_of(self.config.algorithm).rewarded:
-            metrics = {**rollout_metrics(self.args, groups, seconds), **metrics}
-        else:
-            metrics = {"perf/rollout_time": seconds, **metrics}
-        path = self.config.rollout.custom_rollout_log_function_path
-        if path and load_function(path, flag="--custom-rollout-log-function-path")(
-            rollout_id, self.args, samples, metrics, seconds
-        ):
-            metrics = {}  # the hook has logged the metrics; its return value disables the run's own logging
+        metrics = self._unlogged(rollout_id, groups, metrics, seconds)
         ranks = self._rank_data(rollout_id, groups, facts)
         rank_data = [self.put(data) for data in ranks]
         metrics |= operators.step_metrics()
         metrics["perf/make_data_time"] = time.perf_counter() - began - seconds
         if (resident := resident_peak_gib()) is not None:
             metrics["perf/rollout_rss_gib"] = resident
-        # Count the ranks' data only: samples at the end of a batch that do not fill a step are left out.
+        return self._batch(rank_data, metrics, ranks)
+
+    def _unlogged(
+        self, rollout_id: int, groups: list[SampleGroup], metrics: dict[str, float], seconds: float
+    ) -> dict[str, float]:
+        """The metrics of a rollout with those of its function; none if --custom-rollout-log-function-path has logged
+        them, whose return value disables the run's own logging."""
+        if loss_of(self.config.algorithm).rewarded:
+            metrics = {**rollout_metrics(self._with_hooks(), groups, seconds), **metrics}
+        else:
+            metrics = {"perf/rollout_time": seconds, **metrics}
+        path = self.config.rollout.custom_rollout_log_function_path
+        if not path:
+            return metrics
+        samples = [sample for group in groups for sample in group]
+        log = load_function(path, flag="--custom-rollout-log-function-path")
+        return {} if log(rollout_id, self.args, samples, metrics, seconds) else metrics
+
+    def _batch(
+        self, rank_data: list[object], metrics: dict[str, float], ranks: list[TrainData]
+    ) -> RolloutBatch:
+        """What training gets. Counts the ranks' data only: samples at the end of a batch that do not fill a step are
+        left out."""
         totals = [n for data in ranks for n in data["total_lengths"]]
         flops, old = (sum(self._forward_flops(data, old=old) for data in ranks) for old in (False, True))
         ahead = 0.0
@@ -115,9 +125,13 @@ class RolloutManager:
             rank_data, metrics, sum(totals), forward_flops=flops, old_flops=old, ahead_flops=ahead
         )
 
+    def _with_hooks(self) -> Config:
+        """The configuration with what hooks have set in their `args`."""
+        return Config.of_args(self.args)
+
     def _forward_flops(self, data: TrainData, *, old: bool) -> float:
         """Of a pass over all samples of a rank, or of the one for old log-probs."""
-        carried = columns.carried(data, self.args, training=True, policy=True)
+        carried = columns.carried(data, self.config, training=True, policy=True)
         return forward_flops(
             data,
             carried,
@@ -151,7 +165,7 @@ class RolloutManager:
         samples = [sample for group in groups for sample in group]
         audited = self.config.kernels.rlk_consistency != "off"
         try:
-            ranks = make_rank_data(self.args, samples, self.dp_size, self.hf_config)
+            ranks = make_rank_data(self._with_hooks(), self.args, samples, self.dp_size, self.hf_config)
         except ValueError as error:
             if not audited:
                 raise
@@ -174,7 +188,7 @@ class RolloutManager:
             save_debug_rollout_data(
                 self.config.debug.save_debug_rollout_data, rollout_id, groups, evaluation=True
             )
-        metrics = {**eval_metrics(self.args, output.data), **(output.metrics or {})}
+        metrics = {**eval_metrics(self._with_hooks(), output.data), **(output.metrics or {})}
         path = self.config.rollout.custom_eval_rollout_log_function_path
         if path and load_function(path, flag="--custom-eval-rollout-log-function-path")(
             rollout_id, self.args, output.data, metrics

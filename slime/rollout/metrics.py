@@ -11,9 +11,11 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
-from typing import Any
 
+from slime.config.schema import Config
+from slime.config.sections.logging import LoggingConfig
+from slime.config.sections.reward import RewardConfig
+from slime.rollout.base_types import EvalData
 from slime.types import Sample, SampleGroup, SpeculationCounts
 
 _REPEATED_CHARS, _REPEATED_TIMES, _LONGEST_UNIT = 100, 4, 200
@@ -29,19 +31,23 @@ def statistics_of(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def rollout_metrics(args: Any, groups: list[SampleGroup], rollout_time_s: float) -> dict[str, float]:
+def rollout_metrics(c: Config, groups: list[SampleGroup], rollout_time_s: float) -> dict[str, float]:
     """rollout/* and perf/* metrics of the groups to train on. `rollout_time_s` is wall time."""
+    key = c.reward.reward_key
     samples = [sample for group in groups for sample in group]
-    metrics = {f"rollout/{name}": value for name, value in sample_metrics(args, groups).items()}
-    metrics["rollout/raw_reward"] = statistics.fmean(sample.get_reward_value(args) for sample in samples)
-    if args.log_passrate:
-        rewards = [[sample.get_reward_value(args) for sample in group] for group in groups]
+    metrics = {f"rollout/{name}": value for name, value in sample_metrics(c.logging, key, groups).items()}
+    metrics["rollout/raw_reward"] = statistics.fmean(sample.reward_value(key) for sample in samples)
+    if c.logging.log_passrate:
+        rewards = [[sample.reward_value(key) for sample in group] for group in groups]
         metrics |= {f"rollout/passrate/{name}": value for name, value in pass_rate(rewards).items()}
-    metrics |= {f"perf/{name}": value for name, value in perf_metrics(args, samples, rollout_time_s).items()}
+    metrics |= {
+        f"perf/{name}": value
+        for name, value in perf_metrics(c.cluster.rollout_num_gpus, samples, rollout_time_s).items()
+    }
     return metrics
 
 
-def eval_metrics(args: Any, data: dict[str, dict[str, Any]]) -> dict[str, float]:
+def eval_metrics(c: Config, data: EvalData) -> dict[str, float]:
     """eval/{name} (mean reward), eval/{name}/..., eval/{name}-truncated_ratio and, with --log-passrate,
     -pass@k.
 
@@ -49,6 +55,7 @@ def eval_metrics(args: Any, data: dict[str, dict[str, Any]]) -> dict[str, float]
     exclude them. If there are such responses, eval/{name}-aborted_ratio is their share.
     """
     metrics: dict[str, float] = {}
+    key = eval_reward_key(c.reward)
     for name, result in data.items():
         metrics[f"eval/{name}"] = statistics.fmean(result["rewards"])
         metrics[f"eval/{name}-truncated_ratio"] = statistics.fmean(map(float, result["truncated"]))
@@ -59,16 +66,18 @@ def eval_metrics(args: Any, data: dict[str, dict[str, Any]]) -> dict[str, float]
         if len(scored) < len(samples):
             metrics[f"eval/{name}-aborted_ratio"] = 1 - len(scored) / len(samples)
         groups = group_samples(scored)
-        for key, value in sample_metrics(eval_reward_args(args), groups).items():
-            metrics[f"eval/{name}/{key}"] = value
-        if args.log_passrate:
-            rewards = [[s.get_reward_value(eval_reward_args(args)) for s in group] for group in groups]
-            metrics |= {f"eval/{name}-{key}": value for key, value in pass_rate(rewards).items()}
+        for figure, value in sample_metrics(c.logging, key, groups).items():
+            metrics[f"eval/{name}/{figure}"] = value
+        if c.logging.log_passrate:
+            rewards = [[s.reward_value(key) for s in group] for group in groups]
+            metrics |= {f"eval/{name}-{rate}": value for rate, value in pass_rate(rewards).items()}
     return metrics
 
 
-def sample_metrics(args: Any, groups: list[SampleGroup]) -> dict[str, float]:
-    """The metrics that training and evaluation share.
+def sample_metrics(
+    logging: LoggingConfig, reward_key: str | None, groups: list[SampleGroup]
+) -> dict[str, float]:
+    """The metrics that training and evaluation share. `reward_key`: the entry of a reward that is a record.
 
     response_len/* counts trained tokens. zero_std/count_{r} is the number of groups whose rewards are all r (to
     one decimal). repetition_frac is the share of responses for which `ends_in_repetition` is true.
@@ -81,26 +90,26 @@ def sample_metrics(args: Any, groups: list[SampleGroup]) -> dict[str, float]:
     }
     metrics["truncated_ratio"] = sum(s.status is Sample.Status.TRUNCATED for s in samples) / count
     metrics["repetition_frac"] = sum(ends_in_repetition(s.response) for s in samples) / count
-    for reward, groups_of_it in sorted(_constant_rewards(args, groups).items()):
+    for reward, groups_of_it in sorted(_constant_rewards(reward_key, groups).items()):
         metrics[f"zero_std/count_{reward}"] = groups_of_it
     metrics |= _cache_and_speculation(samples)
-    if args.log_reward_category:
+    if logging.log_reward_category:
         categories = Counter(
-            s.reward[args.log_reward_category] for s in samples if isinstance(s.reward, dict)
+            s.reward[logging.log_reward_category] for s in samples if isinstance(s.reward, dict)
         )
         metrics |= {f"error_cat/{category}": n / count for category, n in categories.items()}
-    if args.log_multi_turn:
+    if logging.log_multi_turn:
         metrics |= _multi_turn(samples)
-    if args.log_correct_samples:
-        correct = [s.effective_response_length for s in samples if s.get_reward_value(args) == 1]
+    if logging.log_correct_samples:
+        correct = [s.effective_response_length for s in samples if s.reward_value(reward_key) == 1]
         metrics |= {
             f"correct_response_len/{k}": v for k, v in (statistics_of(correct) if correct else {}).items()
         }
     return metrics
 
 
-def perf_metrics(args: Any, samples: list[Sample], rollout_time_s: float) -> dict[str, float]:
-    """Tokens per second, per GPU and of the longest sample. "effective" counts only trained tokens.
+def perf_metrics(gpus: int, samples: list[Sample], rollout_time_s: float) -> dict[str, float]:
+    """Tokens per second, per GPU of the engines and of the longest sample. "effective" counts only trained tokens.
 
     longest_sample_non_generation_time is the mean time in seconds that the longest samples spent outside the engine
     (in tools). ..._tokens_per_sec_without_non_generation is their speed in the rest of the rollout. Both are
@@ -115,8 +124,8 @@ def perf_metrics(args: Any, samples: list[Sample], rollout_time_s: float) -> dic
         "effective_": [sample.effective_response_length for sample in samples],
     }
     for kind, values in lengths.items():
-        if args.rollout_num_gpus:
-            metrics[f"{kind}tokens_per_gpu_per_sec"] = sum(values) / rollout_time_s / args.rollout_num_gpus
+        if gpus:
+            metrics[f"{kind}tokens_per_gpu_per_sec"] = sum(values) / rollout_time_s / gpus
         longest = max(values)
         metrics[f"longest_{kind}sample_tokens_per_sec"] = longest / rollout_time_s
         if max(waits) > 0:
@@ -158,26 +167,21 @@ def ends_in_repetition(text: str) -> bool:
 
 def group_samples(samples: Iterable[Sample]) -> list[SampleGroup]:
     """Samples by `group_index`, in order of first appearance."""
-    groups: dict[Any, SampleGroup] = {}
+    groups: dict[int | None, SampleGroup] = {}
     for sample in samples:
         groups.setdefault(sample.group_index, []).append(sample)
     return list(groups.values())
 
 
-def eval_reward_args(args: Any) -> SimpleNamespace:
-    """The options for evaluation metrics. --eval-reward-key has priority over --reward-key."""
-    return SimpleNamespace(
-        reward_key=args.eval_reward_key or args.reward_key,
-        log_reward_category=args.log_reward_category,
-        log_multi_turn=args.log_multi_turn,
-        log_correct_samples=args.log_correct_samples,
-    )
+def eval_reward_key(reward: RewardConfig) -> str | None:
+    """The entry of a reward that evaluation reports. --eval-reward-key has priority over --reward-key."""
+    return reward.eval_reward_key or reward.reward_key
 
 
-def _constant_rewards(args: Any, groups: list[SampleGroup]) -> Counter[float]:
+def _constant_rewards(reward_key: str | None, groups: list[SampleGroup]) -> Counter[float]:
     counts: Counter[float] = Counter()
     for group in groups:
-        rewards = [sample.get_reward_value(args) for sample in group]
+        rewards = [sample.reward_value(reward_key) for sample in group]
         if len(rewards) > 1 and max(rewards) == min(rewards):
             counts[round(rewards[0], 1) + 0.0] += 1  # -0.0 + 0.0 is 0.0
     return counts

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from argparse import Namespace
+from typing import NoReturn
 
 _LATER = "must not be used yet, got a call; on-policy distillation is not supported, write a --custom-rm-path instead"
 
 
-async def reward_func(args: Any, sample: Any, **kwargs: Any) -> NoReturn:
+async def reward_func(args: Namespace, sample: object, **kwargs: object) -> NoReturn:
     """ValueError."""
     raise ValueError(f"slime.rollout.on_policy_distillation.reward_func {_LATER}")
 
 
-def post_process_rewards(args: Any, samples: Any, **kwargs: Any) -> NoReturn:
+def post_process_rewards(args: Namespace, samples: object, **kwargs: object) -> NoReturn:
     """ValueError."""
     raise ValueError(f"slime.rollout.on_policy_distillation.post_process_rewards {_LATER}")

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
+from slime.config.schema import section_of
+from slime.config.sections.data import DataConfig
+from slime.config.sections.rollout import RolloutConfig
 from slime.hooks import load_function
 from slime.protocols import DataSource
 from slime.rollout import generate
@@ -62,12 +64,15 @@ async def generate_rollout_async(
 
 
 class _Rollout:
-    """The state of one rollout: running groups, kept groups, and the counts of dropped groups by reason."""
+    """The state of one rollout: running groups, kept groups, and the counts of dropped groups by reason. `args` go to
+    hooks."""
 
     def __init__(self, state: GenerateState, rollout_id: int, data_source: DataSource) -> None:
         self.state, self.args = state, state.args
+        self.flags = section_of(RolloutConfig, state.args)
+        data = section_of(DataConfig, state.args)
         self.rollout_id, self.data_source = rollout_id, data_source
-        self.target: int = self.args.rollout_batch_size
+        self.target, self.group_size = data.rollout_batch_size, data.n_samples_per_prompt
         self.pending: dict[asyncio.Task[SampleGroup], SampleGroup] = {}
         self.kept: list[SampleGroup] = []
         self.surplus: list[SampleGroup] = []
@@ -75,23 +80,23 @@ class _Rollout:
         self.metrics = MetricGatherer()
         self.barren = 0
         self.late = 0
-        path = self.args.dynamic_sampling_filter_path
+        path = self.flags.dynamic_sampling_filter_path
         self.filter = load_function(path, flag="--dynamic-sampling-filter-path") if path else None
 
     async def collect(self) -> None:
         """Draw groups while too few are pending, and take finished groups, until the batch is full."""
-        wanted = self.target * self.args.n_samples_per_prompt
+        wanted = self.target * self.group_size
         while len(self.kept) < self.target:
             while len(self.kept) + len(self.pending) < self.target:
                 self.draw()
             done, _ = await asyncio.wait(self.pending, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=lambda task: _index(self.pending[task])):
                 self.take(self.pending.pop(task), task.result())
-            self.state.progress = (len(self.kept) * self.args.n_samples_per_prompt, wanted)
+            self.state.progress = (len(self.kept) * self.group_size, wanted)
 
     def draw(self) -> None:
         """Start generation of the next --over-sampling-batch-size groups of the data source."""
-        groups = self.data_source.get_samples(self.args.over_sampling_batch_size or self.target)
+        groups = self.data_source.get_samples(self.flags.over_sampling_batch_size or self.target)
         if not groups:
             raise ValueError(
                 "--data-source-path must return groups from get_samples, got none; it has run dry"
@@ -101,7 +106,7 @@ class _Rollout:
                 self.drop("stale")
                 continue
             work = generate.generate_and_rm_group(
-                self.args, group, rollout_sampling_params(self.args), rollout_id=self.rollout_id
+                self.args, group, rollout_sampling_params(self.flags), rollout_id=self.rollout_id
             )
             self.pending[asyncio.create_task(work)] = group
 
@@ -116,7 +121,7 @@ class _Rollout:
         ]
         if not started or any(s.status not in generate.FINISHED for s in group):
             return False
-        allowed: int = max(self.args.max_staleness, 1)
+        allowed = max(self.flags.max_staleness, 1)
         return self.rollout_id - min(started) > allowed
 
     def take(self, given: SampleGroup, group: SampleGroup) -> None:
@@ -146,10 +151,10 @@ class _Rollout:
         self.late += bool(reasons)
         if reasons and self.late >= max(self.target, MIN_LATE_GROUPS):
             raise TimeoutError(
-                f"--rollout-deadline-s must suffice for a response, got {self.args.rollout_deadline_s} s and "
+                f"--rollout-deadline-s must suffice for a response, got {self.flags.rollout_deadline_s} s and "
                 f"{self.late} groups in a row that passed it; last: {reasons[-1]}"
             )
-        if self.args.partial_rollout and not reasons:
+        if self.flags.partial_rollout and not reasons:
             self.put_back([self.resumable(given, group)])
         self.drop("deadline" if reasons else "aborted")
 
@@ -167,8 +172,8 @@ class _Rollout:
         """Abort the running groups, put them back or discard them, and run the hooks on the batch."""
         self.state.aborted = True
         cut_off = await self.end_pending() + self.surplus
-        metrics: dict[str, Any] = {**self.metrics.collect()}
-        if cut_off and self.args.partial_rollout:
+        metrics: dict[str, float] = {**self.metrics.collect()}
+        if cut_off and self.flags.partial_rollout:
             self.put_back(sorted(cut_off, key=_index))
             metrics["rollout/partial/groups_put_back"] = len(cut_off)
         elif cut_off:
@@ -176,9 +181,9 @@ class _Rollout:
         for figure, values in self.state.request_figures.items():
             metrics |= {f"perf/{figure}/{name}": value for name, value in statistics_of(values).items()}
         self.kept.sort(key=_index)
-        if path := self.args.rollout_sample_filter_path:
+        if path := self.flags.rollout_sample_filter_path:
             load_function(path, flag="--rollout-sample-filter-path")(self.args, self.kept)
-        if path := self.args.rollout_all_samples_process_path:
+        if path := self.flags.rollout_all_samples_process_path:
             hook = load_function(path, flag="--rollout-all-samples-process-path")
             hook(self.args, sorted(self.finished, key=_index), self.data_source)
         return RolloutFnTrainOutput(samples=self.kept, metrics=metrics)
@@ -188,7 +193,7 @@ class _Rollout:
 
         The abort repeats, because a generate function with several turns sends its next request after an abort.
         """
-        give_up_at = asyncio.get_running_loop().time() + self.args.rollout_deadline_s
+        give_up_at = asyncio.get_running_loop().time() + self.flags.rollout_deadline_s
         ended = []
         while self.pending and asyncio.get_running_loop().time() < give_up_at:
             if self.state.engine is not None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from argparse import Namespace
 from functools import lru_cache
 from typing import Any, TypeVar, overload
 
-from slime.config.schema import Flags
-from slime.hooks import load_function
+from slime.config.schema import section_of
+from slime.config.sections.rollout import RolloutConfig
+from slime.hooks import Hook, load_function
 from slime.types import Sample
 
-T = TypeVar("T", Sample, list[Sample])
+T = TypeVar("T")
+S = TypeVar("S", Sample, list[Sample])
 
 _current_rollout_id: int | None = None
 
@@ -24,18 +26,28 @@ def set_current_rollout_id(rollout_id: int | None) -> None:
 
 @overload
 async def apply_rollout_sample_hooks(
-    args: Any, sample: Sample, *, rollout_id: int | None = ..., evaluation: bool = ..., **kwargs: Any
+    args: Namespace, sample: Sample, *, rollout_id: int | None = ..., evaluation: bool = ..., **kwargs: object
 ) -> Sample: ...
 
 
 @overload
 async def apply_rollout_sample_hooks(
-    args: Any, sample: list[T], *, rollout_id: int | None = ..., evaluation: bool = ..., **kwargs: Any
-) -> list[T]: ...
+    args: Namespace,
+    sample: list[S],
+    *,
+    rollout_id: int | None = ...,
+    evaluation: bool = ...,
+    **kwargs: object,
+) -> list[S]: ...
 
 
 async def apply_rollout_sample_hooks(
-    args: Any, sample: Any, *, rollout_id: int | None = None, evaluation: bool = False, **kwargs: Any
+    args: Namespace,
+    sample: Any,
+    *,
+    rollout_id: int | None = None,
+    evaluation: bool = False,
+    **kwargs: object,
 ) -> Any:
     """Run the hooks in the order of their flags on a sample, or on each sample of a list, or of a list of lists.
 
@@ -45,10 +57,11 @@ async def apply_rollout_sample_hooks(
     """
     rollout_id = _current_rollout_id if rollout_id is None else rollout_id
     keywords = {"rollout_id": rollout_id, "evaluation": evaluation, **kwargs}
-    return await _apply(args, sample, Flags(args).rollout_sample_hook_path or [], keywords)
+    paths = section_of(RolloutConfig, args).rollout_sample_hook_path or []
+    return await _apply(args, sample, paths, keywords)
 
 
-async def _apply(args: Any, sample: Any, paths: list[str], keywords: dict[str, Any]) -> Any:
+async def _apply(args: Namespace, sample: Any, paths: list[str], keywords: dict[str, object]) -> Any:
     if isinstance(sample, list):
         return [await _apply(args, one, paths, keywords) for one in sample]
     for path in paths:
@@ -67,14 +80,14 @@ async def _apply(args: Any, sample: Any, paths: list[str], keywords: dict[str, A
     return sample
 
 
-def accepted(fn: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
+def accepted(fn: Hook, **keywords: T) -> dict[str, T]:
     """The keywords that `fn` has parameters for, so that hooks with fewer arguments keep working."""
     # Functions have a hash, so the cache can hold them. A callable object may have none (a plain dataclass).
     names = _remembered(fn) if inspect.isroutine(fn) else _parameters(fn)
     return keywords if names is None else {name: value for name, value in keywords.items() if name in names}
 
 
-def _parameters(fn: Callable[..., Any]) -> frozenset[str] | None:
+def _parameters(fn: Hook) -> frozenset[str] | None:
     """Names of the parameters, or None if `fn` takes any keyword."""
     parameters = inspect.signature(fn).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

@@ -6,18 +6,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import TypeGuard
 
 import numpy as np
 
-Check = Callable[[Any], bool]
+from slime.types import SamplingParams
+
+Check = Callable[[object], bool]
 
 
-def _number(value: Any) -> bool:
+def _number(value: object) -> TypeGuard[float]:
     return isinstance(value, Real) and not _boolean(value) and math.isfinite(value)
 
 
-def _boolean(value: Any) -> bool:
+def _boolean(value: object) -> bool:
     return isinstance(value, bool | np.bool_)
 
 
@@ -29,7 +31,7 @@ def _list_of(check: Check) -> Check:
     return lambda value: isinstance(value, list | tuple) and all(map(check, value))
 
 
-def _text(value: Any) -> bool:
+def _text(value: object) -> bool:
     return isinstance(value, str) and bool(value)
 
 
@@ -59,7 +61,7 @@ RULES: dict[str, tuple[str, Check]] = {
 """slime's and SGLang's name -> (what its value must be, whether a value is that). None stands for the default."""
 
 
-def checked(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+def checked(sampling_params: Mapping[str, object]) -> SamplingParams:
     """`sampling_params` without those that are None, with whole numbers and booleans as Python's own.
 
     ValueError for an unknown name, a wrong type or a value out of range.
@@ -82,7 +84,7 @@ def checked(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Numbers of NumPy as Python's own, which requests are written with."""
     if _boolean(value):
         return bool(value)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from argparse import Namespace
 
-from slime.config.schema import Flags
+from slime.config.schema import section_of
+from slime.config.sections.data import DataConfig
 from slime.loss_mask import MultiTurnLossMaskGenerator
 from slime.protocols import DataSource
 from slime.rollout.base_types import RolloutFnTrainOutput
@@ -13,7 +14,7 @@ from slime.types import Sample
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
+    args: Namespace, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
     """`--rollout-batch-size` tokenised conversations, with the loss on the assistant's turns.
 
@@ -25,9 +26,9 @@ def generate_rollout(
         raise ValueError(
             "--eval-interval must not be set for SFT, which has no engine; give --eval-function-path"
         )
-    tokenizer = of_process(args).tokenizer
-    generator = MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=Flags(args).loss_mask_type)
-    groups = data_source.get_samples(args.rollout_batch_size)
+    data = section_of(DataConfig, args)
+    generator = MultiTurnLossMaskGenerator(of_process(args).tokenizer, tokenizer_type=data.loss_mask_type)
+    groups = data_source.get_samples(data.rollout_batch_size)
     for sample in (sample for group in groups for sample in group):
         _fill(sample, generator)
     return RolloutFnTrainOutput(samples=groups)

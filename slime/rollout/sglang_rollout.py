@@ -6,7 +6,6 @@ rollout looks it up.
 
 import sys
 from types import ModuleType
-from typing import Any
 
 import slime.rollout.generate as _generate
 import slime.rollout.vllm_rollout as _rollout
@@ -39,7 +38,7 @@ __all__ = [
 class _Replaceable(ModuleType):
     """Without this, a name that is replaced here would change nothing, and nobody would know."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
         for module in (_generate, _rollout) if name in __all__ else ():
             if name in vars(module):

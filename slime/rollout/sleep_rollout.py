@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, NoReturn
+from argparse import Namespace
+from typing import NoReturn
 
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 3600.0
 
 
-def sleep(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
+def sleep(args: Namespace, rollout_id: int, data_source: object, evaluation: bool = False) -> NoReturn:
     """Wait until the run is interrupted, so that the engines can be measured by hand."""
     while True:
         logger.warning("the rollout function sleeps and the engines serve; interrupt the run to end it")

@@ -9,16 +9,21 @@ import asyncio
 import functools
 import threading
 import weakref
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from slime import http
+from slime.config.schema import section_of
+from slime.config.sections.cluster import ClusterConfig
+from slime.config.sections.engine import EngineConfig
+from slime.config.sections.rollout import RolloutConfig
 from slime.data.rows import render_chat
 from slime.data.tokenizer import opened, opening_ids
 from slime.protocols import GenerateResult, RolloutEngine
-from slime.types import Prompt, Sample
+from slime.types import Prompt, Sample, SamplingParams
 from slime.user_code import watch_loop
 
 if TYPE_CHECKING:
@@ -31,16 +36,16 @@ _newest: weakref.ref[GenerateState] | None = None
 _own_loop: asyncio.AbstractEventLoop | None = None
 
 
-def rollout_sampling_params(args: Any) -> dict[str, Any]:
+def rollout_sampling_params(rollout: RolloutConfig) -> SamplingParams:
     """The sampling parameters of training samples, under the names that generate functions use."""
     return {
-        "temperature": args.rollout_temperature,
-        "top_p": args.rollout_top_p,
-        "top_k": args.rollout_top_k,
-        "max_new_tokens": args.rollout_max_response_len,
-        "stop": args.rollout_stop,
-        "stop_token_ids": args.rollout_stop_token_ids,
-        "skip_special_tokens": args.rollout_skip_special_tokens,
+        "temperature": rollout.rollout_temperature,
+        "top_p": rollout.rollout_top_p,
+        "top_k": rollout.rollout_top_k,
+        "max_new_tokens": rollout.rollout_max_response_len,
+        "stop": rollout.rollout_stop,
+        "stop_token_ids": rollout.rollout_stop_token_ids,
+        "skip_special_tokens": rollout.rollout_skip_special_tokens,
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
     }
@@ -57,19 +62,22 @@ class GenerateState:
     are those of training samples. `processor` is None: prompts are text only.
     """
 
-    def __init__(self, args: Any, engine: RolloutEngine | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, args: Namespace, engine: RolloutEngine | None, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         self.args = args
         self.engine = engine
         self.tokenizer = tokenizer
-        engines = max(1, (args.rollout_num_gpus or 1) // args.rollout_num_gpus_per_engine)
-        self.concurrency = args.server_concurrency * engines
+        cluster = section_of(ClusterConfig, args)
+        engines = max(1, (cluster.rollout_num_gpus or 1) // cluster.rollout_num_gpus_per_engine)
+        self.concurrency = section_of(EngineConfig, args).server_concurrency * engines
         self.semaphore = asyncio.Semaphore(self.concurrency)
         self.aborted = False
         self.timed_out: dict[int | None, str] = {}
         self.request_figures: dict[str, list[float]] = {}
         self.requests: Counter[tuple[str, int]] = Counter()
         self.progress = (0, 0)
-        self.sampling_params = rollout_sampling_params(args)
+        self.sampling_params = rollout_sampling_params(section_of(RolloutConfig, args))
         self.processor = None  # prompts are text
         self.eval_prompts: dict[str, Sequence[Prompt]] = {}
         self._busy = False
@@ -79,11 +87,11 @@ class GenerateState:
         global _newest
         _newest = weakref.ref(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GenerateState:
+    def __deepcopy__(self, memo: dict[int, object]) -> GenerateState:
         """Returns this object: hooks deep-copy `args`, and the engine and the loop must stay the same."""
         return self
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[object, object, T]) -> T:
         """Run the coroutine to its end in this state's own loop (a daemon thread). Any thread may call this.
 
         The whole run uses one loop, because the engine's connections belong to it. Interrupting the caller cancels
@@ -169,7 +177,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-def run_in_process(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_in_process(coroutine: Coroutine[object, object, T]) -> T:
     """Run the coroutine to its end in the loop of this process's rollout, or in a loop of its own without one.
 
     RuntimeError in a coroutine of that loop, which would wait for itself.
@@ -190,7 +198,7 @@ def run_in_process(coroutine: Coroutine[Any, Any, T]) -> T:
     return asyncio.run_coroutine_threadsafe(coroutine, _own_loop).result()
 
 
-def of_process(args: Any) -> GenerateState:
+def of_process(args: Namespace) -> GenerateState:
     """The state of `args`, or this process's own for arguments that a hook made itself."""
     state: GenerateState | None = getattr(args, "rollout_state", None) or (_newest() if _newest else None)
     if state is None:

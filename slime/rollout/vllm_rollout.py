@@ -5,13 +5,14 @@ Also an import path of plug-ins: the names of slime's sglang_rollout, which are 
 
 from __future__ import annotations
 
-from typing import Any
+from argparse import Namespace
 
 from slime.protocols import DataSource
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.evaluation import eval_rollout
 from slime.rollout.generate import GenerateState, generate, generate_and_rm, generate_and_rm_group
 from slime.rollout.rollout import generate_rollout_async
+from slime.types import SampleGroup
 
 __all__ = [
     "GenerateState",
@@ -25,7 +26,7 @@ __all__ = [
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
+    args: Namespace, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """One rollout of `--rollout-batch-size` groups, or, with `evaluation`, a pass over the evaluation datasets."""
     own = GenerateState(args)
@@ -34,7 +35,7 @@ def generate_rollout(
     return own.run(generate_rollout_async(own, rollout_id, data_source))
 
 
-async def abort(args: Any, rollout_id: int) -> list[Any]:
+async def abort(args: Namespace, rollout_id: int) -> list[SampleGroup]:
     """Make the running generations of this rollout end: each request returns the tokens that it has.
 
     The rollout itself puts groups back to the data source (--partial-rollout), so the list is empty.
@@ -46,7 +47,7 @@ async def abort(args: Any, rollout_id: int) -> list[Any]:
     return []
 
 
-def get_model_url(args: Any, name: str, endpoint: str = "/generate") -> str:
+def get_model_url(args: Namespace, name: str, endpoint: str = "/generate") -> str:
     """The URL of `endpoint` for the model `name`: at the router that `args.model_routers` has for the name, or, where
     the run serves one model, at `args.router_url`. ValueError for a name that none of several models has."""
     routers: dict[str, str] = getattr(args, "model_routers", None) or {}

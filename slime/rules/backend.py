@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from slime.config.config_file import FlagGroup
-from slime.config.fields import FlagSpec
+from slime.config.fields import FlagSpec, Values
 from slime.config.unsupported import Unsupported
 from slime.rules.validate import Rule
 
@@ -16,7 +16,7 @@ class FlagOwner(Protocol):
 
     prefix: str
 
-    def parse(self, groups: list[FlagGroup]) -> dict[str, Any]:
+    def parse(self, groups: list[FlagGroup]) -> Values:
         """Check the flags; return the fields of the engine section that they fill. ValueError for a bad one."""
         ...
 
@@ -54,7 +54,7 @@ class BackendFlags(Protocol):
         """Groups with the other engine's spellings rewritten, and remarks for the user."""
         ...
 
-    def fields(self, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    def fields(self, own: Values, given: Values) -> Values:
         """All fields of the engine section, of its own flags' values and the fields that its owners filled."""
         ...
 
@@ -73,5 +73,5 @@ class NoBackend:
     def translate(self, groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
         return groups, []
 
-    def fields(self, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    def fields(self, own: Values, given: Values) -> Values:
         return {}

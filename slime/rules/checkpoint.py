@@ -32,32 +32,40 @@ def check_directories(c: Config) -> None:
     trainer checks their content. Another check covers --hf-checkpoint.
     """
     for flag_name, path in (("--load", c.checkpoint.load), ("--save", c.checkpoint.save)):
-        if path and Path(path).exists() and not Path(path).is_dir():
-            raise ValueError(
-                f"{flag_name} must name a directory, got the file {path}; name the folder of checkpoints"
-            )
+        _require_folder(flag_name, path)
     if c.debug.debug_rollout_only:
         return
-    resumes = _resumes(c) and not c.checkpoint.finetune
-    if c.checkpoint.load and not resumes and (Path(c.checkpoint.load) / COMPLETE).is_file():
-        folder = Path(c.checkpoint.load).absolute().parent
-        raise ValueError(
-            f"--load must name the folder of all iterations, got one of them, {c.checkpoint.load}; use {folder}"
-        )
-    start = start_directory(c)
-    if not resumes and start == c.checkpoint.load and is_hf_directory(start) and not holds_hf_weights(start):
-        raise ValueError(
-            f"--load must hold {HF_SINGLE} or {HF_INDEX} beside its config.json, got neither in {start}; copy them"
-        )
-    if reads_reference(c) and Path(reference := given(c.checkpoint.ref_load)) != Path(
-        given(c.rollout.hf_checkpoint)
-    ):
-        _check_reference(reference, c.checkpoint.ref_ckpt_step)
-    elif (step := c.checkpoint.ref_ckpt_step) is not None and Path(given(c.checkpoint.ref_load)) == Path(
-        given(c.rollout.hf_checkpoint)
-    ):
+    if not _resumes(c) or c.checkpoint.finetune:
+        _check_start(c)
+    reference, step = given(c.checkpoint.ref_load), c.checkpoint.ref_ckpt_step
+    apart = Path(reference) != Path(given(c.rollout.hf_checkpoint))
+    if reads_reference(c) and apart:
+        _check_reference(reference, step)
+    elif step is not None and not apart:
         raise ValueError(
             f"--ref-load must be given with --ref-ckpt-step, got only --ref-ckpt-step {step}; name the folder"
+        )
+
+
+def _require_folder(flag_name: str, path: str | None) -> None:
+    if path and Path(path).exists() and not Path(path).is_dir():
+        raise ValueError(
+            f"{flag_name} must name a directory, got the file {path}; name the folder of checkpoints"
+        )
+
+
+def _check_start(c: Config) -> None:
+    """ValueError if a new run's --load names a single iteration, or a model without weights."""
+    load = c.checkpoint.load
+    if load and (Path(load) / COMPLETE).is_file():
+        folder = Path(load).absolute().parent
+        raise ValueError(
+            f"--load must name the folder of all iterations, got one of them, {load}; use {folder}"
+        )
+    start = start_directory(c)
+    if start == load and is_hf_directory(start) and not holds_hf_weights(start):
+        raise ValueError(
+            f"--load must hold {HF_SINGLE} or {HF_INDEX} beside its config.json, got neither in {start}; copy them"
         )
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from slime.config.fields import spelled
+from slime.config.fields import Values, spelled
 from slime.config.problems import Problems
 from slime.models import Decoder
 from slime.plan.stages import stages_of
@@ -69,7 +69,7 @@ def check_expert_flags(c: Config, decoder: Decoder) -> None:
         )
 
 
-def check_expert_settings(overrides: dict[str, Any]) -> None:
+def check_expert_settings(overrides: Values) -> None:
     """ValueError for the Megatron settings that would change the policy of a model with experts, or that were never
     run. `overrides` has megatron-core's field names."""
     problems = Problems()
@@ -85,11 +85,11 @@ def check_expert_settings(overrides: dict[str, Any]) -> None:
     problems.report()
 
 
-def _is_off(name: str, value: Any) -> bool:
+def _is_off(name: str, value: object) -> bool:
     return value is None or value is False or (value == 0 and name in _ZERO_IS_OFF)
 
 
-def check_untried(overrides: dict[str, Any]) -> None:
+def check_untried(overrides: Values) -> None:
     """ValueError for any other --moe-* setting. Megatron has about thirty, and no test here covers them."""
     for name, value in overrides.items():
         if re.match("moe_", name) and name not in ONLY and name not in REFUSED and not _is_off(name, value):

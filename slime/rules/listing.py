@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from slime.config.fields import FlagSpec, spelled
@@ -18,7 +18,12 @@ Row = dict[str, Any]
 
 
 def row(
-    flag: str, owner: str, default: Any, help: str, choices: Any = None, translated_to: str | None = None
+    flag: str,
+    owner: str,
+    default: object,
+    help: str,
+    choices: Iterable[object] | None = None,
+    translated_to: str | None = None,
 ) -> Row:
     """One line of the listing. The keys are the same for every owner."""
     return {

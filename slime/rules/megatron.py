@@ -7,9 +7,9 @@ trainer computes in its own way, and a note says so.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from slime.config.fields import spelled
+from slime.config.fields import Values, spelled
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -26,7 +26,7 @@ _ON_GPU = (
 )
 _ALLTOALL = "tokens travel to their experts by torch's all-to-all, with the same result"
 _FLASH = "attention runs in the kernel for packed rows, with the same mathematics"
-SAME_RESULT: dict[str, tuple[tuple[Any, ...] | None, Any, str]] = {
+SAME_RESULT: dict[str, tuple[tuple[object, ...] | None, object, str]] = {
     "moe_token_dispatcher_type": (("flex", "allgather"), "alltoall", _ALLTOALL),
     "moe_enable_deepep": (None, None, _ALLTOALL),
     "moe_flex_dispatcher_backend": (None, None, _ALLTOALL),
@@ -55,9 +55,9 @@ SAME_RESULT: dict[str, tuple[tuple[Any, ...] | None, Any, str]] = {
 _FLOAT32 = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
-def same_result(overrides: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def same_result(overrides: Values) -> tuple[Values, list[str]]:
     """`overrides` without the settings of `SAME_RESULT`, and one note per reason."""
-    kept, told = dict[str, Any](), dict[str, list[str]]()
+    kept, told = Values(), dict[str, list[str]]()
     for name, value in overrides.items():
         replaced, by, why = SAME_RESULT.get(name, ((), None, ""))
         if replaced is None or value in replaced:
@@ -104,7 +104,7 @@ def check_local_layers(c: Config) -> None:
             )
 
 
-def never_run(overrides: dict[str, Any]) -> Iterator[str]:
+def never_run(overrides: Values) -> Iterator[str]:
     """A note for each setting that goes to Megatron only and that no test or measurement covers."""
     for name in _NEVER_RUN:
         if overrides.get(name) not in (None, False, "none"):

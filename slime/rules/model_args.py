@@ -7,12 +7,12 @@ name of the flag. A flag about which config.json says nothing is not compared, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from slime.config.fields import spelled
+from slime.config.fields import Values, spelled
 from slime.models import FAMILIES, Decoder, Experts, decoder_of
+from slime.models.decoder import Hf
 
-Reader = Callable[[dict[str, Any]], Any]
+Reader = Callable[[Hf], object]
 
 
 class _Unsaid:
@@ -25,20 +25,20 @@ class _Unsaid:
 UNSAID = _Unsaid()
 
 
-def _rotary(key: str, default: Any) -> Reader:
+def _rotary(key: str, default: object) -> Reader:
     """A rotary setting, from the newer `rope_parameters` table or from the top level."""
 
-    def read(hf: dict[str, Any]) -> Any:
+    def read(hf: Hf) -> object:
         table = hf.get("rope_parameters") or {}
         return table.get(key, hf.get(key, default))
 
     return read
 
 
-def _scaling(key: str, unscaled: Any) -> Reader:
+def _scaling(key: str, unscaled: object) -> Reader:
     """A setting of rotary scaling. `unscaled` if config.json says that nothing is scaled."""
 
-    def read(hf: dict[str, Any]) -> Any:
+    def read(hf: Hf) -> object:
         for name in ("rope_scaling", "rope_parameters"):
             if isinstance(hf.get(name), dict):
                 kind = hf[name].get("rope_type", hf[name].get("type", "default"))
@@ -48,13 +48,13 @@ def _scaling(key: str, unscaled: Any) -> Reader:
     return read
 
 
-def _scaled_by(hf: dict[str, Any]) -> Any:
+def _scaled_by(hf: Hf) -> object:
     """The kind of rotary scaling."""
     said = _scaling("rope_type", "default")(hf)
     return _scaling("type", "default")(hf) if said is UNSAID else said
 
 
-def _latent(hf: dict[str, Any]) -> bool:
+def _latent(hf: Hf) -> bool:
     return hf.get("kv_lora_rank") is not None
 
 
@@ -63,15 +63,15 @@ def _of_latent(key: str) -> Reader:
     return lambda hf: hf.get(key, UNSAID if _latent(hf) else None)
 
 
-def _head(hf: dict[str, Any]) -> Any:
+def _head(hf: Hf) -> object:
     """Width of a head. Latent attention has others, with flags of their own."""
     return UNSAID if _latent(hf) else hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
 
 
-def _of_decoder(read: Callable[[Decoder], Any]) -> Reader:
+def _of_decoder(read: Callable[[Decoder], object]) -> Reader:
     """What the record of the model says. `UNSAID` for a model that is not supported, which is an error of its own."""
 
-    def of(hf: dict[str, Any]) -> Any:
+    def of(hf: Hf) -> object:
         try:
             return read(decoder_of(hf))
         except ValueError:
@@ -80,17 +80,17 @@ def _of_decoder(read: Callable[[Decoder], Any]) -> Reader:
     return of
 
 
-def _of_experts(read: Callable[[Experts], Any], dense: Any = None) -> Reader:
+def _of_experts(read: Callable[[Experts], object], dense: object = None) -> Reader:
     """A setting of the experts, or `dense` for a model without experts."""
     return _of_decoder(lambda decoder: dense if decoder.experts is None else read(decoder.experts))
 
 
-def _of_family(hf: dict[str, Any]) -> Any:
+def _of_family(hf: Hf) -> object:
     """A flag that no family's record has: False for a known family."""
     return False if hf.get("model_type") in FAMILIES else UNSAID
 
 
-def _predicts(hf: dict[str, Any]) -> Any:
+def _predicts(hf: Hf) -> object:
     """Number of layers of multi-token prediction: 0 if config.json of a known family has no such key."""
     keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
     return next(
@@ -175,7 +175,7 @@ _RENAMED_LAYERS = {"glm5": "glm_moe_dsa"}
 """Module of slime's layers -> model_type, where the module is not the start of the model_type."""
 
 
-def check_model_args(model_args: dict[str, Any], hf_config: dict[str, Any]) -> None:
+def check_model_args(model_args: Values, hf_config: Hf) -> None:
     """ValueError with every MODEL_ARG that differs from the checkpoint's config.json, with both values.
 
     Only flags that the user gave are compared.
@@ -192,7 +192,7 @@ def check_model_args(model_args: dict[str, Any], hf_config: dict[str, Any]) -> N
         )
 
 
-def model_arg_notes(model_args: dict[str, Any], hf_config: dict[str, Any]) -> Iterator[str]:
+def model_arg_notes(model_args: Values, hf_config: Hf) -> Iterator[str]:
     """A note for the MODEL_ARGS that were not compared, and one for each of `REMARKED` that differs."""
     unsaid = []
     for name, value, actual in _differing(model_args, hf_config):
@@ -209,13 +209,13 @@ def model_arg_notes(model_args: dict[str, Any], hf_config: dict[str, Any]) -> It
         )
 
 
-def _differing(model_args: dict[str, Any], hf_config: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _differing(model_args: Values, hf_config: Hf) -> Iterator[tuple[str, object, object]]:
     """(name, value of the flag, value of config.json) of each flag that does not agree."""
     family = FAMILIES.get(str(hf_config.get("model_type")))
     own = dict(family.flags) if family else {}
     for name, value in model_args.items():
         actual = own.get(_ALIASES.get(name, name), READERS[name])(hf_config)
-        if name == "moe_layer_freq" and isinstance(value, int) and actual is not UNSAID:
+        if name == "moe_layer_freq" and isinstance(value, int) and isinstance(actual, list):
             value = [int(layer % value == 0) for layer in range(len(actual))]
         if name == "spec":
             if _names_layers(value, str(actual)):
@@ -232,7 +232,7 @@ def _names_layers(spec: list[str], model_type: str) -> bool:
     return module.startswith(SLIME_LAYERS) and model_type.startswith(_RENAMED_LAYERS.get(name, name))
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return (
         " ".join(value) if isinstance(value, list) and all(isinstance(x, str) for x in value) else str(value)
     )

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
 
 from slime.checkpoints.hub import local_checkpoint
 from slime.config.config_file import CONFIG, FlagGroup, split_argv, with_config_files, yaml_group
 from slime.config.custom_config import custom_entries, settings_note
-from slime.config.fields import nearest, spelled
+from slime.config.fields import Values, nearest, spelled
 from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS, core_flags
 from slime.config.problems import Problems
 from slime.config.schema import Config
@@ -34,10 +33,10 @@ Translator = Callable[[list[FlagGroup]], tuple[list[FlagGroup], list[str]]]
 class _Given:
     """The values that the user gave, during parsing."""
 
-    values: dict[str, Any] = field(default_factory=dict)
-    overrides: dict[str, Any] = field(default_factory=dict)
-    model_args: dict[str, Any] = field(default_factory=dict)
-    backend: dict[str, Any] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
+    overrides: Values = field(default_factory=dict)
+    model_args: Values = field(default_factory=dict)
+    backend: Values = field(default_factory=dict)
     foreign: dict[str, list[FlagGroup]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -66,7 +65,7 @@ def parse_args(
         validate(config, problems, backend.rules, rules)
     problems.report()
     assert isinstance(config, Config), "without a problem there is a configuration"
-    return replace(config, notes=(*config.notes, *checkpoint_notes(config)))
+    return replace(config.require_filled(), notes=(*config.notes, *checkpoint_notes(config)))
 
 
 def _local_models(config: Config, download: bool) -> Config:
@@ -118,7 +117,7 @@ def _collect(
         given.notes += notes
     for group in groups:
         problems.check(_assign, group, given, backend, origin=group.origin)
-    filled: dict[str, Any] = {}
+    filled: Values = {}
     for owner in backend.owners:
         if owner.prefix in given.foreign:
             filled.update(problems.check(owner.parse, given.foreign[owner.prefix]) or {})
@@ -167,12 +166,10 @@ def _translated(
     return [group for group in groups if not group.name.startswith(backend.foreign)]
 
 
-def _flags_and_settings(
-    entries: dict[str, Any], backend: BackendFlags
-) -> tuple[list[FlagGroup], dict[str, Any]]:
+def _flags_and_settings(entries: Values, backend: BackendFlags) -> tuple[list[FlagGroup], Values]:
     """The entries of --custom-config-path that are flags, as groups, and the others, which hooks find in `args`."""
     prefixes = (*(owner.prefix for owner in backend.owners), backend.foreign)
-    flags, settings = list[FlagGroup](), dict[str, Any]()
+    flags, settings = list[FlagGroup](), Values()
     for key, value in entries.items():
         fixed = _fixed(backend)
         known = key in fixed or key.removeprefix("no_") in fixed or key.startswith(prefixes)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.models import decoder_of, family_for
+from slime.models.decoder import Hf
 from slime.plan.stages import virtual_flag
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def _virtual_flag(c: Config, layers: int) -> str | None:
     return None
 
 
-def check_prediction(c: Config, hf_config: dict[str, Any]) -> None:
+def check_prediction(c: Config, hf_config: Hf) -> None:
     """ValueError for a model without layers that can be trained, or a layout in which they were never compared."""
     if not c.algorithm.enable_mtp_training:
         return

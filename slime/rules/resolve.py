@@ -7,10 +7,11 @@ import datetime
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from slime import megatron_versions
 from slime.algo.losses import loss_of
+from slime.config.fields import Values
 from slime.config.schema import SECTIONS, Config
 from slime.config.sections.kernels import OPERATORS
 from slime.hardware import HARDWARE
@@ -40,7 +41,7 @@ FALLBACKS = {
 """Field that is None -> the field that gives its value."""
 
 
-def resolve(given: dict[str, Any], notes: list[str] | None = None) -> Config:
+def resolve(given: Values, notes: list[str] | None = None) -> Config:
     """The configuration from flat values, with every derived value filled in. Not yet validated."""
     draft = argparse.Namespace(**{**_defaults(), **given}, notes=list(notes or []))
     _hardware(draft, given)
@@ -63,11 +64,11 @@ def resolve(given: dict[str, Any], notes: list[str] | None = None) -> Config:
     return replace(config, notes=(*adjusted, *_remarks(config)))
 
 
-def _defaults() -> dict[str, Any]:
+def _defaults() -> Values:
     return {k: v for cls in SECTIONS.values() for k, v in vars(cls()).items()}
 
 
-def _hardware(c: argparse.Namespace, given: dict[str, Any]) -> None:
+def _hardware(c: argparse.Namespace, given: Values) -> None:
     """--gpu selects CUDA, and the GPU's usual system gives the number of GPUs per node."""
     if c.gpu is None:
         return

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from slime.checkpoints.hf_config import check_checkpoint_shapes, largest_token_id, read_hf_config
 from slime.config.fields import spelled
@@ -16,6 +15,7 @@ from slime.config.schema import Config
 from slime.data.files import find_source
 from slime.hooks import load_function
 from slime.models import Decoder, decoder_of
+from slime.models.decoder import Hf
 from slime.plan.stages import check_stages, micro_batch_group
 from slime.rules.algorithm import check_algorithm, check_group_size, check_kl
 from slime.rules.checkpoint import check_directories
@@ -291,7 +291,7 @@ def _files(c: Config) -> None:
     problems.report()
 
 
-def _model(c: Config) -> dict[str, Any]:
+def _model(c: Config) -> Hf:
     return read_hf_config(given(c.rollout.hf_checkpoint))
 
 

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 ENVIRONMENT_FILE = "environment.json"
 MASK = "***"
@@ -67,7 +66,7 @@ def is_secret(name: str) -> bool:
     return "_".join(words).endswith(_SECRET_KEYS)
 
 
-def mask_secrets(value: Any) -> Any:
+def mask_secrets(value: object) -> object:
     """A copy of plain data (dicts, lists, strings, numbers) with secrets replaced by `***`.
 
     Masks entries whose key is the name of a secret, the login part of URLs, and both of these inside strings that
@@ -101,14 +100,14 @@ def mask_command(argv: Sequence[str]) -> list[str]:
         elif equals and is_secret(name):
             out.append(f"{name}={MASK}")
         else:
-            out.append(mask_secrets(word))
+            out.append(str(mask_secrets(word)))
         after_secret = word.startswith("--") and not equals and is_secret(word)
     return out
 
 
 def collect_environment(
     argv: Sequence[str], environ: Mapping[str, str], files: Sequence[str | Path] = ()
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """JSON-able facts: time, command line, checkout, Python, packages, host, CPUs, GPUs, variables, and size and
     SHA-256 of those of `files` that exist.
 
@@ -135,8 +134,7 @@ def collect_environment(
         "files": {str(path): _digest(Path(path)) for path in files if Path(path).is_file()},
     }
     secrets = [value for name, value in environ.items() if is_secret(name) and len(value) >= 8]
-    masked: dict[str, Any] = _without(facts, secrets)
-    return masked
+    return {name: _without(value, secrets) for name, value in facts.items()}
 
 
 def write_environment(
@@ -156,7 +154,7 @@ def write_environment(
     return path
 
 
-def _without(value: Any, secrets: Sequence[str]) -> Any:
+def _without(value: object, secrets: Sequence[str]) -> object:
     if isinstance(value, dict):
         return {key: _without(item, secrets) for key, item in value.items()}
     if isinstance(value, list):
@@ -167,7 +165,7 @@ def _without(value: Any, secrets: Sequence[str]) -> Any:
     return value
 
 
-def _digest(path: Path) -> dict[str, Any]:
+def _digest(path: Path) -> dict[str, object]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -193,7 +191,7 @@ def _is_in_a_package(path: Path) -> bool:
     )
 
 
-def _cpu() -> dict[str, Any]:
+def _cpu() -> dict[str, object]:
     model = memory = None
     cpuinfo, meminfo = Path("/proc/cpuinfo"), Path("/proc/meminfo")
     if cpuinfo.exists():
@@ -211,7 +209,7 @@ def _cpu() -> dict[str, Any]:
     }
 
 
-def _gpus() -> list[dict[str, Any]] | None:
+def _gpus() -> list[dict[str, object]] | None:
     """One record per GPU, or None if nvidia-smi is missing or fails."""
     from rl_kernel.host import gpu_rows
 

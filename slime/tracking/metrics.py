@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Literal, SupportsFloat, get_args
 
 StepKey = Literal["rollout/step", "train/step", "eval/step"]
 STEP_KEYS: tuple[str, ...] = get_args(StepKey)
@@ -16,7 +16,7 @@ EXPERTS_DIFFER = "train/routed_experts_differ"
 replayed ones. Not a slime name."""
 
 
-def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
+def as_floats(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
     """Every value as a Python float, also NumPy scalars and one-element tensors. ValueError for other values."""
     out = {}
     for name, value in metrics.items():

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from slime.config import Config
-from slime.config.problems import given
 from slime.config.sections.debug import profiled_steps
 from slime.protocols import RolloutBatch, TrainResult
 from slime.tracking.console import StepLine, progress
@@ -24,7 +23,7 @@ class Reporter:
     def __init__(self, config: Config, trackers: Trackers, line: StepLine) -> None:
         self.config, self.trackers, self.line = config, trackers, line
         self.timers = Timers()
-        apart = 0 if config.cluster.colocate else config.cluster.rollout_num_gpus or 0
+        apart = 0 if config.cluster.colocate else config.cluster.rollout_num_gpus
         self._figures = StepFigures(config.world_size + apart)
         self._profiled = profiled_steps(config.debug.profile_steps)
 
@@ -51,7 +50,7 @@ class Reporter:
             perf["perf/driver_rss_gib"] = resident
         metrics = {**batch.metrics, **trained.rollout, **perf, "rollout/step": rollout_id}
         self.trackers.log(metrics, rollout_id, "rollout/step")
-        first = rollout_id * given(self.config.data.num_steps_per_rollout)
+        first = rollout_id * self.config.data.num_steps_per_rollout
         for offset, step in enumerate(trained.steps):
             self.trackers.log({**step, "train/step": first + offset}, first + offset, "train/step")
         self.line.show(rollout_id, {**metrics, **trained.steps[-1], **self._difference(trained.steps)})

@@ -37,16 +37,16 @@ class Timers:
 
     def __init__(
         self,
-        clock: Callable[[], Any] = time.perf_counter,
+        clock: Callable[[], object] = time.perf_counter,
         seconds: Callable[[Any, Any], float] = _difference,
         memory: PeakMemory | None = None,
     ) -> None:
         self.tracing = False
         """Whether spans are ranges of a profiler. The code that starts a profiler sets it."""
         self._clock, self._seconds, self._memory = clock, seconds, memory
-        self._spans: list[tuple[str, Any, Any]] = []
+        self._spans: list[tuple[str, object, object]] = []
         self._depth: dict[str, int] = {}
-        self._start: dict[str, Any] = {}
+        self._start: dict[str, object] = {}
 
     @classmethod
     def on(cls, device: torch.device) -> Timers:

@@ -19,13 +19,20 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
 from slime.config import Config
-from slime.config.problems import given
 from slime.disk_space import Room
 from slime.imports import is_installed
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 from slime.tracking.environment import mask_secrets
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 from slime.tracking.metrics import STEP_KEYS, StepKey, as_floats
 
 METRICS_FILE = "metrics.jsonl"
@@ -60,7 +67,7 @@ class JsonlTracker:
         taken = RESERVED.intersection(metrics)
         if taken:
             raise ValueError(f"metric names must not be {sorted(RESERVED)}, got {sorted(taken)}; rename them")
-        line: dict[str, Any] = {"step_key": step_key, "step": step, "time": time.time()}
+        line: dict[str, object] = {"step_key": step_key, "step": step, "time": time.time()}
         line |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         nonfinite = {name: str(value) for name, value in metrics.items() if not math.isfinite(value)}
         if nonfinite:
@@ -128,7 +135,7 @@ class TensorBoardTracker:
         self._make_writer = SummaryWriter
         self._log_dir = Path(log_dir)
         self._resume = dict(resume)
-        self._writers: dict[str, Any] = {}
+        self._writers: dict[str, SummaryWriter] = {}
         for step_key in STEP_KEYS:
             if self._directory(
                 step_key
@@ -148,7 +155,7 @@ class TensorBoardTracker:
     def _directory(self, step_key: str) -> Path:
         return self._log_dir / step_key.split("/")[0]
 
-    def _writer(self, step_key: str) -> Any:
+    def _writer(self, step_key: str) -> SummaryWriter:
         if step_key not in self._writers:
             directory = self._directory(step_key)
             purge_step = self._resume.get(step_key) if directory.is_dir() else None
@@ -211,7 +218,7 @@ class Trackers:
     def __init__(self, trackers: list[Tracker]) -> None:
         self._trackers = trackers
 
-    def log(self, metrics: Mapping[str, Any], step: int, step_key: StepKey) -> None:
+    def log(self, metrics: Mapping[str, SupportsFloat], step: int, step_key: StepKey) -> None:
         """Send `metrics` to every tracker. ValueError for an unknown step key or a value that is not a number."""
         if step_key not in STEP_KEYS:
             raise ValueError(
@@ -235,7 +242,7 @@ def make_trackers(config: Config, run_dir: Path, resume_step: int) -> Trackers:
     """
     run_dir = Path(run_dir)
     resume = dict.fromkeys(STEP_KEYS, resume_step)
-    resume["train/step"] = resume_step * given(config.data.num_steps_per_rollout)
+    resume["train/step"] = resume_step * config.data.num_steps_per_rollout
     trackers: list[Tracker] = [JsonlTracker(run_dir / METRICS_FILE, resume)]
     if config.logging.use_tensorboard:
         parts = [part for part in (config.logging.tb_project_name, config.logging.tb_experiment_name) if part]

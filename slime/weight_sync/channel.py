@@ -32,22 +32,26 @@ Info = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TrainerPlace:
-    """A trainer rank. All hosts see `directory`. A bucket has `bucket_bytes`, or the size of the largest tensor.
-    `timeout_s`: how long the trainer waits until a running engine has taken its bucket."""
+    """A trainer rank."""
 
     directory: Path
+    """All hosts see it."""
     bucket_bytes: int
+    """The size of a bucket, unless a tensor is larger."""
     device: torch.device
     timeout_s: float
+    """How long the trainer waits until a running engine has taken its bucket."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker of an engine. `rank` is its tensor-parallel rank, and `engine` the name of its server."""
+    """One worker of an engine."""
 
     device: torch.device
     rank: int
+    """Its tensor-parallel rank."""
     engine: str | None
+    """The name of its server."""
     weight_dir: str | None
 
     @classmethod
@@ -61,24 +65,26 @@ def _nothing() -> None: ...
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the weights that a worker has received. `get` returns a tensor of `shapes` by its HF name.
-
-    `load`: the worker loads the part. `compare`: after loading, the worker compares its live weights with the part
-    (--check-weight-update-equal). `whole`: the part holds all weights, and the worker checks their names before it
-    loads any. Without `whole`, the names are checked when the update ends. `origin` names the tensors in an error. A
-    new `series` means that the update starts again with all weights. `lent`: the memory belongs to the sender, so the
-    worker must have read it before it answers. `verify` raises ValueError unless the trainer made these tensors.
-    """
+    """A part of the weights that a worker has received."""
 
     shapes: dict[str, list[int]]
     get: Callable[[str], Tensor]
+    """Returns a tensor of `shapes` by its HF name."""
     load: bool
+    """The worker loads the part."""
     compare: bool
+    """After loading, the worker compares its live weights with the part (--check-weight-update-equal)."""
     whole: bool
+    """The part holds all weights, and the worker checks their names before it loads any. Otherwise the names are
+    checked when the update ends."""
     origin: str = "the trainer's"
+    """Names the tensors in an error."""
     series: str | None = None
+    """A new one means that the update starts again with all weights."""
     lent: bool = True
+    """The memory belongs to the sender, so the worker must have read it before it answers."""
     verify: Callable[[], None] = _nothing
+    """Raises ValueError unless the trainer made these tensors."""
 
 
 class Receiver(Protocol):

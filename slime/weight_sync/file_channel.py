@@ -14,13 +14,14 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from slime.checkpoints.hf_config import OpenFile
 from slime.disk_space import Room, require_room
 from slime.protocols import WeightUpdate
 from slime.weight_sync.channel import Export, Info, Part, TrainerPlace, WeightChannel, Worker
@@ -108,14 +109,6 @@ class FileChannel(WeightChannel):
         return WeightUpdate(version, self.name, info)
 
 
-class _File(Protocol):
-    """What is used of an open safetensors file, which has no types of its own."""
-
-    def get_tensor(self, name: str) -> torch.Tensor: ...
-
-    def get_slice(self, name: str) -> Any: ...
-
-
 class FileReceiver:
     """The engine worker's side: {"path", "checksums" (of all tensors; then live weights are compared), "load"}.
 
@@ -131,7 +124,7 @@ class FileReceiver:
         path = info["path"]
         checksums = info.get("checksums")
         with ExitStack() as opened:
-            holders: dict[str, _File] = {}
+            holders: dict[str, OpenFile] = {}
             for each in _files(path, self._worker.weight_dir):
                 file = opened.enter_context(safe_open(each, framework="pt", device="cpu"))
                 holders |= dict.fromkeys(file.keys(), file)

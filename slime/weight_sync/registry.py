@@ -16,22 +16,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Channel:
-    """One value of --update-weight-transport.
-
-    `path`: its class, "module:name". `help`: its part of the flag's help. `plan`: what `vime plan` prints, where
-    {weight_dir} is the directory of published files. `gpus`: "shared" if trainer and engines must share GPUs, "apart"
-    if they must not; on such GPUs the channel is the default. None: it works everywhere. `buckets`: the trainer keeps
-    two buckets on its device. `tensor_parallel_only`: it reaches no data-parallel copies and pipeline stages. `copies`:
-    the most versions of all weights that are in {weight_dir} at one moment.
-    """
+    """One value of --update-weight-transport."""
 
     path: str
+    """Its class, "module:name"."""
     help: str
+    """Its part of the flag's help."""
     plan: str
+    """What `vime plan` prints, where {weight_dir} is the directory of published files."""
     gpus: Literal["shared", "apart"] | None = None
+    """"shared" if trainer and engines must share GPUs, "apart" if they must not; on such GPUs the channel is the
+    default. None: it works everywhere."""
     buckets: bool = False
+    """The trainer keeps two buckets on its device."""
     tensor_parallel_only: bool = False
+    """It reaches no data-parallel copies and pipeline stages."""
     copies: int = 0
+    """The most versions of all weights that are in {weight_dir} at one moment."""
 
     def load(self) -> type[WeightChannel]:
         """The channel's class (imports torch)."""

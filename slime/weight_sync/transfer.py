@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Protocol
 
 from slime.protocols import WeightSource, WeightUpdate
 from slime.waiting import wait
@@ -46,7 +46,7 @@ class Loader(Protocol):
 
     def start_weight_update(self) -> None: ...
 
-    def update_weights(self, message: dict[str, Any]) -> None:
+    def update_weights(self, message: dict[str, object]) -> None:
         """Load one part, see `WeightUpdate.message`."""
         ...
 

@@ -51,14 +51,16 @@ class Run:
         self.logged: list[tuple] = []
         self.version: int | None = None  # of the weights that the engines hold
         self.generated_with: list[int | None] = []
+        self.with_checkpoint: list[int] = []  # the rollouts that a checkpoint follows, as the manager is told
         self.report = Reporter(self.config, Trackers([self]), StepLine(stream=io.StringIO()))
 
     def go(self, engines: Any = None) -> list[str]:
         loop.run(self.config, self, self, engines or self, self.report)
         return self.calls
 
-    def generate(self, rollout_id: int) -> Future:
+    def generate(self, rollout_id: int, saves: bool = False) -> Future:
         self.calls.append(f"generate {rollout_id}")
+        self.with_checkpoint += [rollout_id] * saves
         self.generated_with.append(self.version)
         metrics = {"rollout/raw_reward": float(rollout_id)}
         return done(RolloutBatch([f"data {rollout_id}"], metrics, tokens=0, forward_flops=0.0))
@@ -226,8 +228,10 @@ def test_evaluations_are_logged():
     ],
 )
 def test_saving(flags, saved):
-    calls = Run(num_rollout=5, **flags).go()
+    run = Run(num_rollout=5, max_staleness=1, **flags)
+    calls = run.go()
     assert [c for c in calls if c.startswith("save")] == saved
+    assert [f"save {i}" for i in run.with_checkpoint] == saved
     assert all(calls.index(c) > calls.index(c.replace("save", "train")) for c in saved)
 
 
@@ -252,7 +256,7 @@ def test_rollouts_alone():
 
 
 class LostEngine(Run):
-    def generate(self, rollout_id: int) -> Future:
+    def generate(self, rollout_id: int, saves: bool = False) -> Future:
         return Future()  # never answers
 
     def check_health(self) -> None:
@@ -268,7 +272,7 @@ def test_a_lost_engine_ends_the_wait():
 
 
 class FailingRollout(Run):
-    def generate(self, rollout_id: int) -> Future:
+    def generate(self, rollout_id: int, saves: bool = False) -> Future:
         future: Future = Future()
         future.set_exception(TimeoutError("a batch of groups passed its deadline"))
         return future

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from slime.config.schema import Config
 from slime.config.sections.megatron import MegatronConfig
 from slime.types import Sample
 
@@ -29,6 +30,12 @@ def make_args(**flags) -> SimpleNamespace:
     }
     assert set(flags) <= set(defaults)
     return SimpleNamespace(**{**defaults, **flags})
+
+
+def border(**flags) -> tuple[Config, SimpleNamespace]:
+    """The configuration of these flags, and the `args` of hooks."""
+    args = make_args(**flags)
+    return Config.of_args(args), args
 
 
 def sample(index: int, group: int | None, reward: float | None, response: int = 2, **fields) -> Sample:

@@ -94,9 +94,9 @@ def make_samples(seed: int = 0) -> list[Sample]:
 
 def rank_data(config: Config, samples: list[Sample], rank: int = 0, ranks: int = 1) -> TrainData:
     """New train data of one data-parallel rank (training adds columns to its input)."""
-    return make_rank_data(config.namespace(), samples, ranks, read_hf_config(config.rollout.hf_checkpoint))[
-        rank
-    ]
+    return make_rank_data(
+        config, config.namespace(), samples, ranks, read_hf_config(config.rollout.hf_checkpoint)
+    )[rank]
 
 
 def exported(trainer: MegatronTrainer) -> dict[str, Tensor]:

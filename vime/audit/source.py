@@ -71,7 +71,6 @@ def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int
     """The first micro-batches of a saved rollout (None: the first saved rollout): at least two, until there are `most`
     samples. ValueError if the rollout has no comparable sample."""
     checkpoint = config.rollout.hf_checkpoint
-    assert checkpoint is not None
     saved = saved_rollouts(run_dir, config)
     rollout_id = min(saved) if rollout_id is None else rollout_id
     if rollout_id not in saved:
@@ -122,10 +121,10 @@ def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int
 
 def micro_batches(config: Config, samples: list[Sample]) -> list[list[int]]:
     """Indices in `samples` for every micro-batch of every rank, as training packs them."""
-    args = config.namespace()
     checkpoint = config.rollout.hf_checkpoint
-    assert checkpoint is not None
-    ranks = make_rank_data(args, samples, config.data_parallel_size, read_hf_config(checkpoint))
+    ranks = make_rank_data(
+        config, config.namespace(), samples, config.data_parallel_size, read_hf_config(checkpoint)
+    )
     return [[data["partition"][i] for i in row] for data in ranks for row in data["micro_batch_indices"]]
 
 

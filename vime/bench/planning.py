@@ -154,7 +154,7 @@ def _seeds(flags: Sequence[str], repeat: int) -> tuple[str, ...]:
     found: list[str] = []
     for name in PER_PAIR if repeat else ():
         given = [value for group in split_argv(flags) if group.name == name for value in group.values]
-        found += [spelled(name), str(int(given[-1] if given else own_flags()[name].default) + repeat)]
+        found += [spelled(name), str(int(given[-1] if given else str(own_flags()[name].default)) + repeat)]
     return tuple(found)
 
 

@@ -37,7 +37,6 @@ def make_pool(
     """The engines of `config` and their router. `make_spec` gets the fields of an engine's spec that every engine has.
     `dtype` and `gives_memory`: see ServerPool."""
     run_key = external.given_key() if external.uses(config) else secrets.token_hex(32)
-    assert config.logging.run_dir is not None
     logs = Path(config.logging.run_dir).resolve() / "logs"
     # Loopback, unless a cluster was joined: then engines may be on other nodes and listen at their node's address.
     joined = bool(os.environ.get("RAY_ADDRESS"))

@@ -20,11 +20,9 @@ def require_disk_space(c: Config) -> None:
     """
     if c.debug.debug_rollout_only:
         return
-    params = Shape.of(read_hf_config(given(c.rollout.hf_checkpoint))).params
+    params = Shape.of(read_hf_config(c.rollout.hf_checkpoint)).params
     weights_bytes = params * BYTES[c.megatron.params_dtype]
-    copies = min(
-        CHANNELS[given(c.weight_update.update_weight_transport)].copies, given(c.data.num_rollout) + 1
-    )
+    copies = min(CHANNELS[c.weight_update.update_weight_transport].copies, c.rollouts + 1)
     if c.num_engines and copies:
         weight_dir = given(c.weight_update.weight_dir)
         left = sum(file.stat().st_size for file in Path(weight_dir).glob("**/*.safetensors"))

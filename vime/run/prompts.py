@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -31,12 +30,11 @@ def plural(number: int, word: str) -> str:
 
 def with_data(config: Config) -> Config:
     """Read the prompts once before anything starts: bad lines fail here, and --num-epoch becomes --num-rollout."""
-    args = config.namespace()
-    for _ in _evaluation(args):
+    for _ in _evaluation(config):
         pass
     if config.data.disable_rollout_global_dataset or config.debug.load_debug_rollout_data:
         return config
-    source = load_function(config.data.data_source_path, flag="--data-source-path")(args)
+    source = load_function(config.data.data_source_path, flag="--data-source-path")(config.namespace())
     if config.data.num_rollout is not None:
         return config
     return config.with_values(num_rollout=_rollouts(config, len(source)))
@@ -44,14 +42,14 @@ def with_data(config: Config) -> Config:
 
 def prompts(c: Config) -> Iterator[str]:
     """The prompt files as a run reads them, so that what `vime train` refuses is an error here."""
-    args = c.namespace()
-    if bare := tokenizer_fingerprint(args.hf_checkpoint) is None:
+    read = c
+    if bare := tokenizer_fingerprint(c.rollout.hf_checkpoint) is None:
         # A plan needs config.json only. Without a tokenizer, nothing is rendered or counted.
-        args.apply_chat_template, args.hf_checkpoint = False, None
-        args.rollout_max_prompt_len = args.rollout_max_context_len = None
+        none = dict.fromkeys(("rollout_max_prompt_len", "rollout_max_context_len"))
+        read = c.with_values(apply_chat_template=False, hf_checkpoint="", **none)
     if c.data.prompt_data and not (c.data.disable_rollout_global_dataset or c.debug.load_debug_rollout_data):
-        yield from _training(c, args)
-    for data, found in _evaluation(args, most_bytes=PLANNED_BYTES):
+        yield from _training(c, read)
+    for data, found in _evaluation(read, most_bytes=PLANNED_BYTES):
         number = plural(len(found) + found.unread, "prompt")
         yield (
             f"evaluation {data.name}: {number} x {data.n_samples_per_eval_prompt} responses{_part_of(found)}"
@@ -62,11 +60,10 @@ def prompts(c: Config) -> Iterator[str]:
         )
 
 
-def _training(c: Config, args: Namespace) -> Iterator[str]:
+def _training(c: Config, read: Config) -> Iterator[str]:
     batch, part = c.data.rollout_batch_size, ""
-    assert batch is not None
     if c.data.data_source_path == DataConfig.data_source_path:
-        found = load_training_prompts(args, training_label_check(args), most_bytes=PLANNED_BYTES)
+        found = load_training_prompts(read, training_label_check(read), most_bytes=PLANNED_BYTES)
         number, part = len(found) + found.unread, _part_of(found)
     else:
         number = len(load_function(c.data.data_source_path, flag="--data-source-path")(c.namespace()))
@@ -85,7 +82,7 @@ def _part_of(found: Prompts) -> str:
 
 def _rollouts(c: Config, number: int) -> int:
     epochs, batch = c.data.num_epoch, c.data.rollout_batch_size
-    assert epochs is not None and batch is not None
+    assert epochs is not None, "a rule requires it without --num-rollout"
     if (rollouts := number * epochs // batch) == 0:
         raise ValueError(
             f"--num-epoch must give at least one rollout, got {epochs} x {number} prompts for --rollout-batch-size "
@@ -94,16 +91,14 @@ def _rollouts(c: Config, number: int) -> int:
     return rollouts
 
 
-def _evaluation(
-    args: Namespace, most_bytes: int | None = None
-) -> Iterator[tuple[EvalDatasetConfig, Prompts]]:
+def _evaluation(c: Config, most_bytes: int | None = None) -> Iterator[tuple[EvalDatasetConfig, Prompts]]:
     @functools.cache
     def tokenizer() -> PreTrainedTokenizerBase:
-        return load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+        return load_tokenizer(c.rollout.hf_checkpoint, trust_remote_code=c.train.trust_remote_code)
 
-    for data in resolve_eval_datasets(args):
-        if args.hf_checkpoint is None:
+    for data in resolve_eval_datasets(c):
+        if not c.rollout.hf_checkpoint:
             data = dataclasses.replace(
                 data, apply_chat_template=False, max_prompt_len=None, max_context_len=None
             )
-        yield data, read_eval_prompts(args, data, tokenizer, most_bytes=most_bytes)
+        yield data, read_eval_prompts(c, data, tokenizer, most_bytes=most_bytes)

@@ -60,7 +60,6 @@ def check_quantisation(config: Config) -> None:
 
 
 def _check_model(config: Config, given: str) -> None:
-    assert config.rollout.hf_checkpoint is not None
     decoder = decoder_of(read_hf_config(config.rollout.hf_checkpoint))
     latent = any(layer.attention.cache_whole for layer in decoder.layers)
     if config.weight_update.check_weight_update_equal and (decoder.experts or latent):
@@ -74,7 +73,6 @@ def check_on_cpu(config: Config) -> None:
     """vLLM's kernels for experts in fp8 on CPUs need AMX instructions."""
     if not config.num_engines or config.cluster.device != "cpu" or not quantises(config.engine.backend_args):
         return
-    assert config.rollout.hf_checkpoint is not None
     if decoder_of(read_hf_config(config.rollout.hf_checkpoint)).experts:
         raise ValueError(
             "--vllm-quantization must be left out with --device cpu for a model with experts, got "

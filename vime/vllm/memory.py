@@ -79,7 +79,6 @@ def _at_a_time(c: Config, free: float, token: float, state: float) -> str:
 def _requests(c: Config) -> int:
     """Requests that one engine may run at once."""
     submitted = c.rollout.over_sampling_batch_size
-    assert submitted is not None
     share = -(-submitted * c.data.n_samples_per_prompt // max(c.num_engines, 1))
     return min(c.engine.server_concurrency, share)
 

@@ -208,7 +208,7 @@ def remarks(config: Config) -> Iterator[str]:
             "not yet on several hosts"
         )
     elif config.cluster.device == "cuda":
-        gpus = config.world_size + (0 if config.cluster.colocate else config.cluster.rollout_num_gpus or 0)
+        gpus = config.world_size + (0 if config.cluster.colocate else config.cluster.rollout_num_gpus)
         if gpus > MOST_GPUS:
             yield f"{gpus} GPUs: runs on more than {MOST_GPUS} of a host have not been made in this version"
 
@@ -265,7 +265,6 @@ def check_engine_heads(config: Config) -> None:
     """
     if not config.num_engines:
         return
-    assert config.rollout.hf_checkpoint is not None
     hf_config = read_hf_config(config.rollout.hf_checkpoint)
     heads = hf_config.get("num_attention_heads")
     if not heads:
@@ -294,7 +293,6 @@ def check_weight_channel(config: Config) -> None:
     """
     data, pipeline = (_given_parallel(config, f"{name}_parallel_size") or 1 for name in ("data", "pipeline"))
     transport = config.weight_update.update_weight_transport
-    assert transport is not None
     if CHANNELS[transport].tensor_parallel_only and data * pipeline > 1:
         raise ValueError(
             f"--update-weight-transport {transport} must go with engines that are tensor parallel only, got "
@@ -351,7 +349,6 @@ def engine_settings(config: Config) -> dict[str, Any]:
 def _cache_bytes(config: Config) -> int:
     """For the requests of one rollout at once, of an engine on CPU."""
     checkpoint, batch = config.rollout.hf_checkpoint, config.data.rollout_batch_size
-    assert checkpoint is not None
     longest = config.rollout.rollout_max_response_len or 0
     at_once = (batch or cpu_engine.MOST_REQUESTS) * config.data.n_samples_per_prompt
     return cpu_engine.cache_bytes(read_hf_config(checkpoint), longest, at_once)

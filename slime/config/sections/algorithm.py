@@ -22,7 +22,7 @@ class AlgorithmConfig:
         None, "fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> callable"
     )
     eps_clip: float = flag(0.2, "lower clip range: the ratio is clipped at 1 - this", range=BOUND)
-    eps_clip_high: float | None = flag(
+    eps_clip_high: float = flag(
         None, "upper clip range: the ratio is clipped at 1 + this (default: --eps-clip)", range=BOUND
     )
     eps_clip_c: float | None = flag(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from slime.config.fields import flag
 from slime.config.ranges import COUNT, COUNT_OR_ZERO
@@ -24,7 +23,7 @@ class ClusterConfig:
     )
     actor_num_nodes: int = flag(1, "number of nodes that train", range=COUNT)
     actor_num_gpus_per_node: int = flag(8, "number of trainer ranks per node", range=COUNT)
-    rollout_num_gpus: int | None = flag(
+    rollout_num_gpus: int = flag(
         None,
         "number of GPUs of all rollout engines together; with --colocate, all GPUs of the trainer",
         range=COUNT_OR_ZERO,
@@ -74,6 +73,6 @@ class ClusterConfig:
     distributed_timeout_minutes: int = flag(
         10, "minutes until a collective that does not finish is an error", range=COUNT
     )
-    train_env_vars: dict[str, Any] = flag(  # noqa: RUF009 (flag copies the default)
+    train_env_vars: dict[str, object] = flag(  # noqa: RUF009 (flag copies the default)
         {}, "environment variables of the trainer processes, as a JSON object"
     )

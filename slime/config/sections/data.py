@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from slime.config.fields import flag
 from slime.config.ranges import COUNT, COUNT_OR_ZERO
@@ -23,7 +22,7 @@ class DataConfig:
     metadata_key: str = flag("metadata", "column of the metadata of a prompt, an object")
     tool_key: str = flag("tools", "column of the tool descriptions")
     apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")
-    apply_chat_template_kwargs: dict[str, Any] = flag(  # noqa: RUF009 (flag copies the default)
+    apply_chat_template_kwargs: dict[str, object] = flag(  # noqa: RUF009 (flag copies the default)
         {}, "keyword arguments of the chat template, as a JSON object"
     )
     num_rollout: int | None = flag(
@@ -44,12 +43,12 @@ class DataConfig:
         "from its own --save continues after its newest checkpoint",
         range=COUNT_OR_ZERO,
     )
-    rollout_batch_size: int | None = flag(None, "number of prompts per rollout", range=COUNT)
+    rollout_batch_size: int = flag(None, "number of prompts per rollout", range=COUNT)
     n_samples_per_prompt: int = flag(1, "number of responses per prompt", range=COUNT)
-    global_batch_size: int | None = flag(
+    global_batch_size: int = flag(
         None, "number of samples per optimizer step (default: all samples of a rollout)", range=COUNT
     )
-    num_steps_per_rollout: int | None = flag(None, "number of optimizer steps per rollout", range=COUNT)
+    num_steps_per_rollout: int = flag(None, "number of optimizer steps per rollout", range=COUNT)
     micro_batch_size: int = flag(
         1, "number of samples per micro-batch without --use-dynamic-batch-size", range=COUNT
     )

@@ -7,34 +7,34 @@ The backend owns the flags of its engines and of its router. It checks them and 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from slime.config.fields import flag
+from slime.config.fields import Values, flag
 
 DEFAULT_BACKEND = "vllm"
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What slime must know about engines, whichever backend runs them.
-
-    `project`, `router`: the names of engine and router in texts. `memory_share`: part of a GPU that an engine wants to
-    find free when it starts, and takes where `cache_bytes` is not given. `cache_bytes`: bytes of a GPU for keys and
-    values; None or 0: what the share leaves. `dtype`: of the weights; None: the trainer's. `weight_bytes`: per weight
-    of a layer's matrices, if the engine quantises them; None: those of `dtype`. `drafts`: whether the engine has the
-    layers of multi-token prediction. `flag_of`: field -> the flag that sets it.
-    """
+    """What slime must know about engines, whichever backend runs them."""
 
     project: str = "the engine"
+    """The name of the engine in texts."""
     router: str = "a router"
+    """The name of the router in texts."""
     memory_share: float = 0.9
+    """Part of a GPU that an engine wants to find free when it starts, and takes where `cache_bytes` is not given."""
     cache_bytes: int | None = None
+    """Bytes of a GPU for keys and values. None or 0: what the share leaves."""
     dtype: str | None = None
+    """Of the weights. None: the trainer's."""
     weight_bytes: float | None = None
+    """Bytes per weight of a layer's matrices, if the engine quantises them. None: those of `dtype`."""
     drafts: bool = False
+    """Whether the engine has the layers of multi-token prediction."""
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     flag_of: dict[str, str] = field(default_factory=dict)
+    """Field -> the flag that sets it."""
 
     def flag(self, name: str) -> str:
         """The flag that sets a field."""
@@ -43,23 +43,28 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """`*_args` are typed values that the user gave, by the engine's own names; `*_argv` are the same as its flags.
-    `backend_env`: environment variables of the engines' processes.
-    `router_ip`, `router_port`: a router that was started apart; a port alone is the one of the run's own router.
-    `server_concurrency`: maximum number of requests in flight per engine. `hook_args`: what hooks find in their `args`
-    under the backend's names."""
+    """What the backend makes of its flags."""
 
     rollout_backend: str = flag(DEFAULT_BACKEND, "rollout engine")
     server_concurrency: int = 512
+    """Maximum number of requests in flight per engine."""
     engine_facts: EngineFacts = field(default_factory=EngineFacts)
-    backend_args: dict[str, Any] = field(default_factory=dict)
+    backend_args: Values = field(default_factory=dict)
+    """Typed values that the user gave, by the engine's own names."""
     backend_argv: list[str] = field(default_factory=list)
+    """The same as the engine's flags."""
     backend_env: dict[str, str] = field(default_factory=dict)
-    router_args: dict[str, Any] = field(default_factory=dict)
+    """Environment variables of the engines' processes."""
+    router_args: Values = field(default_factory=dict)
+    """Typed values that the user gave, by the router's own names."""
     router_argv: list[str] = field(default_factory=list)
+    """The same as the router's flags."""
     router_ip: str | None = None
+    """Of a router that was started apart."""
     router_port: int | None = None
-    hook_args: dict[str, Any] = field(default_factory=dict)
+    """Of a router that was started apart. A port alone is the one of the run's own router."""
+    hook_args: Values = field(default_factory=dict)
+    """What hooks find in their `args` under the backend's names."""
 
     def __post_init__(self) -> None:
         if isinstance(self.engine_facts, dict):  # from a saved config.json

@@ -24,7 +24,7 @@ OPERATORS = (
 class KernelsConfig:
     """The switch. slime.operators makes one decision per operator from it."""
 
-    rlk_fast: str | None = flag(
+    rlk_fast: str = flag(
         None,
         "off: Megatron's output layer over float32 logits, and plain PyTorch. auto (the default): Triton "
         "kernels of rl_kernel; if a kernel cannot run, its PyTorch reference, counted as a fallback. "
@@ -33,7 +33,7 @@ class KernelsConfig:
     )
     enable_rl_kernel: bool = flag(False, "the same as --rlk-fast auto")
     rl_kernel_strict: bool = flag(False, "the same as --rlk-fast strict")
-    rl_kernel_ops: list[str] | None = flag(  # noqa: RUF009
+    rl_kernel_ops: list[str] = flag(  # noqa: RUF009
         None,
         "operators that may run, separated by commas (default: all): linear_logp, linear_token_loss, "
         "logp, ratio_kl, grpo_loss, swiglu, rotary, group_advantage",

@@ -11,7 +11,7 @@ from slime.config.fields import flag
 class LoggingConfig:
     """metrics.jsonl is always written. TensorBoard and wandb are optional."""
 
-    run_dir: str | None = flag(None, "directory for the records of the run (default: runs/<model>-<time>)")
+    run_dir: str = flag(None, "directory for the records of the run (default: runs/<model>-<time>)")
     use_tensorboard: bool = flag(False, "write TensorBoard events")
     tb_project_name: str | None = flag(
         None, "TensorBoard directory (default: tensorboard/ in the run directory)"

@@ -11,15 +11,14 @@ import dataclasses
 import enum
 import typing
 from dataclasses import dataclass, field
-from typing import Any
 
-from slime.config.fields import flag
+from slime.config.fields import Values, flag
 from slime.config.ranges import BOUND, COUNT, COUNT_OR_ZERO, DECAY, RATE, SMALL
 
 
 @dataclass(frozen=True)
 class MegatronConfig:
-    """`params_dtype` is the name of a torch dtype. --bf16, --fp16, --fp32 and the device decide it."""
+    """The flags of Megatron that this project reads by name, and all others."""
 
     tensor_model_parallel_size: int = flag(1, "number of GPUs that share each layer", range=COUNT)
     pipeline_model_parallel_size: int = flag(
@@ -90,8 +89,11 @@ class MegatronConfig:
     adam_eps: float = flag(1e-8, "Adam epsilon", range=SMALL)
     clip_grad: float = flag(1.0, "maximum gradient norm; 0 switches clipping off", range=BOUND)
     params_dtype: str = "bfloat16"
-    overrides: dict[str, Any] = field(default_factory=dict)
-    model_args: dict[str, Any] = field(default_factory=dict)
+    """The name of a torch dtype. --bf16, --fp16, --fp32 and the device decide it."""
+    overrides: Values = field(default_factory=dict)
+    """Other settings, by the names of their megatron-core fields."""
+    model_args: Values = field(default_factory=dict)
+    """MODEL_ARGS of launch scripts."""
 
     @property
     def expert_tensor_parallel(self) -> int:
@@ -107,7 +109,7 @@ class MegatronConfig:
             or self.expert_tensor_parallel != self.tensor_model_parallel_size
         )
 
-    def core_overrides(self, config_class: type) -> dict[str, Any]:
+    def core_overrides(self, config_class: type) -> Values:
         """The `overrides` that are fields of `config_class` (a megatron-core dataclass), in the types of that class.
 
         `overrides` holds enums and torch dtypes as names, so that a saved configuration is plain JSON.
@@ -117,7 +119,7 @@ class MegatronConfig:
         return {k: _core_value(hints[k], v) for k, v in self.overrides.items() if k in names}
 
 
-def _core_value(hint: Any, value: Any) -> Any:
+def _core_value(hint: object, value: object) -> object:
     if not isinstance(value, str):
         return value
     if isinstance(hint, type) and issubclass(hint, enum.Enum):

@@ -12,7 +12,7 @@ from slime.config.ranges import COUNT, COUNT_OR_ZERO, FRACTION, SECONDS, SEED, T
 class RolloutConfig:
     """Generation. Lengths are in tokens and deadlines in seconds. Temperatures divide logits."""
 
-    hf_checkpoint: str | None = flag(
+    hf_checkpoint: str = flag(
         None,
         "Hugging Face checkpoint directory, or model OWNER/NAME of the hub: gives shape, tokenizer and first weights",
     )
@@ -44,7 +44,7 @@ class RolloutConfig:
         False, "shuffle the prompts in each epoch; --rollout-seed and the epoch decide the order"
     )
     rollout_seed: int = flag(42, "random seed of sampling and of the prompt order", range=SEED)
-    over_sampling_batch_size: int | None = flag(
+    over_sampling_batch_size: int = flag(
         None, "number of prompts submitted at a time (default: --rollout-batch-size)", range=COUNT
     )
     dynamic_sampling_filter_path: str | None = flag(None, "fn(args, samples) -> DynamicFilterOutput | bool")

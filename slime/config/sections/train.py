@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from slime.config.fields import flag
+from slime.config.fields import Values, flag
 from slime.config.ranges import SEED
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The training backend, and settings for every tool that reads a checkpoint. `hook_settings`: the keys of
-    --custom-config-path that are no flags."""
+    """The training backend, and settings for every tool that reads a checkpoint."""
 
     train_backend: str = flag("megatron", "training backend", choices=("megatron",))
     custom_config_path: str | None = flag(
@@ -20,7 +18,8 @@ class TrainConfig:
         "YAML file with lines of the form flag: value; its entries override the command line, and keys that are no "
         "flags go to hooks, as attributes of args",
     )
-    hook_settings: dict[str, Any] = field(default_factory=dict)
+    hook_settings: Values = field(default_factory=dict)
+    """The keys of --custom-config-path that are no flags."""
     trust_remote_code: bool = flag(
         False, "run Python code that ships with the checkpoint (tokenizer, engine)"
     )

@@ -10,9 +10,9 @@ from slime.config.ranges import BYTES, COUNT
 
 @dataclass(frozen=True)
 class WeightUpdateConfig:
-    """Trainer to engine. `weight_dir` is filled in per run when it is not given."""
+    """From trainer to engine."""
 
-    update_weight_transport: str | None = flag(
+    update_weight_transport: str = flag(
         None,
         "how weights go to the engines",
     )
@@ -29,6 +29,7 @@ class WeightUpdateConfig:
         None,
         "directory for published weights (default: a private one in /dev/shm, otherwise the run directory)",
     )
+    """A run fills it in when it is not given."""
     check_weight_update_equal: bool = flag(
         False, "compare every engine tensor with the trainer's after each update"
     )

@@ -104,7 +104,6 @@ def _schedule(optimizer: MegatronOptimizer, config: Config, total_steps: int) ->
     if not 0 <= config.megatron.min_lr <= config.megatron.lr:
         raise ValueError(f"--min-lr must lie in [0, --lr {config.megatron.lr}], got {config.megatron.min_lr}")
     samples, fraction = config.data.global_batch_size, config.megatron.lr_warmup_fraction
-    assert samples is not None  # slime.config resolves it
     warm_up = config.megatron.lr_warmup_iters if fraction is None else fraction * steps
     return OptimizerParamScheduler(
         optimizer,

@@ -74,7 +74,6 @@ class Audit:
 
     def __init__(self, config: Config, info: ParallelInfo, timers: Timers, temperature: float) -> None:
         self.config, self.info, self.timers = config, info, timers
-        assert config.rollout.hf_checkpoint is not None  # slime.config requires it
         self.on = config.kernels.rlk_consistency != "off"
         self.mine = {
             "temperature": temperature,
@@ -183,7 +182,6 @@ class Audit:
         trainer = torch.cat([self.found[i].float() for i in chosen] or none)[mask]
         rollout = torch.cat([data["rollout_log_probs"][i] for i in chosen] or none)[mask]
         low, high = self.config.algorithm.eps_clip, self.config.algorithm.eps_clip_high
-        assert high is not None  # slime.config resolves it
         sums = token_sums(trainer, rollout, eps_clip=low, eps_clip_high=high)
         worst = None
         if chosen:
@@ -271,7 +269,6 @@ class Audit:
             "not_comparable": dict(reasons),
         }
         run_dir = self.config.logging.run_dir
-        assert run_dir is not None  # slime.config resolves it
         path = Path(run_dir) / "audit.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:

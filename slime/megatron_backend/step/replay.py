@@ -54,10 +54,10 @@ def replay_log_probs(
                 temperature=config.rollout.rollout_temperature,
                 workspace_bytes=config.kernels.rl_kernel_workspace_mib * 2**20,
             )
-            replay, found, args = Replay(config, info), {}, config.namespace()
+            replay, found = Replay(config, info), {}
 
             def packed(row: list[int]) -> MicroBatch:
-                carried = columns.carried(data, args, training=False, policy=True)
+                carried = columns.carried(data, config, training=False, policy=True)
                 batch = pack(data, row, carried, device=info.device)
                 replay.attach(batch, training=False)
                 return batch

@@ -66,7 +66,6 @@ class MegatronTrainer:
     def __init__(
         self, config: Config, rank: int, world_size: int, *, init_method: str, local_rank: int = 0
     ) -> None:
-        assert config.rollout.hf_checkpoint is not None and config.logging.run_dir is not None
         self.config, self.args = config, config.namespace()
         self.loss = loss_of(config.algorithm)
         self.temperature = config.rollout.rollout_temperature if self.loss.rewarded else 1.0
@@ -159,7 +158,7 @@ class MegatronTrainer:
     def save(self, rollout_id: int) -> None:
         """Checkpoint under --save (and --save-hf) as iteration `rollout_id`. Collective; appears only when complete."""
         flags, source = self.config.checkpoint, self.config.rollout.hf_checkpoint
-        assert flags.save is not None and source is not None
+        assert flags.save is not None
         optimizer = None if flags.no_save_optim else self.optimizer
         extra = {"rollout_id": rollout_id}
         with self._explained(f"saving rollout {rollout_id}"):
@@ -176,7 +175,7 @@ class MegatronTrainer:
         # half: the error that names an engine that hangs comes before those of the other ranks, which wait for rank 0
         timeout_s = 30.0 * config.cluster.distributed_timeout_minutes
         flags = config.weight_update
-        assert flags.weight_dir is not None and flags.update_weight_transport is not None
+        assert flags.weight_dir is not None
         directory, size = Path(flags.weight_dir), flags.update_weight_buffer_size
         place = TrainerPlace(directory, size, self.info.device, timeout_s)
         compare = flags.check_weight_update_equal
@@ -238,7 +237,7 @@ class MegatronTrainer:
         batch = pack(
             data,
             samples,
-            columns.carried(data, self.args, training=training, policy=policy),
+            columns.carried(data, self.config, training=training, policy=policy),
             device=info.device,
             # sequence parallelism cuts the packed row into equal parts
             multiple=info.tp_size if self.config.megatron.sequence_parallel else 1,
@@ -384,9 +383,9 @@ class MegatronTrainer:
         sample_of_row = torch.repeat_interleave(torch.arange(count), lengths).to(device)
         sums = {
             name: sequence_mean(torch.cat(data[name]).double(), mask, sample_of_row, count).sum()
-            for name in columns.reported(data, self.args, "response")
+            for name in columns.reported(data, self.config, "response")
         }
-        plain = {name: float(sum(data[name])) for name in columns.reported(data, self.args, "sample")}
+        plain = {name: float(sum(data[name])) for name in columns.reported(data, self.config, "sample")}
         on_host = torch.tensor([*plain.values(), count], dtype=torch.float64).to(device)
         total = torch.cat([torch.stack(list(sums.values())), on_host]) if sums else on_host
         dist.all_reduce(total, group=self.info.dp_group)

@@ -3,8 +3,8 @@ with a sliding window precede each layer that sees all tokens. Each of the two k
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from slime.models.decoder import Decoder, Hf
 from slime.models.family import Family
@@ -24,13 +24,17 @@ def ropes(hf: Hf, head_dim: int) -> tuple[Rope, Rope]:
     return read_rope(hf, head_dim, whole=True, record=full), read_rope(hf, head_dim, whole=True, record=local)
 
 
-def gemma(hf: Hf, pattern: int, **parts: Any) -> Decoder:
+def gemma(
+    hf: Hf, pattern: int, *, qk_norm: str = "", rope: Callable[[Hf, int], Rope] | None = None
+) -> Decoder:
     """What Gemma 2 and 3 share. ValueError for another activation, biases, or attention to later tokens."""
     need(hf, "query_pre_attn_scalar", "head_dim")
     only(hf, hidden_activation="gelu_pytorch_tanh", attention_bias=False, use_bidirectional_attention=False)
     windows = alternating_windows(hf, hf.get("sliding_window_pattern") or pattern)
     tied = {**hf, "tie_word_embeddings": hf.get("tie_word_embeddings", True)}
-    decoder = read_decoder(tied, post_norms=True, activation="geglu", windows=windows, **parts)
+    decoder = read_decoder(
+        tied, post_norms=True, activation="geglu", windows=windows, qk_norm=qk_norm, rope=rope
+    )
     return replace(
         decoder,
         zero_centred=True,

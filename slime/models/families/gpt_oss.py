@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from slime.models.decoder import Decoder, Experts, Hf
 from slime.models.family import Family, Tensors
@@ -19,7 +19,7 @@ from slime.models.layouts import Direct, GateUpTensor, Row, cat
 from slime.models.mxfp4 import dequantised
 from slime.models.reading import alternating_windows, expert_count, need, only, read_decoder
 from slime.models.rows import ATTENTION, ENDS, HF, IGNORED, MG, NORMS, OUTPUT_BIAS
-from slime.models.slices import Stored
+from slime.models.slices import Stored, Where
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,20 +105,20 @@ class OneByOne:
 
 @dataclass(frozen=True)
 class OneExpert:
-    """One expert, [outputs, inputs] or [outputs], of a stack [E, inputs, outputs] or [E, outputs]. `fused`:
-    gate and up alternate in the stack, and gate is above up here."""
+    """One expert, [outputs, inputs] or [outputs], of a stack [E, inputs, outputs] or [E, outputs]."""
 
     stack: Stored
     expert: int
     fused: bool
+    """Gate and up alternate in the stack, and gate is above up here."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(reversed(self.stack.shape[1:]))
 
-    def __getitem__(self, where: Any) -> Tensor:
+    def __getitem__(self, where: Where) -> Tensor:
         """`where` is `...` or a slice per axis, from the first axis on."""
-        slices: tuple[slice, ...] = () if where is ... else where
+        slices = () if where is ... else cast("tuple[slice, ...]", where)
         rows, *rest = [*slices, *[slice(None)] * (len(self.shape) - len(slices))]
         start, end, _ = rows.indices(self.shape[0])
         if not self.fused:

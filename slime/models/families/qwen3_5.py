@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from slime.models.decoder import Decoder, Experts, Hf
 from slime.models.families.qwen2_moe import SHARED_WITH_GATE
@@ -18,7 +18,7 @@ from slime.models.hybrid import FLAGS, SHARED_WIDTH, hybrid_rows, read_hybrid
 from slime.models.layouts import Row
 from slime.models.reading import expert_count, need, only
 from slime.models.rows import EXPERTS, MLP
-from slime.models.slices import Stored
+from slime.models.slices import Stored, Where
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ def text_model(hf: Hf, decoder: Decoder) -> Decoder:
     return replace(decoder, state_dtype=hf.get("mamba_ssm_dtype") or "")
 
 
-def width(hf: Hf) -> Any:
+def width(hf: Hf) -> int | None:
     return hf.get("intermediate_size") or hf.get("moe_intermediate_size")
 
 
@@ -105,9 +105,9 @@ class OneExpert:
         _, rows, columns = self.stack.shape
         return (rows if self.part == "down_proj" else rows // 2), columns
 
-    def __getitem__(self, where: Any) -> Tensor:
+    def __getitem__(self, where: Where) -> Tensor:
         """`where` is `...` or a slice per axis, from the first axis on."""
-        rows, *rest = (slice(None),) if where is ... else where
+        rows, *rest = (slice(None),) if where is ... else cast("tuple[slice, ...]", where)
         first = self.shape[0] if self.part == "up_proj" else 0
         start, end, _ = rows.indices(self.shape[0])
         return self.stack[self.expert, first + start : first + end, *rest]

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from slime.hooks import Hook
 from slime.types import SampleGroup
 
 
 @dataclass
 class DynamicFilterOutput:
-    """Whether to train on a group. `reason` names the metric that counts drops: rollout/dynamic_filter/drop_{reason}.
-
-    `keep_when_insufficient`: keep a rejected group if the rollout would otherwise need more prompts to fill its
-    batch.
-    """
+    """Whether to train on a group."""
 
     keep: bool
     reason: str | None = None
+    """Names the metric that counts drops: rollout/dynamic_filter/drop_{reason}."""
     keep_when_insufficient: bool = False
+    """Keep a rejected group if the rollout would otherwise need more prompts to fill its batch."""
 
 
 def call_dynamic_filter(
-    fn: Callable[..., Any] | None, args: Any, group: SampleGroup, **kwargs: Any
+    fn: Hook | None, args: Namespace, group: SampleGroup, **kwargs: object
 ) -> DynamicFilterOutput:
     """Run a filter; None keeps every group. A bool result (Python, NumPy or torch) is wrapped in the record.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ from slime.types import Sample
 
 
 def check_reward_nonzero_std(
-    args: Any, samples: Sequence[Sample | list[Sample]], **kwargs: Any
+    args: Namespace, samples: Sequence[Sample | list[Sample]], **kwargs: object
 ) -> DynamicFilterOutput:
     """Drop a group whose rewards are all equal, because its advantages are 0.
 
@@ -34,7 +34,7 @@ def check_reward_nonzero_std(
 
 
 def check_reward_nonzero_std_with_fallback(
-    args: Any, samples: Sequence[Sample | list[Sample]], **kwargs: Any
+    args: Namespace, samples: Sequence[Sample | list[Sample]], **kwargs: object
 ) -> DynamicFilterOutput:
     """`check_reward_nonzero_std`, but keep a group without deviation if the rollout would need more prompts."""
     output = check_reward_nonzero_std(args, samples, **kwargs)

@@ -9,15 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import functools
 import inspect
 import math
 import numbers
+from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any
 
 import numpy as np
 
-from slime.hooks import load_function
+from slime.config.schema import Config, section_of
+from slime.config.sections.reward import RewardConfig
+from slime.config.sections.rollout import RolloutConfig
+from slime.hooks import Hook, load_function
 from slime.rollout.rewards.dapo import dapo_reward
 from slime.rollout.rewards.deepscaler import deepscaler_reward
 from slime.rollout.rewards.f1 import f1_reward
@@ -28,12 +32,10 @@ from slime.rollout.rewards.random_uniform import random_reward
 from slime.rollout.rewards.remote import remote_reward
 from slime.rollout.rewards.special_tokens import answer_text
 from slime.rollout.rewards.text import extract_answer, without_special_text
-from slime.types import Sample
+from slime.types import Metadata, Reward, Sample
 from slime.user_code import is_cancelled, remedy, slow_is_logged
 
-Reward = float | dict[str, Any]
-
-REWARDS: dict[str, Callable[[str, Any, dict[str, Any]], Reward]] = {
+REWARDS: dict[str, Callable[[str, object, Metadata], Reward]] = {
     "math": math_reward,
     "deepscaler": deepscaler_reward,
     "dapo": dapo_reward,
@@ -41,7 +43,7 @@ REWARDS: dict[str, Callable[[str, Any, dict[str, Any]], Reward]] = {
     "gpqa": gpqa_reward,
     "f1": f1_reward,
 }
-SAMPLE_REWARDS: dict[str, Callable[[Any, Sample], Awaitable[Reward]]] = {
+SAMPLE_REWARDS: dict[str, Callable[[Config, Sample], Awaitable[Reward]]] = {
     "random": random_reward,
     "remote_rm": remote_reward,
 }
@@ -51,7 +53,7 @@ REWARD_NAMES = (*REWARDS, *(f"boxed_{name}" for name in REWARDS), *SAMPLE_REWARD
 _ANSWER_FORM = {"math": "\\boxed{{{}}}", "deepscaler": "</think>\\boxed{{{}}}", "dapo": "Answer: {}"}
 
 
-async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Reward:
+async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> Reward:
     """The reward of one sample. Does not set `sample.reward`.
 
     The first of these that is set computes the reward: `sample.custom_rm_path`, `--custom-rm-path` (each
@@ -60,59 +62,70 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Reward:
     ValueError after --reward-deadline-s, too. RuntimeError, chained, for any other error of the reward, SystemExit
     among them. All name the sample.
     """
-    path = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
+    flags, limit = section_of(RewardConfig, args), _limit_of(args)
+    path = sample.custom_rm_path or flags.custom_rm_path
     if path:
         flag = "custom_rm_path of the sample" if sample.custom_rm_path else "--custom-rm-path"
         function = load_function(path, flag)
-        async with _scoring(args, sample, path):
-            return _checked(args, await _call(f"{flag} {path}", function, args, sample, **kwargs))
+        async with _scoring(limit, sample, path):
+            return _checked(flags, await _call(f"{flag} {path}", function, args, sample, **kwargs))
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     name, flag = metadata.get("rm_type"), "metadata rm_type"
     if not name:
-        name, flag = getattr(args, "rm_type", None), "--rm-type"
-    async with _scoring(args, sample, name):
+        name, flag = flags.rm_type, "--rm-type"
+    async with _scoring(limit, sample, name):
         if name in SAMPLE_REWARDS:
-            return _checked(args, await SAMPLE_REWARDS[name](args, sample))
+            return _checked(flags, await SAMPLE_REWARDS[name](Config.of_args(args), sample))
         if name not in REWARD_NAMES:
             raise ValueError(_unknown_type(name, flag))
-        return _checked(args, await asyncio.to_thread(_rule_based, args, sample, name, metadata))
+        tokenizer = getattr(getattr(args, "rollout_state", None), "tokenizer", None)
+        stop = section_of(RolloutConfig, args).rollout_stop_token_ids
+        text = functools.partial(answer_text, sample, tokenizer, stop)
+        return _checked(flags, await asyncio.to_thread(_rule_based, text, sample.label, name, metadata))
 
 
-def _rule_based(args: Any, sample: Sample, name: str, metadata: dict[str, Any]) -> Reward:
-    """The reward `name` of the response without the tokenizer's special tokens."""
-    response, base = answer_text(args, sample), name.removeprefix("boxed_")
+def _limit_of(args: Namespace) -> float | None:
+    """--reward-deadline-s. None, no limit, for `args` of a plug-in without it."""
+    limit: float | None = getattr(args, "reward_deadline_s", None)
+    return limit
+
+
+def _rule_based(text: Callable[[], str], label: object, name: str, metadata: Metadata) -> Reward:
+    """The reward `name` of the response, which `text` makes without the tokenizer's special tokens."""
+    response, base = text(), name.removeprefix("boxed_")
     if base != name:
         answer = extract_answer(without_special_text(response))
         response = "" if answer is None else _ANSWER_FORM.get(base, "{}").format(" ".join(answer.split()))
-    return REWARDS[base](response, sample.label, metadata)
+    return REWARDS[base](response, label, metadata)
 
 
-async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Reward]:
+async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: object) -> list[Reward]:
     """The rewards of several samples (a group with `--group-rm`), in order.
 
     `--custom-rm-path` is called once: `(args, samples, **kwargs) -> list`, one reward per sample. `async_rm`
     scores samples that have their own `custom_rm_path`, and samples without any custom function, one by one.
     """
-    path = getattr(args, "custom_rm_path", None) or ""
+    flags = section_of(RewardConfig, args)
+    path = flags.custom_rm_path or ""
     batch = [sample for sample in samples if path and not sample.custom_rm_path]
     single = [sample for sample in samples if not path or sample.custom_rm_path]
     rewards: dict[int, Reward] = {}
     if batch:
         function = load_function(path, "--custom-rm-path")
-        async with _scoring(args, batch[0], path, of=f"the {len(batch)} samples from "):
+        async with _scoring(_limit_of(args), batch[0], path, of=f"the {len(batch)} samples from "):
             values = await _call(f"--custom-rm-path {path}", function, args, batch, **kwargs)
             if not isinstance(values, list | tuple) or len(values) != len(batch):
                 got = f"{len(values)}" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
                 raise ValueError(f"a batched reward must return a list of {len(batch)} rewards, got {got}")
         for sample, value in zip(batch, values, strict=True):
             with _naming(sample, path):
-                rewards[id(sample)] = _checked(args, value)
+                rewards[id(sample)] = _checked(flags, value)
     values = await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in single))
     rewards.update((id(sample), value) for sample, value in zip(single, values, strict=True))
     return [rewards[id(sample)] for sample in samples]
 
 
-async def _call(border: str, function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> Any:
+async def _call(border: str, function: Hook, *arguments: object, **kwargs: object) -> object:
     """Run an async function on this loop, and a plain function in a thread so that it cannot block generation.
 
     `border`: its flag and path, see user_code.watch_loop.
@@ -123,20 +136,19 @@ async def _call(border: str, function: Callable[..., Any], *arguments: Any, **kw
     return await result if inspect.isawaitable(result) else result
 
 
-def _checked(args: Any, reward: Any) -> Reward:
+def _checked(flags: RewardConfig, reward: object) -> Reward:
     """A finite number as float, or a dict with a finite `--reward-key` entry. No NaN reaches training."""
-    value = reward.get(getattr(args, "reward_key", None), 0.0) if isinstance(reward, dict) else reward
+    value: object = reward.get(flags.reward_key, 0.0) if isinstance(reward, dict) else reward
     if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
         kind = type(value).__name__
         raise ValueError(f"a reward must be a finite number or a dict of them, got {value!r} of type {kind}")
-    return reward if isinstance(reward, dict) else float(reward)
+    return reward if isinstance(reward, dict) else float(value)
 
 
 @contextlib.asynccontextmanager
-async def _scoring(args: Any, sample: Sample, name: Any, of: str = "") -> AsyncIterator[None]:
+async def _scoring(limit: float | None, sample: Sample, name: object, of: str = "") -> AsyncIterator[None]:
     """Keeps --reward-deadline-s, logs slow rewards, and names the sample in each error."""
     where = f"{of}sample {sample.index} of group {sample.group_index}"
-    limit: float | None = getattr(args, "reward_deadline_s", None)
     clock = asyncio.timeout(limit)
     with _naming(sample, name, of):
         try:
@@ -152,7 +164,7 @@ async def _scoring(args: Any, sample: Sample, name: Any, of: str = "") -> AsyncI
 
 
 @contextlib.contextmanager
-def _naming(sample: Sample, name: Any, of: str = "") -> Iterator[None]:
+def _naming(sample: Sample, name: object, of: str = "") -> Iterator[None]:
     """Border with reward code, which may raise any error: adds the sample and the reward's name to the error."""
     try:
         yield
@@ -165,7 +177,7 @@ def _naming(sample: Sample, name: Any, of: str = "") -> Iterator[None]:
         raise kind(f"reward {name} failed for {where}: {what}{remedy(error)}") from error
 
 
-def _unknown_type(name: Any, flag: str) -> str:
+def _unknown_type(name: object, flag: str) -> str:
     known = ", ".join(REWARD_NAMES)
     if not name:
         return f"--rm-type must be one of {known}, got {name!r}; or name a function with --custom-rm-path"

@@ -6,12 +6,12 @@ The reward is a dict, so use `--reward-key score`. The score of a wrong answer i
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from slime.rollout.rewards.math_equal import same_answer
 from slime.rollout.rewards.notation import tidy
 from slime.rollout.rewards.quantity import decimal_text, quantity
 from slime.rollout.rewards.text import expected_answer, extract_answer, without_special_text
+from slime.types import Metadata
 
 NO_ANSWER = "[INVALID]"
 _TAIL_CHARS = 300  # the answer must be at the end of the response
@@ -39,7 +39,9 @@ def normalize_final_answer(text: str) -> str:
     return "".join(_TEXT_COMMAND.sub(r"\1", plain).replace("\\cdot ", "*").split())
 
 
-def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> dict[str, Any]:
+def compute_score(
+    solution_str: str, ground_truth: object, strict_box_verify: bool = False
+) -> dict[str, object]:
     """{"score": 1.0 or -1.0, "acc": whether it is right, "pred": the normalised answer or "[INVALID]"}.
 
     Only the last 300 characters of `solution_str` count. `strict_box_verify` reads the last box there instead
@@ -59,6 +61,6 @@ def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool 
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
 
 
-def dapo_reward(response: str, label: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+def dapo_reward(response: str, label: object, metadata: Metadata) -> dict[str, object]:
     """The dict of `compute_score`."""
     return compute_score(response, label)

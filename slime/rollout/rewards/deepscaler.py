@@ -5,13 +5,12 @@ Follows DeepScaleR (Luo et al., 2025), as slime scripts use it.
 
 from __future__ import annotations
 
-from typing import Any
-
 from slime.rollout.rewards.math_boxed import grade_answer_verl
 from slime.rollout.rewards.text import expected_answer
+from slime.types import Metadata
 
 
-def get_deepscaler_rule_based_reward(response: str, label: Any) -> float:
+def get_deepscaler_rule_based_reward(response: str, label: object) -> float:
     """1.0 if the final part of `response` boxes the answer of `label`, else 0.0.
 
     The final part follows the last `</think>`, or else the last `###Response`. A response with neither has not
@@ -26,7 +25,7 @@ def get_deepscaler_rule_based_reward(response: str, label: Any) -> float:
     return float(grade_answer_verl(final if marker else "", label))
 
 
-def deepscaler_reward(response: str, label: Any, metadata: dict[str, Any]) -> float:
+def deepscaler_reward(response: str, label: object, metadata: Metadata) -> float:
     """1.0 or 0.0. ValueError if the label has no answer."""
     expected_answer(label)
     return get_deepscaler_rule_based_reward(response, label)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from typing import Any
 
 from slime.rollout.rewards.text import without_special_text
+from slime.types import Metadata
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -19,7 +19,7 @@ def normalize_answer(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def f1_score(prediction: str | None, ground_truth: Any) -> tuple[float, float, float]:
+def f1_score(prediction: str | None, ground_truth: object) -> tuple[float, float, float]:
     """(F1, precision, recall) over the words of both texts. Repeated words count as often as they occur.
 
     All three are zero without a common word, without a prediction, or if one text is exactly yes, no or noanswer
@@ -38,14 +38,14 @@ def f1_score(prediction: str | None, ground_truth: Any) -> tuple[float, float, f
     return 2 * common / (len(said_words) + len(gold_words)), precision, recall
 
 
-def check_label(label: Any, metadata: dict[str, Any]) -> None:
+def check_label(label: object, metadata: Metadata) -> None:
     """ValueError if the label has no word."""
     usable = isinstance(label, str | int | float) and not isinstance(label, bool) and label == label
     if not usable or not normalize_answer(str(label)):
         raise ValueError(f"label must hold a word for --rm-type f1, got {label!r:.80}; check --label-key")
 
 
-def f1_reward(response: str, label: Any, metadata: dict[str, Any]) -> float:
+def f1_reward(response: str, label: object, metadata: Metadata) -> float:
     """The F1 in [0, 1]. ValueError if the label has no word."""
     check_label(label, metadata)
     return f1_score(without_special_text(response), label)[0]

@@ -10,9 +10,9 @@ import re
 import string
 import unicodedata
 from collections.abc import Collection
-from typing import Any
 
 from slime.rollout.rewards.text import after_thinking, extract_answer, without_special_text
+from slime.types import Metadata
 
 DEFAULT_VALID_LETTERS = list(string.ascii_uppercase[:10])
 """The letters of a question whose metadata give neither choices nor letters."""
@@ -78,7 +78,7 @@ _BOX_DRESS = re.compile(
 )
 
 
-def _words(text: Any) -> str:
+def _words(text: object) -> str:
     return " ".join(re.findall(r"[a-z0-9]+", str(text).lower()))
 
 
@@ -129,7 +129,7 @@ def _kind(match: re.Match[str], text: str) -> str | None:
     return "mentioned" if letter.isupper() else None
 
 
-def _options(metadata: dict[str, Any]) -> dict[str, str]:
+def _options(metadata: Metadata) -> dict[str, str]:
     """Letter -> text of the choice. Without choices in the metadata: letters A to J with empty texts."""
     choices = metadata.get("choices") or []
     letters = [str(letter).strip().upper() for letter in metadata.get("valid_letters") or []]
@@ -145,7 +145,7 @@ def _options(metadata: dict[str, Any]) -> dict[str, str]:
     return dict(zip(letters, texts, strict=True))
 
 
-def _correct_letter(label: Any, metadata: dict[str, Any], options: dict[str, str]) -> str | None:
+def _correct_letter(label: object, metadata: Metadata, options: dict[str, str]) -> str | None:
     """The right letter: `correct_letter`, or the choice that the label gives as letter, index or text, or None."""
     given = metadata.get("correct_letter")
     if isinstance(given, str) and given.strip().upper() in options:
@@ -160,7 +160,7 @@ def _correct_letter(label: Any, metadata: dict[str, Any], options: dict[str, str
     return next(same_text, None)
 
 
-def compute_gpqa_reward(response: str | None, label: Any, metadata: dict[str, Any] | None = None) -> float:
+def compute_gpqa_reward(response: str | None, label: object, metadata: Metadata | None = None) -> float:
     """1.0 for the right letter, 0.0 for another letter.
 
     A response without a letter gets 1.0 if it contains the text of the right choice and of no other choice.
@@ -184,7 +184,7 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: dict[str, An
     return float(bool(right) and f" {right} " in said and not any(f" {choice} " in said for choice in wrong))
 
 
-def check_label(label: Any, metadata: dict[str, Any]) -> None:
+def check_label(label: object, metadata: Metadata) -> None:
     """ValueError unless the label or the metadata gives the right choice."""
     options = _options(metadata)
     given = label if label is not None else metadata.get("correct_answer")
@@ -199,6 +199,6 @@ def check_label(label: Any, metadata: dict[str, Any]) -> None:
         )
 
 
-def gpqa_reward(response: str, label: Any, metadata: dict[str, Any]) -> float:
+def gpqa_reward(response: str, label: object, metadata: Metadata) -> float:
     """1.0 or 0.0."""
     return compute_gpqa_reward(response, label, metadata)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Any
 
 from slime.rollout.rewards.notation import tidy
 from slime.rollout.rewards.quantity import quantity, unit_of
 from slime.rollout.rewards.text import expected_answer, extract_answer, without_special_text
+from slime.types import Metadata
 
 # The number must follow the marker directly: "#### Step 2" is a Markdown heading, not an answer.
 _MARKED = re.compile(r"####[ \t*]*(?=(?:\\(?:boxed|text|frac|[({$])|[-+−–$€£¥₹({.\s])*[0-9½¼¾⅐-⅞])([^\n]+)")
@@ -81,7 +81,7 @@ def _is_unit(word: str) -> bool:
     return found is not None and found[2] and (len(word) > 1 or word.startswith("\\"))
 
 
-def label_number(label: Any) -> Fraction:
+def label_number(label: object) -> Fraction:
     """The number of a label. ValueError if the label is not exactly one number, with or without a unit."""
     text = expected_answer(label)
     found = quantity(tidy(text))
@@ -93,7 +93,7 @@ def label_number(label: Any) -> Fraction:
     return found.value
 
 
-def gsm8k_reward(response: str, label: Any, metadata: dict[str, Any]) -> float:
+def gsm8k_reward(response: str, label: object, metadata: Metadata) -> float:
     """1.0 if response and label have the same final number, else 0.0.
 
     `label` is a number or a solution that ends in "#### 18". ValueError if the label is not one number.

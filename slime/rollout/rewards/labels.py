@@ -6,15 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from slime.config.schema import Config
 from slime.rollout.rewards import REWARD_NAMES
 from slime.rollout.rewards.f1 import check_label as f1_label
 from slime.rollout.rewards.gpqa import check_label as gpqa_label
 from slime.rollout.rewards.gsm8k import label_number
 from slime.rollout.rewards.text import expected_answer
+from slime.types import Metadata
 
-_CHECKS: dict[str, Callable[[Any, dict[str, Any]], object]] = {
+_CHECKS: dict[str, Callable[[object, Metadata], object]] = {
     "math": lambda label, metadata: expected_answer(label),
     "deepscaler": lambda label, metadata: expected_answer(label),
     "dapo": lambda label, metadata: expected_answer(label),
@@ -26,17 +27,16 @@ _CHECKS: dict[str, Callable[[Any, dict[str, Any]], object]] = {
 
 @dataclass(frozen=True)
 class LabelCheck:
-    """ValueError for a label that the reward of its row cannot use. `rm_type`: the reward of rows without their own.
-
-    `always`: the row's own `metadata["rm_type"]` does not count, as for a dataset of --eval-config with a reward.
-    `names`: that of a row must be a built-in reward, because no function of the user could score it.
-    """
+    """ValueError for a label that the reward of its row cannot use."""
 
     rm_type: str | None
+    """The reward of rows without their own."""
     always: bool = False
+    """The row's own `metadata["rm_type"]` does not count, as for a dataset of --eval-config with a reward."""
     names: bool = True
+    """The reward of a row must be a built-in one, because no function of the user could score it."""
 
-    def __call__(self, label: Any, metadata: dict[str, Any]) -> None:
+    def __call__(self, label: object, metadata: Metadata) -> None:
         own = None if self.always else metadata.get("rm_type")
         if own and self.names and own not in REWARD_NAMES:
             raise ValueError(f"metadata rm_type must be one of {', '.join(REWARD_NAMES)}, got {own!r}")
@@ -45,16 +45,15 @@ class LabelCheck:
             check(label, metadata)
 
 
-def label_check(args: Any, label_key: str | None, rm_type: str | None = None) -> LabelCheck | None:
+def label_check(c: Config, label_key: str | None, rm_type: str | None = None) -> LabelCheck | None:
     """The check of the labels of column `label_key`; `rm_type` is the reward of an evaluation dataset.
 
     None if a function of the user scores the samples. Without a label column, a function that makes or changes samples
     may set their labels, so nothing is checked then.
     """
-    if getattr(args, "custom_rm_path", None):
+    if c.reward.custom_rm_path:
         return None
-    hooks = ("custom_generate_function_path", "rollout_sample_hook_path")
-    hooked = any(getattr(args, name, None) for name in hooks)
+    hooked = bool(c.rollout.custom_generate_function_path or c.rollout.rollout_sample_hook_path)
     if label_key is None and hooked:
         return None
-    return LabelCheck(rm_type or getattr(args, "rm_type", None), always=rm_type is not None, names=not hooked)
+    return LabelCheck(rm_type or c.reward.rm_type, always=rm_type is not None, names=not hooked)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from slime.rollout.rewards.math_equal import same_answer
 from slime.rollout.rewards.text import expected_answer, extract_answer, without_special_text
+from slime.types import Metadata
 
 
-def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
+def grade_answer_verl(solution_str: str, ground_truth: object) -> bool:
     """Whether the last `\\boxed{}` of `solution_str` equals the label's answer. False without a box.
 
     `ground_truth` is the answer itself, a solution that boxes the answer, or a GSM8K solution that ends in "#### 18".
@@ -19,6 +18,6 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
     return answer is not None and same_answer(answer, gold)
 
 
-def math_reward(response: str, label: Any, metadata: dict[str, Any]) -> float:
+def math_reward(response: str, label: object, metadata: Metadata) -> float:
     """1.0 or 0.0."""
     return float(grade_answer_verl(response, label))

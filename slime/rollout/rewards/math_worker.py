@@ -15,8 +15,11 @@ import math
 import os
 import resource
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import sympy
 import time
-from typing import Any
 
 _MEMORY_LIMIT_BYTES = 2 << 30
 _DIGITS = 60
@@ -31,7 +34,7 @@ def _limit(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
-def _close(first: Any, second: Any, tolerance: float) -> bool | None:
+def _close(first: sympy.Basic, second: sympy.Basic, tolerance: float) -> bool | None:
     """Whether two numbers are equal to a relative tolerance; None for what is no finite number."""
     import sympy
 
@@ -47,7 +50,7 @@ def _close(first: Any, second: Any, tolerance: float) -> bool | None:
     return bool(abs(values[0] - values[1]) <= tolerance * max(sizes))
 
 
-def _numeric(gold: Any, answer: Any, decimal: bool) -> bool | None:
+def _numeric(gold: sympy.Basic, answer: sympy.Basic, decimal: bool) -> bool | None:
     """The verdict of the values: final without symbols, and otherwise False if they differ at some point."""
     import sympy
 
@@ -61,7 +64,7 @@ def _numeric(gold: Any, answer: Any, decimal: bool) -> bool | None:
     return None
 
 
-def compare(gold: Any, answer: Any, decimal: bool) -> bool:
+def compare(gold: sympy.Basic, answer: sympy.Basic, decimal: bool) -> bool:
     """Whether two objects of SymPy are equal."""
     import sympy
     from math_verify import verify

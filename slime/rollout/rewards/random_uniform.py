@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
-from slime.config.schema import Flags
+from slime.config.schema import Config
 from slime.types import Sample
 
 
-async def random_reward(args: Any, sample: Sample) -> float:
+async def random_reward(c: Config, sample: Sample) -> float:
     """Uniform in [0, 1): a hash of `--rollout-seed`, the sample's index and its response. Repeatable."""
-    digest = hashlib.sha256(f"{Flags(args).rollout_seed}:{sample.index}:{sample.response}".encode()).digest()
+    digest = hashlib.sha256(f"{c.rollout.rollout_seed}:{sample.index}:{sample.response}".encode()).digest()
     return (int.from_bytes(digest[:8], "big") >> 11) / 2**53

@@ -6,13 +6,12 @@ import asyncio
 import json
 import random
 import weakref
-from typing import Any
 
 import aiohttp
 from yarl import URL
 
-from slime.config.schema import Flags
-from slime.types import Sample
+from slime.config.schema import Config
+from slime.types import Reward, Sample
 
 _MAX_CONNECTIONS = 64
 _ATTEMPT_TIMEOUT_S = 120.0
@@ -25,24 +24,26 @@ class _ServerBusy(Exception):
     """The server responded that a later attempt may succeed."""
 
 
-async def remote_reward(args: Any, sample: Sample) -> float | dict[str, Any]:
+async def remote_reward(c: Config, sample: Sample) -> Reward:
     """POST {"prompt", "response", "label", "metadata"} as JSON. The reply (a number or object) is the reward.
 
     Connection errors and status 408, 425, 429 and 5xx are retried with growing pauses. TimeoutError after
     `--rollout-deadline-s` seconds. Any other status, or a reply that is not JSON, raises ValueError without a
     retry. At most 64 requests are open at a time. The deadline starts when the request is one of the 64.
     """
-    url = URL(args.rm_url or "")
+    url = URL(c.reward.rm_url or "")
     if url.scheme not in ("http", "https") or not url.host:
-        raise ValueError(f"--rm-url must be an http or https address for remote_rm, got {args.rm_url!r}")
+        raise ValueError(f"--rm-url must be an http or https address for remote_rm, got {c.reward.rm_url!r}")
     shown = url.with_user(None).with_query(
         None
     )  # errors print this URL, because the full URL can contain credentials
-    body = {key: getattr(sample, key) for key in ("prompt", "response", "label", "metadata")}
+    body: dict[str, object] = {
+        key: getattr(sample, key) for key in ("prompt", "response", "label", "metadata")
+    }
     loop = asyncio.get_running_loop()
     slot = _slots.setdefault(loop, asyncio.Semaphore(_MAX_CONNECTIONS))
     async with slot, aiohttp.ClientSession() as session:
-        limit = Flags(args).rollout_deadline_s
+        limit = c.rollout.rollout_deadline_s
         deadline = loop.time() + limit
         attempt = 0
         while True:
@@ -63,8 +64,8 @@ async def remote_reward(args: Any, sample: Sample) -> float | dict[str, Any]:
 
 
 async def _post(
-    session: aiohttp.ClientSession, url: URL, shown: URL, body: dict[str, Any], timeout_s: float
-) -> float | dict[str, Any]:
+    session: aiohttp.ClientSession, url: URL, shown: URL, body: dict[str, object], timeout_s: float
+) -> Reward:
     async with session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
         text = await response.text()
         if response.status >= 500 or response.status in _TRANSIENT_STATUS:
@@ -72,7 +73,7 @@ async def _post(
         if response.status != 200:
             raise ValueError(f"--rm-url {shown} must answer 200, got {response.status}: {text[:200]}")
     try:
-        reply: float | dict[str, Any] = json.loads(text)
+        reply: Reward = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"--rm-url {shown} must answer in JSON, got {text[:200]!r}") from error
     return reply

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from slime.types import Sample
 
@@ -15,20 +16,21 @@ _READ_BY_REWARDS = ("<think>", "</think>")
 """Kept where a tokenizer counts them among its special tokens."""
 
 
-def answer_text(args: Any, sample: Sample) -> str:
+def answer_text(
+    sample: Sample, tokenizer: PreTrainedTokenizerBase | None, stop_token_ids: Sequence[int] | None = None
+) -> str:
     """The response without special tokens, and with a line break for each one inside. `sample` does not change.
 
     The token ids decide: a text that only looks like a special token stays. If `sample.response` is not the text of the
-    ids, because a hook has written it, the tokens are removed by their texts.
+    ids, because a hook has written it, the tokens are removed by their texts. A last one of `stop_token_ids` is
+    left out, too.
     """
-    state = getattr(args, "rollout_state", None)
-    tokenizer: PreTrainedTokenizerBase | None = getattr(state, "tokenizer", None)
     if tokenizer is None or not sample.response:
         return sample.response
     special = _special_tokens(tokenizer)
     ids = sample.tokens[-sample.response_length :] if sample.response_length else []
     if ids and sample.response.strip() == _decoded(tokenizer, ids).strip():
-        ended = ids[-1] in (getattr(args, "rollout_stop_token_ids", None) or ())
+        ended = ids[-1] in (stop_token_ids or ())
         return _without(tokenizer, ids[:-1] if ended else ids, special)
     kept = [token for token in ids if token not in special]
     if kept and sample.response.strip() == _decoded(tokenizer, kept).strip():

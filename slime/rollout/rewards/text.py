@@ -6,7 +6,6 @@ import math
 import numbers
 import re
 from decimal import Decimal
-from typing import Any
 
 _BRACE_OR_ESCAPE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
@@ -51,7 +50,7 @@ def extract_answer(text: str) -> str | None:
     return None
 
 
-def expected_answer(label: Any) -> str:
+def expected_answer(label: object) -> str:
     """The answer in a label: its boxed part, the part after GSM8K's `####`, or the whole label.
 
     A number is written without an exponent. ValueError if the label has no answer, because its reward could never be

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
+
+from slime.types import Metadata
 
 
-def compute_ifbench_reward(response: str, label: Any, metadata: dict[str, Any] | None = None) -> NoReturn:
+def compute_ifbench_reward(response: str, label: object, metadata: Metadata | None = None) -> NoReturn:
     """ValueError."""
     raise ValueError(
         "--rm-type must not be ifbench, got it; its checks of instructions are not part of this project: call the "

@@ -21,6 +21,7 @@ from slime.algo.losses import LOSSES, Loss
 from slime.algo.needs import needs_reference
 from slime.algo.policy_loss import policy_loss
 from slime.algo.token_columns import TokenColumns
+from slime.config.schema import Config
 from slime.data.columns import COLUMNS, Column
 from slime.data.train_data import post_process_rewards
 from slime.rules.algorithm import check_algorithm, check_group_size
@@ -104,7 +105,12 @@ def test_everything_else_reads_the_record(root, record, monkeypatch):
     with pytest.raises(ValueError, match=f"at most 0.5 with --advantage-estimator {NEW}, got 0.7"):
         check_algorithm(make_config(root, advantage_estimator=NEW, eps_clip=0.7))
     args = make_data_args(advantage_estimator=NEW)
-    assert post_process_rewards(args, four())[1] == [0.5, -0.5, -1.0, 1.0]  # centred, not divided
+    assert post_process_rewards(Config.of_args(args), args, four())[1] == [
+        0.5,
+        -0.5,
+        -1.0,
+        1.0,
+    ]  # centred, not divided
     assert f"| `{NEW}` | `A_t = r / 2` | log-prob times margin |" in docs_algorithms.page()
 
     changed = replace(record, ratio="sequence", needs_reference=True, needs_old_log_probs=True, group="none")
@@ -114,7 +120,7 @@ def test_everything_else_reads_the_record(root, record, monkeypatch):
     assert operators.needs_old_log_probs(once) and needs_reference(once)
     assert "group_advantage" not in operators.called(once)
     check_group_size(one)
-    assert post_process_rewards(args, four())[1] == [1.0, 0.0, 3.0, 5.0]
+    assert post_process_rewards(Config.of_args(args), args, four())[1] == [1.0, 0.0, 3.0, 5.0]
     monkeypatch.setitem(ESTIMATORS, NEW, replace(record, needs_values=True))
     with pytest.raises(ValueError, match=f"must not be {NEW}, got {NEW}; it needs a critic"):
         check_algorithm(config)

@@ -11,8 +11,10 @@ import pytest
 import torch
 from rollout_double import EngineDouble, make_args, make_tokenizer
 from test_packing import HF
+from train_data_cases import border as make_data_border
 from train_data_cases import make_args as make_data_args
 
+from slime.config.schema import Config
 from slime.data import columns
 from slime.data.columns import COLUMNS, Column
 from slime.data.packing import pack
@@ -74,14 +76,14 @@ def test_a_field_of_the_engine_reaches_the_micro_batch(margin, cp_size):
     assert all(s.columns["margin"].count(None) == 2 for s in samples)
     copies = [Sample.from_dict(pickle.loads(pickle.dumps(s.to_dict()))) for s in samples]
     args = make_data_args()
-    for data in make_rank_data(args, copies, 2, HF):
+    for data in make_rank_data(Config.of_args(args), args, copies, 2, HF):
         arrived = unpack_columns(pickle.loads(pickle.dumps(pack_columns(data))))
         assert [x.dtype for x in arrived["margin"]] == [torch.float32] * 2
         for place, again in samples_of(arrived, 2):
             assert again.columns == {"margin": expected(samples[place])}
-        names = columns.carried(arrived, args, training=True, policy=True)
-        assert "margin" in names and "margin" in columns.reported(arrived, args, "response")
-        assert columns.carried(arrived, args, training=False, policy=True) == []
+        names = columns.carried(arrived, Config.of_args(args), training=True, policy=True)
+        assert "margin" in names and "margin" in columns.reported(arrived, Config.of_args(args), "response")
+        assert columns.carried(arrived, Config.of_args(args), training=False, policy=True) == []
         wanted = torch.tensor(
             [value for index in arrived["sample_indices"] for value in expected(samples[index])]
         )
@@ -97,7 +99,7 @@ def test_a_field_of_the_engine_reaches_the_micro_batch(margin, cp_size):
 
 
 def test_without_a_record_nothing_of_it_travels():
-    (data,) = make_rank_data(make_data_args(), [generated(i) for i in range(4)], 1, HF)
+    (data,) = make_rank_data(*make_data_border(), [generated(i) for i in range(4)], 1, HF)
     assert "margin" not in data
 
 
@@ -125,7 +127,7 @@ def test_values_must_be_as_many_as_tokens():
 
 def test_every_list_of_a_rank_is_in_the_table():
     """But what counts optimizer steps and micro-batches, and the places of the samples."""
-    (data,) = make_rank_data(make_data_args(), [generated(i) for i in range(4)], 1, HF)
+    (data,) = make_rank_data(*make_data_border(), [generated(i) for i in range(4)], 1, HF)
     facts.attach([data], [], None)
     steps = {
         "partition",
@@ -142,15 +144,13 @@ def test_every_list_of_a_rank_is_in_the_table():
 
 
 def test_flags_turn_columns_on():
-    on, off = make_data_args(use_rollout_routing_replay=True), make_data_args()
+    on, off = Config.from_flat({"use_rollout_routing_replay": True}), Config.from_flat({})
     data = {"rollout_routed_experts": [], "kl": [], "advantages": []}
     assert columns.carried(data, on, training=False, policy=True) == ["rollout_routed_experts"]
     assert columns.carried(data, on, training=True, policy=False) == ["advantages"]
     assert columns.carried(data, off, training=True, policy=True) == ["advantages"]
-    off.kl_coef = on.kl_coef = 0.0
     assert columns.reported(data, off, "response") == ["advantages"]
-    on.kl_coef = 0.1
-    assert columns.reported(data, on, "response") == ["advantages", "kl"]
+    assert columns.reported(data, on.with_values(kl_coef=0.1), "response") == ["advantages", "kl"]
 
 
 def test_places_of_a_ragged_column_follow_the_tokens_of_the_rank(monkeypatch):
@@ -169,7 +169,7 @@ def test_places_of_a_ragged_column_follow_the_tokens_of_the_rank(monkeypatch):
         "response_lengths": [2, 3],
         "spans": [torch.arange(10).view(5, 2), torch.arange(12).view(6, 2)],
     }
-    names = columns.carried(data, make_data_args(), training=False, policy=True)
+    names = columns.carried(data, Config.from_flat({}), training=False, policy=True)
     for rank in range(2):
         batch = pack(data, [0, 1], names, device="cpu", multiple=4, cp_rank=rank, cp_size=2)
         part = token_slice([5, 6], rank=rank, size=2, multiple=4)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from train_data_cases import four, make_args, sample
+from train_data_cases import border, four, make_args, sample
 
+from slime.config.schema import Config
 from slime.data.packing import Schedule
 from slime.data.train_data import (
     convert_samples_to_train_data,
@@ -42,7 +43,7 @@ HF_CONFIG = {
     ],
 )
 def test_rewards_by_estimator(flags, wanted):
-    raw, rewards = post_process_rewards(make_args(**flags), four())
+    raw, rewards = post_process_rewards(*border(**flags), four())
     assert raw == [1.0, 0.0, 3.0, 5.0]
     assert rewards == pytest.approx(wanted, abs=2e-6)
 
@@ -54,23 +55,23 @@ def test_siblings_count_once_in_the_group():
         sample(1, 5, 0.0, rollout_id=9),
         sample(2, 5, 1.0, rollout_id=9),
     ]
-    _, rewards = post_process_rewards(make_args(), samples)
+    _, rewards = post_process_rewards(*border(), samples)
     assert rewards == pytest.approx([0.25 / 0.353554, -0.75 / 0.353554, 0.25 / 0.353554], abs=1e-5)
 
 
 def test_one_sample_a_prompt_is_only_centred():
-    _, rewards = post_process_rewards(make_args(), [sample(0, 0, 2.0), sample(1, 1, 4.0)])
+    _, rewards = post_process_rewards(*border(), [sample(0, 0, 2.0), sample(1, 1, 4.0)])
     assert rewards == [0.0, 0.0]
 
 
 def test_rewards_by_key_and_faults():
     samples = [sample(0, 0, {"acc": 1.0, "x": 9.0}), sample(1, 0, {"acc": 0.0, "x": 9.0})]
-    raw, _ = post_process_rewards(make_args(reward_key="acc"), samples)
+    raw, _ = post_process_rewards(*border(reward_key="acc"), samples)
     assert raw == [1.0, 0.0]
     with pytest.raises(ValueError, match="group_index must be set on every sample, got None for sample 1"):
-        post_process_rewards(make_args(), [sample(0, 0, 1.0), sample(1, None, 1.0)])
+        post_process_rewards(*border(), [sample(0, 0, 1.0), sample(1, None, 1.0)])
     with pytest.raises(ValueError, match="reward must be set before training, got None for sample 3"):
-        convert_samples_to_train_data(make_args(), [sample(3, 0, None)])
+        convert_samples_to_train_data(*border(), [sample(3, 0, None)])
 
 
 def rank_rewards(args, samples):
@@ -79,7 +80,7 @@ def rank_rewards(args, samples):
 
 def test_custom_reward_post_process():
     args = make_args(custom_reward_post_process_path="test_train_data.rank_rewards")
-    data = convert_samples_to_train_data(args, four())
+    data = convert_samples_to_train_data(Config.of_args(args), args, four())
     assert (data["raw_reward"], data["rewards"]) == ([1.0, 0.0, 3.0, 5.0], [0.0, 1.0, 2.0, 3.0])
 
 
@@ -91,7 +92,7 @@ def test_columns():
         sample(7, 1, 0.0, response=2, rollout_id=40, loss_mask=[1, 1]),
         sample(8, 1, 0.0, response=2, remove_sample=True),
     ]
-    data = convert_samples_to_train_data(make_args(), samples)
+    data = convert_samples_to_train_data(*border(), samples)
     assert data["tokens"][0] == [4, 1, 2, 3, 4]
     assert data["loss_masks"] == [[1, 0, 1], [1, 1], [1], [1, 1], [0, 0]]
     assert data["rollout_mask_sums"] == [2.0, 2.0, 3.0, 3.0, 0.0]  # the siblings' masks add up
@@ -110,16 +111,16 @@ def test_conversion_checks_every_sample():
     with pytest.raises(
         ValueError, match="rollout_log_probs must .* got none for 2 tokens of sample 2 of group 1"
     ):
-        convert_samples_to_train_data(make_args(), samples)
+        convert_samples_to_train_data(*border(), samples)
     samples = four()
     samples[0].teacher_log_probs = [-1.0, -1.0]
     with pytest.raises(ValueError, match="teacher_log_probs must be set on all samples or none, got 1 of 4"):
-        convert_samples_to_train_data(make_args(), samples)
+        convert_samples_to_train_data(*border(), samples)
 
 
 def test_sft_needs_neither_rewards_nor_log_probs():
     samples = [sample(i, i, None, rollout_log_probs=None) for i in range(2)]
-    data = convert_samples_to_train_data(make_args(loss_type="sft_loss"), samples)
+    data = convert_samples_to_train_data(*border(loss_type="sft_loss"), samples)
     assert data["rewards"] == data["raw_reward"] == [0.0, 0.0]
     assert "rollout_log_probs" not in data
 
@@ -127,7 +128,7 @@ def test_sft_needs_neither_rewards_nor_log_probs():
 def test_split_gives_each_rank_its_tensors():
     samples = [sample(i, i // 2, float(i), response=i + 1) for i in range(4)]
     samples[3].remove_sample = True
-    data = convert_samples_to_train_data(make_args(), samples)
+    data = convert_samples_to_train_data(*border(), samples)
     # two steps; rank 0 trains samples 1 then 3, rank 1 samples 0 then 2
     schedule = Schedule([[[[1]], [[3]]], [[[0]], [[2]]]], [[0, 1], [2, 3]], [2, 2])
     first, second = split_by_dp(data, schedule)
@@ -147,7 +148,7 @@ def test_split_gives_each_rank_its_tensors():
     "kind", [tuple, np.array, torch.tensor, lambda x: torch.tensor(x, dtype=torch.bfloat16)]
 )
 def test_hooks_may_keep_their_numbers_in_anything(kind):
-    data = convert_samples_to_train_data(make_args(), four())
+    data = convert_samples_to_train_data(*border(), four())
     schedule = Schedule([[[[2, 0], [3]], [[1]]]], [[0, 2, 3], [1]], [3, 1])
     (expected,) = split_by_dp(data, schedule)
     for column, typed in (("loss_masks", kind), ("rollout_log_probs", kind)):
@@ -161,7 +162,7 @@ def test_hooks_may_keep_their_numbers_in_anything(kind):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
 def test_tokens_are_counted_beyond_what_a_narrow_mask_can_say(dtype):
-    data = convert_samples_to_train_data(make_args(), [sample(0, 0, 1.0, response=5000)])
+    data = convert_samples_to_train_data(*border(), [sample(0, 0, 1.0, response=5000)])
     data["loss_masks"] = [torch.ones(5000, dtype=dtype)]
     (only,) = split_by_dp(data, Schedule([[[[0]]]], [[0]], [1]))
     assert only["global_token_counts"] == [5000]
@@ -169,14 +170,14 @@ def test_tokens_are_counted_beyond_what_a_narrow_mask_can_say(dtype):
 
 @pytest.mark.parametrize("wrong", [[-0.5, None], None, ["-0.5", "-1"], [[-0.5], [-1.0]]])
 def test_what_are_no_numbers_is_refused(wrong):
-    data = convert_samples_to_train_data(make_args(), [sample(i, 0, float(i)) for i in range(2)])
+    data = convert_samples_to_train_data(*border(), [sample(i, 0, float(i)) for i in range(2)])
     data["rollout_log_probs"][1] = wrong
     with pytest.raises(ValueError, match=r"rollout_log_probs must be a list of numbers .* at place 1"):
         split_by_dp(data, Schedule([[[[0, 1]]]], [[0, 1]], [2]))
 
 
 def test_micro_batches_count_within_the_rank():
-    data = convert_samples_to_train_data(make_args(), four())
+    data = convert_samples_to_train_data(*border(), four())
     (only,) = split_by_dp(data, Schedule([[[[2, 0], [3]], [[1]]]], [[0, 2, 3], [1]], [3, 1]))
     assert only["partition"] == [2, 0, 3, 1]
     assert only["micro_batch_indices"] == [[0, 1], [2], [3]] and only["num_microbatches"] == [2, 1]
@@ -184,7 +185,7 @@ def test_micro_batches_count_within_the_rank():
 
 def test_rank_data_end_to_end():
     """4 samples, 2 ranks, one step of micro-batches of one sample, taken by stride."""
-    ranks = make_rank_data(make_args(), four(), 2, HF_CONFIG)
+    ranks = make_rank_data(*border(), four(), 2, HF_CONFIG)
     assert [r["partition"] for r in ranks] == [[0, 2], [1, 3]]
     assert [r["num_microbatches"] for r in ranks] == [[2], [2]]
     assert ranks[0]["global_batch_sizes"] == [4]
@@ -205,7 +206,7 @@ def own_columns(args, samples):
 
 def test_custom_conversion():
     args = make_args(custom_convert_samples_to_train_data_path="test_train_data.own_columns")
-    ranks = make_rank_data(args, four(), 2, HF_CONFIG)
+    ranks = make_rank_data(Config.of_args(args), args, four(), 2, HF_CONFIG)
     assert ranks[1]["source_names"] == ["source 1", "source 3"]
     assert ranks[0]["total_lengths"] == [4, 4] and ranks[0]["rewards"] == [2.0, 2.0]
     assert "rollout_log_probs" not in ranks[0]

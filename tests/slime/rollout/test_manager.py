@@ -6,6 +6,7 @@ import pytest
 import torch
 from rollout_double import EngineDouble, make_tokenizer, write_lines
 
+from slime.config.schema import Config
 from slime.data.packing import sample_flops
 from slime.data.train_data import convert_samples_to_train_data
 from slime.rollout.base_types import RolloutFnTrainOutput
@@ -129,7 +130,7 @@ def negated(args, samples):
 
 
 def twice_the_reward(args, samples):
-    data = convert_samples_to_train_data(_without_hook(args), samples)
+    data = convert_samples_to_train_data(Config.of_args(_without_hook(args)), args, samples)
     return data | {"rewards": [2 * r for r in data["raw_reward"]]}
 
 
@@ -191,12 +192,12 @@ def test_evaluation_and_its_log_hook(build, tmp_path):
 
 
 def test_data_position_is_saved_and_loaded(build, tmp_path):
-    """Every 2nd rollout and the last. A manager that loads rollout 1 continues with the third pair of prompts."""
+    """Where a checkpoint follows. A manager that loads rollout 2 continues with the third pair of prompts."""
     folder = tmp_path / "ckpt"
     flags = {"save": str(folder), "load": str(folder), "save_interval": 2}
     manager = build(**flags)
     manager.load(0)  # nothing there yet: starts fresh
-    batches = [manager.generate(i) for i in range(3)]
+    batches = [manager.generate(i, saves=i > 0) for i in range(3)]
     names = sorted(path.name for path in (folder / "rollout").iterdir())
     assert names == ["data_state_1.json", "data_state_2.json"]
     resumed = build(**flags)

@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from rollout_double import ListSource, make_args, make_state
 
+from slime.config.schema import Config
 from slime.data.train_data import convert_samples_to_train_data
 from slime.hooks import load_function
 from slime.rollout import forge_load, sglang_rollout, sleep_rollout
@@ -57,7 +58,9 @@ def test_several_agents_are_siblings_of_one_rollout():
         for sample in group:
             sample.check()
     assert len({seed for _, _, seed in calls}) == 8
-    data = convert_samples_to_train_data(data_args(), [s for group in found for s in group])
+    data = convert_samples_to_train_data(
+        Config.of_args(data_args()), data_args(), [s for group in found for s in group]
+    )
     assert len(set(data["rollout_ids"])) == 4
     first = sum(s.response_length for s in found[0][:2])
     assert data["rollout_mask_sums"][:2] == [first, first]

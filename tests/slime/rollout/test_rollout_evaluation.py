@@ -11,6 +11,7 @@ import torch
 from aiohttp import web
 from rollout_double import make_args, make_state, write_lines
 
+from slime.config.schema import Config
 from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout_data
 from slime.rollout.eval_datasets import resolve_eval_datasets
 from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
@@ -35,6 +36,10 @@ async def label_reward(args, sample):
     return {"right": float(sample.response == sample.label), "type": sample.metadata.get("rm_type")}
 
 
+def config_of(**flags):
+    return Config.of_args(make_args(**flags))
+
+
 def evaluated(tmp_path, yaml_text=None, **flags):
     args = make_args(custom_rm_path="test_rollout_evaluation.label_reward", eval_reward_key="right", **flags)
     if yaml_text is not None:
@@ -53,11 +58,11 @@ def test_eval_prompt_data_falls_back_to_the_training_flags(tmp_path):
         rollout_stop=["\n"],
         n_samples_per_eval_prompt=4,
     )
-    first, second = resolve_eval_datasets(args)
+    first, second = resolve_eval_datasets(Config.of_args(args))
     assert (first.name, first.path, second.name, second.path) == ("a", "x.jsonl", "b", "y.jsonl@[0:5]")
     assert (first.temperature, first.top_p, first.top_k, first.max_response_len) == (0.0, 0.5, -1, 8)
     assert (first.stop, first.n_samples_per_eval_prompt, first.input_key) == (["\n"], 4, "prompt")
-    assert resolve_eval_datasets(make_args()) == []
+    assert resolve_eval_datasets(config_of()) == []
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -67,7 +72,7 @@ def test_eval_config_file(tmp_path, nested):
     if nested:
         text = "eval:\n" + "".join(f"  {line}\n" for line in text.splitlines())
     args, _ = evaluated(tmp_path, text, eval_top_k=1)
-    first, second = resolve_eval_datasets(args)
+    first, second = resolve_eval_datasets(Config.of_args(args))
     assert (first.temperature, first.top_k, first.rm_type, first.label_key) == (0.2, 5, "math", None)
     assert (second.temperature, second.top_k, second.label_key) == (1.0, 7, "answer")
     assert (first.n_samples_per_eval_prompt, second.n_samples_per_eval_prompt) == (1, 3)
@@ -75,7 +80,7 @@ def test_eval_config_file(tmp_path, nested):
 
 def test_eval_config_by_name_and_the_plug_in_path(tmp_path):
     args, _ = evaluated(tmp_path, "datasets: {a: {path: x.jsonl}, b: {path: y.jsonl}}")
-    assert [config.name for config in resolve_eval_datasets(args)] == ["a", "b"]
+    assert [config.name for config in resolve_eval_datasets(Config.of_args(args))] == ["a", "b"]
     (config,) = build_eval_dataset_configs(args, [{"name": "c", "path": "z.jsonl"}], {"top_p": 0.1})
     assert (config.name, config.top_p) == ("c", 0.1)
 
@@ -96,14 +101,14 @@ def test_eval_config_by_name_and_the_plug_in_path(tmp_path):
 def test_eval_config_errors(tmp_path, text, message):
     args, _ = evaluated(tmp_path, text)
     with pytest.raises(ValueError, match=message):
-        resolve_eval_datasets(args)
+        resolve_eval_datasets(Config.of_args(args))
 
 
 def test_eval_flag_errors(tmp_path):
     with pytest.raises(ValueError, match="--eval-prompt-data must be pairs of name and path, got 1"):
-        resolve_eval_datasets(make_args(eval_prompt_data=["x.jsonl"]))
+        resolve_eval_datasets(config_of(eval_prompt_data=["x.jsonl"]))
     with pytest.raises(ValueError, match=r"--eval-config must name an existing file, got .*none\.yaml"):
-        resolve_eval_datasets(make_args(eval_config=str(tmp_path / "none.yaml")))
+        resolve_eval_datasets(config_of(eval_config=str(tmp_path / "none.yaml")))
     args = make_args()
     make_state(args)
     with pytest.raises(ValueError, match="--eval-prompt-data or --eval-config must name a dataset"):
@@ -134,7 +139,7 @@ def test_two_datasets_in_one_pass(tmp_path):
     limits = {text: params["max_new_tokens"] for text, params, _ in state.engine.calls}
     assert limits == {"q len=2 :": 8, "q len=3 :": 8, "q len=7 :": 5}
 
-    metrics = eval_metrics(args, data)
+    metrics = eval_metrics(Config.of_args(args), data)
     assert metrics["eval/short"] == 0.5 and metrics["eval/long"] == 1.0
     assert metrics["eval/short-truncated_ratio"] == 0.0 and metrics["eval/long-truncated_ratio"] == 1.0
     assert metrics["eval/short-pass@1"] == 0.5 and metrics["eval/short-pass@2"] == 0.5
@@ -166,7 +171,7 @@ def test_late_responses_are_left_out_and_reported(tmp_path):
     args, _ = evaluated(tmp_path, eval_prompt_data=["d", path], label_key="label")
     data = generate_rollout(args, 0, None, evaluation=True).data
     assert data["d"]["rewards"] == [1.0] and len(data["d"]["samples"]) == 2
-    metrics = eval_metrics(args, data)
+    metrics = eval_metrics(Config.of_args(args), data)
     assert metrics["eval/d"] == 1.0 and metrics["eval/d-aborted_ratio"] == 0.5
     args.eval_prompt_data = ["e", path + "@[1:]"]
     with pytest.raises(
@@ -191,7 +196,7 @@ def test_rollout_metrics_by_hand():
     groups[1][0].spec_info = Sample.SpecInfo(
         spec_accept_token_num=6, spec_draft_token_num=8, spec_verify_ct=2, completion_token_num=8
     )
-    metrics = rollout_metrics(make_args(rollout_num_gpus=2, log_passrate=True), groups, rollout_time_s=4.0)
+    metrics = rollout_metrics(config_of(rollout_num_gpus=2, log_passrate=True), groups, rollout_time_s=4.0)
     assert metrics == {
         "rollout/response_len/mean": 4.75,  # 4, 6, 1, 8 trained tokens
         "rollout/response_len/median": 5.0,
@@ -222,22 +227,22 @@ def test_rollout_metrics_by_hand():
         "perf/longest_effective_sample_tokens_per_sec_without_non_generation": 4.0,
     }
     groups[1][1].non_generation_time = 5.0  # most of it in earlier rollouts
-    later = rollout_metrics(make_args(), groups, rollout_time_s=4.0)
+    later = rollout_metrics(config_of(), groups, rollout_time_s=4.0)
     assert later["perf/longest_sample_non_generation_time"] == 5.0
     assert not [name for name in later if name.endswith("without_non_generation")]
     groups[1][1].non_generation_time = 0.0
-    assert not [name for name in rollout_metrics(make_args(), groups, 4.0) if "non_generation" in name]
+    assert not [name for name in rollout_metrics(config_of(), groups, 4.0) if "non_generation" in name]
 
 
 def test_optional_metrics_by_hand():
-    args = make_args(
+    args = config_of(
         log_multi_turn=True, log_correct_samples=True, reward_key="score", log_reward_category="kind"
     )
     group = [
         sample({"score": 1, "kind": "ok"}, 6, 0, loss_mask=[1, 1, 0, 0, 1, 1]),
         sample({"score": 0, "kind": "format"}, 2, 0),
     ]
-    metrics = sample_metrics(args, [group])
+    metrics = sample_metrics(args.logging, args.reward.reward_key, [group])
     assert metrics["error_cat/ok"] == metrics["error_cat/format"] == 0.5
     assert metrics["multi_turn/raw_response_len/mean"] == 4.0
     assert metrics["multi_turn/wo_obs_response_len/mean"] == 3.0
@@ -247,7 +252,7 @@ def test_optional_metrics_by_hand():
 
 def test_a_small_negative_reward_is_counted_as_zero():
     groups = [[sample(value, 4, g), sample(value, 6, g)] for g, value in enumerate((-0.0, -0.04, 0.0))]
-    counts = {k: v for k, v in rollout_metrics(make_args(), groups, 4.0).items() if "zero_std" in k}
+    counts = {k: v for k, v in rollout_metrics(config_of(), groups, 4.0).items() if "zero_std" in k}
     assert counts == {"rollout/zero_std/count_0.0": 3} and list(counts) == ["rollout/zero_std/count_0.0"]
     assert check_reward_nonzero_std(make_args(), groups[1]).reason == "zero_std_0.0"
 

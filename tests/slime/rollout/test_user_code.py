@@ -11,7 +11,6 @@ from rollout_double import make_args, make_state
 
 from slime import user_code
 from slime.rollout.generate import generate_and_rm_group
-from slime.rollout.state import rollout_sampling_params
 from slime.types import Sample
 
 RELEASE = threading.Event()
@@ -36,7 +35,7 @@ def scored(**flags):
     state = make_state(args)
     group = [Sample(prompt="q: len=2 :", index=i, group_index=1) for i in range(4)]
     try:
-        return state.run(generate_and_rm_group(args, group, rollout_sampling_params(args), rollout_id=0))
+        return state.run(generate_and_rm_group(args, group, state.sampling_params, rollout_id=0))
     finally:
         state.close()
 
@@ -132,11 +131,9 @@ def test_a_function_that_blocks_the_event_loop_is_named_once(caplog, monkeypatch
 def test_a_cancelled_reward_stays_cancelled():
     async def cancelled():
         args = make_args(custom_rm_path="test_user_code.never")
-        make_state(args)
+        state = make_state(args)
         sample = Sample(prompt="q: len=2 :", index=0, group_index=1)
-        task = asyncio.create_task(
-            generate_and_rm_group(args, [sample], rollout_sampling_params(args), rollout_id=0)
-        )
+        task = asyncio.create_task(generate_and_rm_group(args, [sample], state.sampling_params, rollout_id=0))
         await asyncio.sleep(0.2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

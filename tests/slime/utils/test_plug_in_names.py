@@ -11,7 +11,8 @@ import pytest
 import torch
 from rollout_double import ListSource, make_args, make_state
 
-from slime.config import Flags
+from slime.config import Config, section_of
+from slime.config.sections.rollout import RolloutConfig
 from slime.rollout import generate, sglang_rollout, vllm_rollout
 from slime.rollout.eval_datasets import build_eval_dataset_configs
 from slime.rollout.evaluation import _sampling_params
@@ -125,12 +126,13 @@ def test_arguments_of_a_plug_in_get_the_defaults_of_flags():
         sglang_rollout.generate(SimpleNamespace(), Sample(prompt="q", index=0), {"max_new_tokens": 8})
     )
     assert plain.status is Sample.Status.COMPLETED and plain.response.startswith("abc")
-    flags = Flags(SimpleNamespace(rollout_seed=7))
-    assert (flags.rollout_seed, flags.rollout_deadline_s, flags.rollout_global_dataset) == (7, 600.0, True)
+    args = SimpleNamespace(rollout_seed=7)
+    flags = section_of(RolloutConfig, args)
+    assert (flags.rollout_seed, flags.rollout_deadline_s) == (7, 600.0)
     flags.rollout_sample_hook_path.append("x")
-    assert flags.rollout_sample_hook_path == []  # a default is not shared
-    with pytest.raises(AttributeError, match="no_such_flag"):
-        _ = flags.no_such_flag
+    assert section_of(RolloutConfig, args).rollout_sample_hook_path == []  # a default is not shared
+    config = Config.of_args(args)
+    assert (config.rollout.rollout_seed, config.data.rollout_batch_size) == (7, None)
 
 
 def test_other_keys_of_an_evaluation_dataset_reach_it():

@@ -83,7 +83,7 @@ def run(checkpoint, tmp_path):
         config = resolve(values | changes)
         config.save_json(tmp_path / "config.json")
         samples = make_samples() if samples is None else samples
-        facts = run_facts(config.namespace())
+        facts = run_facts(config)
         save_debug_rollout_data(config.debug.save_debug_rollout_data, rollout_id, [samples], facts=facts)
         return config
 

@@ -49,6 +49,6 @@ def with_facts(
 ) -> TrainData:
     """The data that the rollout manager sends to one data-parallel rank."""
     args: Any = config.namespace()
-    data = make_rank_data(args, samples, ranks, read_hf_config(config.rollout.hf_checkpoint))
-    attach(data, samples, run_facts(args) if facts is None else facts)
+    data = make_rank_data(config, args, samples, ranks, read_hf_config(config.rollout.hf_checkpoint))
+    attach(data, samples, run_facts(config) if facts is None else facts)
     return data[rank]

@@ -192,7 +192,7 @@ RUN_WIDE = {
 @pytest.mark.parametrize("reason", RUN_WIDE)
 def test_a_rollout_drawn_otherwise_is_not_compared_at_all(build, samples, reason):
     trainer = build()
-    facts = run_facts(trainer.args) | RUN_WIDE[reason]
+    facts = run_facts(trainer.config) | RUN_WIDE[reason]
     found = audited(trainer, samples, facts=facts)
     tokens = active(samples, range(9))
     assert found == {

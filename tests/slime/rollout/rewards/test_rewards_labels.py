@@ -7,13 +7,13 @@ import json
 import math
 from decimal import Decimal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rollout_double import make_args
 
+from slime.config.schema import Config
 from slime.data.prompts import load_prompts
 from slime.data.rows import Columns
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -33,7 +33,7 @@ WRONG = {
 
 def load(path: Path, rows: list, name: str | None, **args):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    check = label_check(SimpleNamespace(rm_type=name, **args), "label")
+    check = label_check(Config.from_flat(dict(rm_type=name, **args)), "label")
     return load_prompts(str(path), COLUMNS, check_label=check)
 
 
@@ -53,7 +53,7 @@ def test_wrong_label_is_an_error_with_file_and_line(tmp_path, name, label):
 @pytest.mark.parametrize("value", [datetime.date(2024, 1, 1), b"18", [1.0], float("nan"), None])
 def test_wrong_label_of_parquet(tmp_path, value):
     pq.write_table(pa.table({"prompt": ["a"], "label": pa.array([value])}), path := tmp_path / "d.parquet")
-    check = label_check(SimpleNamespace(rm_type="math"), "label")
+    check = label_check(Config.from_flat(dict(rm_type="math")), "label")
     with pytest.raises(ValueError, match=r"d\.parquet: row 1: column 'label'"):
         load_prompts(str(path), COLUMNS, check_label=check)
 
@@ -67,7 +67,7 @@ def test_a_label_of_another_type_is_refused_by_each_reward(tmp_path, name, value
     metadata = {"choices": ["2024-01-01", "b'C'", "C", "1", "2024-01-01 00:00:00", "{'a': 'C'}"]}
     rows = {"prompt": ["a"], "label": pa.array([value]), "metadata": [metadata]}
     pq.write_table(pa.table(rows), path := tmp_path / "d.parquet")
-    check = label_check(SimpleNamespace(rm_type=name), "label")
+    check = label_check(Config.from_flat(dict(rm_type=name)), "label")
     with pytest.raises(ValueError, match=r"d\.parquet: row 1: column 'label'"):
         load_prompts(str(path), COLUMNS, check_label=check)
 
@@ -92,7 +92,7 @@ def test_the_reward_of_the_row_decides(tmp_path):
             "math",
         )
     with pytest.raises(ValueError, match=r"d\.jsonl:1: column 'label'"):  # an evaluation's own reward
-        check = label_check(SimpleNamespace(rm_type="math"), "label", "gsm8k")
+        check = label_check(Config.from_flat(dict(rm_type="math")), "label", "gsm8k")
         load_prompts(str(tmp_path / "d.jsonl"), COLUMNS, check_label=check)
 
 
@@ -101,7 +101,9 @@ def test_no_check_for_a_reward_of_the_user(tmp_path):
     assert len(load(tmp_path / "a.jsonl", rows, "math", custom_rm_path="my.reward")) == 1
     assert len(load(tmp_path / "b.jsonl", rows, None)) == 1
     assert len(load(tmp_path / "c.jsonl", rows, "remote_rm")) == 1
-    assert label_check(SimpleNamespace(rm_type="math", custom_generate_function_path="a.b"), None) is None
+    assert (
+        label_check(Config.from_flat(dict(rm_type="math", custom_generate_function_path="a.b")), None) is None
+    )
     for label in ("", math.nan):
         with pytest.raises(ValueError, match=r"d\.jsonl:1: column 'label' must hold a label"):
             load(tmp_path / "d.jsonl", [{"prompt": "a", "label": label}], None)

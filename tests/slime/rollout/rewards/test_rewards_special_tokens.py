@@ -78,14 +78,14 @@ def test_ids_decide_and_not_the_text():
     sample = Sample(
         tokens=[1, *ids], response_length=len(ids), response=tokenizer.decode(ids), label="the end is ~fin~"
     )
-    assert answer_text(args_of(tokenizer), sample) == "the end is ~fin~"
+    assert answer_text(sample, tokenizer) == "the end is ~fin~"
 
 
 def test_special_tokens_inside_are_line_breaks_and_marks_of_thinking_stay():
     tokenizer = tokenizer_with("<|im_end|>", "<think>", "</think>", "<|sep|>")
     text = r"<think>\boxed{3}</think>Answer: 34<|sep|>done \boxed{4}"
     sample = sample_of(tokenizer, text, "<|im_end|>", "34")
-    assert answer_text(args_of(tokenizer), sample) == text.replace("<|sep|>", "\n")
+    assert answer_text(sample, tokenizer) == text.replace("<|sep|>", "\n")
     assert asyncio.run(async_rm(args_of(tokenizer, "dapo"), sample))["score"] == 1.0
     sample.label = "4"
     assert asyncio.run(async_rm(args_of(tokenizer, "deepscaler"), sample)) == 1.0
@@ -96,19 +96,19 @@ def test_text_that_a_hook_has_written():
     sample = sample_of(tokenizer, "Answer: 3", "~fin~", "34")
     sample.response = "Answer: 34~fin~"
     assert asyncio.run(async_rm(args_of(tokenizer, "dapo"), sample))["score"] == 1.0
-    assert answer_text(args_of(tokenizer), Sample(response="x~fin~~fin~")) == "x"
-    assert answer_text(args_of(tokenizer), Sample(response="")) == ""
+    assert answer_text(Sample(response="x~fin~~fin~"), tokenizer) == "x"
+    assert answer_text(Sample(response=""), tokenizer) == ""
 
 
 def test_skipped_special_tokens_and_stop_ids():
     tokenizer = tokenizer_with("~fin~")
     sample = sample_of(tokenizer, "f", "~fin~", "f")
     sample.response = "f"
-    assert answer_text(args_of(tokenizer), sample) == "f"
+    assert answer_text(sample, tokenizer) == "f"
     ids = tokenizer.encode("5!", add_special_tokens=False)
     sample = Sample(tokens=[1, *ids], response_length=2, response="5!", label="5")
-    assert answer_text(args_of(tokenizer, rollout_stop_token_ids=[ids[-1]]), sample) == "5"
-    assert answer_text(args_of(tokenizer), sample) == "5!"
+    assert answer_text(sample, tokenizer, [ids[-1]]) == "5"
+    assert answer_text(sample, tokenizer) == "5!"
 
 
 def test_a_custom_reward_sees_the_whole_response(tmp_path, monkeypatch):

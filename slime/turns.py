@@ -1,0 +1,56 @@
+"""Who has the devices while the trainer works: with --colocate, trainer and engines take turns."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+from slime.config import Config
+from slime.protocols import EnginePool
+from slime.tracking.timers import Timers
+
+
+class Turns(Protocol):
+    """What the loop calls around the trainer's work."""
+
+    def begin(self, timers: Timers | None = None) -> None:
+        """The trainer gets the devices. With `timers`, the time counts as `sleep`."""
+        ...
+
+    def end(self, timers: Timers | None = None) -> bool:
+        """The engines get the devices back. True: they dropped their weights, and serve after the next update. With
+        `timers`, the time counts as `wake_up`."""
+        ...
+
+
+def turns_of(config: Config, engines: EnginePool) -> Turns:
+    """How the trainer and these engines share devices."""
+    return Colocated(engines) if config.cluster.colocate else Apart()
+
+
+class Apart:
+    """Trainer and engines have devices of their own."""
+
+    def begin(self, timers: Timers | None = None) -> None: ...
+
+    def end(self, timers: Timers | None = None) -> bool:
+        return False
+
+
+class Colocated:
+    """The engines sleep while the trainer works."""
+
+    def __init__(self, engines: EnginePool) -> None:
+        self._engines = engines
+
+    def begin(self, timers: Timers | None = None) -> None:
+        with _measured(timers, "sleep"):
+            self._engines.sleep()
+
+    def end(self, timers: Timers | None = None) -> bool:
+        with _measured(timers, "wake_up"):
+            return self._engines.wake()
+
+
+def _measured(timers: Timers | None, name: str) -> AbstractContextManager[None]:
+    return nullcontext() if timers is None else timers.measure(name)
