@@ -13,11 +13,13 @@ from typing import Any
 
 from slime import http, operators
 from slime.algo.losses import loss_of
+from slime.algo.needs import before_first_step
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.config.problems import given
 from slime.data import columns
 from slime.data.packing import forward_flops, prediction_flops, shares_prompts
+from slime.data.rank_data import RankData
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import make_rank_data
 from slime.divergence import DivergedError
@@ -123,7 +125,7 @@ class RolloutManager:
             carried,
             self.hf_config,
             share_prompts=shares_prompts(self.config, self.hf_config),
-            first_step=not old or operators.before_first_step(self.config, len(data["num_microbatches"])),
+            first_step=not old or before_first_step(self.config, len(data["num_microbatches"])),
         )
 
     def _groups(self, rollout_id: int) -> tuple[list[SampleGroup], dict[str, float], Facts | None]:
@@ -145,7 +147,7 @@ class RolloutManager:
         except DivergedError as error:
             raise error.with_checkpoint(self.config.checkpoint.save) from None
 
-    def _rank_data(self, rollout_id: int, groups: list[SampleGroup], facts: Facts | None) -> list[TrainData]:
+    def _rank_data(self, rollout_id: int, groups: list[SampleGroup], facts: Facts | None) -> list[RankData]:
         """Train data of each rank. With --rlk-consistency, the data contains each sample's facts, and a rollout
         that fails the border check is saved before the run ends."""
         samples = [sample for group in groups for sample in group]
