@@ -16,11 +16,10 @@ HEADER = "| `--advantage-estimator` | Advantage | Policy loss |\n| --- | --- | -
 
 
 def table() -> str:
-    """One row per estimator. One without an implementation has no policy loss."""
+    """One row per estimator."""
     rows = []
     for record in ESTIMATORS.values():
-        policy = "" if record.returns is None else f"{record.policy} "
-        rows.append(f"| `{record.name}` | {record.advantage} | {policy}|\n")
+        rows.append(f"| `{record.name}` | {record.advantage} | {record.policy} |\n")
     return HEADER + "".join(rows)
 
 

@@ -17,7 +17,7 @@ from rl_kernel.mode import settings
 from rl_kernel.telemetry import set_timing
 from slime.algo.estimators import estimator_of
 from slime.algo.losses import loss_of
-from slime.algo.needs import needs_reference
+from slime.algo.needs import columns_read, needs_old_log_probs
 from slime.config.sections.kernels import OPERATORS
 
 if TYPE_CHECKING:
@@ -112,45 +112,13 @@ def whole_sequences(config: Config) -> str:
     return next((f"{flag} looks at whole sequences" for flag, on in asked.items() if on), "")
 
 
-def needs_old_log_probs(config: Config) -> bool:
-    """Whether an extra pass computes log-probs of the old policy before the first step: of all samples if
-    `before_first_step`, else of those of later steps."""
-    loss = loss_of(config.algorithm)
-    if not loss.rewarded or config.off_policy.use_rollout_logprobs:
-        return False
-    steps = config.data.num_steps_per_rollout
-    return steps != 1 or before_first_step(config, steps)
-
-
-def before_first_step(config: Config, steps: int | None) -> bool:
-    """Whether something needs the old log-probs of all samples before the first of the rollout's `steps`: a KL penalty
-    in the reward, hooks, sequence ratios.
-
-    Otherwise the first step needs no extra pass: it trains the old policy, so that its detached log-probs are the old
-    ones. With several steps, the audit and a hook before the step also need the extra pass.
-    """
-    several = steps != 1
-    return bool(
-        config.algorithm.kl_coef != 0
-        or config.off_policy.get_mismatch_metrics
-        or estimator_of(config.algorithm).needs_old_log_probs
-        or loss_of(config.algorithm).needs_old_log_probs
-        or config.algorithm.custom_advantage_function_path is not None
-        # Routing replay repeats the experts of the extra pass, unless it repeats the experts of the engine.
-        or (config.off_policy.use_routing_replay and not config.off_policy.use_rollout_routing_replay)
-        # The audit compares the samples of all steps, and the hook may change the model.
-        or (several and config.kernels.rlk_consistency != "off")
-        or (several and config.value_of("custom_megatron_before_train_step_hook_path") is not None)
-    )
-
-
 def called(config: Config) -> set[str]:
     """The operators that this configuration calls. Calls that a hook adds or replaces are not considered."""
     found = {"group_advantage"} if _rates_groups(config) else set[str]()
     if config.debug.debug_rollout_only:
         return found
     found.add(loss_head(config)[0].name)
-    if needs_old_log_probs(config) or needs_reference(config):
+    if needs_old_log_probs(config) or "ref_log_probs" in columns_read(config):
         found.add(pass_head(config).name)
     return found | {name for name, calls in _IN_TRAINING.items() if calls(config)}
 

@@ -21,6 +21,7 @@ from slime.plan.memory_decision import TOO_SMALL, decide_residence
 from slime.plan.memory_estimate import GIB, Item, amount, count, estimate
 from slime.plan.model_shape import Shape
 from slime.plan.stages import micro_batch_group, stages_of
+from slime.roles import order_of_step
 from slime.rollout.eval_datasets import check_evaluation
 from slime.run_start import check_start, start_line
 from slime.weight_sync.registry import CHANNELS
@@ -46,6 +47,7 @@ def topology(c: Config) -> Iterator[str]:
     if trains:
         yield _trainer_line(c)
         yield from pipeline(c)
+        yield f"step      {order_of_step(c)}"
     if generates:
         yield _engines_line(c)
     if trains and generates:

@@ -32,6 +32,7 @@ from slime.data.files import prompt_files
 from slime.disk_space import Room
 from slime.operators import decide, headline
 from slime.protocols import EnginePool, NoEngines
+from slime.roles import order_of_step
 from slime.rollout.eval_datasets import check_evaluation
 from slime.run_start import check_start, finished, start_line
 from slime.tracking import StepLine, make_trackers, write_environment
@@ -158,6 +159,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
             print(f"operators: {headline(config)}")
             for decision in trainer.decisions:
                 print(f"  {decision}")
+            print(f"step: {order_of_step(config)}")
             for line in trainer.memory:
                 print(f"memory: {line}")
             for remark in trainer.remarks:

@@ -1,10 +1,11 @@
-"""One advantage per response token from the rewards, and the sums that estimators share. Pure functions of tensors.
+"""One advantage per response token, of the samples of a rank. Pure functions of tensors.
 
-R_i response tokens of sample i. Each list has one tensor [R_i] per sample.
+R_i response tokens of sample i. Each list has one entry per sample, and each tensor of a list is [R_i].
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,29 +13,22 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import rl_kernel
-from slime.algo.estimators import ESTIMATORS, estimator_of
+from slime.algo.estimators import Response, estimator_of
 
 
 def compute_advantages(
-    args: Any,
-    rewards: list[float],
-    loss_masks: list[Tensor],
-    kl: list[Tensor],
-    *,
-    dp_group: ProcessGroup | None = None,
+    args: Any, responses: Sequence[Response], *, dp_group: ProcessGroup | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Advantages and returns, fp32, of --advantage-estimator.
 
-    The estimator's record (`slime.algo.estimators`) computes the returns of a sample from its reward, mask and KL. The
-    advantages are the returns. --normalize-advantages whitens the advantages over all trained tokens of `dp_group`.
+    The estimator's record (`slime.algo.estimators`) computes both for one sample at a time. --normalize-advantages
+    whitens the advantages over all trained tokens of `dp_group`.
     """
-    make_returns = estimator_of(args).returns
-    if make_returns is None:
-        known = ", ".join(name for name, record in ESTIMATORS.items() if record.returns is not None)
-        raise ValueError(f"--advantage-estimator must be one of {known}, got {args.advantage_estimator}")
-    returns = [make_returns(args, *of_sample) for of_sample in zip(rewards, loss_masks, kl, strict=True)]
+    estimate = estimator_of(args).estimate
+    found = [estimate(args, response) for response in responses]
+    advantages, returns = [a for a, _ in found], [r for _, r in found]
     if not args.normalize_advantages:
-        return returns, returns
-    sizes = [len(r) for r in returns]
-    whitened = rl_kernel.masked_whiten(torch.cat(returns), torch.cat(loss_masks), group=dp_group)
-    return list(torch.split(whitened, sizes)), returns
+        return advantages, returns
+    masks = torch.cat([response.mask for response in responses])
+    whitened = rl_kernel.masked_whiten(torch.cat(advantages), masks, group=dp_group)
+    return list(torch.split(whitened, [len(a) for a in advantages])), returns

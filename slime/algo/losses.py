@@ -21,8 +21,8 @@ class Loss:
     `objective(args, t)`: the loss from log-probs; None if --custom-loss-function-path computes it from logits.
     `rewarded`: it trains on rewarded samples of the policy, which have log-probs and advantages, at the temperature of
     the rollout; otherwise on given responses. `surrogate`: it takes the policy loss of --advantage-estimator, with KL
-    and entropy. `entropy`: it reads the entropy. `needs_old_log_probs`: a pass of its own for them. `checks`: rules for
-    other flags; each gets the configuration and raises ValueError.
+    and entropy. `entropy`: it reads the entropy. `reads`: the columns that it reads before the first step, as in an
+    estimator's record. `checks`: rules for other flags; each gets the configuration and raises ValueError.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Loss:
     rewarded: bool = True
     surrogate: bool = False
     entropy: bool = False
-    needs_old_log_probs: bool = False
+    reads: frozenset[str] = frozenset()
     checks: tuple[Callable[[Any], None], ...] = ()
 
 
@@ -56,7 +56,7 @@ LOSSES: dict[str, Loss] = {
     for loss in (
         Loss("policy_loss", _policy, surrogate=True, entropy=True),
         Loss("sft_loss", _supervised, rewarded=False),
-        Loss("custom_loss", None, needs_old_log_probs=True, checks=(_function_given,)),
+        Loss("custom_loss", None, reads=frozenset({"old_log_probs"}), checks=(_function_given,)),
     )
 }
 

@@ -11,8 +11,46 @@ if TYPE_CHECKING:
     from slime.config.schema import Config
 
 
-def needs_reference(c: Config) -> bool:
-    """Whether a reference model is loaded and its log-probs are computed. Supervised training needs none."""
-    if not loss_of(c.algorithm).rewarded:
+def columns_read(c: Config) -> frozenset[str]:
+    """The columns that loss, estimator and hooks read, and that must be there before the first optimizer step.
+
+    Their records declare most of them. The flags of a KL read more, and a hook for advantages may read old log-probs.
+    """
+    loss, estimator = loss_of(c.algorithm), estimator_of(c.algorithm)
+    if not loss.rewarded:
+        return loss.reads
+    flags = {
+        "ref_log_probs": c.algorithm.use_kl_loss or c.algorithm.kl_coef != 0,
+        "old_log_probs": (
+            c.algorithm.kl_coef != 0
+            or c.off_policy.get_mismatch_metrics
+            or c.algorithm.custom_advantage_function_path is not None
+            # Routing replay repeats the experts of the extra pass, unless it repeats the experts of the engine.
+            or (c.off_policy.use_routing_replay and not c.off_policy.use_rollout_routing_replay)
+        ),
+    }
+    return loss.reads | estimator.reads | {name for name, on in flags.items() if on}
+
+
+def needs_old_log_probs(c: Config) -> bool:
+    """Whether an extra pass computes log-probs of the old policy before the first step: of all samples if
+    `before_first_step`, else of those of later steps."""
+    if not loss_of(c.algorithm).rewarded or c.off_policy.use_rollout_logprobs:
         return False
-    return estimator_of(c.algorithm).needs_reference or c.algorithm.use_kl_loss or c.algorithm.kl_coef != 0
+    steps = c.data.num_steps_per_rollout
+    return steps != 1 or before_first_step(c, steps)
+
+
+def before_first_step(c: Config, steps: int | None) -> bool:
+    """Whether something needs the old log-probs of all samples before the first of the rollout's `steps`: a KL penalty
+    in the reward, hooks, sequence ratios.
+
+    Otherwise the first step needs no extra pass: it trains the old policy, so that its detached log-probs are the old
+    ones. With several steps, the audit and a hook before the step also need the extra pass.
+    """
+    several = steps != 1
+    # The audit compares the samples of all steps, and the hook may change the model.
+    watched = c.kernels.rlk_consistency != "off" or bool(
+        c.value_of("custom_megatron_before_train_step_hook_path")
+    )
+    return "old_log_probs" in columns_read(c) or (several and watched)

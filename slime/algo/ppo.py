@@ -9,6 +9,7 @@ from torch import Tensor
 
 import rl_kernel
 from slime.algo.advantage import compute_advantages
+from slime.algo.estimators import Response, estimator_of
 from slime.algo.returns import discounted_returns, discounted_sum, gae
 from slime.types import TrainData
 
@@ -35,16 +36,21 @@ def compute_advantages_and_returns(
     args: Any, data: TrainData, *, dp_group: torch.distributed.ProcessGroup | None = None
 ) -> None:
     """Set `advantages`, `returns` and `kl` of `data`: lists with one tensor [R_i] per sample. Reads rewards and masks,
-    and with --kl-coef old_log_probs and ref_log_probs."""
+    with --kl-coef old_log_probs and ref_log_probs, and the columns that the estimator's record names."""
     if args.kl_coef != 0:
         old, ref = torch.cat(data["old_log_probs"]), torch.cat(data["ref_log_probs"])
         kl = compute_approx_kl(old, ref, args.kl_loss_type)
         data["kl"] = list(kl.split([len(x) for x in data["old_log_probs"]]))
     else:
         data["kl"] = [torch.zeros_like(mask, dtype=torch.float32) for mask in data["loss_masks"]]
-    data["advantages"], data["returns"] = compute_advantages(
-        args, data["rewards"], data["loss_masks"], data["kl"], dp_group=dp_group
-    )
+    read = [name for name in sorted(estimator_of(args).reads) if name in data]
+    responses = [
+        Response(reward, mask, kl, {name: torch.as_tensor(data[name][i]) for name in read})
+        for i, (reward, mask, kl) in enumerate(
+            zip(data["rewards"], data["loss_masks"], data["kl"], strict=True)
+        )
+    ]
+    data["advantages"], data["returns"] = compute_advantages(args, responses, dp_group=dp_group)
 
 
 def calculate_log_probs_and_entropy(

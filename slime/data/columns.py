@@ -29,8 +29,15 @@ ragged: an array of its own shape; `Column.to_rows` makes the rows of the rank.
 sample: one value of any type; all of it.
 """
 
-Origin = Literal["sample", "batch", "trainer", "hook"]
-"""Who makes a column: read from each sample; computed from all samples of a rollout; the trainer; only a hook."""
+Origin = Literal["sample", "batch", "hook", "trainer", "pass", "estimator"]
+"""Who makes a column: read from each sample; computed from all samples of a rollout; only a hook; the trainer, when it
+gets the data; a pass of a model (`slime.roles`); the advantage estimator."""
+
+Stage = Literal["sent", "device", "scored", "advantages"]
+"""How far a trainer rank is with its data (`slime.data.rank_data`)."""
+
+STAGES: tuple[Stage, ...] = ("sent", "device", "scored", "advantages")
+_STAGE_OF: dict[Origin, Stage] = {"trainer": "device", "pass": "scored", "estimator": "advantages"}
 
 Carried = Literal["never", "training", "policy"]
 """Which micro-batches carry a column: none; those of the training pass; those of every pass of the policy."""
@@ -61,6 +68,11 @@ class Column:
     """For kind ragged: the entry of a sample as a host tensor."""
     to_rows: Callable[[TrainData, list[int], TokenSlice], Tensor] | None = None
     """For kind ragged: this rank's rows [P, ...] of a packed micro-batch."""
+
+    @property
+    def stage(self) -> Stage:
+        """After which stage of a trainer rank the column is there."""
+        return _STAGE_OF.get(self.origin, "sent")
 
     def on(self, config: Config) -> bool:
         """Whether the flags ask for this column."""
@@ -105,6 +117,7 @@ _TABLE = (
     Column("tokens", "sequence", "sample", np.int64, lambda s: s.tokens),
     Column("rewards", "sample", "batch", mean=True),
     Column("raw_reward", "sample", "batch"),
+    Column("group_rewards", "sample", "batch"),  # only for an estimator that reads it
     Column(
         "truncated", "sample", "sample", read=lambda s: int(s.status is Sample.Status.TRUNCATED), mean=True
     ),
@@ -127,9 +140,10 @@ _TABLE = (
     Column("rollout_facts", "sample", "batch"),  # slime.rollout.facts adds it to the data of each rank
     Column("loss_masks", "response", "sample", np.int32, _loss_mask, carried="training"),
     Column("loss_denominators", "response", "trainer", np.float32, carried="training"),
-    Column("log_probs", "response", "trainer", np.float32, mean=True),
-    Column("old_log_probs", "response", "trainer", np.float32, carried="training"),
-    Column("ref_log_probs", "response", "trainer", np.float32, carried="training", mean=True),
+    Column("log_probs", "response", "pass", np.float32, mean=True),
+    Column("old_log_probs", "response", "pass", np.float32, carried="training"),
+    Column("ref_log_probs", "response", "pass", np.float32, carried="training", mean=True),
+    Column("values", "response", "pass", np.float32, mean=True),
     Column(
         "rollout_log_probs",
         "response",
@@ -143,9 +157,9 @@ _TABLE = (
     Column(
         "teacher_log_probs", "response", "sample", np.float32, lambda s: s.teacher_log_probs, optional=True
     ),
-    Column("advantages", "response", "trainer", np.float32, carried="training", mean=True),
-    Column("returns", "response", "trainer", np.float32, mean=True),
-    Column("kl", "response", "trainer", np.float32, flag="kl_coef", mean=True),  # zeros without the flag
+    Column("advantages", "response", "estimator", np.float32, carried="training", mean=True),
+    Column("returns", "response", "estimator", np.float32, mean=True),
+    Column("kl", "response", "estimator", np.float32, flag="kl_coef", mean=True),  # zeros without the flag
     Column(
         routed_experts.COLUMN,
         "ragged",

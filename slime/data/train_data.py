@@ -21,6 +21,7 @@ from slime.config.schema import Config
 from slime.data import routed_experts
 from slime.data.columns import COLUMNS, Column, present
 from slime.data.packing import Schedule, plan_steps
+from slime.data.rank_data import RankData
 from slime.hooks import load_function
 from slime.models.decoder import Hf
 from slime.types import Sample, TrainData
@@ -58,6 +59,18 @@ def post_process_rewards(
         and not config.algorithm.disable_grpo_std_normalization,
     )
     return raw, normalised.tolist()
+
+
+def group_rewards(samples: list[Sample], raw: list[float]) -> list[list[float]]:
+    """For each sample the raw rewards of its group, its own included, in the order of the samples. The siblings of one
+    rollout count once, with their mean."""
+    of_rollout: dict[Key, list[float]] = defaultdict(list)
+    for key, reward in zip(_rollout_keys(samples), raw, strict=True):
+        of_rollout[key].append(reward)
+    of_group: dict[int, dict[Key, float]] = defaultdict(dict)
+    for key, sample in zip(_rollout_keys(samples), samples, strict=True):
+        of_group[_group_key(sample)][key] = sum(of_rollout[key]) / len(of_rollout[key])
+    return [list(of_group[_group_key(sample)].values()) for sample in samples]
 
 
 def _group_key(sample: Sample) -> int:
@@ -98,6 +111,8 @@ def convert_samples_to_train_data(config: Config, args: Namespace, samples: list
     if on_policy:
         raw, rewards = post_process_rewards(config, args, samples)
     data: TrainData = {"rewards": rewards, "raw_reward": raw}
+    if on_policy and "group_rewards" in estimator_of(config.algorithm).reads:
+        data["group_rewards"] = group_rewards(samples, raw)
     for column in COLUMNS.values():
         if column.origin == "sample" and column.on(config):
             values = column.of_samples(samples)
@@ -113,21 +128,21 @@ def convert_samples_to_train_data(config: Config, args: Namespace, samples: list
     return data
 
 
-def split_by_dp(data: TrainData, schedule: Schedule) -> list[TrainData]:
+def split_by_dp(data: TrainData, schedule: Schedule) -> list[RankData]:
     """The part of `data` that each data-parallel rank trains on, as tensors, with its micro-batch schedule.
 
     `micro_batch_indices` of a rank counts from 0 within that rank's own samples; `num_microbatches`,
     `global_batch_sizes` (rollouts) and `global_token_counts` (Σ max(trained tokens, 1)) have one entry per
     optimizer step.
     """
-    columns = {c.name: _split_ready(data, c) for c in present(data) if c.origin != "trainer"}
+    columns = {c.name: _split_ready(data, c) for c in present(data) if c.stage == "sent"}
     masks = cast("Sequence[torch.Tensor]", columns["loss_masks"])
     trained = [max(int(mask.sum()), 1) for mask in masks]
     token_counts = [sum(trained[i] for i in step) for step in schedule.step_samples]
     ranks = []
     for rank_steps in schedule.ranks:
         partition = [index for step in rank_steps for bin_ in step for index in bin_]
-        part: TrainData = {"partition": partition}
+        part = RankData(partition=partition)
         for name, values in columns.items():
             part[name] = [values[i] for i in partition]
         bins = [bin_ for step in rank_steps for bin_ in step]
@@ -171,7 +186,7 @@ def _host_tensors(column: Sequence[object], name: str, dtype: type[np.generic]) 
 
 def make_rank_data(
     config: Config, args: Namespace, samples: list[Sample], dp_size: int, hf_config: Hf
-) -> list[TrainData]:
+) -> list[RankData]:
     """Samples of a rollout -> one dict per data-parallel rank: convert, schedule, split. `args` go to hooks."""
     data = convert_samples_to_train_data(config, args, samples)
     data.setdefault("total_lengths", [len(tokens) for tokens in data["tokens"]])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from slime.data.rank_data import RankData
 from slime.types import TrainData
 
 
@@ -24,7 +25,7 @@ class PackedColumn:
     """The first size of each."""
 
 
-def pack_columns(data: TrainData) -> TrainData:
+def pack_columns(data: RankData) -> TrainData:
     """Make a PackedColumn of each list of host tensors that have one dtype and differ in their first size only. Other
     columns stay as they are."""
     return {name: _packed(column) for name, column in data.items()}
@@ -42,11 +43,13 @@ def _packed(column: object) -> object:
     return PackedColumn(torch.cat(column).numpy(), [len(x) for x in column])
 
 
-def unpack_columns(data: TrainData) -> TrainData:
+def unpack_columns(data: TrainData) -> RankData:
     """Inverse of `pack_columns`. The tensors of a column share one new array, so that callers may write to them."""
-    return {
-        name: list(torch.split(torch.from_numpy(column.values.copy()), column.lengths))
-        if isinstance(column, PackedColumn)
-        else column
-        for name, column in data.items()
-    }
+    return RankData(
+        {
+            name: list(torch.split(torch.from_numpy(column.values.copy()), column.lengths))
+            if isinstance(column, PackedColumn)
+            else column
+            for name, column in data.items()
+        }
+    )

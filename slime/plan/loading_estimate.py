@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slime.algo.needs import needs_reference
 from slime.checkpoints.hf_config import MAPPED_BYTES
 from slime.config import Config
 from slime.models.decoder import Hf
 from slime.plan.memory_estimate import BYTES, Item, amount, count, rank_params
 from slime.plan.model_shape import Shape
+from slime.roles import POLICY, roles_of
 
 
 def loading(c: Config, hf: Hf) -> Iterator[Item]:
@@ -21,8 +21,9 @@ def loading(c: Config, hf: Hf) -> Iterator[Item]:
     Nothing is read for a quantised checkpoint here: its tensors are read whole, and their size depends on the files.
     """
     shape, stored = Shape.of(hf), stored_bytes(c, hf)
-    models = 2 if needs_reference(c) else 1
-    twice = ", for the reference too" if models > 1 else ""
+    others = [role.name for role in roles_of(c) if role is not POLICY]
+    models = 1 + len(others)
+    twice = f", for the {' and the '.join(others)} too" if others else ""
     kinds = list(rank_params(c, shape))
     if not hf.get("quantization_config"):
         for kind, params, share, ranks, _ in kinds:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from slime.algo.losses import loss_of
-from slime.algo.needs import needs_reference
 from slime.config import Config
 from slime.models import Layer
 from slime.models.decoder import Hf
 from slime.operators import NATIVE, loss_head
 from slime.plan.model_shape import Params, Shape
 from slime.plan.stages import micro_batch_group, stages_of
+from slime.roles import POLICY, Role, roles_of
 from slime.weight_sync.registry import CHANNELS
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -73,25 +73,33 @@ def estimate(c: Config, hf_config: Hf) -> Estimate:
 
 
 def kept_memory(c: Config, shape: Shape) -> Iterator[Item]:
-    """The state. Mixed precision keeps fp32 main weights and Adam's two fp32 moments."""
-    size, grad = BYTES[c.megatron.params_dtype], _grad_bytes(c)
-    main = 0 if c.megatron.params_dtype == "float32" else 4
-    kinds = list(rank_params(c, shape))
-    for kind, params, share, ranks, _ in kinds:
-        yield Item(f"{kind}weights", params * size, f"{share} x {size} B{ranks}", "parameters")
-    for kind, params, share, ranks, _ in kinds:
-        yield Item(f"{kind}gradients", params * grad, f"{share} x {grad} B{ranks}", "gradients")
-    for kind, params, share, ranks, shards in kinds:
-        how = f"{share} x {main + 8} B{ranks} / {shards} shards"
-        yield Item(f"{kind}optimizer", params * (main + 8) / shards, how, "optimizer")
-    if needs_reference(c):
-        for kind, params, share, ranks, _ in rank_params(c, shape, predicts=False):
-            yield Item(f"{kind}reference", params * size, f"{share} x {size} B{ranks}", "parameters")
+    """The state of every role, first the policy's."""
+    for role in sorted(roles_of(c), key=lambda role: role is not POLICY):
+        yield from role_memory(c, shape, role)
+    size = BYTES[c.megatron.params_dtype]
     if CHANNELS[c.weight_update.update_weight_transport].buckets and c.num_engines:
         largest = shape.vocab * shape.hidden * size
         bucket = max(c.weight_update.update_weight_buffer_size, largest)
         how = "2, each --update-weight-buffer-size or the embedding"
         yield Item("update buckets", 2 * bucket, how)
+
+
+def role_memory(c: Config, shape: Shape, role: Role) -> Iterator[Item]:
+    """The state of one role. Mixed precision keeps fp32 main weights and Adam's two fp32 moments."""
+    size, grad = BYTES[c.megatron.params_dtype], _grad_bytes(c)
+    main = 0 if c.megatron.params_dtype == "float32" else 4
+    kinds = list(rank_params(c, shape, predicts=None if role is POLICY else False))
+    of_role = "" if role is POLICY else f"{role.name} "
+    weights = f"{of_role}weights" if role.trained else role.name
+    for kind, params, share, ranks, _ in kinds:
+        yield Item(f"{kind}{weights}", params * size, f"{share} x {size} B{ranks}", "parameters")
+    if not role.trained:
+        return
+    for kind, params, share, ranks, _ in kinds:
+        yield Item(f"{kind}{of_role}gradients", params * grad, f"{share} x {grad} B{ranks}", "gradients")
+    for kind, params, share, ranks, shards in kinds:
+        how = f"{share} x {main + 8} B{ranks} / {shards} shards"
+        yield Item(f"{kind}{of_role}optimizer", params * (main + 8) / shards, how, "optimizer")
 
 
 def work_memory(c: Config, shape: Shape) -> Iterator[Item]:

@@ -102,7 +102,7 @@ def sample_facts(sample: Sample, run: Facts | None) -> Facts | None:
     }
 
 
-def attach(ranks: list[TrainData], samples: Sequence[Sample], run: Facts | None) -> None:
+def attach(ranks: Sequence[TrainData], samples: Sequence[Sample], run: Facts | None) -> None:
     """Add the column `rollout_facts` to the data of each rank. `sample_indices` finds the sample of a row; tokens
     find the right one among samples with the same index. A sample that a conversion hook made has no record."""
     known: dict[int | None, list[Facts | None]] = {}

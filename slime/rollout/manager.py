@@ -13,10 +13,12 @@ from typing import Any
 
 from slime import http, operators
 from slime.algo.losses import loss_of
+from slime.algo.needs import before_first_step
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.data import columns
 from slime.data.packing import forward_flops, prediction_flops, shares_prompts
+from slime.data.rank_data import RankData
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import make_rank_data
 from slime.divergence import DivergedError
@@ -29,7 +31,7 @@ from slime.rollout.facts import Facts, attach, replay_template, run_facts
 from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.rollout.state import GenerateState
 from slime.tracking.memory import resident_peak_gib
-from slime.types import SampleGroup, TrainData
+from slime.types import SampleGroup
 
 
 class RolloutManager:
@@ -46,7 +48,7 @@ class RolloutManager:
         engine: RolloutEngine | None,
         dp_size: int,
         facts: Mapping[str, Any],
-        put: Callable[[TrainData], object],
+        put: Callable[[RankData], object],
     ) -> None:
         self.config, self.dp_size, self.put = config, dp_size, put
         http.set_own_servers(http.OwnServers(**facts.get("own_servers", {})))
@@ -112,7 +114,7 @@ class RolloutManager:
         return {} if log(rollout_id, self.args, samples, metrics, seconds) else metrics
 
     def _batch(
-        self, rank_data: list[object], metrics: dict[str, float], ranks: list[TrainData]
+        self, rank_data: list[object], metrics: dict[str, float], ranks: list[RankData]
     ) -> RolloutBatch:
         """What training gets. Counts the ranks' data only: samples at the end of a batch that do not fill a step are
         left out."""
@@ -129,7 +131,7 @@ class RolloutManager:
         """The configuration with what hooks have set in their `args`."""
         return Config.of_args(self.args)
 
-    def _forward_flops(self, data: TrainData, *, old: bool) -> float:
+    def _forward_flops(self, data: RankData, *, old: bool) -> float:
         """Of a pass over all samples of a rank, or of the one for old log-probs."""
         carried = columns.carried(data, self.config, training=True, policy=True)
         return forward_flops(
@@ -137,7 +139,7 @@ class RolloutManager:
             carried,
             self.hf_config,
             share_prompts=shares_prompts(self.config, self.hf_config),
-            first_step=not old or operators.before_first_step(self.config, len(data["num_microbatches"])),
+            first_step=not old or before_first_step(self.config, len(data["num_microbatches"])),
         )
 
     def _groups(self, rollout_id: int) -> tuple[list[SampleGroup], dict[str, float], Facts | None]:
@@ -159,7 +161,7 @@ class RolloutManager:
         except DivergedError as error:
             raise error.with_checkpoint(self.config.checkpoint.save) from None
 
-    def _rank_data(self, rollout_id: int, groups: list[SampleGroup], facts: Facts | None) -> list[TrainData]:
+    def _rank_data(self, rollout_id: int, groups: list[SampleGroup], facts: Facts | None) -> list[RankData]:
         """Train data of each rank. With --rlk-consistency, the data contains each sample's facts, and a rollout
         that fails the border check is saved before the run ends."""
         samples = [sample for group in groups for sample in group]

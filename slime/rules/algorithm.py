@@ -18,7 +18,7 @@ GROUP_MAKERS = (
 def check_algorithm(c: Config) -> None:
     """An estimator and a loss that this version has, with what they need."""
     estimator = estimator_of(c.algorithm)
-    if estimator.needs_values:
+    if "values" in estimator.reads:
         raise ValueError(
             f"--advantage-estimator must not be {estimator.name}, got {estimator.name}; it needs a critic, not "
             "supported yet: use grpo"

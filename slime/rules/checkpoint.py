@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime.algo.needs import needs_reference
 from slime.checkpoints.checkpoint_dir import (
     COMPLETE,
     HF_INDEX,
@@ -22,6 +21,7 @@ from slime.checkpoints.checkpoint_dir import (
 from slime.checkpoints.checkpoint_files import WRITE_LATEST, advice, damaged_size, iterations
 from slime.config.problems import given
 from slime.config.schema import Config
+from slime.roles import REFERENCE, roles_of
 
 
 def check_directories(c: Config) -> None:
@@ -72,7 +72,7 @@ def _check_start(c: Config) -> None:
 def reads_reference(c: Config) -> bool:
     """Whether the trainer reads --ref-load: for the reference model, or as the first weights of a new run."""
     resumes = resumed_iteration(c) is not None
-    return needs_reference(c) or (not resumes and start_directory(c) == c.checkpoint.ref_load)
+    return REFERENCE in roles_of(c) or (not resumes and start_directory(c) == c.checkpoint.ref_load)
 
 
 def _resumes(c: Config) -> bool:

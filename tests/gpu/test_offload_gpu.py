@@ -71,8 +71,8 @@ def build(root, tmp_path):
 def state(trainer: Any) -> Iterator[torch.Tensor]:
     from slime.megatron_backend.step.residence import parameters_of, states_of
 
-    yield from parameters_of([trainer.model])
-    yield from states_of(trainer.optimizer)
+    yield from parameters_of([trainer.policy.model])
+    yield from states_of(trainer.policy.optimizer)
 
 
 def resident_gib() -> float:

@@ -26,13 +26,15 @@ def trained(root: Path, name: str, **flags: Any) -> dict[str, Any]:
     config = trainer_cases.make_config(root, weight_dir=str(root / f"weights-{name}"), **FLAGS | flags)
     trainer = MegatronTrainer(config, 0, 1, init_method=f"file://{root}/store-{name}")
     data = trainer_cases.rank_data(config, trainer_cases.make_samples())
-    rows = [len(trainer._pack(data, i, training=False).part.tokens) for i in data["micro_batch_indices"]]
+    rows = [
+        len(trainer.batches.pack(data, i, training=False).part.tokens) for i in data["micro_batch_indices"]
+    ]
     result = trainer.train(0, data)
     out = {
         "steps": result.steps,
         "rows": sum(rows),
         "log_probs": torch.cat([x.cpu() for x in data["old_log_probs"]]),
-        "grads": {n: p.main_grad.cpu() for n, p in trainer.model.named_parameters()},
+        "grads": {n: p.main_grad.cpu() for n, p in trainer.policy.model.named_parameters()},
     }
     trainer.close()
     return out

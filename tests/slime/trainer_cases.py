@@ -101,7 +101,7 @@ def rank_data(config: Config, samples: list[Sample], rank: int = 0, ranks: int =
 
 def exported(trainer: MegatronTrainer) -> dict[str, Tensor]:
     """A copy of all weights under their HF names."""
-    return {name: tensor.cpu().clone() for name, tensor in export_hf(trainer.model)}
+    return {name: tensor.cpu().clone() for name, tensor in export_hf(trainer.policy.model)}
 
 
 def init_hook(args: Any) -> None:

@@ -8,7 +8,7 @@ from slime.algo.estimators.cispo import CISPO
 from slime.algo.estimators.grpo import GRPO
 from slime.algo.estimators.gspo import GSPO
 from slime.algo.estimators.ppo import PPO
-from slime.algo.estimators.record import CLIPPED, Estimator, Surrogate, same_for_all_tokens
+from slime.algo.estimators.record import CLIPPED, Estimator, Response, Surrogate, same_for_all_tokens
 from slime.algo.estimators.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -33,4 +33,12 @@ def estimator_of(args: Any) -> Estimator:
     return ESTIMATORS[args.advantage_estimator]
 
 
-__all__ = ["CLIPPED", "ESTIMATORS", "Estimator", "Surrogate", "estimator_of", "same_for_all_tokens"]
+__all__ = [
+    "CLIPPED",
+    "ESTIMATORS",
+    "Estimator",
+    "Response",
+    "Surrogate",
+    "estimator_of",
+    "same_for_all_tokens",
+]

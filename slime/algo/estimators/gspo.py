@@ -9,5 +9,5 @@ GSPO = Estimator(
     same_for_all_tokens,
     ratio="sequence",
     group="mean and std",
-    needs_old_log_probs=True,
+    reads=frozenset({"old_log_probs"}),
 )

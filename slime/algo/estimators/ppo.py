@@ -1,5 +1,39 @@
-"""PPO (1707.06347): known by name, and an error until there is a critic (see `slime.algo.returns.gae`)."""
+"""PPO with a critic (1707.06347): generalised advantage estimation (1506.02438) from the critic's values."""
 
-from slime.algo.estimators.record import CLIPPED, Estimator
+from __future__ import annotations
 
-PPO = Estimator("ppo", "an error: a critic is not supported", CLIPPED, None, needs_values=True)
+from typing import TYPE_CHECKING, Any
+
+from slime.algo.estimators.record import CLIPPED, Estimator, Response
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _generalised(args: Any, response: Response) -> tuple[Tensor, Tensor]:
+    """GAE over the trained tokens: `x = -kl_coef * kl`, and `reward` added at the last of them.
+
+    The tokens of tools are no actions: a trained token is followed by the next trained token, and advantages and
+    returns of the other tokens are 0 and their own value.
+    """
+    import torch
+
+    from slime.algo.returns import gae
+
+    values = response.columns["values"].float()
+    trained = response.mask.nonzero()[:, 0]
+    x = -args.kl_coef * response.kl.float()[trained]
+    if len(trained):
+        x[-1] += response.reward
+    found, _ = gae(x, values[trained], args.gamma, args.lambd)
+    advantages = torch.zeros_like(values).index_copy(0, trained, found)
+    return advantages, advantages + values
+
+
+PPO = Estimator(
+    "ppo",
+    "GAE of `-kl_coef * kl_t`, plus `r` at the last trained token, and the critic's values",
+    CLIPPED,
+    _generalised,
+    reads=frozenset({"values"}),
+)

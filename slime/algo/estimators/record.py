@@ -8,8 +8,8 @@ Shapes: R response tokens of a micro-batch, R_i of sample i.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -35,26 +35,41 @@ class Surrogate:
 
 
 @dataclass(frozen=True)
+class Response:
+    """What an estimator reads of one sample.
+
+    `reward`: after normalization in its group. `mask` [R_i]: 1 for the tokens that are trained on, else 0. `kl` [R_i]
+    fp32: to the reference model, as --kl-loss-type estimates it; 0 without --kl-coef. `columns`: the sample's entries
+    of the columns that the estimator's record `reads`, such as values [R_i] or group_rewards.
+    """
+
+    reward: float
+    mask: Tensor
+    kl: Tensor
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Estimator:
     """One value of --advantage-estimator.
 
-    `returns(args, reward, mask, kl)` gives the returns of a sample, [R_i] fp32, which are its advantages before
-    --normalize-advantages; None without an implementation. `advantage` describes them in docs/algorithms.md. `group`:
-    which statistics of its group normalize a reward. `ratio`: of one token, or the mean over its sequence.
+    `estimate(args, response)` gives the advantages of a sample before --normalize-advantages, and its returns, [R_i]
+    fp32 each. `advantage` describes them in docs/algorithms.md. `group`: which statistics of its group normalize a
+    reward. `ratio`: of one token, or the mean over its sequence.
 
-    `needs_values`: a critic. `needs_reference`: the reference model's log-probs. `needs_old_log_probs`: a pass of its
-    own for them. `checks`: rules for other flags; each gets the configuration and raises ValueError.
+    `reads`: the columns (`slime.data.columns`) that the estimate or the surrogate reads besides rewards, masks and
+    advantages. What reads ref_log_probs or values brings the model that computes them (`slime.roles`); what reads
+    old_log_probs, a pass for them before the first step. `checks`: rules for other flags; each gets the configuration
+    and raises ValueError.
     """
 
     name: str
     advantage: str
     surrogate: Surrogate
-    returns: Callable[[Any, float, Tensor, Tensor], Tensor] | None
+    estimate: Callable[[Any, Response], tuple[Tensor, Tensor]]
     ratio: Literal["token", "sequence"] = "token"
     group: Literal["none", "mean", "mean and std"] = "none"
-    needs_values: bool = False
-    needs_reference: bool = False
-    needs_old_log_probs: bool = False
+    reads: frozenset[str] = frozenset()
     checks: tuple[Callable[[Any], None], ...] = ()
 
     @property
@@ -73,11 +88,12 @@ class Estimator:
         return self.surrogate.policy.format(ratio=self.ratio)
 
 
-def same_for_all_tokens(args: Any, reward: float, mask: Tensor, kl: Tensor) -> Tensor:
-    """`A_t = r`, fp32."""
+def same_for_all_tokens(args: Any, response: Response) -> tuple[Tensor, Tensor]:
+    """`A_t = r`, fp32; the returns are the same."""
     import torch
 
-    return torch.full_like(kl, reward, dtype=torch.float32)
+    same = torch.full_like(response.kl, response.reward, dtype=torch.float32)
+    return same, same
 
 
 def _clipped(args: Any, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:

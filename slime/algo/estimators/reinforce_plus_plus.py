@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slime.algo.estimators.record import CLIPPED, Estimator
+from slime.algo.estimators.record import CLIPPED, Estimator, Response
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -12,15 +12,19 @@ if TYPE_CHECKING:
     from slime.config.schema import Config
 
 
-def _discounted(args: Any, reward: float, mask: Tensor, kl: Tensor) -> Tensor:
+def _discounted(args: Any, response: Response) -> tuple[Tensor, Tensor]:
     from slime.algo.returns import discounted_returns
 
-    return discounted_returns(reward, mask, kl, kl_coef=args.kl_coef, gamma=args.gamma)
+    returns = discounted_returns(
+        response.reward, response.mask, response.kl, kl_coef=args.kl_coef, gamma=args.gamma
+    )
+    return returns, returns
 
 
-def _less_kl(args: Any, reward: float, mask: Tensor, kl: Tensor) -> Tensor:
-    penalty: Tensor = args.kl_coef * kl.float()
-    return reward - penalty
+def _less_kl(args: Any, response: Response) -> tuple[Tensor, Tensor]:
+    penalty: Tensor = args.kl_coef * response.kl.float()
+    returns = response.reward - penalty
+    return returns, returns
 
 
 def _whitened(c: Config) -> None:

@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 import rl_kernel
 from slime import operators
+from slime.algo.losses import loss_of
 from slime.algo.token_columns import Losses
+from slime.config import Config
 from slime.data.packing import MicroBatch
 from slime.megatron_backend.model.gpt import (
     capped,
@@ -276,6 +278,17 @@ def lm_head(
     """The head of `model` that computes as `kind` says. `temperature` divides the logits; `workspace_bytes` bounds the
     memory of the kinds without logits."""
     return _CLASSES[kind](model, ranks, temperature=temperature, workspace_bytes=workspace_bytes)
+
+
+def head_of(config: Config, kind: operators.Head, model: nn.Module, ranks: ParallelInfo) -> LmHead:
+    """The head of `model` with the temperature and the workspace of a run."""
+    workspace_bytes = config.kernels.rl_kernel_workspace_mib * 2**20
+    return lm_head(kind, model, ranks, temperature=temperature_of(config), workspace_bytes=workspace_bytes)
+
+
+def temperature_of(config: Config) -> float:
+    """What logits are divided by: the engine samples from that distribution. 1 for given responses."""
+    return config.rollout.rollout_temperature if loss_of(config.algorithm).rewarded else 1.0
 
 
 def _pair(out: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:

@@ -131,5 +131,5 @@ def reduce_metrics(losses: list[MicroBatchLoss], group: dist.ProcessGroup) -> di
         if values:
             packed = torch.stack([value.detach().double() for value in values.values()])
             dist.all_reduce(packed, op=op, group=group)
-            out.update(zip((f"train/{name}" for name in values), packed.tolist(), strict=True))
+            out.update(zip(values, packed.tolist(), strict=True))
     return out

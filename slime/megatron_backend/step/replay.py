@@ -15,9 +15,9 @@ from slime.megatron_backend.checkpoint.weights import load_weights
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.step.forward import log_probs_of_data
 from slime.megatron_backend.step.head import lm_head
 from slime.megatron_backend.step.routing_replay import Replay
+from slime.megatron_backend.step.scorers import column_of_data, log_probs_of
 from slime.types import Sample, TrainData
 
 Layout = list[list[int]]
@@ -65,7 +65,8 @@ def replay_log_probs(
             for name, layout in layouts.items():
                 assert sorted(i for row in layout for i in row) == list(range(len(samples))), name
                 batches = (packed(row) for row in layout)
-                values = log_probs_of_data(head, batches, len(layout), data["response_lengths"])
+                lengths = data["response_lengths"]
+                values = column_of_data(model, info, log_probs_of(head), batches, len(layout), lengths)
                 found[name] = [values[i].cpu() for i in range(len(samples))]
             return found
         finally:

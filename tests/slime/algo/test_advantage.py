@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from slime.algo.advantage import compute_advantages
+from slime.algo.estimators import Response
 from slime.algo.importance import opsm_mask, sequence_mean, truncated_importance
 from slime.algo.returns import discounted_returns, discounted_sum, gae
 
@@ -20,8 +21,12 @@ MASKS = [torch.tensor([1, 1, 0]), torch.tensor([1])]
 KL = [torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.5])]
 
 
+def responses(*rewards):
+    return [Response(*of_sample) for of_sample in zip(rewards, MASKS, KL, strict=True)]
+
+
 def test_grpo_spreads_the_reward_over_all_tokens():
-    advantages, returns = compute_advantages(args(), [2.0, -1.0], MASKS, KL)
+    advantages, returns = compute_advantages(args(), responses(2.0, -1.0))
     assert [a.tolist() for a in advantages] == [[2.0, 2.0, 2.0], [-1.0]]
     assert [r.tolist() for r in returns] == [[2.0, 2.0, 2.0], [-1.0]]
 
@@ -34,23 +39,33 @@ def test_reinforce_plus_plus_discounts_from_the_last_trained_token():
 
 def test_reinforce_plus_plus_baseline_subtracts_the_penalty():
     advantages, _ = compute_advantages(
-        args(advantage_estimator="reinforce_plus_plus_baseline", kl_coef=2.0), [1.0, 0.0], MASKS, KL
+        args(advantage_estimator="reinforce_plus_plus_baseline", kl_coef=2.0), responses(1.0, 0.0)
     )
     torch.testing.assert_close(advantages[0], torch.tensor([0.8, 0.6, 0.4]))
     torch.testing.assert_close(advantages[1], torch.tensor([-1.0]))
 
 
 def test_whitening_uses_trained_tokens_only():
-    advantages, returns = compute_advantages(args(normalize_advantages=True), [3.0, 0.0], MASKS, KL)
+    advantages, returns = compute_advantages(args(normalize_advantages=True), responses(3.0, 0.0))
     # trained values 3, 3, 0: mean 2, Bessel variance 3
     torch.testing.assert_close(advantages[1], torch.tensor([-2 / math.sqrt(3)]), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(advantages[0][:2], torch.full((2,), 1 / math.sqrt(3)), rtol=1e-6, atol=1e-6)
     assert returns[0].tolist() == [3.0, 3.0, 3.0]
 
 
-def test_ppo_needs_a_critic_and_says_what_exists():
-    with pytest.raises(ValueError, match=r"--advantage-estimator must be one of grpo, .* got ppo"):
-        compute_advantages(args(advantage_estimator="ppo"), [1.0], MASKS[:1], KL[:1])
+def test_ppo_estimates_over_the_trained_tokens():
+    """A token of a tool lies between two trained ones: no action, so the second is what follows the first."""
+    values = torch.tensor([0.5, 9.0, 0.25])
+    response = Response(
+        1.0, torch.tensor([1, 0, 1]), torch.tensor([0.0, 0.3, 0.5]), columns={"values": values}
+    )
+    given = args(advantage_estimator="ppo", kl_coef=0.2, gamma=0.5, lambd=0.5)
+    (advantages,), (returns,) = compute_advantages(given, [response])
+    # x = [0, 1 - 0.1]; delta_1 = 0.9 - 0.25 = 0.65; delta_0 = 0.5 * 0.25 - 0.5; A_0 = -0.375 + 0.25 * 0.65
+    torch.testing.assert_close(advantages, torch.tensor([-0.2125, 0.0, 0.65]))
+    torch.testing.assert_close(returns, torch.tensor([0.2875, 9.0, 0.9]))
+    removed = Response(1.0, torch.zeros(3, dtype=torch.int32), torch.zeros(3), columns={"values": values})
+    assert compute_advantages(given, [removed])[0][0].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 129])

@@ -16,14 +16,15 @@ from trainer_cases import hf_log_probs, make_config, make_samples, rank_data
 
 from slime import operators
 from slime.algo.advantage import compute_advantages
-from slime.algo.estimators import CLIPPED, ESTIMATORS, Estimator, Surrogate, same_for_all_tokens
+from slime.algo.estimators import CLIPPED, ESTIMATORS, Estimator, Response, Surrogate, same_for_all_tokens
 from slime.algo.losses import LOSSES, Loss
-from slime.algo.needs import needs_reference
+from slime.algo.needs import needs_old_log_probs
 from slime.algo.policy_loss import policy_loss
 from slime.algo.token_columns import TokenColumns
 from slime.config.schema import Config
 from slime.data.columns import COLUMNS, Column
 from slime.data.train_data import post_process_rewards
+from slime.roles import POLICY, REFERENCE, roles_of
 from slime.rules.algorithm import check_algorithm, check_group_size
 
 NEW = "margin_weighted"
@@ -34,8 +35,8 @@ def weighted(args: Any, t: TokenColumns, log_probs: torch.Tensor, ppo_kl: torch.
     return -t["margin"] * t["advantages"] * log_probs, torch.zeros_like(log_probs)
 
 
-def half_reward(args: Any, reward: float, mask: torch.Tensor, kl: torch.Tensor) -> torch.Tensor:
-    return same_for_all_tokens(args, reward / 2, mask, kl)
+def half_reward(args: Any, response: Response) -> tuple[torch.Tensor, torch.Tensor]:
+    return same_for_all_tokens(args, replace(response, reward=response.reward / 2))
 
 
 def small_clip(c: Any) -> None:
@@ -71,7 +72,7 @@ def test_a_new_estimator_is_trained_with_a_new_column(root, build, record):
     for sample in samples:
         sample.columns["margin"] = [1 + 0.1 * i for i in range(sample.response_length)]
     trainer = build(advantage_estimator=NEW)
-    assert trainer.head.kind is operators.ONE_PASS
+    assert trainer.training.head.kind is operators.ONE_PASS
     data = rank_data(trainer.config, samples)
     rewards = dict(zip(data["sample_indices"], data["rewards"], strict=True))
     result = trainer.train(0, data)
@@ -98,7 +99,7 @@ def test_everything_else_reads_the_record(root, record, monkeypatch):
     check_algorithm(config)
     assert "group_advantage" in operators.called(config) and "grpo_loss" not in operators.called(config)
     assert operators.loss_head(config) == (operators.ONE_PASS, "")
-    assert not needs_reference(config)
+    assert roles_of(config) == (POLICY,)
     one = make_config(root, advantage_estimator=NEW, global_batch_size=4, n_samples_per_prompt=1)
     with pytest.raises(ValueError, match=f"must be above 1 with --advantage-estimator {NEW}, got 1"):
         check_group_size(one)
@@ -113,15 +114,16 @@ def test_everything_else_reads_the_record(root, record, monkeypatch):
     ]  # centred, not divided
     assert f"| `{NEW}` | `A_t = r / 2` | log-prob times margin |" in docs_algorithms.page()
 
-    changed = replace(record, ratio="sequence", needs_reference=True, needs_old_log_probs=True, group="none")
+    reads = frozenset({"ref_log_probs", "old_log_probs"})
+    changed = replace(record, ratio="sequence", reads=reads, group="none")
     monkeypatch.setitem(ESTIMATORS, NEW, changed)
     once = make_config(root, advantage_estimator=NEW, num_steps_per_rollout=1)
     assert operators.loss_head(once)[1] == f"--advantage-estimator {NEW} looks at whole sequences"
-    assert operators.needs_old_log_probs(once) and needs_reference(once)
+    assert needs_old_log_probs(once) and roles_of(once) == (REFERENCE, POLICY)
     assert "group_advantage" not in operators.called(once)
     check_group_size(one)
     assert post_process_rewards(Config.of_args(args), args, four())[1] == [1.0, 0.0, 3.0, 5.0]
-    monkeypatch.setitem(ESTIMATORS, NEW, replace(record, needs_values=True))
+    monkeypatch.setitem(ESTIMATORS, NEW, replace(record, reads=frozenset({"values"})))
     with pytest.raises(ValueError, match=f"must not be {NEW}, got {NEW}; it needs a critic"):
         check_algorithm(config)
 
@@ -151,7 +153,7 @@ def test_a_column_that_the_run_does_not_have_is_named(record):
 
 def test_unknown_names_are_errors():
     with pytest.raises(ValueError, match="--advantage-estimator must be one of grpo, .*, ppo, got grop"):
-        compute_advantages(make_data_args(advantage_estimator="grop"), [], [], [])
+        compute_advantages(make_data_args(advantage_estimator="grop"), [])
 
 
 def test_a_new_loss_is_a_record(root, build, monkeypatch):
@@ -172,7 +174,6 @@ def test_a_new_loss_is_a_record(root, build, monkeypatch):
 def test_records_agree_with_themselves():
     for name, record in ESTIMATORS.items():
         assert record.name == name and "{" not in record.policy
-        assert (record.returns is None) == record.needs_values, "what needs no critic must be implemented"
     assert ESTIMATORS["gspo"].whole_sequences and not ESTIMATORS["cispo"].whole_sequences
     assert ESTIMATORS["grpo"].surrogate is CLIPPED
     assert {name: loss.name for name, loss in LOSSES.items()} == {name: name for name in LOSSES}

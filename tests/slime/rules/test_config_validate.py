@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv
 
-from slime.algo.needs import needs_reference
+from slime.roles import REFERENCE, roles_of
 from slime.rules import parse_args, resolve
 
 
@@ -51,7 +51,7 @@ def test_what_was_left_open_is_filled_in(argv):
         == c.rollout.rollout_function_path
         == "slime.rollout.vllm_rollout.generate_rollout"
     )
-    assert not needs_reference(c)
+    assert REFERENCE not in roles_of(c)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_notes_name_what_was_adjusted(argv):
     c = parse_args(
         [*argv, "--rollout-num-gpus", "1", "--use-kl-loss", "--num-epoch", "2", "--rollout-top-p", "0.9"]
     )
-    assert needs_reference(c) and c.cluster.rollout_num_gpus == 2
+    assert REFERENCE in roles_of(c) and c.cluster.rollout_num_gpus == 2
     starts = [
         "--rollout-num-gpus 1 is taken as 2",
         "--num-epoch 2 has no effect",
@@ -161,14 +161,14 @@ def test_supervised_training_needs_no_reference(argv):
     """A KL that is only reported is left out with a note; one that is asked for is an error."""
     sft = [*argv, "--loss-type", "sft_loss"]
     c = parse_args([*sft, "--use-kl-loss"])
-    assert not needs_reference(c)
+    assert REFERENCE not in roles_of(c)
     assert [n for n in c.notes if "KL" in n or "kl" in n] == [
         "--use-kl-loss has no effect with --loss-type sft_loss: no reference model is loaded"
     ]
     for flags, name in (("--use-kl-loss --kl-loss-coef 0.1", "kl-loss-coef"), ("--kl-coef 0.1", "kl-coef")):
         with pytest.raises(ValueError, match=f"^--{name} must be 0 with --loss-type sft_loss, got 0.1"):
             parse_args([*sft, *flags.split()])
-        assert needs_reference(parse_args([*argv, *flags.split()]))
+        assert REFERENCE in roles_of(parse_args([*argv, *flags.split()]))
 
 
 def test_supervised_training_needs_no_engine(argv):

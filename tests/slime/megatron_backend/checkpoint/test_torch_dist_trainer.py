@@ -49,12 +49,12 @@ def test_parts_of_a_checkpoint_can_be_left(root, build, tmp_path):
     weights = exported(trainer)
     weights = {name: tensor.clone() for name, tensor in weights.items()}
     trainer = build(load=folder)
-    assert trainer.start_rollout_id == 1 and trainer.scheduler.num_steps == 8
-    moments = lambda: trainer.optimizer.chained_optimizers[0].optimizer.state.values()  # noqa: E731
+    assert trainer.start_rollout_id == 1 and trainer.policy.scheduler.num_steps == 8
+    moments = lambda: trainer.policy.optimizer.chained_optimizers[0].optimizer.state.values()  # noqa: E731
     assert any(state["exp_avg"].any() for state in moments())
     for flags, start in (({"no_load_optim": True, "no_load_rng": True}, 1), ({"finetune": True}, 0)):
         trainer = build(load=folder, **flags)
-        assert trainer.start_rollout_id == start and trainer.scheduler.num_steps == 0
+        assert trainer.start_rollout_id == start and trainer.policy.scheduler.num_steps == 0
         assert not any(state["exp_avg"].any() for state in moments())
         assert all(torch.equal(tensor, weights[name]) for name, tensor in exported(trainer).items())
         train(trainer)  # from these weights, not from masters of earlier ones

@@ -79,15 +79,15 @@ def trained(root: Path, name: str, rank: int = 0, ranks: int = 1, **flags: Any) 
     given = STEPS | {"weight_dir": str(root / f"weights-{name}")} | flags
     config = make_config(root, actor_num_gpus_per_node=ranks, **given)
     trainer = MegatronTrainer(config, rank, ranks, init_method=f"file://{root}/store-{name}", local_rank=rank)
-    packed, trainer_pack = [], trainer._pack
-    trainer._pack = lambda *a, **k: packed.append(trainer_pack(*a, **k)) or packed[-1]  # type: ignore[method-assign]
+    packed, trainer_pack = [], trainer.batches.pack
+    trainer.batches.pack = lambda *a, **k: packed.append(trainer_pack(*a, **k)) or packed[-1]  # type: ignore[method-assign]
     data = rank_data(config, samples_with_experts(), trainer.info.dp_rank, trainer.info.dp_size)
     result = trainer.train(0, data)
     out = {
         "steps": result.steps,
         "rollout": result.rollout,
         "old": dict(zip(data["sample_indices"], data["old_log_probs"], strict=True)),
-        "grads": {n: p.main_grad.clone() for n, p in trainer.model.named_parameters()},
+        "grads": {n: p.main_grad.clone() for n, p in trainer.policy.model.named_parameters()},
         "rows": [len(batch.part.tokens) for batch in packed],
     }
     trainer.close()

@@ -126,9 +126,9 @@ def test_bitwise_equal_tokens_are_counted(build, samples):
     trainer.train(0, data)
     data = with_facts(trainer.config, samples)
     with trainer.audit.watch(0, data, {}):
-        trainer._to_device(data)
-        trainer._add_advantages(data)
-        trainer._optimizer_steps(0, data)
+        data.to_device(trainer.info.device, per_token=False)
+        trainer.add_advantages(data)
+        trainer.training.optimizer_steps(0, data)
         mine = dict(trainer.audit.found)
     for i, values in mine.items():
         data["rollout_log_probs"][i] = values.clone()
@@ -311,7 +311,7 @@ def test_masked_tokens_may_hold_anything(build, samples):
 def test_a_trainer_whose_log_probs_are_not_finite_says_so(build, samples, flags):
     trainer = build(**flags)
     with torch.no_grad():
-        next(iter(trainer.model.parameters())).fill_(float("nan"))
+        next(iter(trainer.policy.model.parameters())).fill_(float("nan"))
     with pytest.raises(
         ValueError, match=r"must be finite, got position 0 of sample \d .*trainer nan, rollout -"
     ):

@@ -10,9 +10,10 @@ import torch
 from rank_processes import on_ranks
 from trainer_cases import exported, make_checkpoints, make_config, make_samples, rank_data
 
-from slime import operators
+from slime.algo.needs import before_first_step
 from slime.checkpoints.hf_config import read_hf_config
 from slime.data.packing import forward_flops
+from slime.megatron_backend.step import scorers
 from slime.megatron_backend.step.trainer import MegatronTrainer
 
 STEPS = {"global_batch_size": 2, "max_tokens_per_gpu": 24}
@@ -47,19 +48,20 @@ def trained(
     trainer = MegatronTrainer(config, rank, ranks, init_method=store, local_rank=rank)
     data = rank_data(config, make_samples(), trainer.info.dp_rank, trainer.info.dp_size)
     seen: list[int] = []
-    forward = trainer._forward_log_probs
+    its_pass = trainer.training.old.its_pass
+    forward = its_pass.over
 
-    def counted(model: Any, data: Any, prefix: str, micro_batches: list[list[int]]) -> Any:
-        seen.extend(i for samples in micro_batches for i in samples if model is trainer.model)
-        return forward(model, data, prefix, micro_batches)
+    def counted(data: Any, micro_batches: list[list[int]]) -> Any:
+        seen.extend(i for samples in micro_batches for i in samples)
+        return forward(data, micro_batches)
 
-    trainer._forward_log_probs = counted  # type: ignore[method-assign]
-    decide = operators.before_first_step
-    operators.before_first_step = lambda *_: full or decide(*_)
+    its_pass.over = counted  # type: ignore[method-assign]
+    decide = scorers.before_first_step
+    scorers.before_first_step = lambda *_: full or decide(*_)
     try:
         result = trainer.train(0, data)
     finally:
-        operators.before_first_step = decide
+        scorers.before_first_step = decide
     first = {i for samples in data["micro_batch_indices"][: data["num_microbatches"][0]] for i in samples}
     out = {
         "steps": result.steps,
@@ -122,7 +124,7 @@ def test_two_ranks_leave_out_the_first_step(root):
     ],
 )
 def test_what_needs_them_before_the_first_step(root, flags, needed):
-    assert operators.before_first_step(make_config(root, **STEPS, **flags), 4) is needed
+    assert before_first_step(make_config(root, **STEPS, **flags), 4) is needed
 
 
 def test_one_step_needs_no_pass_for_the_audit_and_step_hooks(root):
@@ -130,21 +132,22 @@ def test_one_step_needs_no_pass_for_the_audit_and_step_hooks(root):
         {"rlk_consistency": "audit"},
         {"custom_megatron_before_train_step_hook_path": "trainer_cases.step_hook"},
     ):
-        assert not operators.before_first_step(make_config(root, **flags), 1)
+        assert not before_first_step(make_config(root, **flags), 1)
 
 
 def test_a_log_prob_that_is_not_finite_ends_the_run_before_the_first_step(root, build):
     trainer = build(**STEPS)
     data = rank_data(trainer.config, make_samples())
-    forward = trainer._forward_log_probs
+    its_pass = trainer.training.old.its_pass
+    forward = its_pass.over
 
     def spoiled(*given: Any) -> Any:
         found = forward(*given)
         found[max(found)][0] = float("nan")
         return found
 
-    trainer._forward_log_probs = spoiled
-    trainer._optimizer_steps = lambda *_: pytest.fail("trained")
+    its_pass.over = spoiled
+    trainer.training.optimizer_steps = lambda *_: pytest.fail("trained")
     with pytest.raises(FloatingPointError, match="old_log_probs must be finite, got nan in rollout 3"):
         trainer.train(3, data)
 

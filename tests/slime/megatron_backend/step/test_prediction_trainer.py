@@ -96,10 +96,10 @@ def test_the_loss_falls_and_a_checkpoint_brings_the_layers_back(
     assert {n: x.tolist() for n, x in exported(again).items()} == {n: x.tolist() for n, x in weights.items()}
     assert rollout(again) == second
     later = exported(again)
-    path = save_torch_dist(again.model, tmp_path / "megatron", str(root / "policy"))
+    path = save_torch_dist(again.policy.model, tmp_path / "megatron", str(root / "policy"))
     fresh = build(**TRAINED)
     assert any(not torch.equal(x, later[n]) for n, x in exported(fresh).items())
-    load_torch_dist(fresh.model, path)
+    load_torch_dist(fresh.policy.model, path)
     assert all(torch.equal(x, later[n]) for n, x in exported(fresh).items())
     build.end()  # an export has process groups of its own
     source = make_config(root, load=str(tmp_path / "saved"))
@@ -115,7 +115,7 @@ def test_the_loss_falls_and_a_checkpoint_brings_the_layers_back(
 def counts(trainer: MegatronTrainer) -> tuple[float, float]:
     """Elements of this rank's matrices without padding of the vocabulary, and the estimate for the largest rank."""
     found = 0
-    for inner in unwrapped(trainer.model):
+    for inner in unwrapped(trainer.policy.model):
         for name, parameter in inner.named_parameters():
             if parameter.dim() > 1:
                 ends = "word_embeddings" in name or "output_layer" in name

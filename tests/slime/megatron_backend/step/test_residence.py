@@ -77,10 +77,10 @@ def test_training_is_bit_for_bit_that_of_a_trainer_that_stays(build, flags):
 def test_all_of_the_state_leaves(build, flags):
     """Nothing but step counts keeps bytes, and the three parts are what the arithmetic says they are."""
     trainer = build(**flags, **REFERENCE, **AWAY)
-    models = [trainer.model, trainer.ref_model]
-    tensors = [*parameters_of(models), *gradients_of(models), *states_of(trainer.optimizer)]
+    models = [trainer.policy.model, trainer.models["reference"]]
+    tensors = [*parameters_of(models), *gradients_of(models), *states_of(trainer.policy.optimizer)]
     assert sum(t.untyped_storage().nbytes() for t in tensors) == 0
-    numbers = sum(p.numel() for p in trainer.model.parameters())
+    numbers = sum(p.numel() for p in trainer.policy.model.parameters())
     size = 2 if flags else 4
     # Megatron pads the flat buffers; a storage of torch's may be rounded up
     assert trainer.residence.nbytes("parameters") == pytest.approx(2 * size * numbers, rel=0.02)

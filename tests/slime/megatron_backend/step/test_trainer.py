@@ -92,17 +92,19 @@ def test_several_steps_of_a_rollout_share_the_old_policy(build):
 
 def test_reference_stays_while_the_policy_moves(build):
     trainer = build(use_kl_loss=True, kl_loss_type="low_var_kl", kl_loss_coef=0.1)
-    before = {k: v.clone() for k, v in trainer.ref_model.state_dict().items() if isinstance(v, Tensor)}
+    before = {
+        k: v.clone() for k, v in trainer.models["reference"].state_dict().items() if isinstance(v, Tensor)
+    }
     start = exported(trainer)
     (first, a), (second, b) = train(trainer, 0), train(trainer, 1)
-    for name, tensor in trainer.ref_model.state_dict().items():
+    for name, tensor in trainer.models["reference"].state_dict().items():
         assert not isinstance(tensor, Tensor) or torch.equal(tensor, before[name]), name
     for x, y in zip(a["ref_log_probs"], b["ref_log_probs"], strict=True):
         assert torch.equal(x, y)
     assert all(not torch.equal(t, start[n]) for n, t in exported(trainer).items())
     assert first.steps[0]["train/kl_loss"] > 0 and first.steps[0] != second.steps[0]
-    assert build(use_kl_loss=False).ref_model is None
-    assert build(use_kl_loss=True, loss_type="sft_loss").ref_model is None
+    assert list(build(use_kl_loss=False).models) == ["policy"]
+    assert list(build(use_kl_loss=True, loss_type="sft_loss").models) == ["policy"]
 
 
 def test_reference_follows_at_its_interval(build):
@@ -111,8 +113,8 @@ def test_reference_follows_at_its_interval(build):
     assert "perf/ref_model_update_time" not in first.perf
     second, _ = train(trainer, 1)
     assert "perf/ref_model_update_time" in second.perf
-    reference = dict(trainer.ref_model.named_parameters())
-    for name, parameter in trainer.model.module.named_parameters():
+    reference = dict(trainer.models["reference"].named_parameters())
+    for name, parameter in trainer.policy.model.module.named_parameters():
         assert torch.equal(parameter, reference[name]), name
     third, _ = train(trainer, 2)
     assert third.steps[0]["train/kl_loss"] == 0.0
@@ -171,15 +173,18 @@ def test_hooks_get_what_the_contract_says(build):
     assert cases.CALLS.copy() == [("init", trainer.args)]
     assert trainer.args.hf_checkpoint == trainer.config.rollout.hf_checkpoint
     _, data = train(trainer, rollout_id=3)
-    model = [trainer.model]
+    model = [trainer.policy.model]
     calls = {name: [call[1:] for call in cases.CALLS if call[0] == name] for name, *_ in cases.CALLS}
     assert [name for name, *_ in cases.CALLS] == [
         *("init", "data", "log_prob", "log_prob", "advantage", "step", "step")
     ]
     assert calls["data"][0][0] is trainer.args and calls["data"][0][1] == 3 and calls["data"][0][2] is data
-    assert calls["log_prob"] == [(trainer.args, [trainer.ref_model], "ref_"), (trainer.args, model, "")]
+    assert calls["log_prob"] == [
+        (trainer.args, [trainer.models["reference"]], "ref_"),
+        (trainer.args, model, ""),
+    ]
     assert {"log_probs", "ref_log_probs", "rewards", "loss_masks"} <= set(calls["advantage"][0][1])
-    rest = (model, trainer.optimizer, trainer.scheduler)
+    rest = (model, trainer.policy.optimizer, trainer.policy.scheduler)
     assert calls["step"] == [(trainer.args, 3, 0, *rest), (trainer.args, 3, 1, *rest)]
     assert all((a == 2).all() for a in data["advantages"])
 
@@ -233,7 +238,7 @@ def test_saves_a_hugging_face_directory(build, tmp_path):
         assert torch.equal(model.state_dict()[name], tensor), name
     restarted = build(load=str(tmp_path / "ckpt"))  # weights and position, fresh moments
     assert restarted.start_rollout_id == 1
-    (only,) = restarted.optimizer.chained_optimizers
+    (only,) = restarted.policy.optimizer.chained_optimizers
     assert all(not state["exp_avg"].any() for state in only.optimizer.state.values())
 
 
@@ -272,7 +277,7 @@ def test_weights_that_are_not_finite_end_the_run_where_they_arise(build, when):
     """Not in the engine, which would get them with the next update."""
     trainer = build()
     data = rank_data(trainer.config, make_samples())
-    *_, last = trainer.model.parameters()
+    *_, last = trainer.policy.model.parameters()
 
     def spoil(*_: Any, **__: Any) -> None:
         last.data.view(-1)[0] = math.nan
@@ -282,7 +287,7 @@ def test_weights_that_are_not_finite_end_the_run_where_they_arise(build, when):
         spoil()
     else:
         rule = "weights must be finite, got nan after training rollout 3"
-        trainer.scheduler.step = spoil
+        trainer.policy.scheduler.step = spoil
     with pytest.raises(FloatingPointError, match=rule):
         trainer.train(3, data)
 
@@ -301,7 +306,7 @@ def test_a_closed_trainer_frees_its_threads_files_and_model_at_once(build):
         assert process.num_threads() > before[0] + 30 and process.num_fds() > before[1] + 30
         kept = [
             weakref.ref(model.get_parameter(name))
-            for model in (trainer.model, trainer.ref_model)
+            for model in (trainer.policy.model, trainer.models["reference"])
             for name, _ in [next(model.named_parameters())]
         ]
         trainer.close()

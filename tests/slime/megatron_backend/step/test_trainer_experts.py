@@ -111,7 +111,7 @@ def whole(root: Path, name: str, rank: int, ranks: int, flags: dict[str, Any]) -
         "path": update.info.get("path"),
         "params": {
             f"{part}.{name}": p.numel()
-            for part, inner in enumerate(unwrapped(trainer.model))
+            for part, inner in enumerate(unwrapped(trainer.policy.model))
             for name, p in inner.named_parameters()
         },
         "estimate": [params for _, params, *_ in rank_params(trainer.config, Shape.of(trainer.hf_config))],

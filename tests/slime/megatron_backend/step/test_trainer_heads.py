@@ -15,8 +15,8 @@ from trainer_cases import exported, hf_log_probs, make_checkpoints, make_samples
 
 import rl_kernel
 from slime.megatron_backend.model.gpt import head_main_grad
+from slime.megatron_backend.step import learner as learner_module
 from slime.megatron_backend.step import native
-from slime.megatron_backend.step import trainer as trainer_module
 from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.types import Sample
 
@@ -94,7 +94,7 @@ ALL_TERMS = GRADIENT_CASES["off_policy_kl_entropy"]
 def gradients(trainer: MegatronTrainer) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics of a step, and its gradients."""
     result, _ = train(trainer)
-    named = trainer.model.named_parameters()
+    named = trainer.policy.model.named_parameters()
     return result.steps[0], {name: parameter.main_grad.clone() for name, parameter in named}
 
 
@@ -113,7 +113,7 @@ def test_head_with_weights_of_its_own(build, untied, overlap):
     flags = {"clip_grad": 0.0, **ALL_TERMS, **files}
     wanted = gradients(build(**flags, rlk_fast="off"))
     one_pass = build(**flags, overrides={"overlap_grad_reduce": overlap})
-    assert (head_main_grad(one_pass.model) is None) is overlap
+    assert (head_main_grad(one_pass.policy.model) is None) is overlap
     assert_same_step(gradients(one_pass), wanted)
 
 
@@ -148,14 +148,14 @@ def test_metrics_keep_no_logits(build, monkeypatch):
         return out
 
     alive = []
-    reduce = trainer_module.reduce_metrics
+    reduce = learner_module.reduce_metrics
 
     def counted(losses, group):
         alive.append(sum(ref() is not None for ref in made))
         return reduce(losses, group)
 
     monkeypatch.setattr(native.VocabParallelEntropy, "forward", staticmethod(recorded))
-    monkeypatch.setattr(trainer_module, "reduce_metrics", counted)
+    monkeypatch.setattr(learner_module, "reduce_metrics", counted)
     for coefficient in (0.0, 0.01):
         train(build(rlk_fast="off", entropy_coef=coefficient))
     assert len(made) >= 12 and alive == [0, 0]
@@ -173,12 +173,12 @@ HEADS = {
 @pytest.mark.parametrize("name", GRADIENT_CASES)
 def test_gradient_is_that_of_the_plain_objective(root, build, name, head):
     trainer = build(clip_grad=0.0, **GRADIENT_CASES[name], **HEADS[head])
-    assert trainer.head.kind.name == head
+    assert trainer.training.head.kind.name == head
     result, data = train(trainer)
     heads = {"linear_token_loss", "linear_logp", "logp"} & {
         key.split("/")[1] for key in result.perf if key.startswith("rl_kernel/")
     }
-    passes = {"linear_token_loss": {"linear_logp"}} if trainer.ref_model is not None else {}
+    passes = {"linear_token_loss": {"linear_logp"}} if "reference" in trainer.models else {}
     assert heads == ({head} | passes.get(head, set())) - {"native"}
     assert data["num_microbatches"][0] >= 3 and len({len(t) for t in data["tokens"]}) > 4
     loss, model = plain_loss(root, trainer.args)
@@ -187,7 +187,7 @@ def test_gradient_is_that_of_the_plain_objective(root, build, name, head):
     wanted = {n: p.grad for n, p in model.named_parameters()}
     norm = math.sqrt(sum(g.square().sum().item() for g in wanted.values()))
     assert norm > 0.1 and result.steps[0]["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
-    for parameter in trainer.model.parameters():  # the export then carries gradients under HF names
+    for parameter in trainer.policy.model.parameters():  # the export then carries gradients under HF names
         parameter.data.copy_(parameter.main_grad)
     got = exported(trainer)
     assert got.keys() == wanted.keys()
@@ -210,5 +210,5 @@ def test_every_head_caps_the_logits(build, capped, head):
     files = {name: str(capped / "policy") for name in ("hf_checkpoint", "load")}
     flags = {"clip_grad": 0.0, **ALL_TERMS, **files, "ref_load": str(capped / "reference")}
     trainer = build(**flags, **HEADS[head])
-    assert trainer.head.kind.name == head
+    assert trainer.training.head.kind.name == head
     assert_same_step(gradients(trainer), gradients(build(**flags, rlk_fast="off")))

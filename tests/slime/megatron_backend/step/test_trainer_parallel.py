@@ -154,7 +154,7 @@ def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> 
     info = trainer.info
     data = rank_data(config, samples_of(name), info.dp_rank, info.dp_size)
     samples = len(data["tokens"])
-    batches = [trainer._pack(data, places, training=False) for places in data["micro_batch_indices"]]
+    batches = [trainer.batches.pack(data, places, training=False) for places in data["micro_batch_indices"]]
     result = trainer.train(0, data)
     update = trainer.next_weights(1, {})
     assert trainer.next_weights(1, {}) is None

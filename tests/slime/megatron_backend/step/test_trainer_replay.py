@@ -12,7 +12,7 @@ from megatron_cases import tiny_checkpoint
 from rank_processes import on_ranks
 from trainer_cases import exported, make_config, make_samples, rank_data
 
-from slime import operators
+from slime.algo.needs import needs_old_log_probs
 from slime.megatron_backend.step.replay import replay_log_probs
 from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.tracking.metrics import EXPERTS_DIFFER as DIFFER
@@ -96,9 +96,9 @@ def test_its_own_record_is_the_policy_that_was_and_differs_once_weights_move(roo
 
 
 def test_its_own_record_needs_the_pass_that_makes_it(root):
-    assert operators.needs_old_log_probs(make_config(root, **OWN))
-    assert not operators.needs_old_log_probs(make_config(root, **ENGINE))
-    assert not operators.needs_old_log_probs(make_config(root, **OWN, **ENGINE))
+    assert needs_old_log_probs(make_config(root, **OWN))
+    assert not needs_old_log_probs(make_config(root, **ENGINE))
+    assert not needs_old_log_probs(make_config(root, **OWN, **ENGINE))
     replayed = trained(root, "own-one", **OWN)
     assert len(replayed["old"]) == 9 and replayed["steps"][0][DIFFER] == 0.0
     assert replayed["steps"][0]["train/ppo_kl"] == 0.0

@@ -1,0 +1,132 @@
+"""The columns of one trainer rank: a mapping that knows which columns it has after which stage of a step.
+
+    sent -> device -> scored -> advantages        (`slime.data.columns.STAGES`)
+
+`slime.data.train_data` makes one per data-parallel rank, the trainer adds to it, and hooks get it as a dict: each
+column is a list with one entry per sample. Beside the columns it holds the schedule of the rank's micro-batches.
+
+Shapes: R_i response tokens of sample i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.algo.importance import sequence_mean
+from slime.config.schema import Config
+from slime.data.columns import COLUMNS, STAGES, Stage, present, reported
+
+
+class RankData(dict[str, Any]):
+    """Typed access to what a rank has. `stage`: the last one that is complete."""
+
+    stage: Stage = "sent"
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return len(self["tokens"])
+
+    @property
+    def response_lengths(self) -> list[int]:
+        lengths: list[int] = self["response_lengths"]
+        return lengths
+
+    @property
+    def micro_batches(self) -> list[list[int]]:
+        """The samples of each micro-batch of all optimizer steps, in order."""
+        batches: list[list[int]] = self["micro_batch_indices"]
+        return batches
+
+    @property
+    def steps(self) -> Iterator[list[list[int]]]:
+        """The micro-batches of each optimizer step."""
+        first = 0
+        for count in self.step_sizes:
+            yield self.micro_batches[first : first + count]
+            first += count
+
+    @property
+    def step_sizes(self) -> list[int]:
+        """Number of micro-batches of each optimizer step."""
+        sizes: list[int] = self["num_microbatches"]
+        return sizes
+
+    @property
+    def global_batch_sizes(self) -> list[int]:
+        """Rollouts of each optimizer step, of all ranks."""
+        sizes: list[int] = self["global_batch_sizes"]
+        return sizes
+
+    @property
+    def normalisers(self) -> list[float]:
+        """The last factor of `loss_denominators` for each optimizer step: its rollouts or its tokens, of all ranks."""
+        values: list[float] = self["normalisers"]
+        return values
+
+    def tensors(self, column: str) -> list[Tensor]:
+        """A column of kind response: one tensor [R_i] per sample."""
+        values: list[Tensor] = self[column]
+        return values
+
+    def fill(self, column: str, of_sample: Mapping[int, Tensor]) -> None:
+        """Set a column from its entries by sample. Every sample must have one, of the length of its response."""
+        values = [of_sample[i] for i in range(self.samples)]
+        assert [len(x) for x in values] == self.response_lengths, f"{column} has one value per response token"
+        self[column] = values
+
+    def reach(self, stage: Stage, needed: Iterable[str] = (), reader: str = "") -> None:
+        """Complete a stage. ValueError if a column that `reader` needs then is missing."""
+        assert STAGES.index(stage) >= STAGES.index(self.stage), f"{stage} comes before {self.stage}"
+        self.stage = stage
+        if missing := sorted(name for name in needed if name not in self):
+            raise ValueError(
+                f"{reader} must have the columns {', '.join(missing)}, got {', '.join(sorted(self))}; something before "
+                f"the stage {stage} has to fill them"
+            )
+
+    def of_stage(self, stage: Stage) -> list[str]:
+        """The columns that this stage has filled."""
+        return [name for name in self if name in COLUMNS and COLUMNS[name].stage == stage]
+
+    def to_device(self, device: torch.device, *, per_token: bool) -> None:
+        """Move the tensors of responses (the packer reads `tokens` on the host), and add the denominator of every token
+        in the loss: `max(rollout_mask_sum, 1) * global_batch_size`; with `per_token` the step's tokens. Data that were
+        trained before begin anew."""
+        self.stage = "sent"
+        for name in [column.name for column in present(self, "response")]:
+            joined = torch.cat(self[name]).to(device)  # in one copy: each waits for the device
+            self[name] = list(joined.split([len(tensor) for tensor in self[name]]))
+        self["normalisers"] = self["global_token_counts"] if per_token else self.global_batch_sizes
+        denominators: dict[int, Tensor] = {}
+        for step, normaliser in zip(self.steps, self.normalisers, strict=True):
+            for i in (i for samples in step for i in samples):
+                of_rollout = 1.0 if per_token else max(self["rollout_mask_sums"][i], 1.0)
+                denominators[i] = torch.full_like(
+                    self["loss_masks"][i], of_rollout * normaliser, dtype=torch.float32
+                )
+        self["loss_denominators"] = [denominators.get(i) for i in range(self.samples)]
+        self.reach("device")
+
+
+def rollout_means(data: RankData, config: Config, group: dist.ProcessGroup) -> dict[str, float]:
+    """`rollout/{column}`: means over the samples of all ranks of `group`. Of a per-token column, a sample contributes
+    the mean over its trained tokens. Collective."""
+    count, mask = data.samples, torch.cat(data.tensors("loss_masks"))
+    lengths = torch.tensor([len(m) for m in data.tensors("loss_masks")])
+    sample_of_row = torch.repeat_interleave(torch.arange(count), lengths).to(mask.device)
+    sums = {
+        name: sequence_mean(torch.cat(data[name]).double(), mask, sample_of_row, count).sum()
+        for name in reported(data, config, "response")
+    }
+    plain = {name: float(sum(data[name])) for name in reported(data, config, "sample")}
+    on_host = torch.tensor([*plain.values(), count], dtype=torch.float64).to(mask.device)
+    total = torch.cat([torch.stack(list(sums.values())), on_host]) if sums else on_host
+    dist.all_reduce(total, group=group)
+    *found, samples = total.tolist()
+    return {f"rollout/{name}": x / samples for name, x in zip([*sums, *plain], found, strict=True)}

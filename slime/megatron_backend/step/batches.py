@@ -1,0 +1,78 @@
+"""The micro-batches of a rank: packing for one pass or another, and how many of a rollout were taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from slime.config import Config
+from slime.data import columns
+from slime.data.packing import MicroBatch, pack, shares_prompts
+from slime.data.rank_data import RankData
+from slime.megatron_backend.parallel import ParallelInfo
+from slime.megatron_backend.step.routing_replay import Replay
+from slime.tracking.timers import Timers
+
+
+class Batches:
+    """One per trainer rank. `progress`: micro-batches that training has taken, and those of the rollout in total."""
+
+    def __init__(
+        self,
+        config: Config,
+        hf_config: dict[str, Any],
+        info: ParallelInfo,
+        replay: Replay,
+        timers: Timers,
+    ) -> None:
+        self._config, self._info, self._timers = config, info, timers
+        self._replay = replay
+        self._share_prompts = shares_prompts(config, hf_config)
+        self.begin(0)
+
+    def pack(self, data: RankData, samples: list[int], *, training: bool, policy: bool = True) -> MicroBatch:
+        """A micro-batch for training or for log-probs. `policy`: for the policy, which may replay experts; another
+        model chooses its own experts."""
+        carried = columns.carried(data, self._config, training=training, policy=policy)
+        batch = self._packed(data, samples, carried)
+        if policy:
+            self._replay.attach(batch, training=training)
+        return batch
+
+    def of_pass(
+        self, data: RankData, micro_batches: list[list[int]], *, policy: bool
+    ) -> Iterator[MicroBatch]:
+        """The packed micro-batches of a pass without gradient."""
+        return (self.pack(data, samples, training=False, policy=policy) for samples in micro_batches)
+
+    def of_training(self, data: RankData, micro_batches: list[list[int]]) -> Iterator[MicroBatch]:
+        """The packed micro-batches of an optimizer step of the policy."""
+        for k, samples in enumerate(micro_batches):
+            self.progress = (self._finished + k, self._total)
+            with self._timers.measure("pack"):
+                batch = self.pack(data, samples, training=True)
+            yield batch
+
+    def begin(self, total: int) -> None:
+        """Training of a rollout begins, with `total` micro-batches."""
+        self._finished, self._total = 0, total
+        self.progress = (0, total)
+
+    def finish(self, count: int) -> None:
+        """A step of `count` micro-batches has ended."""
+        self._finished += count
+        self.progress = (self._finished, self._total)
+
+    def _packed(self, data: RankData, samples: list[int], carried: Sequence[str]) -> MicroBatch:
+        info = self._info
+        return pack(
+            data,
+            samples,
+            carried,
+            device=info.device,
+            # sequence parallelism cuts the packed row into equal parts
+            multiple=info.tp_size if self._config.megatron.sequence_parallel else 1,
+            cp_rank=info.cp_rank,
+            cp_size=info.cp_size,
+            share_prompts=self._share_prompts,
+        )

@@ -1,0 +1,124 @@
+"""A trained role on one rank: its model, optimizer and schedule, its checkpoint, and the steps that train it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slime.config import Config
+from slime.data.packing import MicroBatch
+from slime.divergence import DivergedError
+from slime.megatron_backend.checkpoint import distributed as checkpoint
+from slime.megatron_backend.checkpoint.weights import load_weights
+from slime.megatron_backend.model.gpt import build_model
+from slime.megatron_backend.model.optimizer import build_optimizer, finish_grads
+from slime.megatron_backend.parallel import ParallelInfo
+from slime.megatron_backend.step.finite import require_finite_weights
+from slime.megatron_backend.step.head import MicroBatchLoss
+from slime.megatron_backend.step.loss import reduce_metrics
+from slime.megatron_backend.step.pipeline import from_last_stage, run_stages
+from slime.roles import Role
+from slime.tracking.timers import Timers
+
+MicroBatchLosses = Callable[[MicroBatch, Tensor], MicroBatchLoss]
+"""(micro-batch, the last stage's output) -> its loss and metrics."""
+
+
+class Learner:
+    """One per trained role. Builds the model with the weights that the run starts with or resumes from.
+
+    `resumed`: the record of the checkpoint that the role resumed from, None if it started from `role.source`.
+    """
+
+    def __init__(
+        self, role: Role, config: Config, hf_config: dict[str, Any], info: ParallelInfo, timers: Timers
+    ) -> None:
+        self.role, self.config, self.info, self.timers = role, config, info, timers
+        # Megatron's wrapper has no types.
+        self.model: Any = build_model(hf_config, config, predicts=config.algorithm.enable_mtp_training)
+        resume = role.resumes(config)
+        if resume is None:
+            source = role.source(config)
+            load_weights(self.model, source.directory, source.iteration)
+        self.optimizer, self.scheduler = build_optimizer(self.model, config, total_steps=config.total_steps)
+        self.resumed: dict[str, Any] | None = None
+        if resume is not None:
+            self.resumed = checkpoint.load_checkpoint(
+                *(resume.directory, self.model, self.optimizer, self.scheduler),
+                iteration=resume.iteration,
+                optim=not config.checkpoint.no_load_optim,
+                rng=not config.checkpoint.no_load_rng,
+            )
+
+    def step(
+        self,
+        rollout_id: int,
+        step_id: int,
+        batches: Iterator[MicroBatch],
+        count: int,
+        losses_of: MicroBatchLosses,
+        *,
+        samples: int,
+        loss_group: dist.ProcessGroup,
+    ) -> dict[str, float]:
+        """One optimizer step over `count` micro-batches, with its metrics. `samples`: by how many rollouts the schedule
+        advances. `loss_group`: the ranks whose losses add up. Collective over all ranks.
+
+        DivergedError if the gradients are not finite.
+        """
+        with self.timers.measure("optimizer"):
+            self.model.train()
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+
+        def on_output(batch: MicroBatch, output: Tensor) -> tuple[Tensor, MicroBatchLoss]:
+            loss = losses_of(batch, output)
+            return loss.loss, replace(loss, loss=loss.loss.detach())  # the backward ends the use of the graph
+
+        losses = run_stages(self.model, self.info, batches, count, on_output, self.timers)
+        with self.timers.measure("reduce_grads"):
+            finish_grads(self.model)
+        with self.timers.measure("optimizer"):
+            updated, grad_norm, _ = self.optimizer.step()
+        if not (updated and math.isfinite(grad_norm)):
+            raise DivergedError(
+                f"gradients must be finite, got norm {grad_norm} in step {step_id} of rollout {rollout_id}",
+                rollout_id,
+            )
+        # before `scheduler.step`: the rate that this step used
+        rates = {f"lr-pg_{i}": group["lr"] for i, group in enumerate(self.optimizer.param_groups)}
+        self.scheduler.step(increment=samples)
+        with self.timers.measure("step_metrics"):
+            reduced = reduce_metrics(losses, loss_group) if losses else {}
+            metrics = from_last_stage(self.info, reduced)
+        metrics |= {"grad_norm": float(grad_norm), **rates}
+        return {f"train/{self.role.metrics}{name}": value for name, value in metrics.items()}
+
+    def require_finite(self, rollout_id: int) -> None:
+        """DivergedError if a weight of this rank is not finite after training the rollout."""
+        with self.timers.measure("optimizer"):
+            require_finite_weights(rollout_id, self.model.parameters())
+
+    def close(self) -> None:
+        """Let go of the model and its optimizer, which hold process groups."""
+        vars(self).clear()
+
+    def save(self, directory: str | Path, rollout_id: int) -> None:
+        """Write the role's checkpoint as iteration `rollout_id`. Collective; appears only when complete."""
+        optimizer = None if self.config.checkpoint.no_save_optim else self.optimizer
+        extra = {"rollout_id": rollout_id}
+        checkpoint.save_checkpoint(directory, rollout_id, self.model, optimizer, self.scheduler, extra=extra)
+
+
+def frozen_model(role: Role, config: Config, hf_config: dict[str, Any]) -> nn.Module:
+    """The model of a role that is not trained, with its weights and without gradients."""
+    model = build_model(hf_config, config, ddp=False)
+    source = role.source(config)
+    load_weights(model, source.directory, source.iteration)
+    return model

@@ -1,0 +1,102 @@
+"""How the policy is trained: the losses of its micro-batches, and what reads their log-probs on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from slime import operators
+from slime.config import Config
+from slime.data.packing import MicroBatch
+from slime.data.rank_data import RankData
+from slime.hooks import load_function
+from slime.megatron_backend.model.gpt import parts_of
+from slime.megatron_backend.step.audit import Audit
+from slime.megatron_backend.step.batches import Batches
+from slime.megatron_backend.step.finite import require_finite_log_probs
+from slime.megatron_backend.step.head import MicroBatchLoss, head_of
+from slime.megatron_backend.step.learner import Learner
+from slime.megatron_backend.step.loss import LossSetup, micro_batch_loss
+from slime.megatron_backend.step.prediction import Predictions
+from slime.megatron_backend.step.routing_replay import Replay
+from slime.megatron_backend.step.scorers import OldLogProbs
+from slime.types import TrainData
+
+
+class PolicyTraining:
+    """One per trainer rank. `old`: the scorer that may take its log-probs from the first step; None without one."""
+
+    def __init__(
+        self,
+        config: Config,
+        args: Any,
+        learner: Learner,
+        batches: Batches,
+        replay: Replay,
+        audit: Audit,
+        old: OldLogProbs | None,
+    ) -> None:
+        self.config, self.args, self.learner, self.batches = config, args, learner, batches
+        self.replay, self.audit, self.old = replay, audit, old
+        self.head = head_of(config, operators.loss_head(config)[0], learner.model, learner.info)
+        ahead = None
+        if config.algorithm.enable_mtp_training:
+            ahead = Predictions(self.head, config.algorithm.mtp_loss_scaling_factor)
+        self.setup = LossSetup(config, args, self.head, learner.timers, ahead)
+
+    def train(self, rollout_id: int, data: RankData) -> tuple[list[dict[str, float]], dict[str, float]]:
+        """All optimizer steps of a rollout: the metrics of each, and those of the audit. Collective over all ranks."""
+        timers, audited = self.learner.timers, dict[str, float]()
+        with self.audit.watch(rollout_id, data, audited), timers.measure("actor_train"):
+            with timers.measure("step_metrics"):
+                known: TrainData = {} if self.old is None else self.old.known
+                require_finite_log_probs(rollout_id, data | known)
+            steps = self.optimizer_steps(rollout_id, data)
+        self.replay.forget()
+        return steps, audited
+
+    def optimizer_steps(self, rollout_id: int, data: RankData) -> list[dict[str, float]]:
+        learner, steps = self.learner, []
+        for step_id, micro_batches in enumerate(data.steps):
+            if path := self.config.value_of("custom_megatron_before_train_step_hook_path"):
+                hook = load_function(path, flag="--custom-megatron-before-train-step-hook-path")
+                parts = parts_of(learner.model)
+                hook(self.args, rollout_id, step_id, parts, learner.optimizer, learner.scheduler)
+            steps.append(self._step(rollout_id, data, micro_batches, step_id))
+        learner.require_finite(rollout_id)
+        return steps
+
+    def _step(
+        self, rollout_id: int, data: RankData, micro_batches: list[list[int]], step_id: int
+    ) -> dict[str, float]:
+        def losses(batch: MicroBatch, output: Tensor) -> MicroBatchLoss:
+            return self._losses(data, batch, output, step_id)
+
+        metrics = self.learner.step(
+            rollout_id,
+            step_id,
+            self.batches.of_training(data, micro_batches),
+            len(micro_batches),
+            losses,
+            samples=data.global_batch_sizes[step_id],
+            loss_group=self.head.loss_group,
+        )
+        self.batches.finish(len(micro_batches))
+        if self.old is not None and self.old.wants(step_id):
+            self.old.complete(data)
+        with self.learner.timers.measure("step_metrics"):
+            replayed = self.replay.metrics()
+        return metrics | replayed | {"train/global_batch_size": data.global_batch_sizes[step_id]}
+
+    def _losses(self, data: RankData, batch: MicroBatch, output: Tensor, step_id: int) -> MicroBatchLoss:
+        loss = micro_batch_loss(self.setup, data, batch, output, data.normalisers[step_id])
+        readers: list[Audit | OldLogProbs] = [self.audit] if self.audit.wants(data, step_id) else []
+        if self.old is not None and self.old.wants(step_id):
+            readers.append(self.old)
+        if loss.log_probs is not None and readers:
+            with self.learner.timers.measure("policy_loss"):
+                log_probs = self.head.all_rows(batch, loss.log_probs)
+                for reader in readers:
+                    reader.add(data, batch, log_probs)
+        return loss

@@ -1,0 +1,190 @@
+"""Scorers: each fills one column of a rank's data by a pass of a model without gradient, before training.
+
+    Scorer.fill(data)        in the order of slime.roles.passes_of
+
+A pass of a frozen model covers all samples. Old log-probs may come from the first optimizer step instead
+(`OldLogProbs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from slime import operators
+from slime.algo.losses import loss_of
+from slime.algo.needs import before_first_step
+from slime.config import Config
+from slime.data.packing import MicroBatch
+from slime.data.rank_data import RankData
+from slime.hooks import load_function
+from slime.megatron_backend.model.gpt import parts_of
+from slime.megatron_backend.parallel import ParallelInfo
+from slime.megatron_backend.step.batches import Batches
+from slime.megatron_backend.step.head import LmHead, head_of
+from slime.megatron_backend.step.pipeline import run_forward, tensors_from_last_stage
+from slime.roles import POLICY, Role, roles_of
+from slime.tracking.timers import Timers
+from slime.types import TrainData
+
+PerToken = Callable[[MicroBatch, Tensor], Tensor]
+"""(micro-batch, the last stage's output) -> one number per response token, [R]."""
+
+
+class Scorer(Protocol):
+    """One per role with a pass. `role.column` names what it fills."""
+
+    role: Role
+
+    def fill(self, data: RankData) -> None:
+        """Fill the column, unless the data or a later step provide it. Collective over tensor-, context- and
+        pipeline-parallel ranks."""
+        ...
+
+
+@torch.no_grad()
+def column_of_data(
+    model: nn.Module,
+    info: ParallelInfo,
+    per_token: PerToken,
+    batches: Iterable[MicroBatch],
+    count: int,
+    response_lengths: list[int],
+    samples: Iterable[int] | None = None,
+) -> dict[int, Tensor]:
+    """`per_token` of the samples by `model`: fp32 tensors [response length] by sample.
+
+    `count` micro-batches hold `samples`, which are all samples of the rank if None. Collective over tensor-, context-
+    and pipeline-parallel ranks.
+    """
+
+    def parts(batch: MicroBatch, output: Tensor) -> list[tuple[int, Tensor]]:
+        return list(zip(batch.samples, batch.split(per_token(batch, output), response_lengths), strict=True))
+
+    kept = run_forward(model, info, batches, count, parts)
+    found = dict(pair for of_batch in kept for pair in of_batch)
+    wanted = range(len(response_lengths)) if samples is None else samples
+    return tensors_from_last_stage(info, found, {i: response_lengths[i] for i in wanted})
+
+
+def log_probs_of(head: LmHead) -> PerToken:
+    """Log-probs by the head's model, in nats."""
+    return lambda batch, output: head.log_probs(batch, output, "none")[0]
+
+
+class Pass:
+    """A pass of one role's model over samples of a rank. `of_policy`: the model is the policy, which may replay
+    experts."""
+
+    def __init__(
+        self,
+        role: Role,
+        config: Config,
+        args: Any,
+        model: nn.Module,
+        per_token: PerToken,
+        info: ParallelInfo,
+        batches: Batches,
+        timers: Timers,
+        *,
+        of_policy: bool = False,
+    ) -> None:
+        self.role, self.model, self.of_policy = role, model, of_policy
+        self._config, self._args = config, args
+        self._per_token, self._info, self._batches, self._timers = per_token, info, batches, timers
+
+    def over(self, data: RankData, micro_batches: list[list[int]]) -> dict[int, Tensor]:
+        """The column, by sample of `micro_batches`. Calls --custom-megatron-before-log-prob-hook-path first."""
+        with self._timers.measure(self.role.timer):
+            if path := self._config.value_of("custom_megatron_before_log_prob_hook_path"):
+                hook = load_function(path, flag="--custom-megatron-before-log-prob-hook-path")
+                hook(self._args, parts_of(self.model), self.role.prefix)
+            return column_of_data(
+                self.model,
+                self._info,
+                self._per_token,
+                self._batches.of_pass(data, micro_batches, policy=self.of_policy),
+                len(micro_batches),
+                data.response_lengths,
+                sorted(i for samples in micro_batches for i in samples),
+            )
+
+
+class FrozenScorer:
+    """Fills the column of a role from a pass over all samples."""
+
+    def __init__(self, its_pass: Pass) -> None:
+        self.role, self._pass = its_pass.role, its_pass
+
+    def fill(self, data: RankData) -> None:
+        data.fill(self.role.column, self._pass.over(data, data.micro_batches))
+
+
+class OldLogProbs:
+    """The scorer of the policy: log-probs before the rollout's first optimizer step.
+
+        extra pass over the samples of later steps -> fill -> [first step] -> add -> complete -> data["old_log_probs"]
+
+    The first step trains the old policy, so that its log-probs, detached, are the old ones. So the pass covers all
+    samples only where something needs them before that step, and none in a rollout of one step.
+    """
+
+    def __init__(self, its_pass: Pass, config: Config, info: ParallelInfo) -> None:
+        self.role, self.its_pass = its_pass.role, its_pass
+        self._config, self._info = config, info
+        self._later: dict[int, Tensor] = {}
+        self._first: dict[int, Tensor] = {}
+
+    def fill(self, data: RankData) -> None:
+        """Fill the column, or begin to wait for the first step."""
+        if self._config.off_policy.use_rollout_logprobs:
+            data["old_log_probs"] = data["rollout_log_probs"]
+        elif before_first_step(self._config, len(data.step_sizes)):
+            data.fill("old_log_probs", self.its_pass.over(data, data.micro_batches))
+            data["log_probs"] = data["old_log_probs"]  # the name that advantage hooks read
+        elif later := data.micro_batches[data.step_sizes[0] :]:
+            self._later, self._first = self.its_pass.over(data, later), {}
+
+    @property
+    def known(self) -> TrainData:
+        """The log-probs that wait for the first step, as a column of some samples."""
+        return {"old_log_probs": list(self._later.values())} if self._later else {}
+
+    def wants(self, step_id: int) -> bool:
+        return step_id == 0 and bool(self._later)
+
+    def add(self, data: TrainData, batch: MicroBatch, log_probs: Tensor) -> None:
+        """Add the detached log-probs [R] of a micro-batch of the first step."""
+        parts = batch.split(log_probs, data["response_lengths"])
+        self._first |= zip(batch.samples, parts, strict=True)
+
+    def complete(self, data: RankData) -> None:
+        """After the first step: add the columns `old_log_probs` and `log_probs` for all samples. Collective over the
+        stages of a pipeline."""
+        lengths = {i: n for i, n in enumerate(data.response_lengths) if i not in self._later}
+        data.fill("old_log_probs", self._later | tensors_from_last_stage(self._info, self._first, lengths))
+        data["log_probs"] = data["old_log_probs"]
+        self._later, self._first = {}, {}
+
+
+def scorers_of(
+    config: Config,
+    args: Any,
+    models: Mapping[str, nn.Module],
+    info: ParallelInfo,
+    batches: Batches,
+    timers: Timers,
+) -> list[Scorer]:
+    """The scorers of a run in their order in a step. `models`: by the names of their roles."""
+    found: list[Scorer] = []
+    for role in roles_of(config) if loss_of(config.algorithm).rewarded else ():
+        model = models[role.name]
+        per_token = log_probs_of(head_of(config, operators.pass_head(config), model, info))
+        its_pass = Pass(
+            *(role, config, args, model, per_token, info, batches, timers), of_policy=role is POLICY
+        )
+        found.append(OldLogProbs(its_pass, config, info) if role is POLICY else FrozenScorer(its_pass))
+    return found
