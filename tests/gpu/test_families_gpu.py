@@ -27,7 +27,5 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_trainer_and_engine_agree(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_trainer_and_engine_agree(trained: Trained, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check_engine(trained, name, monkeypatch, TOLERANCE, DTYPE)
