@@ -1,8 +1,8 @@
 """One suite for every rollout backend: sampling, log-probs, aborts, pauses, versions, weight updates, faults.
 
 One vLLM engine serves all of it. "vllm": our client through vllm-router. "sglang": the SGLang client through the real
-sglang-router, to SGLang's routes of the same engine. The tests of these routes (door_cases) share the engine, too. All
-tests leave it serving the weights of `stack.checkpoint`.
+sglang-router, to SGLang's routes of the same engine. The tests of these routes (gateway_cases) share the engine, too.
+All tests leave it serving the weights of `stack.checkpoint`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 import torch
-from door_cases import *  # noqa: F403 (tests)
 from engine_fixtures import Stack, hf_log_probs, hf_model, publish_checkpoint
+from gateway_cases import *  # noqa: F403 (tests)
 from process_names import command_line
 from safetensors.torch import load_file
 
