@@ -55,12 +55,13 @@ DAPO = {"prompt": CHAT, "reward_model": {"ground_truth": "2"}, "data_source": "m
 @pytest.mark.parametrize(
     ("mode", "gpus", "name", "row", "lines"),
     [
-        (
+        pytest.param(
             "colocate",
             "1",
             "gsm8k.jsonl",
             GSM8K,
             ["1 rank: tensor parallel 1", "1 vLLM server x 1", "one after the"],
+            marks=pytest.mark.slow,
         ),
         (
             "disaggregated",

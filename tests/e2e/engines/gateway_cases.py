@@ -13,10 +13,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+import tool_calling
 from engine_fixtures import EOS_ID, Stack, hf_log_probs, status
+from rollout_double import make_args
 from transformers import AutoTokenizer
 
 from slime import http
+from slime.rollout.state import GenerateState
+from slime.types import Sample
 from slime.utils.http_utils import get, post
 from vime.pool.run_key import health_prefix
 
@@ -44,6 +48,29 @@ def ask(url: str, body: dict[str, Any], path: str = "/generate") -> Any:
 def sampled(**sampling: Any) -> dict[str, Any]:
     base = {"temperature": 1.0, "max_new_tokens": 12, "no_stop_trim": True, "skip_special_tokens": False}
     return {"input_ids": PROMPT, "sampling_params": base | sampling, "return_logprob": True}
+
+
+def test_a_generate_function_of_a_plug_in_calls_its_tool(stack: Stack) -> None:
+    """What the tool wrote is not trained on. A whole run with this function: test_tool_calling.py."""
+    facts, tokenizer = stack.pool.facts, AutoTokenizer.from_pretrained(stack.checkpoint)
+    args = make_args(rollout_max_response_len=24, hf_checkpoint=str(stack.checkpoint))
+    args.sglang_router_ip, args.sglang_router_port = facts["sglang_router_ip"], facts["sglang_router_port"]
+    args.rollout_state = state = GenerateState(args, None, tokenizer)
+    samples = [Sample(prompt=f"{n}+{n}", index=n) for n in range(16)]
+
+    async def generate() -> list[Sample]:
+        tasks = [tool_calling.generate(args, s, state.sampling_params | {"seed": s.index}) for s in samples]
+        return await asyncio.gather(*tasks)
+
+    found = asyncio.run(generate())
+    assert sum("tool_results" in sample.metadata for sample in found) > 3
+    for sample in found:
+        length, mask = sample.response_length, sample.loss_mask
+        assert len(mask) == len(sample.rollout_log_probs) == length <= 24
+        assert set(sample.weight_versions) == {stack.version}
+        written = [t for t, trained in zip(sample.tokens[-length:], mask, strict=True) if not trained]
+        results = sample.metadata.get("tool_results", [])
+        assert written == [t for r in results for t in tokenizer.encode(r, add_special_tokens=False)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])

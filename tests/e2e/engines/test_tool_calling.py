@@ -1,4 +1,5 @@
-"""A generate function that posts to the run's router, as plug-ins of slime do, in a whole run of `vime train`."""
+"""A generate function that posts to the run's router, as plug-ins of slime do, in a whole run of `vime train`. Short,
+with an engine alone: door_cases.py."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 from train_fixtures import PROMPTS, ROOT, SAMPLES, World, make_world, rows, run, samples, vime
 from transformers import AutoTokenizer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from checkouts import ROOT, in_shell, linked_checkout, use_this_environment
 from train_fixtures import rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
-COMMAND = "WARM_UP=8 bash scripts/run-tiny-grpo.sh --num-rollout 2"
+COMMAND = "WARM_UP=2 bash scripts/run-tiny-grpo.sh --num-rollout 2"
 
 
 @pytest.fixture(scope="module")

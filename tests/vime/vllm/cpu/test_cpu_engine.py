@@ -61,7 +61,7 @@ def test_a_model_with_a_state_is_served_without_a_cache_of_prefixes():
     assert off not in VllmServer(VllmSpec(**made, stateful=True, device="cuda")).command()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_vllm_keeps_the_start_method(method):
     """In a process of its own, as vLLM's CPU platform sets many variables."""
     program = (
