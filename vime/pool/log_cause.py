@@ -17,6 +17,8 @@ _FOLLOWS = re.compile(
     re.IGNORECASE,
 )
 """Errors that only say that another process failed."""
+_LISTED = re.compile(r"validation errors? for \w+$")
+"""Pydantic's first line. The fields and what is wrong with them are on the lines after it."""
 _REMEDIES = (
     (
         r"VLLM_PORT.*appears to be a URI",
@@ -41,10 +43,19 @@ _REMEDIES = (
 def cause_of(log: str) -> str | None:
     """The first error in `log` that is no consequence of another process's, in one line, with what to do if that is
     known. None without an error."""
-    plain = (_PREFIX.sub("", line).strip() for line in log.splitlines())
-    errors = [line for line in plain if _ERROR.match(line)]
+    plain = [_PREFIX.sub("", line).strip() for line in log.splitlines()]
+    errors = [_whole(plain, i) for i, line in enumerate(plain) if _ERROR.match(line)]
     if not errors:
         return None
     cause = next((error for error in errors if not _FOLLOWS.search(error)), errors[0])
     remedy = next((text for pattern, text in _REMEDIES if re.search(pattern, cause)), None)
     return cause if remedy is None else f"{cause.rstrip('.')}; {remedy}"
+
+
+def _whole(lines: list[str], i: int) -> str:
+    """The error that begins on line i. A list of pydantic's gives its first entry too."""
+    if not _LISTED.search(lines[i]):
+        return lines[i]
+    return ": ".join(
+        [lines[i], *(line for line in lines[i + 1 : i + 3] if line and not line.startswith("For further"))]
+    )

@@ -50,3 +50,15 @@ def test_a_log_without_a_cause():
     assert cause_of("INFO nothing: fine\nan Error without its text\n") is None
     alone = "RuntimeError: Engine core initialization failed. See root cause above."
     assert cause_of(f"(APIServer pid=5) {alone}") == alone
+
+
+def test_a_list_of_pydantic_gives_its_first_entry():
+    log = """
+(APIServer pid=7) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+(APIServer pid=7)   Value error, User-specified max_model_len (1000000) is greater than the derived max_model_len.
+(APIServer pid=7)     For further information visit https://errors.pydantic.dev/2/v/value_error
+"""
+    assert cause_of(log) == (
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig: Value error, User-specified "
+        "max_model_len (1000000) is greater than the derived max_model_len."
+    )
