@@ -92,9 +92,13 @@ def test_hooks_get_other_keywords_and_lists_keep_their_shape():
     assert asyncio.run(apply_rollout_sample_hooks(SimpleNamespace(), groups)) == groups  # no hooks
 
 
+async def length_reward(args, sample, **kwargs):
+    return float(sample.response_length)
+
+
 def test_a_function_that_is_replaced_is_the_one_that_runs(monkeypatch):
     """As slime's plug-ins and their tests do it: on the module under slime's name."""
-    args = make_args(custom_rm_path="test_plug_ins.length_reward")
+    args = make_args(custom_rm_path="test_plug_in_names.length_reward")
     state = make_state(args)
 
     async def mine(args, sample, sampling_params):
