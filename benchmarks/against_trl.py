@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from process_tree import adopt_orphans, visible_gpu
 from side_process import Ended, execute
-from trl_cases import CASES, OURS, QWEN3, SIDES, SMOLLM2, TRL, TRL_SLEEP, Case, Place, our_command, trl_job
+from trl_cases import CASES, OURS, QWEN3, SIDES, SMOLLM2, TRL, TRL_SLEEP, Place, TrlCase, our_command, trl_job
 from trl_table import Run, read_sessions, text, write_sessions
 
 from rl_kernel.benchmarks.machine import describe
@@ -84,7 +84,7 @@ class Comparison:
         self.arguments, self.work, self.gpu_gib = arguments, work, gpu_gib
         self.tiny = arguments.tiny.resolve() if arguments.tiny else work / "tiny"
 
-    def place(self, case: Case, run_dir: Path) -> Place:
+    def place(self, case: TrlCase, run_dir: Path) -> Place:
         first, _, rest = case.model.partition("/")
         model = self.tiny / rest if first == "tiny" else self.work / first
         prompts = {

@@ -26,7 +26,7 @@ from rl_kernel import linear_logp, linear_token_loss
 from rl_kernel.benchmarks.machine import describe
 from rl_kernel.benchmarks.problem import select_cases
 from rl_kernel.benchmarks.timing import FILL_MS, CudaClock, HostClock, heat
-from rl_kernel.ops.linear_logp.cases import Case
+from rl_kernel.ops.linear_logp.cases import LinearCase
 
 PROCESSES = 2
 LIMIT = 1.10
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _rank(rank: int, folder: str, cases: list[Case], on_gpus: bool, rounds: int) -> None:
+def _rank(rank: int, folder: str, cases: list[LinearCase], on_gpus: bool, rounds: int) -> None:
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)
@@ -75,7 +75,7 @@ def _rank(rank: int, folder: str, cases: list[Case], on_gpus: bool, rounds: int)
     dist.destroy_process_group()
 
 
-def _measure(case: Case, rank: int, device: torch.device, rounds: int) -> dict[str, list[float]]:
+def _measure(case: LinearCase, rank: int, device: torch.device, rounds: int) -> dict[str, list[float]]:
     """Milliseconds of every call, by contender and whether alone or together."""
     clock = CudaClock() if device.type == "cuda" else HostClock()
     contenders = _contenders(case, rank, device)
@@ -115,7 +115,9 @@ def _meeting(device: torch.device) -> Callable[[], None]:
     return meet
 
 
-def _contenders(case: Case, rank: int, device: torch.device) -> dict[tuple[str, str], Callable[[], Any]]:
+def _contenders(
+    case: LinearCase, rank: int, device: torch.device
+) -> dict[tuple[str, str], Callable[[], Any]]:
     generator = torch.Generator(device).manual_seed(0)
     dtype = torch.bfloat16
     hidden = (
@@ -155,7 +157,7 @@ def _contenders(case: Case, rank: int, device: torch.device) -> dict[tuple[str, 
     return found
 
 
-def _merged(folder: str, case: Case) -> list[dict[str, Any]]:
+def _merged(folder: str, case: LinearCase) -> list[dict[str, Any]]:
     """Medians of the slower process."""
     ranks = [
         json.loads(Path(folder, f"{case.name}-{rank}.json").read_text(encoding="utf-8"))

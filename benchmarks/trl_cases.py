@@ -17,7 +17,7 @@ always does; without it, TRL saves the time to put the engine to sleep."""
 
 
 @dataclass(frozen=True)
-class Case:
+class TrlCase:
     """One comparison. `steps`: optimizer steps per rollout. `max_tokens`: of a response. `data`: see `DATA`.
 
     `micro_tokens` is the size of our packed micro-batches, and `micro_samples` that of TRL's padded ones (None: all
@@ -47,17 +47,17 @@ class Case:
 
 SMOLLM2, QWEN3 = "smollm2-135m", "qwen3-4b"
 CASES = {
-    "short": Case("tiny/warm", "tiny", prompts=64, answers=16, max_tokens=5, steps=4),
-    "long": Case("tiny/base", "tiny", prompts=64, answers=16, max_tokens=64, steps=4),
-    "wide": Case("wide", "tiny", prompts=8, answers=8, max_tokens=128),
-    "smollm2": Case(SMOLLM2, "gsm8k", prompts=8, answers=4, max_tokens=64, lr=1e-6),
-    "smollm2-gpu": Case(
+    "short": TrlCase("tiny/warm", "tiny", prompts=64, answers=16, max_tokens=5, steps=4),
+    "long": TrlCase("tiny/base", "tiny", prompts=64, answers=16, max_tokens=64, steps=4),
+    "wide": TrlCase("wide", "tiny", prompts=8, answers=8, max_tokens=128),
+    "smollm2": TrlCase(SMOLLM2, "gsm8k", prompts=8, answers=4, max_tokens=64, lr=1e-6),
+    "smollm2-gpu": TrlCase(
         *(SMOLLM2, "gsm8k"),
         **{"prompts": 64, "answers": 8, "max_tokens": 256, "lr": 1e-6, "device": "cuda"},
         **{"micro_tokens": 16384, "micro_samples": 32, "engine_gib": 12.0, "context": 1024},
     ),
     # The gradients are zero between two steps. So they leave the GPU without a copy.
-    "qwen3-4b-gpu": Case(
+    "qwen3-4b-gpu": TrlCase(
         *(QWEN3, "arithmetic"),
         **{"prompts": 16, "answers": 8, "max_tokens": 512, "lr": 1e-6, "device": "cuda"},
         **{
@@ -86,12 +86,12 @@ class Place:
     run_dir: Path
     gpu_gib: float = 0.0
 
-    def engine_share(self, case: Case) -> float:
+    def engine_share(self, case: TrlCase) -> float:
         """The part of the card's memory that the engine may use."""
         return round(case.engine_gib / self.gpu_gib, 4)
 
 
-def our_command(case: Case, place: Place, rollouts: int, seed: int) -> list[str]:
+def our_command(case: TrlCase, place: Place, rollouts: int, seed: int) -> list[str]:
     """`vime train` with the flags of scripts/run-tiny-grpo.sh, without checkpoints, evaluations and shuffling."""
     prompt, label = DATA[case.data]
     return [
@@ -122,7 +122,7 @@ def our_command(case: Case, place: Place, rollouts: int, seed: int) -> list[str]
     ]
 
 
-def our_gpu_flags(case: Case, place: Place) -> list[str]:
+def our_gpu_flags(case: TrlCase, place: Place) -> list[str]:
     """bfloat16 parameters with float32 main weights, gradients and Adam state, and flash attention."""
     recompute = [
         "--recompute-granularity",
@@ -142,7 +142,7 @@ def our_gpu_flags(case: Case, place: Place) -> list[str]:
     ]
 
 
-def trl_job(case: Case, place: Place, rollouts: int, seed: int, sleep: bool) -> dict[str, Any]:
+def trl_job(case: TrlCase, place: Place, rollouts: int, seed: int, sleep: bool) -> dict[str, Any]:
     """The fields of trl_side.Job."""
     prompt, label = DATA[case.data]
     cuda = case.device == "cuda"

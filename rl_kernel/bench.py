@@ -27,7 +27,7 @@ from rl_kernel.benchmarks.streams import STREAMS
 from rl_kernel.benchmarks.timing import LEAST_CALLS, Plan, reason_of, trace
 from rl_kernel.checks import invalid
 from rl_kernel.host import Facts
-from rl_kernel.ops.linear_logp.cases import Case
+from rl_kernel.ops.linear_logp.cases import LinearCase
 
 LINEAR = ("linear_logp", "linear_token_loss")
 OPERATORS = (*LINEAR, *STREAMS)
@@ -133,7 +133,7 @@ def default_rivals(arguments: argparse.Namespace, device: torch.device) -> str:
     return "none" if few else "all"
 
 
-def print_traces(cases: Sequence[Case], contenders: Sequence[Contender], device: torch.device) -> None:
+def print_traces(cases: Sequence[LinearCase], contenders: Sequence[Contender], device: torch.device) -> None:
     for case in cases:
         problem = Problem(case, device)
         for contender in contenders:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from rl_kernel.benchmarks.problem import Contender, Outputs, Problem
-from rl_kernel.benchmarks.timing import Entry, Plan, Samples, Step, measure
+from rl_kernel.benchmarks.timing import CallTimes, Entry, Plan, Step, measure
 from rl_kernel.host import Facts
-from rl_kernel.ops.linear_logp.cases import Case
+from rl_kernel.ops.linear_logp.cases import LinearCase
 
 
-def run_case(case: Case, contenders: Sequence[Contender], device: torch.device, plan: Plan) -> Facts:
+def run_case(case: LinearCase, contenders: Sequence[Contender], device: torch.device, plan: Plan) -> Facts:
     """The result of one case as plain data: the yardstick, and one row per contender."""
     problem = Problem(case, device)
     problem.product()
@@ -57,7 +57,7 @@ def _entry(contender: Contender, problem: Problem) -> Entry:
     return Entry(row, build, errors, lambda outputs: [leaf.grad for leaf in problem.leaves])
 
 
-def timed(samples: Samples, products: int, product_ms: float) -> Facts:
+def timed(samples: CallTimes, products: int, product_ms: float) -> Facts:
     """Time of a row, and as a multiple of `products` matrix products: median, least, largest."""
     floor_ms = products * product_ms
     return {

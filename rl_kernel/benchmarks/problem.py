@@ -17,7 +17,7 @@ from torch import Tensor
 
 import rl_kernel
 from rl_kernel.checks import invalid
-from rl_kernel.ops.linear_logp.cases import Case
+from rl_kernel.ops.linear_logp.cases import LinearCase
 from rl_kernel.ops.logp import cases as logp_cases
 
 CHECKED_ROWS = 256
@@ -29,17 +29,17 @@ CLIP: dict[str, Any] = {"eps_clip": 0.2, "eps_clip_high": 0.28}
 
 
 GPU_CASES = (
-    Case("T1", 796, 2048, 75968),
-    Case("T2", 1820, 2048, 75968),
-    Case("T3", 6827, 2048, 75968),
-    Case("Q4B-4k", 4096, 2560, 151936),
-    Case("Q4B-16k", 16384, 2560, 151936),
-    Case("Q8B-8k", 8192, 4096, 151936),
+    LinearCase("T1", 796, 2048, 75968),
+    LinearCase("T2", 1820, 2048, 75968),
+    LinearCase("T3", 6827, 2048, 75968),
+    LinearCase("Q4B-4k", 4096, 2560, 151936),
+    LinearCase("Q4B-16k", 16384, 2560, 151936),
+    LinearCase("Q8B-8k", 8192, 4096, 151936),
 )
-CPU_CASES = (Case("tiny", 37, 16, 101), Case("wide", 5, 8, 1000))
+CPU_CASES = (LinearCase("tiny", 37, 16, 101), LinearCase("wide", 5, 8, 1000))
 
 
-def select_cases(names: str | None, device: torch.device) -> list[Case]:
+def select_cases(names: str | None, device: torch.device) -> list[LinearCase]:
     """The cases of a comma-separated list; without one, those for the device."""
     if names is None:
         return list(GPU_CASES if device.type == "cuda" else CPU_CASES)
@@ -67,7 +67,7 @@ class Problem:
     tensors whose `.grad` a call may leave behind.
     """
 
-    def __init__(self, case: Case, device: torch.device) -> None:
+    def __init__(self, case: LinearCase, device: torch.device) -> None:
         self.case, self.device = case, device
         random = torch.Generator(device).manual_seed(0)
         tokens, hidden, vocab = case.tokens, case.hidden, case.vocab

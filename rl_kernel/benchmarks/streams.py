@@ -161,7 +161,7 @@ def _logp(device: torch.device, sizes: Sizes) -> list[Stream]:
 
 def _tokens(device: torch.device, elements: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Per-token inputs of the policy-loss operators, [N] each, and those of them that are checked."""
-    columns = grpo_loss_cases.Case("benchmark", elements).inputs(device=str(device))
+    columns = grpo_loss_cases.GrpoLossCase("benchmark", elements).inputs(device=str(device))
     checked = {name: column[:CHECKED].clone() for name, column in columns.items()}
     for name in ("log_probs", "entropy"):
         columns[name].requires_grad_()

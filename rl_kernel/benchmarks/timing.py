@@ -88,7 +88,7 @@ def clock_of(device: torch.device) -> Clock[Any]:
 
 
 @dataclass(frozen=True)
-class Samples:
+class CallTimes:
     """Milliseconds of the calls of one contender."""
 
     ms: tuple[float, ...]
@@ -111,8 +111,8 @@ class Samples:
 class Timings:
     """`yardstick` has one sample for each timed call; `failed` names the contenders that broke, with why."""
 
-    yardstick: Samples
-    contenders: dict[str, Samples]
+    yardstick: CallTimes
+    contenders: dict[str, CallTimes]
     failed: dict[str, str]
 
 
@@ -257,8 +257,8 @@ def take_turns(
         reset()
         clock.finish()
 
-    def samples(marks: Iterable[tuple[Mark, Mark]]) -> Samples:
-        return Samples(tuple(clock.elapsed_ms(start, end) for start, end in marks))
+    def samples(marks: Iterable[tuple[Mark, Mark]]) -> CallTimes:
+        return CallTimes(tuple(clock.elapsed_ms(start, end) for start, end in marks))
 
     measured = {name: samples(marks) for name, marks in spans.items() if marks and name not in failed}
     return Timings(samples(yardsticks or [_once(yardstick, clock)]), measured, failed)

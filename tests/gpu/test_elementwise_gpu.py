@@ -164,14 +164,14 @@ def test_equal_rewards_get_exactly_zero():
 
 def calls():
     """name -> a call with its backward that makes every tensor it needs; 300000 tokens, or 3000 samples."""
-    ratio = ratio_cases.Case("calls", 300_000).inputs(torch.bfloat16, "cuda")
-    loss = grpo_cases.Case("calls", 300_000).inputs(torch.bfloat16, "cuda")
-    tile = grpo_cases.Case("tile", 2000).inputs(torch.float32, "cuda") | {"denominators": 50.0}
-    values, mask = masked_cases.Case("calls", (300_000,)).inputs(device="cuda")
-    rewards, groups, rollouts = group_cases.Case("calls", 3000, 100).inputs(device="cuda")
+    ratio = ratio_cases.RatioKlCase("calls", 300_000).inputs(torch.bfloat16, "cuda")
+    loss = grpo_cases.GrpoLossCase("calls", 300_000).inputs(torch.bfloat16, "cuda")
+    tile = grpo_cases.GrpoLossCase("tile", 2000).inputs(torch.float32, "cuda") | {"denominators": 50.0}
+    values, mask = masked_cases.MaskedCase("calls", (300_000,)).inputs(device="cuda")
+    rewards, groups, rollouts = group_cases.GroupAdvantageCase("calls", 3000, 100).inputs(device="cuda")
     every = grpo_cases.OPTIONS["everything"]
-    x, d_x = swiglu_cases.Case("calls", (300,), 3001).inputs(torch.bfloat16, "cuda")
-    query, cos, sin, d_query = rotary_cases.Case("calls", 3001, 7, 96, beside=64).inputs(
+    x, d_x = swiglu_cases.SwigluCase("calls", (300,), 3001).inputs(torch.bfloat16, "cuda")
+    query, cos, sin, d_query = rotary_cases.RotaryCase("calls", 3001, 7, 96, beside=64).inputs(
         torch.bfloat16, "cuda"
     )
     table = {
@@ -216,7 +216,7 @@ def test_calls_can_be_captured_in_a_graph(name):
 
 @pytest.mark.parametrize("op", MASKED.values(), ids=MASKED)
 def test_masked_reductions_can_be_captured_in_a_graph(op):
-    values, mask = masked_cases.Case("graph", (300_000,)).inputs(device="cuda")
+    values, mask = masked_cases.MaskedCase("graph", (300_000,)).inputs(device="cuda")
     leaf = values.requires_grad_()
     weight = torch.randn_like(values)
 
@@ -244,7 +244,7 @@ def check_capture(call):
 
 
 def test_a_graph_reads_new_values():
-    columns = grpo_cases.Case("graph", 5000).inputs(device="cuda")
+    columns = grpo_cases.GrpoLossCase("graph", 5000).inputs(device="cuda")
     columns["log_probs"].requires_grad_()
     with torch.no_grad():
         grpo(columns)
@@ -259,7 +259,7 @@ def test_a_graph_reads_new_values():
 def test_launches():
     """A tile of a few thousand tokens: one kernel forward, one backward; long columns: two and one."""
     for tokens, most in ((4096, 2), (100_000, 3)):
-        columns = grpo_cases.Case("launches", tokens).inputs(device="cuda")
+        columns = grpo_cases.GrpoLossCase("launches", tokens).inputs(device="cuda")
         leaf = columns["log_probs"].requires_grad_()
         upstream = torch.ones((), device="cuda")
         torch.autograd.grad(grpo(columns)[0], leaf, upstream)
@@ -272,7 +272,7 @@ def test_launches():
 
 
 def test_strict_mode_reads_values_and_fast_mode_shows_nan():
-    columns = grpo_cases.Case("strict", 100).inputs(device="cuda")
+    columns = grpo_cases.GrpoLossCase("strict", 100).inputs(device="cuda")
     columns["mask"][3] = True
     columns = {n: torch.nan_to_num(v) if v.is_floating_point() else v for n, v in columns.items()}
     columns["denominators"][3] = 0
@@ -298,7 +298,7 @@ def test_masked_reductions_over_nccl_wait_for_nothing(tmp_path):
         device_id=torch.device("cuda", torch.cuda.current_device()),
     )
     try:
-        values, mask = masked_cases.Case("nccl", (5000,)).inputs(device="cuda")
+        values, mask = masked_cases.MaskedCase("nccl", (5000,)).inputs(device="cuda")
         for name, op in MASKED.items():
             want = op(values, mask)
             op(values, mask, group=dist.group.WORLD)

@@ -83,7 +83,7 @@ HIDDEN, WIDTH, EXPERTS, COPIES = 2048, 768, 128, 8192 * 8
 """Qwen3-30B-A3B and 8,192 tokens that go to 8 experts each."""
 
 
-class Layer:
+class ExpertsLayer:
     """Weights of all experts of a layer in bfloat16, their buffers, and the two ways to compute it."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class Layer:
 
 
 def test_three_times_faster_than_one_expert_after_the_other():
-    layer = Layer()
+    layer = ExpertsLayer()
     for ours, theirs in zip(layer.results(layer.grouped), layer.results(layer.sequential), strict=True):
         assert (ours - theirs).float().norm() <= 0.01 * theirs.float().norm()
     grouped, sequential = layer.milliseconds(layer.grouped), layer.milliseconds(layer.sequential)

@@ -9,7 +9,7 @@ from rl_kernel import configure, grpo_loss, linear_logp, linear_token_loss, tele
 from rl_kernel.mode import using
 from rl_kernel.ops.linear_logp.cases import (
     LARGE,
-    Case,
+    LinearCase,
     acceptance_violations,
     contract_violations,
     evaluate,
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 MIB = 2**20
 BF16 = torch.bfloat16
-WIDE = Case("wide", 1664, 512, 151936, vocab_size=151669)
+WIDE = LinearCase("wide", 1664, 512, 151936, vocab_size=151669)
 
 
 def layer_of(case, dtype):

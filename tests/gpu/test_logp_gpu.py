@@ -8,12 +8,12 @@ import torch
 from rl_kernel import configure, linear_logp, logp
 from rl_kernel.contract import CONTRACTS, max_error
 from rl_kernel.kept import KeptTokens
-from rl_kernel.ops.logp.cases import CASES, LARGE, Case, formula
+from rl_kernel.ops.logp.cases import CASES, LARGE, LogpCase, formula
 
 pytestmark = pytest.mark.gpu
 
 CONTRACT = CONTRACTS["logp"]
-QWEN = Case("qwen", 512, 151936, vocab_size=151669)
+QWEN = LogpCase("qwen", 512, 151936, vocab_size=151669)
 
 
 def upstream(tokens):
@@ -60,7 +60,7 @@ def test_every_case_keeps_the_contract(case, dtype, truncated):
 
 
 def test_transposed_logits_and_a_second_stream():
-    logits, targets = Case("odd", 33, 5003).inputs(torch.bfloat16, "cuda")
+    logits, targets = LogpCase("odd", 33, 5003).inputs(torch.bfloat16, "cuda")
     plain = run(triton, logits, targets)
     turned = logits.t().contiguous().t()
     leaf = turned.detach().requires_grad_()
@@ -152,7 +152,7 @@ def test_linear_logp_with_a_kept_set(return_entropy):
     generator = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(300, 256, generator=generator, device="cuda").bfloat16()
     weight = (torch.randn(32000, 256, generator=generator, device="cuda") / 16).bfloat16()
-    case = Case("linear", 300, 32000, vocab_size=31990)
+    case = LogpCase("linear", 300, 32000, vocab_size=31990)
     targets = torch.randint(case.real, (300,), generator=generator, device="cuda")
     kept = case.kept(targets, most=300)
     grads = upstream(300)[: 1 + return_entropy].unbind()
@@ -190,7 +190,7 @@ def test_linear_logp_with_a_kept_set(return_entropy):
 
 @pytest.mark.parametrize("truncated", [False, True], ids=["whole", "kept"])
 def test_a_cuda_graph_replays_it(truncated):
-    case = Case("graph", 64, 32000)
+    case = LogpCase("graph", 64, 32000)
     static, targets = case.inputs(torch.bfloat16, "cuda")
     kept = case.kept(targets) if truncated else None
     g, h = upstream(case.tokens)

@@ -6,11 +6,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from rl_kernel import linear_logp, linear_token_loss
-from rl_kernel.ops.linear_logp.cases import Case
+from rl_kernel.ops.linear_logp.cases import LinearCase
 
 pytestmark = pytest.mark.multi_gpu
 
-CASE = Case("split", 1000, 512, 50304, vocab_size=50257)
+CASE = LinearCase("split", 1000, 512, 50304, vocab_size=50257)
 SPLIT = 30016
 KINDS = ((torch.bfloat16, 1536 * 2**20), (torch.bfloat16, 40 * 2**20), (torch.float32, 1536 * 2**20))
 

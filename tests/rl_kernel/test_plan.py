@@ -11,7 +11,7 @@ PLAIN = Costs(row=10_000, element=2, scratch=True)
 BOTH = pytest.mark.parametrize("costs", [EXP, PLAIN], ids=["no scratch", "scratch"])
 
 
-def room(tokens, columns, costs):
+def workspace(tokens, columns, costs):
     """Bytes in which exactly these columns of all tokens fit."""
     return tokens * (costs.row + columns * costs.element)
 
@@ -41,7 +41,7 @@ def test_a_quarter_of_the_workspace_is_scratch():
 @pytest.mark.parametrize("tokens", [1, 7, 1000])
 def test_a_plan_stays_within_the_workspace(tokens, columns, costs):
     for fits in (2048, 2049, 2500, 4096, 4999, 90_000):
-        budget = plan(tokens, columns, costs, room(tokens, fits, costs))
+        budget = plan(tokens, columns, costs, workspace(tokens, fits, costs))
         if fits >= columns:
             assert budget == Budget(columns, columns)
             continue
@@ -80,7 +80,7 @@ def test_a_small_vocabulary_needs_all_its_columns():
 
 def test_one_block_where_all_logits_fit():
     tokens, columns = 1000, 50_000
-    assert block_rows(tokens, columns, EXP, room(tokens, columns, EXP)) == tokens
+    assert block_rows(tokens, columns, EXP, workspace(tokens, columns, EXP)) == tokens
     assert block_rows(tokens, columns, EXP, 2**62, sum_bytes=2**40) == tokens
     assert block_rows(1, columns, EXP, 2**62) == 1
 
@@ -90,23 +90,23 @@ def test_blocks_where_recomputing_would_cost_more():
     tokens, columns = 100_000, 50_000
     # 33,334 rows, the next multiple of 512.
     third = 66 * 512
-    assert block_rows(tokens, columns, EXP, room(third, columns, EXP)) == third
+    assert block_rows(tokens, columns, EXP, workspace(third, columns, EXP)) == third
     # 200 columns fewer: 0.0042 products again, less than the 0.006 of a fourth block; 600 fewer: more.
-    assert block_rows(tokens, columns, EXP, room(third, columns - 200, EXP)) == third
-    assert block_rows(tokens, columns, EXP, room(third, columns - 600, EXP)) == 49 * 512
+    assert block_rows(tokens, columns, EXP, workspace(third, columns - 200, EXP)) == third
+    assert block_rows(tokens, columns, EXP, workspace(third, columns - 600, EXP)) == 49 * 512
 
 
 def test_recomputing_where_blocks_would_cost_more():
     """1,000 tokens, of which nine tenths of the logits fit: 0.1 products again against one product a block."""
     tokens, columns = 1000, 50_000
-    assert block_rows(tokens, columns, EXP, room(tokens, 45_000, EXP)) == tokens
+    assert block_rows(tokens, columns, EXP, workspace(tokens, 45_000, EXP)) == tokens
     # A tenth fits: 0.9 x 1.05 products again, still less than the next block.
-    assert block_rows(tokens, columns, EXP, room(tokens, 5_000, EXP)) == tokens
+    assert block_rows(tokens, columns, EXP, workspace(tokens, 5_000, EXP)) == tokens
 
 
 def test_the_sum_of_the_weight_gradient_is_paid_by_more_than_one_block():
     tokens, columns = 100_000, 50_000
-    third = room(66 * 512, columns, EXP)
+    third = workspace(66 * 512, columns, EXP)
     # The sum leaves nothing: all tokens at once.
     assert block_rows(tokens, columns, EXP, third, sum_bytes=third) == tokens
     assert block_rows(tokens, columns, EXP, third + 2**32, sum_bytes=2**32) == 66 * 512
@@ -114,20 +114,20 @@ def test_the_sum_of_the_weight_gradient_is_paid_by_more_than_one_block():
 
 def test_blocks_are_nearly_equal_and_whole():
     # Only 640 tokens have room for the narrowest tile: of 11 units not two blocks of 6 and 5, but three of 4, 4 and 3.
-    assert block_rows(1300, 50_000, EXP, room(640, 1024, EXP)) == 4 * 128
+    assert block_rows(1300, 50_000, EXP, workspace(640, 1024, EXP)) == 4 * 128
 
 
 @BOTH
 def test_no_choice_fits_names_what_is_needed(costs):
     least = 1024 * (2 if costs.scratch else 1)
-    need = room(128, least, costs)
+    need = workspace(128, least, costs)
     with pytest.raises(
         ValueError, match=rf"workspace_bytes must be >= {need}, got {need - 1}; .* at least 2 MiB"
     ):
         block_rows(1000, 50_000, costs, need - 1)
     assert block_rows(1000, 50_000, costs, need) == 128
     # Fewer tokens than a block need less.
-    need = room(5, least, costs)
+    need = workspace(5, least, costs)
     with pytest.raises(ValueError, match=f"must be >= {need}, .* give 5 tokens at least 1 MiB"):
         block_rows(5, 50_000, costs, need - 1)
     assert block_rows(5, 50_000, costs, need) == 5

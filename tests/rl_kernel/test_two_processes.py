@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 from rl_kernel import linear_logp, logp, masked_mean, masked_sum, masked_whiten, vocab
 from rl_kernel.dispatch import interpreted
 from rl_kernel.kept import KeptTokens
-from rl_kernel.ops.linear_logp.cases import Case
+from rl_kernel.ops.linear_logp.cases import LinearCase
 from rl_kernel.ops.logp.cases import formula
 
 SPLITS = {
@@ -26,7 +26,7 @@ IMPLS = ["reference", "triton"] if interpreted() else ["reference"]
 
 def problem(split, dtype, tokens=TOKENS):
     _, end, vocab_size = SPLITS[split]
-    hidden, weight, targets = Case(split, tokens, 5, end, vocab_size).inputs(dtype, seed=end)
+    hidden, weight, targets = LinearCase(split, tokens, 5, end, vocab_size).inputs(dtype, seed=end)
     # Logits near -200: a rank without real columns must not pull the common maximum up to 0.
     low = 200 if split == "second shard all padding" else 0
     bias = (torch.linspace(-1, 1, end) - low).to(dtype)

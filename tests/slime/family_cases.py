@@ -120,7 +120,7 @@ PREDICTION = {
 
 
 @dataclass(frozen=True)
-class Case:
+class FamilyCase:
     """A tiny model: its family, and how it differs from the family's entry in `TINY`. `engine`: whether
     tests/e2e/engines/test_engine_families.py compares it with an engine; other families have a test of their own.
     `dtype`: that of the trainer and the engine there."""
@@ -131,46 +131,46 @@ class Case:
     dtype: str = "float32"
 
 
-CASES: dict[str, Case] = {
-    "qwen2": Case("qwen2"),
-    "qwen3-untied": Case("qwen3", {"tie_word_embeddings": False}),
-    "qwen3-moe": Case("qwen3_moe", {"mlp_only_layers": [0]}),
-    "glm4-moe": Case("glm4_moe", {"tie_word_embeddings": False, "first_k_dense_replace": 1}),
-    "llama": Case("llama", {"rope_parameters": LLAMA3 | OLD}, engine=True),
-    "llama-untied-yarn": Case(
+CASES: dict[str, FamilyCase] = {
+    "qwen2": FamilyCase("qwen2"),
+    "qwen3-untied": FamilyCase("qwen3", {"tie_word_embeddings": False}),
+    "qwen3-moe": FamilyCase("qwen3_moe", {"mlp_only_layers": [0]}),
+    "glm4-moe": FamilyCase("glm4_moe", {"tie_word_embeddings": False, "first_k_dense_replace": 1}),
+    "llama": FamilyCase("llama", {"rope_parameters": LLAMA3 | OLD}, engine=True),
+    "llama-untied-yarn": FamilyCase(
         "llama", {"tie_word_embeddings": False, "rope_parameters": YARN | OLD}, engine=True
     ),
-    "llama-bias": Case("llama", {"attention_bias": True}),
-    "llama-linear": Case(
+    "llama-bias": FamilyCase("llama", {"attention_bias": True}),
+    "llama-linear": FamilyCase(
         "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
     ),
-    "mistral": Case("mistral", engine=True),
-    "mistral-untied-all": Case("mistral", {"tie_word_embeddings": False, "sliding_window": None}),
-    "glm4": Case("glm4", {"tie_word_embeddings": False}, engine=True),
-    "minimax-m2": Case("minimax_m2", {"tie_word_embeddings": False}, engine=True),
-    "mimo": Case("mimo", {"tie_word_embeddings": False}, engine=True),
-    "deepseek": Case("deepseek_v3", engine=True),
+    "mistral": FamilyCase("mistral", engine=True),
+    "mistral-untied-all": FamilyCase("mistral", {"tie_word_embeddings": False, "sliding_window": None}),
+    "glm4": FamilyCase("glm4", {"tie_word_embeddings": False}, engine=True),
+    "minimax-m2": FamilyCase("minimax_m2", {"tie_word_embeddings": False}, engine=True),
+    "mimo": FamilyCase("mimo", {"tie_word_embeddings": False}, engine=True),
+    "deepseek": FamilyCase("deepseek_v3", engine=True),
     # Moonlight: queries from the hidden states; the published YaRN, where both factors are equal, changes the scale
-    "deepseek-plain-queries": Case(
+    "deepseek-plain-queries": FamilyCase(
         "deepseek_v3",
         {"q_lora_rank": None, "v_head_dim": 32, "rope_parameters": YARN | OLD | MSCALE},
         engine=True,
     ),
-    "kimi-k2": Case("kimi_k2", {"rope_parameters": YARN | OLD | MSCALE | {"mscale": 0.7}}, engine=True),
-    "glm4-moe-lite": Case("glm4_moe_lite", engine=True),
-    "glm4-moe-lite-bias": Case("glm4_moe_lite", {"attention_bias": True}),
-    "gpt-oss": Case("gpt_oss", {"tie_word_embeddings": False}, engine=True),
-    "gemma2": Case("gemma2", engine=True),
-    "gemma3": Case("gemma3_text", engine=True),
-    "qwen2-moe": Case("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine=True),
+    "kimi-k2": FamilyCase("kimi_k2", {"rope_parameters": YARN | OLD | MSCALE | {"mscale": 0.7}}, engine=True),
+    "glm4-moe-lite": FamilyCase("glm4_moe_lite", engine=True),
+    "glm4-moe-lite-bias": FamilyCase("glm4_moe_lite", {"attention_bias": True}),
+    "gpt-oss": FamilyCase("gpt_oss", {"tie_word_embeddings": False}, engine=True),
+    "gemma2": FamilyCase("gemma2", engine=True),
+    "gemma3": FamilyCase("gemma3_text", engine=True),
+    "qwen2-moe": FamilyCase("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine=True),
     # vLLM's kernels of gated delta nets for CPUs are in bfloat16 only
-    "qwen3-next": Case(
+    "qwen3-next": FamilyCase(
         "qwen3_next", {"tie_word_embeddings": False, "mlp_only_layers": [0]}, True, "bfloat16"
     ),
-    "qwen3-5": Case("qwen3_5", {}, True, "bfloat16"),
-    "qwen3-5-text": Case("qwen3_5_text", {"tie_word_embeddings": False}, True, "bfloat16"),
-    "qwen3-5-moe": Case("qwen3_5_moe", {"tie_word_embeddings": False}, True, "bfloat16"),
-    "qwen3-5-moe-text": Case("qwen3_5_moe_text", {"tie_word_embeddings": False}, True, "bfloat16"),
+    "qwen3-5": FamilyCase("qwen3_5", {}, True, "bfloat16"),
+    "qwen3-5-text": FamilyCase("qwen3_5_text", {"tie_word_embeddings": False}, True, "bfloat16"),
+    "qwen3-5-moe": FamilyCase("qwen3_5_moe", {"tie_word_embeddings": False}, True, "bfloat16"),
+    "qwen3-5-moe-text": FamilyCase("qwen3_5_moe_text", {"tie_word_embeddings": False}, True, "bfloat16"),
 }
 """Name of a tiny model -> the model."""
 
@@ -208,6 +208,6 @@ ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
 }
 
 
-def engine_shape(case: Case) -> dict[str, Any]:
+def engine_shape(case: FamilyCase) -> dict[str, Any]:
     """The shape of a tiny model that vLLM serves too."""
     return {**case.shape, **ENGINE_SHAPE, **ENGINE_EXPERTS.get(case.kind, {})}

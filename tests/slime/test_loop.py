@@ -24,7 +24,7 @@ def done(value: Any) -> Future:
     return future
 
 
-class Run:
+class LoopRun:
     """One run's calls in order, as words: "generate 0", "train 0", "publish 1", ..."""
 
     def __init__(self, start: int = 0, **flags: Any) -> None:
@@ -127,7 +127,7 @@ def test_the_loop_has_at_most_eight_branches():
 
 
 def test_synchronous():
-    run = Run()
+    run = LoopRun()
     assert run.go() == words("publish 0,generate 0, train 0, publish 1,generate 1, train 1, publish 2")
     assert run.generated_with == [0, 1]
     assert run.logged == [("rollout/step", 0), ("train/step", 0), ("rollout/step", 1), ("train/step", 1)]
@@ -135,7 +135,7 @@ def test_synchronous():
 
 @pytest.mark.parametrize("drops", [True, False])
 def test_colocated_engines_sleep_while_the_trainer_works(drops):
-    run = Run(colocate=True, save="dir", save_interval=1, num_rollout=1)
+    run = LoopRun(colocate=True, save="dir", save_interval=1, num_rollout=1)
     run.drops_weights = drops
     again = ", publish 1" if drops else ""
     assert run.go() == words(
@@ -145,7 +145,7 @@ def test_colocated_engines_sleep_while_the_trainer_works(drops):
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 9])
 def test_generation_runs_ahead_by_max_staleness(staleness):
-    run = Run(max_staleness=staleness, num_rollout=5)
+    run = LoopRun(max_staleness=staleness, num_rollout=5)
     calls = run.go()
     assert [c for c in calls if c.startswith("generate")] == [f"generate {i}" for i in range(5)]
     assert [c for c in calls if c.startswith("train")] == [f"train {i}" for i in range(5)]
@@ -153,7 +153,7 @@ def test_generation_runs_ahead_by_max_staleness(staleness):
 
 
 def test_one_rollout_ahead():
-    assert Run(max_staleness=1, num_rollout=3).go() == words(
+    assert LoopRun(max_staleness=1, num_rollout=3).go() == words(
         "publish 0,"
         "generate 0, generate 1, train 0, publish 1,"
         "generate 2, train 1, publish 2,"
@@ -162,7 +162,7 @@ def test_one_rollout_ahead():
 
 
 def test_two_rollouts_ahead():
-    assert Run(max_staleness=2, num_rollout=4).go() == words(
+    assert LoopRun(max_staleness=2, num_rollout=4).go() == words(
         "publish 0,"
         "generate 0, generate 1, generate 2, train 0, publish 1,"
         "generate 3, train 1, publish 2,"
@@ -171,7 +171,7 @@ def test_two_rollouts_ahead():
 
 
 def test_weights_at_an_interval():
-    run = Run(update_weights_interval=2, max_staleness=1, num_rollout=4)
+    run = LoopRun(update_weights_interval=2, max_staleness=1, num_rollout=4)
     calls = run.go()
     assert [c for c in calls if c.startswith("publish")] == ["publish 0", "publish 2", "publish 4"]
     assert calls.index("publish 2") == calls.index("train 1") + 1
@@ -180,28 +180,28 @@ def test_weights_at_an_interval():
 
 
 def test_evaluation_before_and_at_its_interval():
-    calls = Run(eval_interval=2, num_rollout=4).go()
+    calls = LoopRun(eval_interval=2, num_rollout=4).go()
     evaluations = [(calls[i - 1], c) for i, c in enumerate(calls) if c.startswith("evaluate")]
     assert evaluations == [
         ("publish 0", "evaluate 0"),
         ("publish 2", "evaluate 2"),
         ("publish 4", "evaluate 4"),
     ]
-    calls = Run(eval_interval=2, num_rollout=4, skip_eval_before_train=True).go()
+    calls = LoopRun(eval_interval=2, num_rollout=4, skip_eval_before_train=True).go()
     assert [c for c in calls if c.startswith("evaluate")] == ["evaluate 2", "evaluate 4"]
-    assert not [c for c in Run().go() if c.startswith("evaluate")]
+    assert not [c for c in LoopRun().go() if c.startswith("evaluate")]
 
 
 def test_no_rollout_with_an_interval_evaluates_once():
-    assert Run(eval_interval=5, num_rollout=0).go() == ["publish 0", "evaluate 0"]
-    run = Run(start=7, eval_interval=5, num_rollout=0, skip_eval_before_train=True)
+    assert LoopRun(eval_interval=5, num_rollout=0).go() == ["publish 0", "evaluate 0"]
+    run = LoopRun(start=7, eval_interval=5, num_rollout=0, skip_eval_before_train=True)
     assert run.go() == ["publish 7", "evaluate 7"], "of a resumed checkpoint, whatever its number"
     assert run.logged == [("eval/step", 7)]
 
 
 def test_rollouts_without_training_are_evaluated():
     def calls(**flags):
-        run = Run(**flags)
+        run = LoopRun(**flags)
         loop.generate_only(run.config, run, run, run.report)
         return run.calls
 
@@ -214,7 +214,7 @@ def test_rollouts_without_training_are_evaluated():
 
 
 def test_evaluations_are_logged():
-    run = Run(eval_interval=1, num_rollout=1)
+    run = LoopRun(eval_interval=1, num_rollout=1)
     run.go()
     assert [entry for entry in run.logged if entry[0] == "eval/step"] == [("eval/step", 0), ("eval/step", 1)]
 
@@ -228,7 +228,7 @@ def test_evaluations_are_logged():
     ],
 )
 def test_saving(flags, saved):
-    run = Run(num_rollout=5, max_staleness=1, **flags)
+    run = LoopRun(num_rollout=5, max_staleness=1, **flags)
     calls = run.go()
     assert [c for c in calls if c.startswith("save")] == saved
     assert [f"save {i}" for i in run.with_checkpoint] == saved
@@ -237,25 +237,25 @@ def test_saving(flags, saved):
 
 def test_resumed_run():
     """From rollout 3 of 5: the engines get version 3 first; an evaluation that was due there is made again."""
-    run = Run(start=3, num_rollout=5, eval_interval=3, max_staleness=1)
+    run = LoopRun(start=3, num_rollout=5, eval_interval=3, max_staleness=1)
     assert run.go() == words(
         "publish 3, evaluate 3, generate 3, generate 4,train 3, publish 4, train 4, publish 5"
     )
-    assert Run(start=5, num_rollout=5).go() == ["publish 5"]
+    assert LoopRun(start=5, num_rollout=5).go() == ["publish 5"]
 
 
 def test_training_alone_publishes_nothing():
-    assert Run().go(NoEngines()) == words("generate 0, train 0, generate 1, train 1")
+    assert LoopRun().go(NoEngines()) == words("generate 0, train 0, generate 1, train 1")
 
 
 def test_rollouts_alone():
-    run = Run(start_rollout_id=1, num_rollout=3)
+    run = LoopRun(start_rollout_id=1, num_rollout=3)
     loop.generate_only(run.config, run, run, run.report)
     assert run.calls == ["generate 1", "generate 2"]
     assert run.logged == [("rollout/step", 1), ("rollout/step", 2)]
 
 
-class LostEngine(Run):
+class LostEngine(LoopRun):
     def generate(self, rollout_id: int, saves: bool = False) -> Future:
         return Future()  # never answers
 
@@ -271,7 +271,7 @@ def test_a_lost_engine_ends_the_wait():
     assert run.calls == ["publish 0", "check_health"]
 
 
-class FailingRollout(Run):
+class FailingRollout(LoopRun):
     def generate(self, rollout_id: int, saves: bool = False) -> Future:
         future: Future = Future()
         future.set_exception(TimeoutError("a batch of groups passed its deadline"))

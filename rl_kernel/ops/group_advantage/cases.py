@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Case:
+class GroupAdvantageCase:
     """S samples of `groups` groups in random order, with about two samples per rollout."""
 
     name: str
@@ -26,10 +26,15 @@ class Case:
         return rewards.to(device, dtype), (rollouts % self.groups).to(device), rollouts.to(device)
 
 
-CASES = (Case("no_samples", 0, 1), Case("one_sample", 1, 1), Case("one_group", 9, 1), Case("ragged", 43, 5))
+CASES = (
+    GroupAdvantageCase("no_samples", 0, 1),
+    GroupAdvantageCase("one_sample", 1, 1),
+    GroupAdvantageCase("one_group", 9, 1),
+    GroupAdvantageCase("ragged", 43, 5),
+)
 """Small enough for Triton's interpreter."""
 
-LARGE = (Case("many", 2000, 250), Case("several_blocks", 4099, 37))
+LARGE = (GroupAdvantageCase("many", 2000, 250), GroupAdvantageCase("several_blocks", 4099, 37))
 """The kernels' blocks hold 1024 samples."""
 
 

@@ -15,7 +15,7 @@ CLIP_BOUNDS = (0.8, 0.9, 1.2, 1.3)
 
 
 @dataclass(frozen=True)
-class Case:
+class GrpoLossCase:
     """N tokens of three samples. A fifth of them is masked out and holds NaN.
 
     Tokens whose ratio equals a clip bound in float32 are masked out too: in float64 they may lie on either side.
@@ -51,15 +51,15 @@ class Case:
 
 
 CASES = (
-    Case("no_tokens", 0),
-    Case("one_token", 1),
-    Case("one_program", 1500),
-    Case("one_full_program", 4096),
-    Case("several_programs", 5000),
+    GrpoLossCase("no_tokens", 0),
+    GrpoLossCase("one_token", 1),
+    GrpoLossCase("one_program", 1500),
+    GrpoLossCase("one_full_program", 4096),
+    GrpoLossCase("several_programs", 5000),
 )
 """Small enough for Triton's interpreter; one program takes 4096 tokens, several take 1024 each."""
 
-LARGE = (Case("many_programs", 2**20), Case("many_programs_ragged", 2**20 + 13))
+LARGE = (GrpoLossCase("many_programs", 2**20), GrpoLossCase("many_programs_ragged", 2**20 + 13))
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -93,7 +93,7 @@ def formula(
     unbiased_kl: bool = False,
     entropy_coef: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The objective and its metrics token by token in float64, from all columns of `Case.inputs`."""
+    """The objective and its metrics token by token in float64, from all columns of `GrpoLossCase.inputs`."""
     mask = c["mask"] != 0
     d = {name: torch.where(mask, value.double(), 0) for name, value in c.items()}
     high = eps_clip if eps_clip_high is None else eps_clip_high

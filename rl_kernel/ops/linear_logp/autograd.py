@@ -14,14 +14,14 @@ from rl_kernel.autograd import Context
 from rl_kernel.ops.linear_logp import exp_head
 from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.exp_head import ExpHead
-from rl_kernel.ops.linear_logp.head import Head, Problem, Rows, Sinks
+from rl_kernel.ops.linear_logp.head import Problem, Rows, Sinks, VocabularyHead
 from rl_kernel.ops.linear_logp.plain_head import PlainHead
 from rl_kernel.ops.linear_logp.plan import Budget, forward_rows, plan
 from rl_kernel.telemetry import record_variant, timed
 from rl_kernel.vocab import usable_temperature
 
 
-def make_head(problem: Problem) -> Head:
+def make_head(problem: Problem) -> VocabularyHead:
     """The fastest head that takes these inputs. Both heads keep the same contract."""
     return PlainHead(problem) if exp_head.refusal(problem) else ExpHead(problem)
 

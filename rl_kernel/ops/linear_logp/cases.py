@@ -25,7 +25,7 @@ Operator = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Case:
+class LinearCase:
     """N tokens, H hidden, V columns of which those from `vocab_size` on are padding."""
 
     name: str
@@ -50,37 +50,37 @@ class Case:
         return hidden.to(dtype), weight.to(dtype), targets
 
     def kept(self, targets: Tensor, most: int = 7) -> KeptTokens:
-        """Kept ids, as `rl_kernel.ops.logp.cases.Case.kept` makes them."""
-        return logp_cases.Case(self.name, self.tokens, self.vocab, self.vocab_size).kept(targets, most)
+        """Kept ids, as `rl_kernel.ops.logp.cases.LogpCase.kept` makes them."""
+        return logp_cases.LogpCase(self.name, self.tokens, self.vocab, self.vocab_size).kept(targets, most)
 
 
 CASES = (
-    Case("no_tokens", 0, 8, 16),
-    Case("one_token", 1, 8, 16),
-    Case("one_column", 5, 8, 1),
-    Case("tiny", 7, 5, 11),
-    Case("ragged", 1000, 67, 331),
-    Case("padded_vocab", 130, 32, 128, vocab_size=100),
-    Case("kept_tiles", 700, 16, 5000),
-    Case("recomputed_tiles", 1100, 16, 5000, vocab_size=4999),
-    Case("large_vocab", 3, 8, 151936),
+    LinearCase("no_tokens", 0, 8, 16),
+    LinearCase("one_token", 1, 8, 16),
+    LinearCase("one_column", 5, 8, 1),
+    LinearCase("tiny", 7, 5, 11),
+    LinearCase("ragged", 1000, 67, 331),
+    LinearCase("padded_vocab", 130, 32, 128, vocab_size=100),
+    LinearCase("kept_tiles", 700, 16, 5000),
+    LinearCase("recomputed_tiles", 1100, 16, 5000, vocab_size=4999),
+    LinearCase("large_vocab", 3, 8, 151936),
 )
 """For plain PyTorch on the host."""
 
 TINY = (
-    Case("no_tokens", 0, 8, 16),
-    Case("one_token", 1, 8, 16),
-    Case("one_column", 5, 8, 1),
-    Case("odd_width", 9, 13, 37, vocab_size=33),
-    Case("one_block", 7, 24, 100),
-    Case("blocks", 130, 72, 300, vocab_size=290),
+    LinearCase("no_tokens", 0, 8, 16),
+    LinearCase("one_token", 1, 8, 16),
+    LinearCase("one_column", 5, 8, 1),
+    LinearCase("odd_width", 9, 13, 37, vocab_size=33),
+    LinearCase("one_block", 7, 24, 100),
+    LinearCase("blocks", 130, 72, 300, vocab_size=290),
 )
 """Small enough for Triton's interpreter. The exponential head can take all but `odd_width`."""
 
 LARGE = (
-    Case("qwen3_half", 796, 2048, 75968),
-    Case("qwen3", 1000, 1024, 151936, vocab_size=151669),
-    Case("odd_width", 301, 515, 50257),
+    LinearCase("qwen3_half", 796, 2048, 75968),
+    LinearCase("qwen3", 1000, 1024, 151936, vocab_size=151669),
+    LinearCase("odd_width", 301, 515, 50257),
 )
 """For a GPU."""
 

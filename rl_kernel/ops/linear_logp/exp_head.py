@@ -18,7 +18,7 @@ from torch import Tensor
 from rl_kernel.collectives import gather_stack
 from rl_kernel.dispatch import interpreted
 from rl_kernel.ops.linear_logp import kernels
-from rl_kernel.ops.linear_logp.head import Head, Problem, Rows
+from rl_kernel.ops.linear_logp.head import Problem, Rows, VocabularyHead
 from rl_kernel.ops.linear_logp.plan import Budget, Costs
 from rl_kernel.ops.logp.kernels import merge
 
@@ -55,7 +55,7 @@ def readable(rows: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Part:
+class TilePart:
     """Consecutive columns of the product: its tensor maps, where the row sums of its blocks go, how many of the columns
     are no padding, and whether the tile is stored."""
 
@@ -70,7 +70,7 @@ def _has_tensor_maps(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-class ExpHead(Head):
+class ExpHead(VocabularyHead):
     """A tile holds exp(z - center), and for the backward its entry at the target is replaced. A factor per row turns it
     into the gradient."""
 
@@ -191,7 +191,7 @@ class ExpHead(Head):
             dist.all_reduce(rows["center"], group=shard.group)
         return rows
 
-    def _parts(self, kept: int, tile: Tensor | None, sums: Tensor) -> Iterator[Part]:
+    def _parts(self, kept: int, tile: Tensor | None, sums: Tensor) -> Iterator[TilePart]:
         """All columns in up to two parts: the kept columns store their tile, the others leave only their sums."""
         problem = self.problem
         split = -(-kept // kernels.BLOCK_COLUMNS)
@@ -202,11 +202,11 @@ class ExpHead(Head):
             if columns.stop > columns.start and len(problem.hidden):
                 shard = self.task.shard.tile(columns)
                 maps = kernels.descriptors(problem.hidden, problem.weight[columns], out)
-                yield Part(maps, part, shard.real, out is not None)
+                yield TilePart(maps, part, shard.real, out is not None)
 
     def _multiply(
         self,
-        parts: list[Part],
+        parts: list[TilePart],
         rows: dict[str, Tensor],
         *,
         conditional: bool = False,

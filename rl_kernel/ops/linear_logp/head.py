@@ -1,8 +1,9 @@
 """The output layer on a device: row statistics and gradients of `hidden @ weight.T`, column tile by column tile.
 
-`Head` owns what both of its classes share: which columns are kept for the backward, the sums of the three gradients,
-and the sums over a split vocabulary. `ExpHead` (exponentials straight from the product) and `PlainHead` (logits, then
-row kernels) compute one tile. `linear_logp` and `linear_token_loss` call them. Nothing here reads a value to the host.
+`VocabularyHead` owns what both of its classes share: which columns are kept for the backward, the sums of the three
+gradients, and the sums over a split vocabulary. `ExpHead` (exponentials straight from the product) and `PlainHead`
+(logits, then row kernels) compute one tile. `linear_logp` and `linear_token_loss` call them. Nothing here reads a value
+to the host.
 
 Legend: N tokens, H hidden, V columns of this process, C columns of a tile.
 """
@@ -64,7 +65,7 @@ class Sinks:
     add: bool
 
 
-class Head(ABC):
+class VocabularyHead(ABC):
     """One way to compute tiles. Call `forward`, then `backward` at most once on the rows that it returned."""
 
     def __init__(self, problem: Problem) -> None:

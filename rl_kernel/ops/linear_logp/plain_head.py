@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_kernel.collectives import gather_stack
 from rl_kernel.gemm import product_
-from rl_kernel.ops.linear_logp.head import Head, Problem, Rows
+from rl_kernel.ops.linear_logp.head import Problem, Rows, VocabularyHead
 from rl_kernel.ops.linear_logp.plan import Budget, Costs
 from rl_kernel.ops.logp.kept_kernels import kept_logits_grad, merge_kept, no_logits, pick_
 from rl_kernel.ops.logp.kernels import logits_grad, merge, row_stats
@@ -22,7 +22,7 @@ ROW_VECTORS = 512
 """Bytes per token for the statistics of row and tiles, and the gradients of rows."""
 
 
-class PlainHead(Head):
+class PlainHead(VocabularyHead):
     """A tile holds logits before the temperature. `gradient_tile` works in place if the dtypes agree."""
 
     def __init__(self, problem: Problem) -> None:

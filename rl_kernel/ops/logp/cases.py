@@ -12,7 +12,7 @@ from rl_kernel.kept import KeptTokens
 
 
 @dataclass(frozen=True)
-class Case:
+class LogpCase:
     """N tokens, V columns of which those from `vocab_size` on are padding."""
 
     name: str
@@ -47,20 +47,20 @@ class Case:
 
 
 CASES = (
-    Case("no_tokens", 0, 16),
-    Case("one_token", 1, 16),
-    Case("one_column", 5, 1),
-    Case("tiny", 7, 11),
-    Case("padded", 9, 128, vocab_size=100),
-    Case("ragged_blocks", 4, 2 * 4096 + 700, vocab_size=2 * 4096 + 691),
-    Case("whole_blocks", 3, 2 * 4096, vocab_size=4096),
+    LogpCase("no_tokens", 0, 16),
+    LogpCase("one_token", 1, 16),
+    LogpCase("one_column", 5, 1),
+    LogpCase("tiny", 7, 11),
+    LogpCase("padded", 9, 128, vocab_size=100),
+    LogpCase("ragged_blocks", 4, 2 * 4096 + 700, vocab_size=2 * 4096 + 691),
+    LogpCase("whole_blocks", 3, 2 * 4096, vocab_size=4096),
 )
 """Small enough for Triton's interpreter."""
 
 LARGE = (
-    Case("qwen3_half", 796, 75968),
-    Case("qwen3", 1000, 151936, vocab_size=151669),
-    Case("odd", 301, 50257),
+    LogpCase("qwen3_half", 796, 75968),
+    LogpCase("qwen3", 1000, 151936, vocab_size=151669),
+    LogpCase("odd", 301, 50257),
 )
 """For a GPU."""
 

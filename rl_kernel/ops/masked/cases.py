@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Case:
+class MaskedCase:
     """Values with mean 5 and deviation 1. A third of them is masked out and holds NaN."""
 
     name: str
@@ -29,16 +29,16 @@ class Case:
 
 
 CASES = (
-    Case("nothing", (0,)),
-    Case("one_entry", (1,)),
-    Case("ragged", (333,)),
-    Case("matrix", (7, 129)),
-    Case("one_block", (4096,)),
-    Case("blocks_and_a_rest", (9001,)),
+    MaskedCase("nothing", (0,)),
+    MaskedCase("one_entry", (1,)),
+    MaskedCase("ragged", (333,)),
+    MaskedCase("matrix", (7, 129)),
+    MaskedCase("one_block", (4096,)),
+    MaskedCase("blocks_and_a_rest", (9001,)),
 )
 """Small enough for Triton's interpreter; the kernels' blocks hold 4096 entries."""
 
-LARGE = (Case("many_blocks", (2**20,)), Case("long_programs_ragged", (2**23 + 13,)))
+LARGE = (MaskedCase("many_blocks", (2**20,)), MaskedCase("long_programs_ragged", (2**23 + 13,)))
 
 
 def formula(name: str, values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Case:
+class RatioKlCase:
     """N tokens. A fifth of them is masked out and holds NaN."""
 
     name: str
@@ -29,15 +29,15 @@ class Case:
 
 
 CASES = (
-    Case("no_tokens", 0),
-    Case("one_token", 1),
-    Case("ragged", 333),
-    Case("one_block", 1024),
-    Case("blocks_and_a_rest", 2500),
+    RatioKlCase("no_tokens", 0),
+    RatioKlCase("one_token", 1),
+    RatioKlCase("ragged", 333),
+    RatioKlCase("one_block", 1024),
+    RatioKlCase("blocks_and_a_rest", 2500),
 )
 """Small enough for Triton's interpreter; the kernels' blocks hold 1024 tokens."""
 
-LARGE = (Case("many_blocks", 2**20), Case("many_blocks_ragged", 2**20 + 13))
+LARGE = (RatioKlCase("many_blocks", 2**20), RatioKlCase("many_blocks_ragged", 2**20 + 13))
 
 OPTIONS = tuple(
     {"kl_type": kl_type, "unbiased": unbiased}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Case:
+class RotaryCase:
     """x [tokens, heads, size]: heads that are a part of fused rows. A row holds `beside` more values."""
 
     name: str
@@ -37,20 +37,20 @@ class Case:
 
 
 CASES = (
-    Case("no_tokens", 0, 2, 8),
-    Case("no_heads", 3, 0, 8),
-    Case("no_size", 3, 2, 0),
-    Case("one_pair", 1, 1, 2),
-    Case("ragged", 5, 3, 10),
-    Case("heads_of_a_row", 7, 4, 16, beside=24),
-    Case("odd_heads", 9, 5, 32, beside=3),
+    RotaryCase("no_tokens", 0, 2, 8),
+    RotaryCase("no_heads", 3, 0, 8),
+    RotaryCase("no_size", 3, 2, 0),
+    RotaryCase("one_pair", 1, 1, 2),
+    RotaryCase("ragged", 5, 3, 10),
+    RotaryCase("heads_of_a_row", 7, 4, 16, beside=24),
+    RotaryCase("odd_heads", 9, 5, 32, beside=3),
 )
 """Small enough for Triton's interpreter. A program rotates all heads of a token."""
 
 LARGE = (
-    Case("qwen3_4b_query", 16384, 32, 128, beside=2048),
-    Case("qwen3_4b_key", 16384, 8, 128, beside=5120),
-    Case("ragged_heads", 4099, 7, 96),
+    RotaryCase("qwen3_4b_query", 16384, 32, 128, beside=2048),
+    RotaryCase("qwen3_4b_key", 16384, 8, 128, beside=5120),
+    RotaryCase("ragged_heads", 4099, 7, 96),
 )
 
 

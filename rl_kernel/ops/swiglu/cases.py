@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Case:
+class SwigluCase:
     """x of shape [*rows, 2 F]. The gates have the standard deviation `spread`, so that some sigmoids saturate."""
 
     name: str
@@ -31,18 +31,18 @@ class Case:
 
 
 CASES = (
-    Case("no_rows", (0,), 8),
-    Case("no_columns", (3,), 0),
-    Case("one_element", (1,), 1),
-    Case("ragged", (5,), 37),
-    Case("one_block", (3,), 2048),
-    Case("blocks_and_a_rest", (3,), 2500),
-    Case("batched", (4, 1, 3), 24),
-    Case("large_gates", (7,), 100, spread=20.0),
+    SwigluCase("no_rows", (0,), 8),
+    SwigluCase("no_columns", (3,), 0),
+    SwigluCase("one_element", (1,), 1),
+    SwigluCase("ragged", (5,), 37),
+    SwigluCase("one_block", (3,), 2048),
+    SwigluCase("blocks_and_a_rest", (3,), 2500),
+    SwigluCase("batched", (4, 1, 3), 24),
+    SwigluCase("large_gates", (7,), 100, spread=20.0),
 )
 """Small enough for Triton's interpreter; the kernels' blocks hold 2048 columns."""
 
-LARGE = (Case("qwen3_4b", (16384,), 9728), Case("ragged_rows", (4099, 1), 3001))
+LARGE = (SwigluCase("qwen3_4b", (16384,), 9728), SwigluCase("ragged_rows", (4099, 1), 3001))
 
 
 def formula(x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """A generate function that posts to the run's router, as plug-ins of slime do, in a whole run of `vime train`. Short,
-with an engine alone: door_cases.py."""
+with an engine alone: gateway_cases.py."""
 
 from __future__ import annotations
 

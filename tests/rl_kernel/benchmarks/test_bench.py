@@ -17,11 +17,11 @@ from rl_kernel.benchmarks.linear import timed
 from rl_kernel.benchmarks.own import own_contenders
 from rl_kernel.benchmarks.pairs import unfit
 from rl_kernel.benchmarks.problem import Contender, Outputs, Problem
-from rl_kernel.benchmarks.timing import Samples, calls_within, reason_of, take_turns
-from rl_kernel.ops.linear_logp.cases import Case
+from rl_kernel.benchmarks.timing import CallTimes, calls_within, reason_of, take_turns
+from rl_kernel.ops.linear_logp.cases import LinearCase
 
 CPU = torch.device("cpu")
-TINY = Case("tiny", 37, 16, 101)
+TINY = LinearCase("tiny", 37, 16, 101)
 INF = float("inf")
 
 
@@ -188,10 +188,10 @@ def test_take_turns_times_each_call_against_the_yardstick() -> None:
         reset=lambda: resets.append(1),
         calls={"a": 5, "b": 3},
     )
-    assert timings.contenders == {"a": Samples((7.0,) * 5), "b": Samples((3.0,) * 3)}
+    assert timings.contenders == {"a": CallTimes((7.0,) * 5), "b": CallTimes((3.0,) * 3)}
     assert timings.yardstick.ms == (2.0,) * 8
     assert len(resets) == 8 + 5
-    assert timed(Samples((2.0, 2.2, 3.0)), 1, 2.0) == {
+    assert timed(CallTimes((2.0, 2.2, 3.0)), 1, 2.0) == {
         "ms": {"median": 2.2, "min": 2.0, "max": 3.0, "calls": 3, "each": [2.0, 2.2, 3.0]},
         "products": 1,
         "ratio": 1.1,

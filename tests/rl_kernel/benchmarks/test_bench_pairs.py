@@ -21,7 +21,7 @@ from rl_kernel.benchmarks.pairs import (
     unfit,
 )
 from rl_kernel.benchmarks.report import linear_lines, result_lines, table
-from rl_kernel.benchmarks.timing import Samples
+from rl_kernel.benchmarks.timing import CallTimes
 
 KERNEL = {"linear_logp": "triton"}
 
@@ -39,7 +39,7 @@ def a_row(name: str, ms: dict[str, Any], operator: str = "rival", **more: Any) -
 
 
 def calls(*ms: float) -> dict[str, Any]:
-    return Samples(tuple(ms)).each_as_json()
+    return CallTimes(tuple(ms)).each_as_json()
 
 
 def test_the_interval_is_between_the_ranks_of_the_sign_test() -> None:

@@ -10,7 +10,7 @@ from rl_kernel import group_advantage, telemetry
 from rl_kernel.contract import CONTRACTS, max_error
 from rl_kernel.dispatch import Refused
 from rl_kernel.mode import using
-from rl_kernel.ops.group_advantage.cases import CASES, Case, formula
+from rl_kernel.ops.group_advantage.cases import CASES, GroupAdvantageCase, formula
 
 kernels = pytest.importorskip("rl_kernel.ops.group_advantage.kernels", reason="Triton is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -59,7 +59,7 @@ def test_equal_rewards_get_exactly_zero(value, siblings):
 
 
 def test_ids_may_be_any_int32_and_strided():
-    rewards, groups, rollouts = Case("ids", 20, 3).inputs(device=DEVICE)
+    rewards, groups, rollouts = GroupAdvantageCase("ids", 20, 3).inputs(device=DEVICE)
     want = triton(rewards, groups, rollout_ids=rollouts)
     ids = [(x.int() * 1000 - 7).repeat_interleave(2)[::2] for x in (groups, rollouts)]
     assert torch.equal(triton(rewards.repeat_interleave(2)[::2], ids[0], rollout_ids=ids[1]), want)

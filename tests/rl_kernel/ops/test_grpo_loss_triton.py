@@ -9,7 +9,7 @@ import rl_kernel.ops.grpo_loss as module
 from rl_kernel import grpo_loss, telemetry
 from rl_kernel.contract import CONTRACTS, max_error
 from rl_kernel.dispatch import Refused
-from rl_kernel.ops.grpo_loss.cases import CASES, OPTIONS, Case, formula
+from rl_kernel.ops.grpo_loss.cases import CASES, OPTIONS, GrpoLossCase, formula
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -68,7 +68,7 @@ def test_every_case_keeps_the_contract(case, options, dtype):
 @pytest.mark.parametrize("absent", [("ref_log_probs",), ("tis_weights",), ("ref_log_probs", "tis_weights")])
 @pytest.mark.parametrize("tokens", [50, 4500])
 def test_columns_that_are_left_out(absent, tokens):
-    columns = Case("absent", tokens).inputs(device=DEVICE)
+    columns = GrpoLossCase("absent", tokens).inputs(device=DEVICE)
     columns = {name: value for name, value in columns.items() if name not in (*absent, "entropy")}
     check(run(triton, columns, {}), run(reference, columns, {}), torch.float32, {})
 
@@ -76,7 +76,7 @@ def test_columns_that_are_left_out(absent, tokens):
 @pytest.mark.parametrize("denominators", [7, 2.5, torch.int64, torch.int32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("mask_dtype", [torch.uint8, torch.int64, torch.float16, torch.float64])
 def test_denominators_and_masks_of_any_dtype(denominators, mask_dtype):
-    columns, options = Case("dtypes", 50).inputs(device=DEVICE), OPTIONS["everything"]
+    columns, options = GrpoLossCase("dtypes", 50).inputs(device=DEVICE), OPTIONS["everything"]
     columns["mask"] = columns["mask"].to(mask_dtype)
     given = denominators
     columns["denominators"] = columns["denominators"].to(given) if isinstance(given, torch.dtype) else given
@@ -84,7 +84,7 @@ def test_denominators_and_masks_of_any_dtype(denominators, mask_dtype):
 
 
 def test_columns_of_other_dtypes_than_the_log_probs():
-    columns, options = Case("mixed", 50).inputs(device=DEVICE), OPTIONS["everything"]
+    columns, options = GrpoLossCase("mixed", 50).inputs(device=DEVICE), OPTIONS["everything"]
     for name, dtype in (("old_log_probs", torch.float64), ("advantages", torch.bfloat16)):
         columns[name] = columns[name].to(dtype)
     columns["entropy"] = columns["entropy"].half()
@@ -95,14 +95,14 @@ def test_columns_of_other_dtypes_than_the_log_probs():
 
 
 def test_strided_columns():
-    columns, options = Case("strided", 60).inputs(device=DEVICE), OPTIONS["everything"]
+    columns, options = GrpoLossCase("strided", 60).inputs(device=DEVICE), OPTIONS["everything"]
     strided = {name: value.repeat_interleave(2)[::2] for name, value in columns.items()}
     got, want = run(triton, strided, options), run(triton, columns, options)
     assert torch.equal(got[0], want[0]) and torch.equal(got[2]["log_probs"], want[2]["log_probs"])
 
 
 def test_a_constant_log_prob_leaves_the_gradient_of_the_entropy():
-    columns = Case("constant", 40).inputs(device=DEVICE)
+    columns = GrpoLossCase("constant", 40).inputs(device=DEVICE)
     entropy = columns["entropy"].requires_grad_()
     loss, _ = triton(columns, entropy_coef=0.1)
     loss.backward()
@@ -137,7 +137,7 @@ def test_a_huge_ratio_of_a_clipped_token_has_a_zero_gradient():
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan])
 def test_an_unread_bad_denominator_shows_as_nan(monkeypatch, impl, bad):
     monkeypatch.setattr(module, "reads_values", lambda tensor: False)
-    columns = Case("bad", 20).inputs(device=DEVICE)
+    columns = GrpoLossCase("bad", 20).inputs(device=DEVICE)
     columns["mask"][:2] = torch.tensor([True, False])
     columns = {name: torch.nan_to_num(v) if v.is_floating_point() else v for name, v in columns.items()}
     for row, loss_is_nan in ((0, True), (1, False)):  # row 1 is not counted
@@ -159,6 +159,6 @@ def test_float64_is_refused_by_name():
 
 def test_calls_are_counted():
     telemetry(reset=True)
-    triton(Case("counted", 3).inputs(device=DEVICE))
+    triton(GrpoLossCase("counted", 3).inputs(device=DEVICE))
     counts = telemetry(reset=True)["grpo_loss"]
     assert (counts["calls"], counts["tokens"]) == (1, 3) and counts["implementations"] == {"triton": 1}

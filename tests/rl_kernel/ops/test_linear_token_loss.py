@@ -9,11 +9,11 @@ from hardware_rounding import nearest  # noqa: F401
 from rl_kernel import grpo_loss, linear_logp, linear_token_loss
 from rl_kernel.dispatch import interpreted
 from rl_kernel.mode import using
-from rl_kernel.ops.linear_logp.cases import Case, contract_violations, formula, upstream
+from rl_kernel.ops.linear_logp.cases import LinearCase, contract_violations, formula, upstream
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-SMALL = Case("small", 6, 8, 11)
+SMALL = LinearCase("small", 6, 8, 11)
 IMPLS = ["reference", "triton"] if interpreted() or DEVICE == "cuda" else ["reference"]
 
 pytestmark = [
@@ -95,7 +95,7 @@ def test_entropy_is_none_unless_asked_for(impl):
 @both_impls
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_zero_and_one_token(impl, tokens):
-    leaves, targets = leaves_of(Case("few", tokens, 8, 11), bias=True)
+    leaves, targets = leaves_of(LinearCase("few", tokens, 8, 11), bias=True)
     loss = weighted(tokens)
     result = linear_token_loss(**leaves, targets=targets, token_loss=loss, return_entropy=True, impl=impl)
     result.loss.backward()
@@ -173,7 +173,7 @@ def test_without_gradients_nothing_is_computed_for_them(impl, how):
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_the_weight_gradient_is_added_to_a_buffer_in_the_call(impl, dtype):
     """Two micro-batches: both gradients in float32, whatever the dtype; autograd gets none, whatever comes later."""
-    cases = [Case("first", 6, 8, 11), Case("second", 3, 8, 11)]
+    cases = [LinearCase("first", 6, 8, 11), LinearCase("second", 3, 8, 11)]
     buffer = torch.full((11, 8), 0.5, device=DEVICE)
     weight = cases[0].inputs(dtype, DEVICE)[1].requires_grad_()
     truth = buffer.double()
@@ -229,7 +229,7 @@ def test_weight_tied_to_the_embedding_that_made_the_hidden_states(impl):
 @pytest.mark.parametrize("return_entropy", [False, True])
 @pytest.mark.parametrize("per_token", [False, True])
 def test_gradcheck_of_the_reference(return_entropy, per_token):
-    case = Case("gradcheck", 6, 3, 5, vocab_size=4)
+    case = LinearCase("gradcheck", 6, 3, 5, vocab_size=4)
     hidden, weight, targets = case.inputs(FP64)
     temperature = torch.linspace(0.6, 1.4, 6, dtype=FP64) if per_token else 0.8
     bias = torch.linspace(-1, 1, 5, dtype=FP64)

@@ -10,7 +10,7 @@ from hardware_rounding import nearest  # noqa: F401
 from rl_kernel import grpo_loss, linear_logp, linear_token_loss
 from rl_kernel.ops.grpo_loss import cases as grpo_cases
 from rl_kernel.ops.linear_logp.cases import (
-    Case,
+    LinearCase,
     acceptance_violations,
     contract_violations,
     formula,
@@ -31,9 +31,9 @@ pytestmark = [
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-BLOCKS = Case("blocks", 260, 16, 100, vocab_size=90)
+BLOCKS = LinearCase("blocks", 260, 16, 100, vocab_size=90)
 """Three blocks of at most 128 tokens where the workspace holds no more."""
-TILES = Case("tiles", 140, 16, 1500, vocab_size=1490)
+TILES = LinearCase("tiles", 140, 16, 1500, vocab_size=1490)
 """More columns than the narrowest tile."""
 
 
@@ -89,7 +89,7 @@ def problem_of(layer, targets):
     return prepared(Problem(layer["hidden"], layer["weight"], None, task))
 
 
-def room(layer, targets, rows, columns, entropy=True):
+def workspace(layer, targets, rows, columns, entropy=True):
     """Bytes in which so many columns of so many rows fit."""
     costs = make_head(problem_of(layer, targets)).costs(entropy)
     return rows * (costs.row + columns * costs.element)
@@ -126,7 +126,7 @@ def test_blocks_of_tokens(recorder, dtype, blocks, where):
     temperature = torch.linspace(0.5, 1.5, 260, device=DEVICE)
     options = {"temperature": temperature, "vocab_size": 90}
     buffer = torch.full((100, 16), 2.0, device=DEVICE) if where == "weight_grad" else None
-    size = room(layer, targets, 260 if blocks == 1 else 130, 100)
+    size = workspace(layer, targets, 260 if blocks == 1 else 130, 100)
     if blocks == 3 and buffer is None:
         size += 100 * 16 * 4
     actual, result = run(loss, layer, targets, workspace_bytes=size, weight_grad=buffer, **options)
@@ -152,7 +152,7 @@ def test_blocks_and_one_block_give_the_same_numbers(recorder):
     results = []
     for rows in (260, 130):
         buffer = torch.zeros(100, 16, device=DEVICE)
-        size = room(layer, targets, rows, 100)
+        size = workspace(layer, targets, rows, 100)
         actual, _ = run(recorder(260), layer, targets, workspace_bytes=size, weight_grad=buffer)
         results.append(actual | {"d_weight": buffer})
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
@@ -163,12 +163,12 @@ def test_blocks_and_one_block_give_the_same_numbers(recorder):
 def test_tiles_are_computed_again_where_a_sum_would_not_fit(recorder, dtype):
     """All tokens at once: no second block, which would need the float32 sum."""
     columns = 1500 if dtype == BF16 else 2600
-    case = Case("tiles", 140, 16, columns, vocab_size=columns - 10)
+    case = LinearCase("tiles", 140, 16, columns, vocab_size=columns - 10)
     layer, targets = layer_of(case, dtype)
     loss = recorder(140)
     options = {"temperature": 0.9, "vocab_size": columns - 10}
     fits = 1300 if dtype == BF16 else 2100
-    actual, _ = run(loss, layer, targets, workspace_bytes=room(layer, targets, 140, fits), **options)
+    actual, _ = run(loss, layer, targets, workspace_bytes=workspace(layer, targets, 140, fits), **options)
     assert loss.rows == [(0, 140)]
     assert [budget.kept for budget in loss.budgets] == [1280 if dtype == BF16 else 1024]
     truth = by_autograd(formula, loss, layer, targets, torch.float64, **options)
@@ -180,7 +180,7 @@ def test_tiles_are_computed_again_where_a_sum_would_not_fit(recorder, dtype):
 
 def test_too_little_workspace_names_what_is_needed(recorder):
     layer, targets = layer_of(TILES, BF16)
-    need = room(layer, targets, 128, 1024)
+    need = workspace(layer, targets, 128, 1024)
     buffer = torch.zeros(1500, 16, device=DEVICE)
     with pytest.raises(ValueError, match=rf"workspace_bytes must be >= {need}, got {need - 1}; .* 1 MiB"):
         run(recorder(140), layer, targets, workspace_bytes=need - 1, weight_grad=buffer)
@@ -191,7 +191,7 @@ def test_the_sum_and_its_blocks_fit_together(recorder, monkeypatch):
     """What is live at once: the float32 sum, and one block's tile."""
     layer, targets = layer_of(BLOCKS, BF16)
     loss = recorder(260)
-    size = room(layer, targets, 130, 100) + 100 * 16 * 4
+    size = workspace(layer, targets, 130, 100) + 100 * 16 * 4
     kind = type(make_head(problem_of(layer, targets)))
     memory, taken = kind.tile_memory, []
     monkeypatch.setattr(
@@ -202,14 +202,14 @@ def test_the_sum_and_its_blocks_fit_together(recorder, monkeypatch):
     # One byte less for the blocks: not even one of 128 tokens fits beside the sum.
     loss.rows.clear()
     with pytest.raises(ValueError, match="give 260 tokens at least"):
-        run(loss, layer, targets, workspace_bytes=room(layer, targets, 128, 100) + 100 * 16 * 4 - 1)
+        run(loss, layer, targets, workspace_bytes=workspace(layer, targets, 128, 100) + 100 * 16 * 4 - 1)
     assert loss.rows == []
 
 
 @pytest.mark.parametrize("entropy", [False, True], ids=["log_probs", "both"])
 def test_the_same_as_linear_logp_and_autograd(recorder, entropy):
     """Bit for bit, in one block: the same kernels in the same order."""
-    layer, targets = layer_of(Case("same", 20, 24, 150), BF16)
+    layer, targets = layer_of(LinearCase("same", 20, 24, 150), BF16)
     loss = recorder(20, entropy=entropy)
     one_pass, _ = run(loss, layer, targets)
 
@@ -227,7 +227,7 @@ def test_same_bits_every_time(recorder, dtype):
     results = []
     for _ in range(2):
         buffer = torch.zeros(100, 16, device=DEVICE)
-        size = room(layer, targets, 130, 100)
+        size = workspace(layer, targets, 130, 100)
         actual, _ = run(recorder(260), layer, targets, workspace_bytes=size, weight_grad=buffer)
         results.append([*actual.values(), buffer])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -237,10 +237,10 @@ def test_same_bits_every_time(recorder, dtype):
 def test_grpo_loss_inside(options):
     """Every term, over two blocks of which masked-out tokens hold NaN, for logits that are not rounded: a log-prob
     must not fall on the other side of a clip bound."""
-    layer, targets = layer_of(Case("grpo", 136, 16, 100, vocab_size=90), BF16)
+    layer, targets = layer_of(LinearCase("grpo", 136, 16, 100, vocab_size=90), BF16)
     wide = {name: tensor.double() for name, tensor in layer.items()}
     log_probs, _ = formula(**wide, targets=targets, vocab_size=90)
-    columns = grpo_cases.Case("", 136).inputs(torch.float32, DEVICE)
+    columns = grpo_cases.GrpoLossCase("", 136).inputs(torch.float32, DEVICE)
     own = columns.pop("log_probs")
     columns.pop("entropy")
     for name in ("old_log_probs", "ref_log_probs"):
@@ -258,7 +258,7 @@ def test_grpo_loss_inside(options):
             {n: call.pop(n) for n in (*columns, "log_probs", "entropy")}, **call
         ))  # fmt: skip
 
-    size = room(layer, targets, 130, 100) + 100 * 16 * 4
+    size = workspace(layer, targets, 130, 100) + 100 * 16 * 4
     settings = {"vocab_size": 90, "logits_dtype": "float32", "workspace_bytes": size}
     actual, result = run(fast, layer, targets, **settings)
     truth = by_autograd(formula, slow, layer, targets, torch.float64, vocab_size=90)
@@ -273,7 +273,7 @@ def test_grpo_loss_inside(options):
 def test_masked_tokens_with_targets_that_are_none(monkeypatch):
     """Padding tokens carry a target of -100; their log-prob is NaN and a masked loss does not see it."""
     monkeypatch.setattr("rl_kernel.vocab.reads_values", lambda tensor: False)
-    layer, targets = layer_of(Case("padding", 20, 16, 60), BF16)
+    layer, targets = layer_of(LinearCase("padding", 20, 16, 60), BF16)
     mask = torch.arange(20, device=DEVICE) % 4 > 0
     advantages = torch.linspace(-1, 1, 20, device=DEVICE)
     old = torch.full((20,), -4.0, device=DEVICE)

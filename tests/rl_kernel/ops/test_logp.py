@@ -8,7 +8,7 @@ import torch
 from rl_kernel import linear_logp, logp
 from rl_kernel.contract import CONTRACTS, max_error
 from rl_kernel.kept import KeptTokens
-from rl_kernel.ops.linear_logp.cases import CASES, Case
+from rl_kernel.ops.linear_logp.cases import CASES, LinearCase
 
 CONTRACT = CONTRACTS["logp"]
 
@@ -74,7 +74,7 @@ def test_gradcheck(return_entropy, vocab_size, keep_mask):
 
 
 def test_agrees_with_linear_logp():
-    hidden, weight, targets = Case("equal", 50, 16, 40, vocab_size=37).inputs()
+    hidden, weight, targets = LinearCase("equal", 50, 16, 40, vocab_size=37).inputs()
     kwargs = {"temperature": 0.7, "vocab_size": 37, "return_entropy": True}
     for a, b in zip(
         logp(hidden @ weight.t(), targets, **kwargs),

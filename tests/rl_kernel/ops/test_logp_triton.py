@@ -10,7 +10,7 @@ from rl_kernel import logp
 from rl_kernel.contract import CONTRACTS, max_error
 from rl_kernel.dispatch import Refused
 from rl_kernel.kept import KeptTokens, kept_grad, kept_stats
-from rl_kernel.ops.logp.cases import CASES, Case, formula
+from rl_kernel.ops.logp.cases import CASES, LogpCase, formula
 from rl_kernel.vocab import VocabShard
 from rl_kernel.vocab import logits_grad as reference_grad
 from rl_kernel.vocab import row_stats as reference_stats
@@ -28,7 +28,7 @@ pytestmark = [
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONTRACT = CONTRACTS["logp"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-TINY = Case("tiny", 7, 11)
+TINY = LogpCase("tiny", 7, 11)
 
 
 def run(op, logits, targets, weights=(1, 1), **kwargs):
@@ -110,7 +110,7 @@ def test_log_probs_without_entropy(truncated):
 
 @pytest.mark.parametrize("truncated", [False, True], ids=["whole", "kept"])
 def test_strides_and_int32_targets(truncated):
-    case = Case("strided", 6, 20)
+    case = LogpCase("strided", 6, 20)
     logits, targets = case.inputs(device=DEVICE)
     pairs = torch.stack([targets, targets], 1).int()
     temperature = torch.linspace(1, 2, 12, device=DEVICE)[::2]
@@ -132,7 +132,7 @@ def test_strides_and_int32_targets(truncated):
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("truncated", [False, True], ids=["whole", "kept"])
 def test_in_place_backward_leaves_the_gradient_where_the_logits_were(impl, truncated):
-    case = Case("in_place", 7, 30, vocab_size=26)
+    case = LogpCase("in_place", 7, 30, vocab_size=26)
     logits, targets = case.inputs(torch.bfloat16, DEVICE)
     kept = case.kept(targets) if truncated else None
     grads = []
@@ -201,7 +201,7 @@ def test_unread_bad_values_give_nan_for_their_token(unread, impl):
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 def test_unread_bad_kept_sets_stay_in_bounds(unread, impl):
-    logits, _ = Case("bad_kept", 4, 8).inputs(device=DEVICE)
+    logits, _ = LogpCase("bad_kept", 4, 8).inputs(device=DEVICE)
     targets = torch.tensor([0, 1, 2, 3], device=DEVICE)
     ids = torch.tensor([0, -5, 99, 2**40, 2, 3, 5], device=DEVICE)
     # A token of ids that exist nowhere but for one; one whose target was not kept; an end beyond the ids.
@@ -222,7 +222,7 @@ def test_what_it_cannot_do_is_refused():
 
 
 def test_same_bits_every_time():
-    logits, targets = Case("bits", 5, 4700).inputs(torch.bfloat16, DEVICE)
+    logits, targets = LogpCase("bits", 5, 4700).inputs(torch.bfloat16, DEVICE)
     first, second = (run(triton, logits, targets, temperature=0.9) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -230,7 +230,7 @@ def test_same_bits_every_time():
 @pytest.mark.parametrize("width", [2, 50])
 def test_tiles_of_the_vocabulary_merge_to_the_whole(width):
     """What `linear_logp` does: stats of column tiles, one merge, gradients of tiles, over up to 65 parts."""
-    case = Case("tiles", 3, 130, vocab_size=127)
+    case = LogpCase("tiles", 3, 130, vocab_size=127)
     logits, targets = case.inputs(device=DEVICE)
     shard = VocabShard(0, 130, 127, None, 130)
     inverse = torch.tensor([0.5, 1.0, 2.0], device=DEVICE)
@@ -250,7 +250,7 @@ def test_tiles_of_the_vocabulary_merge_to_the_whole(width):
 
 
 def test_stats_by_the_reference():
-    logits, targets = Case("stats", 5, 40).inputs(device=DEVICE)
+    logits, targets = LogpCase("stats", 5, 40).inputs(device=DEVICE)
     logits[3] = -math.inf  # no column here, as in a shard without any of a token's kept ids
     for shard in (VocabShard(0, 40, None, None, 80), VocabShard(20, 40, 50, None, 80)):
         got = kernels.row_stats(logits, targets, 1.0, shard, True)
@@ -270,7 +270,7 @@ def test_merge_into_given_tensors_and_without_entropy():
 
 
 def test_gradient_into_a_narrower_dtype():
-    logits, targets = Case("narrow", 4, 50, vocab_size=45).inputs(device=DEVICE)
+    logits, targets = LogpCase("narrow", 4, 50, vocab_size=45).inputs(device=DEVICE)
     shard = VocabShard(0, 50, 45, None, 50)
     lse = torch.logsumexp(logits[:, :45], 1)
     g = torch.linspace(-1, 1, 4, device=DEVICE)
@@ -282,7 +282,7 @@ def test_gradient_into_a_narrower_dtype():
 
 
 def test_logits_are_rounded_before_the_temperature():
-    logits, targets = Case("rounding", 4, 50).inputs(device=DEVICE)
+    logits, targets = LogpCase("rounding", 4, 50).inputs(device=DEVICE)
     shard = VocabShard(0, 50, None, None, 50)
     # float16, which the interpreter rounds as the hardware does.
     rounded = logits.half().float()
@@ -300,7 +300,7 @@ def test_logits_are_rounded_before_the_temperature():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("start", [0, 20, 40])
 def test_kept_tiles_of_a_shard_by_the_reference(dtype, start):
-    case, rows = Case("keeping", 9, 60, vocab_size=50), slice(3, 9)
+    case, rows = LogpCase("keeping", 9, 60, vocab_size=50), slice(3, 9)
     logits, targets = case.inputs(dtype, DEVICE)
     kept, targets = case.kept(targets, most=600).rows(rows), targets[rows]
     shard = VocabShard(start, 20, 50, None, 60)

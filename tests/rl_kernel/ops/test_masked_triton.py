@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 from rl_kernel import masked_mean, masked_sum, masked_whiten, telemetry
 from rl_kernel.contract import CONTRACTS, max_error
 from rl_kernel.dispatch import Refused
-from rl_kernel.ops.masked.cases import CASES, Case, formula
+from rl_kernel.ops.masked.cases import CASES, MaskedCase, formula
 
 kernels = pytest.importorskip("rl_kernel.ops.masked.kernels", reason="Triton is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -75,7 +75,7 @@ def test_one_counted_entry(op, options):
     "mask_dtype", [torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.float64]
 )
 def test_a_mask_of_any_dtype(op, options, mask_dtype):
-    values, mask = Case("masks", (70,)).inputs(device=DEVICE)
+    values, mask = MaskedCase("masks", (70,)).inputs(device=DEVICE)
     want = run(op, values, mask, impl="triton", **options)
     other = mask.to(mask_dtype) * (1 if mask_dtype == torch.uint8 else -2)
     for got, same in zip(run(op, values, other, impl="triton", **options), want, strict=True):
@@ -84,7 +84,7 @@ def test_a_mask_of_any_dtype(op, options, mask_dtype):
 
 @every_operator
 def test_strided_values(op, options):
-    values, mask = Case("strided", (12, 30)).inputs(device=DEVICE)
+    values, mask = MaskedCase("strided", (12, 30)).inputs(device=DEVICE)
     turned = [x.t().contiguous().t() for x in (values, mask)]
     assert torch.equal(op(*turned, impl="triton", **options), op(values, mask, impl="triton", **options))
 
@@ -105,7 +105,7 @@ def test_a_mean_far_above_the_deviation_keeps_the_digits():
 
 
 def test_longer_programs_give_the_same_sum(monkeypatch):
-    values, mask = Case("long", (9001,)).inputs(device=DEVICE)
+    values, mask = MaskedCase("long", (9001,)).inputs(device=DEVICE)
     want = run(masked_mean, values, mask, impl="triton")
     monkeypatch.setattr(kernels, "LONG_FROM", 0)
     for got, same in zip(run(masked_mean, values, mask, impl="triton"), want, strict=True):
@@ -113,7 +113,7 @@ def test_longer_programs_give_the_same_sum(monkeypatch):
 
 
 def test_many_partials_are_merged_in_steps(monkeypatch):
-    values, mask = Case("steps", (3000,)).inputs(device=DEVICE)
+    values, mask = MaskedCase("steps", (3000,)).inputs(device=DEVICE)
     want = masked_whiten(values, mask, impl="triton")
     monkeypatch.setattr(kernels, "BLOCK", 64)
     monkeypatch.setattr(kernels, "MERGE_BLOCK", 16)
@@ -144,7 +144,7 @@ PARTS = (40, 0, 23)
 
 def on_rank(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=len(PARTS))
-    values, mask = Case("whole", (sum(PARTS),)).inputs()
+    values, mask = MaskedCase("whole", (sum(PARTS),)).inputs()
     values, mask = values.split(PARTS)[rank], mask.split(PARTS)[rank]
     results = [
         op(values, mask, group=dist.group.WORLD, impl="triton", **options)
@@ -158,7 +158,7 @@ def on_rank(rank, folder):
 def test_ragged_ranks_give_what_one_process_gives(tmp_path):
     mp.spawn(on_rank, args=(str(tmp_path),), nprocs=len(PARTS))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(len(PARTS))]
-    values, mask = Case("whole", (sum(PARTS),)).inputs()
+    values, mask = MaskedCase("whole", (sum(PARTS),)).inputs()
     for i, (op, options) in enumerate(OPERATORS.values()):
         want = op(values, mask, **options)
         if want.dim() == 0:

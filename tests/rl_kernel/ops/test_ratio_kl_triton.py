@@ -9,7 +9,7 @@ from rl_kernel import ratio_kl, telemetry
 from rl_kernel.contract import CONTRACTS, max_error
 from rl_kernel.dispatch import Refused
 from rl_kernel.ops.ratio_kl import KL_TYPES
-from rl_kernel.ops.ratio_kl.cases import CASES, OPTIONS, Case, formula
+from rl_kernel.ops.ratio_kl.cases import CASES, OPTIONS, RatioKlCase, formula
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -61,7 +61,7 @@ def test_every_case_keeps_the_contract(case, options, dtype):
 
 @pytest.mark.parametrize("mask_dtype", [torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float64])
 def test_a_mask_of_any_dtype_counts_what_is_not_zero(mask_dtype):
-    columns = Case("masked", 70).inputs(device=DEVICE)
+    columns = RatioKlCase("masked", 70).inputs(device=DEVICE)
     want = run(triton, columns, kl_type="k3")
     scale = 1 if mask_dtype == torch.uint8 else -3
     columns["mask"] = scale * columns["mask"].to(mask_dtype)
@@ -70,7 +70,7 @@ def test_a_mask_of_any_dtype_counts_what_is_not_zero(mask_dtype):
 
 
 def test_without_mask_and_reference():
-    columns = Case("masked", 70).inputs(device=DEVICE)
+    columns = RatioKlCase("masked", 70).inputs(device=DEVICE)
     columns = {name: torch.nan_to_num(value.float()) for name, value in columns.items()}
     new = columns["log_probs"].requires_grad_()
     ratio, kl = triton(new, columns["old_log_probs"])
@@ -82,7 +82,7 @@ def test_without_mask_and_reference():
 
 
 def test_strided_inputs_and_gradients():
-    columns = Case("strided", 60).inputs(device=DEVICE)
+    columns = RatioKlCase("strided", 60).inputs(device=DEVICE)
     strided = {name: value.repeat_interleave(2)[::2] for name, value in columns.items()}
     spread = torch.randn(60, 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)[:, 0]
     grads = []
@@ -97,7 +97,7 @@ def test_strided_inputs_and_gradients():
 
 @pytest.mark.parametrize("which", [0, 1], ids=["ratio", "kl"])
 def test_one_output_alone_has_its_gradient(which):
-    columns = Case("alone", 60).inputs(device=DEVICE)
+    columns = RatioKlCase("alone", 60).inputs(device=DEVICE)
     grads = []
     for op in (triton, reference):
         c = dict(columns)

@@ -6,7 +6,7 @@ import torch
 from rl_kernel import rotary, telemetry
 from rl_kernel.contract import CONTRACTS, max_error
 from rl_kernel.mode import using
-from rl_kernel.ops.rotary.cases import CASES, Case, formula
+from rl_kernel.ops.rotary.cases import CASES, RotaryCase, formula
 
 CONTRACT = CONTRACTS["rotary"]
 
@@ -21,7 +21,7 @@ def test_by_hand():
     assert torch.equal(torch.autograd.grad(got, x, got.detach())[0], x)
 
 
-@pytest.mark.parametrize("case", (*CASES, Case("many", 300, 8, 64)), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*CASES, RotaryCase("many", 300, 8, 64)), ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_contract(case, dtype):
     name = str(dtype).removeprefix("torch.")
@@ -37,19 +37,19 @@ def test_contract(case, dtype):
 
 def test_a_coarser_angle_breaks_the_contract():
     """The tolerance tells float32 angles from those rounded to bfloat16."""
-    x, cos, sin, _ = Case("many", 300, 8, 64).inputs()
+    x, cos, sin, _ = RotaryCase("many", 300, 8, 64).inputs()
     want = formula(x, cos, sin)
     coarse = rotary(x, cos.bfloat16(), sin.bfloat16())
     assert max_error(coarse, want) > 1000 * CONTRACT.outputs["float32"].bound(want)
 
 
 def test_gradcheck():
-    x, cos, sin, _ = Case("few", 3, 2, 6, beside=4).inputs(torch.float64)
+    x, cos, sin, _ = RotaryCase("few", 3, 2, 6, beside=4).inputs(torch.float64)
     assert torch.autograd.gradcheck(lambda x: rotary(x, cos, sin), [x.detach().requires_grad_()])
 
 
 def test_lengths_are_kept_and_a_turn_by_two_angles_is_one_by_their_sum():
-    x, cos, sin, _ = Case("few", 6, 2, 8).inputs(torch.float64)
+    x, cos, sin, _ = RotaryCase("few", 6, 2, 8).inputs(torch.float64)
     once = rotary(x, cos.double(), sin.double())
     pairs = [t.unflatten(-1, (2, -1)).norm(dim=-2) for t in (x, once)]
     norm = (cos.double() ** 2 + sin.double() ** 2).sqrt()
@@ -61,7 +61,7 @@ def test_lengths_are_kept_and_a_turn_by_two_angles_is_one_by_their_sum():
 
 def test_calls_are_counted_by_tokens():
     telemetry(reset=True)
-    x, cos, sin, _ = Case("counted", 5, 3, 4).inputs()
+    x, cos, sin, _ = RotaryCase("counted", 5, 3, 4).inputs()
     rotary(x, cos, sin)
     counts = telemetry(reset=True)["rotary"]
     assert (counts["calls"], counts["tokens"], counts["implementations"]) == (1, 5, {"reference": 1})

@@ -8,7 +8,7 @@ import torch
 from rl_kernel import rotary, telemetry
 from rl_kernel.contract import CONTRACTS, max_error
 from rl_kernel.dispatch import Refused
-from rl_kernel.ops.rotary.cases import CASES, Case, formula
+from rl_kernel.ops.rotary.cases import CASES, RotaryCase, formula
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -39,7 +39,7 @@ def test_every_case_keeps_the_contract(case, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_rounds_once_where_the_reference_rounds_thrice(dtype):
-    x, cos, sin, _ = Case("many", 40, 4, 32).inputs(dtype, DEVICE)
+    x, cos, sin, _ = RotaryCase("many", 40, 4, 32).inputs(dtype, DEVICE)
     want = formula(x, cos, sin)
     ours, theirs = (max_error(rotary(x, cos, sin, impl=i), want) for i in ("triton", "reference"))
     # In float32 there is nothing finer to compute in.
@@ -48,7 +48,7 @@ def test_rounds_once_where_the_reference_rounds_thrice(dtype):
 
 def test_views_of_a_fused_row_are_read_in_place():
     """Query, key and value of one row, as the layer cuts them: [T, groups, (A / G + 2) D]."""
-    _, cos, sin, _ = Case("fused", 6, 1, 8).inputs(device=DEVICE)
+    _, cos, sin, _ = RotaryCase("fused", 6, 1, 8).inputs(device=DEVICE)
     row = torch.randn(6, 2, 5 * 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     query, key, _ = row.split([3 * 8, 8, 8], dim=2)
     for part in (key, query[..., :8]):
@@ -59,7 +59,7 @@ def test_views_of_a_fused_row_are_read_in_place():
 
 
 def test_strided_gradients_and_angles():
-    x, cos, sin, upstream = Case("strided", 6, 3, 8).inputs(device=DEVICE)
+    x, cos, sin, upstream = RotaryCase("strided", 6, 3, 8).inputs(device=DEVICE)
     leaf = x.requires_grad_()
     (grad,) = torch.autograd.grad(triton(leaf, cos, sin), leaf, upstream)
     beside = torch.full_like(upstream, math.nan)
@@ -78,13 +78,13 @@ def test_strided_gradients_and_angles():
 
 
 def test_angles_are_rounded_to_the_dtype_of_x_first():
-    x, cos, sin, _ = Case("rounded", 20, 2, 16).inputs(torch.float16, DEVICE)
+    x, cos, sin, _ = RotaryCase("rounded", 20, 2, 16).inputs(torch.float16, DEVICE)
     assert torch.equal(triton(x, cos, sin), triton(x, cos.half(), sin.half()))
     assert not torch.equal(cos.half().float(), cos)
 
 
 def test_a_nan_stays_in_its_pair():
-    x, cos, sin, _ = Case("nan", 2, 2, 6).inputs(device=DEVICE)
+    x, cos, sin, _ = RotaryCase("nan", 2, 2, 6).inputs(device=DEVICE)
     x[1, 0, 4] = math.nan
     found = triton(x, cos, sin).isnan()
     assert found.sum() == 2 and found[1, 0, 1] and found[1, 0, 4]
@@ -92,7 +92,7 @@ def test_a_nan_stays_in_its_pair():
 
 def test_saves_the_angles_only():
     kept = []
-    x, cos, sin, _ = Case("saved", 4, 2, 8).inputs(device=DEVICE)
+    x, cos, sin, _ = RotaryCase("saved", 4, 2, 8).inputs(device=DEVICE)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
         triton(x.requires_grad_(), cos, sin)
     assert kept == [cos.data_ptr(), sin.data_ptr()]
@@ -100,7 +100,7 @@ def test_saves_the_angles_only():
 
 @pytest.mark.parametrize("which", ["x", "cos"])
 def test_float64_is_refused_by_name(which):
-    x, cos, sin, _ = Case("wide", 2, 1, 4).inputs(device=DEVICE)
+    x, cos, sin, _ = RotaryCase("wide", 2, 1, 4).inputs(device=DEVICE)
     given = {"x": x, "cos": cos, "sin": sin}
     given[which] = given[which].double()
     with pytest.raises(Refused, match="rotary must run .*float64 inputs are computed by the reference only"):
@@ -109,7 +109,7 @@ def test_float64_is_refused_by_name(which):
 
 def test_calls_are_counted():
     telemetry(reset=True)
-    x, cos, sin, _ = Case("counted", 5, 3, 4).inputs(device=DEVICE)
+    x, cos, sin, _ = RotaryCase("counted", 5, 3, 4).inputs(device=DEVICE)
     triton(x, cos, sin)
     counts = telemetry(reset=True)["rotary"]
     assert (counts["calls"], counts["tokens"]) == (1, 5) and counts["implementations"] == {"triton": 1}

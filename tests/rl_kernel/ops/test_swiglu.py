@@ -9,10 +9,10 @@ from rl_kernel import swiglu, telemetry
 from rl_kernel.contract import CONTRACTS, max_error
 from rl_kernel.dispatch import capabilities
 from rl_kernel.mode import using
-from rl_kernel.ops.swiglu.cases import CASES, Case, formula
+from rl_kernel.ops.swiglu.cases import CASES, SwigluCase, formula
 
 CONTRACT = CONTRACTS["swiglu"]
-BIG = (Case("many", (200,), 700), Case("many_large_gates", (200,), 700, spread=12.0))
+BIG = (SwigluCase("many", (200,), 700), SwigluCase("many_large_gates", (200,), 700, spread=12.0))
 
 
 def test_by_hand():
@@ -47,18 +47,18 @@ def test_contract(case, dtype):
     ("dtype", "finer"), [(torch.bfloat16, "float16"), (torch.float16, "float32")], ids=str
 )
 def test_a_coarser_dtype_breaks_the_contract(dtype, finer):
-    x, _ = Case("many", (200,), 700).inputs(dtype)
+    x, _ = SwigluCase("many", (200,), 700).inputs(dtype)
     want = formula(x)
     assert max_error(swiglu(x), want) > CONTRACT.outputs[finer].bound(want)
 
 
 def test_gradcheck():
-    x, _ = Case("few", (2, 3), 4).inputs(torch.float64)
+    x, _ = SwigluCase("few", (2, 3), 4).inputs(torch.float64)
     assert torch.autograd.gradcheck(swiglu, [x.requires_grad_()])
 
 
 def test_any_strides_and_upstream_gradients():
-    wide, upstream = Case("strided", (6,), 12).inputs()
+    wide, upstream = SwigluCase("strided", (6,), 12).inputs()
     spread = wide.repeat_interleave(2, 1)[:, ::2]
     turned = wide.t().contiguous().t()
     want = swiglu(wide)

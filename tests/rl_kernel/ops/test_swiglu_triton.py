@@ -8,7 +8,7 @@ import torch
 from rl_kernel import swiglu, telemetry
 from rl_kernel.contract import CONTRACTS, max_error
 from rl_kernel.dispatch import Refused
-from rl_kernel.ops.swiglu.cases import CASES, Case, formula
+from rl_kernel.ops.swiglu.cases import CASES, SwigluCase, formula
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -39,7 +39,7 @@ def test_every_case_keeps_the_contract(case, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_no_worse_than_the_reference(dtype):
     """What the kernel rounds once the reference rounds twice; in float32 both are within a few units."""
-    x, upstream = Case("many", (40,), 300).inputs(dtype, DEVICE)
+    x, upstream = SwigluCase("many", (40,), 300).inputs(dtype, DEVICE)
     wide = x.double().requires_grad_()
     want = formula(wide)
     (truth,) = torch.autograd.grad(want, wide, upstream.double())
@@ -56,7 +56,7 @@ def test_no_worse_than_the_reference(dtype):
 @pytest.mark.parametrize("width", [1, 12, 2051])
 def test_strided_inputs_and_gradients(width):
     """A row of a wider one is read in place; what has other strides, an expanded gradient too, is copied."""
-    x, upstream = Case("strided", (4,), width).inputs(device=DEVICE)
+    x, upstream = SwigluCase("strided", (4,), width).inputs(device=DEVICE)
     beside = torch.full((4, 3), math.nan, device=DEVICE)
     part = torch.cat((beside, x, beside), 1)[:, 3:-3]
     spread, turned = x.repeat_interleave(2, 1)[:, ::2], x.t().contiguous().t()

@@ -40,7 +40,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
     return {f"layer.{i}": torch.randn(count, generator=generator) for i in range(2 * BUCKETS)}
 
 
-class Run:
+class BroadcastRun:
     """A trainer, engines that can be told to die, and the pool over them."""
 
     def __init__(self, root: Path, engines: int) -> None:
@@ -95,12 +95,12 @@ class Run:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[int], Run]]:
+def start(tmp_path: Path) -> Iterator[Callable[[int], BroadcastRun]]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    runs: list[Run] = []
+    runs: list[BroadcastRun] = []
 
-    def make(engines: int) -> Run:
-        runs.append(Run(tmp_path, engines))
+    def make(engines: int) -> BroadcastRun:
+        runs.append(BroadcastRun(tmp_path, engines))
         runs[-1].pool.start()
         return runs[-1]
 
@@ -125,7 +125,7 @@ def digests(version: int) -> dict[str, str]:
     ],
 )
 def test_an_engine_killed_in_an_update_leaves_it_to_the_others(
-    start: Callable[[int], Run], doom: dict[str, Any]
+    start: Callable[[int], BroadcastRun], doom: dict[str, Any]
 ) -> None:
     run = start(3)
     run.update(1)
@@ -147,7 +147,7 @@ def test_an_engine_killed_in_an_update_leaves_it_to_the_others(
     run.pool.check_health()
 
 
-def test_an_engine_killed_before_it_joins_is_not_waited_for(start: Callable[[int], Run]) -> None:
+def test_an_engine_killed_before_it_joins_is_not_waited_for(start: Callable[[int], BroadcastRun]) -> None:
     run = start(2)
     run.doom(0, part=1, when="stall")
     assert run.update(1) < SOON_S
@@ -155,7 +155,7 @@ def test_an_engine_killed_before_it_joins_is_not_waited_for(start: Callable[[int
     run.await_engines(2)
 
 
-def test_without_engines_left_those_that_come_back_get_a_file(start: Callable[[int], Run]) -> None:
+def test_without_engines_left_those_that_come_back_get_a_file(start: Callable[[int], BroadcastRun]) -> None:
     run = start(1)
     run.doom(0, part=2, when="stall")
     assert run.update(1) < SOON_S
@@ -166,7 +166,7 @@ def test_without_engines_left_those_that_come_back_get_a_file(start: Callable[[i
     assert run.held(0) == [digests(2)]
 
 
-def test_a_trainer_that_fails_ends_the_run_with_its_own_error(start: Callable[[int], Run]) -> None:
+def test_a_trainer_that_fails_ends_the_run_with_its_own_error(start: Callable[[int], BroadcastRun]) -> None:
     run = start(2)
 
     def fail(bucket: torch.Tensor) -> None:

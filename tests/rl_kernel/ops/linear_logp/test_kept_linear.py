@@ -8,7 +8,7 @@ import torch
 from rl_kernel import linear_logp, linear_token_loss
 from rl_kernel.contract import CONTRACTS, Tolerance, max_error
 from rl_kernel.kept import KeptTokens
-from rl_kernel.ops.linear_logp.cases import Case
+from rl_kernel.ops.linear_logp.cases import LinearCase
 from rl_kernel.ops.logp import cases as materialised
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -27,11 +27,11 @@ pytestmark = [
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = ["reference", "triton"]
 CASES = (
-    Case("no_tokens", 0, 5, 16),
-    Case("one_token", 1, 5, 16),
-    Case("one_column", 4, 5, 1),
-    Case("tiny", 7, 5, 11),
-    Case("padded", 9, 8, 64, vocab_size=50),
+    LinearCase("no_tokens", 0, 5, 16),
+    LinearCase("one_token", 1, 5, 16),
+    LinearCase("one_column", 4, 5, 1),
+    LinearCase("tiny", 7, 5, 11),
+    LinearCase("padded", 9, 8, 64, vocab_size=50),
 )
 TINY = CASES[3]
 
@@ -39,7 +39,7 @@ TINY = CASES[3]
 def inputs(case, dtype=torch.float32):
     """hidden, weight, targets, kept set (a third of the tokens not truncated, ids twice), bias and temperature."""
     hidden, weight, targets = (x.to(DEVICE) for x in case.inputs(dtype))
-    kept = materialised.Case("", case.tokens, case.vocab, case.vocab_size).kept(targets)
+    kept = materialised.LogpCase("", case.tokens, case.vocab, case.vocab_size).kept(targets)
     bias = torch.linspace(-1, 1, case.vocab).to(DEVICE, dtype)
     return hidden, weight, targets, kept, bias, torch.linspace(0.5, 1.5, case.tokens, device=DEVICE)
 
@@ -186,7 +186,7 @@ def test_gradcheck_of_kept_and_recomputed_tiles(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_tiles_of_a_small_workspace(dtype):
     """Some columns kept, some computed again in several tiles: bits may differ, results do not."""
-    case = Case("tiles", 6, 4, 7000, vocab_size=6990)
+    case = LinearCase("tiles", 6, 4, 7000, vocab_size=6990)
     hidden, weight, targets, kept, _, temperature = inputs(case, dtype)
     task = Task(targets, temperature, kept, VocabShard(0, 7000, 6990, None, 7000), None)
     problem = Problem(hidden, weight, None, task)
@@ -212,7 +212,7 @@ def test_tiles_of_a_small_workspace(dtype):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("workspace", [2**30, 105_000], ids=["one block", "two blocks"])
 def test_one_pass_loss(impl, workspace):
-    case = Case("one_pass", 150, 4, 60, vocab_size=55)
+    case = LinearCase("one_pass", 150, 4, 60, vocab_size=55)
     hidden, weight, targets, kept, bias, temperature = inputs(case)
     g, h = upstream(case.tokens)
     seen = []

@@ -11,7 +11,7 @@ from rl_kernel.contract import CONTRACTS, max_error
 from rl_kernel.kept import KeptTokens
 from rl_kernel.ops.linear_logp.cases import (
     CASES,
-    Case,
+    LinearCase,
     acceptance_violations,
     contract_violations,
     evaluate,
@@ -23,7 +23,7 @@ from rl_kernel.ops.linear_logp.cases import (
 from rl_kernel.ops.linear_logp.reference import KEPT_ELEMENTS
 from rl_kernel.vocab import TILE_ELEMENTS, TILE_MIN_ROWS
 
-SMALL = Case("small", 6, 3, 5)
+SMALL = LinearCase("small", 6, 3, 5)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -144,7 +144,7 @@ def test_the_violations_are_found():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logits_are_rounded_as_the_engine_rounds_them(dtype):
     """By default to the dtype of the weight: the same bits as from logits that a product of that dtype gives."""
-    layer, targets = inputs_of(Case("rounding", 20, 16, 50), dtype)
+    layer, targets = inputs_of(LinearCase("rounding", 20, 16, 50), dtype)
     logits = (layer["hidden"].float() @ layer["weight"].float().t()).to(dtype).float()
     want = (torch.log_softmax(logits / 0.7, -1)).gather(1, targets[:, None])[:, 0]
     got = linear_logp(**layer, targets=targets, temperature=0.7, impl="reference")
@@ -190,7 +190,7 @@ def test_weight_tied_to_the_embedding_that_made_the_hidden_states():
 
 
 def test_strided_inputs_and_int32_targets():
-    case = Case("strided", 9, 6, 14)
+    case = LinearCase("strided", 9, 6, 14)
     hidden, weight, targets = case.inputs()
     wide = torch.zeros(9, 12)
     wide[:, ::2] = hidden
@@ -277,7 +277,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_tokens_times_vocabulary_is_never_allocated(dtype):
-    case = Case("wide", 2048, 16, 8192)
+    case = LinearCase("wide", 2048, 16, 8192)
     hidden, weight, targets = case.inputs(dtype)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     with LargestTensor() as seen:

@@ -12,7 +12,14 @@ from hardware_rounding import rounding_to_nearest
 from rl_kernel import linear_logp, linear_token_loss, telemetry
 from rl_kernel.dispatch import interpreted
 from rl_kernel.ops.linear_logp import plan
-from rl_kernel.ops.linear_logp.cases import Case, contract_violations, evaluate, formula, truth_of, upstream
+from rl_kernel.ops.linear_logp.cases import (
+    LinearCase,
+    contract_violations,
+    evaluate,
+    formula,
+    truth_of,
+    upstream,
+)
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="two GPUs: tests/gpu/test_multi_gpu.py")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -25,15 +32,15 @@ SPLITS = {
 }
 TOKENS = 11
 KINDS = {"exp head": BF16, "plain head": FP32}
-BLOCKS = Case("blocks", 136, 16, 272, vocab_size=250)
+BLOCKS = LinearCase("blocks", 136, 16, 272, vocab_size=250)
 """Two blocks of tokens where the workspace holds 128 rows of a shard."""
-UNEVEN = Case("uneven", 136, 16, 1300)
+UNEVEN = LinearCase("uneven", 136, 16, 1300)
 """The workspace holds all rows of the small shard, and 128 of the large one."""
 
 
 def problem(split, dtype, wild=False):
     _, end, vocab_size = SPLITS[split]
-    hidden, weight, targets = Case(split, TOKENS, 16, end, vocab_size).inputs(dtype, seed=end)
+    hidden, weight, targets = LinearCase(split, TOKENS, 16, end, vocab_size).inputs(dtype, seed=end)
     if wild:
         # The largest logit and the target may lie on different sides, up to hundreds of nats apart.
         hidden[::3] *= 150
@@ -153,7 +160,7 @@ def ranks(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-def together(ranks, key):
+def of_both(ranks, key):
     """Both processes' results as of one; what must be equal is."""
     parts = [rank[key] for rank in ranks]
     for name in parts[0].keys() - {"d_weight", "gathered"}:
@@ -167,14 +174,14 @@ def together(ranks, key):
 def test_linear_logp_keeps_the_contract(ranks, split, kind, uses):
     layer, targets, options = problem(split, KINDS[kind])
     truth = truth_of(layer, targets, uses, **options)
-    assert not contract_violations(together(ranks, (split, kind, uses)), truth, KINDS[kind], KINDS[kind])
+    assert not contract_violations(of_both(ranks, (split, kind, uses)), truth, KINDS[kind], KINDS[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("split", SPLITS)
 def test_linear_token_loss_keeps_the_contract(ranks, split, kind):
     layer, targets, options = problem(split, KINDS[kind])
-    actual = together(ranks, (split, kind, "one pass"))
+    actual = of_both(ranks, (split, kind, "one pass"))
     truth = one_pass_truth(layer, targets, **options)
     assert not contract_violations(actual, truth, KINDS[kind], KINDS[kind])
 
@@ -185,7 +192,7 @@ def test_rows_that_overflow_in_one_shard(ranks, split):
     layer, targets, options = problem(split, BF16, wild=True)
     truth = truth_of(layer, targets, **options)
     assert truth["log_probs"].min() < -100
-    assert not contract_violations(together(ranks, (split, "wild")), truth, BF16, FP32)
+    assert not contract_violations(of_both(ranks, (split, "wild")), truth, BF16, FP32)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +205,7 @@ def test_blocks_of_tokens_gather_block_by_block(ranks, key, case, rows):
     assert [rank[key]["gathered"] for rank in ranks] == [shapes] * 2
     hidden, weight, targets = case.inputs(BF16)
     truth = one_pass_truth({"hidden": hidden, "weight": weight}, targets, vocab_size=case.vocab_size)
-    assert not contract_violations(together(ranks, key), truth, BF16, BF16)
+    assert not contract_violations(of_both(ranks, key), truth, BF16, BF16)
 
 
 def test_no_tokens(ranks):

@@ -12,7 +12,7 @@ from rl_kernel.mode import using
 from rl_kernel.ops.linear_logp import cases
 from rl_kernel.ops.linear_logp.cases import (
     TINY,
-    Case,
+    LinearCase,
     contract_violations,
     evaluate,
     formula,
@@ -110,7 +110,7 @@ def unaligned(tensor):
 
 
 def test_which_head_serves_what():
-    case = Case("heads", 7, 24, 100)
+    case = LinearCase("heads", 7, 24, 100)
     layer, targets = layer_of(case, BF16)
     assert not HOPPER or isinstance(make_head(problem_of(layer, targets)), ExpHead)
     assert not HOPPER or refusal(problem_of(layer, targets, None)) is None
@@ -130,7 +130,7 @@ def test_which_head_serves_what():
 @cache
 def dense():
     """A layer, its targets, and the results of contiguous inputs."""
-    layer, targets = layer_of(Case("strided", 9, 16, 150), BF16)
+    layer, targets = layer_of(LinearCase("strided", 9, 16, 150), BF16)
     return layer, targets, evaluate(fast, layer, targets)
 
 
@@ -165,7 +165,7 @@ def test_strided_inputs(layout, which):
 
 def test_an_expanded_hidden_state():
     """The same row for every token: a stride of 0."""
-    layer, targets = layer_of(Case("expanded", 6, 16, 40), BF16)
+    layer, targets = layer_of(LinearCase("expanded", 6, 16, 40), BF16)
     row = layer["hidden"][:1]
     truth = truth_of(layer | {"hidden": row.repeat(6, 1)}, targets)
     actual = evaluate(fast, layer | {"hidden": row.expand(6, 16)}, targets)
@@ -174,7 +174,7 @@ def test_an_expanded_hidden_state():
 
 @pytest.mark.parametrize("hidden", [8, 4104])
 def test_narrow_and_wide_hidden_states(hidden):
-    layer, targets = layer_of(Case("width", 3, hidden, 20), BF16)
+    layer, targets = layer_of(LinearCase("width", 3, hidden, 20), BF16)
     for uses in ("log_probs", "entropy"):
         truth = truth_of(layer, targets, uses)
         assert not contract_violations(evaluate(fast, layer, targets, uses), truth, BF16, BF16)
@@ -184,7 +184,7 @@ def test_narrow_and_wide_hidden_states(hidden):
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_temperatures(dtype, temperature):
     """A number, whole or not, or a tensor of any float dtype, any stride."""
-    layer, targets = layer_of(Case("temperature", 6, 16, 40), dtype)
+    layer, targets = layer_of(LinearCase("temperature", 6, 16, 40), dtype)
     if isinstance(temperature, torch.dtype):
         temperature = torch.linspace(0.5, 2, 12, device=DEVICE).to(temperature)[::2]
     truth = truth_of(layer, targets, temperature=temperature)
@@ -204,7 +204,7 @@ WIDE = {
 def test_tiles_that_do_not_fit_are_computed_again(head, uses):
     """All kept, some kept, and none in a second backward, which finds the kept ones consumed."""
     dtype, columns, fits, kept = WIDE[head]
-    case = Case("tiles", 5, 16, columns, vocab_size=columns - 10)
+    case = LinearCase("tiles", 5, 16, columns, vocab_size=columns - 10)
     layer, targets = layer_of(case, dtype)
     # A target in each tile.
     targets[:3] = torch.tensor([0, kept, columns - 11])
@@ -226,7 +226,7 @@ def test_tiles_that_do_not_fit_are_computed_again(head, uses):
 @pytest.mark.parametrize("head", WIDE)
 def test_a_second_backward_gives_the_same_gradients(head, fits, monkeypatch):
     dtype, columns, some, _ = WIDE[head]
-    layer, targets = layer_of(Case("twice", 5, 16, columns), dtype)
+    layer, targets = layer_of(LinearCase("twice", 5, 16, columns), dtype)
     size, budget = workspace_for(layer, targets, some if fits else columns, None if dtype == FP32 else dtype)
     kind = type(make_head(problem_of(layer, targets)))
     memory, taken = kind.tile_memory, []
@@ -251,7 +251,7 @@ def test_a_second_backward_gives_the_same_gradients(head, fits, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_only_what_is_needed_gets_a_gradient(dtype):
-    layer, targets = layer_of(Case("frozen", 6, 16, 40), dtype)
+    layer, targets = layer_of(LinearCase("frozen", 6, 16, 40), dtype)
     both = evaluate(fast, layer, targets, "log_probs")
     g, _ = upstream(6, DEVICE)
     for name in layer:
@@ -269,7 +269,7 @@ def test_only_what_is_needed_gets_a_gradient(dtype):
 @pytest.mark.parametrize("how", ["no_grad", "frozen"])
 def test_without_gradients_nothing_is_kept(dtype, how, monkeypatch):
     """Reference and old log-probs: the exponential head needs no tile at all, the other one to pass through."""
-    layer, targets = layer_of(Case("forward", 5, 16, 1500), dtype)
+    layer, targets = layer_of(LinearCase("forward", 5, 16, 1500), dtype)
     kind = type(make_head(problem_of(layer, targets)))
     memory, taken = kind.tile_memory, []
     monkeypatch.setattr(kind, "tile_memory", lambda self, n: taken.append(n) or memory(self, n))
@@ -284,7 +284,7 @@ def test_without_gradients_nothing_is_kept(dtype, how, monkeypatch):
 
 
 def test_entropy_as_a_metric_changes_no_bit():
-    layer, targets = layer_of(Case("metric", 9, 16, 300), BF16)
+    layer, targets = layer_of(LinearCase("metric", 9, 16, 300), BF16)
     with_entropy = evaluate(fast, layer, targets, "log_probs")
     without = evaluate(
         lambda **call: (linear_logp(**call, impl="triton"), torch.zeros(9)), layer, targets, "log_probs"
@@ -296,14 +296,14 @@ def test_entropy_as_a_metric_changes_no_bit():
 @pytest.mark.parametrize("uses", ["log_probs", "both"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_same_bits_every_time(dtype, uses):
-    layer, targets = layer_of(Case("bits", 20, 24, 300), dtype)
+    layer, targets = layer_of(LinearCase("bits", 20, 24, 300), dtype)
     first, second = (evaluate(fast, layer, targets, uses, temperature=0.9) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_no_tokens_have_gradients_of_zero():
     for dtype in (BF16, FP32):
-        layer, targets = layer_of(Case("none", 0, 8, 16), dtype, bias=dtype == FP32)
+        layer, targets = layer_of(LinearCase("none", 0, 8, 16), dtype, bias=dtype == FP32)
         results = evaluate(fast, layer, targets)
         assert results["log_probs"].shape == results["entropy"].shape == (0,)
         assert results["d_hidden"].shape == (0, 8)
@@ -312,7 +312,7 @@ def test_no_tokens_have_gradients_of_zero():
 
 
 def test_the_reference_agrees_and_is_what_the_mode_falls_back_to():
-    layer, targets = layer_of(Case("agree", 9, 16, 60), BF16)
+    layer, targets = layer_of(LinearCase("agree", 9, 16, 60), BF16)
     options = {"temperature": 0.7, "vocab_size": 50}
     targets = targets % 50
     triton = evaluate(fast, layer, targets, **options)
@@ -328,7 +328,7 @@ def test_the_reference_agrees_and_is_what_the_mode_falls_back_to():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_forward_alone_goes_in_blocks_where_the_workspace_is_small(dtype):
     """What a backward would need more of is no bound of it; rows do not depend on their block."""
-    case = Case("blocks", 300, 16, 272, vocab_size=250)
+    case = LinearCase("blocks", 300, 16, 272, vocab_size=250)
     hidden, weight, targets = case.inputs(dtype, DEVICE)
     options = {"vocab_size": 250, "return_entropy": True, "impl": "triton"}
     temperature = torch.linspace(0.5, 2, 300, device=DEVICE)

@@ -9,7 +9,7 @@ import torch
 
 from rl_kernel import linear_logp
 from rl_kernel.ops.linear_logp.cases import (
-    Case,
+    LinearCase,
     acceptance_violations,
     contract_violations,
     evaluate,
@@ -102,7 +102,7 @@ def test_logits_of_a_thousand(flags):
 
 @pytest.mark.parametrize("temperature", [0.02, 50.0])
 def test_temperatures_that_stretch_the_logits(flags, temperature):
-    case = Case("stretched", 20, 24, 300, vocab_size=290)
+    case = LinearCase("stretched", 20, 24, 300, vocab_size=290)
     hidden, weight, targets = case.inputs(BF16, DEVICE)
     layer = {"hidden": hidden, "weight": weight}
     options = {"temperature": temperature, "vocab_size": 290}
@@ -114,7 +114,7 @@ def test_temperatures_that_stretch_the_logits(flags, temperature):
 
 @pytest.mark.slow
 def test_repairing_some_rows_changes_no_bit_of_the_others(flags):
-    case = Case("some", 140, 24, 200)
+    case = LinearCase("some", 140, 24, 200)
     hidden, weight, targets = case.inputs(BF16, DEVICE)
     calm = evaluate(fast, {"hidden": hidden, "weight": weight}, targets)
     wild = hidden.clone()
@@ -181,7 +181,7 @@ def test_entropy_gradient_of_a_nearly_certain_column_that_is_not_the_target(gap)
 @pytest.mark.parametrize("uses", ["log_probs", "entropy", "both"])
 def test_peaked_distributions_with_sampled_targets(spread, uses):
     """As in a rollout: largest probabilities of 0.3 and 0.8 on average, and mostly they are the target's."""
-    hidden, weight, _ = Case("peaked", 100, 64, 400).inputs(BF16, DEVICE, seed=3)
+    hidden, weight, _ = LinearCase("peaked", 100, 64, 400).inputs(BF16, DEVICE, seed=3)
     hidden *= spread
     p = (hidden.double() @ weight.double().t()).softmax(1)
     targets = torch.multinomial(p.cpu(), 1, generator=torch.Generator().manual_seed(0))[:, 0].to(DEVICE)
@@ -193,7 +193,7 @@ def test_peaked_distributions_with_sampled_targets(spread, uses):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_hidden_states_that_are_no_numbers_spoil_their_token_only(dtype, value):
-    hidden, weight, targets = Case("dirty", 9, 16, 60).inputs(dtype, DEVICE)
+    hidden, weight, targets = LinearCase("dirty", 9, 16, 60).inputs(dtype, DEVICE)
     clean = fast(hidden, weight, targets)
     hidden[4, 3] = value
     dirty = fast(hidden, weight, targets)
@@ -217,7 +217,7 @@ BAD_TARGETS = (-1, -100, 60, 50, 2**31 - 1, 2**31, 2**32 + 5, 2**40, -(2**40))
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_unread_targets_that_are_no_tokens_give_nan_for_their_token(unread, dtype, impl):
-    case = Case("no_tokens", len(BAD_TARGETS) + 3, 16, 60, vocab_size=50)
+    case = LinearCase("no_tokens", len(BAD_TARGETS) + 3, 16, 60, vocab_size=50)
     hidden, weight, targets = case.inputs(dtype, DEVICE)
     bad = targets.clone()
     bad[2:-1] = torch.tensor(BAD_TARGETS, device=DEVICE)
@@ -242,7 +242,7 @@ def test_unread_targets_that_are_no_tokens_give_nan_for_their_token(unread, dtyp
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_unread_temperatures_that_are_none_give_nan_for_their_token(unread, dtype, impl):
-    hidden, weight, targets = Case("cold", 8, 16, 60).inputs(dtype, DEVICE)
+    hidden, weight, targets = LinearCase("cold", 8, 16, 60).inputs(dtype, DEVICE)
     temperature = torch.tensor([1.0, 0.0, 0.5, -1.0, math.nan, math.inf, -math.inf, 2.0], device=DEVICE)
     op = partial(linear_logp, impl=impl, return_entropy=True)
     results = op(hidden, weight, targets, temperature=temperature)
@@ -259,7 +259,7 @@ def test_unread_temperatures_that_are_none_give_nan_for_their_token(unread, dtyp
 
 @pytest.mark.parametrize("mode", ["auto", "strict"])
 def test_values_of_host_tensors_are_always_read(mode):
-    hidden, weight, targets = Case("read", 3, 16, 60).inputs(BF16)
+    hidden, weight, targets = LinearCase("read", 3, 16, 60).inputs(BF16)
     with pytest.raises(ValueError, match=r"targets must lie in \[0, 60\), got values from .* to 60"):
         linear_logp(hidden, weight, torch.full((3,), 60), impl="reference")
     with pytest.raises(

@@ -7,7 +7,7 @@ import torch
 from rl_kernel import linear_logp, linear_token_loss, logp
 from rl_kernel.contract import CONTRACTS, max_error
 from rl_kernel.ops.linear_logp import cases
-from rl_kernel.ops.linear_logp.cases import Case, contract_violations, evaluate, truth_of
+from rl_kernel.ops.linear_logp.cases import LinearCase, contract_violations, evaluate, truth_of
 from rl_kernel.ops.logp import cases as logp_cases
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = ["reference", "triton"]
 CAP = {"logit_cap": 3.0, "logit_scale": 0.5}
 """A cap that changes every logit of the cases."""
-SMALL = Case("small", 9, 24, 37, vocab_size=33)
+SMALL = LinearCase("small", 9, 24, 37, vocab_size=33)
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -109,7 +109,7 @@ def test_token_loss_is_that_of_the_log_probs(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_cap_far_above_the_logits_changes_nothing(impl):
     """Small arguments of tanh keep their digits."""
-    logits, targets = logp_cases.Case("wide", 7, 5000).inputs(device=DEVICE)
+    logits, targets = logp_cases.LogpCase("wide", 7, 5000).inputs(device=DEVICE)
     got = logp(logits, targets, impl=impl, logit_cap=1e4)
     torch.testing.assert_close(got, logp(logits, targets, impl=impl), rtol=0, atol=1e-5)
 

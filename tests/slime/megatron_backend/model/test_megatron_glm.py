@@ -182,7 +182,7 @@ def with_prediction_layer(directory, number):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_prediction_layer_is_carried_over_and_not_published(checkpoint, tmp_path, in_place):
+def test_prediction_layer_is_saved_and_not_published(checkpoint, tmp_path, in_place):
     directory, hf = checkpoint
     more = with_prediction_layer(directory, 2)
     assert family_for(read_hf_config(directory)).predicted(read_hf_config(directory)) == ("model.layers.2.",)

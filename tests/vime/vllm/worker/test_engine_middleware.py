@@ -14,7 +14,7 @@ KEY = "secret"
 AUTHORIZED = [(b"authorization", b"Bearer secret")]
 
 
-class Guarded:
+class ProtectedApp:
     """The middleware around an app that says which path reached it, and can be held."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,8 +56,8 @@ class Guarded:
 
 
 @pytest.fixture
-def guarded(monkeypatch: pytest.MonkeyPatch) -> Guarded:
-    return Guarded(monkeypatch)
+def app(monkeypatch: pytest.MonkeyPatch) -> ProtectedApp:
+    return ProtectedApp(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -75,46 +75,46 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Guarded:
     ],
 )
 def test_without_the_right_key_nothing_is_reached(
-    guarded: Guarded, headers: list[tuple[bytes, bytes]]
+    app: ProtectedApp, headers: list[tuple[bytes, bytes]]
 ) -> None:
     for path in ("/health", "/metrics", "/pause", "/v1/completions", "/", health_prefix(KEY)):
         for method in ("GET", "POST", "OPTIONS", "HEAD", "DELETE"):
-            assert guarded.status_of(path, headers, method=method) == 401
-    assert guarded.status_of("/v1/realtime", headers, kind="websocket") == 1008
-    assert guarded.reached == []
+            assert app.status_of(path, headers, method=method) == 401
+    assert app.status_of("/v1/realtime", headers, kind="websocket") == 1008
+    assert app.reached == []
 
 
-def test_with_the_key_all_is_reached(guarded: Guarded) -> None:
-    assert guarded.status_of("/pause", AUTHORIZED, method="POST") == 200
-    assert guarded.reached == ["/pause"]
+def test_with_the_key_all_is_reached(app: ProtectedApp) -> None:
+    assert app.status_of("/pause", AUTHORIZED, method="POST") == 200
+    assert app.reached == ["/pause"]
 
 
-def test_the_router_path_is_stripped_and_opens_health_alone(guarded: Guarded) -> None:
+def test_the_router_path_is_stripped_and_opens_health_alone(app: ProtectedApp) -> None:
     prefix = health_prefix(KEY)
-    assert guarded.status_of(prefix + "/health", []) == 200
-    assert guarded.status_of(prefix + "/v1/completions", AUTHORIZED, method="POST") == 200
-    assert guarded.reached == ["/health", "/v1/completions"]
+    assert app.status_of(prefix + "/health", []) == 200
+    assert app.status_of(prefix + "/v1/completions", AUTHORIZED, method="POST") == 200
+    assert app.reached == ["/health", "/v1/completions"]
     for path in ("/v1/completions", "/health/", "/health/../pause", "//health", prefix + "/health"):
-        assert guarded.status_of(prefix + path, []) == 401
-    assert guarded.status_of(prefix + "/health", [], method="POST") == 401
-    assert guarded.status_of(prefix + "/health", [], kind="websocket") == 1008
-    assert guarded.status_of(health_prefix("other") + "/health", []) == 401
+        assert app.status_of(prefix + path, []) == 401
+    assert app.status_of(prefix + "/health", [], method="POST") == 401
+    assert app.status_of(prefix + "/health", [], kind="websocket") == 1008
+    assert app.status_of(health_prefix("other") + "/health", []) == 401
     assert prefix != health_prefix("other")
     assert KEY not in prefix
 
 
-def test_an_answer_names_every_version_that_was_live(guarded: Guarded) -> None:
+def test_an_answer_names_every_version_that_was_live(app: ProtectedApp) -> None:
     async def run() -> None:
         async def versions(path: str = "/v1/completions", *extra: tuple[bytes, bytes]) -> bytes:
-            return (await guarded.ask(path, [*AUTHORIZED, *extra], "POST"))[1][b"x-weight-versions"]
+            return (await app.ask(path, [*AUTHORIZED, *extra], "POST"))[1][b"x-weight-versions"]
 
         assert await versions() == b"-1"
         assert await versions("/finish_weight_update", (b"x-new-weight-version", b"3")) == b"-1,3"
         assert await versions() == b"3"
-        guarded.hold.clear()
+        app.hold.clear()
         slow = asyncio.create_task(versions())
         await asyncio.sleep(0)
-        guarded.hold.set()
+        app.hold.set()
         await versions("/finish_weight_update", (b"x-new-weight-version", b"4"))
         await versions("/finish_weight_update", (b"x-new-weight-version", b"4"))
         assert await versions("/finish_weight_update", (b"x-new-weight-version", b"9")) == b"4,9"
@@ -124,30 +124,30 @@ def test_an_answer_names_every_version_that_was_live(guarded: Guarded) -> None:
     asyncio.run(run())
 
 
-def test_a_request_held_over_two_updates_names_three_versions(guarded: Guarded) -> None:
+def test_a_request_held_over_two_updates_names_three_versions(app: ProtectedApp) -> None:
     async def run() -> bytes:
-        guarded.hold.clear()
-        slow = asyncio.create_task(guarded.ask("/v1/completions", AUTHORIZED, "POST"))
+        app.hold.clear()
+        slow = asyncio.create_task(app.ask("/v1/completions", AUTHORIZED, "POST"))
         await asyncio.sleep(0)
-        guarded.middleware._set_version(1)
-        guarded.middleware._set_version(2)
-        guarded.hold.set()
+        app.middleware._set_version(1)
+        app.middleware._set_version(2)
+        app.hold.set()
         return (await slow)[1][b"x-weight-versions"]
 
     assert asyncio.run(run()) == b"-1,1,2"
 
 
-def test_a_failed_or_misplaced_update_changes_no_version(guarded: Guarded) -> None:
+def test_a_failed_or_misplaced_update_changes_no_version(app: ProtectedApp) -> None:
     new = (b"x-new-weight-version", b"3")
-    guarded.status = 500
-    assert guarded.status_of("/finish_weight_update", [*AUTHORIZED, new], method="POST") == 500
-    guarded.status = 200
-    assert guarded.status_of("/v1/completions", [*AUTHORIZED, new], method="POST") == 200
-    assert guarded.middleware.versions == [-1]
+    app.status = 500
+    assert app.status_of("/finish_weight_update", [*AUTHORIZED, new], method="POST") == 500
+    app.status = 200
+    assert app.status_of("/v1/completions", [*AUTHORIZED, new], method="POST") == 200
+    assert app.middleware.versions == [-1]
 
 
-def test_headers_of_the_app_stay(guarded: Guarded) -> None:
-    assert asyncio.run(guarded.ask("/x", AUTHORIZED))[1] == {b"x-own": b"1", b"x-weight-versions": b"-1"}
+def test_headers_of_the_app_stay(app: ProtectedApp) -> None:
+    assert asyncio.run(app.ask("/x", AUTHORIZED))[1] == {b"x-own": b"1", b"x-weight-versions": b"-1"}
 
 
 def test_a_server_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
