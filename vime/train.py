@@ -25,8 +25,8 @@ from ray.exceptions import RayTaskError
 
 from slime import loop
 from slime.cluster import actors, placement, ray_start
-from slime.cluster.guard import Guard, remove
 from slime.cluster.ray_watch import RayWatch, leave, parts
+from slime.cluster.watchdog import Watchdog, remove
 from slime.config import Config
 from slime.data.files import prompt_files
 from slime.disk_space import Room
@@ -125,9 +125,9 @@ def run(config: Config, argv: Sequence[str]) -> None:
     with ExitStack() as stack:
         lock_all({"--run-dir": config.logging.run_dir, "--save": config.checkpoint.save}, stack)
         temporary, private = make_folder(), _private_weight_dir(config)
-        stack.callback(remove, [str(temporary)])  # also if the guard does not start
-        guard = Guard([str(directory) for directory in (temporary, private) if directory is not None])
-        stack.callback(guard.dismiss)
+        stack.callback(remove, [str(temporary)])  # also if the watchdog does not start
+        watchdog = Watchdog([str(directory) for directory in (temporary, private) if directory is not None])
+        stack.callback(watchdog.dismiss)
         use_folder(temporary, stack)
         if private is not None:
             config = config.with_values(weight_dir=str(private))
@@ -143,7 +143,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
             ray_start.connect(allow_unauthenticated=allow, temporary=temporary)
         catch_signals()  # Ray has put a handler of its own there, which ends the process
         watch = stack.enter_context(
-            RayWatch(guard, lambda lost: print(_told(lost, logs), file=sys.stderr, flush=True))
+            RayWatch(watchdog, lambda lost: print(_told(lost, logs), file=sys.stderr, flush=True))
         )
         watch.watch(parts())
         placed = placement.place(config)

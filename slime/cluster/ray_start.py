@@ -22,7 +22,7 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined] 
 from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 
 from slime.cluster import ray_token
-from slime.cluster.guard import descendants, processes
+from slime.cluster.watchdog import descendants, processes
 from slime.import_path import SAFE_PATH, UTF8, of_workers
 
 logger = logging.getLogger(__name__)

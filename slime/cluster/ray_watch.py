@@ -18,7 +18,7 @@ from types import TracebackType
 
 import ray
 
-from slime.cluster.guard import Guard
+from slime.cluster.watchdog import Watchdog
 from slime.waiting import said
 
 _EVERY_S, _CONNECT_S, _REFUSALS = 1.0, 2.0, 2
@@ -34,7 +34,7 @@ class RayLost(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Part:
+class RayProcess:
     """A process of Ray and its port."""
 
     name: str
@@ -63,15 +63,15 @@ def leave(code: int) -> int:
     return code
 
 
-def parts(nodes: Iterable[str] = ()) -> list[Part]:
+def parts(nodes: Iterable[str] = ()) -> list[RayProcess]:
     """The control server, the raylet of this process's node, and those of `nodes` (Ray's ids)."""
     context = ray.get_runtime_context()
     host, _, port = context.gcs_address.rpartition(":")
     needed = {context.get_node_id(), *nodes}
     return [
-        Part(f"Ray's control server gcs_server at {context.gcs_address}", host, int(port)),
+        RayProcess(f"Ray's control server gcs_server at {context.gcs_address}", host, int(port)),
         *(
-            Part(
+            RayProcess(
                 f"Ray's raylet on node {node['NodeManagerAddress']} ({node['NodeManagerHostname']})",
                 node["NodeManagerAddress"],
                 node["NodeManagerPort"],
@@ -86,14 +86,14 @@ class RayWatch:
     """Context of everything that needs Ray, from its start to its shutdown.
 
     `callback` registers what must end before Ray does. If Ray is lost, those calls are left out, because they would
-    wait for Ray: the guard kills the processes. RayLost then replaces the error that the loss has
+    wait for Ray: the watchdog kills the processes. RayLost then replaces the error that the loss has
     caused: the error of an actor, or the interrupt of this watch. `gives_up` prints the loss if the main thread hangs
     in Ray's code.
     """
 
-    def __init__(self, guard: Guard, gives_up: Callable[[Exception], None]) -> None:
-        self._guard, self._gives_up = guard, gives_up
-        self._parts: list[Part] = []
+    def __init__(self, watchdog: Watchdog, gives_up: Callable[[Exception], None]) -> None:
+        self._watchdog, self._gives_up = watchdog, gives_up
+        self._parts: list[RayProcess] = []
         self._stack = ExitStack()
         self._interrupted, self._over = False, threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ray-watch", daemon=True)
@@ -102,7 +102,7 @@ class RayWatch:
         self._thread.start()
         return self
 
-    def watch(self, needed: list[Part]) -> None:
+    def watch(self, needed: list[RayProcess]) -> None:
         """Watch these processes from now on."""
         self._parts = needed
 
@@ -140,7 +140,7 @@ class RayWatch:
                 ray.shutdown()
             else:
                 _LOST.set()
-                self._guard.kill_all()
+                self._watchdog.kill_all()
         by_user = isinstance(error, KeyboardInterrupt) and not self._interrupted
         if lost is not None and error is not None and not by_user:
             raise RayLost(lost) from (error if isinstance(error, Exception) else None)
@@ -161,5 +161,5 @@ class RayWatch:
             return
         # The main thread waits in Ray's C++ code, where no exception reaches it.
         self._gives_up(RayLost(line))
-        self._guard.kill_all(remove=True)
+        self._watchdog.kill_all(remove=True)
         os._exit(1)

@@ -39,7 +39,7 @@ Row: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Source:
+class FileSource:
     """Files of one kind, or a dataset of the hub."""
 
     name: str
@@ -87,7 +87,7 @@ class Source:
 class Place:
     """A row of a table. As text "file:line", which is looked up only for an error."""
 
-    source: Source
+    source: FileSource
     number: int
     """From 0, in the table of `source`."""
 
@@ -141,7 +141,7 @@ def split_slice(spec: str) -> tuple[str, slice | None]:
     return match["path"], slice(*(int(match[end]) if match[end] else None for end in ("start", "stop")))
 
 
-def find_source(spec: str, flag: str = "--prompt-data") -> Source:
+def find_source(spec: str, flag: str = "--prompt-data") -> FileSource:
     """The files or the hub dataset of `path`, `folder` or `name[:config[:split]]`, each with an optional `@[a:b]`.
 
     A text that looks like a path, or that exists, is never looked up on the hub. ValueError with `flag` for a missing
@@ -157,14 +157,14 @@ def find_source(spec: str, flag: str = "--prompt-data") -> Source:
                 f"{flag} must name a folder with files of one kind of {kinds}, got {', '.join(suffixes) or 'none'} "
                 f"in {path}; name one file, or move the others"
             )
-        return Source(name, tuple(found), flag, part)
+        return FileSource(name, tuple(found), flag, part)
     if path.suffix not in SUFFIXES and not path.exists() and _HUB.match(name):
-        return Source(name, (), flag, part)
+        return FileSource(name, (), flag, part)
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{flag} must be a file of kind {kinds}, got {path}; convert or rename it")
     if not path.is_file():
         raise ValueError(f"{flag} must name an existing file, got {path}; check the path")
-    return Source(name, (path,), flag, part)
+    return FileSource(name, (path,), flag, part)
 
 
 def prompt_files(spec: str, flag: str = "--prompt-data") -> list[Path]:
@@ -172,7 +172,7 @@ def prompt_files(spec: str, flag: str = "--prompt-data") -> list[Path]:
     return list(find_source(spec, flag).files)
 
 
-def read_table(source: Source) -> Dataset:
+def read_table(source: FileSource) -> Dataset:
     """All rows of `source`, memory-mapped. A JSON row is in the column "text", with empty lines of .jsonl as rows.
 
     ValueError with file and line for text that is not UTF-8, and with the file for one that cannot be read.
@@ -206,7 +206,7 @@ def read_table(source: Source) -> Dataset:
         raise ValueError(f"{source.name}: file must be {kind} ({reason}); write it again") from error
 
 
-def _build(source: Source, folder: Path) -> Dataset:
+def _build(source: FileSource, folder: Path) -> Dataset:
     from datasets import Dataset, Features, Value
     from datasets.data_files import DataFilesDict, DataFilesList
     from datasets.packaged_modules.arrow.arrow import Arrow
@@ -282,7 +282,7 @@ def _schema(file: Path) -> pyarrow.Schema:
             return pyarrow.ipc.open_file(data).schema
 
 
-def _from_hub(source: Source) -> Dataset:
+def _from_hub(source: FileSource) -> Dataset:
     """The dataset `name[:config[:split]]`; the split is train if it is not given."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from slime.data.files import Place, Row, Source, find_source, read_table
+from slime.data.files import FileSource, Place, Row, find_source, read_table
 from slime.data.rows import Columns, prompt_lengths, render_chat, rendered, require_conversation, to_prompt
 from slime.data.tokenizer import tokenizer_identity
 from slime.types import Metadata, Prompt, Sample
@@ -58,7 +58,7 @@ class Prompts(Sequence[Prompt]):
     def __init__(
         self,
         table: Dataset,
-        source: Source,
+        source: FileSource,
         columns: Columns,
         tokenizer: PreTrainedTokenizerBase | None,
         rows: np.ndarray,  # [prompts] uint32, their rows in the table
@@ -209,7 +209,7 @@ def prompt_limit(max_prompt_len: int | None, max_context_len: int | None) -> int
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _part(table: Dataset, source: Source) -> range:
+def _part(table: Dataset, source: FileSource) -> range:
     """The rows of the slice. Empty lines do not count, and may be among them."""
     if source.part is None:
         return range(len(table))
@@ -221,7 +221,7 @@ def _part(table: Dataset, source: Source) -> range:
 
 
 @contextmanager
-def _unicode(table: Dataset, source: Source, part: range) -> Iterator[None]:
+def _unicode(table: Dataset, source: FileSource, part: range) -> Iterator[None]:
     """ValueError with the place of the first row whose bytes are not UTF-8, which Parquet may hold."""
     try:
         yield
@@ -242,7 +242,7 @@ def _not_empty(batch: dict[str, list[str]], numbers: list[int]) -> dict[str, lis
 
 def _check(
     first: int,
-    source: Source,
+    source: FileSource,
     columns: Columns,
     tokenizer: PreTrainedTokenizerBase | None,
     check_label: LabelCheck | None,
@@ -280,7 +280,7 @@ def _count(
     batch: dict[str, list[object]],
     numbers: list[int],
     rows: np.ndarray,
-    source: Source,
+    source: FileSource,
     columns: Columns,
     template: PreTrainedTokenizerBase | None,
     tokenizer: PreTrainedTokenizerBase,

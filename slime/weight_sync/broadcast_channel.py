@@ -31,7 +31,7 @@ class BroadcastChannel(WeightChannel):
     """The trainer's side. `directory`, where the group's file is, must be seen by all hosts."""
 
     name = "nccl"
-    together = True
+    collective = True
 
     def __init__(self, directory: Path, bucket_bytes: int, device: torch.device, timeout_s: float) -> None:
         self.directory, self.bucket_bytes, self.device = directory, bucket_bytes, device
@@ -147,7 +147,7 @@ class BroadcastReceiver:
                 compare=not info["load"],
                 whole=False,
                 series=info["group"]["store"],
-                lent=False,
+                borrowed=False,
             )
         except GivenUp as error:
             logger.warning("weights are expected again: %s", error)

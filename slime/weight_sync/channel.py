@@ -81,7 +81,7 @@ class Part:
     """Names the tensors in an error."""
     series: str | None = None
     """A new one means that the update starts again with all weights."""
-    lent: bool = True
+    borrowed: bool = True
     """The memory belongs to the sender, so the worker must have read it before it answers."""
     verify: Callable[[], None] = _nothing
     """Raises ValueError unless the trainer made these tensors."""
@@ -101,7 +101,7 @@ class WeightChannel(ABC):
 
     name: ClassVar[str]
     """Its name in the registry."""
-    together: ClassVar[bool] = False
+    collective: ClassVar[bool] = False
     """Whether all engines receive a part at the same time. If one dies, the update starts again for the others."""
 
     @classmethod

@@ -135,7 +135,7 @@ class WeightTransfer:
     """
 
     def __init__(self, fleet: Fleet, source: WeightSource | None, *, gives_memory: bool) -> None:
-        self._fleet, self._source, self._gives_memory = fleet, source, gives_memory
+        self._pool, self._source, self._gives_memory = fleet, source, gives_memory
         self.lock = threading.RLock()
         self.state = State.SERVING
         self._last: WeightUpdate | None = None
@@ -156,10 +156,10 @@ class WeightTransfer:
             try:
                 self._load_everywhere(version)
                 self.state = State.FINISHING
-                self._fleet.on_serving(lambda engine: finish(engine, version))
+                self._pool.on_serving(lambda engine: finish(engine, version))
                 if empty:
-                    self._fleet.on_serving(lambda engine: engine.take_cache_memory())
-                self._fleet.on_serving(lambda engine: engine.resume())
+                    self._pool.on_serving(lambda engine: engine.take_cache_memory())
+                self._pool.on_serving(lambda engine: engine.resume())
                 self.state = State.SERVING
             finally:
                 if self.state is not State.SERVING:
@@ -170,17 +170,17 @@ class WeightTransfer:
         with self.lock:
             self.state = State.ASLEEP
             if self._gives_memory:
-                self._fleet.stop_starting()
-            self._fleet.on_serving(self._put_to_sleep)
+                self._pool.stop_starting()
+            self._pool.on_serving(self._put_to_sleep)
 
     def wake(self) -> bool:
         """Take the devices back. True: the engines have no weights, and serve after the next update."""
         with self.lock:
             self.state = State.EMPTY if self._gives_memory else State.SERVING
             if self._gives_memory:
-                self._fleet.on_serving(lambda engine: engine.take_weight_memory())
+                self._pool.on_serving(lambda engine: engine.take_weight_memory())
             else:
-                self._fleet.on_serving(lambda engine: engine.resume())
+                self._pool.on_serving(lambda engine: engine.resume())
             return self._gives_memory
 
     def join(self, engine: Engine, admit: Callable[[], None]) -> None:
@@ -213,26 +213,26 @@ class WeightTransfer:
 
     def _load_everywhere(self, version: int) -> None:
         """Load all parts. If engines that take a part together lose one of them, the rest begins again."""
-        takers = self._fleet.serving()
+        takers = self._pool.serving()
         parts = self._parts(version, takers)
         self._last = first = next(parts)
         if self.state is not State.EMPTY:
             self.state = State.PAUSED
-            self._fleet.on_serving(lambda engine: engine.pause())
+            self._pool.on_serving(lambda engine: engine.pause())
         self.state = State.LOADING
-        self._fleet.on_serving(lambda engine: engine.start_weight_update())
+        self._pool.on_serving(lambda engine: engine.start_weight_update())
         part: WeightUpdate | None = first
         while part is not None:
             if self._reaches_all(part, takers):
                 part = next(parts, None)
                 continue
-            if self._fleet.serving() == takers:
+            if self._pool.serving() == takers:
                 next(parts, None)  # raises the trainer's error, if the trainer failed
                 raise RuntimeError(
                     "a broadcast of weights must reach all engines, got a broken connection while all run; see the "
                     "logs of trainer-0 and the engines, or take --update-weight-transport disk"
                 )
-            takers = self._fleet.serving()
+            takers = self._pool.serving()
             logger.warning("an engine died: the update begins again for the %d that are left", len(takers))
             parts = self._parts(version, takers)
             self._last = part = next(parts)
@@ -240,9 +240,9 @@ class WeightTransfer:
     def _reaches_all(self, part: WeightUpdate, takers: list[Engine]) -> bool:
         """Have the engines load a part. False if they must take it together, and not all `takers` have it."""
         channel = channel_of(part)
-        if not channel.together or self._fleet.serving() == takers:
-            self._fleet.on_serving(lambda engine: load_part(engine, part))
-        if not channel.together or (self._fleet.serving() == takers and not channel.is_given_up(part.info)):
+        if not channel.collective or self._pool.serving() == takers:
+            self._pool.on_serving(lambda engine: load_part(engine, part))
+        if not channel.collective or (self._pool.serving() == takers and not channel.is_given_up(part.info)):
             return True
         channel.give_up(part.info)
         return False
@@ -252,7 +252,7 @@ class WeightTransfer:
         assert self._source is not None, "a pool without a trainer has no weights to publish"
         receivers = {engine.name: engine.workers for engine in takers}
         coming = self._source.next_weights(version, receivers)
-        while (part := wait(coming, self._fleet.check_health)) is not None:
+        while (part := wait(coming, self._pool.check_health)) is not None:
             coming = self._source.next_weights(version, receivers)
             coming.add_done_callback(functools.partial(_release_engines, part))
             yield part

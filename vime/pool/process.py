@@ -21,7 +21,7 @@ from types import FrameType
 from typing import ClassVar, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from slime.cluster.guard import descendants, is_stopped, processes
+from slime.cluster.watchdog import descendants, is_stopped, processes
 from slime.import_path import ROOT, SAFE_PATH, UTF8, entries
 from vime.pool.control import answers
 from vime.pool.log_cause import cause_of

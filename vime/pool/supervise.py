@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from slime.cluster.guard import is_tracker
+from slime.cluster.watchdog import is_tracker
 
 _TRACKER_S = 2.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36

@@ -9,7 +9,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from slime.cluster.guard import remove
+from slime.cluster.watchdog import remove
 
 _LONGEST_SOCKET = "/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 _SOCKET_BYTES = 107

@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray._private import services
 
-from slime.cluster import guard, ray_start
+from slime.cluster import ray_start, watchdog
 
 
 @pytest.mark.slow
@@ -30,11 +30,11 @@ def test_ray_that_does_not_answer_in_time_is_started_again(monkeypatch):
     monkeypatch.setattr(services, "get_node", get_node)
     monkeypatch.setattr(ray_start.logger, "warning", warned)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    before = guard.descendants({os.getpid()}, guard.processes())
+    before = watchdog.descendants({os.getpid()}, watchdog.processes())
     try:
         ray_start.connect()
         assert not failing[0] and ray.cluster_resources()["CPU"] > 0
-        running = guard.descendants({os.getpid()}, guard.processes()).keys() - before.keys()
+        running = watchdog.descendants({os.getpid()}, watchdog.processes()).keys() - before.keys()
         servers = [pid for pid in running if b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         assert len(servers) == 1, "those of the first start have ended"
     finally:

@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[3]
 DRIVER = """
 import signal, subprocess, sys, threading, time
-from slime.cluster.guard import Guard
-from slime.cluster.ray_watch import Part, RayLost, RayWatch, leave
+from slime.cluster.watchdog import Watchdog
+from slime.cluster.ray_watch import RayProcess, RayLost, RayWatch, leave
 
 LISTEN = '''
 import socket, time
@@ -25,12 +25,12 @@ time.sleep(100)
 '''
 how, folder = sys.argv[1:]
 signal.signal(signal.SIGTERM, signal.default_int_handler)
-guard = Guard([folder])
+watchdog = Watchdog([folder])
 ray = subprocess.Popen([sys.executable, "-c", LISTEN], stdout=subprocess.PIPE, text=True)
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], stdout=subprocess.DEVNULL)
 try:
-    with RayWatch(guard, lambda error: print("gives up:", error, flush=True)) as watch:
-        watch.watch([Part("the raylet on node 1", "127.0.0.1", int(ray.stdout.readline()))])
+    with RayWatch(watchdog, lambda error: print("gives up:", error, flush=True)) as watch:
+        watch.watch([RayProcess("the raylet on node 1", "127.0.0.1", int(ray.stdout.readline()))])
         watch.callback(lambda: print("stopped in order", flush=True))
         print(ray.pid, worker.pid, flush=True)
         if how == "actor":
@@ -44,7 +44,7 @@ except RayLost as lost:
     print("lost:", lost)
 except KeyboardInterrupt:
     print("interrupted")
-guard.dismiss()
+watchdog.dismiss()
 leave(0)
 """
 

@@ -116,7 +116,7 @@ def test_a_start_that_fails_leaves_no_temporary_folder(tmp_path, monkeypatch):
         raise BlockingIOError("no more processes")
 
     config = parse_args([*good_argv(tmp_path), "--run-dir", str(tmp_path / "run")])
-    monkeypatch.setattr(train, "Guard", no_process)
+    monkeypatch.setattr(train, "Watchdog", no_process)
     with pytest.raises(BlockingIOError, match="no more processes"):
         train.run(config, [])
     assert list(folder.iterdir()) == []

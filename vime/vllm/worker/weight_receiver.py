@@ -103,7 +103,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
                 self._take_all(part)
             else:
                 self._take(part)
-            if part.lent and torch.accelerator.is_available():
+            if part.borrowed and torch.accelerator.is_available():
                 torch.accelerator.synchronize()
 
     def _receiver(self, channel: str) -> Receiver:

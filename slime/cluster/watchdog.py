@@ -1,9 +1,9 @@
 """Ends the processes of a driver that was killed (kill -9, out of memory). Linux, standard library only.
 
-The guard is a process next to the driver. It keeps a list of the driver's descendants. If the driver ends without
-dismissing the guard, the guard kills the descendants that still run and removes the run's private directories. The
-reason: Ray's own helpers run on for a long time after their cluster has ended, and Ray kills the supervisor of an
-engine before the supervisor can end the engine.
+The watchdog is a process next to the driver. It keeps a list of the driver's descendants. If the driver ends without
+dismissing it, the watchdog kills the descendants that still run and removes the run's private directories. The reason:
+Ray's own helpers run on for a long time after their cluster has ended, and Ray kills the supervisor of an engine before
+the supervisor can end the engine.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _DONE, _KILL = b"done", b"kill"
 _TRACKER_S = 2.0
 
 
-class Guard:
+class Watchdog:
     """Start it before anything else. Call `dismiss()` after the driver has stopped everything itself."""
 
     def __init__(self, directories: Sequence[str]) -> None:
         command = [sys.executable, "-P", __file__, str(os.getpid()), *directories]
-        # In a new session, neither Ctrl-C nor a kill of the driver's process group reaches the guard.
+        # In a new session, neither Ctrl-C nor a kill of the driver's process group reaches the watchdog.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def dismiss(self) -> None:
