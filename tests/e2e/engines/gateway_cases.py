@@ -297,6 +297,7 @@ def test_vllms_own_route_passes_the_gateway(stack: Stack) -> None:
     assert choice["token_ids"] == ours.token_ids
 
 
+@pytest.mark.slow
 def test_requests_per_second(stack: Stack) -> None:
     """Single requests, one after the other: the gateway against our own client. VIME_GATEWAY_REQUESTS sets how many."""
     count, tries = int(os.environ.get("VIME_GATEWAY_REQUESTS", "40")), 3
