@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from slime.config import Config
+from slime.config.sections.cluster import PARTS
 from slime.data.packing import MicroBatch
 from slime.divergence import DivergedError
 from slime.megatron_backend.checkpoint import distributed as checkpoint
 from slime.megatron_backend.checkpoint.weights import load_weights
-from slime.megatron_backend.model.gpt import build_model
+from slime.megatron_backend.model.gpt import build_model, parts_of
 from slime.megatron_backend.model.optimizer import build_optimizer, finish_grads
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.megatron_backend.step.finite import require_finite_weights
 from slime.megatron_backend.step.head import MicroBatchLoss
 from slime.megatron_backend.step.loss import reduce_metrics
 from slime.megatron_backend.step.pipeline import from_last_stage, run_stages
-from slime.roles import Role
+from slime.megatron_backend.step.residence import Residence
+from slime.roles import POLICY, Role
 from slime.tracking.timers import Timers
 
 MicroBatchLosses = Callable[[MicroBatch, Tensor], MicroBatchLoss]
@@ -41,19 +43,22 @@ class Learner:
     ) -> None:
         self.role, self.config, self.info, self.timers = role, config, info, timers
         # Megatron's wrapper has no types.
-        self.model: Any = build_model(hf_config, config, predicts=config.algorithm.enable_mtp_training)
+        predicts = role is POLICY and config.algorithm.enable_mtp_training
+        self.model: Any = build_model(hf_config, config, predicts=predicts, value=role.head == "value")
         resume = role.resumes(config)
         if resume is None:
             source = role.source(config)
             load_weights(self.model, source.directory, source.iteration)
-        self.optimizer, self.scheduler = build_optimizer(self.model, config, total_steps=config.total_steps)
+        self.optimizer, self.scheduler = build_optimizer(
+            self.model, config, total_steps=config.total_steps, role=role
+        )
         self.resumed: dict[str, Any] | None = None
         if resume is not None:
             self.resumed = checkpoint.load_checkpoint(
                 *(resume.directory, self.model, self.optimizer, self.scheduler),
                 iteration=resume.iteration,
                 optim=not config.checkpoint.no_load_optim,
-                rng=not config.checkpoint.no_load_rng,
+                rng=role is POLICY and not config.checkpoint.no_load_rng,
             )
 
     def step(
@@ -105,15 +110,37 @@ class Learner:
         with self.timers.measure("optimizer"):
             require_finite_weights(rollout_id, self.model.parameters())
 
-    def close(self) -> None:
-        """Let go of the model and its optimizer, which hold process groups."""
-        vars(self).clear()
+    def reside(self, leaving: Collection[str], others: Iterable[nn.Module] = ()) -> Residence:
+        """Begin to move the parts `leaving` of this role, and the parameters of `others` with its own. They leave now.
 
-    def save(self, directory: str | Path, rollout_id: int) -> None:
-        """Write the role's checkpoint as iteration `rollout_id`. Collective; appears only when complete."""
+        Each trained role moves on its own: the states of two are never on the device together.
+        """
+        models = [part for model in (self.model, *others) for part in parts_of(model)]
+        self.residence = Residence(leaving, self.info.device, self.timers, models, self.optimizer)
+        self.residence.release(*PARTS)  # engines that start now measure what memory is left
+        return self.residence
+
+    @contextmanager
+    def saving(self, rollout_id: int) -> Iterator[None]:
+        """Write the role's checkpoint as iteration `rollout_id`; its weights are on the device in the block after it.
+        Collective; the checkpoint appears only when complete."""
+        directory = self.role.saves_to(self.config)
+        assert directory is not None
+        self.residence.bring("parameters", "optimizer", timer="save_onload")
         optimizer = None if self.config.checkpoint.no_save_optim else self.optimizer
         extra = {"rollout_id": rollout_id}
-        checkpoint.save_checkpoint(directory, rollout_id, self.model, optimizer, self.scheduler, extra=extra)
+        checkpoint.save_checkpoint(
+            *(directory, rollout_id, self.model, optimizer, self.scheduler),
+            extra=extra,
+            flag=self.role.save_flag,
+        )
+        yield
+        self.residence.release("parameters", "optimizer", timer="save_offload")
+
+    def close(self) -> None:
+        """Let go of the model and its optimizer, which hold process groups."""
+        self.residence.close()
+        vars(self).clear()
 
 
 def frozen_model(role: Role, config: Config, hf_config: dict[str, Any]) -> nn.Module:

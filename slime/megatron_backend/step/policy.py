@@ -87,7 +87,7 @@ class PolicyTraining:
             self.old.complete(data)
         with self.learner.timers.measure("step_metrics"):
             replayed = self.replay.metrics()
-        return metrics | replayed | {"train/global_batch_size": data.global_batch_sizes[step_id]}
+        return metrics | replayed
 
     def _losses(self, data: RankData, batch: MicroBatch, output: Tensor, step_id: int) -> MicroBatchLoss:
         loss = micro_batch_loss(self.setup, data, batch, output, data.normalisers[step_id])

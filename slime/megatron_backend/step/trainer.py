@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slime import operators
 from slime.algo.losses import loss_of
+from slime.algo.needs import columns_read
 from slime.algo.ppo import compute_advantages_and_returns
 from slime.checkpoints import checkpoint_dir
 from slime.config import Config
@@ -28,7 +29,7 @@ from slime.data.rank_data import RankData, rollout_means
 from slime.divergence import DivergedError
 from slime.hooks import load_function
 from slime.megatron_backend.checkpoint.weights import export_hf, save_hf
-from slime.megatron_backend.model.gpt import parts_of, unwrapped
+from slime.megatron_backend.model.gpt import unwrapped
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.step.audit import Audit
@@ -39,13 +40,14 @@ from slime.megatron_backend.step.out_of_memory import explained
 from slime.megatron_backend.step.outputs import publisher
 from slime.megatron_backend.step.pipeline import from_last_stage
 from slime.megatron_backend.step.policy import PolicyTraining
-from slime.megatron_backend.step.residence import Residence
+from slime.megatron_backend.step.residence import moving_speed
 from slime.megatron_backend.step.routing_replay import Replay
 from slime.megatron_backend.step.scorers import OldLogProbs, scorers_of
+from slime.megatron_backend.step.values import CriticTraining
 from slime.plan.memory_decision import decide_residence
 from slime.plan.memory_estimate import estimate
 from slime.protocols import TrainResult, WeightUpdate
-from slime.roles import POLICY, REFERENCE, roles_of
+from slime.roles import CRITIC, POLICY, REFERENCE, roles_of
 from slime.tracking.memory import device_memory, resident_peak_gib
 from slime.tracking.profiler import StepProfiler
 from slime.tracking.timers import Timers
@@ -64,22 +66,26 @@ class MegatronTrainer:
         self._hook("custom_megatron_init_path", self.args)
         self.hf_config = load_hf_config(config.rollout.hf_checkpoint)
         self.timers = Timers.on(self.info.device)
-        self.policy = Learner(POLICY, config, self.hf_config, self.info, self.timers)
+        self.learners = {
+            role.name: Learner(role, config, self.hf_config, self.info, self.timers)
+            for role in sorted(roles_of(config), key=lambda role: role is not POLICY)
+            if role.trained
+        }
+        self.policy, self.critic = self.learners[POLICY.name], self.learners.get(CRITIC.name)
         self.start_rollout_id = config.data.start_rollout_id or 0
         if self.policy.resumed is not None:
             self.start_rollout_id = checkpoint_dir.first_rollout(config, self.policy.resumed["rollout_id"])
-        self.models: dict[str, nn.Module] = {POLICY.name: self.policy.model} | {
+        frozen = {
             role.name: frozen_model(role, config, self.hf_config)
             for role in roles_of(config)
             if not role.trained
         }
         self.estimate = estimate(config, self.hf_config)
         self.memory = decide_residence(config, self.estimate, device_memory(self.info.device))
-        parts = [part for model in self.models.values() for part in parts_of(model)]
-        self.residence = Residence(
-            self.memory.leaving, self.info.device, self.timers, parts, self.policy.optimizer
-        )
-        self.residence.release(*PARTS)  # engines that start now measure what memory is left
+        self.residence = self.policy.reside(self.memory.leaving, frozen.values())
+        if self.critic is not None:
+            self.critic.reside(self.memory.leaving)
+        self.models = frozen | {name: learner.model for name, learner in self.learners.items()}
         self.publisher = publisher(config, self.info.device, self._export)
         self.version = self.start_rollout_id  # how many rollouts the current weights were trained on
         self.replay = Replay(config, self.info)
@@ -90,6 +96,9 @@ class MegatronTrainer:
         self.training = PolicyTraining(
             *(config, self.args, self.policy, self.batches, self.replay, self.audit, old)
         )
+        self.critic_training = None
+        if self.critic is not None:
+            self.critic_training = CriticTraining(config, self.critic, self.batches)
         steps = profiled_steps(config.debug.profile_steps)
         self.profiler = StepProfiler(steps, config.logging.run_dir, rank, self.timers, self.info.device)
 
@@ -102,7 +111,11 @@ class MegatronTrainer:
         """All optimizer steps of one rollout over this rank's part of it. Collective over all ranks."""
         doing = self._explained(f"training rollout {rollout_id}")
         with doing, self.profiler.around(rollout_id), self.timers.measure("trainer"):
-            self.residence.bring(*PARTS)
+            if self.critic is None:
+                self.residence.bring(*PARTS)
+            else:  # what the passes need; each role's other parts come and go with its training
+                self.residence.bring("parameters")
+                self.critic.residence.bring("parameters")
             try:
                 steps, rollout = self._train(rollout_id, data)
             except DivergedError as error:
@@ -112,7 +125,8 @@ class MegatronTrainer:
         if self.config.cluster.colocate and self.info.device.type == "cuda":
             torch.cuda.empty_cache()  # the allocator's cached blocks: the engine's keys and values come here
         perf = self.timers.flush()
-        perf |= self.residence.metrics(perf) | self.estimate.compared(perf)
+        residences = [learner.residence for learner in self.learners.values()]
+        perf |= moving_speed(residences, perf) | self.estimate.compared(perf, self.memory.leaving)
         if (resident := resident_peak_gib()) is not None:
             perf["perf/trainer_rss_gib"] = resident
         operated = from_last_stage(self.info, operators.step_metrics())  # other stages have no head
@@ -125,14 +139,32 @@ class MegatronTrainer:
             self._hook("rollout_data_postprocess_path", self.args, rollout_id, data)
         for scorer in self.scorers:
             scorer.fill(data)
-        data.reach("scored")
+        data.reach("scored", columns_read(self.config), "the loss")
         with self.timers.measure("advantages"):
             self.add_advantages(data)
-        self.batches.begin(len(data.micro_batches))
-        steps, audited = self.training.train(rollout_id, data)
+        steps, audited = self._train_roles(rollout_id, data)
         self._update_reference(rollout_id)
         with self.timers.measure("rollout_metrics"):
             return steps, self._rollout_means(data, steps) | audited
+
+    def _train_roles(
+        self, rollout_id: int, data: RankData
+    ) -> tuple[list[dict[str, float]], dict[str, float]]:
+        """Metrics of each optimizer step of all trained roles, and those of the audit."""
+        alone = rollout_id < self.config.critic.num_critic_only_steps
+        self.batches.begin(len(data.micro_batches) * (len(self.learners) - alone))
+        steps: list[dict[str, float]] = [{"train/global_batch_size": n} for n in data.global_batch_sizes]
+        if self.critic is not None and self.critic_training is not None:
+            self.critic.residence.bring(*PARTS)
+            found = self.critic_training.train(rollout_id, data)
+            self.critic.residence.release(*PARTS)
+            steps = [step | more for step, more in zip(steps, found, strict=True)]
+        if alone:
+            self.replay.forget()
+            return steps, {}
+        self.residence.bring(*PARTS)
+        found, audited = self.training.train(rollout_id, data)
+        return [step | more for step, more in zip(steps, found, strict=True)], audited
 
     def add_advantages(self, data: RankData) -> None:
         """The columns of the advantage estimator, or those of a hook. Collective over data-parallel ranks."""
@@ -164,11 +196,12 @@ class MegatronTrainer:
         flags, source = self.config.checkpoint, self.config.rollout.hf_checkpoint
         assert flags.save is not None
         with self._explained(f"saving rollout {rollout_id}"):
-            self.residence.bring("parameters", "optimizer", timer="save_onload")
-            self.policy.save(flags.save, rollout_id)
-            if flags.save_hf:
-                save_hf(self.policy.model, source, Path(flags.save_hf.format(rollout_id=rollout_id)))
-            self.residence.release("parameters", "optimizer", timer="save_offload")
+            if self.critic is not None:
+                with self.critic.saving(rollout_id):  # first: a policy's checkpoint is then never without it
+                    pass
+            with self.policy.saving(rollout_id):
+                if flags.save_hf:
+                    save_hf(self.policy.model, source, Path(flags.save_hf.format(rollout_id=rollout_id)))
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
         """The next part of the current weights, called `version`; None after the last (see Publisher). Collective."""
@@ -191,8 +224,7 @@ class MegatronTrainer:
     def close(self) -> None:
         """Free the models, the optimizers and the groups, with their threads and files. A second call does nothing."""
         if vars(self):
-            self.residence.close()
-            for learner in (self.policy,):
+            for learner in self.learners.values():
                 learner.close()
             vars(self).clear()
             destroy_parallel()
