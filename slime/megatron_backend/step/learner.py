@@ -4,29 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from slime.config import Config
 from slime.config.sections.cluster import PARTS
 from slime.data.packing import MicroBatch
+from slime.data.rank_data import RankData
 from slime.divergence import DivergedError
 from slime.megatron_backend.checkpoint import distributed as checkpoint
 from slime.megatron_backend.checkpoint.weights import load_weights
 from slime.megatron_backend.model.gpt import build_model, parts_of
 from slime.megatron_backend.model.optimizer import build_optimizer, finish_grads
 from slime.megatron_backend.parallel import ParallelInfo
-from slime.megatron_backend.step.finite import require_finite_weights
 from slime.megatron_backend.step.head import MicroBatchLoss
 from slime.megatron_backend.step.loss import reduce_metrics
 from slime.megatron_backend.step.pipeline import from_last_stage, run_stages
 from slime.megatron_backend.step.residence import Residence
 from slime.roles import POLICY, Role
 from slime.tracking.timers import Timers
+
+
+class Training(Protocol):
+    """How a learner is trained on a rollout."""
+
+    learner: Learner
+    first_rollout: int
+    """The first rollout that trains it."""
+
+    def train(self, rollout_id: int, data: RankData) -> tuple[list[dict[str, float]], dict[str, float]]:
+        """All optimizer steps of a rollout: the metrics of each, and more of the rollout. Collective over all ranks."""
+        ...
+
 
 MicroBatchLosses = Callable[[MicroBatch, Tensor], MicroBatchLoss]
 """(micro-batch, the last stage's output) -> its loss and metrics."""
@@ -106,9 +119,14 @@ class Learner:
         return {f"train/{self.role.metrics}{name}": value for name, value in metrics.items()}
 
     def require_finite(self, rollout_id: int) -> None:
-        """DivergedError if a weight of this rank is not finite after training the rollout."""
+        """DivergedError if a weight of this rank is not finite after training the rollout. Reads each once."""
         with self.timers.measure("optimizer"):
-            require_finite_weights(rollout_id, self.model.parameters())
+            largest = torch.stack(torch._foreach_norm(list(self.model.parameters()), ord=math.inf)).max()
+            if not largest.isfinite():
+                raise DivergedError(
+                    f"weights must be finite, got {largest.item()} after training rollout {rollout_id}",
+                    rollout_id,
+                )
 
     def reside(self, leaving: Collection[str], others: Iterable[nn.Module] = ()) -> Residence:
         """Begin to move the parts `leaving` of this role, and the parameters of `others` with its own. They leave now.
@@ -120,9 +138,8 @@ class Learner:
         self.residence.release(*PARTS)  # engines that start now measure what memory is left
         return self.residence
 
-    @contextmanager
-    def saving(self, rollout_id: int) -> Iterator[None]:
-        """Write the role's checkpoint as iteration `rollout_id`; its weights are on the device in the block after it.
+    def save(self, rollout_id: int, then: Callable[[], None] | None = None) -> None:
+        """Write the role's checkpoint as iteration `rollout_id`, and call `then` while the weights are on the device.
         Collective; the checkpoint appears only when complete."""
         directory = self.role.saves_to(self.config)
         assert directory is not None
@@ -134,18 +151,11 @@ class Learner:
             extra=extra,
             flag=self.role.save_flag,
         )
-        yield
+        if then is not None:
+            then()
         self.residence.release("parameters", "optimizer", timer="save_offload")
 
     def close(self) -> None:
         """Let go of the model and its optimizer, which hold process groups."""
         self.residence.close()
         vars(self).clear()
-
-
-def frozen_model(role: Role, config: Config, hf_config: dict[str, Any]) -> nn.Module:
-    """The model of a role that is not trained, with its weights and without gradients."""
-    model = build_model(hf_config, config, ddp=False)
-    source = role.source(config)
-    load_weights(model, source.directory, source.iteration)
-    return model

@@ -38,10 +38,12 @@ def values_per_token(model: nn.Module, info: ParallelInfo, batch: MicroBatch, ou
 class CriticTraining:
     """One per trainer rank."""
 
+    first_rollout = 0
+
     def __init__(self, config: Config, learner: Learner, batches: Batches) -> None:
         self.config, self.learner, self.batches = config, learner, batches
 
-    def train(self, rollout_id: int, data: RankData) -> list[dict[str, float]]:
+    def train(self, rollout_id: int, data: RankData) -> tuple[list[dict[str, float]], dict[str, float]]:
         """All optimizer steps of a rollout, with the metrics of each. Collective over all ranks."""
         with self.learner.timers.measure("critic_train"):
             steps = [
@@ -49,7 +51,7 @@ class CriticTraining:
                 for step_id, micro_batches in enumerate(data.steps)
             ]
             self.learner.require_finite(rollout_id)
-        return steps
+        return steps, {}
 
     def _step(
         self, rollout_id: int, data: RankData, micro_batches: list[list[int]], step_id: int

@@ -13,6 +13,7 @@ from trainer_cases import exported, make_samples, rank_data, train
 
 from slime.data.rank_data import RankData
 from slime.megatron_backend.model.gpt import last_part
+from slime.megatron_backend.step.learner import Learner
 from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.types import Sample
 
@@ -27,12 +28,15 @@ PPO = {
 AWAY = {"colocate": True, "offload_train": True}
 
 
+def critic_of(trainer: MegatronTrainer) -> Learner:
+    return trainer.models.learners["critic"]
+
+
 def with_head(trainer: MegatronTrainer, seed: int = 3) -> Tensor:
     """Gives the critic a head that is not 0: [1, H]."""
-    assert trainer.critic is not None
     weight = torch.randn(1, 32, generator=torch.Generator().manual_seed(seed)) / 8
-    last_part(trainer.critic.model).value_head.weight.data.copy_(weight)
-    trainer.critic.optimizer.reload_model_params()
+    last_part(critic_of(trainer).model).value_head.weight.data.copy_(weight)
+    critic_of(trainer).optimizer.reload_model_params()
     return weight
 
 
@@ -153,7 +157,7 @@ def test_resume_continues_bitwise(build, tmp_path, flags):
     whole.save(1)
     wanted, _ = train(whole, 2, seed=3)
     resumed = build(**flags, load=str(tmp_path / "ckpt"))
-    assert resumed.start_rollout_id == 2 and resumed.critic.resumed == {"rollout_id": 1}
+    assert resumed.start_rollout_id == 2 and critic_of(resumed).resumed == {"rollout_id": 1}
     got, _ = train(resumed, 2, seed=3)
     assert got.steps == wanted.steps and got.rollout == wanted.rollout
     assert (tmp_path / "ckpt/critic/iter_0000001/metadata.json").is_file()
@@ -169,11 +173,11 @@ def test_folders_of_its_own(build, tmp_path):
     resumed = build(**PPO, load=ckpt, critic_load=own)
     assert train(resumed, 1)[0].steps == wanted.steps
     started = build(**PPO, critic_load=own)  # a new run: the critic's weights alone
-    assert started.start_rollout_id == 0 and started.critic.resumed is None
-    assert last_part(started.critic.model).value_head.weight.any()
+    assert started.start_rollout_id == 0 and critic_of(started).resumed is None
+    assert last_part(critic_of(started).model).value_head.weight.any()
     after_grpo = build(**PPO, load=ckpt)  # a policy's checkpoint without a critic's beside it: a new head
-    assert after_grpo.start_rollout_id == 1 and after_grpo.critic.resumed is None
-    assert not last_part(after_grpo.critic.model).value_head.weight.any()
+    assert after_grpo.start_rollout_id == 1 and critic_of(after_grpo).resumed is None
+    assert not last_part(critic_of(after_grpo).model).value_head.weight.any()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -192,13 +196,12 @@ def test_starts_from_every_kind_of_policy_weights(tmp_path, tied):
     for number, flags in enumerate(({"save": saved}, {"critic_load": saved})):
         config = make_config(tmp_path, **files, **PPO, **flags)
         trainer = MegatronTrainer(config, 0, 1, init_method=f"file://{tmp_path}/store-{number}")
-        named = dict(last_part(trainer.critic.model).named_parameters())
+        named = dict(last_part(critic_of(trainer).model).named_parameters())
         assert "output_layer.weight" not in named and not named["value_head.weight"].any()
         assert torch.equal(named["embedding.word_embeddings.weight"][:99], base["model.embed_tokens.weight"])
         assert torch.equal(named["decoder.final_layernorm.weight"], base["model.norm.weight"])
         if "save" in flags:
-            with trainer.policy.saving(0):
-                pass
+            trainer.policy.save(0)
         trainer.close()
 
 
@@ -211,23 +214,23 @@ def test_away_between_its_turns(build, parts):
     wanted = [train(stays, i)[0].steps for i in range(2)]
     trainer = build(**flags, **AWAY, offload_train_parts=parts)
     every = set(parts or ("gradients", "parameters", "optimizer"))
-    assert trainer.residence.away == trainer.critic.residence.away == every
-    trainer.critic.residence.bring("parameters", "optimizer")
+    assert trainer.policy.residence.away == critic_of(trainer).residence.away == every
+    critic_of(trainer).residence.bring("parameters", "optimizer")
     with_head(trainer)
-    trainer.critic.residence.release("parameters", "optimizer")
+    critic_of(trainer).residence.release("parameters", "optimizer")
     seen = []
-    for learner in (trainer.policy, trainer.critic):
+    for learner in (trainer.policy, critic_of(trainer)):
         learner.step = _noting(trainer, learner.step, seen)
     got = [train(trainer, i)[0].steps for i in range(2)]
     assert got == wanted
     both = [of_policy | of_critic for of_policy, of_critic in seen]
     assert both and all("optimizer" in away for away in both)
-    assert trainer.critic.residence.away == every
+    assert critic_of(trainer).residence.away == every
 
 
 def _noting(trainer, step, seen):
     def noting(*args, **kwargs):
-        seen.append((trainer.residence.away, trainer.critic.residence.away))
+        seen.append((trainer.policy.residence.away, critic_of(trainer).residence.away))
         return step(*args, **kwargs)
 
     return noting

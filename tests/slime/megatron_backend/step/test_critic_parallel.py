@@ -11,6 +11,7 @@ from rank_processes import on_ranks
 from torch import Tensor
 from trainer_cases import exported, make_config, make_samples, rank_data
 
+from slime.megatron_backend.checkpoint.weights import export_hf
 from slime.megatron_backend.model.gpt import last_part
 from slime.megatron_backend.step.trainer import MegatronTrainer
 
@@ -62,12 +63,9 @@ def same_as(layout: str) -> str:
 
 def critic_weights(trainer: MegatronTrainer) -> dict[str, Tensor]:
     """The critic under HF names, and its head; on stages without the head, nothing more."""
-    assert trainer.critic is not None
-    own = trainer.policy.model
-    trainer.policy.model = trainer.critic.model
-    weights = exported(trainer)
-    trainer.policy.model = own
-    head = getattr(last_part(trainer.critic.model), "value_head", None)
+    critic = trainer.models.learners["critic"].model
+    weights = {name: tensor.cpu().clone() for name, tensor in export_hf(critic)}
+    head = getattr(last_part(critic), "value_head", None)
     return weights if head is None else weights | {"value_head": head.weight.detach().clone()}
 
 
@@ -81,13 +79,12 @@ def run(
     config = make_config(root, actor_num_gpus_per_node=ranks, **given)
     store = f"file://{root}/store-{name}-{load}"
     trainer = MegatronTrainer(config, rank, ranks, init_method=store, local_rank=rank)
-    info, out = trainer.info, dict[str, Any]()
-    assert trainer.critic is not None
-    if not load and (head := getattr(last_part(trainer.critic.model), "value_head", None)) is not None:
-        weight = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(3)) / 8
-        head.weight.data.copy_(weight)
+    info, out, critic = trainer.info, dict[str, Any](), trainer.models.learners["critic"]
+    head = getattr(last_part(critic.model), "value_head", None)
     if not load:
-        trainer.critic.optimizer.reload_model_params()
+        if head is not None:
+            head.weight.data.copy_(torch.randn(1, 32, generator=torch.Generator().manual_seed(3)) / 8)
+        critic.optimizer.reload_model_params()
     assert trainer.start_rollout_id == bool(load)
     for rollout_id in range(bool(load), 2):
         data = rank_data(config, make_samples(rollout_id), info.dp_rank, info.dp_size)
