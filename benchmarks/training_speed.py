@@ -97,7 +97,7 @@ def measure(arguments: argparse.Namespace, given: list[str]) -> dict[str, Any]:
         rows = []
         for step in range(arguments.steps):
             perf = trainer.train(step, batch(arguments, config, hf_config, step)).perf
-            trainer.residence.release(
+            trainer.policy.residence.release(
                 "parameters", timer="weights_offload"
             )  # as the publishing of weights does
             rows.append(perf)

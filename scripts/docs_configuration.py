@@ -32,6 +32,7 @@ TITLES = {
     "evaluation": "Evaluation",
     "checkpoint": "Checkpoints",
     "algorithm": "Algorithm and loss",
+    "critic": "Critic",
     "off_policy": "Off-policy correction and routing replay",
     "reward": "Rewards",
     "fault_tolerance": "Fault tolerance",

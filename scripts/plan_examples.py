@@ -100,7 +100,7 @@ def plan(file: Path, folder: Path) -> Planned:
         generating = min(share, weights.bytes + sum(item.bytes for item in cache) + BESIDES_GENERATING)
     gpus = c.world_size + (0 if c.cluster.colocate else c.cluster.rollout_num_gpus)
     verdicts = (*(line for line in decision.lines if "fit" in line), engine_verdict(c, hf, size))
-    return Planned(file, c, gpus, training(c, e).bytes / GIB, generating / GIB, verdicts)
+    return Planned(file, c, gpus, training(c, e, decision.leaving).bytes / GIB, generating / GIB, verdicts)
 
 
 def table(plans: Sequence[Planned]) -> Iterator[str]:

@@ -19,6 +19,7 @@ from slime.checkpoints.checkpoint_dir import (
     start_iteration,
 )
 from slime.checkpoints.checkpoint_files import iterations
+from slime.roles import roles_of
 from slime.tracking.trackers import METRICS_FILE
 
 if TYPE_CHECKING:
@@ -76,18 +77,16 @@ def check_start(c: Config) -> None:
     _require_record(c)
     if c.checkpoint.overwrite:
         return
-    iteration, save = resumed_iteration(c), c.checkpoint.save
+    iteration = resumed_iteration(c)
     continues = iteration is not None and saves_where_it_loads(c)
-    if (
-        save is not None
-        and not continues
-        and not c.debug.debug_rollout_only
-        and (saved := iterations(Path(save)))
-    ):
-        raise ValueError(
-            f"--save must be a folder without checkpoints for a run that does not resume them, got {save} with "
-            f"{_listed(saved)}; resume with --load {save}, name another folder, or give --overwrite"
-        )
+    for role in () if continues or c.debug.debug_rollout_only else reversed(roles_of(c)):
+        save = role.saves_to(c)
+        if save is not None and (saved := iterations(Path(save))):
+            raise ValueError(
+                f"{role.save_flag} must be a folder without checkpoints for a run that does not resume them, got "
+                f"{save} with {_listed(saved)}; resume with --load {c.checkpoint.save}, name another folder, or give "
+                "--overwrite"
+            )
     metrics = Path(c.logging.run_dir) / METRICS_FILE
     if iteration is None and not saves_where_it_loads(c) and metrics.is_file() and metrics.stat().st_size:
         raise ValueError(

@@ -45,6 +45,7 @@ PART_COLOURS = dict(
             "#8C8C8C",  # data
             "#CC79A7",  # reference log-probs
             "#E69F00",  # old log-probs
+            "#44AA99",  # values
             "#D55E00",  # forward
             "#F0E442",  # policy loss
             "#882255",  # backward

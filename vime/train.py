@@ -32,7 +32,7 @@ from slime.data.files import prompt_files
 from slime.disk_space import Room
 from slime.operators import decide, headline
 from slime.protocols import EnginePool, NoEngines
-from slime.roles import order_of_step
+from slime.roles import order_of_step, roles_of
 from slime.rollout.eval_datasets import check_evaluation
 from slime.run_start import check_start, finished, start_line
 from slime.tracking import StepLine, make_trackers, write_environment
@@ -123,7 +123,8 @@ def run(config: Config, argv: Sequence[str]) -> None:
     """Start everything, train, stop everything."""
     run_dir = Path(config.logging.run_dir)
     with ExitStack() as stack:
-        lock_all({"--run-dir": config.logging.run_dir, "--save": config.checkpoint.save}, stack)
+        saved = {role.save_flag: role.saves_to(config) for role in roles_of(config) if role.trained}
+        lock_all({"--run-dir": config.logging.run_dir, **saved}, stack)
         temporary, private = make_folder(), _private_weight_dir(config)
         stack.callback(remove, [str(temporary)])  # also if the watchdog does not start
         watchdog = Watchdog([str(directory) for directory in (temporary, private) if directory is not None])

@@ -146,7 +146,7 @@ class TrainerActor:
         trainer = self.trainer
         freeze_objects()
         self.remarks += other_gpu(self.config.cluster.gpu)
-        made = trainer.info.dp_rank, trainer.start_rollout_id, trainer.decisions, trainer.memory.lines
+        made = trainer.info.dp_rank, trainer.start_rollout_id, trainer.decisions, trainer.models.memory.lines
         return *made, self.remarks
 
     def train(self, rollout_id: int, data: TrainData) -> TrainResult:

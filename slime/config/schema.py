@@ -16,6 +16,7 @@ from slime.config.fields import FlagSpec, Values, specs_of
 from slime.config.sections.algorithm import AlgorithmConfig
 from slime.config.sections.checkpoint import CheckpointConfig
 from slime.config.sections.cluster import ClusterConfig
+from slime.config.sections.critic import CriticConfig
 from slime.config.sections.data import DataConfig
 from slime.config.sections.debug import DebugConfig
 from slime.config.sections.engine import EngineConfig
@@ -43,6 +44,7 @@ SECTIONS: dict[str, type] = {
     "evaluation": EvaluationConfig,
     "checkpoint": CheckpointConfig,
     "algorithm": AlgorithmConfig,
+    "critic": CriticConfig,
     "off_policy": OffPolicyConfig,
     "reward": RewardConfig,
     "fault_tolerance": FaultToleranceConfig,
@@ -87,6 +89,7 @@ class Config:
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
     algorithm: AlgorithmConfig
+    critic: CriticConfig
     off_policy: OffPolicyConfig
     reward: RewardConfig
     fault_tolerance: FaultToleranceConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from slime.config.fields import FlagSpec, spelled
 
-_CRITIC = "a critic is not supported yet; use --advantage-estimator grpo"
+_CRITIC = "the critic is trained on the ranks of the policy: leave the flag out"
 _DEEPGEMM = "DeepGEMM is not used by the trainer"
 _DELTA = "delta weight updates are not supported yet; whole weights are sent"
 _OPD = "on-policy distillation is not supported yet"
@@ -63,18 +63,12 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "min_batch_collection_ratio": Unsupported(1, _BUFFER),
     "rollout_task_type": Unsupported("math", _BUFFER),
     "multimodal_keys": Unsupported(None, "images and audio are not supported yet"),
-    # checkpoint
     # algorithm
-    "value_clip": Unsupported(0.2, _CRITIC),
-    "lambd": Unsupported(1.0, _CRITIC),
-    "num_critic_only_steps": Unsupported(0, _CRITIC),
-    "critic_train_only": Unsupported(False, _CRITIC),
+    "critic_train_only": Unsupported(
+        False, "--num-critic-only-steps trains the critic alone for that many rollouts"
+    ),
     "critic_num_nodes": Unsupported(None, _CRITIC),
     "critic_num_gpus_per_node": Unsupported(None, _CRITIC),
-    "critic_load": Unsupported(None, _CRITIC),
-    "critic_save": Unsupported(None, _CRITIC),
-    "critic_lr": Unsupported(None, _CRITIC),
-    "critic_lr_warmup_iters": Unsupported(0, _CRITIC),
     "reset_optimizer_states": Unsupported(False, "the optimizer keeps its states"),
     "use_stateless_adam": Unsupported(False, "Adam keeps its moments in this version"),
     "use_opd": Unsupported(False, _OPD),

@@ -134,13 +134,14 @@ def beside_engine(c: Config, e: Estimate, leaving: Collection[str], device_bytes
     )
 
 
-def training(c: Config, e: Estimate) -> Moment:
-    """The moment of a training step, while the engine on the GPU sleeps."""
+def training(c: Config, e: Estimate, leaving: Collection[str]) -> Moment:
+    """The moment of a training step, while the engine on the GPU sleeps and the parts `leaving` come when needed."""
     besides, whose = BESIDES_TRAINER, "its own"
     if c.cluster.colocate and c.num_engines:
         besides, whose = BESIDES_TRAINER + SLEEPING_ENGINE, "a sleeping engine's and its own"
-    made_of = f"{amount(e.peak)} of tensors, {whose} {amount(besides)} besides"
-    return Moment("while it trains", e.peak + besides, made_of, ", ".join(lowering(c)))
+    peak = e.peak_with(leaving)
+    made_of = f"{amount(peak)} of tensors, {whose} {amount(besides)} besides"
+    return Moment("while it trains", peak + besides, made_of, ", ".join(lowering(c)))
 
 
 def decide_residence(c: Config, e: Estimate, device_bytes: float | None) -> MemoryDecision:
@@ -197,7 +198,7 @@ def _fits(c: Config, e: Estimate, leaving: Collection[str], device_bytes: float 
     """One line per moment, and the verdict. Nothing if the size of the GPU is not known."""
     if device_bytes is None:
         return
-    moments = [training(c, e)]
+    moments = [training(c, e, leaving)]
     if c.cluster.colocate and c.num_engines:
         moments = [*beside_engine(c, e, leaving, device_bytes), *moments]
     for moment in moments:
@@ -224,7 +225,7 @@ def _by_size(c: Config, e: Estimate, allowed: Collection[str]) -> Iterator[str]:
         else:
             least = (left + BESIDES_GENERATING) / free
         yield f"  from {amount(least)} on: {', '.join(leaving) or 'nothing'}"
-    yield f"  and training needs {amount(training(c, e).bytes)}"
+    yield f"  and training needs {amount(training(c, e, allowed).bytes)}"
 
 
 def lowering(c: Config) -> list[str]:

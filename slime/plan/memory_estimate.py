@@ -33,6 +33,8 @@ class Item:
     """How the bytes are computed."""
     part: str | None = None
     """The name in --offload-train-parts."""
+    of: Role | None = None
+    """The trained role whose state it is."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,32 @@ class Estimate:
     @property
     def peak(self) -> float:
         """Bytes at the peak of a step."""
-        return sum(item.bytes for item in self.kept) + max((item.bytes for item in self.work), default=0.0)
+        return self.peak_with(())
+
+    def peak_with(self, leaving: Collection[str]) -> float:
+        """The peak if the parts `leaving` of each trained role are on the device in its turn alone. The policy's
+        weights stay: its pass comes before the other roles' training."""
+        turns = {item.of for item in self.kept if item.of is not None} or {POLICY}
+        kept = max(
+            sum(
+                item.bytes
+                for item in self.kept
+                if item.of in (None, turn)
+                or item.part not in leaving
+                or (item.of is POLICY and item.part == "parameters")
+            )
+            for turn in turns
+        )
+        return kept + max((item.bytes for item in self.work), default=0.0)
 
     def of_part(self, part: str) -> float:
         return sum(item.bytes for item in self.kept if item.part == part)
 
-    def compared(self, perf: dict[str, float]) -> dict[str, float]:
+    def compared(self, perf: dict[str, float], leaving: Collection[str] = ()) -> dict[str, float]:
         """The estimate next to the measured peak in a step's `perf`. Empty if no peak was measured."""
         if (peak := perf.get("perf/trainer_peak_gib")) is None:
             return {}
-        expected = self.peak / GIB
+        expected = self.peak_with(leaving) / GIB
         return {"perf/memory/estimate_gib": expected, "perf/memory/peak_of_estimate": peak / expected}
 
     def left(self, leaving: Collection[str]) -> float:
@@ -88,18 +106,19 @@ def role_memory(c: Config, shape: Shape, role: Role) -> Iterator[Item]:
     """The state of one role. Mixed precision keeps fp32 main weights and Adam's two fp32 moments."""
     size, grad = BYTES[c.megatron.params_dtype], _grad_bytes(c)
     main = 0 if c.megatron.params_dtype == "float32" else 4
-    kinds = list(rank_params(c, shape, predicts=None if role is POLICY else False))
+    kinds = list(rank_params(c, shape, predicts=None if role is POLICY else False, head=role.head == "lm"))
     of_role = "" if role is POLICY else f"{role.name} "
     weights = f"{of_role}weights" if role.trained else role.name
+    of = role if role.trained else None
     for kind, params, share, ranks, _ in kinds:
-        yield Item(f"{kind}{weights}", params * size, f"{share} x {size} B{ranks}", "parameters")
+        yield Item(f"{kind}{weights}", params * size, f"{share} x {size} B{ranks}", "parameters", of)
     if not role.trained:
         return
     for kind, params, share, ranks, _ in kinds:
-        yield Item(f"{kind}{of_role}gradients", params * grad, f"{share} x {grad} B{ranks}", "gradients")
+        yield Item(f"{kind}{of_role}gradients", params * grad, f"{share} x {grad} B{ranks}", "gradients", of)
     for kind, params, share, ranks, shards in kinds:
         how = f"{share} x {main + 8} B{ranks} / {shards} shards"
-        yield Item(f"{kind}{of_role}optimizer", params * (main + 8) / shards, how, "optimizer")
+        yield Item(f"{kind}{of_role}optimizer", params * (main + 8) / shards, how, "optimizer", of)
 
 
 def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
@@ -156,12 +175,14 @@ def expert_flight(c: Config, shape: Shape, tokens: int) -> float:
 
 
 def rank_params(
-    c: Config, shape: Shape, *, predicts: bool | None = None
+    c: Config, shape: Shape, *, predicts: bool | None = None, head: bool = True
 ) -> Iterator[tuple[str, float, str, str, int]]:
     """For the stage with the most parameters on a rank, first for all but experts, then for experts: (prefix of the
     items' names, parameters on a rank, all parameters, how they are split, ranks that share their optimizer state).
-    `predicts`: whether with layers of multi-token prediction (default: if the run trains them)."""
-    params, stage = stage_params(c, shape, c.algorithm.enable_mtp_training if predicts is None else predicts)
+    `predicts`: whether with layers of multi-token prediction (default: if the run trains them). `head`: with the matrix
+    of a vocabulary; a value head is too small to count."""
+    predicts = c.algorithm.enable_mtp_training if predicts is None else predicts
+    params, stage = stage_params(c, shape, predicts, head=head)
     tp, ep, etp = (
         c.megatron.tensor_model_parallel_size,
         c.megatron.expert_model_parallel_size,
@@ -183,18 +204,20 @@ def stage_layers(c: Config, shape: Shape) -> list[tuple[Layer, ...]]:
     return [tuple(shape.kinds[i] for i in stages.layers(rank)) for rank in range(stages.ranks)]
 
 
-def stage_params(c: Config, shape: Shape, predicts: bool) -> tuple[Params, str]:
+def stage_params(c: Config, shape: Shape, predicts: bool, *, head: bool = True) -> tuple[Params, str]:
     """Parameters of the largest pipeline stage, and its description. A tied head is a copy on the last stage. With
-    `predicts`, the last stage has the layers of multi-token prediction, and an embedding for them."""
+    `predicts`, the last stage has the layers of multi-token prediction, and an embedding for them. Without `head`, it
+    has no matrix of the vocabulary."""
     stages = stage_layers(c, shape)
     if len(stages) == 1:
-        whole = shape.params_of(shape.kinds, 1 if shape.tied else 2)
+        whole = shape.params_of(shape.kinds, 1 if shape.tied or not head else 2)
         return (whole + shape.predicting, "") if predicts else (whole, "")
     tp, experts = (
         c.megatron.tensor_model_parallel_size,
         c.megatron.expert_model_parallel_size * c.megatron.expert_tensor_parallel,
     )
-    sizes = [shape.params_of(layers, int(i in (0, len(stages) - 1))) for i, layers in enumerate(stages)]
+    ends = (0, len(stages) - 1) if head else (0,)
+    sizes = [shape.params_of(layers, int(i in ends)) for i, layers in enumerate(stages)]
     if predicts:
         sizes[-1] += shape.predicting + shape.params_of((), 0 if shape.tied else 1)
     on_rank = [size.split / tp + size.whole + size.experts / experts for size in sizes]

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from slime.algo.needs import columns_read, needs_old_log_probs
 from slime.config import Config
+from slime.roles.critic import CRITIC
 from slime.roles.policy import POLICY
 from slime.roles.record import Role, Source
 from slime.roles.reference import REFERENCE
 
-ROLES: tuple[Role, ...] = (REFERENCE, POLICY)
-"""In the order of their passes in a step."""
+ROLES: tuple[Role, ...] = (REFERENCE, CRITIC, POLICY)
+"""In the order of their passes in a step, and then of their training."""
 
 
 def roles_of(c: Config) -> tuple[Role, ...]:
@@ -36,4 +37,14 @@ def order_of_step(c: Config) -> str:
     return " -> ".join([*passes, *trained])
 
 
-__all__ = ["POLICY", "REFERENCE", "ROLES", "Role", "Source", "order_of_step", "passes_of", "roles_of"]
+__all__ = [
+    "CRITIC",
+    "POLICY",
+    "REFERENCE",
+    "ROLES",
+    "Role",
+    "Source",
+    "order_of_step",
+    "passes_of",
+    "roles_of",
+]

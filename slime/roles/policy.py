@@ -18,4 +18,8 @@ def _resumed(c: Config) -> Source | None:
     return Source(c.checkpoint.load, iteration, "--load")
 
 
-POLICY = Role("policy", "old_log_probs", "log_probs", _start, _resumed, trained=True)
+def _saves_to(c: Config) -> str | None:
+    return c.checkpoint.save
+
+
+POLICY = Role("policy", "old_log_probs", "log_probs", _start, _resumed, _saves_to, trained=True)

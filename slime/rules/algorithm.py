@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from slime.algo.estimators import estimator_of
 from slime.algo.losses import loss_of
-from slime.config.fields import spelled
+from slime.config.fields import specs_of, spelled
 from slime.config.schema import Config
+from slime.config.sections.critic import CriticConfig
+from slime.roles import CRITIC, roles_of
 
 GROUP_MAKERS = (
     "custom_generate_function_path",
@@ -18,17 +20,29 @@ GROUP_MAKERS = (
 def check_algorithm(c: Config) -> None:
     """An estimator and a loss that this version has, with what they need."""
     estimator = estimator_of(c.algorithm)
-    if "values" in estimator.reads:
-        raise ValueError(
-            f"--advantage-estimator must not be {estimator.name}, got {estimator.name}; it needs a critic, not "
-            "supported yet: use grpo"
-        )
     for check in (*estimator.checks, *loss_of(c.algorithm).checks):
         check(c)
     if c.algorithm.eps_clip_c is not None and c.algorithm.eps_clip_c <= 1:
         raise ValueError(f"--eps-clip-c must be above 1, got {c.algorithm.eps_clip_c}")
     if c.algorithm.eps_clip >= 1:
         raise ValueError(f"--eps-clip must be below 1, got {c.algorithm.eps_clip}")
+
+
+def check_critic(c: Config) -> None:
+    """The critic's flags are for an estimator that reads values, and values need returns to be trained on."""
+    estimator, has_critic = c.algorithm.advantage_estimator, CRITIC in roles_of(c)
+    for name, spec in specs_of(CriticConfig).items():
+        value = c.value_of(name)
+        if not has_critic and value not in (spec.default, c.megatron.lr if name == "critic_lr" else None):
+            raise ValueError(
+                f"{spelled(name)} must be left out with --advantage-estimator {estimator}, got {value}; its advantages "
+                "come from rewards alone, and nothing reads a critic's values: use --advantage-estimator ppo"
+            )
+    if has_critic and c.algorithm.disable_compute_advantages_and_returns:
+        raise ValueError(
+            f"--disable-compute-advantages-and-returns must be left out with --advantage-estimator {estimator}, got "
+            "both; the critic is trained on the returns: leave it out"
+        )
 
 
 def compares_alone(c: Config) -> bool:

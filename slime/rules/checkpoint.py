@@ -21,7 +21,8 @@ from slime.checkpoints.checkpoint_dir import (
 from slime.checkpoints.checkpoint_files import WRITE_LATEST, advice, damaged_size, iterations
 from slime.config.problems import given
 from slime.config.schema import Config
-from slime.roles import REFERENCE, roles_of
+from slime.roles import CRITIC, REFERENCE, roles_of
+from slime.roles.critic import resume_folders
 
 
 def check_directories(c: Config) -> None:
@@ -31,12 +32,19 @@ def check_directories(c: Config) -> None:
     --load may be empty or missing: then a new run starts. Of the files of a checkpoint, sizes are checked here. The
     trainer checks their content. Another check covers --hf-checkpoint.
     """
-    for flag_name, path in (("--load", c.checkpoint.load), ("--save", c.checkpoint.save)):
+    for flag_name, path in (
+        ("--load", c.checkpoint.load),
+        ("--save", c.checkpoint.save),
+        ("--critic-load", c.critic.critic_load),
+        ("--critic-save", c.critic.critic_save),
+    ):
         _require_folder(flag_name, path)
     if c.debug.debug_rollout_only:
         return
     if not _resumes(c) or c.checkpoint.finetune:
         _check_start(c)
+    if CRITIC in roles_of(c):
+        _check_critic(c)
     reference, step = given(c.checkpoint.ref_load), c.checkpoint.ref_ckpt_step
     apart = Path(reference) != Path(given(c.rollout.hf_checkpoint))
     if reads_reference(c) and apart:
@@ -125,6 +133,27 @@ def _check_reference(path: str, step: int | None) -> None:
             f"--ref-load must name a Hugging Face directory with {HF_SINGLE} or {HF_INDEX}, or a folder with the "
             f"{LATEST} that --save or slime's converter writes, got {path}, {got}; leave it out to use --hf-checkpoint"
         )
+
+
+def _check_critic(c: Config) -> None:
+    """--critic-load must hold weights, and in a run that resumes those of the policy's iteration."""
+    own, resumed, iteration = c.critic.critic_load, CRITIC.resumes(c), resumed_iteration(c)
+    saved = {directory: iterations(Path(directory)) for directory in resume_folders(c)}
+    if resumed is not None and iteration is not None:
+        if found := damaged_size(existing(Path(resumed.directory), iteration)):
+            raise ValueError(f"{found}; {advice(Path(resumed.directory), iteration, '--ckpt-step {}')}")
+    elif iteration is not None and any(saved.values()):
+        listed = ", ".join(f"{i} in {directory}" for directory, of_it in saved.items() for i in of_it)
+        raise ValueError(
+            f"--critic-load must hold iteration {iteration}, from which the policy resumes, got {listed}; take an "
+            "iteration that both have with --ckpt-step, or a folder without checkpoints for a new critic"
+        )
+    elif own and is_hf_directory(own) and not holds_hf_weights(own):
+        raise ValueError(
+            f"--critic-load must hold {HF_SINGLE} or {HF_INDEX} beside its config.json, got neither in {own}; copy them"
+        )
+    elif own:
+        _latest("--critic-load", own), _released("--critic-load", own)  # which report what cannot be read
 
 
 def _require_iteration(flag_name: str, path: str, step: int) -> None:

@@ -25,6 +25,7 @@ FALLBACKS = {
     "over_sampling_batch_size": "rollout_batch_size",
     "eps_clip_high": "eps_clip",
     "ref_load": "hf_checkpoint",
+    "critic_lr": "lr",
     "weight_dir": "update_weight_disk_dir",
     "eval_function_path": "rollout_function_path",
     "eval_input_key": "input_key",

@@ -17,7 +17,7 @@ from slime.hooks import load_function
 from slime.models import Decoder, decoder_of
 from slime.models.decoder import Hf
 from slime.plan.stages import check_stages, micro_batch_group
-from slime.rules.algorithm import check_algorithm, check_group_size, check_kl
+from slime.rules.algorithm import check_algorithm, check_critic, check_group_size, check_kl
 from slime.rules.checkpoint import check_directories
 from slime.rules.cluster import check_domains, check_hardware, check_offload
 from slime.rules.debug import check_profile_steps
@@ -363,6 +363,7 @@ TOGETHER: tuple[Rule, ...] = (
     _batch_equation,
     _micro_batches,
     check_algorithm,
+    check_critic,
     check_group_size,
     check_kl,
     check_off_policy,

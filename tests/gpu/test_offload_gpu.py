@@ -100,7 +100,7 @@ def link_gib_per_s() -> dict[str, float]:
 
 def test_every_byte_and_all_memory_come_back_at_the_speed_of_the_link(build):
     trainer = build(**AWAY)
-    residence = trainer.residence
+    residence = trainer.policy.residence
     cases.train(trainer)  # moments that are not zero
     residence.bring("parameters", "gradients", "optimizer")
     before = [tensor.detach().cpu().clone() for tensor in state(trainer)]
@@ -139,7 +139,7 @@ def test_training_is_bit_for_bit_that_of_a_trainer_that_stays(build):
             steps.append(result.steps)
             trainer.next_weights(i + 1, {})
             assert trainer.next_weights(i + 1, {}) is None
-        trainer.residence.bring("parameters", "optimizer")
+        trainer.policy.residence.bring("parameters", "optimizer")
         return steps, [tensor.detach().cpu().clone() for tensor in state(trainer)], result.perf
 
     stays, again, leaves = run(), run(), run(**AWAY)

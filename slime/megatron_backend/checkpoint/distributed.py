@@ -23,14 +23,21 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import nn
+from torch import Tensor, nn
 
 from slime.checkpoints.checkpoint_dir import COMPLETE, LATEST, existing, hidden, iteration_path, latest
 from slime.disk_space import Room
 from slime.megatron_backend.checkpoint.checkpoint_io import DirectSave, explained_reading, verify
-from slime.megatron_backend.checkpoint.torch_dist import StoredParts, is_foreign, load_torch_dist, sharding
+from slime.megatron_backend.checkpoint.torch_dist import (
+    MetadataReader,
+    StoredParts,
+    is_foreign,
+    load_torch_dist,
+    sharding,
+)
 from slime.megatron_backend.model.gpt import HiddenGPTModel, unwrapped
 from slime.megatron_backend.model.optimizer import fuse_adam
+from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
 
 logger = logging.getLogger(__name__)
 
@@ -58,18 +65,19 @@ def save_checkpoint(
     scheduler: OptimizerParamScheduler | None = None,
     *,
     extra: dict[str, Any] | None = None,
+    flag: str = "--save",
 ) -> Path:
     """Write one checkpoint, make it the latest and return its path. Collective over all ranks.
 
     Without `optimizer` (--no-save-optim), the next run starts with new moments and main weights. `extra` is a record
-    of plain values that `load_checkpoint` returns. Rank 0's record is saved. ValueError if the disk has no room. The
-    checkpoints before are untouched then, and what was written is removed.
+    of plain values that `load_checkpoint` returns. Rank 0's record is saved. ValueError that names `flag` if
+    the disk has no room. The checkpoints before are untouched then, and what was written is removed.
     """
     path = iteration_path(Path(directory), iteration)
     partial = hidden(path, "partial")
     parts = unwrapped(model)
     try:
-        with Room("--save", directory, f"checkpoint {iteration}"):
+        with Room(flag, directory, f"checkpoint {iteration}"):
             _make(partial)
             state = _sharded_state(parts, optimizer, is_loading=False)
             state |= {
@@ -183,9 +191,10 @@ def load_checkpoint(
     if same_ranks:
         wanted["rng"] = _rng_object(None)
     with explained_reading(directory, iteration, choose):
+        kept = _new_heads(wanted, path)
         state = dist_checkpointing.load(wanted, str(path))
     for i, inner in enumerate(parts):
-        inner.load_state_dict(state[_part(i)])
+        inner.load_state_dict(state[_part(i)] | kept.get(_part(i), {}))
     if loads_optimizer:
         _load_optimizer(optimizer, state["optimizer"])
     elif optimizer is not None:
@@ -239,6 +248,15 @@ def _sharded_state(
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
     return state
+
+
+def _new_heads(wanted: dict[str, Any], path: Path) -> dict[str, dict[str, Tensor]]:
+    """Takes the value head out of `wanted` if the checkpoint is a policy's, which has none. Returns its live values by
+    part of the model: they stay."""
+    having = [key for key, part in wanted.items() if key.startswith("model") and VALUE_HEAD in part]
+    if not having or VALUE_HEAD in MetadataReader(path).read_metadata().state_dict_metadata:
+        return {}
+    return {key: {VALUE_HEAD: wanted[key].pop(VALUE_HEAD).data} for key in having}
 
 
 def _part(number: int) -> str:

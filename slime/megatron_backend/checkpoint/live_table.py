@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from slime.megatron_backend.model.gpt import HiddenGPTModel
+from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
 from slime.megatron_versions import stored_name
 from slime.models import family_for
 from slime.models.layouts import Row
@@ -35,7 +36,7 @@ def parameters(
     inner: HiddenGPTModel, expert_rank: int | None = None
 ) -> Iterator[tuple[Tensor, Row, tuple[str, ...]]]:
     """Every tensor of this stage with its row of the family's table and its HF names, in model order. With
-    `expert_rank`, experts have their names on that expert-parallel rank."""
+    `expert_rank`, experts have their names on that expert-parallel rank. A value head has no row."""
     rank, ranks = rank_and_size(parallel_state.get_expert_model_parallel_group())
     experts_before = (
         (inner.config.num_moe_experts or 0) // ranks * (rank if expert_rank is None else expert_rank)
@@ -46,6 +47,8 @@ def parameters(
         layers[0].layer_number - 1 if len(layers) else 0
     )  # number of layers of earlier stages; Megatron counts from 1
     for name, parameter in named(inner):
+        if name == VALUE_HEAD:
+            continue
         if name == _TIED[0] and inner.share_embeddings_and_output_weights:
             name = _TIED[1]
         name = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + before}", name)

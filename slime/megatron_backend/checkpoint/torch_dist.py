@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from slime.checkpoints.checkpoint_dir import COMPLETE
 from slime.megatron_backend.checkpoint.checkpoint_io import COMMON_FILE, unreadable
 from slime.megatron_backend.model.gpt import HiddenGPTModel, unwrapped
+from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
 from slime.megatron_versions import COMMON
 
 PLAIN_NORMS = {
@@ -232,7 +233,13 @@ class StoredParts:
         }
         names = _Names(stored, self._inner.config.num_layers)
         self._of: dict[int, list[ShardedTensor]] = {}  # by the memory that parts share with a parameter
-        self._parts = [names.place(shard) for inner in models for shard in shards(inner)]
+        self._parts = [
+            names.place(shard)
+            for inner in models
+            for shard in shards(inner)
+            if shard.key != VALUE_HEAD
+            or VALUE_HEAD in stored  # a policy's checkpoint leaves a new one as it is
+        ]
         by_name: dict[str, list[ShardedTensor]] = {}
         for part in self._parts:
             by_name.setdefault(part.key, []).append(part)
@@ -288,7 +295,7 @@ def _check(
     of_stages: list[tuple[list[str], list[str]]] = [([], [])] * group.size()
     dist.all_gather_object(of_stages, (list(parts), problems), group=group)
     extra = set(stored) - {name for names, _ in of_stages for name in names}
-    if inner.share_embeddings_and_output_weights:
+    if inner.share_embeddings_and_output_weights or inner.value:
         extra.discard("output_layer.weight")
     found = [problem for _, of_stage in of_stages for problem in of_stage]
     found = list(dict.fromkeys(found)) + [f"{name} is unexpected" for name in sorted(extra)]

@@ -62,6 +62,8 @@ def _check_names(expected: set[str], found: set[str], inner: HiddenGPTModel, che
     if inner.share_embeddings_and_output_weights:
         # Some tied checkpoints store the head again. HF ignores that tensor too.
         extra.discard("lm_head.weight")
+    if inner.value:
+        extra -= set(family.find("output_layer.weight")[1])
     for names, kind in ((expected - found, "missing from"), (extra, "unexpected in")):
         if names:
             listed = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")

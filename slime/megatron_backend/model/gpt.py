@@ -28,6 +28,7 @@ from slime.megatron_backend.model.layer_spec import layer_spec
 from slime.megatron_backend.model.model_config import padded_vocab_size, transformer_config
 from slime.megatron_backend.model.norms import RMSNorm
 from slime.megatron_backend.model.prediction_layer import prediction_spec
+from slime.megatron_backend.model.value_head import ValueHead
 from slime.megatron_backend.parallel import built
 from slime.models import Decoder, decoder_of
 from slime.models.layouts import Sizes
@@ -38,12 +39,19 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
 
     `build_model` builds it. `hf_config` is the checkpoint's config.json, `described` is what it says, and `sizes` are
     the sizes for weight layouts. `virtual`: which virtual stage of this rank it is. None if the rank has one stage.
-    `mtp` has the layers of multi-token prediction, in a model that trains them. `forward` does not run them,
+    `value`: a critic, whose last stage has a `value_head` in place of the output layer. `mtp` has the layers of
+    multi-token prediction, in a model that trains them. `forward` does not run them,
     `slime.megatron_backend.step.prediction` does.
     """
 
     def __init__(
-        self, hf_config: dict[str, Any], core: TransformerConfig, sizes: Sizes, virtual: int | None = None
+        self,
+        hf_config: dict[str, Any],
+        core: TransformerConfig,
+        sizes: Sizes,
+        virtual: int | None = None,
+        *,
+        value: bool = False,
     ) -> None:
         described = decoder_of(hf_config)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual)
@@ -54,7 +62,7 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
             max_sequence_length=described.context,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
             post_process=last,
-            share_embeddings_and_output_weights=described.tied,
+            share_embeddings_and_output_weights=described.tied and not value,
             position_embedding_type="none",  # PackedAttention applies it
             vp_stage=virtual,
             mtp_block_spec=prediction_spec(core, described) if core.mtp_num_layers and last else None,
@@ -62,7 +70,13 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
         if self.mtp_process and not self.pre_process and described.tied:
             # the head is this stage's copy of the embedding, and Megatron leaves a second matrix here that nobody uses
             self.output_layer.register_parameter("weight", None)
-        self.hf_config, self.sizes, self.described = hf_config, sizes, described
+        self.hf_config, self.sizes, self.described, self.value = hf_config, sizes, described, value
+        if value and last:
+            del self.output_layer
+            self.post_process = (
+                False  # Megatron's word for an output layer; the decoder has its own for the final norm
+            )
+            self.value_head = ValueHead(core.hidden_size)
         if self.pre_process and described.embedding_scale != 1:
             self.embedding.register_forward_hook(_scaled(described.embedding_scale))
         # Megatron moves its own matrices to the device, but leaves torch's norms on the host in fp32
@@ -110,7 +124,12 @@ def _block_spec(
 
 
 def build_model(
-    hf_config: dict[str, Any], config: Config, *, ddp: bool = True, predicts: bool = False
+    hf_config: dict[str, Any],
+    config: Config,
+    *,
+    ddp: bool = True,
+    predicts: bool = False,
+    value: bool = False,
 ) -> nn.Module:
     """The model of a checkpoint on this rank, with uninitialised parameters. Fill them with `load_hf` or
     `load_checkpoint`.
@@ -118,8 +137,8 @@ def build_model(
     `config` gives the parallel layout, precision and Megatron flags. With `ddp`, the model is wrapped in Megatron's
     DistributedDataParallel, which sums (and does not average) its fp32 gradient buffers over data-parallel ranks.
     Without `ddp`, the model has no gradients (reference model). `predicts`: with its layers of multi-token prediction.
-    With virtual stages, the result is `Parts`, and each part has its own wrapper. Call `init_parallel` first;
-    `destroy_parallel` empties the model.
+    `value`: with a value head instead of logits (critic). With virtual stages, the result is `Parts`, and each part has
+    its own wrapper. Call `init_parallel` first; `destroy_parallel` empties the model.
     """
     core = transformer_config(hf_config, config, predicts=predicts)
     tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -131,7 +150,8 @@ def build_model(
     # Megatron's schedule reads the number of virtual stages here. Only the model's layers tell it.
     parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)
     parts: list[nn.Module] = [
-        HiddenGPTModel(hf_config, core, sizes, virtual) for virtual in (range(stages) if stages else (None,))
+        HiddenGPTModel(hf_config, core, sizes, virtual, value=value)
+        for virtual in (range(stages) if stages else (None,))
     ]
     if ddp:
         settings = _ddp_config(config)
@@ -214,6 +234,12 @@ def hidden_of(model: nn.Module, output: Tensor) -> Tensor:
         # every rank has the head's full gradient, so take this rank's rows and do not sum over ranks
         output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False)
     return output.squeeze(1)
+
+
+def values_of(model: nn.Module, hidden: Tensor) -> Tensor:
+    """A critic's values [r] fp32 of hidden states [r, H]."""
+    values: Tensor = last_part(model).value_head(hidden)
+    return values
 
 
 def logits_of(model: nn.Module, output: Tensor) -> Tensor:

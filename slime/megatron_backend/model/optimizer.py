@@ -15,14 +15,18 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
 from slime.config import Config
+from slime.config.fields import spelled
 from slime.megatron_backend.model.gpt import parts_of
 from slime.megatron_backend.model.model_config import params_dtype
+from slime.roles import POLICY, Role
 
 
 def build_optimizer(
-    model: nn.Module, config: Config, *, total_steps: int
+    model: nn.Module, config: Config, *, total_steps: int, role: Role = POLICY
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Optimizer of the data-parallel-wrapped `model`, and its schedule. Load the model's weights before this call.
+
+    `role` names the flags of the learning rate and its warm-up, which --lr and --lr-warmup-iters stand for below.
 
     The state is sharded over data-parallel ranks unless --no-use-distributed-optimizer. Main weights and moments are
     fp32. Gradients are clipped to --clip-grad by their global norm. The schedule counts samples. It covers
@@ -39,7 +43,7 @@ def build_optimizer(
     dtype = params_dtype(config)
     fields: dict[str, Any] = {
         "optimizer": "adam",
-        "lr": config.megatron.lr,
+        "lr": config.value_of(role.lr),
         "min_lr": config.megatron.min_lr,
         "weight_decay": config.megatron.weight_decay,
         "adam_beta1": config.megatron.adam_beta1,
@@ -56,7 +60,7 @@ def build_optimizer(
     )
     _start_adam(optimizer)
     fuse_adam(optimizer)
-    return optimizer, _schedule(optimizer, config, total_steps)
+    return optimizer, _schedule(optimizer, config, total_steps, role)
 
 
 def _start_adam(optimizer: MegatronOptimizer) -> None:
@@ -89,26 +93,29 @@ def fuse_adam(optimizer: MegatronOptimizer) -> None:
                     inner.state[p]["step"] = inner.state[p]["step"].to(p.device)
 
 
-def _schedule(optimizer: MegatronOptimizer, config: Config, total_steps: int) -> OptimizerParamScheduler:
+def _schedule(
+    optimizer: MegatronOptimizer, config: Config, total_steps: int, role: Role
+) -> OptimizerParamScheduler:
+    lr, iters = config.value_of(role.lr), config.value_of(role.lr_warmup_iters)
     # --num-rollout 0 takes no step: any schedule does.
-    steps = config.megatron.lr_decay_iters or total_steps or config.megatron.lr_warmup_iters + 1
-    if config.megatron.lr_warmup_init > config.megatron.lr:
+    steps = config.megatron.lr_decay_iters or total_steps or iters + 1
+    if config.megatron.lr_warmup_init > lr:
         raise ValueError(
-            f"--lr-warmup-init must be at most --lr {config.megatron.lr}, got {config.megatron.lr_warmup_init}"
+            f"--lr-warmup-init must be at most {spelled(role.lr)} {lr}, got {config.megatron.lr_warmup_init}"
         )
-    if not 0 <= config.megatron.lr_warmup_iters < steps:
+    if not 0 <= iters < steps:
         raise ValueError(
-            f"--lr-warmup-iters must lie in [0, {steps}), the optimizer steps of the schedule, "
-            f"got {config.megatron.lr_warmup_iters}; raise --lr-decay-iters or --num-rollout"
+            f"{spelled(role.lr_warmup_iters)} must lie in [0, {steps}), the optimizer steps of the schedule, "
+            f"got {iters}; raise --lr-decay-iters or --num-rollout"
         )
-    if not 0 <= config.megatron.min_lr <= config.megatron.lr:
-        raise ValueError(f"--min-lr must lie in [0, --lr {config.megatron.lr}], got {config.megatron.min_lr}")
+    if not 0 <= config.megatron.min_lr <= lr:
+        raise ValueError(f"--min-lr must lie in [0, {spelled(role.lr)} {lr}], got {config.megatron.min_lr}")
     samples, fraction = config.data.global_batch_size, config.megatron.lr_warmup_fraction
-    warm_up = config.megatron.lr_warmup_iters if fraction is None else fraction * steps
+    warm_up = iters if fraction is None else fraction * steps
     return OptimizerParamScheduler(
         optimizer,
         init_lr=config.megatron.lr_warmup_init,
-        max_lr=config.megatron.lr,
+        max_lr=lr,
         min_lr=config.megatron.min_lr,
         lr_warmup_steps=int(warm_up * samples),
         lr_decay_steps=steps * samples,

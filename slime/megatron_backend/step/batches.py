@@ -45,12 +45,17 @@ class Batches:
         """The packed micro-batches of a pass without gradient."""
         return (self.pack(data, samples, training=False, policy=policy) for samples in micro_batches)
 
-    def of_training(self, data: RankData, micro_batches: list[list[int]]) -> Iterator[MicroBatch]:
-        """The packed micro-batches of an optimizer step of the policy."""
+    def of_training(
+        self, data: RankData, micro_batches: list[list[int]], columns: Sequence[str] | None = None
+    ) -> Iterator[MicroBatch]:
+        """The packed micro-batches of an optimizer step: of the policy, or of another model that reads `columns`."""
         for k, samples in enumerate(micro_batches):
             self.progress = (self._finished + k, self._total)
             with self._timers.measure("pack"):
-                batch = self.pack(data, samples, training=True)
+                if columns is None:
+                    batch = self.pack(data, samples, training=True)
+                else:
+                    batch = self._packed(data, samples, columns)
             yield batch
 
     def begin(self, total: int) -> None:

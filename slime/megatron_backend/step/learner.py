@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from slime.config import Config
+from slime.config.sections.cluster import PARTS
 from slime.data.packing import MicroBatch
+from slime.data.rank_data import RankData
 from slime.divergence import DivergedError
 from slime.megatron_backend.checkpoint import distributed as checkpoint
 from slime.megatron_backend.checkpoint.weights import load_weights
-from slime.megatron_backend.model.gpt import build_model
+from slime.megatron_backend.model.gpt import build_model, parts_of
 from slime.megatron_backend.model.optimizer import build_optimizer, finish_grads
 from slime.megatron_backend.parallel import ParallelInfo
-from slime.megatron_backend.step.finite import require_finite_weights
 from slime.megatron_backend.step.head import MicroBatchLoss
 from slime.megatron_backend.step.loss import reduce_metrics
 from slime.megatron_backend.step.pipeline import from_last_stage, run_stages
-from slime.roles import Role
+from slime.megatron_backend.step.residence import Residence
+from slime.roles import POLICY, Role
 from slime.tracking.timers import Timers
+
+
+class Training(Protocol):
+    """How a learner is trained on a rollout."""
+
+    learner: Learner
+    first_rollout: int
+    """The first rollout that trains it."""
+
+    def train(self, rollout_id: int, data: RankData) -> tuple[list[dict[str, float]], dict[str, float]]:
+        """All optimizer steps of a rollout: the metrics of each, and more of the rollout. Collective over all ranks."""
+        ...
+
 
 MicroBatchLosses = Callable[[MicroBatch, Tensor], MicroBatchLoss]
 """(micro-batch, the last stage's output) -> its loss and metrics."""
@@ -41,19 +56,22 @@ class Learner:
     ) -> None:
         self.role, self.config, self.info, self.timers = role, config, info, timers
         # Megatron's wrapper has no types.
-        self.model: Any = build_model(hf_config, config, predicts=config.algorithm.enable_mtp_training)
+        predicts = role is POLICY and config.algorithm.enable_mtp_training
+        self.model: Any = build_model(hf_config, config, predicts=predicts, value=role.head == "value")
         resume = role.resumes(config)
         if resume is None:
             source = role.source(config)
             load_weights(self.model, source.directory, source.iteration)
-        self.optimizer, self.scheduler = build_optimizer(self.model, config, total_steps=config.total_steps)
+        self.optimizer, self.scheduler = build_optimizer(
+            self.model, config, total_steps=config.total_steps, role=role
+        )
         self.resumed: dict[str, Any] | None = None
         if resume is not None:
             self.resumed = checkpoint.load_checkpoint(
                 *(resume.directory, self.model, self.optimizer, self.scheduler),
                 iteration=resume.iteration,
                 optim=not config.checkpoint.no_load_optim,
-                rng=not config.checkpoint.no_load_rng,
+                rng=role is POLICY and not config.checkpoint.no_load_rng,
             )
 
     def step(
@@ -101,24 +119,43 @@ class Learner:
         return {f"train/{self.role.metrics}{name}": value for name, value in metrics.items()}
 
     def require_finite(self, rollout_id: int) -> None:
-        """DivergedError if a weight of this rank is not finite after training the rollout."""
+        """DivergedError if a weight of this rank is not finite after training the rollout. Reads each once."""
         with self.timers.measure("optimizer"):
-            require_finite_weights(rollout_id, self.model.parameters())
+            largest = torch.stack(torch._foreach_norm(list(self.model.parameters()), ord=math.inf)).max()
+            if not largest.isfinite():
+                raise DivergedError(
+                    f"weights must be finite, got {largest.item()} after training rollout {rollout_id}",
+                    rollout_id,
+                )
+
+    def reside(self, leaving: Collection[str], others: Iterable[nn.Module] = ()) -> Residence:
+        """Begin to move the parts `leaving` of this role, and the parameters of `others` with its own. They leave now.
+
+        Each trained role moves on its own: the states of two are never on the device together.
+        """
+        models = [part for model in (self.model, *others) for part in parts_of(model)]
+        self.residence = Residence(leaving, self.info.device, self.timers, models, self.optimizer)
+        self.residence.release(*PARTS)  # engines that start now measure what memory is left
+        return self.residence
+
+    def save(self, rollout_id: int, then: Callable[[], None] | None = None) -> None:
+        """Write the role's checkpoint as iteration `rollout_id`, and call `then` while the weights are on the device.
+        Collective; the checkpoint appears only when complete."""
+        directory = self.role.saves_to(self.config)
+        assert directory is not None
+        self.residence.bring("parameters", "optimizer", timer="save_onload")
+        optimizer = None if self.config.checkpoint.no_save_optim else self.optimizer
+        extra = {"rollout_id": rollout_id}
+        checkpoint.save_checkpoint(
+            *(directory, rollout_id, self.model, optimizer, self.scheduler),
+            extra=extra,
+            flag=self.role.save_flag,
+        )
+        if then is not None:
+            then()
+        self.residence.release("parameters", "optimizer", timer="save_offload")
 
     def close(self) -> None:
         """Let go of the model and its optimizer, which hold process groups."""
+        self.residence.close()
         vars(self).clear()
-
-    def save(self, directory: str | Path, rollout_id: int) -> None:
-        """Write the role's checkpoint as iteration `rollout_id`. Collective; appears only when complete."""
-        optimizer = None if self.config.checkpoint.no_save_optim else self.optimizer
-        extra = {"rollout_id": rollout_id}
-        checkpoint.save_checkpoint(directory, rollout_id, self.model, optimizer, self.scheduler, extra=extra)
-
-
-def frozen_model(role: Role, config: Config, hf_config: dict[str, Any]) -> nn.Module:
-    """The model of a role that is not trained, with its weights and without gradients."""
-    model = build_model(hf_config, config, ddp=False)
-    source = role.source(config)
-    load_weights(model, source.directory, source.iteration)
-    return model

@@ -1,22 +1,69 @@
-"""What leaves a trainer rank: the weights that engines get."""
+"""What leaves a trainer rank: checkpoints, and the weights that engines get."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from slime.config import Config
-from slime.weight_sync.channel import Export, TrainerPlace
+from slime.megatron_backend.checkpoint.weights import export_hf, save_hf
+from slime.megatron_backend.step.models import Models
+from slime.protocols import WeightUpdate
+from slime.weight_sync.channel import TrainerPlace
 from slime.weight_sync.publisher import Publisher
 
 
-def publisher(config: Config, device: torch.device, export: Export) -> Publisher:
-    """The publisher of this rank's weights, which `export` gives."""
-    # half: the error that names an engine that hangs comes before those of the other ranks, which wait for rank 0
-    timeout_s = 30.0 * config.cluster.distributed_timeout_minutes
-    flags = config.weight_update
-    assert flags.weight_dir is not None and flags.update_weight_transport is not None
-    place = TrainerPlace(Path(flags.weight_dir), flags.update_weight_buffer_size, device, timeout_s)
-    compare = flags.check_weight_update_equal
-    return Publisher.of(flags.update_weight_transport, place, export, compare=compare)
+class Outputs:
+    """One per trainer rank, every call collective. `explained` explains an error of memory in its block.
+
+    `version`: how many rollouts the current weights were trained on.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        models: Models,
+        device: torch.device,
+        version: int,
+        explained: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self.config, self.models, self.version, self._explained = config, models, version, explained
+        # half: the error that names an engine that hangs comes before those of the other ranks, which wait for rank 0
+        timeout_s = 30.0 * config.cluster.distributed_timeout_minutes
+        flags = config.weight_update
+        assert flags.weight_dir is not None
+        place = TrainerPlace(Path(flags.weight_dir), flags.update_weight_buffer_size, device, timeout_s)
+        compare = flags.check_weight_update_equal
+        self._publisher = Publisher.of(flags.update_weight_transport, place, self._export, compare=compare)
+
+    def save(self, rollout_id: int) -> None:
+        """Checkpoints of all trained roles (and --save-hf) as iteration `rollout_id`; each appears only when complete.
+        The policy's comes last: it is never without the others."""
+        with self._explained(f"saving rollout {rollout_id}"):
+            for learner in reversed(self.models.learners.values()):
+                of_policy = learner is self.models.policy and self.config.checkpoint.save_hf
+                learner.save(rollout_id, (lambda: self._save_hf(rollout_id)) if of_policy else None)
+
+    def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
+        """The next part of the current weights, called `version`; None after the last (see Publisher)."""
+        with self._explained(f"publishing weights {version}"):
+            part = self._publisher.next(version, receivers)
+            if part is None:
+                self.models.policy.residence.release("parameters", timer="weights_offload")
+        return part
+
+    def weights_file(self) -> WeightUpdate:
+        """The current weights in a file, for an engine that starts between two updates."""
+        return self._publisher.file(self.version)
+
+    def _export(self) -> Iterator[tuple[str, Tensor]]:
+        return export_hf(self.models.policy.model, self.models.policy.residence.read)
+
+    def _save_hf(self, rollout_id: int) -> None:
+        assert self.config.checkpoint.save_hf is not None
+        out = Path(self.config.checkpoint.save_hf.format(rollout_id=rollout_id))
+        save_hf(self.models.policy.model, self.config.rollout.hf_checkpoint, out)

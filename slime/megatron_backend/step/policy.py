@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slime import operators
 from slime.config import Config
 from slime.data.packing import MicroBatch
 from slime.data.rank_data import RankData
+from slime.divergence import DivergedError
 from slime.hooks import load_function
 from slime.megatron_backend.model.gpt import parts_of
 from slime.megatron_backend.step.audit import Audit
 from slime.megatron_backend.step.batches import Batches
-from slime.megatron_backend.step.finite import require_finite_log_probs
 from slime.megatron_backend.step.head import MicroBatchLoss, head_of
 from slime.megatron_backend.step.learner import Learner
 from slime.megatron_backend.step.loss import LossSetup, micro_batch_loss
@@ -39,6 +40,7 @@ class PolicyTraining:
     ) -> None:
         self.config, self.args, self.learner, self.batches = config, args, learner, batches
         self.replay, self.audit, self.old = replay, audit, old
+        self.first_rollout = config.critic.num_critic_only_steps
         self.head = head_of(config, operators.loss_head(config)[0], learner.model, learner.info)
         ahead = None
         if config.algorithm.enable_mtp_training:
@@ -53,7 +55,6 @@ class PolicyTraining:
                 known: TrainData = {} if self.old is None else self.old.known
                 require_finite_log_probs(rollout_id, data | known)
             steps = self.optimizer_steps(rollout_id, data)
-        self.replay.forget()
         return steps, audited
 
     def optimizer_steps(self, rollout_id: int, data: RankData) -> list[dict[str, float]]:
@@ -87,7 +88,7 @@ class PolicyTraining:
             self.old.complete(data)
         with self.learner.timers.measure("step_metrics"):
             replayed = self.replay.metrics()
-        return metrics | replayed | {"train/global_batch_size": data.global_batch_sizes[step_id]}
+        return metrics | replayed
 
     def _losses(self, data: RankData, batch: MicroBatch, output: Tensor, step_id: int) -> MicroBatchLoss:
         loss = micro_batch_loss(self.setup, data, batch, output, data.normalisers[step_id])
@@ -100,3 +101,11 @@ class PolicyTraining:
                 for reader in readers:
                     reader.add(data, batch, log_probs)
         return loss
+
+
+def require_finite_log_probs(rollout_id: int, data: TrainData) -> None:
+    """DivergedError for a log-prob that is not finite. The rollout before this one made the policy's weights."""
+    for name in ("ref_log_probs", "old_log_probs"):
+        if data.get(name) and not (values := torch.cat(data[name])).isfinite().all():
+            bad = values[~values.isfinite()][0].item()
+            raise DivergedError(f"{name} must be finite, got {bad} in rollout {rollout_id}", rollout_id - 1)

@@ -146,16 +146,10 @@ class Residence:
         view = torch.empty(0, dtype=parameter.dtype)
         return view.set_(self._host[part].untyped_storage(), start, parameter.size(), parameter.stride())
 
-    def metrics(self, times: dict[str, float]) -> dict[str, float]:
-        """GiB/s of the bytes moved since the last call, from the seconds in `times` (`Timers.flush` of the same
-        span)."""
+    def moved(self) -> dict[str, int]:
+        """Bytes moved since the last call, by way: "offload" and "onload"."""
         moved, self._moved = self._moved, dict.fromkeys(self._moved, 0)
-        out = {}
-        for way, size in moved.items():
-            seconds = sum(time for name, time in times.items() if name.endswith(f"{way}_time"))
-            if size and seconds:
-                out[f"perf/{way}_gib_per_s"] = size / 2**30 / seconds
-        return out
+        return moved
 
     def close(self) -> None:
         """Unpin the host copies. Offloaded parts are lost."""
@@ -180,6 +174,18 @@ class Residence:
                     )
             self._host[part] = host
         return self._host[part]
+
+
+def moving_speed(residences: Iterable[Residence], times: dict[str, float]) -> dict[str, float]:
+    """GiB/s of the bytes moved since the last call, from the seconds in `times` (`Timers.flush` of the same span)."""
+    moved = [residence.moved() for residence in residences]
+    out = {}
+    for way in ("offload", "onload"):
+        size = sum(of_one[way] for of_one in moved)
+        seconds = sum(time for name, time in times.items() if name.endswith(f"{way}_time"))
+        if size and seconds:
+            out[f"perf/{way}_gib_per_s"] = size / 2**30 / seconds
+    return out
 
 
 def _pieces(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> Iterator[_Piece]:

@@ -9,6 +9,7 @@ A pass of a frozen model covers all samples. Old log-probs may come from the fir
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from slime.megatron_backend.parallel import ParallelInfo
 from slime.megatron_backend.step.batches import Batches
 from slime.megatron_backend.step.head import LmHead, head_of
 from slime.megatron_backend.step.pipeline import run_forward, tensors_from_last_stage
+from slime.megatron_backend.step.values import values_per_token
 from slime.roles import POLICY, Role, roles_of
 from slime.tracking.timers import Timers
 from slime.types import TrainData
@@ -99,7 +101,8 @@ class Pass:
     def over(self, data: RankData, micro_batches: list[list[int]]) -> dict[int, Tensor]:
         """The column, by sample of `micro_batches`. Calls --custom-megatron-before-log-prob-hook-path first."""
         with self._timers.measure(self.role.timer):
-            if path := self._config.value_of("custom_megatron_before_log_prob_hook_path"):
+            path = self._config.value_of("custom_megatron_before_log_prob_hook_path")
+            if path and self.role.head == "lm":
                 hook = load_function(path, flag="--custom-megatron-before-log-prob-hook-path")
                 hook(self._args, parts_of(self.model), self.role.prefix)
             return column_of_data(
@@ -182,7 +185,9 @@ def scorers_of(
     found: list[Scorer] = []
     for role in roles_of(config) if loss_of(config.algorithm).rewarded else ():
         model = models[role.name]
-        per_token = log_probs_of(head_of(config, operators.pass_head(config), model, info))
+        per_token: PerToken = partial(values_per_token, model, info)
+        if role.head == "lm":
+            per_token = log_probs_of(head_of(config, operators.pass_head(config), model, info))
         its_pass = Pass(
             *(role, config, args, model, per_token, info, batches, timers), of_policy=role is POLICY
         )

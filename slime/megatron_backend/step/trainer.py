@@ -9,16 +9,13 @@ files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from slime import operators
 from slime.algo.losses import loss_of
+from slime.algo.needs import columns_read
 from slime.algo.ppo import compute_advantages_and_returns
 from slime.checkpoints import checkpoint_dir
 from slime.config import Config
@@ -27,26 +24,23 @@ from slime.config.sections.debug import profiled_steps
 from slime.data.rank_data import RankData, rollout_means
 from slime.divergence import DivergedError
 from slime.hooks import load_function
-from slime.megatron_backend.checkpoint.weights import export_hf, save_hf
-from slime.megatron_backend.model.gpt import parts_of, unwrapped
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.step.audit import Audit
 from slime.megatron_backend.step.batches import Batches
 from slime.megatron_backend.step.head import temperature_of
-from slime.megatron_backend.step.learner import Learner, frozen_model
+from slime.megatron_backend.step.learner import Training
+from slime.megatron_backend.step.models import Models
 from slime.megatron_backend.step.out_of_memory import explained
-from slime.megatron_backend.step.outputs import publisher
+from slime.megatron_backend.step.outputs import Outputs
 from slime.megatron_backend.step.pipeline import from_last_stage
 from slime.megatron_backend.step.policy import PolicyTraining
-from slime.megatron_backend.step.residence import Residence
 from slime.megatron_backend.step.routing_replay import Replay
 from slime.megatron_backend.step.scorers import OldLogProbs, scorers_of
-from slime.plan.memory_decision import decide_residence
-from slime.plan.memory_estimate import estimate
+from slime.megatron_backend.step.values import CriticTraining
 from slime.protocols import TrainResult, WeightUpdate
-from slime.roles import POLICY, REFERENCE, roles_of
-from slime.tracking.memory import device_memory, resident_peak_gib
+from slime.roles import CRITIC
+from slime.tracking.memory import resident_peak_gib
 from slime.tracking.profiler import StepProfiler
 from slime.tracking.timers import Timers
 
@@ -64,32 +58,23 @@ class MegatronTrainer:
         self._hook("custom_megatron_init_path", self.args)
         self.hf_config = load_hf_config(config.rollout.hf_checkpoint)
         self.timers = Timers.on(self.info.device)
-        self.policy = Learner(POLICY, config, self.hf_config, self.info, self.timers)
+        self.models = Models(config, self.hf_config, self.info, self.timers)
+        self.policy = self.models.policy
         self.start_rollout_id = config.data.start_rollout_id or 0
-        if self.policy.resumed is not None:
-            self.start_rollout_id = checkpoint_dir.first_rollout(config, self.policy.resumed["rollout_id"])
-        self.models: dict[str, nn.Module] = {POLICY.name: self.policy.model} | {
-            role.name: frozen_model(role, config, self.hf_config)
-            for role in roles_of(config)
-            if not role.trained
-        }
-        self.estimate = estimate(config, self.hf_config)
-        self.memory = decide_residence(config, self.estimate, device_memory(self.info.device))
-        parts = [part for model in self.models.values() for part in parts_of(model)]
-        self.residence = Residence(
-            self.memory.leaving, self.info.device, self.timers, parts, self.policy.optimizer
-        )
-        self.residence.release(*PARTS)  # engines that start now measure what memory is left
-        self.publisher = publisher(config, self.info.device, self._export)
-        self.version = self.start_rollout_id  # how many rollouts the current weights were trained on
+        if (resumed := self.policy.resumed) is not None:
+            self.start_rollout_id = checkpoint_dir.first_rollout(config, resumed["rollout_id"])
+        self.outputs = Outputs(config, self.models, self.info.device, self.start_rollout_id, self._explained)
         self.replay = Replay(config, self.info)
         self.batches = Batches(config, self.hf_config, self.info, self.replay, self.timers)
         self.scorers = scorers_of(config, self.args, self.models, self.info, self.batches, self.timers)
         old = next((scorer for scorer in self.scorers if isinstance(scorer, OldLogProbs)), None)
-        self.audit = Audit(config, self.info, self.timers, temperature_of(config))
+        audit = Audit(config, self.info, self.timers, temperature_of(config))
         self.training = PolicyTraining(
-            *(config, self.args, self.policy, self.batches, self.replay, self.audit, old)
+            *(config, self.args, self.policy, self.batches, self.replay, audit, old)
         )
+        self.trainings: list[Training] = [self.training]
+        if (critic := self.models.learners.get(CRITIC.name)) is not None:
+            self.trainings.insert(0, CriticTraining(config, critic, self.batches))
         steps = profiled_steps(config.debug.profile_steps)
         self.profiler = StepProfiler(steps, config.logging.run_dir, rank, self.timers, self.info.device)
 
@@ -102,17 +87,18 @@ class MegatronTrainer:
         """All optimizer steps of one rollout over this rank's part of it. Collective over all ranks."""
         doing = self._explained(f"training rollout {rollout_id}")
         with doing, self.profiler.around(rollout_id), self.timers.measure("trainer"):
-            self.residence.bring(*PARTS)
+            self.models.bring()
             try:
                 steps, rollout = self._train(rollout_id, data)
             except DivergedError as error:
                 raise error.with_checkpoint(self.config.checkpoint.save) from None
-            self.residence.release("gradients", "optimizer")  # `next_weights` releases the parameters
-        self.version = rollout_id + 1
+            # `next_weights` releases the parameters
+            self.policy.residence.release("gradients", "optimizer")
+        self.outputs.version = rollout_id + 1
         if self.config.cluster.colocate and self.info.device.type == "cuda":
             torch.cuda.empty_cache()  # the allocator's cached blocks: the engine's keys and values come here
         perf = self.timers.flush()
-        perf |= self.residence.metrics(perf) | self.estimate.compared(perf)
+        perf |= self.models.metrics(perf)
         if (resident := resident_peak_gib()) is not None:
             perf["perf/trainer_rss_gib"] = resident
         operated = from_last_stage(self.info, operators.step_metrics())  # other stages have no head
@@ -125,14 +111,14 @@ class MegatronTrainer:
             self._hook("rollout_data_postprocess_path", self.args, rollout_id, data)
         for scorer in self.scorers:
             scorer.fill(data)
-        data.reach("scored")
+        data.reach("scored", columns_read(self.config), "the loss")
         with self.timers.measure("advantages"):
             self.add_advantages(data)
-        self.batches.begin(len(data.micro_batches))
-        steps, audited = self.training.train(rollout_id, data)
-        self._update_reference(rollout_id)
+        steps, more = self._train_roles(rollout_id, data)
+        self.replay.forget()
+        self.models.update_reference(rollout_id)
         with self.timers.measure("rollout_metrics"):
-            return steps, self._rollout_means(data, steps) | audited
+            return steps, self._rollout_means(data, steps) | more
 
     def add_advantages(self, data: RankData) -> None:
         """The columns of the advantage estimator, or those of a hook. Collective over data-parallel ranks."""
@@ -144,6 +130,23 @@ class MegatronTrainer:
                 compute_advantages_and_returns(self.args, data, dp_group=self.info.dp_group)
         data.reach("advantages")
 
+    def _train_roles(
+        self, rollout_id: int, data: RankData
+    ) -> tuple[list[dict[str, float]], dict[str, float]]:
+        """Metrics of each optimizer step of the trained roles, and more of the rollout."""
+        trainings = [training for training in self.trainings if rollout_id >= training.first_rollout]
+        self.batches.begin(len(data.micro_batches) * len(trainings))
+        steps: list[dict[str, float]] = [{"train/global_batch_size": n} for n in data.global_batch_sizes]
+        more: dict[str, float] = {}
+        for training in trainings:
+            training.learner.residence.bring(*PARTS)
+            found, of_rollout = training.train(rollout_id, data)
+            if training is not self.training:  # the policy's weights are published first
+                training.learner.residence.release(*PARTS)
+            steps = [step | of_step for step, of_step in zip(steps, found, strict=True)]
+            more |= of_rollout
+        return steps, more
+
     def _rollout_means(self, data: RankData, steps: list[dict[str, float]]) -> dict[str, float]:
         means = rollout_means(data, self.config, self.info.dp_group)
         if "rollout/log_probs" not in means and "train/log_probs" in steps[0]:
@@ -152,51 +155,28 @@ class MegatronTrainer:
             step.pop("train/log_probs", None)
         return means
 
-    def _update_reference(self, rollout_id: int) -> None:
-        interval, reference = self.config.algorithm.ref_update_interval, self.models.get(REFERENCE.name)
-        if reference is not None and interval and (rollout_id + 1) % interval == 0:
-            with self.timers.measure("ref_model_update"):
-                for kept, trained in zip(unwrapped(reference), unwrapped(self.policy.model), strict=True):
-                    kept.load_state_dict(trained.state_dict())
-
     def save(self, rollout_id: int) -> None:
-        """Checkpoint under --save (and --save-hf) as iteration `rollout_id`. Collective; appears only when complete."""
-        flags, source = self.config.checkpoint, self.config.rollout.hf_checkpoint
-        assert flags.save is not None
-        with self._explained(f"saving rollout {rollout_id}"):
-            self.residence.bring("parameters", "optimizer", timer="save_onload")
-            self.policy.save(flags.save, rollout_id)
-            if flags.save_hf:
-                save_hf(self.policy.model, source, Path(flags.save_hf.format(rollout_id=rollout_id)))
-            self.residence.release("parameters", "optimizer", timer="save_offload")
+        """Checkpoints under --save (and --save-hf) as iteration `rollout_id`. Collective."""
+        self.outputs.save(rollout_id)
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
-        """The next part of the current weights, called `version`; None after the last (see Publisher). Collective."""
-        with self._explained(f"publishing weights {version}"):
-            part = self.publisher.next(version, receivers)
-            if part is None:
-                self.residence.release("parameters", timer="weights_offload")
-        return part
+        """The next part of the current weights, called `version`; None after the last. Collective."""
+        return self.outputs.next_weights(version, receivers)
 
     def weights_file(self) -> WeightUpdate:
         """The current weights in a file, for an engine that starts between two updates. Collective."""
-        return self.publisher.file(self.version)
-
-    def _export(self) -> Iterator[tuple[str, Tensor]]:
-        return export_hf(self.policy.model, self.residence.read)
+        return self.outputs.weights_file()
 
     def _explained(self, doing: str) -> AbstractContextManager[None]:
-        return explained(doing, self.config, self.estimate, self.timers)
+        return explained(doing, self.config, self.models.estimate, self.timers)
 
     def close(self) -> None:
         """Free the models, the optimizers and the groups, with their threads and files. A second call does nothing."""
         if vars(self):
-            self.residence.close()
-            for learner in (self.policy,):
-                learner.close()
+            self.models.close()
             vars(self).clear()
             destroy_parallel()
 
-    def _hook(self, flag: str, *args: Any) -> None:
+    def _hook(self, flag: str, *args: object) -> None:
         if path := self.config.value_of(flag):
             load_function(path, flag="--" + flag.replace("_", "-"))(*args)

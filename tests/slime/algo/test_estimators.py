@@ -24,7 +24,7 @@ from slime.algo.token_columns import TokenColumns
 from slime.config.schema import Config
 from slime.data.columns import COLUMNS, Column
 from slime.data.train_data import post_process_rewards
-from slime.roles import POLICY, REFERENCE, roles_of
+from slime.roles import CRITIC, POLICY, REFERENCE, roles_of
 from slime.rules.algorithm import check_algorithm, check_group_size
 
 NEW = "margin_weighted"
@@ -124,8 +124,36 @@ def test_everything_else_reads_the_record(root, record, monkeypatch):
     check_group_size(one)
     assert post_process_rewards(Config.of_args(args), args, four())[1] == [1.0, 0.0, 3.0, 5.0]
     monkeypatch.setitem(ESTIMATORS, NEW, replace(record, reads=frozenset({"values"})))
-    with pytest.raises(ValueError, match=f"must not be {NEW}, got {NEW}; it needs a critic"):
-        check_algorithm(config)
+    assert roles_of(config) == (CRITIC, POLICY)
+
+
+def test_an_estimator_may_read_siblings_and_values(build, record, monkeypatch):
+    """Its record names the columns: the rewards of the group come with the data, the values bring a critic."""
+
+    def above_all(args: Any, response: Response) -> tuple[torch.Tensor, torch.Tensor]:
+        best = response.columns["group_rewards"].max()
+        advantages = response.reward - best - response.columns["values"]
+        return advantages, response.columns["values"] + 1
+
+    reads = frozenset({"group_rewards", "values"})
+    monkeypatch.setitem(
+        ESTIMATORS, NEW, replace(ESTIMATORS["grpo"], name=NEW, group="none", estimate=above_all, reads=reads)
+    )
+    trainer = build(advantage_estimator=NEW)
+    data = rank_data(trainer.config, make_samples())
+    result = trainer.train(0, data)
+    assert result.steps[0]["train/critic-value_loss"] == pytest.approx(
+        7 / 8
+    )  # of one rollout in 8 nothing is trained
+    rewards: dict[int | None, dict[Any, list[float]]] = {}
+    for s in make_samples():
+        rewards.setdefault(s.group_index, {}).setdefault(s.rollout_id or s.index, []).append(s.reward)
+    for i, index in enumerate(data["sample_indices"]):
+        sample = make_samples()[index]
+        best = max(sum(of) / len(of) for of in rewards[sample.group_index].values())
+        assert data["advantages"][i].tolist() == pytest.approx(
+            [sample.reward - best] * sample.response_length
+        )
 
 
 def test_a_column_that_the_run_does_not_have_is_named(record):

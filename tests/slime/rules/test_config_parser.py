@@ -106,7 +106,7 @@ def test_unsupported_flags_pass_at_their_default_only(argv):
         (["--opd-teacher-load", "x"], "--opd-teacher-load must be left out in this version, got x"),
         (
             ["--num-critic-only-steps", "2"],
-            "--num-critic-only-steps must be left at 0 in this version, got 2",
+            "--num-critic-only-steps must be left out with --advantage-estimator grpo, got 2",
         ),
     ]:
         with pytest.raises(ValueError) as error:
@@ -142,7 +142,7 @@ def test_flags_of_slime_scripts_that_need_no_action_leave_a_note(argv):
     assert list(noted) == [word for word in router.split() if word[0] == "-"] + ["--megatron-to-hf-mode"]
     assert noted["--use-slime-router"].startswith("the engine's own router is always used")
     args = c.namespace()
-    assert args.use_slime_router is False and args.qkv_format == "thd" and args.critic_lr is None
+    assert args.use_slime_router is False and args.qkv_format == "thd" and args.critic_lr == args.lr
 
 
 @pytest.mark.parametrize(
@@ -157,16 +157,14 @@ def test_flags_of_slime_scripts_that_need_no_action_leave_a_note(argv):
             "--slime-router-health-check-failure-threshold 5",
             "left at 3 in this version, got 5; use --router-health",
         ),
-        ("--critic-lr 1e-5", "left out in this version, got 1e-5; a critic is not supported yet"),
-        ("--critic-lr-warmup-iters 2", "left at 0 in this version, got 2; a critic is not supported yet"),
-        ("--critic-num-nodes 1", "left out in this version, got 1; a critic is not supported yet"),
-        ("--critic-num-gpus-per-node 4", "left out in this version, got 4; a critic is not supported yet"),
-        ("--critic-load x", "left out in this version, got x; a critic is not supported yet"),
-        ("--critic-save x", "left out in this version, got x; a critic is not supported yet"),
+        ("--critic-lr 1e-5", "left out with --advantage-estimator grpo, got 1e-05; its advantages come"),
+        ("--critic-load x", "left out with --advantage-estimator grpo, got x; its advantages come"),
+        ("--critic-num-nodes 1", "left out in this version, got 1; the critic is trained on the ranks"),
         (
-            "--critic-train-only",
-            "left out in this version, got --critic-train-only; a critic is not supported",
+            "--critic-num-gpus-per-node 4",
+            "left out in this version, got 4; the critic is trained on the ranks",
         ),
+        ("--critic-train-only", "left out in this version, got --critic-train-only; --num-critic-only-steps"),
     ],
 )
 def test_flags_of_slime_scripts_that_would_need_action_are_refused(argv, flags, rule):

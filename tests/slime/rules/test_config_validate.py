@@ -273,7 +273,8 @@ RULES = [
     ("--eval-top-p 1.5", "--eval-top-p must lie in (0, 1], got 1.5"),
     ("--rollout-top-k 0", "--rollout-top-k must be -1 (off) or above 0, got 0"),
     # algorithm
-    ("--advantage-estimator ppo", "--advantage-estimator must not be ppo, got ppo; it needs a critic"),
+    ("--critic-save x", "--critic-save must be left out with --advantage-estimator grpo, got x"),
+    ("--advantage-estimator ppo --critic-lr -1", "--critic-lr must be 0 or more, got -1.0"),
     ("--advantage-estimator reinforce_plus_plus", "must be used with --normalize-advantages"),
     ("--loss-type custom_loss", "--custom-loss-function-path must be given with --loss-type custom_loss"),
     ("--eps-clip-c 1", "--eps-clip-c must be above 1, got 1.0"),

@@ -53,7 +53,7 @@ def test_native_logits(root: Path, tmp_path: Path, flags: dict[str, Any], each: 
     assert len(data["micro_batch_indices"]) == 1
     try:
         peak = peak_bytes(lambda: trainer.train(0, data), tmp_path / "trace.json")
-        (head,) = (item for item in trainer.estimate.work if item.name == "head and loss")
+        (head,) = (item for item in trainer.models.estimate.work if item.name == "head and loss")
     finally:
         trainer.close()
     assert f"x {each} B" in head.arithmetic

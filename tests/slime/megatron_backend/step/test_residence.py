@@ -65,12 +65,16 @@ def assert_same(got: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -
 def test_training_is_bit_for_bit_that_of_a_trainer_that_stays(build, flags):
     steps, weights = run(build(**flags))
     trainer = build(**flags, **AWAY)
-    assert trainer.residence.away == {"parameters", "gradients", "optimizer"}  # before any engine starts
+    assert trainer.policy.residence.away == {
+        "parameters",
+        "gradients",
+        "optimizer",
+    }  # before any engine starts
     got_steps, got_weights = run(trainer)
     assert got_steps == steps
     assert_same(got_weights, weights)
     assert not torch.equal(*(w["model.norm.weight"] for w in (weights[0], weights[3])))  # it did train
-    assert trainer.residence.away == {"parameters", "gradients", "optimizer"}
+    assert trainer.policy.residence.away == {"parameters", "gradients", "optimizer"}
 
 
 @pytest.mark.parametrize("flags", [{}, MIXED, MIXED | {"use_distributed_optimizer": False}])
@@ -83,20 +87,22 @@ def test_all_of_the_state_leaves(build, flags):
     numbers = sum(p.numel() for p in trainer.policy.model.parameters())
     size = 2 if flags else 4
     # Megatron pads the flat buffers; a storage of torch's may be rounded up
-    assert trainer.residence.nbytes("parameters") == pytest.approx(2 * size * numbers, rel=0.02)
-    assert trainer.residence.nbytes("gradients") == pytest.approx(4 * numbers, rel=0.02)
-    assert trainer.residence.nbytes("optimizer") == pytest.approx((12 if flags else 8) * numbers, rel=0.02)
-    trainer.residence.bring("gradients")
+    assert trainer.policy.residence.nbytes("parameters") == pytest.approx(2 * size * numbers, rel=0.02)
+    assert trainer.policy.residence.nbytes("gradients") == pytest.approx(4 * numbers, rel=0.02)
+    assert trainer.policy.residence.nbytes("optimizer") == pytest.approx(
+        (12 if flags else 8) * numbers, rel=0.02
+    )
+    trainer.policy.residence.bring("gradients")
     assert all(not t.any() for t in gradients_of(models))
-    trainer.residence.bring("parameters", "optimizer")
-    assert sum(t.untyped_storage().nbytes() for t in tensors) > 0 and not trainer.residence.away
+    trainer.policy.residence.bring("parameters", "optimizer")
+    assert sum(t.untyped_storage().nbytes() for t in tensors) > 0 and not trainer.policy.residence.away
 
 
 @pytest.mark.parametrize("part", ["gradients", "parameters", "optimizer"])
 def test_parts_are_separate(build, part):
     steps, weights = run(build())
     trainer = build(**AWAY, offload_train_parts=[part])
-    assert trainer.residence.away == {part}
+    assert trainer.policy.residence.away == {part}
     got_steps, got_weights = run(trainer)
     assert got_steps == steps
     assert_same(got_weights, weights)
@@ -105,14 +111,16 @@ def test_parts_are_separate(build, part):
 def test_when_a_part_is_where(build):
     trainer = build(**AWAY)
     seen = []
-    trainer._train = lambda *args, real=trainer._train: seen.append(trainer.residence.away) or real(*args)
+    trainer._train = lambda *args, real=trainer._train: (
+        seen.append(trainer.policy.residence.away) or real(*args)
+    )
     train(trainer)
     assert seen == [frozenset()]
-    assert trainer.residence.away == {"gradients", "optimizer"}
+    assert trainer.policy.residence.away == {"gradients", "optimizer"}
     trainer.next_weights(1, {})
-    assert trainer.residence.away == {"gradients", "optimizer"}
+    assert trainer.policy.residence.away == {"gradients", "optimizer"}
     trainer.next_weights(1, {})
-    assert trainer.residence.away == {"gradients", "optimizer", "parameters"}
+    assert trainer.policy.residence.away == {"gradients", "optimizer", "parameters"}
 
 
 def test_an_engine_that_comes_back_reads_the_host_copy(build):
@@ -121,9 +129,13 @@ def test_an_engine_that_comes_back_reads_the_host_copy(build):
     wanted = exported(trainer)
     assert_same([load_file(trainer.weights_file().info["path"])], [wanted])  # between training and publishing
     publish(trainer, 1)
-    assert "parameters" in trainer.residence.away
+    assert "parameters" in trainer.policy.residence.away
     assert_same([load_file(trainer.weights_file().info["path"])], [wanted])
-    assert trainer.residence.away == {"gradients", "optimizer", "parameters"}  # nothing had to come back
+    assert trainer.policy.residence.away == {
+        "gradients",
+        "optimizer",
+        "parameters",
+    }  # nothing had to come back
 
 
 @pytest.mark.parametrize("flags", [{}, MIXED, MIXED | {"use_distributed_optimizer": False}])
@@ -133,7 +145,7 @@ def test_a_run_that_is_saved_while_its_state_is_away_goes_on_as_if_never_ended(b
     train(trainer, 0)
     publish(trainer, 1)
     trainer.save(0)
-    assert trainer.residence.away == {"gradients", "optimizer", "parameters"}
+    assert trainer.policy.residence.away == {"gradients", "optimizer", "parameters"}
     saved = load_file(tmp_path / "hf" / "model.safetensors")
     assert_same([saved], [publish(trainer, 1)])
     train(trainer, 1, seed=1)
@@ -159,7 +171,9 @@ def test_times_and_speed_are_reported(build):
     ):
         assert second[f"perf/{name}"] > 0
     moved = second["perf/onload_gib_per_s"] * second["perf/onload_time"] * 2**30
-    assert moved == pytest.approx(sum(trainer.residence.nbytes(part) for part in ("parameters", "optimizer")))
+    assert moved == pytest.approx(
+        sum(trainer.policy.residence.nbytes(part) for part in ("parameters", "optimizer"))
+    )
     assert not any("load_" in name for name in train(build())[0].perf)
 
 
@@ -204,7 +218,11 @@ def work(rank: int, root: Any) -> None:
                 assert trainer.next_weights(i + 1, {}) is None
             again = trainer.weights_file().info.get("path")
             files = [] if path is None else [load_file(path), load_file(again)]
-            out[layout, name] = {"steps": result.steps, "files": files, "away": set(trainer.residence.away)}
+            out[layout, name] = {
+                "steps": result.steps,
+                "files": files,
+                "away": set(trainer.policy.residence.away),
+            }
             trainer.close()
     torch.save(out, root / f"offload-rank{rank}.pt")
 

@@ -1,0 +1,46 @@
+"""The loss of a critic, and how well its values predict returns. Pure functions of tensors.
+
+R response tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slime.algo.token_columns import Losses
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, *, value_clip: float
+) -> Losses:
+    """`(weights * torch.maximum((V - G) ** 2, (V_clipped - G) ** 2)).sum()`, with
+    `V_clipped = V_old + (V - V_old).clamp(-value_clip, value_clip)`. All [R] fp32; differentiable in `values`.
+
+    The clip is that of OpenAI's PPO2, and the loss has no factor 1/2, as in slime. `weights`: the weight of each token
+    in a mean over the step (`TokenColumns.weights`). Metric value_clipfrac: the share of values outside of the
+    clip range.
+    """
+    clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
+    loss = (weights * torch.maximum(plain_error, clipped_error)).sum()
+    outside = ((values - old_values).abs() > value_clip).float()
+    return loss, {"value_loss": loss.detach(), "value_clipfrac": (weights * outside).sum()}, {}
+
+
+def error_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """[5] fp64, to be added over parts of the tokens: count, and of returns and of returns - values the sum and the sum
+    of squares. Over tokens with mask 1."""
+    m = mask.double()
+    g, e = returns.double(), (returns - values).double()
+    return torch.stack([m.sum(), (m * g).sum(), (m * g * g).sum(), (m * e).sum(), (m * e * e).sum()])
+
+
+def explained_variance(sums: Tensor) -> float:
+    """`1 - (G - V).var() / G.var()` from `error_sums`: 1 for values that are the returns, 0 for a constant. 0 too where
+    all returns are equal."""
+    count, g, gg, e, ee = sums.tolist()
+    if count == 0:
+        return 0.0
+    of_returns, of_errors = gg / count - (g / count) ** 2, ee / count - (e / count) ** 2
+    return 1.0 - of_errors / of_returns if of_returns > 1e-12 else 0.0

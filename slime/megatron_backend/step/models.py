@@ -1,0 +1,75 @@
+"""The models of a rank, one per role, and which of their state is on the device. Owns no step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from slime.config import Config
+from slime.config.sections.cluster import PARTS
+from slime.megatron_backend.checkpoint.weights import load_weights
+from slime.megatron_backend.model.gpt import build_model, unwrapped
+from slime.megatron_backend.parallel import ParallelInfo
+from slime.megatron_backend.step.learner import Learner
+from slime.megatron_backend.step.residence import moving_speed
+from slime.plan.memory_decision import decide_residence
+from slime.plan.memory_estimate import estimate
+from slime.roles import POLICY, REFERENCE, Role, roles_of
+from slime.tracking.memory import device_memory
+from slime.tracking.timers import Timers
+
+
+class Models(dict[str, nn.Module]):
+    """By the name of the role. `learners`: those that are trained, first the policy.
+
+    `memory`: which parts of the state leave the device between two trainings, decided from `estimate`.
+    """
+
+    def __init__(self, config: Config, hf_config: dict[str, Any], info: ParallelInfo, timers: Timers) -> None:
+        roles = sorted(roles_of(config), key=lambda role: role is not POLICY)
+        self.learners = {
+            role.name: Learner(role, config, hf_config, info, timers) for role in roles if role.trained
+        }
+        frozen = {role.name: _frozen(role, config, hf_config) for role in roles if not role.trained}
+        super().__init__({name: learner.model for name, learner in self.learners.items()} | frozen)
+        self.policy = self.learners[POLICY.name]
+        self.estimate = estimate(config, hf_config)
+        self.memory = decide_residence(config, self.estimate, device_memory(info.device))
+        for learner in self.learners.values():
+            learner.reside(self.memory.leaving, frozen.values() if learner is self.policy else ())
+        self._interval, self._timers = config.algorithm.ref_update_interval, timers
+
+    def bring(self) -> None:
+        """What the passes of a step need: all weights. A role that is trained alone brings the rest at once; with
+        others, each role's gradients and optimizer come and go with its training."""
+        for learner in self.learners.values():
+            learner.residence.bring(*(PARTS if len(self.learners) == 1 else ("parameters",)))
+
+    def metrics(self, perf: dict[str, float]) -> dict[str, float]:
+        """How fast the state moved, and the peak of a step beside its estimate. `perf`: the times of the step."""
+        residences = [learner.residence for learner in self.learners.values()]
+        return moving_speed(residences, perf) | self.estimate.compared(perf, self.memory.leaving)
+
+    def update_reference(self, rollout_id: int) -> None:
+        """After each --ref-update-interval rollouts, copy the policy's weights to the reference model."""
+        reference = self.get(REFERENCE.name)
+        if reference is not None and self._interval and (rollout_id + 1) % self._interval == 0:
+            with self._timers.measure("ref_model_update"):
+                for kept, trained in zip(unwrapped(reference), unwrapped(self.policy.model), strict=True):
+                    kept.load_state_dict(trained.state_dict())
+
+    def close(self) -> None:
+        """Let go of the models and their optimizers, which hold process groups."""
+        for learner in self.learners.values():
+            learner.close()
+        self.clear()
+        vars(self).clear()
+
+
+def _frozen(role: Role, config: Config, hf_config: dict[str, Any]) -> nn.Module:
+    """The model of a role that is not trained, with its weights and without gradients."""
+    model = build_model(hf_config, config, ddp=False)
+    source = role.source(config)
+    load_weights(model, source.directory, source.iteration)
+    return model

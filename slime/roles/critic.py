@@ -1,0 +1,71 @@
+"""The critic, whose values an estimator reads: the policy's architecture with one value per token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime.checkpoints.checkpoint_dir import (
+    COMPLETE,
+    existing,
+    is_hf_directory,
+    latest,
+    released,
+    resumed_iteration,
+    saves_where_it_loads,
+)
+from slime.config import Config
+from slime.roles.policy import POLICY
+from slime.roles.record import Role, Source
+
+
+def folder(own: str | None, of_policy: str | None) -> str | None:
+    """The folder of the critic's checkpoints: its own flag's, else critic/ in the folder of the policy."""
+    return own or (str(Path(of_policy) / "critic") if of_policy else None)
+
+
+def loads_from(c: Config) -> str | None:
+    return folder(c.critic.critic_load, c.checkpoint.load)
+
+
+def saves_to(c: Config) -> str | None:
+    return folder(c.critic.critic_save, c.checkpoint.save)
+
+
+def resume_folders(c: Config) -> list[str]:
+    """Where a critic may resume: --critic-load, and --critic-save of a command that resumes what it has saved."""
+    load, save = loads_from(c), saves_to(c) if saves_where_it_loads(c) else None
+    return list(dict.fromkeys(directory for directory in (load, save) if directory))
+
+
+def _resumed(c: Config) -> Source | None:
+    """The critic's checkpoint of the iteration that the policy resumes from. None if there is none of it."""
+    if (iteration := resumed_iteration(c)) is None:
+        return None
+    for directory in resume_folders(c):
+        if (existing(Path(directory), iteration) / COMPLETE).is_file():
+            return Source(directory, iteration, "--critic-load")
+    return None
+
+
+def _start(c: Config) -> Source:
+    """--critic-load if it holds weights of any kind, else those with which the policy starts or resumes."""
+    own = c.critic.critic_load
+    if own and (latest(own) is not None or released(own) or is_hf_directory(own)):
+        return Source(own, None, "--critic-load")
+    return POLICY.resumes(c) or POLICY.source(c)
+
+
+CRITIC = Role(
+    "critic",
+    "values",
+    "values",
+    _start,
+    _resumed,
+    saves_to,
+    trained=True,
+    head="value",
+    save_flag="--critic-save",
+    metrics="critic-",
+    lr="critic_lr",
+    lr_warmup_iters="critic_lr_warmup_iters",
+)
