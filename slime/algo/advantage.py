@@ -5,8 +5,8 @@ R_i response tokens of sample i. Each list has one entry per sample, and each te
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from slime.algo.estimators import Response, estimator_of
 
 
 def compute_advantages(
-    args: Any, responses: Sequence[Response], *, dp_group: ProcessGroup | None = None
+    args: Namespace, responses: Sequence[Response], *, dp_group: ProcessGroup | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Advantages and returns, fp32, of --advantage-estimator.
 

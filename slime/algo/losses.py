@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slime.algo.token_columns import Losses, TokenColumns
     from slime.config.schema import Config
+    from slime.config.sections.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True)
@@ -26,21 +28,21 @@ class Loss:
     """
 
     name: str
-    objective: Callable[[Any, TokenColumns], Losses] | None
+    objective: Callable[[Namespace, TokenColumns], Losses] | None
     rewarded: bool = True
     surrogate: bool = False
     entropy: bool = False
     reads: frozenset[str] = frozenset()
-    checks: tuple[Callable[[Any], None], ...] = ()
+    checks: tuple[Callable[[Config], None], ...] = ()
 
 
-def _policy(args: Any, t: TokenColumns) -> Losses:
+def _policy(args: Namespace, t: TokenColumns) -> Losses:
     from slime.algo.policy_loss import policy_loss
 
     return policy_loss(args, t)
 
 
-def _supervised(args: Any, t: TokenColumns) -> Losses:
+def _supervised(args: Namespace, t: TokenColumns) -> Losses:
     from slime.algo.policy_loss import sft_loss
 
     return sft_loss(args, t)
@@ -61,7 +63,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def loss_of(args: Any) -> Loss:
+def loss_of(args: Namespace | AlgorithmConfig) -> Loss:
     """The record that --loss-type names, of a configuration or a hook's namespace."""
     if args.loss_type not in LOSSES:
         raise ValueError(f"--loss-type must be one of {', '.join(LOSSES)}, got {args.loss_type}")

@@ -6,6 +6,7 @@ the sample and over the batch. Losses and metrics of micro-batches and ranks are
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import torch
@@ -19,13 +20,13 @@ from slime.algo.token_columns import HookView, Losses, TokenColumns
 from slime.hooks import load_function
 
 
-def sft_loss(args: Any, t: TokenColumns) -> Losses:
+def sft_loss(args: Namespace, t: TokenColumns) -> Losses:
     """`-(mask / denominators * log_probs).sum()`."""
     loss = -t.mean(t.log_probs)
     return loss, {"loss": loss.detach()}, {}
 
 
-def policy_loss(args: Any, t: TokenColumns) -> Losses:
+def policy_loss(args: Namespace, t: TokenColumns) -> Losses:
     """`(mask / denominators * (pg - entropy_coef * entropy + kl_loss_coef * kl)).sum()`, pg by --advantage-estimator.
 
     The estimator's record (`slime.algo.estimators`) has the surrogate pg and the level of its ratio. pg is multiplied
@@ -60,7 +61,7 @@ def policy_loss(args: Any, t: TokenColumns) -> Losses:
     return loss, {"loss": loss, **sums}, maxima
 
 
-def pg_factor(args: Any, t: TokenColumns, old: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+def pg_factor(args: Namespace, t: TokenColumns, old: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
     """The constant factor of each token's policy-gradient term ([R]; None for 1), and its metrics."""
     factor, metrics = None, {}
     if args.use_opsm:
@@ -81,7 +82,7 @@ def pg_factor(args: Any, t: TokenColumns, old: Tensor) -> tuple[Tensor | None, d
 
 
 def pg_loss_of(
-    args: Any, t: TokenColumns, old: Tensor, factor: Tensor | None
+    args: Namespace, t: TokenColumns, old: Tensor, factor: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The sum of the policy-gradient terms, and metrics per token (pg_clipfrac, ppo_kl and those of hooks)."""
     new, base = t.log_probs, old
@@ -112,7 +113,7 @@ def pg_loss_of(
 
 
 def reduce_with_hooks(
-    args: Any, t: TokenColumns, pg: Tensor, old: Tensor
+    args: Namespace, t: TokenColumns, pg: Tensor, old: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Reduce the losses of the tokens, with --custom-tis-function-path and --custom-pg-loss-reducer-function-path.
 

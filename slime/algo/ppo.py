@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def compute_approx_kl(
 
 
 def compute_advantages_and_returns(
-    args: Any, data: TrainData, *, dp_group: torch.distributed.ProcessGroup | None = None
+    args: Namespace, data: TrainData, *, dp_group: torch.distributed.ProcessGroup | None = None
 ) -> None:
     """Set `advantages`, `returns` and `kl` of `data`: lists with one tensor [R_i] per sample. Reads rewards and masks,
     with --kl-coef old_log_probs and ref_log_probs, and the columns that the estimator's record names."""

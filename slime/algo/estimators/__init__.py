@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from slime.algo.estimators.cispo import CISPO
 from slime.algo.estimators.grpo import GRPO
@@ -10,6 +11,9 @@ from slime.algo.estimators.gspo import GSPO
 from slime.algo.estimators.ppo import PPO
 from slime.algo.estimators.record import CLIPPED, Estimator, Response, Surrogate, same_for_all_tokens
 from slime.algo.estimators.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE
+
+if TYPE_CHECKING:
+    from slime.config.sections.algorithm import AlgorithmConfig
 
 ESTIMATORS: dict[str, Estimator] = {
     record.name: record
@@ -24,7 +28,7 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
-def estimator_of(args: Any) -> Estimator:
+def estimator_of(args: Namespace | AlgorithmConfig) -> Estimator:
     """The record that --advantage-estimator names, of a configuration or a hook's namespace."""
     if args.advantage_estimator not in ESTIMATORS:
         raise ValueError(

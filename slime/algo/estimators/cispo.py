@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from slime.algo.estimators.record import Estimator, Surrogate, same_for_all_tokens
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _weighted_log_prob(
-    args: Any, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor
+    args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor
 ) -> tuple[Tensor, Tensor]:
     from slime.algo.surrogates import compute_cispo_loss
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from slime.algo.estimators.record import CLIPPED, Estimator, Response
 
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _generalised(args: Any, response: Response) -> tuple[Tensor, Tensor]:
+def _generalised(args: Namespace, response: Response) -> tuple[Tensor, Tensor]:
     """GAE over the trained tokens: `x = -kl_coef * kl`, and `reward` added at the last of them.
 
     The tokens of tools are no actions: a trained token is followed by the next trained token, and advantages and

@@ -8,14 +8,16 @@ Shapes: R response tokens of a micro-batch, R_i of sample i.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from slime.algo.token_columns import TokenColumns
+    from slime.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Surrogate:
     """
 
     policy: str
-    per_token: Callable[[Any, TokenColumns, Tensor, Tensor], tuple[Tensor, Tensor]]
+    per_token: Callable[[Namespace, TokenColumns, Tensor, Tensor], tuple[Tensor, Tensor]]
     fused: bool = False
     whole_sequences: bool = False
 
@@ -66,11 +68,11 @@ class Estimator:
     name: str
     advantage: str
     surrogate: Surrogate
-    estimate: Callable[[Any, Response], tuple[Tensor, Tensor]]
+    estimate: Callable[[Namespace, Response], tuple[Tensor, Tensor]]
     ratio: Literal["token", "sequence"] = "token"
     group: Literal["none", "mean", "mean and std"] = "none"
     reads: frozenset[str] = frozenset()
-    checks: tuple[Callable[[Any], None], ...] = ()
+    checks: tuple[Callable[[Config], None], ...] = ()
 
     @property
     def centred(self) -> bool:
@@ -88,7 +90,7 @@ class Estimator:
         return self.surrogate.policy.format(ratio=self.ratio)
 
 
-def same_for_all_tokens(args: Any, response: Response) -> tuple[Tensor, Tensor]:
+def same_for_all_tokens(args: Namespace, response: Response) -> tuple[Tensor, Tensor]:
     """`A_t = r`, fp32; the returns are the same."""
     import torch
 
@@ -96,7 +98,7 @@ def same_for_all_tokens(args: Any, response: Response) -> tuple[Tensor, Tensor]:
     return same, same
 
 
-def _clipped(args: Any, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
+def _clipped(args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
     from slime.algo.surrogates import compute_policy_loss
 
     clips = args.eps_clip, args.eps_clip_high, args.eps_clip_c

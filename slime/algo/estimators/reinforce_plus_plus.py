@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from slime.algo.estimators.record import CLIPPED, Estimator, Response
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from slime.config.schema import Config
 
 
-def _discounted(args: Any, response: Response) -> tuple[Tensor, Tensor]:
+def _discounted(args: Namespace, response: Response) -> tuple[Tensor, Tensor]:
     from slime.algo.returns import discounted_returns
 
     returns = discounted_returns(
@@ -21,7 +22,7 @@ def _discounted(args: Any, response: Response) -> tuple[Tensor, Tensor]:
     return returns, returns
 
 
-def _less_kl(args: Any, response: Response) -> tuple[Tensor, Tensor]:
+def _less_kl(args: Namespace, response: Response) -> tuple[Tensor, Tensor]:
     penalty: Tensor = args.kl_coef * response.kl.float()
     returns = response.reward - penalty
     return returns, returns

@@ -6,6 +6,7 @@ rows of this tensor-parallel rank.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from slime.types import TrainData
 def get_responses(
     logits: Tensor,
     *,
-    args: Any,
+    args: Namespace,
     unconcat_tokens: list[Tensor],
     total_lengths: list[int],
     response_lengths: list[int],
@@ -51,7 +52,7 @@ def get_responses(
 def get_log_probs_and_entropy(
     logits: Tensor,
     *,
-    args: Any,
+    args: Namespace,
     unconcat_tokens: list[Tensor],
     total_lengths: list[int],
     response_lengths: list[int],
@@ -81,6 +82,6 @@ def get_log_probs_and_entropy(
     return logits.new_empty(0), out
 
 
-def compute_advantages_and_returns(args: Any, rollout_data: TrainData) -> None:
+def compute_advantages_and_returns(args: Namespace, rollout_data: TrainData) -> None:
     """Set `advantages`, `returns` and `kl` of `rollout_data` by --advantage-estimator, as without a hook."""
     ppo.compute_advantages_and_returns(args, rollout_data, dp_group=parallel_state.get_data_parallel_group())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ class LossSetup:
     `predictions`: multi-token prediction, None if the run does not train it."""
 
     config: Config
-    args: Any
+    args: Namespace
     head: LmHead
     timers: Timers
     predictions: Predictions | None = None

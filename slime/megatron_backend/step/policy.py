@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from argparse import Namespace
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class PolicyTraining:
     def __init__(
         self,
         config: Config,
-        args: Any,
+        args: Namespace,
         learner: Learner,
         batches: Batches,
         replay: Replay,

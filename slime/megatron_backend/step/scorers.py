@@ -8,9 +8,10 @@ A pass of a frozen model covers all samples. Old log-probs may come from the fir
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +86,7 @@ class Pass:
         self,
         role: Role,
         config: Config,
-        args: Any,
+        args: Namespace,
         model: nn.Module,
         per_token: PerToken,
         info: ParallelInfo,
@@ -175,7 +176,7 @@ class OldLogProbs:
 
 def scorers_of(
     config: Config,
-    args: Any,
+    args: Namespace,
     models: Mapping[str, nn.Module],
     info: ParallelInfo,
     batches: Batches,
