@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loss:
-    """One value of --loss-type.
-
-    `objective(args, t)`: the loss from log-probs; None if --custom-loss-function-path computes it from logits.
-    `rewarded`: it trains on rewarded samples of the policy, which have log-probs and advantages, at the temperature of
-    the rollout; otherwise on given responses. `surrogate`: it takes the policy loss of --advantage-estimator, with KL
-    and entropy. `entropy`: it reads the entropy. `reads`: the columns that it reads before the first step, as in an
-    estimator's record. `checks`: rules for other flags; each gets the configuration and raises ValueError.
-    """
+    """One value of --loss-type."""
 
     name: str
     objective: Callable[[Namespace, TokenColumns], Losses] | None
+    """The loss from log-probs; None if --custom-loss-function-path computes it from logits."""
     rewarded: bool = True
+    """It trains on rewarded samples of the policy, which have log-probs and advantages, at the temperature of the
+    rollout; otherwise on given responses."""
     surrogate: bool = False
+    """It takes the policy loss of --advantage-estimator, with KL and entropy."""
     entropy: bool = False
+    """It reads the entropy."""
     reads: frozenset[str] = frozenset()
+    """The columns that it reads before the first step, as in an estimator's record."""
     checks: tuple[Callable[[Config], None], ...] = ()
+    """Rules for other flags; each gets the configuration and raises ValueError."""
 
 
 def _policy(args: Namespace, t: TokenColumns) -> Losses:

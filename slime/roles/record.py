@@ -11,12 +11,14 @@ from slime.config import Config
 
 @dataclass(frozen=True)
 class Source:
-    """Where weights of a role come from: a directory (Hugging Face's, Megatron's, converted), and the iteration of a
-    Megatron directory, None for the newest. `flag` names the directory in messages."""
+    """Where weights of a role come from."""
 
     directory: str
+    """Hugging Face's, Megatron's, or one that slime's converter wrote."""
     iteration: int | None
+    """Of a Megatron directory; None for the newest."""
     flag: str
+    """The flag that names the directory."""
 
 
 def _never(c: Config) -> None:
@@ -25,27 +27,31 @@ def _never(c: Config) -> None:
 
 @dataclass(frozen=True)
 class Role:
-    """One model of a run.
-
-    `column`: what its pass over a rank's samples fills (`slime.data.columns`); the role is needed where a loss or an
-    estimator reads that column. `timer`: the pass's time, `perf/{timer}_time`. `source`: its first weights. `head`:
-    log-probs of a vocabulary, or one value per token. `prefix`: what --custom-megatron-before-log-prob-hook-path gets.
-
-    `trained`: it has gradients, an optimizer and a checkpoint of its own. `resumes`: the one that it resumes from,
-    None for a new run. `saves_to`: the folder of its checkpoints, which `save_flag` names in messages. `metrics`: what
-    its metrics begin with after train/. `lr`, `lr_warmup_iters`: the flags of its learning rate.
-    """
+    """One model of a run."""
 
     name: str
     column: str
+    """What its pass over a rank's samples fills (`slime.data.columns`). The role is needed where a loss or an estimator
+    reads that column."""
     timer: str
+    """The time of the pass is `perf/{timer}_time`."""
     source: Callable[[Config], Source]
+    """Its first weights."""
     resumes: Callable[[Config], Source | None] = _never
+    """The checkpoint that a trained role resumes from, None for a new run."""
     saves_to: Callable[[Config], str | None] = _never
+    """The folder of a trained role's checkpoints, None for none."""
     trained: bool = False
+    """It has gradients, an optimizer and a checkpoint of its own."""
     head: Literal["lm", "value"] = "lm"
+    """Log-probs of a vocabulary, or one value per token."""
     prefix: str = ""
+    """What --custom-megatron-before-log-prob-hook-path gets before the pass."""
     save_flag: str = "--save"
+    """The flag of `saves_to` in messages."""
     metrics: str = ""
+    """What the names of its metrics begin with after train/."""
     lr: str = "lr"
+    """The field of its learning rate."""
     lr_warmup_iters: str = "lr_warmup_iters"
+    """The field of its warm-up."""

@@ -22,57 +22,56 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The policy-gradient term of a token.
-
-    `per_token(args, t, log_probs, ppo_kl)` returns its loss and 1.0 where a clip was active, [R] each. The ratio is
-    `exp(-ppo_kl)`, with `ppo_kl = old - log_probs`; if the ratio is per sequence, so are these two. `t` has all
-    columns. `fused`: `rl_kernel.grpo_loss` computes the same term and its sum. `whole_sequences`: it reads more than
-    its own token. `policy` describes the term in docs/algorithms.md; `{ratio}` stands for the level of the ratio.
-    """
+    """The policy-gradient term of a token."""
 
     policy: str
+    """Describes the term in docs/algorithms.md; `{ratio}` stands for the level of the ratio."""
     per_token: Callable[[Namespace, TokenColumns, Tensor, Tensor], tuple[Tensor, Tensor]]
+    """`per_token(args, t, log_probs, ppo_kl)`: its loss, and 1.0 where a clip was active, [R] each. The ratio is
+    `exp(-ppo_kl)`, with `ppo_kl = old - log_probs`; if the ratio is per sequence, so are these two. `t` has all
+    columns."""
     fused: bool = False
+    """`rl_kernel.grpo_loss` computes the same term and its sum."""
     whole_sequences: bool = False
+    """It reads more than its own token."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """What an estimator reads of one sample.
-
-    `reward`: after normalization in its group. `mask` [R_i]: 1 for the tokens that are trained on, else 0. `kl` [R_i]
-    fp32: to the reference model, as --kl-loss-type estimates it; 0 without --kl-coef. `columns`: the sample's entries
-    of the columns that the estimator's record `reads`, such as values [R_i] or group_rewards.
-    """
+    """What an estimator reads of one sample."""
 
     reward: float
+    """After normalization in its group."""
     mask: Tensor
+    """[R_i]: 1 for the tokens that are trained on, else 0."""
     kl: Tensor
+    """[R_i] fp32: to the reference model, as --kl-loss-type estimates it; 0 without --kl-coef."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """The sample's entries of the columns that the estimator's record `reads`, such as values [R_i], or group_rewards:
+    the raw rewards of its group."""
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """One value of --advantage-estimator.
-
-    `estimate(args, response)` gives the advantages of a sample before --normalize-advantages, and its returns, [R_i]
-    fp32 each. `advantage` describes them in docs/algorithms.md. `group`: which statistics of its group normalize a
-    reward. `ratio`: of one token, or the mean over its sequence.
-
-    `reads`: the columns (`slime.data.columns`) that the estimate or the surrogate reads besides rewards, masks and
-    advantages. What reads ref_log_probs or values brings the model that computes them (`slime.roles`); what reads
-    old_log_probs, a pass for them before the first step. `checks`: rules for other flags; each gets the configuration
-    and raises ValueError.
-    """
+    """One value of --advantage-estimator."""
 
     name: str
     advantage: str
+    """Describes the advantages in docs/algorithms.md."""
     surrogate: Surrogate
     estimate: Callable[[Namespace, Response], tuple[Tensor, Tensor]]
+    """`estimate(args, response)`: the advantages of a sample before --normalize-advantages, and its returns, [R_i] fp32
+    each."""
     ratio: Literal["token", "sequence"] = "token"
+    """Of one token, or the mean over its sequence."""
     group: Literal["none", "mean", "mean and std"] = "none"
+    """Which statistics of its group normalize a reward."""
     reads: frozenset[str] = frozenset()
+    """The columns (`slime.data.columns`) that the estimate or the surrogate reads besides rewards, masks and
+    advantages. What reads ref_log_probs or values brings the model that computes them (`slime.roles`); what reads
+    old_log_probs, a pass for them before the first step."""
     checks: tuple[Callable[[Config], None], ...] = ()
+    """Rules for other flags; each gets the configuration and raises ValueError."""
 
     @property
     def centred(self) -> bool:

@@ -105,8 +105,9 @@ class Learner:
         with self.timers.measure("optimizer"):
             updated, grad_norm, _ = self.optimizer.step()
         if not (updated and math.isfinite(grad_norm)):
+            whose = "" if self.role is POLICY else f" ({self.role.name})"
             raise DivergedError(
-                f"gradients must be finite, got norm {grad_norm} in step {step_id} of rollout {rollout_id}",
+                f"gradients must be finite, got norm {grad_norm} in step {step_id} of rollout {rollout_id}{whose}",
                 rollout_id,
             )
         # before `scheduler.step`: the rate that this step used

@@ -250,3 +250,12 @@ def test_hugging_face_export_is_the_policy(build, tmp_path):
     names = set(load_file(tmp_path / "hf/model.safetensors"))
     assert names == set(exported(trainer)) and not any("value" in name for name in names)
     assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "qwen3"
+
+
+def test_a_critic_that_diverges_is_named(build):
+    trainer = build(**PPO)
+    data = rank_data(trainer.config, make_samples())
+    data["rewards"] = [float("inf")] * len(data["rewards"])
+    rule = r"gradients must be finite, got norm (nan|inf) in step 0 of rollout 0 \(critic\); start again"
+    with pytest.raises(FloatingPointError, match=rule):
+        trainer.train(0, data)
