@@ -37,7 +37,7 @@ HEAVY = {
 }
 
 
-MOST_ANY = {"rl_kernel": 35, "slime": 938, "vime": 97}
+MOST_ANY = {"rl_kernel": 35, "slime": 350, "vime": 97}
 """The word `Any` in each package, import lines left out. Lower a number when you have lowered the count."""
 TOP_LEVEL = """
     .ci .dockerignore .gitignore .pre-commit-config.yaml CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in README.md

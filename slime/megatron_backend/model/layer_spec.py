@@ -9,16 +9,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.megatron_backend.model.activations import ACTIVATIONS
 from slime.megatron_backend.model.attention_kinds import KINDS
 from slime.megatron_backend.model.experts import experts_spec
-from slime.megatron_backend.model.layers import MLPS, Layer, SharedExpert
+from slime.megatron_backend.model.layers import MLPS, DecoderLayer, SharedExpert
 from slime.megatron_backend.model.norms import RMSNorm
-from slime.models import Decoder
-from slime.models import Layer as LayerRecord
+from slime.models import Decoder, Layer
 
 
-def layer_spec(core: TransformerConfig, decoder: Decoder, layer: LayerRecord) -> ModuleSpec:
+def layer_spec(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
     """The spec of one layer. Modules that are not replaced are Megatron's local modules."""
     spec: ModuleSpec = get_gpt_layer_local_spec(normalization=core.normalization)
-    spec.module, spec.params = Layer, {"post_norms": decoder.post_norms}
+    spec.module, spec.params = DecoderLayer, {"post_norms": decoder.post_norms}
     modules = spec.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
     modules.self_attention = KINDS[layer.kind](core, decoder, layer)

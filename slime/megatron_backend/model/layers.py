@@ -94,7 +94,7 @@ class SharedExpert(GatedMLP):
         return state
 
 
-class Layer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
+class DecoderLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's layer. With full recomputation, it keeps nothing inside and stays unchanged.
 
     `post_norms`: the outputs of attention and MLP have norms too, before they are added to the residual stream.
