@@ -1,7 +1,7 @@
 """Routing replay: the trainer sends tokens to experts that were chosen earlier, by the engine while it sampled
 (--use-rollout-routing-replay) or by the trainer's pass for old log-probs (--use-routing-replay).
 
-    Replay.attach -> MicroBatch.routing -> PackedLayout.routing -> DecoderLayer -> Router -> LayerRouting.get_replay_topk
+    Replay.attach -> MicroBatch.routing -> PackedLayout.routing -> DecoderLayer -> LayerRouting.get_replay_topk
 
 Only the choice is replayed. The weights of a token's experts are the router's own probabilities, so the gradient
 reaches the router as usual (2510.11370). The record travels with the micro-batch, not with the model. So a layer that
