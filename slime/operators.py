@@ -15,7 +15,8 @@ from rl_kernel.contract import contract_id
 from rl_kernel.dispatch import HOST_OPERATORS, Refused, machine_refusal
 from rl_kernel.mode import settings
 from rl_kernel.telemetry import set_timing
-from slime.algo.estimators import estimator_of
+from slime.algo.corrections import LEVELS
+from slime.algo.estimators import estimator_of, surrogate_of
 from slime.algo.losses import loss_of
 from slime.algo.needs import columns_read, needs_old_log_probs
 from slime.config.sections.kernels import OPERATORS
@@ -101,13 +102,20 @@ def whole_sequences(config: Config) -> str:
     """Why the loss of a token needs more than that token's log-prob; "" if the log-prob is enough."""
     if not loss_of(config.algorithm).surrogate:
         return ""
+    algorithm, off_policy = config.algorithm, config.off_policy
+    surrogate = f"--advantage-estimator {algorithm.advantage_estimator}"
+    if algorithm.pg_loss_type is not None:
+        surrogate = f"--pg-loss-type {algorithm.pg_loss_type}"
+    weighs = off_policy.use_tis or off_policy.get_mismatch_metrics
     asked = {
-        f"--advantage-estimator {config.algorithm.advantage_estimator}": estimator_of(
-            config.algorithm
-        ).whole_sequences,
-        "--use-opsm": config.off_policy.use_opsm,
-        "--custom-tis-function-path": config.off_policy.custom_tis_function_path,
-        "--custom-pg-loss-reducer-function-path": config.algorithm.custom_pg_loss_reducer_function_path,
+        surrogate: surrogate_of(algorithm).reads_sequences,
+        "--use-opsm": off_policy.use_opsm,
+        f"--tis-level {off_policy.tis_level}": weighs and LEVELS[off_policy.tis_level].part != "token",
+        f"--rs-level {off_policy.rs_level}": off_policy.use_rs
+        and LEVELS[off_policy.rs_level].part != "token",
+        "--rs-veto-threshold": off_policy.use_rs and off_policy.rs_veto_threshold is not None,
+        "--custom-tis-function-path": off_policy.custom_tis_function_path,
+        "--custom-pg-loss-reducer-function-path": algorithm.custom_pg_loss_reducer_function_path,
     }
     return next((f"{flag} looks at whole sequences" for flag, on in asked.items() if on), "")
 
@@ -152,7 +160,7 @@ def _fused_policy_loss(config: Config) -> bool:
     hooked = (
         config.off_policy.custom_tis_function_path or config.algorithm.custom_pg_loss_reducer_function_path
     )
-    fused = loss_of(config.algorithm).surrogate and estimator_of(config.algorithm).surrogate.fused
+    fused = loss_of(config.algorithm).surrogate and surrogate_of(config.algorithm).fused
     return fused and not hooked
 
 

@@ -1,4 +1,4 @@
-"""Correction for tokens that were sampled from another distribution: importance weights, and masks of samples.
+"""Means over the samples of a micro-batch, and the mask of samples that the policy has moved away from (OPSM).
 
 R response tokens of a micro-batch.
 """
@@ -7,18 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-
-def truncated_importance(
-    train_log_probs: Tensor, rollout_log_probs: Tensor, *, clip: float, clip_low: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """`w = exp(train_log_probs - rollout_log_probs).clamp(clip_low, clip)`, detached, [R] fp32, with per-token metrics.
-
-    Metrics: tis (the unclamped ratio), tis_clipfrac (1 where clamped), tis_abs (|ratio - 1|).
-    """
-    ratio = (train_log_probs.detach().float() - rollout_log_probs.float()).exp()
-    weights = ratio.clamp(clip_low, clip)
-    return weights, {"tis": ratio, "tis_clipfrac": (weights != ratio).float(), "tis_abs": (ratio - 1).abs()}
 
 
 def sequence_mean(per_token: Tensor, mask: Tensor, sample_of_row: Tensor, num_samples: int) -> Tensor:

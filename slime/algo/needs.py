@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slime.algo.estimators import estimator_of
+from slime.algo.estimators import estimator_of, surrogate_of
 from slime.algo.losses import loss_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ def columns_read(c: Config) -> frozenset[str]:
             or (c.off_policy.use_routing_replay and not c.off_policy.use_rollout_routing_replay)
         ),
     }
-    return loss.reads | estimator.reads | {name for name, on in flags.items() if on}
+    of_surrogate = surrogate_of(c.algorithm).reads if loss.surrogate else frozenset[str]()
+    return loss.reads | estimator.reads | of_surrogate | {name for name, on in flags.items() if on}
 
 
 def needs_old_log_probs(c: Config) -> bool:

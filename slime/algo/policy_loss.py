@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import rl_kernel
-from slime.algo.estimators import estimator_of
-from slime.algo.importance import opsm_mask, sequence_mean, truncated_importance
+from slime.algo.corrections import accepted, importance_weights
+from slime.algo.estimators import surrogate_of
+from slime.algo.importance import opsm_mask, sequence_mean
 from slime.algo.token_columns import HookView, Losses, TokenColumns
 from slime.hooks import load_function
 
@@ -27,11 +28,11 @@ def sft_loss(args: Namespace, t: TokenColumns) -> Losses:
 
 
 def policy_loss(args: Namespace, t: TokenColumns) -> Losses:
-    """`(mask / denominators * (pg - entropy_coef * entropy + kl_loss_coef * kl)).sum()`, pg by --advantage-estimator.
+    """`(mask / denominators * (pg - entropy_coef * entropy + kl_loss_coef * kl)).sum()`, pg by --pg-loss-type.
 
-    The estimator's record (`slime.algo.estimators`) has the surrogate pg and the level of its ratio. pg is multiplied
-    by the truncated importance weight exp(old - rollout) with --use-tis, and by 0 for samples that --use-opsm drops.
-    The entropy carries a gradient only when its coefficient is not 0.
+    The surrogate's record (`slime.algo.surrogates`) has pg and the level of its ratio. pg is multiplied by the
+    importance weight of --use-tis, and by 0 for tokens that --use-rs and samples that --use-opsm drop. The entropy
+    carries a gradient only when its coefficient is not 0.
     """
     old, rollout = t.old_log_probs, t.get("rollout_log_probs")
     factor, per_token = pg_factor(args, t, old)
@@ -72,12 +73,13 @@ def pg_factor(args: Namespace, t: TokenColumns, old: Tensor) -> tuple[Tensor | N
     if args.use_tis or args.get_mismatch_metrics:
         metrics["ois"] = (t.log_probs.detach() - old).exp()
         if not args.custom_tis_function_path:
-            weights, extra = truncated_importance(
-                old, t["rollout_log_probs"], clip=args.tis_clip, clip_low=args.tis_clip_low
-            )
+            weights, extra = importance_weights(args, t, old)
             metrics |= extra
             if args.use_tis:
                 factor = weights if factor is None else factor * weights
+    if args.use_rs and not args.custom_tis_function_path:
+        keep, extra = accepted(args, t, old)
+        factor, metrics = keep if factor is None else factor * keep, metrics | extra
     return factor, metrics
 
 
@@ -86,12 +88,16 @@ def pg_loss_of(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The sum of the policy-gradient terms, and metrics per token (pg_clipfrac, ppo_kl and those of hooks)."""
     new, base = t.log_probs, old
-    estimator = estimator_of(args)
-    if estimator.ratio == "sequence":
-        log_ratio = sequence_mean(new - old, t.mask, t.sample_of_row, len(t.response_lengths))
-        new, base = log_ratio[t.sample_of_row], torch.zeros_like(old)
+    surrogate = surrogate_of(args)
+    if surrogate.ratio != "token":
+        log_ratio = sequence_mean(new - old, t.mask, t.sample_of_row, len(t.response_lengths))[
+            t.sample_of_row
+        ]
+        if surrogate.ratio == "sequence_token":
+            log_ratio = log_ratio.detach() + (new - new.detach())
+        new, base = log_ratio, torch.zeros_like(old)
     hooked = args.custom_tis_function_path or args.custom_pg_loss_reducer_function_path
-    if estimator.surrogate.fused and not hooked:
+    if surrogate.fused and not hooked:
         loss, terms = rl_kernel.grpo_loss(
             new,
             base,
@@ -105,7 +111,7 @@ def pg_loss_of(
         )
         return loss, {name: terms[name] for name in ("pg_clipfrac", "ppo_kl")}
     ppo_kl = base - new
-    pg, clipped = estimator.surrogate.per_token(args, t, new, ppo_kl)
+    pg, clipped = surrogate.per_token(args, t, new, ppo_kl)
     if factor is not None:
         pg = pg * factor
     loss, extra = reduce_with_hooks(args, t, pg, old)

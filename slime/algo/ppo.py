@@ -10,7 +10,8 @@ from torch import Tensor
 
 import rl_kernel
 from slime.algo.advantage import compute_advantages
-from slime.algo.estimators import Response, estimator_of
+from slime.algo.estimators import Response, estimator_of, surrogate_of
+from slime.algo.losses import loss_of
 from slime.algo.returns import discounted_returns, discounted_sum, gae
 from slime.types import TrainData
 
@@ -37,7 +38,8 @@ def compute_advantages_and_returns(
     args: Namespace, data: TrainData, *, dp_group: torch.distributed.ProcessGroup | None = None
 ) -> None:
     """Set `advantages`, `returns` and `kl` of `data`: lists with one tensor [R_i] per sample. Reads rewards and masks,
-    with --kl-coef old_log_probs and ref_log_probs, and the columns that the estimator's record names."""
+    with --kl-coef old_log_probs and ref_log_probs, and the columns that the estimator's record names. A surrogate that
+    treats some tokens apart gets `chosen_tokens`, too."""
     if args.kl_coef != 0:
         old, ref = torch.cat(data["old_log_probs"]), torch.cat(data["ref_log_probs"])
         kl = compute_approx_kl(old, ref, args.kl_loss_type)
@@ -52,6 +54,23 @@ def compute_advantages_and_returns(
         )
     ]
     data["advantages"], data["returns"] = compute_advantages(args, responses, dp_group=dp_group)
+    choose = surrogate_of(args).choose
+    if choose is not None and loss_of(args).surrogate:
+        trained = torch.cat(data["loss_masks"]) != 0
+        advantages, old = (torch.cat(data[name])[trained] for name in ("advantages", "old_log_probs"))
+        chosen = torch.zeros(len(trained), device=trained.device)
+        chosen[trained] = choose(args, advantages, old, _token_keys(data)[trained], dp_group)
+        data["chosen_tokens"] = list(chosen.split([len(mask) for mask in data["loss_masks"]]))
+
+
+def _token_keys(data: TrainData) -> torch.Tensor:
+    """A number for each response token that is the same wherever the sample is trained, int64 [R]."""
+    return torch.cat(
+        [
+            (index or 0) * 1_000_003 + torch.arange(len(mask), device=mask.device)
+            for index, mask in zip(data["sample_indices"], data["loss_masks"], strict=True)
+        ]
+    )
 
 
 def calculate_log_probs_and_entropy(

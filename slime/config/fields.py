@@ -14,7 +14,7 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, TypeAlias
@@ -87,6 +87,8 @@ class FlagSpec:
     append: bool = False
     """Whether repeated uses are collected."""
     choices: tuple[object, ...] | None = None
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Other names of values, which are read as their values."""
     secret: bool = False
     """Whether a saved file masks the value."""
     range: Range | None = None
@@ -116,7 +118,7 @@ class FlagSpec:
 
     def _parse_one(self, text: str, typed: str) -> object:
         try:
-            value = json.loads(text) if self.kind is dict else self.kind(text)
+            value = json.loads(text) if self.kind is dict else self.kind(self.aliases.get(text, text))
         except ValueError as error:
             wanted = "a JSON object" if self.kind is dict else f"of type {self.kind.__name__}"
             raise ValueError(f"{typed} must be {wanted}, got {text!r}") from error

@@ -66,5 +66,6 @@ TEMPERATURE = Range(0, 100, open_low=True)
 TEMPERATURE_OR_GREEDY = Range(0, 100)
 BOUND = Range(0, 1e9)
 """Bounds of ratios and norms. Scripts switch a bound off with a large value."""
+STEEPNESS = Range(0, 1e6, open_low=True)
 SMALL = Range(0, 1, open_low=True)
 COEFFICIENT = Range(-1e6, 1e6)

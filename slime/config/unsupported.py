@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from slime.config.fields import FlagSpec, spelled
 
 _CRITIC = "the critic is trained on the ranks of the policy: leave the flag out"
+_CENTERING = (
+    "score centering (2609.20807) needs the log-probs of the sampler's top-k tokens with each sample, and the "
+    "trainer's of the same tokens, which no operator computes without logits; use --use-tis"
+)
 _DEEPGEMM = "DeepGEMM is not used by the trainer"
 _DELTA = "delta weight updates are not supported yet; whole weights are sent"
 _OPD = "on-policy distillation is not supported yet"
@@ -71,6 +75,8 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "critic_num_gpus_per_node": Unsupported(None, _CRITIC),
     "reset_optimizer_states": Unsupported(False, "the optimizer keeps its states"),
     "use_stateless_adam": Unsupported(False, "Adam keeps its moments in this version"),
+    "use_score_centering": Unsupported(False, _CENTERING),
+    "score_centering_top_k": Unsupported(None, _CENTERING),
     "use_opd": Unsupported(False, _OPD),
     "opd_type": Unsupported(None, _OPD),
     "opd_kl_coef": Unsupported(1.0, _OPD),

@@ -159,6 +159,9 @@ _TABLE = (
     ),
     Column("advantages", "response", "estimator", np.float32, carried="training", mean=True),
     Column("returns", "response", "estimator", np.float32, mean=True),
+    Column(
+        "chosen_tokens", "response", "estimator", np.float32, carried="training", mean=True
+    ),  # clip_cov, kl_cov
     Column("kl", "response", "estimator", np.float32, flag="kl_coef", mean=True),  # zeros without the flag
     Column(
         routed_experts.COLUMN,

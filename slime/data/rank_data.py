@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.algo import mismatch
 from slime.algo.importance import sequence_mean
 from slime.config.schema import Config
 from slime.data.columns import COLUMNS, STAGES, Stage, present, reported
@@ -94,10 +95,10 @@ class RankData(dict[str, Any]):
         """The columns that this stage has filled."""
         return [name for name in self if name in COLUMNS and COLUMNS[name].stage == stage]
 
-    def to_device(self, device: torch.device, *, per_token: bool) -> None:
+    def to_device(self, device: torch.device, *, per_token: bool, length: int | None = None) -> None:
         """Move the tensors of responses (the packer reads `tokens` on the host), and add the denominator of every token
-        in the loss: `max(rollout_mask_sum, 1) * global_batch_size`; with `per_token` the step's tokens. Data that were
-        trained before begin anew."""
+        in the loss: `max(rollout_mask_sum, 1) * global_batch_size`; with `per_token` the step's tokens. `length`, of
+        --use-dr-grpo, stands for every rollout's mask sum. Data that were trained before begin anew."""
         self.stage = "sent"
         for name in [column.name for column in present(self, "response")]:
             joined = torch.cat(self[name]).to(device)  # in one copy: each waits for the device
@@ -106,7 +107,7 @@ class RankData(dict[str, Any]):
         denominators: dict[int, Tensor] = {}
         for step, normaliser in zip(self.steps, self.normalisers, strict=True):
             for i in (i for samples in step for i in samples):
-                of_rollout = 1.0 if per_token else max(self["rollout_mask_sums"][i], 1.0)
+                of_rollout = 1.0 if per_token else max(length or self["rollout_mask_sums"][i], 1.0)
                 denominators[i] = torch.full_like(
                     self["loss_masks"][i], of_rollout * normaliser, dtype=torch.float32
                 )
@@ -116,7 +117,7 @@ class RankData(dict[str, Any]):
 
 def rollout_means(data: RankData, config: Config, group: dist.ProcessGroup) -> dict[str, float]:
     """`rollout/{column}`: means over the samples of all ranks of `group`. Of a per-token column, a sample contributes
-    the mean over its trained tokens. Collective."""
+    the mean over its trained tokens. With --get-mismatch-metrics also `rollout/mismatch_{name}`. Collective."""
     count, mask = data.samples, torch.cat(data.tensors("loss_masks"))
     lengths = torch.tensor([len(m) for m in data.tensors("loss_masks")])
     sample_of_row = torch.repeat_interleave(torch.arange(count), lengths).to(mask.device)
@@ -124,9 +125,17 @@ def rollout_means(data: RankData, config: Config, group: dist.ProcessGroup) -> d
         name: sequence_mean(torch.cat(data[name]).double(), mask, sample_of_row, count).sum()
         for name in reported(data, config, "response")
     }
+    differs = torch.zeros(0, dtype=torch.float64, device=mask.device)
+    if config.off_policy.get_mismatch_metrics:
+        old, rollout = (torch.cat(data[name]) for name in ("old_log_probs", "rollout_log_probs"))
+        differs = mismatch.sums(old, rollout, mask, sample_of_row, count)
     plain = {name: float(sum(data[name])) for name in reported(data, config, "sample")}
     on_host = torch.tensor([*plain.values(), count], dtype=torch.float64).to(mask.device)
-    total = torch.cat([torch.stack(list(sums.values())), on_host]) if sums else on_host
+    total = torch.cat([differs, *(x[None] for x in sums.values()), on_host])
     dist.all_reduce(total, group=group)
     *found, samples = total.tolist()
-    return {f"rollout/{name}": x / samples for name, x in zip([*sums, *plain], found, strict=True)}
+    compared, found = found[: len(differs)], found[len(differs) :]
+    means = {f"rollout/{name}": x / samples for name, x in zip([*sums, *plain], found, strict=True)}
+    if compared:
+        means |= {f"rollout/mismatch_{name}": x for name, x in mismatch.figures(compared).items()}
+    return means

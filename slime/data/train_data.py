@@ -37,22 +37,24 @@ def post_process_rewards(
 
     Maths: `(r - r[group].mean()) / (r[group].std() + 1e-6)` where the estimator's record says `group="mean and std"`;
     without the division for "mean" or --disable-grpo-std-normalization; `r` for "none" or
-    --disable-rewards-normalization. Groups are `Sample.group_index`; the siblings of one `rollout_id` count once.
+    --disable-rewards-normalization. `r` is the raw reward plus its `overlong_penalty`. Groups are `Sample.group_index`;
+    the siblings of one `rollout_id` count once.
     """
     if path := config.reward.custom_reward_post_process_path:
         hook = load_function(path, flag="--custom-reward-post-process-path")
         raw, rewards = hook(args, samples)
         return raw, rewards
     raw = [sample.reward_value(config.reward.reward_key) for sample in samples]
+    shaped = [reward + overlong_penalty(config, sample) for reward, sample in zip(raw, samples, strict=True)]
     estimator = estimator_of(config.algorithm)
     if not estimator.centred or config.algorithm.disable_rewards_normalization:
-        return raw, raw
+        return raw, shaped
     group_number: dict[int, int] = {}
     group_ids = [group_number.setdefault(_group_key(sample), len(group_number)) for sample in samples]
     rollout_number: dict[Key, int] = {}
     rollout_ids = [rollout_number.setdefault(key, len(rollout_number)) for key in _rollout_keys(samples)]
     normalised = rl_kernel.group_advantage(
-        torch.tensor(raw, dtype=torch.float32),
+        torch.tensor(shaped, dtype=torch.float32),
         torch.tensor(group_ids),
         rollout_ids=torch.tensor(rollout_ids),
         normalize_std=estimator.group == "mean and std"
@@ -61,16 +63,34 @@ def post_process_rewards(
     return raw, normalised.tolist()
 
 
+def overlong_penalty(config: Config, sample: Sample) -> float:
+    """DAPO's soft overlong punishment (2503.14476, equation 13), times --overlong-penalty-factor; 0 without
+    --overlong-buffer-len.
+
+    `((limit - zone) - length) / zone` between `limit - zone` and `limit`, 0 below and -1 above: length in response
+    tokens, limit --rollout-max-response-len, zone --overlong-buffer-len.
+    """
+    zone, limit = config.reward.overlong_buffer_len, config.rollout.rollout_max_response_len
+    if zone is None or limit is None:
+        return 0.0
+    beyond = sample.response_length - (limit - zone)
+    return -config.reward.overlong_penalty_factor * min(max(beyond / zone, 0.0), 1.0)
+
+
 def group_rewards(samples: list[Sample], raw: list[float]) -> list[list[float]]:
-    """For each sample the raw rewards of its group, its own included, in the order of the samples. The siblings of one
-    rollout count once, with their mean."""
+    """For each sample the rewards of its group: its own, then the others in the order of the samples. The siblings of
+    one rollout count once, with their mean."""
     of_rollout: dict[Key, list[float]] = defaultdict(list)
     for key, reward in zip(_rollout_keys(samples), raw, strict=True):
         of_rollout[key].append(reward)
     of_group: dict[int, dict[Key, float]] = defaultdict(dict)
     for key, sample in zip(_rollout_keys(samples), samples, strict=True):
         of_group[_group_key(sample)][key] = sum(of_rollout[key]) / len(of_rollout[key])
-    return [list(of_group[_group_key(sample)].values()) for sample in samples]
+    found = []
+    for key, sample in zip(_rollout_keys(samples), samples, strict=True):
+        rollouts = of_group[_group_key(sample)]
+        found.append([rollouts[key], *(reward for other, reward in rollouts.items() if other != key)])
+    return found
 
 
 def _group_key(sample: Sample) -> int:
@@ -94,7 +114,8 @@ def convert_samples_to_train_data(config: Config, args: Namespace, samples: list
     """One column per field, one entry per sample (SLIME contract 2b). Checks every sample on the way. `args` go to
     hooks.
 
-    A missing loss mask becomes ones; `remove_sample` zeroes it. `rollout_mask_sums[i]` is the number of trained
+    A missing loss mask becomes ones; `remove_sample` zeroes it, and so does --use-overlong-filtering for a truncated
+    sample (DAPO, 2503.14476, section 3.4). `rollout_mask_sums[i]` is the number of trained
     tokens of all siblings of sample i, so that a rollout with several samples has the weight of one with a single
     sample.
     """
@@ -112,12 +133,18 @@ def convert_samples_to_train_data(config: Config, args: Namespace, samples: list
         raw, rewards = post_process_rewards(config, args, samples)
     data: TrainData = {"rewards": rewards, "raw_reward": raw}
     if on_policy and "group_rewards" in estimator_of(config.algorithm).reads:
-        data["group_rewards"] = group_rewards(samples, raw)
+        shaped = [r + overlong_penalty(config, sample) for r, sample in zip(raw, samples, strict=True)]
+        data["group_rewards"] = group_rewards(samples, shaped)
     for column in COLUMNS.values():
         if column.origin == "sample" and column.on(config):
             values = column.of_samples(samples)
             if values is not None:
                 data[column.name] = values
+    if on_policy and config.reward.use_overlong_filtering:
+        data["loss_masks"] = [
+            [0] * len(mask) if cut else mask
+            for mask, cut in zip(data["loss_masks"], data["truncated"], strict=True)
+        ]
     keys = _rollout_keys(samples)
     mask_sums: dict[Key, int] = defaultdict(int)
     for key, mask in zip(keys, data["loss_masks"], strict=True):

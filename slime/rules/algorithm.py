@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.algo.estimators import estimator_of
+from slime.algo.estimators import estimator_of, surrogate_of
 from slime.algo.losses import loss_of
 from slime.config.fields import specs_of, spelled
 from slime.config.schema import Config
@@ -20,7 +20,14 @@ GROUP_MAKERS = (
 def check_algorithm(c: Config) -> None:
     """An estimator and a loss that this version has, with what they need."""
     estimator = estimator_of(c.algorithm)
-    for check in (*estimator.checks, *loss_of(c.algorithm).checks):
+    loss = loss_of(c.algorithm)
+    surrogate = surrogate_of(c.algorithm)
+    if c.algorithm.pg_loss_type is not None and not loss.surrogate:
+        raise ValueError(
+            f"--pg-loss-type must be left out with --loss-type {loss.name}, got {surrogate.name}; that loss has no "
+            "policy-gradient term"
+        )
+    for check in (*estimator.checks, *loss.checks, *(surrogate.checks if loss.surrogate else ())):
         check(c)
     if c.algorithm.eps_clip_c is not None and c.algorithm.eps_clip_c <= 1:
         raise ValueError(f"--eps-clip-c must be above 1, got {c.algorithm.eps_clip_c}")
@@ -42,6 +49,56 @@ def check_critic(c: Config) -> None:
         raise ValueError(
             f"--disable-compute-advantages-and-returns must be left out with --advantage-estimator {estimator}, got "
             "both; the critic is trained on the returns: leave it out"
+        )
+
+
+def check_loss_length(c: Config) -> None:
+    """Dr.GRPO's constant length, in the place of every other normalization."""
+    a = c.algorithm
+    if not a.use_dr_grpo:
+        if a.dr_grpo_length is not None:
+            raise ValueError(
+                f"--use-dr-grpo must be given with --dr-grpo-length, got only {a.dr_grpo_length}; "
+                "otherwise a response is divided by its own length"
+            )
+        return
+    if a.dr_grpo_length is None:
+        raise ValueError(
+            "--dr-grpo-length must be given with --use-dr-grpo where there is no --rollout-max-response-len, got none; "
+            "set it to the longest response"
+        )
+    others = {
+        "--calculate-per-token-loss": a.calculate_per_token_loss,
+        "--custom-pg-loss-reducer-function-path": a.custom_pg_loss_reducer_function_path,
+    }
+    if other := next((flag for flag, value in others.items() if value), None):
+        raise ValueError(
+            f"--use-dr-grpo must not be combined with {other}, got both; each says what the loss is divided by"
+        )
+
+
+def check_overlong(c: Config) -> None:
+    """DAPO's zone before the length limit, whose penalty is a part of the reward that slime computes."""
+    zone, limit = c.reward.overlong_buffer_len, c.rollout.rollout_max_response_len
+    asked = "--overlong-buffer-len" if zone is not None else "--use-overlong-filtering"
+    if zone is None and not c.reward.use_overlong_filtering:
+        return
+    if not loss_of(c.algorithm).rewarded:
+        raise ValueError(
+            f"{asked} must be left out with --loss-type {c.algorithm.loss_type}, got both; nothing is generated"
+        )
+    if zone is not None and (limit is None or zone > limit):
+        raise ValueError(
+            f"--overlong-buffer-len must be at most --rollout-max-response-len, got {zone} and {limit}; the zone ends "
+            "at the limit"
+        )
+    hooks = {
+        "--custom-reward-post-process-path": zone is not None and c.reward.custom_reward_post_process_path,
+        "--custom-convert-samples-to-train-data-path": c.reward.custom_convert_samples_to_train_data_path,
+    }
+    if hook := next((flag for flag, path in hooks.items() if path), None):
+        raise ValueError(
+            f"{asked} must not be combined with {hook}, got both; the function does that part itself"
         )
 
 

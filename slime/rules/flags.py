@@ -6,8 +6,10 @@ import functools
 from collections.abc import Iterable
 from dataclasses import replace
 
-from slime.algo.estimators import ESTIMATORS
+from slime.algo.corrections import LEVELS, MEASURES, MODES, Mode
+from slime.algo.estimators import ESTIMATORS, Estimator
 from slime.algo.losses import LOSSES
+from slime.algo.surrogates import SURROGATES, Surrogate
 from slime.config.fields import FlagSpec, specs_of
 from slime.config.schema import SECTIONS
 from slime.hardware import HARDWARE
@@ -17,9 +19,25 @@ CHOICES: dict[str, Iterable[str]] = {
     "advantage_estimator": ESTIMATORS,
     "gpu": HARDWARE,
     "loss_type": LOSSES,
+    "pg_loss_type": SURROGATES,
+    "rs_level": LEVELS,
+    "rs_type": MEASURES,
+    "tis_level": LEVELS,
+    "tis_mode": MODES,
     "update_weight_transport": sorted(CHANNELS),
 }
 """Field name -> its values, where they are the names of a registry."""
+
+_RECORDS: dict[str, Iterable[Estimator | Surrogate | Mode]] = {
+    "advantage_estimator": ESTIMATORS.values(),
+    "pg_loss_type": SURROGATES.values(),
+    "tis_mode": MODES.values(),
+}
+ALIASES = {
+    name: {alias: record.name for record in records for alias in record.aliases}
+    for name, records in _RECORDS.items()
+}
+"""Field name -> what TRL, verl and others call a value -> its name here."""
 
 _HELP = {
     "update_weight_transport": "; ".join(f"{name}: {channel.help}" for name, channel in CHANNELS.items()),
@@ -42,4 +60,4 @@ def own_flags() -> dict[str, FlagSpec]:
 def _completed(spec: FlagSpec) -> FlagSpec:
     choices = tuple(CHOICES[spec.name]) if spec.name in CHOICES else spec.choices
     help = f"{spec.help}: {_HELP[spec.name]}" if spec.name in _HELP else spec.help
-    return replace(spec, choices=choices, help=help)
+    return replace(spec, choices=choices, help=help, aliases=ALIASES.get(spec.name, {}))

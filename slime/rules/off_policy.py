@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from slime.algo.corrections import LEVELS, MEASURES
+from slime.algo.estimators import surrogate_of
 from slime.algo.losses import loss_of
 from slime.config.schema import Config
 
@@ -12,6 +16,11 @@ def check_off_policy(c: Config) -> None:
         raise ValueError(
             "--use-rollout-logprobs must not be combined with --use-tis, got both; with rollout log-probs as "
             "the old policy there is nothing left to correct"
+        )
+    if c.off_policy.use_rollout_logprobs and c.off_policy.use_rs:
+        raise ValueError(
+            "--use-rollout-logprobs must not be combined with --use-rs, got both; with rollout log-probs as the old "
+            "policy there is nothing to reject"
         )
     if c.algorithm.ref_update_interval is not None and c.checkpoint.save is not None:
         raise ValueError(
@@ -32,6 +41,61 @@ def check_off_policy(c: Config) -> None:
         raise ValueError(
             f"--tis-clip-low must be at most --tis-clip, got {c.off_policy.tis_clip_low} and {c.off_policy.tis_clip}"
         )
+
+
+def check_levels(c: Config) -> None:
+    """A mask must drop what the surrogate's ratio is of, and the bounds must leave something. A function of the user
+    gives the flags its own meaning."""
+    o, surrogate = c.off_policy, surrogate_of(c.algorithm)
+    if o.custom_tis_function_path is not None:
+        return
+    if o.use_rs and MEASURES[o.rs_type].ratio and o.rs_lower_bound > o.rs_upper_bound:
+        raise ValueError(
+            "--rs-lower-bound must be at most --rs-upper-bound, got "
+            f"{o.rs_lower_bound} and {o.rs_upper_bound}; nothing would be kept"
+        )
+    if o.rs_veto_threshold is not None and not o.use_rs:
+        raise ValueError(
+            f"--use-rs must be given with --rs-veto-threshold, got only {o.rs_veto_threshold}; "
+            "the threshold is a part of rejection"
+        )
+    masks = {
+        f"--rs-level {o.rs_level}": o.use_rs and LEVELS[o.rs_level].part != "sequence",
+        f"--tis-mode {o.tis_mode} --tis-level {o.tis_level}": (
+            o.use_tis and o.tis_mode == "mask" and LEVELS[o.tis_level].part != "sequence"
+        ),
+    }
+    if surrogate.reads_sequences and (mask := next((flags for flags, on in masks.items() if on), None)):
+        raise ValueError(
+            f"{mask} must not be combined with the policy loss {surrogate.name}, got both; its ratio is of whole "
+            "sequences, and that of a sequence without some of its tokens is undefined: use the level sequence or "
+            "geometric"
+        )
+
+
+def mismatch_notes(c: Config) -> Iterator[str]:
+    """Recommend a correction where the engine computes in another precision than the trainer and none is on."""
+    o, facts = c.off_policy, c.engine.engine_facts
+    corrected = o.use_tis or o.use_rs or o.use_rollout_logprobs
+    if (
+        not loss_of(c.algorithm).rewarded
+        or corrected
+        or c.debug.debug_train_only
+        or not c.cluster.rollout_num_gpus
+    ):
+        return
+    trainer = c.megatron.params_dtype
+    if facts.weight_bytes is not None:
+        theirs = f"quantised weights ({facts.weight_bytes:.2g} bytes each)"
+    elif facts.dtype is not None and facts.dtype != trainer:
+        theirs = facts.dtype
+    else:
+        return
+    yield (
+        f"{facts.project} computes with {theirs}, the trainer with {trainer}: their probabilities of a token differ. "
+        "--use-tis --tis-mode mask --tis-clip 5 --tis-clip-low 0.5 (IcePop) trains without the tokens that differ "
+        "most; --get-mismatch-metrics only reports"
+    )
 
 
 def check_routing_replay(c: Config) -> None:

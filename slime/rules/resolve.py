@@ -18,6 +18,7 @@ from slime.hardware import HARDWARE
 from slime.rules.algorithm import compares_alone, makes_groups
 from slime.rules.checkpoint import remarks as read_remarks
 from slime.rules.megatron import never_run, same_result
+from slime.rules.off_policy import mismatch_notes
 from slime.rules.packages import package_notes
 from slime.weight_sync.registry import CHANNELS, default_channel
 
@@ -26,6 +27,8 @@ FALLBACKS = {
     "eps_clip_high": "eps_clip",
     "ref_load": "hf_checkpoint",
     "critic_lr": "lr",
+    "rs_upper_bound": "tis_clip",
+    "rs_lower_bound": "tis_clip_low",
     "weight_dir": "update_weight_disk_dir",
     "eval_function_path": "rollout_function_path",
     "eval_input_key": "input_key",
@@ -52,6 +55,7 @@ def resolve(given: Values, notes: list[str] | None = None) -> Config:
     _batches(draft)
     _evaluation(draft)
     _reference(draft)
+    _dr_grpo(draft)
     for name, source in FALLBACKS.items():
         if getattr(draft, name) is None:
             setattr(draft, name, getattr(draft, source))
@@ -142,6 +146,12 @@ def _reference(c: argparse.Namespace) -> None:
         c.ref_load = None
 
 
+def _dr_grpo(c: argparse.Namespace) -> None:
+    if c.use_dr_grpo:
+        c.disable_grpo_std_normalization = True
+        c.dr_grpo_length = c.dr_grpo_length or c.rollout_max_response_len
+
+
 def _weight_update(c: argparse.Namespace) -> None:
     gpus: Literal["shared", "apart"] | None = None
     if c.device == "cuda":
@@ -228,6 +238,7 @@ def _remarks(c: Config) -> Iterator[str]:
             "is over the whole vocabulary: train/train_rollout_logprob_abs_diff will not be near zero"
         )
 
+    yield from mismatch_notes(c)
     if c.megatron.overrides.get("transformer_impl") == "transformer_engine":
         yield (
             "--transformer-impl transformer_engine: these layers were written from the sources of Megatron and of "

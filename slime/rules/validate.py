@@ -17,7 +17,14 @@ from slime.hooks import load_function
 from slime.models import Decoder, decoder_of
 from slime.models.decoder import Hf
 from slime.plan.stages import check_stages, micro_batch_group
-from slime.rules.algorithm import check_algorithm, check_critic, check_group_size, check_kl
+from slime.rules.algorithm import (
+    check_algorithm,
+    check_critic,
+    check_group_size,
+    check_kl,
+    check_loss_length,
+    check_overlong,
+)
 from slime.rules.checkpoint import check_directories
 from slime.rules.cluster import check_domains, check_hardware, check_offload
 from slime.rules.debug import check_profile_steps
@@ -27,7 +34,7 @@ from slime.rules.heads import check_heads
 from slime.rules.kernels import check_kernels
 from slime.rules.megatron import check_local_layers, check_optimizer_dtypes, check_warm_up
 from slime.rules.model_args import check_model_args, model_arg_notes
-from slime.rules.off_policy import check_off_policy, check_replayed_model, check_routing_replay
+from slime.rules.off_policy import check_levels, check_off_policy, check_replayed_model, check_routing_replay
 from slime.rules.packages import check_packages
 from slime.rules.prediction import check_prediction
 from slime.rules.resolve import FALLBACKS
@@ -366,7 +373,10 @@ TOGETHER: tuple[Rule, ...] = (
     check_critic,
     check_group_size,
     check_kl,
+    check_loss_length,
+    check_overlong,
     check_off_policy,
+    check_levels,
     check_routing_replay,
     check_kernels,
     _rewards,

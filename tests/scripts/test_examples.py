@@ -8,6 +8,7 @@ import yaml
 from architectures import ARCHITECTURES
 
 from slime.models.status import STATUS
+from vime.backends import parse_config, public_rows
 
 QWEN = "qwen2.5-0.5b qwen2.5-1.5b qwen2.5-7b qwen2.5-32b qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b qwen3-14b qwen3-32b"
 PREPARED = [*QWEN.split(), "qwen3-30b-a3b", "qwen3-235b-a22b", "glm-4.5-air", "glm-4.5-355b"]
@@ -55,6 +56,22 @@ def test_a_layout_repeats_nothing_of_the_shared_flags():
         own = yaml.safe_load(file.read_text())
         fits = ARCHITECTURES[file.parent.name].context > shared["rollout-max-response-len"]
         assert shared.keys() & own.keys() == (set() if fits else {"rollout-max-response-len"}), file
+
+
+@pytest.mark.parametrize("name", ["dapo", "rloo", "mismatch-correction"])
+def test_algorithms_are_planned_after_a_layout(tmp_path, name):
+    """No note says that a flag has no effect, and the layout stays as it was planned."""
+    model = plan_examples.write_model("qwen3-4b", tmp_path)
+    layout = plan_examples.EXAMPLES / "qwen3-4b/colocated.yaml"
+    own = plan_examples.EXAMPLES / name / "config.yaml"
+    argv = plan_examples.flags(layout, model)
+    with_algorithm = parse_config([*argv[:3], str(own), *argv[3:]])
+    plain = parse_config(argv)
+    assert with_algorithm.megatron == plain.megatron and with_algorithm.cluster == plain.cluster
+    assert not [note for note in with_algorithm.notes if "has no effect" in note]
+    changed = yaml.safe_load(own.read_text())
+    assert (plan_examples.EXAMPLES / name / "README.md").read_text().count("\n") <= 20
+    assert all(f"--{flag}" in {row["flag"] for row in public_rows()} or "vllm" in flag for flag in changed)
 
 
 def test_the_table_is_what_the_plans_say(plans):

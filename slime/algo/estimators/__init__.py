@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 from slime.algo.estimators.cispo import CISPO
 from slime.algo.estimators.grpo import GRPO
 from slime.algo.estimators.gspo import GSPO
+from slime.algo.estimators.pass_at_k import PASS_AT_K
 from slime.algo.estimators.ppo import PPO
-from slime.algo.estimators.record import CLIPPED, Estimator, Response, Surrogate, same_for_all_tokens
+from slime.algo.estimators.record import Estimator, Response, same_for_all_tokens
 from slime.algo.estimators.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE
+from slime.algo.estimators.rloo import RLOO
+from slime.algo.surrogates import SURROGATES, Surrogate
 
 if TYPE_CHECKING:
     from slime.config.sections.algorithm import AlgorithmConfig
@@ -23,6 +26,8 @@ ESTIMATORS: dict[str, Estimator] = {
         CISPO,
         REINFORCE_PLUS_PLUS,
         REINFORCE_PLUS_PLUS_BASELINE,
+        RLOO,
+        PASS_AT_K,
         PPO,
     )
 }
@@ -37,12 +42,21 @@ def estimator_of(args: Namespace | AlgorithmConfig) -> Estimator:
     return ESTIMATORS[args.advantage_estimator]
 
 
+def surrogate_of(args: Namespace | AlgorithmConfig) -> Surrogate:
+    """The record of the policy loss: that of --pg-loss-type, else the estimator's own. Of a configuration or a hook's
+    namespace."""
+    if args.pg_loss_type is None:
+        return estimator_of(args).surrogate
+    if args.pg_loss_type not in SURROGATES:
+        raise ValueError(f"--pg-loss-type must be one of {', '.join(SURROGATES)}, got {args.pg_loss_type}")
+    return SURROGATES[args.pg_loss_type]
+
+
 __all__ = [
-    "CLIPPED",
     "ESTIMATORS",
     "Estimator",
     "Response",
-    "Surrogate",
     "estimator_of",
     "same_for_all_tokens",
+    "surrogate_of",
 ]

@@ -1,13 +1,8 @@
 """GSPO (2507.18071): GRPO with one ratio per sequence, from the masked mean of its log-prob differences."""
 
-from slime.algo.estimators.record import CLIPPED, Estimator, same_for_all_tokens
+from slime.algo.estimators.record import Estimator, same_for_all_tokens
+from slime.algo.surrogates import GSPO_LOSS
 
 GSPO = Estimator(
-    "gspo",
-    "`A_t = r`",
-    CLIPPED,
-    same_for_all_tokens,
-    ratio="sequence",
-    group="mean and std",
-    reads=frozenset({"old_log_probs"}),
+    "gspo", "`A_t = r`", GSPO_LOSS, same_for_all_tokens, group="mean and std", source="2507.18071"
 )

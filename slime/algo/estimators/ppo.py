@@ -5,7 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from slime.algo.estimators.record import CLIPPED, Estimator, Response
+from slime.algo.estimators.record import Estimator, Response
+from slime.algo.surrogates import CLIPPED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,4 +38,6 @@ PPO = Estimator(
     CLIPPED,
     _generalised,
     reads=frozenset({"values"}),
+    source="1707.06347",
+    aliases=("gae",),
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from slime.algo.estimators.record import CLIPPED, Estimator, Response
+from slime.algo.estimators.record import Estimator, Response
+from slime.algo.surrogates import CLIPPED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +41,8 @@ REINFORCE_PLUS_PLUS = Estimator(
     "discounted sum of `-kl_coef * kl_t`, plus `r` at the last trained token",
     CLIPPED,
     _discounted,
+    source="2501.03262",
+    aliases=("reinforce++",),
     checks=(_whitened,),
 )
 REINFORCE_PLUS_PLUS_BASELINE = Estimator(
@@ -48,5 +51,7 @@ REINFORCE_PLUS_PLUS_BASELINE = Estimator(
     CLIPPED,
     _less_kl,
     group="mean",
+    source="2501.03262",
+    aliases=("reinforce++_baseline", "reinforce_baseline"),
     checks=(_whitened,),
 )

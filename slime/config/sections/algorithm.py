@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config.fields import flag
-from slime.config.ranges import BOUND, COEFFICIENT, COUNT, UNIT
+from slime.config.ranges import BOUND, COEFFICIENT, COUNT, STEEPNESS, UNIT
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,9 @@ class AlgorithmConfig:
     """The objective. Formulas are in slime/algo and rl_kernel."""
 
     advantage_estimator: str = flag("grpo", "how advantages are computed")
+    pg_loss_type: str | None = flag(
+        None, "policy loss of --loss-type policy_loss (default: the one of --advantage-estimator)"
+    )
     loss_type: str = flag("policy_loss", "training loss")
     custom_loss_function_path: str | None = flag(
         None, "fn(args, batch, logits, sum_of_sample_mean), for custom_loss"
@@ -27,6 +30,24 @@ class AlgorithmConfig:
     )
     eps_clip_c: float | None = flag(
         None, "dual clip for negative advantages: upper bound of the ratio, above 1", range=BOUND
+    )
+    sapo_tau_pos: float = flag(
+        1.0, "steepness of the gate of --pg-loss-type sapo for positive advantages", range=STEEPNESS
+    )
+    sapo_tau_neg: float = flag(1.05, "the same for other advantages", range=STEEPNESS)
+    clip_cov_ratio: float = flag(
+        2e-4, "part of the tokens that --pg-loss-type clip_cov takes out of the loss", range=UNIT
+    )
+    clip_cov_lb: float = flag(1.0, "lower bound of the covariance of such a token", range=COEFFICIENT)
+    clip_cov_ub: float = flag(5.0, "upper bound of the covariance of such a token", range=COEFFICIENT)
+    kl_cov_ratio: float = flag(
+        2e-3,
+        "part of the tokens to which --pg-loss-type kl_cov adds a KL: those of the highest covariance",
+        range=UNIT,
+    )
+    kl_cov_coef: float = flag(1.0, "weight of the KL of --pg-loss-type kl_cov", range=COEFFICIENT)
+    pass_at_k: int | None = flag(
+        None, "k of --advantage-estimator pass_at_k (default: the size of the group)", range=COUNT
     )
     kl_coef: float = flag(0.0, "weight of the KL penalty in the reward", range=COEFFICIENT)
     use_kl_loss: bool = flag(False, "report the KL to the reference model and add it to the loss")
@@ -44,6 +65,14 @@ class AlgorithmConfig:
     )
     disable_rewards_normalization: bool = flag(
         False, "use the rewards as advantages, without normalization in the group"
+    )
+    use_dr_grpo: bool = flag(
+        False,
+        "Dr.GRPO: no division by the standard deviation, and each response divided by --dr-grpo-length instead of its "
+        "own length",
+    )
+    dr_grpo_length: int | None = flag(
+        None, "constant length of --use-dr-grpo (default: --rollout-max-response-len)", range=COUNT
     )
     calculate_per_token_loss: bool = flag(False, "average the loss over all tokens instead of over samples")
     disable_compute_advantages_and_returns: bool = flag(

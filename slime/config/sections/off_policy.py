@@ -20,13 +20,37 @@ class OffPolicyConfig:
         "truncated importance sampling: weight the loss of a token by trainer probability divided by engine "
         "probability, clipped",
     )
+    tis_mode: str = flag(
+        "truncate", "what happens to a weight outside its bounds: it is clipped to them, or 0 (mask, IcePop)"
+    )
+    tis_level: str = flag(
+        "token",
+        "what has one weight: a token, a run of trained tokens (turn), a response (sequence); geometric: the mean per "
+        "token in the place of the product",
+    )
     tis_clip: float = flag(2.0, "upper bound of the importance weight", range=BOUND)
     tis_clip_low: float = flag(0.0, "lower bound of the importance weight", range=BOUND)
+    use_rs: bool = flag(False, "train only on tokens whose --rs-type, at --rs-level, lies within its bounds")
+    rs_type: str = flag(
+        "k1", "estimate of the KL between engine and trainer that --use-rs bounds; k1: as the ratio exp(-k1)"
+    )
+    rs_level: str = flag("token", "what --use-rs drops as a whole, as in --tis-level")
+    rs_upper_bound: float = flag(None, "upper bound of --use-rs (default: --tis-clip)", range=BOUND)
+    rs_lower_bound: float = flag(
+        None, "lower bound of the ratio of --rs-type k1 (default: --tis-clip-low)", range=BOUND
+    )
+    rs_veto_threshold: float | None = flag(
+        None, "--use-rs drops the whole response of a token whose ratio is below this", range=BOUND
+    )
     custom_tis_function_path: str | None = flag(
         None,
         "fn(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths)",
     )
-    get_mismatch_metrics: bool = flag(False, "report the importance weights without applying them")
+    get_mismatch_metrics: bool = flag(
+        False,
+        "report importance weights without applying them, and rollout/mismatch_*: perplexity ratio, KL, chi-square, "
+        "effective sample size",
+    )
     use_opsm: bool = flag(
         False, "drop samples with negative advantage whose sequence KL is above --opsm-delta"
     )

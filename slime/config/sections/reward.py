@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config.fields import flag
-from slime.config.ranges import SECONDS
+from slime.config.ranges import COEFFICIENT, COUNT, SECONDS
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,17 @@ class RewardConfig:
         None, "field of the reward to report in evaluation (default: --reward-key)"
     )
     group_rm: bool = flag(False, "score all responses of a prompt in one call")
+    use_overlong_filtering: bool = flag(
+        False, "do not train on responses that reached their length limit (DAPO)"
+    )
+    overlong_buffer_len: int | None = flag(
+        None,
+        "length of the zone before --rollout-max-response-len in which the reward of a response falls (DAPO)",
+        range=COUNT,
+    )
+    overlong_penalty_factor: float = flag(
+        1.0, "what the reward loses at the end of that zone", range=COEFFICIENT
+    )
     rm_url: str | None = flag(None, "address of the reward server for --rm-type remote_rm")
     reward_deadline_s: float = flag(600.0, "maximum seconds per call of a reward", range=SECONDS)
     custom_rm_path: str | None = flag(None, "async fn(args, sample) -> float | dict")

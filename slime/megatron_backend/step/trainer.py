@@ -107,7 +107,9 @@ class MegatronTrainer:
     def _train(self, rollout_id: int, data: RankData) -> tuple[list[dict[str, float]], dict[str, float]]:
         """Metrics of each optimizer step, and means over the rollout. Timers measure every part."""
         with self.timers.measure("data_preprocess"):
-            data.to_device(self.info.device, per_token=self.config.algorithm.calculate_per_token_loss)
+            flags = self.config.algorithm
+            length = flags.dr_grpo_length if flags.use_dr_grpo else None
+            data.to_device(self.info.device, per_token=flags.calculate_per_token_loss, length=length)
             self._hook("rollout_data_postprocess_path", self.args, rollout_id, data)
         for scorer in self.scorers:
             scorer.fill(data)

@@ -8,12 +8,14 @@ import torch
 
 from slime.algo.advantage import compute_advantages
 from slime.algo.estimators import Response
-from slime.algo.importance import opsm_mask, sequence_mean, truncated_importance
+from slime.algo.importance import opsm_mask, sequence_mean
 from slime.algo.returns import discounted_returns, discounted_sum, gae
 
 
 def args(**changes):
-    defaults = dict(advantage_estimator="grpo", kl_coef=0.0, gamma=1.0, normalize_advantages=False)
+    defaults = dict(
+        advantage_estimator="grpo", pg_loss_type=None, kl_coef=0.0, gamma=1.0, normalize_advantages=False
+    )
     return SimpleNamespace(**{**defaults, **changes})
 
 
@@ -83,19 +85,6 @@ def test_gae_by_hand():
     # delta_1 = 1 - 0.25 = 0.75; delta_0 = 0.125 - 0.5 = -0.375; A_0 = -0.375 + 0.25 * 0.75
     torch.testing.assert_close(advantages, torch.tensor([[-0.1875, 0.75]]))
     torch.testing.assert_close(returns, torch.tensor([[0.3125, 1.0]]))
-
-
-def test_truncated_importance_by_hand():
-    weights, metrics = truncated_importance(
-        torch.log(torch.tensor([0.6, 0.2, 0.05])),
-        torch.log(torch.tensor([0.2, 0.2, 0.5])),
-        clip=2.0,
-        clip_low=0.5,
-    )
-    torch.testing.assert_close(weights, torch.tensor([2.0, 1.0, 0.5]))
-    torch.testing.assert_close(metrics["tis"], torch.tensor([3.0, 1.0, 0.1]))
-    assert metrics["tis_clipfrac"].tolist() == [1.0, 0.0, 1.0]
-    torch.testing.assert_close(metrics["tis_abs"], torch.tensor([2.0, 0.0, 0.9]))
 
 
 def test_sequence_mean_and_opsm():

@@ -16,10 +16,11 @@ from trainer_cases import hf_log_probs, make_config, make_samples, rank_data
 
 from slime import operators
 from slime.algo.advantage import compute_advantages
-from slime.algo.estimators import CLIPPED, ESTIMATORS, Estimator, Response, Surrogate, same_for_all_tokens
+from slime.algo.estimators import ESTIMATORS, Estimator, Response, same_for_all_tokens
 from slime.algo.losses import LOSSES, Loss
 from slime.algo.needs import needs_old_log_probs
 from slime.algo.policy_loss import policy_loss
+from slime.algo.surrogates import CLIPPED, SURROGATES, Surrogate
 from slime.algo.token_columns import TokenColumns
 from slime.config.schema import Config
 from slime.data.columns import COLUMNS, Column
@@ -52,7 +53,7 @@ def record(monkeypatch) -> Estimator:
     new = Estimator(
         NEW,
         "`A_t = r / 2`",
-        Surrogate("log-prob times margin", weighted),
+        Surrogate("margin", "log-prob times margin", weighted),
         half_reward,
         group="mean",
         checks=(small_clip,),
@@ -112,10 +113,11 @@ def test_everything_else_reads_the_record(root, record, monkeypatch):
         -1.0,
         1.0,
     ]  # centred, not divided
-    assert f"| `{NEW}` | `A_t = r / 2` | log-prob times margin |" in docs_algorithms.page()
+    assert f"| `{NEW}` | `A_t = r / 2` | `margin` |" in docs_algorithms.page()
 
     reads = frozenset({"ref_log_probs", "old_log_probs"})
-    changed = replace(record, ratio="sequence", reads=reads, group="none")
+    by_sequence = replace(record.surrogate, ratio="sequence")
+    changed = replace(record, surrogate=by_sequence, reads=reads, group="none")
     monkeypatch.setitem(ESTIMATORS, NEW, changed)
     once = make_config(root, advantage_estimator=NEW, num_steps_per_rollout=1)
     assert operators.loss_head(once)[1] == f"--advantage-estimator {NEW} looks at whole sequences"
@@ -170,7 +172,9 @@ def test_a_column_that_the_run_does_not_have_is_named(record):
     vars(args).update(
         advantage_estimator=NEW,
         use_opsm=False,
+        pg_loss_type=None,
         use_tis=False,
+        use_rs=False,
         get_mismatch_metrics=False,
         custom_tis_function_path=None,
         custom_pg_loss_reducer_function_path=None,
@@ -201,8 +205,12 @@ def test_a_new_loss_is_a_record(root, build, monkeypatch):
 
 def test_records_agree_with_themselves():
     for name, record in ESTIMATORS.items():
-        assert record.name == name and "{" not in record.policy
-    assert ESTIMATORS["gspo"].whole_sequences and not ESTIMATORS["cispo"].whole_sequences
+        assert record.name == name and SURROGATES[record.surrogate.name] is record.surrogate
+        assert record.source
+    for name, surrogate in SURROGATES.items():
+        assert surrogate.name == name and surrogate.source
+    of_sequences = {name for name, surrogate in SURROGATES.items() if surrogate.reads_sequences}
+    assert of_sequences == {"gspo", "gspo_token", "gmpo"}
     assert ESTIMATORS["grpo"].surrogate is CLIPPED
     assert {name: loss.name for name, loss in LOSSES.items()} == {name: name for name in LOSSES}
     assert [loss.objective is None for loss in LOSSES.values()] == [False, False, True]

@@ -16,6 +16,8 @@ CLIP = dict(eps_clip=0.2, eps_clip_high=0.3)
 def args(**changes):
     defaults = dict(
         advantage_estimator="grpo",
+        pg_loss_type=None,
+        loss_type="policy_loss",
         eps_clip=0.2,
         eps_clip_high=0.3,
         eps_clip_c=None,
@@ -24,6 +26,9 @@ def args(**changes):
         use_tis=False,
         get_mismatch_metrics=False,
         custom_tis_function_path=None,
+        tis_mode="truncate",
+        tis_level="token",
+        use_rs=False,
         tis_clip=2.0,
         tis_clip_low=0.0,
         entropy_coef=0.0,

@@ -74,6 +74,8 @@ slime.backends.megatron_utils.cp_utils get_sum_of_sample_mean total_lengths resp
 slime.backends.megatron_utils.cp_utils get_logits_and_tokens_offset_with_cp total_length response_length
 slime.backends.megatron_utils.loss get_log_probs_and_entropy logits
 slime.backends.megatron_utils.loss compute_advantages_and_returns args rollout_data
+slime.backends.megatron_utils.loss vanilla_tis_function args
+slime.backends.megatron_utils.loss icepop_function args
 slime.rollout.sglang_rollout generate_rollout args rollout_id data_source evaluation=
 slime.rollout.sglang_rollout GenerateState args
 slime.rollout.sglang_rollout generate args sample sampling_params

@@ -44,6 +44,35 @@ MISMATCH_FLAGS = POLICY_FLAGS | {
     "custom_megatron_init_path": "trainer_cases.read_mismatch_settings",
 }
 MISMATCH_GSPO = MISMATCH_FLAGS | {"advantage_estimator": "gspo"}
+SAPO_FLAGS = POLICY_FLAGS | {
+    "pg_loss_type": "sapo",
+    "use_rs": True,
+    "rs_type": "k3",
+    "rs_upper_bound": 0.05,
+    "tis_mode": "mask",
+    "get_mismatch_metrics": True,
+    "use_dr_grpo": True,
+    "rollout_max_response_len": 16,
+}
+SHELF: dict[str, dict[str, Any]] = {
+    "sapo": SAPO_FLAGS,
+    "gmpo": POLICY_FLAGS
+    | {
+        "pg_loss_type": "gmpo",
+        "use_rs": True,
+        "rs_level": "sequence",
+        "tis_level": "turn",
+        "rs_upper_bound": 1.5,
+    },
+    "gspo_token": POLICY_FLAGS | {"pg_loss_type": "gspo_token", "tis_level": "geometric"},
+    "clip_cov": POLICY_FLAGS
+    | {"pg_loss_type": "clip_cov", "clip_cov_ratio": 0.1, "clip_cov_lb": 0.01, "clip_cov_ub": 9.0},
+    "kl_cov": POLICY_FLAGS | {"pg_loss_type": "kl_cov", "kl_cov_ratio": 0.1},
+    "reinforce": POLICY_FLAGS | {"pg_loss_type": "reinforce", "tis_mode": "mask", "tis_clip_low": 0.5},
+    "rloo": POLICY_FLAGS | {"advantage_estimator": "rloo"},
+    "pass_at_k": POLICY_FLAGS | {"advantage_estimator": "pass_at_k"},
+}
+"""Estimators, policy losses and corrections: on one rank, and on two of each kind."""
 ONE_SAMPLE_FLAGS = POLICY_FLAGS | {"use_dynamic_batch_size": False, "micro_batch_size": 1}
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
@@ -82,6 +111,11 @@ TWO: dict[str, dict[str, Any]] = {
     "pp-native": POLICY_FLAGS | STAGES | NATIVE,
     "pp-gspo": GSPO_FLAGS | STAGES,
     "pp-custom": CUSTOM_FLAGS | STAGES,
+    **{
+        f"{kind}-{name}": flags | layout
+        for name, flags in SHELF.items()
+        for kind, layout in {"dp": {}, "tp": TENSOR, "cp": CONTEXT, "pp": STAGES}.items()
+    },
 }
 FOUR: dict[str, dict[str, Any]] = {
     "cp4-empty": ONE_SAMPLE_FLAGS | {"context_parallel_size": 4},
@@ -104,6 +138,7 @@ PLUG_INS = {"cp-sequence", "cp-mismatch"}
 """Examples of hooks that gather and slice over context parallelism (examples/plugins)."""
 
 SHORT = {"dp", "tp-custom", "cp", "cp-empty", "pp", "pp-gspo", "pp-sp"} | PLUG_INS
+SHORT |= {"tp-sapo", "cp-gmpo", "dp-clip_cov", "dp-kl_cov", "pp-rloo"}
 """The layouts of the short suite: every kind of parallelism, alone and with another one; the others run with --all."""
 
 
@@ -121,6 +156,7 @@ SINGLE = {
     "sequence": SEQUENCE_LOSS,
     "mismatch-gspo": MISMATCH_GSPO,
     "mismatch": MISMATCH_FLAGS,
+    **SHELF,
 }
 
 
@@ -344,3 +380,15 @@ def test_plug_ins_did_what_they_are_for(one):
     assert one["sequence"]["steps"][1]["train/loss"] != pytest.approx(
         one["policy"]["steps"][1]["train/pg_loss"]
     )
+
+
+def test_the_shelf_did_what_it_is_for(one):
+    """As above: tokens were dropped, masked and chosen; the losses are not those of GRPO."""
+    plain = one["policy"]["steps"][1]["train/pg_loss"]
+    for name in SHELF.keys() & one.keys():
+        steps, rollout = one[name]["steps"], one[name]["rollout"]
+        assert steps[1]["train/pg_loss"] != pytest.approx(plain, rel=1e-4), name
+        assert steps[0].get("train/rs_dropped", 0.1) > 0.01, name
+        assert rollout.get("rollout/chosen_tokens", 0.1) > 0.01, name
+    assert one["sapo"]["steps"][0]["train/tis_clipfrac"] > 0
+    assert 0 < one["sapo"]["rollout"]["rollout/mismatch_ess"] < 1

@@ -1,9 +1,16 @@
-"""The policy-gradient terms of a token. Pure functions of tensors."""
+"""PPO's clipped surrogate (1707.06347), which GRPO takes; with --eps-clip-c also clipped for negative advantages."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from slime.algo.surrogates.record import Surrogate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slime.algo.token_columns import TokenColumns
 
 
 def compute_policy_loss(
@@ -14,6 +21,8 @@ def compute_policy_loss(
     With `eps_clip_c` (above 1) the loss of a token with A < 0 is at most `-eps_clip_c * A` (dual clip, 1912.09729).
     Returns the loss and 1.0 where the clip was active, both the shape of `ppo_kl`. PPO: 1707.06347.
     """
+    import torch
+
     ratio = (-ppo_kl).exp()
     plain = -ratio * advantages
     clipped = -ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages
@@ -28,10 +37,17 @@ def compute_policy_loss(
     return loss, active
 
 
-def compute_cispo_loss(
-    ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """`-r.clamp(1 - eps_clip, 1 + eps_clip_high).detach() * A * log_probs` and 1.0 where clipped (2506.13585)."""
-    ratio = (-ppo_kl).exp().detach()
-    bounded = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
-    return -bounded * advantages * log_probs, (bounded != ratio).float()
+def clipped(args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
+    """`compute_policy_loss` with the clips of the flags."""
+    clips = args.eps_clip, args.eps_clip_high, args.eps_clip_c
+    return compute_policy_loss(ppo_kl, t["advantages"], *clips)
+
+
+CLIPPED = Surrogate(
+    "clip",
+    "clipped ratio per token: `max(-ratio_t A_t, -clip(ratio_t) A_t)`",
+    clipped,
+    source="1707.06347",
+    fused=True,
+    aliases=("ppo", "vanilla", "regular"),
+)

@@ -1,0 +1,198 @@
+"""Corrections for tokens that an engine sampled from another distribution than the trainer computes: importance weights
+(--use-tis) and rejection (--use-rs), each at a level.
+
+    d = old - rollout log-prob of a token -> level: sum or mean over its part -> weight, or kept or not
+
+`slime.config` imports this file, and must start without torch. R response tokens of a micro-batch. A correction changes
+the numerators of the loss only; the denominators stay.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slime.algo.token_columns import TokenColumns
+
+LARGEST = 20.0
+"""Bound of the logarithm of a ratio of several tokens: exp(20) is 5e8, and float32 overflows at exp(88)."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """Over which tokens a value is summed, or averaged: one value for each `part`. A turn is a run of trained tokens:
+    between two turns are tokens of tools or users."""
+
+    name: str
+    part: Literal["token", "turn", "sequence"]
+    mean: bool = False
+
+
+LEVELS: dict[str, Level] = {
+    level.name: level
+    for level in (
+        Level("token", "token"),
+        Level("turn", "turn"),
+        Level("sequence", "sequence"),
+        Level("turn_geometric", "turn", mean=True),
+        Level("geometric", "sequence", mean=True),
+    )
+}
+"""Values of --tis-level and --rs-level. The exponential of a mean of log-ratios is their geometric mean."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One value of --tis-mode: `weights(ratio, low, high)`."""
+
+    name: str
+    weights: Callable[[Tensor, float, float], Tensor]
+    source: str
+    aliases: tuple[str, ...] = ()
+
+
+def _truncated(ratio: Tensor, low: float, high: float) -> Tensor:
+    """`ratio.clamp(low, high)`."""
+    return ratio.clamp(low, high)
+
+
+def _masked(ratio: Tensor, low: float, high: float) -> Tensor:
+    """`ratio` in [low, high], 0 outside."""
+    return ratio * ((ratio >= low) & (ratio <= high))
+
+
+MODES: dict[str, Mode] = {
+    mode.name: mode
+    for mode in (
+        Mode("truncate", _truncated, "TIS, Yao et al., 2025", ("clip",)),
+        Mode("mask", _masked, "IcePop, 2510.18855", ("icepop",)),
+    )
+}
+"""With --tis-clip-low 0, mask is one-sided (masked importance sampling); with a lower bound it is IcePop."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One value of --rs-type: `of(d)` [R] is summed or averaged over a part; `ratio`: the exponential of the result is
+    compared with both bounds, otherwise the result with the upper one."""
+
+    name: str
+    of: Callable[[Tensor], Tensor]
+    ratio: bool = False
+
+
+MEASURES: dict[str, Measure] = {
+    measure.name: measure
+    for measure in (
+        Measure("k1", lambda d: d, ratio=True),
+        Measure("k2", lambda d: d.square() / 2),
+        Measure("k3", lambda d: d.expm1() - d),
+    )
+}
+"""Estimators of KL(rollout || trainer) on samples of the rollout (Schulman, "Approximating KL divergence")."""
+
+
+def parts(level: Level, mask: Tensor, sample_of_row: Tensor) -> Tensor:
+    """The number of each token's part, [R] int64. Tokens that are not trained on have one of a part beside them."""
+    import torch
+
+    if level.part == "sequence":
+        return sample_of_row
+    if level.part == "token":
+        return torch.arange(len(mask), device=mask.device)
+    trained = mask != 0
+    before = torch.nn.functional.pad(trained[:-1], (1, 0))
+    starts = trained & ~before
+    starts[1:] |= trained[1:] & (sample_of_row[1:] != sample_of_row[:-1])
+    return (starts.long().cumsum(0) - 1).clamp(min=0)
+
+
+def at_level(level: Level, values: Tensor, mask: Tensor, sample_of_row: Tensor) -> Tensor:
+    """The masked sum, or mean, of `values` [R] over the part of each token, at each token of the part [R]."""
+    if level.part == "token":
+        return values
+    of_row = parts(level, mask, sample_of_row)
+    weights = mask.to(values.dtype)
+    totals = values.new_zeros(len(values)).index_add(0, of_row, values * weights)
+    if level.mean:
+        totals = totals / values.new_zeros(len(values)).index_add(0, of_row, weights).clamp(min=1)
+    return totals.clamp(-LARGEST, LARGEST)[of_row]
+
+
+def weigh(ratio: Tensor, mode: Mode, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Importance weights of ratios, and their metrics: tis (the ratio), tis_clipfrac (1 where the weight is another
+    number), tis_abs (|ratio - 1|); [R] fp32, without gradient."""
+    weights = mode.weights(ratio, low, high)
+    return weights, {"tis": ratio, "tis_clipfrac": (weights != ratio).float(), "tis_abs": (ratio - 1).abs()}
+
+
+def importance_weights(args: Namespace, t: TokenColumns, old: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The weights of --tis-mode at --tis-level: `exp(old - rollout)` of each part, bounded or masked."""
+    d = old.detach().float() - t["rollout_log_probs"].float()
+    ratio = at_level(LEVELS[args.tis_level], d, t.mask, t.sample_of_row).exp()
+    return weigh(ratio, MODES[args.tis_mode], args.tis_clip_low, args.tis_clip)
+
+
+def accepted(args: Namespace, t: TokenColumns, old: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """1.0 for the tokens that --use-rs keeps, else 0.0 [R], and the metric rs_dropped.
+
+    A part is kept while its --rs-type lies within the bounds. --rs-veto-threshold also drops the whole sample of a
+    trained token whose ratio is below it.
+    """
+    import torch
+
+    measure, level = MEASURES[args.rs_type], LEVELS[args.rs_level]
+    d = old.detach().float() - t["rollout_log_probs"].float()
+    found = at_level(level, measure.of(d), t.mask, t.sample_of_row)
+    if measure.ratio:
+        ratio = found.exp()
+        keep = (ratio >= args.rs_lower_bound) & (ratio <= args.rs_upper_bound)
+    else:
+        keep = found <= args.rs_upper_bound
+    if args.rs_veto_threshold is not None:
+        low = ((d.exp() < args.rs_veto_threshold) & (t.mask != 0)).float()
+        bad = torch.zeros(len(t.response_lengths), device=d.device).index_add(0, t.sample_of_row, low)
+        keep &= (bad == 0)[t.sample_of_row]
+    return keep.float(), {"rs_dropped": 1 - keep.float()}
+
+
+def vanilla_tis_function(
+    args: Namespace,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: list[Tensor],
+    rollout_log_probs: list[Tensor],
+    loss_masks: list[Tensor],
+    **_: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """For --custom-tis-function-path: truncated importance sampling per token, as --use-tis computes it without a
+    function."""
+    return _weighted(args, "truncate", pg_loss, train_log_probs, rollout_log_probs, loss_masks)
+
+
+def icepop_function(
+    args: Namespace,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: list[Tensor],
+    rollout_log_probs: list[Tensor],
+    loss_masks: list[Tensor],
+    **_: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """For --custom-tis-function-path: IcePop per token, as --tis-mode mask computes it without a function."""
+    return _weighted(args, "mask", pg_loss, train_log_probs, rollout_log_probs, loss_masks)
+
+
+def _weighted(
+    args: Namespace, mode: str, pg: Tensor, train: list[Tensor], rollout: list[Tensor], masks: list[Tensor]
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    import torch
+
+    ratio = (torch.cat(train).detach().float() - torch.cat(rollout).float()).exp()
+    weights, metrics = weigh(ratio, MODES[mode], args.tis_clip_low, args.tis_clip)
+    return pg * weights, masks, metrics

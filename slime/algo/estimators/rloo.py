@@ -1,0 +1,56 @@
+"""RLOO (2402.14740): the baseline of an answer is the mean reward of the group's other answers."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from slime.algo.estimators.record import Estimator, Response, same_for_all_tokens
+from slime.algo.surrogates import CLIPPED
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slime.config.schema import Config
+
+
+def _less_the_others(args: Namespace, response: Response) -> tuple[Tensor, Tensor]:
+    """`A_t = r_i - mean(r_j, j != i) = n / (n - 1) * (r_i - mean(r))`, n rollouts in the group; fp32."""
+    rollouts = len(response.columns["group_rewards"])
+    if rollouts < 2:
+        raise ValueError(
+            "--advantage-estimator rloo must have at least 2 rollouts in each group, got 1; the baseline of an answer "
+            "is the mean of the other answers: raise --n-samples-per-prompt, or keep whole groups in your hooks"
+        )
+    return same_for_all_tokens(args, replace(response, reward=response.reward * rollouts / (rollouts - 1)))
+
+
+def _centred(c: Config) -> None:
+    if c.algorithm.disable_rewards_normalization:
+        raise ValueError(
+            "--disable-rewards-normalization must be left out with --advantage-estimator rloo, got both; the mean of "
+            "the other answers is its baseline"
+        )
+
+
+def _no_kl_in_the_reward(c: Config) -> None:
+    if c.algorithm.kl_coef != 0:
+        raise ValueError(
+            f"--kl-coef must be 0 with --advantage-estimator rloo, got {c.algorithm.kl_coef}; the baseline has no KL "
+            "of the other answers: use --use-kl-loss and --kl-loss-coef"
+        )
+
+
+RLOO = Estimator(
+    "rloo",
+    "`A_t = n / (n - 1) r`, which is the reward less the mean of the other answers",
+    CLIPPED,
+    _less_the_others,
+    group="mean",
+    reads=frozenset({"group_rewards"}),
+    source="2402.14740",
+    aliases=("rloo_vectorized",),
+    example="examples/rloo",
+    checks=(_centred, _no_kl_in_the_reward),
+)

@@ -1,0 +1,76 @@
+"""How far the engine's distribution is from the trainer's over a rollout (--get-mismatch-metrics). Pure functions.
+
+R response tokens of a rank's samples, `d = old - rollout` log-prob of a token, `ratio = exp(d)`. Sums are added up over
+the ranks; a sample without trained tokens does not count.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slime.algo.corrections import LARGEST
+
+SUMS = (
+    "tokens",
+    "samples",
+    "ratio",
+    "ratio_squared",
+    "k1",
+    "k3",
+    "log_ppl",
+    "rollout_log_ppl",
+    "ppl_ratio",
+    "sequence_squared",
+)
+
+
+def sums(old: Tensor, rollout: Tensor, mask: Tensor, sample_of_row: Tensor, samples: int) -> Tensor:
+    """The sums that `figures` needs, in the order of SUMS, [10] float64."""
+    weights = (mask != 0).double()
+    d = (old.double() - rollout.double()) * weights
+    ratio = d.exp()
+
+    def of_samples(values: Tensor) -> Tensor:
+        return values.new_zeros(samples).index_add(0, sample_of_row, values)
+
+    lengths = of_samples(weights)
+    real, per = (lengths > 0).double(), lengths.clamp(min=1)
+    whole = of_samples(d)
+    return torch.stack(
+        [
+            weights.sum(),
+            real.sum(),
+            (ratio * weights).sum(),
+            (ratio.square() * weights).sum(),
+            -d.sum(),
+            ((d.expm1() - d) * weights).sum(),
+            (of_samples(-old.double() * weights) / per).sum(),
+            (of_samples(-rollout.double() * weights) / per).sum(),
+            ((-whole / per).exp() * real).sum(),
+            ((2 * whole).clamp(-LARGEST, LARGEST).exp() * real).sum(),
+        ]
+    )
+
+
+def figures(total: list[float]) -> dict[str, float]:
+    """What is reported, from the sums of all ranks. Empty without a trained token.
+
+    Means over tokens: kl `-d` and k3_kl `exp(d) - 1 - d` (of KL(rollout || trainer)), chi2_token `ratio^2 - 1`. Means
+    over samples: log_ppl and rollout_log_ppl (nats per token), ppl_ratio `exp(mean(-d))` (trainer's perplexity divided
+    by the engine's), chi2_sequence `exp(2 sum(d)) - 1`. ess: `(sum ratio)^2 / (N sum ratio^2)`, the effective sample
+    size of the tokens' weights as a part of N (Kish, 1965).
+    """
+    s = dict(zip(SUMS, total, strict=True))
+    if s["tokens"] == 0:
+        return {}
+    return {
+        "kl": s["k1"] / s["tokens"],
+        "k3_kl": s["k3"] / s["tokens"],
+        "chi2_token": s["ratio_squared"] / s["tokens"] - 1,
+        "chi2_sequence": s["sequence_squared"] / s["samples"] - 1,
+        "log_ppl": s["log_ppl"] / s["samples"],
+        "rollout_log_ppl": s["rollout_log_ppl"] / s["samples"],
+        "ppl_ratio": s["ppl_ratio"] / s["samples"],
+        "ess": s["ratio"] ** 2 / (s["tokens"] * s["ratio_squared"]),
+    }

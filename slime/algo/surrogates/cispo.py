@@ -1,0 +1,37 @@
+"""CISPO (2506.13585): the clipped ratio is a constant weight of the log-prob, so clipped tokens keep a gradient."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from slime.algo.surrogates.record import Surrogate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slime.algo.token_columns import TokenColumns
+
+
+def compute_cispo_loss(
+    ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """`-r.clamp(1 - eps_clip, 1 + eps_clip_high).detach() * A * log_probs` and 1.0 where clipped (2506.13585)."""
+    ratio = (-ppo_kl).exp().detach()
+    bounded = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
+    return -bounded * advantages * log_probs, (bounded != ratio).float()
+
+
+def _weighted_log_prob(
+    args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor
+) -> tuple[Tensor, Tensor]:
+    clips = args.eps_clip, args.eps_clip_high
+    return compute_cispo_loss(ppo_kl, log_probs, t["advantages"], *clips)
+
+
+CISPO_LOSS = Surrogate(
+    "cispo",
+    "clipped ratio as a constant weight of the log-prob: `-clip(ratio_t) A_t log_prob_t`",
+    _weighted_log_prob,
+    source="2506.13585",
+)

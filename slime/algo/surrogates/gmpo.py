@@ -1,0 +1,46 @@
+"""GMPO (2507.20673): the geometric mean of clipped ratios in the place of their arithmetic mean."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from slime.algo.surrogates.record import Surrogate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slime.algo.token_columns import TokenColumns
+
+
+def _geometric_mean(
+    args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`-A * exp((mask * d).sum() / mask.sum())` per sequence, `d` the log-ratio, clipped token by token.
+
+    Where A > 0, `d = min(log_ratio, log_ratio.clamp(log(1 - eps_clip), log(1 + eps_clip_high)))`; where A < 0, the
+    maximum. The paper's range (e^-0.4, e^0.4) is --eps-clip 0.33 --eps-clip-high 0.49.
+    """
+    import torch
+
+    from slime.algo.importance import sequence_mean
+
+    low, high = math.log(1 - args.eps_clip), math.log(1 + args.eps_clip_high)
+    log_ratio, advantages = -ppo_kl, t["advantages"]
+    bounded = log_ratio.clamp(low, high)
+    pessimistic = torch.where(
+        advantages < 0, torch.maximum(log_ratio, bounded), torch.minimum(log_ratio, bounded)
+    )
+    mean = sequence_mean(pessimistic, t.mask, t.sample_of_row, len(t.response_lengths))
+    return -mean.exp()[t.sample_of_row] * advantages, (pessimistic != log_ratio).float()
+
+
+GMPO_LOSS = Surrogate(
+    "gmpo",
+    "geometric mean of the clipped ratios of a sequence",
+    _geometric_mean,
+    source="2507.20673",
+    whole_sequences=True,
+    aliases=("geo_mean",),
+)

@@ -1,0 +1,30 @@
+"""GSPO (2507.18071): one clipped ratio per sequence, `s = exp((mask * (new - old)).sum() / mask.sum())`.
+
+GSPO-token: `s.detach() * exp(new - new.detach())`, which has the value of `s` and the gradient of the token.
+With one advantage per sequence both have the same gradient; with advantages per token each token follows its own.
+"""
+
+from __future__ import annotations
+
+from slime.algo.surrogates.clip import clipped
+from slime.algo.surrogates.record import Surrogate
+
+GSPO_LOSS = Surrogate(
+    "gspo",
+    "clipped ratio per sequence",
+    clipped,
+    source="2507.18071",
+    ratio="sequence",
+    fused=True,
+    reads=frozenset({"old_log_probs"}),
+    aliases=("sequence",),
+)
+GSPO_TOKEN = Surrogate(
+    "gspo_token",
+    "clipped ratio per sequence, with the gradient of the token",
+    clipped,
+    source="2507.18071",
+    ratio="sequence_token",
+    fused=True,
+    aliases=("gspo-token", "sequence_token"),
+)

@@ -1,0 +1,35 @@
+"""SAPO (2511.20347): a sigmoid gate in the place of the clip, steeper for negative advantages."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from slime.algo.surrogates.record import Surrogate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slime.algo.token_columns import TokenColumns
+
+
+def _soft_gate(args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
+    """`-(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * A`, `tau` by the sign of A.
+
+    Its gradient in the log-prob is `-w * ratio * A`, with `w = 4 p (1 - p)` and p the sigmoid: 1 at ratio 1, smaller on
+    both sides. Nothing is clipped.
+    """
+    import torch
+
+    advantages = t["advantages"]
+    tau = torch.where(advantages > 0, args.sapo_tau_pos, args.sapo_tau_neg)
+    gate = torch.sigmoid(tau * ((-ppo_kl).exp() - 1)) * 4 / tau
+    return -gate * advantages, torch.zeros_like(ppo_kl)
+
+
+SAPO_LOSS = Surrogate(
+    "sapo",
+    "soft gate of the ratio: `-(4 / tau) sigmoid(tau (ratio_t - 1)) A_t`",
+    _soft_gate,
+    source="2511.20347",
+)

@@ -1,0 +1,167 @@
+"""The policy losses of --pg-loss-type against numbers worked out by hand, and their gradients."""
+
+from __future__ import annotations
+
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_policy_loss import args, columns
+
+from slime.algo.estimators import surrogate_of
+from slime.algo.policy_loss import policy_loss
+from slime.algo.surrogates import SURROGATES, covariance
+
+LOG = math.log
+WHOLE = {"loss_masks": torch.tensor([1, 1, 1]), "loss_denominators": torch.tensor([4.0, 4.0, 2.0])}
+"""All three tokens count: ratios 2, 5 (advantage 1), and 0.5 (advantage -1) alone in its sample; two samples."""
+
+
+def trained(name, t, **flags):
+    """(loss, gradient of the log-probs, metrics) of a policy loss."""
+    loss, sums, _ = policy_loss(args(pg_loss_type=name, **flags), t)
+    loss.backward()
+    return loss.item(), t.log_probs.grad, {key: value.item() for key, value in sums.items()}
+
+
+def test_the_flag_replaces_the_loss_of_the_estimator():
+    assert surrogate_of(args()).name == "clip"
+    assert surrogate_of(args(advantage_estimator="gspo")).name == "gspo"
+    assert surrogate_of(args(advantage_estimator="gspo", pg_loss_type="sapo")).name == "sapo"
+    with pytest.raises(ValueError, match="--pg-loss-type must be one of clip, gspo, .*, got klip"):
+        surrogate_of(args(pg_loss_type="klip"))
+
+
+def test_reinforce():
+    loss, gradient, _ = trained("reinforce", columns())
+    # token 0: -1 * log 0.4; token 2: 1 * log 0.2; two rollouts of one trained token
+    assert loss == pytest.approx((-LOG(0.4) + LOG(0.2)) / 2)
+    torch.testing.assert_close(gradient, torch.tensor([-0.5, 0.0, 0.5]))
+
+
+def test_sapo():
+    loss, gradient, sums = trained("sapo", columns(), sapo_tau_pos=1.0, sapo_tau_neg=2.0)
+    # token 0: r = 2, tau = 1; token 2: r = 0.5, tau = 2
+    high, low = 1 / (1 + math.exp(-1.0)), 1 / (1 + math.exp(1.0))
+    assert loss == pytest.approx((-4 * high + 4 / 2 * low) / 2, rel=1e-6)
+    # d/dlogp of 4 / tau * sigmoid(tau (r - 1)) is 4 * s * (1 - s) * r
+    wanted = [-4 * high * (1 - high) * 2 / 2, 0.0, 4 * low * (1 - low) * 0.5 / 2]
+    torch.testing.assert_close(gradient, torch.tensor(wanted))
+    assert sums["pg_clipfrac"] == 0
+
+
+def test_sapo_at_ratio_one_has_the_gradient_of_reinforce():
+    _, gradient, _ = trained("sapo", columns(old_log_probs=None), sapo_tau_pos=1.0, sapo_tau_neg=1.05)
+    torch.testing.assert_close(gradient, torch.tensor([-0.5, 0.0, 0.5]))
+
+
+def test_gmpo():
+    loss, gradient, sums = trained("gmpo", columns(**WHOLE), eps_clip=0.6, eps_clip_high=3.0)
+    # sample 0: log-ratios log 2, and log 5 clipped to log 4: sqrt(8); sample 1: 0.5 is not below 0.4
+    assert loss == pytest.approx((-math.sqrt(8) + 0.5) / 2, rel=1e-6)
+    assert sums["pg_clipfrac"] == pytest.approx(1 / 4)
+    # token 0 has half of its sequence's gradient, token 1 is clipped
+    torch.testing.assert_close(gradient, torch.tensor([-math.sqrt(8) / 2 / 2, 0.0, 0.25]))
+
+
+def test_gmpo_clips_negative_advantages_from_below():
+    t = columns(**WHOLE, advantages=torch.tensor([1.0, 1.0, -2.0]))
+    loss, gradient, sums = trained("gmpo", t, eps_clip=0.2, eps_clip_high=9.0)
+    assert loss == pytest.approx((-math.sqrt(10) + 2 * 0.8) / 2, rel=1e-6)
+    assert sums["pg_clipfrac"] == pytest.approx(1 / 2) and gradient[2] == 0
+
+
+def test_gspo_token_has_the_value_of_gspo_and_the_gradient_of_the_token():
+    advantages = torch.tensor([1.0, 3.0, -1.0])
+    flags = {"eps_clip": 0.9, "eps_clip_high": 10.0}
+    loss, gradient, _ = trained("gspo_token", columns(**WHOLE, advantages=advantages), **flags)
+    whole, mixed, _ = trained("gspo", columns(**WHOLE, advantages=advantages), **flags)
+    ratio = math.sqrt(10)  # exp((log 2 + log 5) / 2)
+    assert loss == pytest.approx(whole) == pytest.approx((-ratio * (1 + 3) / 2 + 0.5) / 2, rel=1e-6)
+    torch.testing.assert_close(gradient, torch.tensor([-ratio / 4, -3 * ratio / 4, 0.25]))
+    torch.testing.assert_close(mixed, torch.tensor([-ratio / 2, -ratio / 2, 0.25]))
+
+
+def test_clip_cov_and_kl_cov_treat_chosen_tokens_apart():
+    chosen = torch.tensor([1.0, 0.0, 0.0])
+    loss, gradient, sums = trained("clip_cov", columns(chosen_tokens=chosen))
+    assert loss == pytest.approx(0.8 / 2)  # without token 0
+    assert sums["pg_clipfrac"] == pytest.approx(1.0) and gradient[0] == 0
+    loss, gradient, sums = trained("kl_cov", columns(chosen_tokens=chosen), kl_cov_coef=0.5)
+    # token 0: -2 + 0.5 * |log 2|; token 2: 0.5, not clipped
+    assert loss == pytest.approx((-2 + 0.5 * LOG(2) + 0.5) / 2, rel=1e-6)
+    torch.testing.assert_close(gradient, torch.tensor([(-2 + 0.5) / 2, 0.0, 0.25]))
+    assert sums["pg_clipfrac"] == 0
+
+
+ADVANTAGES = torch.tensor([2.0, 2.0, 0.0, 0.0])
+OLD = torch.tensor([-1.0, -3.0, -1.0, -3.0])
+"""Centred: advantages 1, 1, -1, -1 and log-probs 1, -1, 1, -1, so that covariances are 1, -1, -1, 1."""
+
+
+def test_covariance_by_hand():
+    found, count = covariance.covariance(ADVANTAGES, OLD, None)
+    assert found.tolist() == [1.0, -1.0, -1.0, 1.0] and count == 4
+
+
+def choice(name, advantages=ADVANTAGES, old=OLD, **flags):
+    choose = SURROGATES[name].choose
+    assert choose is not None
+    return choose(SimpleNamespace(**flags), advantages, old, torch.arange(len(old)), None)
+
+
+def test_kl_cov_chooses_the_largest():
+    advantages = torch.tensor([4.0, 2.0, 0.0, 0.0])  # centred: 2.5, 0.5, -1.5, -1.5
+    assert choice("kl_cov", advantages, kl_cov_ratio=0.25).tolist() == [1, 0, 0, 0]
+    assert choice("kl_cov", advantages, kl_cov_ratio=0.5).tolist() == [1, 0, 0, 1]
+    # the others have a negative covariance
+    assert choice("kl_cov", advantages, kl_cov_ratio=1.0).tolist() == [1, 0, 0, 1]
+
+
+def test_clip_cov_draws_from_the_band():
+    band = {"clip_cov_lb": 0.5, "clip_cov_ub": 5.0}
+    assert choice("clip_cov", clip_cov_ratio=0.5, **band).tolist() == [1, 0, 0, 1]
+    draws = covariance.uniform(torch.arange(4))
+    first = [1, 0, 0, 0] if draws[0] < draws[3] else [0, 0, 0, 1]
+    assert choice("clip_cov", clip_cov_ratio=0.0, **band).tolist() == first  # at least one
+    assert choice("clip_cov", clip_cov_ratio=1.0, clip_cov_lb=2.0, clip_cov_ub=5.0).sum() == 0
+
+
+def test_draws_are_uniform_and_differ():
+    keys = torch.cat([i * 1_000_003 + torch.arange(1000) for i in range(20)])
+    draws = covariance.uniform(keys)
+    assert draws.min() >= 0 and draws.max() < 1
+    assert draws.mean().item() == pytest.approx(0.5, abs=0.01)
+    assert torch.histc(draws, 10, 0, 1).min() > 1800 and len(draws.unique()) > 19900
+
+
+def test_ranks_choose_as_one(monkeypatch):
+    """Two workers that meet at every sum, as ranks in an all-reduce do; the first has no token in the band."""
+    generator = torch.Generator().manual_seed(0)
+    advantages, old = torch.randn(2, 200, generator=generator)
+    keys = torch.arange(200)
+    flags = SimpleNamespace(clip_cov_ratio=0.05, clip_cov_lb=0.1, clip_cov_ub=5.0, kl_cov_ratio=0.05)
+    alone = {
+        name: SURROGATES[name].choose(flags, advantages, old, keys, None) for name in ("clip_cov", "kl_cov")
+    }
+    parts = [slice(0, 3), slice(3, 200)]
+    barrier, given = threading.Barrier(len(parts)), {}
+
+    def add_up(values, place):
+        given[place] = values.clone()
+        barrier.wait(10)
+        values.copy_(given[0] + given[1])
+        barrier.wait(10)
+
+    monkeypatch.setattr(covariance, "_add_up", add_up)
+    for name, wanted in alone.items():
+        assert wanted.sum() == 10
+
+        def work(i, choose=SURROGATES[name].choose):
+            return choose(flags, *(x[parts[i]] for x in (advantages, old, keys)), i)
+
+        with ThreadPoolExecutor(2) as pool:
+            assert torch.equal(torch.cat(list(pool.map(work, (0, 1)))), wanted), name
