@@ -69,7 +69,8 @@ def _masked(ratio: Tensor, low: float, high: float) -> Tensor:
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
-        Mode("truncate", _truncated, "TIS, Yao et al., 2025", ("clip",)),
+        Mode("truncate", _truncated, "TIS, Yao et al., 2025"),
+        Mode("clip", _truncated, "slime's name, which functions of --custom-tis-function-path read"),
         Mode("mask", _masked, "IcePop, 2510.18855", ("icepop",)),
     )
 }

@@ -114,6 +114,8 @@ def pg_loss_of(
     pg, clipped = surrogate.per_token(args, t, new, ppo_kl)
     if factor is not None:
         pg = pg * factor
+    if not hooked:  # `t` may be a block of tokens, which hooks never see
+        return t.mean(pg), {"pg_clipfrac": clipped, "ppo_kl": ppo_kl}
     loss, extra = reduce_with_hooks(args, t, pg, old)
     return loss, {"pg_clipfrac": clipped, "ppo_kl": ppo_kl, **extra}
 

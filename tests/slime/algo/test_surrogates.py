@@ -14,6 +14,7 @@ from test_policy_loss import args, columns
 from slime.algo.estimators import surrogate_of
 from slime.algo.policy_loss import policy_loss
 from slime.algo.surrogates import SURROGATES, covariance
+from slime.algo.token_columns import TokenColumns
 
 LOG = math.log
 WHOLE = {"loss_masks": torch.tensor([1, 1, 1]), "loss_denominators": torch.tensor([4.0, 4.0, 2.0])}
@@ -165,3 +166,34 @@ def test_ranks_choose_as_one(monkeypatch):
 
         with ThreadPoolExecutor(2) as pool:
             assert torch.equal(torch.cat(list(pool.map(work, (0, 1)))), wanted), name
+
+
+@pytest.mark.parametrize("name", [name for name, record in SURROGATES.items() if not record.reads_sequences])
+def test_blocks_of_tokens_add_up(name):
+    """As the one-pass operator calls the loss: some tokens at a time, beside the lengths of whole responses."""
+    given = args(
+        pg_loss_type=name,
+        sapo_tau_pos=1.0,
+        sapo_tau_neg=1.05,
+        kl_cov_coef=1.0,
+        use_tis=True,
+        tis_mode="mask",
+        use_rs=True,
+        rs_type="k3",
+        rs_level="token",
+        rs_upper_bound=1.0,
+        rs_veto_threshold=None,
+    )
+    whole = columns(chosen_tokens=torch.tensor([0.0, 0.0, 1.0]))
+    loss, sums, _ = policy_loss(given, whole)
+    parts = []
+    for rows in (slice(0, 1), slice(1, 3)):
+        some = {key: value[rows] for key, value in whole.columns.items()}
+        shape = whole.sample_of_row[rows], whole.total_lengths, whole.response_lengths, whole.normaliser
+        entropy = whole.entropy
+        assert entropy is not None
+        parts.append(policy_loss(given, TokenColumns(whole.log_probs[rows], entropy[rows], some, *shape)))
+    assert sum(part[0].item() for part in parts) == pytest.approx(loss.item(), rel=1e-6)
+    for metric, value in sums.items():
+        found = sum(part[1][metric].item() for part in parts)
+        assert found == pytest.approx(value.item(), rel=1e-6, abs=1e-7), metric

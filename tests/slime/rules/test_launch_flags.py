@@ -211,19 +211,19 @@ def test_one_evaluation_file_alone_is_called_aime(argv, tmp_path):
 def test_keys_of_the_custom_config_that_are_no_flags_reach_hooks(argv, tmp_path):
     file = tmp_path / "tis.yaml"
     file.write_text(
-        "tis_mode: truncate\nlevels: {token: 2, rest: [1, null]}\nmax-turns: 3\nrollout_sed: 1\nlr: 0.5\n"
+        "judge: strict\nlevels: {token: 2, rest: [1, null]}\nmax-turns: 3\nrollout_sed: 1\nlr: 0.5\n"
     )
     c = parse_args([*argv, "--custom-config-path", str(file)])
     args = c.namespace()
-    assert (args.tis_mode, args.levels, args.max_turns, args.rollout_sed, args.lr) == (
-        "truncate",
+    assert (args.judge, args.levels, args.max_turns, args.rollout_sed, args.lr) == (
+        "strict",
         {"token": 2, "rest": [1, None]},
         3,
         1,
         0.5,
     )
     assert (
-        "--custom-config-path: tis_mode, levels, max_turns, rollout_sed: no flags, so hooks find them in args "
+        "--custom-config-path: judge, levels, max_turns, rollout_sed: no flags, so hooks find them in args "
         "(rollout_sed; did you mean --rollout-seed?)"
     ) in c.notes
     assert json.loads(json.dumps(c.to_dict()))["train"]["hook_settings"]["max_turns"] == 3
