@@ -50,7 +50,8 @@ def test_a_column_has_one_value_per_response_token(data):
 
 
 def test_rewards_of_a_group():
-    """The two samples of one rollout count once, with their mean."""
+    """Its own first. The two samples of one rollout count once, with their mean."""
     samples = [Sample(index=i, group_index=i // 3, rollout_id=7 if i in (4, 5) else None) for i in range(6)]
-    first, second = [1.0, 2.0, 3.0], [4.0, 5.5]
-    assert group_rewards(samples, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == [first] * 3 + [second] * 3
+    first = [[1.0, 2.0, 3.0], [2.0, 1.0, 3.0], [3.0, 1.0, 2.0]]
+    second = [[4.0, 5.5], [5.5, 4.0], [5.5, 4.0]]
+    assert group_rewards(samples, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == first + second
