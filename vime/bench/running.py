@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from slime.rules.resolve import FALLBACKS
 from slime.tracking.environment import ENVIRONMENT_FILE, collect_environment
 from vime.bench.planning import UNFINISHED, BenchPlan, Planned, refuse_unlike_runs, resolved
 from vime.bench.record import flags_of
@@ -80,9 +81,8 @@ def _refuse_unnamed_gpus(flags: Mapping[str, object]) -> None:
 
 
 def _check_same(run: Planned, found: Mapping[str, object], expected: Mapping[str, object]) -> None:
-    for name in sorted(
-        (expected.keys() | found.keys()) - {"weight_dir"}
-    ):  # which a run finds once it has begun
+    # A run finds weight_dir once it has begun. A flag that takes the value of another comes after it.
+    for name in sorted((expected.keys() | found.keys()) - {"weight_dir"}, key=lambda n: (n in FALLBACKS, n)):
         before, now = found.get(name), expected.get(name)
         if before != now:
             raise ValueError(
