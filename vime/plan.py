@@ -207,6 +207,9 @@ def trainer_memory(c: Config, hf: dict[str, object], gpu_bytes: float | None) ->
     yield "and one at a time, in a step:"
     yield from memory_lines(e.work)
     yield f"{'peak':<20} {amount(e.peak):>11}   reported against as perf/memory/estimate_gib"
+    if e.host:
+        yield "on the host:"
+        yield from memory_lines(e.host)
     yield from decide_residence(c, e, gpu_bytes).lines
 
 

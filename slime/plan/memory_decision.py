@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from slime.config import Config
 from slime.config.sections.cluster import PARTS
 from slime.operators import loss_head
-from slime.plan.memory_estimate import BYTES, GIB, Estimate, Item, amount, count
+from slime.plan.memory_estimate import BYTES, GIB, Estimate, Item, amount, count, on_device
 from slime.plan.model_shape import Params, Shape
 
 BESIDES_GENERATING = 7.5 * GIB
@@ -245,6 +245,8 @@ def lowering(c: Config) -> list[str]:
         flags.append(f"--rl-kernel-workspace-mib (now {c.kernels.rl_kernel_workspace_mib})")
     else:
         flags.append(f"--rlk-fast auto (now {c.kernels.rlk_fast})")
+    if c.megatron.use_distributed_optimizer and on_device(c):
+        flags.append(f"--optimizer-cpu-offload (now {1 - on_device(c):g} of the optimizer)")
     flags.append(f"--tensor-model-parallel-size (now {c.megatron.tensor_model_parallel_size})")
     if not c.megatron.use_distributed_optimizer and c.data_parallel_size > 1:
         flags.append("--use-distributed-optimizer (now off)")

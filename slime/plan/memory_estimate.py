@@ -47,6 +47,8 @@ class Estimate:
     """Stays while the trainer runs."""
     work: tuple[Item, ...]
     """One item at a time is added to `kept`."""
+    host: tuple[Item, ...] = ()
+    """What the rank keeps on the host in place of the device."""
 
     @property
     def peak(self) -> float:
@@ -87,7 +89,8 @@ class Estimate:
 def estimate(c: Config, hf_config: Hf) -> Estimate:
     """Bytes on one trainer rank, of the pipeline stage with the most parameters."""
     shape = Shape.of(hf_config)
-    return Estimate(shape, tuple(kept_memory(c, shape)), tuple(work_memory(c, shape)))
+    kept, work, host = kept_memory(c, shape), work_memory(c, shape), host_memory(c, shape)
+    return Estimate(shape, tuple(kept), tuple(work), tuple(host))
 
 
 def kept_memory(c: Config, shape: Shape) -> Iterator[Item]:
@@ -116,9 +119,33 @@ def role_memory(c: Config, shape: Shape, role: Role) -> Iterator[Item]:
         return
     for kind, params, share, ranks, _ in kinds:
         yield Item(f"{kind}{of_role}gradients", params * grad, f"{share} x {grad} B{ranks}", "gradients", of)
+    left = on_device(c)
     for kind, params, share, ranks, shards in kinds:
-        how = f"{share} x {main + 8} B{ranks} / {shards} shards"
-        yield Item(f"{kind}{of_role}optimizer", params * (main + 8) / shards, how, "optimizer", of)
+        how = f"{share} x {main + 8} B{ranks} / {shards} shards{_part(left)}"
+        yield Item(f"{kind}{of_role}optimizer", params * (main + 8) / shards * left, how, "optimizer", of)
+
+
+def on_device(c: Config) -> float:
+    """The part of the weights whose optimizer is on the device, see --optimizer-cpu-offload."""
+    return 1 - c.megatron.optimizer_offload_fraction if c.megatron.optimizer_cpu_offload else 1.0
+
+
+def _part(fraction: float) -> str:
+    return "" if fraction == 1 else f" x {fraction:g}"
+
+
+def host_memory(c: Config, shape: Shape) -> Iterator[Item]:
+    """Of --optimizer-cpu-offload: fp32 main weights, two moments, and the gradients that arrive from the device."""
+    if (moved := 1 - on_device(c)) == 0:
+        return
+    for role in roles_of(c):
+        if role.trained:
+            of_role = "" if role is POLICY else f"{role.name} "
+            for kind, params, share, ranks, shards in rank_params(
+                c, shape, predicts=None if role is POLICY else False, head=role.head == "lm"
+            ):
+                how = f"{share} x 16 B{ranks} / {shards} shards{_part(moved)}"
+                yield Item(f"{kind}{of_role}optimizer", params * 16 / shards * moved, how)
 
 
 def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
@@ -141,10 +168,10 @@ def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
         yield Item("head and loss", kept.bytes + head, f"{amount(kept.bytes)} of {kept.name} + {how}")
     rows = shape.vocab * shape.hidden
     yield Item("embedding gradient", rows * size / tp, f"{count(rows)} x {size} B / TP {tp}")
-    if _grad_bytes(c) < 4:
+    if _grad_bytes(c) < 4 and (left := on_device(c)):
         kinds = list(rank_params(c, shape))
         how = " + ".join(f"{share} x 4 B{ranks} / {shards} shards" for _, _, share, ranks, shards in kinds)
-        step = sum(params * 4 / shards for _, params, _, _, shards in kinds)
+        step = sum(params * 4 / shards * left for _, params, _, _, shards in kinds)
         yield Item("optimizer step", step, f"{how}, gradients in fp32")
 
 

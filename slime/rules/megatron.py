@@ -21,9 +21,7 @@ _NEVER_RUN = (
     "external_cuda_graph",
     "cpu_offloading",
 )
-_ON_GPU = (
-    "the optimizer's state stays on the GPU during training; --offload-train moves it away for the engines"
-)
+_ON_HOST = "Adam on the host is torch's, and the memory of its gradients is always pinned"
 _ALLTOALL = "tokens travel to their experts by torch's all-to-all, with the same result"
 _FLASH = "attention runs in the kernel for packed rows, with the same mathematics"
 SAME_RESULT: dict[str, tuple[tuple[object, ...] | None, object, str]] = {
@@ -37,12 +35,9 @@ SAME_RESULT: dict[str, tuple[tuple[object, ...] | None, object, str]] = {
     "delay_wgrad_compute": (None, None, "the trainer's schedule has no such overlap"),
     "overlap_param_gather": (None, None, "parameters are gathered before the step"),
     "align_param_gather": (None, None, "parameters are gathered before the step"),
-    "optimizer_cpu_offload": (None, None, _ON_GPU),
-    "optimizer_offload_fraction": (None, None, _ON_GPU),
-    "overlap_cpu_optimizer_d2h_h2d": (None, None, _ON_GPU),
-    "use_torch_optimizer_for_cpu_offload": (None, None, _ON_GPU),
-    "pin_cpu_grads": (None, None, _ON_GPU),
-    "pin_cpu_params": (None, None, _ON_GPU),
+    "use_torch_optimizer_for_cpu_offload": (None, None, _ON_HOST),
+    "pin_cpu_grads": (None, None, _ON_HOST),
+    "pin_cpu_params": (None, None, _ON_HOST),
     "use_precision_aware_optimizer": (
         None,
         None,
@@ -77,6 +72,15 @@ def check_optimizer_dtypes(c: Config) -> None:
             raise ValueError(
                 f"{spelled(name)} must be fp32, got {c.megatron.overrides[name]}; the optimizer's state is float32"
             )
+
+
+def check_offloaded_adam(c: Config) -> None:
+    """Adam on the host updates a rank's part of the weights."""
+    if c.megatron.optimizer_cpu_offload and not c.megatron.use_distributed_optimizer:
+        raise ValueError(
+            "--use-distributed-optimizer must be on with --optimizer-cpu-offload, got --no-use-distributed-optimizer; "
+            "leave one of the two out"
+        )
 
 
 def check_warm_up(c: Config) -> None:

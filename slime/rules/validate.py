@@ -32,7 +32,12 @@ from slime.rules.experts import check_expert_flags
 from slime.rules.flags import own_flags
 from slime.rules.heads import check_heads
 from slime.rules.kernels import check_kernels
-from slime.rules.megatron import check_local_layers, check_optimizer_dtypes, check_warm_up
+from slime.rules.megatron import (
+    check_local_layers,
+    check_offloaded_adam,
+    check_optimizer_dtypes,
+    check_warm_up,
+)
 from slime.rules.model_args import check_model_args, model_arg_notes
 from slime.rules.off_policy import check_levels, check_off_policy, check_replayed_model, check_routing_replay
 from slime.rules.packages import check_packages
@@ -362,6 +367,7 @@ TOGETHER: tuple[Rule, ...] = (
     check_local_layers,
     _dropout,
     check_optimizer_dtypes,
+    check_offloaded_adam,
     check_warm_up,
     _engines,
     check_domains,

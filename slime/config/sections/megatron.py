@@ -13,7 +13,7 @@ import typing
 from dataclasses import dataclass, field
 
 from slime.config.fields import Values, flag
-from slime.config.ranges import BOUND, COUNT, COUNT_OR_ZERO, DECAY, RATE, SMALL
+from slime.config.ranges import BOUND, COUNT, COUNT_OR_ZERO, DECAY, RATE, SMALL, UNIT
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,16 @@ class MegatronConfig:
     )
     optimizer: str = flag("adam", "optimizer", choices=("adam",))
     use_distributed_optimizer: bool = flag(True, "divide the optimizer's state among the data parallel ranks")
+    optimizer_cpu_offload: bool = flag(
+        False, "keep Adam's main weights and moments on the host and update the weights there"
+    )
+    optimizer_offload_fraction: float = flag(
+        1.0, "part of the weights for which --optimizer-cpu-offload does so", range=UNIT
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(
+        False,
+        "with --optimizer-cpu-offload: update a weight while the gradients of others travel to the host",
+    )
     lr: float = flag(1e-6, "learning rate", range=RATE)
     min_lr: float = flag(0.0, "lowest learning rate of the schedule", range=RATE)
     lr_decay_style: str = flag(

@@ -36,7 +36,7 @@ from slime.megatron_backend.checkpoint.torch_dist import (
     sharding,
 )
 from slime.megatron_backend.model.gpt import HiddenGPTModel, unwrapped
-from slime.megatron_backend.model.optimizer import fuse_adam
+from slime.megatron_backend.model.optimizer import fuse_adam, reload_weights
 from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
 
 logger = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ def load_checkpoint(
     if loads_optimizer:
         _load_optimizer(optimizer, state["optimizer"])
     elif optimizer is not None:
-        optimizer.reload_model_params()
+        reload_weights(optimizer)
     if scheduler is not None and common["scheduler"] is not None:
         scheduler.load_state_dict(common["scheduler"])
     if same_ranks:
@@ -226,7 +226,7 @@ def _load_foreign(
     """Weights of an iteration that slime or Megatron saved. Its optimizer depends on the layout of its ranks."""
     load_torch_dist(model, path)
     if optimizer is not None:
-        optimizer.reload_model_params()
+        reload_weights(optimizer)
         if dist.get_rank() == 0:
             logger.warning(
                 "%s was saved by slime or Megatron: its weights are taken. Moments, step counts, the learning rate "
@@ -310,8 +310,9 @@ def _load_distributed(optimizer: DistributedOptimizer, tensors: dict[str, Any], 
         group["step"] = step
     optimizer.load_state_dict(own)
     inner = optimizer.optimizer
-    for values in inner.state.values():
-        values.pop("step", None)
+    if isinstance(inner, torch.optim.Adam):
+        for values in inner.state.values():
+            values.pop("step", None)
     optimizer.load_parameter_state_from_fully_reshardable(tensors)
     if isinstance(inner, torch.optim.Adam):
         for group in inner.param_groups:

@@ -96,7 +96,7 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> int:
     Each rank reads only its tensor-parallel slices, its experts and its layers. Host memory beyond the parameters is
     at most one tensor's slices and 64 MiB. Quantised tensors are read whole, one at a time. Values are cast to the
     model's dtype. Vocabulary padding is zero. Call it before `build_optimizer`, which copies its fp32 main weights from
-    the parameters (or call `reload_model_params` later). ValueError with the tensors that are missing, unexpected or of
+    the parameters (or call `reload_weights` later). ValueError with the tensors that are missing, unexpected or of
     another shape than in config.json, or with the damaged file.
     """
     parts, files = unwrapped(model), Files(Path(checkpoint_dir))

@@ -17,6 +17,7 @@ from torch import nn
 from slime.config import Config
 from slime.config.fields import spelled
 from slime.megatron_backend.model.gpt import parts_of
+from slime.megatron_backend.model.host_adam import HostAdam
 from slime.megatron_backend.model.model_config import params_dtype
 from slime.roles import POLICY, Role
 
@@ -29,7 +30,9 @@ def build_optimizer(
     `role` names the flags of the learning rate and its warm-up, which --lr and --lr-warmup-iters stand for below.
 
     The state is sharded over data-parallel ranks unless --no-use-distributed-optimizer. Main weights and moments are
-    fp32. Gradients are clipped to --clip-grad by their global norm. The schedule counts samples. It covers
+    fp32, and on the host with --optimizer-cpu-offload.
+
+    Gradients are clipped to --clip-grad by their global norm. The schedule counts samples. It covers
     --lr-decay-iters (default: `total_steps`) steps of --global-batch-size samples: --lr-warmup-iters steps, or
     --lr-warmup-fraction of the steps, of linear warm-up from --lr-warmup-init, then --lr-decay-style down to --min-lr.
 
@@ -55,12 +58,43 @@ def build_optimizer(
         "use_distributed_optimizer": config.megatron.use_distributed_optimizer,
     }
     fields |= config.megatron.core_overrides(OptimizerConfig)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(**fields), parts_of(model), use_gloo_process_groups=False
-    )
+    core = OptimizerConfig(**fields)
+    on_host = config.megatron.optimizer_cpu_offload
+    # The weights' own parts are in the groups, main weights are a state, and gradients are `decoupled_grad`.
+    core.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = on_host
+    optimizer = get_megatron_optimizer(core, parts_of(model), use_gloo_process_groups=False)
+    if on_host:
+        _move_to_host(optimizer, config)
     _start_adam(optimizer)
     fuse_adam(optimizer)
     return optimizer, _schedule(optimizer, config, total_steps, role)
+
+
+def _move_to_host(optimizer: MegatronOptimizer, config: Config) -> None:
+    """Replace the Adam of each optimizer, which has no state yet."""
+    flags = config.megatron
+    for chained in optimizer.chained_optimizers:
+        if chained.optimizer is not None:
+            chained.optimizer = HostAdam(
+                chained.optimizer.param_groups,
+                fraction=flags.optimizer_offload_fraction,
+                overlap=flags.overlap_cpu_optimizer_d2h_h2d,
+            )
+
+
+def reload_weights(optimizer: MegatronOptimizer) -> None:
+    """Set the main weights to the model's weights, which were loaded after the optimizer was built."""
+    optimizer.reload_model_params()
+    for chained in optimizer.chained_optimizers:
+        if isinstance(chained.optimizer, HostAdam):
+            chained.optimizer.take_weights()
+
+
+def close_optimizer(optimizer: MegatronOptimizer) -> None:
+    """Unpin the optimizer's host memory."""
+    for chained in optimizer.chained_optimizers:
+        if isinstance(chained.optimizer, HostAdam):
+            chained.optimizer.close()
 
 
 def _start_adam(optimizer: MegatronOptimizer) -> None:

@@ -19,7 +19,7 @@ from slime.divergence import DivergedError
 from slime.megatron_backend.checkpoint import distributed as checkpoint
 from slime.megatron_backend.checkpoint.weights import load_weights
 from slime.megatron_backend.model.gpt import build_model, parts_of
-from slime.megatron_backend.model.optimizer import build_optimizer, finish_grads
+from slime.megatron_backend.model.optimizer import build_optimizer, close_optimizer, finish_grads
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.megatron_backend.step.head import MicroBatchLoss
 from slime.megatron_backend.step.loss import reduce_metrics
@@ -159,4 +159,5 @@ class Learner:
     def close(self) -> None:
         """Let go of the model and its optimizer, which hold process groups."""
         self.residence.close()
+        close_optimizer(self.optimizer)
         vars(self).clear()

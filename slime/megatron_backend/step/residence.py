@@ -21,6 +21,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
+from slime.megatron_backend.host_memory import pinned, unpin
 from slime.tracking.timers import Timers
 
 ALIGNMENT = 512
@@ -154,25 +155,14 @@ class Residence:
     def close(self) -> None:
         """Unpin the host copies. Offloaded parts are lost."""
         for host in self._host.values():
-            if self._device.type == "cuda":
-                torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+            unpin(host, self._device)
         self._host.clear()
 
     def _host_copy(self, part: str) -> Tensor:
         """The part's host copy, made on first use: pinning tens of GB takes seconds."""
         if part not in self._host:
             size = self._pieces[part][-1].offset + self._pieces[part][-1].nbytes if self._pieces[part] else 0
-            host = torch.empty(size, dtype=torch.uint8)
-            if self._device.type == "cuda" and size:
-                host.fill_(0)  # many threads allocate pages here; only one thread would in the call below
-                # pin_memory() is not used, because torch rounds its pinned blocks up to a power of two.
-                code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size, 0))
-                if code != 0:
-                    raise RuntimeError(
-                        f"host memory must be pinned for --offload-train, got CUDA error {code} for {size} bytes of "
-                        f"{part}; leave it on the device (--no-offload-train, or --offload-train-parts without it)"
-                    )
-            self._host[part] = host
+            self._host[part] = pinned(size, self._device, part)
         return self._host[part]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from architectures import ARCHITECTURES
-from memory_cases import QWEN3_4B, config
+from memory_cases import FULL, QWEN3_4B, config
 
 from slime.config.schema import Config
 from slime.plan.memory_estimate import GIB, count, estimate, layer_width
@@ -284,3 +284,21 @@ def test_shapes_of_other_families():
         layer_width(config(), replace(glm, post_norms=post), glm.kinds[0]) for post in (False, True)
     )
     assert more - plain == 2 * 4096
+
+
+def test_an_optimizer_on_the_host_by_hand():
+    """The device loses 12 bytes per parameter, and the host gets 16: main weights, two moments, arriving gradients."""
+    plain, host = config(), config(optimizer_cpu_offload=True)
+    assert items(host) == items(plain) | {"optimizer": 0}
+    assert estimate(plain, QWEN3_4B).host == ()
+    (on_host,) = estimate(host, QWEN3_4B).host
+    assert (on_host.bytes, on_host.arithmetic) == (PARAMS * 16, "4.02 G x 16 B / TP 1 / 1 shards")
+    quarter = estimate(config(optimizer_cpu_offload=True, optimizer_offload_fraction=0.25), QWEN3_4B)
+    assert quarter.of_part("optimizer") == PARAMS * 12 * 0.75
+    assert [item.bytes for item in quarter.host] == [PARAMS * 16 * 0.25]
+    bf16 = {"overrides": FULL | {"grad_reduce_in_fp32": False}}
+    assert items(config(**bf16))["optimizer step"] == PARAMS * 4
+    assert "optimizer step" not in items(config(**bf16, optimizer_cpu_offload=True))
+    layout = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "actor_num_gpus_per_node": 8}
+    sparse = estimate(config(**layout, optimizer_cpu_offload=True), QWEN3_30B_A3B)
+    assert [item.name for item in sparse.host] == ["optimizer", "expert optimizer"]

@@ -145,10 +145,10 @@ def test_what_config_json_leaves_open_is_noted():
             "--moe-token-dispatcher-type flex, --moe-enable-deepep: no effect on the result; tokens travel",
         ),
         (
-            "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d",
+            "--optimizer-cpu-offload --pin-cpu-grads --use-torch-optimizer-for-cpu-offload",
             {},
-            "--optimizer-cpu-offload, --overlap-cpu-optimizer-d2h-h2d: no effect on the result; the optimizer's state "
-            "stays on the GPU",
+            "--pin-cpu-grads, --use-torch-optimizer-for-cpu-offload: no effect on the result; Adam on the host is "
+            "torch's",
         ),
         (
             "--use-precision-aware-optimizer",

@@ -122,10 +122,11 @@ def test_a_launch_line_is_planned_as_it_stands(folder, capsys, monkeypatch, name
     assert main(["plan", *planned(folder, name)]) == 0
     out = capsys.readouterr().out
     notes = out.partition("\nNotes\n")[2]
+    assert "\non the host:\n" in out.replace("  ", "")
     for flag, why in {
         "--use-wandb": "--use-wandb: the package wandb is not installed",
         "--custom-config-path": "--custom-config-path: max_turns: no flags, so hooks find them in args",
-        "--optimizer-cpu-offload": "the optimizer's state stays on the GPU",
+        "--use-precision-aware-optimizer": "--use-precision-aware-optimizer: no effect on the result",
         "--moe-enable-deepep": "--moe-enable-deepep, --moe-token-dispatcher-type flex: no effect on the result",
         "--sglang-dp-size": "--sglang-dp-size 4 becomes nothing (an engine of several nodes splits its layers",
         "--sglang-enable-deterministic-inference": "becomes --vllm-batch-invariant",
