@@ -25,8 +25,9 @@ from slime.plan.memory_decision import (
     decide_residence,
     training,
 )
-from slime.plan.memory_estimate import GIB, estimate
+from slime.plan.memory_estimate import estimate
 from slime.plan.model_shape import Shape
+from slime.plan.units import GIB
 from vime.backends import parse_config
 from vime.vllm.memory import engine_memory, engine_verdict
 

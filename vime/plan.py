@@ -18,9 +18,10 @@ from slime.hardware import HARDWARE
 from slime.operators import decide, headline
 from slime.plan.loading_estimate import loading
 from slime.plan.memory_decision import TOO_SMALL, decide_residence
-from slime.plan.memory_estimate import GIB, Item, amount, count, estimate
+from slime.plan.memory_estimate import Item, estimate
 from slime.plan.model_shape import Shape
 from slime.plan.stages import micro_batch_group, stages_of
+from slime.plan.units import GIB, amount, count
 from slime.roles import order_of_step
 from slime.rollout.eval_datasets import check_evaluation
 from slime.run_start import check_start, start_line

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from slime.config import Config
 from slime.data.packing import sample_flops
 from slime.hardware import HARDWARE, Hardware
-from slime.plan.memory_estimate import BYTES, amount
+from slime.plan.memory_estimate import BYTES
 from slime.plan.model_shape import Shape
+from slime.plan.units import amount
 from slime.weight_sync.registry import CHANNELS
 
 

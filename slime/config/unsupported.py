@@ -19,7 +19,6 @@ _DEEPGEMM = "DeepGEMM is not used by the trainer"
 _DELTA = "delta weight updates are not supported yet; whole weights are sent"
 _OPD = "on-policy distillation is not supported yet"
 _HOOK = "this hook is not called yet"
-_SELECT = "training a part of the parameters is not supported yet"
 _TOKENIZER = "the tokenizer is that of --hf-checkpoint"
 _MEMORY = "memory snapshots are not written; on a GPU, perf/*_peak_gib is the peak of each phase"
 _CI = "these checks are tests of this project, not flags; see tests/e2e"
@@ -39,9 +38,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     # train
     "qkv_format": Unsupported("thd", "sequences are always packed one after the other (thd), never padded"),
     "custom_model_provider_path": Unsupported(None, "the model is built from the checkpoint's config.json"),
-    "only_train_params_name_list": Unsupported(None, _SELECT),
-    "freeze_params_name_list": Unsupported(None, _SELECT),
-    "freeze_indexer": Unsupported(False, _SELECT),
     "megatron_config_path": Unsupported(None, "give Megatron's settings as flags or in --custom-config-path"),
     "padded_vocab_size": Unsupported(None, "use --make-vocab-size-divisible-by"),
     "megatron_deepgemm_forward_layers": Unsupported(None, _DEEPGEMM),
@@ -125,6 +121,7 @@ _TEXT = {
 _BARE = {
     "release_train": "the trainer's processes stay; --offload-train frees their GPU memory",
     "async_save": "checkpoints are written before the next step starts",
+    "freeze_indexer": "no supported model has an indexer of sparse attention",
     "record_memory_history": _MEMORY,
     "ci_test": _CI,
     "ci_disable_kl_checker": _CI,

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from slime.checkpoints.hf_config import MAPPED_BYTES
 from slime.config import Config
 from slime.models.decoder import Hf
-from slime.plan.memory_estimate import BYTES, Item, amount, count, rank_params
+from slime.plan.memory_estimate import BYTES, Item
 from slime.plan.model_shape import Shape
+from slime.plan.rank_params import rank_params
+from slime.plan.units import amount, count
 from slime.roles import POLICY, roles_of
 
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from slime.config import Config
 from slime.config.sections.cluster import PARTS
 from slime.operators import loss_head
-from slime.plan.memory_estimate import BYTES, GIB, Estimate, Item, amount, count, on_device
+from slime.plan.memory_estimate import BYTES, Estimate, Item, on_device
 from slime.plan.model_shape import Params, Shape
+from slime.plan.units import GIB, amount, count
 
 BESIDES_GENERATING = 7.5 * GIB
 """Memory of both processes in addition to the engine's share and the trainer's tensors: contexts, CUDA graphs,

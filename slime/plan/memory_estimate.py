@@ -13,14 +13,17 @@ from slime.algo.losses import loss_of
 from slime.config import Config
 from slime.models import Layer
 from slime.models.decoder import Hf
+from slime.models.selection import Selection
 from slime.operators import NATIVE, loss_head
-from slime.plan.model_shape import Params, Shape
+from slime.plan.model_shape import Shape
+from slime.plan.rank_params import rank_params, stage_layers
 from slime.plan.stages import micro_batch_group, stages_of
+from slime.plan.trained_params import ends_of, trained_params
+from slime.plan.units import GIB, amount, count
 from slime.roles import POLICY, Role, roles_of
 from slime.weight_sync.registry import CHANNELS
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -117,10 +120,15 @@ def role_memory(c: Config, shape: Shape, role: Role) -> Iterator[Item]:
         yield Item(f"{kind}{weights}", params * size, f"{share} x {size} B{ranks}", "parameters", of)
     if not role.trained:
         return
-    for kind, params, share, ranks, _ in kinds:
+    trained = list(
+        rank_params(
+            c, shape, predicts=None if role is POLICY else False, head=role.head == "lm", trained=True
+        )
+    )
+    for kind, params, share, ranks, _ in trained:
         yield Item(f"{kind}{of_role}gradients", params * grad, f"{share} x {grad} B{ranks}", "gradients", of)
     left = on_device(c)
-    for kind, params, share, ranks, shards in kinds:
+    for kind, params, share, ranks, shards in trained:
         how = f"{share} x {main + 8} B{ranks} / {shards} shards{_part(left)}"
         yield Item(f"{kind}{of_role}optimizer", params * (main + 8) / shards * left, how, "optimizer", of)
 
@@ -142,7 +150,7 @@ def host_memory(c: Config, shape: Shape) -> Iterator[Item]:
         if role.trained:
             of_role = "" if role is POLICY else f"{role.name} "
             for kind, params, share, ranks, shards in rank_params(
-                c, shape, predicts=None if role is POLICY else False, head=role.head == "lm"
+                c, shape, predicts=None if role is POLICY else False, head=role.head == "lm", trained=True
             ):
                 how = f"{share} x 16 B{ranks} / {shards} shards{_part(moved)}"
                 yield Item(f"{kind}{of_role}optimizer", params * 16 / shards * moved, how)
@@ -166,10 +174,10 @@ def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
         head, how = head_memory(c, shape, tokens)
         # Recomputation of layers starts only after the head.
         yield Item("head and loss", kept.bytes + head, f"{amount(kept.bytes)} of {kept.name} + {how}")
-    rows = shape.vocab * shape.hidden
+    rows = trained_params(Selection.of(c), shape, (), ends_of(shape, first=True, last=False)).split
     yield Item("embedding gradient", rows * size / tp, f"{count(rows)} x {size} B / TP {tp}")
     if _grad_bytes(c) < 4 and (left := on_device(c)):
-        kinds = list(rank_params(c, shape))
+        kinds = list(rank_params(c, shape, trained=True))
         how = " + ".join(f"{share} x 4 B{ranks} / {shards} shards" for _, _, share, ranks, shards in kinds)
         step = sum(params * 4 / shards * left for _, params, _, _, shards in kinds)
         yield Item("optimizer step", step, f"{how}, gradients in fp32")
@@ -199,57 +207,6 @@ def expert_flight(c: Config, shape: Shape, tokens: int) -> float:
     product = copies * (2 * width + shape.hidden)
     stack = shape.experts / c.megatron.expert_model_parallel_size * 2 * width * shape.hidden
     return tokens * 2 * shape.hidden / split + max(tokens * weighted, tokens * product + stack)
-
-
-def rank_params(
-    c: Config, shape: Shape, *, predicts: bool | None = None, head: bool = True
-) -> Iterator[tuple[str, float, str, str, int]]:
-    """For the stage with the most parameters on a rank, first for all but experts, then for experts: (prefix of the
-    items' names, parameters on a rank, all parameters, how they are split, ranks that share their optimizer state).
-    `predicts`: whether with layers of multi-token prediction (default: if the run trains them). `head`: with the matrix
-    of a vocabulary; a value head is too small to count."""
-    predicts = c.algorithm.enable_mtp_training if predicts is None else predicts
-    params, stage = stage_params(c, shape, predicts, head=head)
-    tp, ep, etp = (
-        c.megatron.tensor_model_parallel_size,
-        c.megatron.expert_model_parallel_size,
-        c.megatron.expert_tensor_parallel,
-    )
-    replicas = c.data_parallel_size * c.megatron.context_parallel_size
-    whole = f" / TP {tp} (+ {count(params.whole)} of routers)" if params.whole else f" / TP {tp}"
-    shards = replicas if c.megatron.use_distributed_optimizer else 1
-    yield "", params.split / tp + params.whole, f"{count(params.split)}{stage}", whole, shards
-    if params.experts:
-        shards = replicas * tp // (ep * etp) if c.megatron.use_distributed_optimizer else 1
-        ranks = f" / EP {ep} / ETP {etp}"
-        yield "expert ", params.experts / (ep * etp), f"{count(params.experts)}{stage}", ranks, shards
-
-
-def stage_layers(c: Config, shape: Shape) -> list[tuple[Layer, ...]]:
-    """The layers of each pipeline rank, those of all its virtual stages."""
-    stages = stages_of(c.megatron, shape.layers)
-    return [tuple(shape.kinds[i] for i in stages.layers(rank)) for rank in range(stages.ranks)]
-
-
-def stage_params(c: Config, shape: Shape, predicts: bool, *, head: bool = True) -> tuple[Params, str]:
-    """Parameters of the largest pipeline stage, and its description. A tied head is a copy on the last stage. With
-    `predicts`, the last stage has the layers of multi-token prediction, and an embedding for them. Without `head`, it
-    has no matrix of the vocabulary."""
-    stages = stage_layers(c, shape)
-    if len(stages) == 1:
-        whole = shape.params_of(shape.kinds, 1 if shape.tied or not head else 2)
-        return (whole + shape.predicting, "") if predicts else (whole, "")
-    tp, experts = (
-        c.megatron.tensor_model_parallel_size,
-        c.megatron.expert_model_parallel_size * c.megatron.expert_tensor_parallel,
-    )
-    ends = (0, len(stages) - 1) if head else (0,)
-    sizes = [shape.params_of(layers, int(i in ends)) for i, layers in enumerate(stages)]
-    if predicts:
-        sizes[-1] += shape.predicting + shape.params_of((), 0 if shape.tied else 1)
-    on_rank = [size.split / tp + size.whole + size.experts / experts for size in sizes]
-    largest = max(range(len(stages)), key=on_rank.__getitem__)
-    return sizes[largest], f" of stage {largest}"
 
 
 def kept_layers(c: Config, shape: Shape, width: Callable[[Layer], float]) -> tuple[float, float]:
@@ -368,19 +325,3 @@ def native_logit_bytes(c: Config) -> int:
     if not loss_of(c.algorithm).entropy:
         return 2 * size + (4 if size < 4 else 0)
     return max(16 + (4 if c.rollout.rollout_temperature != 1 else 0), 24 if c.algorithm.entropy_coef else 0)
-
-
-def count(number: float) -> str:
-    """1234567 -> "1.23 M"."""
-    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.3g} {unit}"
-    return f"{number:g}"
-
-
-def amount(size: float) -> str:
-    """Bytes in binary units."""
-    for unit, scale in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size:.0f} B"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from slime.models import Decoder, Experts, Layer, decoder_of
+from slime.models import Decoder, Experts, Layer, decoder_of, family_for
 from slime.models.decoder import Hf
 
 
@@ -57,11 +57,14 @@ class Shape:
     """That of the layers' state in an engine, "" for the engine's."""
     predictions: tuple[Layer, ...] = ()
     """The layers of multi-token prediction, if the family trains them. Only what says so counts them."""
+    rows: tuple[str, ...] = ()
+    """The family's names of parameters, with {i} and {e} for the numbers of layers and experts."""
 
     @classmethod
     def of(cls, hf: Hf) -> Shape:
         """The shape in config.json. ValueError for a model that is not supported."""
-        return cls.from_decoder(decoder_of(hf))
+        rows = tuple(row.megatron for row in family_for(hf).rows)
+        return replace(cls.from_decoder(decoder_of(hf)), rows=rows)
 
     @classmethod
     def from_decoder(cls, decoder: Decoder) -> Shape:

@@ -16,7 +16,9 @@ from slime.data.files import find_source
 from slime.hooks import load_function
 from slime.models import Decoder, decoder_of
 from slime.models.decoder import Hf
+from slime.models.selection import check_selection
 from slime.plan.stages import check_stages, micro_batch_group
+from slime.plan.trained_params import check_parameter_names
 from slime.rules.algorithm import (
     check_algorithm,
     check_critic,
@@ -359,7 +361,7 @@ def checkpoint_notes(c: Config) -> Iterator[str]:
     yield from model_arg_notes(c.megatron.model_args, _model(c))
 
 
-BY_THEMSELVES: tuple[Rule, ...] = (_required, _ranges, _precision)
+BY_THEMSELVES: tuple[Rule, ...] = (_required, _ranges, _precision, check_selection)
 TOGETHER: tuple[Rule, ...] = (
     check_hardware,
     _parallel_sizes,
@@ -399,4 +401,5 @@ TOGETHER: tuple[Rule, ...] = (
     _with_decoder(check_expert_flags),
     _with_decoder(check_heads),
     _with_decoder(lambda c, _: check_prediction(c, _model(c))),
+    _with_decoder(lambda c, _: check_parameter_names(c, _model(c))),
 )

@@ -15,8 +15,9 @@ from slime.plan.memory_decision import (
     engine_weights,
     gpu,
 )
-from slime.plan.memory_estimate import BYTES, Item, amount
+from slime.plan.memory_estimate import BYTES, Item
 from slime.plan.model_shape import Shape
+from slime.plan.units import amount
 from vime.vllm.server_flags import engine_tensor_parallel
 
 

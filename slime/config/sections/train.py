@@ -23,6 +23,12 @@ class TrainConfig:
     trust_remote_code: bool = flag(
         False, "run Python code that ships with the checkpoint (tokenizer, engine)"
     )
+    only_train_params_name_list: list[str] | None = flag(  # noqa: RUF009
+        None, "train only parameters whose Megatron name has a match of one of these regular expressions"
+    )
+    freeze_params_name_list: list[str] | None = flag(  # noqa: RUF009
+        None, "do not train parameters whose Megatron name has a match of one of these regular expressions"
+    )
     custom_megatron_init_path: str | None = flag(None, "fn(args), after the process groups are up")
     custom_megatron_before_log_prob_hook_path: str | None = flag(None, "fn(args, model, store_prefix)")
     custom_megatron_before_train_step_hook_path: str | None = flag(

@@ -10,17 +10,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from slime.megatron_backend.model.gpt import HiddenGPTModel
+from slime.megatron_backend.model.parameter_names import whole_model_name
 from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
-from slime.megatron_versions import stored_name
 from slime.models import family_for
 from slime.models.layouts import Row
 
-_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
 _PREDICTION = re.compile(r"^(mtp\.layers\.)(\d+)")
-_EXPERT = re.compile(r"(\.local_experts\.)(\d+)")
-
-_TIED = ("output_layer.weight", "embedding.word_embeddings.weight")
-"""A tied head is the embedding. A last stage without the embedding has a copy of it."""
 
 
 def named(inner: HiddenGPTModel) -> Iterator[tuple[str, Tensor]]:
@@ -37,27 +32,16 @@ def parameters(
 ) -> Iterator[tuple[Tensor, Row, tuple[str, ...]]]:
     """Every tensor of this stage with its row of the family's table and its HF names, in model order. With
     `expert_rank`, experts have their names on that expert-parallel rank. A value head has no row."""
-    rank, ranks = rank_and_size(parallel_state.get_expert_model_parallel_group())
-    experts_before = (
-        (inner.config.num_moe_experts or 0) // ranks * (rank if expert_rank is None else expert_rank)
-    )
     family = family_for(inner.hf_config)
-    layers = inner.decoder.layers
-    before = (
-        layers[0].layer_number - 1 if len(layers) else 0
-    )  # number of layers of earlier stages; Megatron counts from 1
     for name, parameter in named(inner):
         if name == VALUE_HEAD:
             continue
-        if name == _TIED[0] and inner.share_embeddings_and_output_weights:
-            name = _TIED[1]
-        name = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + before}", name)
+        name = whole_model_name(inner, name, expert_rank)
         if inner.mtp_process:
             name = _PREDICTION.sub(
                 lambda m: f"{m[1]}{int(m[2]) + family.first_prediction(inner.hf_config)}", name
             )
-        name = _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + experts_before}", name)
-        yield parameter, *family.find(stored_name(name))
+        yield parameter, *family.find(name)
 
 
 def with_all_experts(

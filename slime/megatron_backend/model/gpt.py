@@ -27,6 +27,7 @@ from slime.megatron_backend.model.attention import PackedLayout, Rotary
 from slime.megatron_backend.model.layer_spec import layer_spec
 from slime.megatron_backend.model.model_config import padded_vocab_size, transformer_config
 from slime.megatron_backend.model.norms import RMSNorm
+from slime.megatron_backend.model.parameter_names import freeze
 from slime.megatron_backend.model.prediction_layer import prediction_spec
 from slime.megatron_backend.model.value_head import ValueHead
 from slime.megatron_backend.parallel import built
@@ -136,6 +137,7 @@ def build_model(
 
     `config` gives the parallel layout, precision and Megatron flags. With `ddp`, the model is wrapped in Megatron's
     DistributedDataParallel, which sums (and does not average) its fp32 gradient buffers over data-parallel ranks.
+    Parameters that are frozen by name have none.
     Without `ddp`, the model has no gradients (reference model). `predicts`: with its layers of multi-token prediction.
     `value`: with a value head instead of logits (critic). With virtual stages, the result is `Parts`, and each part has
     its own wrapper. Call `init_parallel` first; `destroy_parallel` empties the model.
@@ -154,6 +156,7 @@ def build_model(
         for virtual in (range(stages) if stages else (None,))
     ]
     if ddp:
+        freeze(parts, config)
         settings = _ddp_config(config)
         # as in Megatron: the later parts' gradients are complete early enough to be reduced in one piece
         parts = [
@@ -277,12 +280,13 @@ def output_weight(model: nn.Module) -> Tensor:
 def head_main_grad(model: nn.Module) -> Tensor | None:
     """The fp32 buffer [V_local, H] that sums the head's weight gradient over micro-batches. An operator may add to it.
 
-    None if the gradient must pass through autograd: --overlap-grad-reduce counts the gradients that arrive there.
+    None if the head is frozen, or if the gradient must pass through autograd: --overlap-grad-reduce counts the
+    gradients that arrive there.
     """
     weight: Any = output_weight(model)  # the buffer is Megatron's
     wrapper: Any = parts_of(model)[-1]
     settings: DistributedDataParallelConfig = wrapper.ddp_config
-    if settings.overlap_grad_reduce or not settings.grad_reduce_in_fp32:
+    if not weight.requires_grad or settings.overlap_grad_reduce or not settings.grad_reduce_in_fp32:
         return None
     main_grad: Tensor = weight.main_grad
     return main_grad

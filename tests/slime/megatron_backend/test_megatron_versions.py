@@ -45,6 +45,7 @@ ALL = [
         "megatron_glm",
         "megatron_layers",
         "megatron_model_config",
+        "freezing",
         "host_adam",
         "megatron_optimizer",
         "megatron_parallel",

@@ -16,7 +16,8 @@ from slime.plan.memory_decision import (
     engine_flag,
     lowering,
 )
-from slime.plan.memory_estimate import GIB, estimate
+from slime.plan.memory_estimate import estimate
+from slime.plan.units import GIB
 from vime.vllm.backend import engine_facts
 
 

@@ -12,8 +12,9 @@ from architectures import ARCHITECTURES
 from memory_cases import FULL, QWEN3_4B, config
 
 from slime.config.schema import Config
-from slime.plan.memory_estimate import GIB, count, estimate, layer_width
+from slime.plan.memory_estimate import estimate, layer_width
 from slime.plan.model_shape import Shape
+from slime.plan.units import GIB, count
 
 GLM_AIR = {
     "model_type": "glm4_moe",

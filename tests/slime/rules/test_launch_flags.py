@@ -273,3 +273,17 @@ def test_one_report_has_the_reasons_of_every_stage(argv, tmp_path):
         assert reason in text
     with pytest.raises(ValueError, match="--hf-checkpoint must be given"):
         parse_args(["--colocate", "--device", "cpu"])
+
+
+def test_lists_of_parameters(argv):
+    """The lists are checked against the family's names before anything starts."""
+    frozen = parse_args([*argv, "--freeze-params-name-list", r"mlp\.linear_fc1", "embedding"])
+    assert frozen.train.freeze_params_name_list == [r"mlp\.linear_fc1", "embedding"]
+    for flags, message in {
+        "--freeze-params-name-list vision": "--freeze-params-name-list must match parameters .* got 'vision'",
+        "--only-train-params-name-list .": "--only-train-params-name-list must leave parameters .* got ., which",
+        "--only-train-params-name-list (": r"must be regular expressions, got '\(': missing \)",
+        "--only-train-params-name-list mlp --freeze-params-name-list mlp": "must not be given with --freeze",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            parse_args([*argv, *flags.split()])

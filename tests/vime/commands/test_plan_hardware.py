@@ -12,8 +12,8 @@ from architectures import ARCHITECTURES
 
 from slime.data.packing import sample_flops
 from slime.hardware import HARDWARE
-from slime.plan.memory_estimate import GIB
 from slime.plan.model_shape import Shape
+from slime.plan.units import GIB
 from vime.cli import main
 
 ROOT = Path(__file__).parents[3]

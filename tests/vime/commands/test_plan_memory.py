@@ -10,8 +10,8 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 
-from slime.plan.memory_estimate import GIB
 from slime.plan.model_shape import Shape
+from slime.plan.units import GIB
 from vime import plan
 from vime.backends import parse_config
 from vime.cli import main, usage

@@ -19,8 +19,8 @@ from slime.megatron_backend.checkpoint.torch_dist import load_torch_dist
 from slime.megatron_backend.checkpoint.torch_dist_save import save_torch_dist
 from slime.megatron_backend.model.gpt import unwrapped
 from slime.megatron_backend.step.trainer import MegatronTrainer
-from slime.plan.memory_estimate import rank_params
 from slime.plan.model_shape import Shape
+from slime.plan.rank_params import rank_params
 from slime.rules.model_args import check_model_args
 from slime.rules.prediction import check_prediction
 

@@ -15,8 +15,8 @@ from trainer_cases import exported, make_checkpoints, make_config, make_samples,
 from slime.megatron_backend.model.gpt import unwrapped
 from slime.megatron_backend.parallel import destroy_parallel
 from slime.megatron_backend.step.trainer import MegatronTrainer
-from slime.plan.memory_estimate import rank_params
 from slime.plan.model_shape import Shape
+from slime.plan.rank_params import rank_params
 
 FLAGS = {
     # two optimizer steps; a norm that is clipped, over experts and all else

@@ -1,0 +1,73 @@
+"""Which parameters a run trains, by Megatron's names: --only-train-params-name-list and --freeze-params-name-list."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from slime.config import Config
+from slime.config.fields import spelled
+
+ONLY, FROZEN = "only_train_params_name_list", "freeze_params_name_list"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Regular expressions, which are searched anywhere in a name (`re.search`). Layers and experts of the whole model
+    are numbered from 0, whatever rank has them."""
+
+    only: tuple[str, ...] = ()
+    """If any: what matches none of them is frozen."""
+    frozen: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: Config) -> Selection:
+        return cls(
+            tuple(config.train.only_train_params_name_list or ()),
+            tuple(config.train.freeze_params_name_list or ()),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.only or self.frozen)
+
+    def trains(self, name: str) -> bool:
+        """Whether the parameter `name` is trained."""
+        if self.only and not any(re.search(pattern, name) for pattern in self.only):
+            return False
+        return not any(re.search(pattern, name) for pattern in self.frozen)
+
+    def check(self, names: Iterable[str]) -> None:
+        """ValueError unless each expression matches a name in `names`, all of the model, and the list matches some of
+        them but not all."""
+        names = list(names)
+        for flag, patterns in ((ONLY, self.only), (FROZEN, self.frozen)):
+            for pattern in patterns:
+                if not any(re.search(pattern, name) for name in names):
+                    raise ValueError(
+                        f"{spelled(flag)} must match parameters of the model, got {pattern!r}, which matches none; a "
+                        f"name is, for example, {names[len(names) // 2]}"
+                    )
+            if patterns and all(any(re.search(p, name) for p in patterns) for name in names):
+                raise ValueError(
+                    f"{spelled(flag)} must leave parameters that it does not match, got {' '.join(patterns)}, which "
+                    "matches all of them; leave the flag out"
+                )
+
+
+def check_selection(c: Config) -> None:
+    """The rules of the two lists that need no model."""
+    if c.train.only_train_params_name_list and c.train.freeze_params_name_list:
+        raise ValueError(
+            "--only-train-params-name-list must not be given with --freeze-params-name-list, got both; write what is "
+            "trained as one of the two"
+        )
+    for flag in (ONLY, FROZEN):
+        for pattern in c.value_of(flag) or ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"{spelled(flag)} must be regular expressions, got {pattern!r}: {error}; escape what is meant as "
+                    "it stands"
+                ) from None

@@ -1,0 +1,72 @@
+"""How many parameters a trainer rank holds and trains, of the pipeline stage with the most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slime.config import Config
+from slime.models import Layer
+from slime.models.selection import Selection
+from slime.plan.model_shape import Params, Shape
+from slime.plan.stages import stages_of
+from slime.plan.trained_params import ends_of, trained_params
+from slime.plan.units import count
+
+
+def rank_params(
+    c: Config, shape: Shape, *, predicts: bool | None = None, head: bool = True, trained: bool = False
+) -> Iterator[tuple[str, float, str, str, int]]:
+    """For the stage with the most parameters on a rank, first for all but experts, then for experts: (prefix of the
+    items' names, parameters on a rank, all parameters, how they are split, ranks that share their optimizer state).
+    `predicts`: whether with layers of multi-token prediction (default: if the run trains them). `head`: with the matrix
+    of a vocabulary; a value head is too small to count. `trained`: without what is frozen by name."""
+    predicts = c.algorithm.enable_mtp_training if predicts is None else predicts
+    params, stage = stage_params(c, shape, predicts, head=head, trained=trained)
+    tp, ep, etp = (
+        c.megatron.tensor_model_parallel_size,
+        c.megatron.expert_model_parallel_size,
+        c.megatron.expert_tensor_parallel,
+    )
+    replicas = c.data_parallel_size * c.megatron.context_parallel_size
+    whole = f" / TP {tp} (+ {count(params.whole)} of routers)" if params.whole else f" / TP {tp}"
+    shards = replicas if c.megatron.use_distributed_optimizer else 1
+    yield "", params.split / tp + params.whole, f"{count(params.split)}{stage}", whole, shards
+    if params.experts:
+        shards = replicas * tp // (ep * etp) if c.megatron.use_distributed_optimizer else 1
+        ranks = f" / EP {ep} / ETP {etp}"
+        yield "expert ", params.experts / (ep * etp), f"{count(params.experts)}{stage}", ranks, shards
+
+
+def stage_layers(c: Config, shape: Shape) -> list[tuple[Layer, ...]]:
+    """The layers of each pipeline rank, those of all its virtual stages."""
+    stages = stages_of(c.megatron, shape.layers)
+    return [tuple(shape.kinds[i] for i in stages.layers(rank)) for rank in range(stages.ranks)]
+
+
+def stage_params(
+    c: Config, shape: Shape, predicts: bool, *, head: bool = True, trained: bool = False
+) -> tuple[Params, str]:
+    """Parameters of the largest pipeline stage, and its description. A tied head is a copy on the last stage. With
+    `predicts`, the last stage has the layers of multi-token prediction, and an embedding for them. Without `head`, it
+    has no matrix of the vocabulary. `trained`: the trained ones of that stage, with all layers of multi-token
+    prediction."""
+    stages = stages_of(c.megatron, shape.layers)
+    last = stages.ranks - 1
+    tp, experts = (
+        c.megatron.tensor_model_parallel_size,
+        c.megatron.expert_model_parallel_size * c.megatron.expert_tensor_parallel,
+    )
+
+    def of(rank: int, selection: Selection) -> Params:
+        layers, ends = stages.layers(rank), ends_of(shape, first=rank == 0, last=rank == last, head=head)
+        found = trained_params(selection, shape, layers, ends)
+        if predicts and rank == last:
+            copy = 0 if shape.tied or not last else 1  # of the embedding
+            found += shape.predicting + shape.params_of((), copy)
+        return found
+
+    sizes = [of(rank, Selection()) for rank in range(stages.ranks)]
+    on_rank = [size.split / tp + size.whole + size.experts / experts for size in sizes]
+    largest = max(range(len(sizes)), key=on_rank.__getitem__)
+    described = f" of stage {largest}" if last else ""
+    return (of(largest, Selection.of(c)) if trained else sizes[largest]), described

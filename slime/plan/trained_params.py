@@ -1,0 +1,88 @@
+"""How many of a model's parameters a run trains, if some are frozen by name. Imports neither torch nor Megatron.
+
+Counts parts of a layer as `model_shape` does. A part of which some matrices are frozen counts in proportion where the
+sizes of its matrices are known (MLP, experts, grouped attention), and whole elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from slime.config import Config
+from slime.models import Layer, family_for
+from slime.models.decoder import Hf
+from slime.models.selection import Selection
+from slime.plan.model_shape import Params, Shape
+
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def parameter_names(hf: Hf) -> list[str]:
+    """The names that the parameters of a model may have. Some of them are of other models of the family."""
+    family, shape = family_for(hf), Shape.of(hf)
+    rows = [row.megatron for row in family.rows]
+    rows += [row.megatron for row in family.prediction.rows] if family.prediction else []
+    layers = [row.replace("{i}", str(i)) for row in rows for i in range(shape.layers) if "{i}" in row]
+    names = [row for row in rows if "{i}" not in row] + layers
+    return [
+        name.replace("{e}", str(e))
+        for name in names
+        for e in (range(shape.experts) if "{e}" in name else (0,))
+    ]
+
+
+def check_parameter_names(c: Config, hf: Hf) -> None:
+    """ValueError for lists that match none or all of the parameters that the model may have."""
+    if selection := Selection.of(c):
+        selection.check(parameter_names(hf))
+
+
+def trained_params(selection: Selection, shape: Shape, layers: Iterable[int], ends: Sequence[str]) -> Params:
+    """Trained parameters of decoder layers, by their numbers in the model, and of `ends`: embedding and head."""
+    total = Params(split=shape.vocab * shape.hidden * sum(map(selection.trains, ends)))
+    return sum((_of_layer(selection, shape, i) for i in layers), total)
+
+
+def ends_of(shape: Shape, *, first: bool, last: bool, head: bool = True) -> list[str]:
+    """The names of the matrices [vocab, hidden] of a pipeline stage. A tied head is a copy if the embedding is
+    elsewhere. Without `head`, no stage has one."""
+    own = head and last and not (first and shape.tied)
+    return [_EMBEDDING] * first + [_EMBEDDING if shape.tied else _HEAD] * own
+
+
+def _of_layer(selection: Selection, shape: Shape, number: int) -> Params:
+    if not selection:
+        return shape.layer(shape.kinds[number])
+    kind, prefix = shape.kinds[number], f"decoder.layers.{number}."
+    count = Params(whole=kind.attention.whole * _any(selection, shape, prefix + "self_attention."))
+    count += Params(split=round(kind.attention.params * _of_attention(selection, shape, kind, prefix)))
+    mlp = 3 * shape.hidden
+
+    def of_mlp(place: str, width: int) -> int:
+        shares = [selection.trains(f"{prefix}mlp.{place}linear_fc{i}.weight") for i in (1, 2)]
+        return mlp * width * (2 * shares[0] + shares[1]) // 3
+
+    if not kind.sparse:
+        return count + Params(split=of_mlp("", shape.ffn))
+    router = shape.hidden * shape.experts * selection.trains(f"{prefix}mlp.router.weight")
+    experts = sum(of_mlp(f"experts.local_experts.{e}.", shape.expert_ffn) for e in range(shape.experts))
+    return count + Params(split=of_mlp("shared_experts.", shape.shared_ffn), whole=router, experts=experts)
+
+
+def _of_attention(selection: Selection, shape: Shape, kind: Layer, prefix: str) -> float:
+    """The trained part of the split matrices of a layer's attention."""
+    attention, q = kind.attention, kind.attention.pair_flops // 4
+    if kind.kind != "full" or attention.params != shape.hidden * (2 * q + attention.cache):
+        return float(_any(selection, shape, prefix + "self_attention."))
+    inner = selection.trains(prefix + "self_attention.linear_qkv.weight")
+    outer = selection.trains(prefix + "self_attention.linear_proj.weight")
+    return (inner * (q + attention.cache) + outer * q) / (2 * q + attention.cache)
+
+
+def _any(selection: Selection, shape: Shape, prefix: str) -> bool:
+    """Whether a matrix whose name begins with `prefix` is trained."""
+    number = prefix.split(".")[2]
+    names = (row.replace("{i}", number) for row in shape.rows)
+    return any(
+        selection.trains(name) for name in names if name.startswith(prefix) and name.endswith(".weight")
+    )
