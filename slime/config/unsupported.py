@@ -84,9 +84,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     # Megatron
     "train_iters": Unsupported(None, "use --num-rollout"),
     "train_samples": Unsupported(None, "use --num-rollout"),
-    "start_weight_decay": Unsupported(None, "use --weight-decay"),
-    "end_weight_decay": Unsupported(None, "use --weight-decay"),
-    "weight_decay_incr_style": Unsupported("constant", "use --weight-decay"),
     "ckpt_format": Unsupported("torch_dist", "checkpoints are Megatron distributed checkpoints"),
     "dist_ckpt_format": Unsupported("torch_dist", "checkpoints are Megatron distributed checkpoints"),
 }

@@ -6,6 +6,8 @@ sizes of its matrices are known (MLP, experts, grouped attention), and whole els
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterable, Sequence
 
 from slime.config import Config
@@ -34,7 +36,8 @@ def parameter_names(hf: Hf) -> list[str]:
 def check_parameter_names(c: Config, hf: Hf) -> None:
     """ValueError for lists that match none or all of the parameters that the model may have."""
     if selection := Selection.of(c):
-        selection.check(parameter_names(hf))
+        with contextlib.suppress(re.error):  # `check_selection` reports it
+            selection.check(parameter_names(hf))
 
 
 def trained_params(selection: Selection, shape: Shape, layers: Iterable[int], ends: Sequence[str]) -> Params:

@@ -92,6 +92,35 @@ def check_warm_up(c: Config) -> None:
         )
 
 
+def weight_decays(c: Config) -> tuple[float, float]:
+    """The weight decay at the start and at the end of the schedule."""
+    flags = c.megatron
+    if flags.start_weight_decay is None or flags.end_weight_decay is None:
+        return flags.weight_decay, flags.weight_decay
+    return flags.start_weight_decay, flags.end_weight_decay
+
+
+def check_schedules(c: Config) -> None:
+    """The flags of a schedule come together."""
+    flags = c.megatron
+    if (flags.lr_wsd_decay_iters is not None) != (flags.lr_decay_style == "WSD"):
+        raise ValueError(
+            "--lr-wsd-decay-iters must be given with --lr-decay-style WSD and only there, got "
+            f"{flags.lr_wsd_decay_iters} with {flags.lr_decay_style}; give both or leave both out"
+        )
+    if (flags.start_weight_decay is None) != (flags.end_weight_decay is None):
+        raise ValueError(
+            "--start-weight-decay must be given with --end-weight-decay, got "
+            f"{flags.start_weight_decay} and {flags.end_weight_decay}; give both or leave both out"
+        )
+    start, end = weight_decays(c)
+    if start > end or (flags.weight_decay_incr_style == "constant" and start != end):
+        raise ValueError(
+            "--end-weight-decay must be at least --start-weight-decay, and equal to it with --weight-decay-incr-style "
+            f"constant, got {end} after {start}; give --weight-decay-incr-style linear or cosine"
+        )
+
+
 def check_local_layers(c: Config) -> None:
     """fp8 and fp4 need Transformer Engine. Without it, Megatron's fp8 context is empty and the run would silently use
     bf16."""

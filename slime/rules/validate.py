@@ -38,6 +38,7 @@ from slime.rules.megatron import (
     check_local_layers,
     check_offloaded_adam,
     check_optimizer_dtypes,
+    check_schedules,
     check_warm_up,
 )
 from slime.rules.model_args import check_model_args, model_arg_notes
@@ -370,6 +371,7 @@ TOGETHER: tuple[Rule, ...] = (
     _dropout,
     check_optimizer_dtypes,
     check_offloaded_adam,
+    check_schedules,
     check_warm_up,
     _engines,
     check_domains,

@@ -83,7 +83,17 @@ class MegatronConfig:
     lr: float = flag(1e-6, "learning rate", range=RATE)
     min_lr: float = flag(0.0, "lowest learning rate of the schedule", range=RATE)
     lr_decay_style: str = flag(
-        "constant", "schedule of the learning rate", choices=("constant", "linear", "cosine")
+        "constant",
+        "schedule of the learning rate after the warm-up; WSD is constant until its last --lr-wsd-decay-iters steps",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    )
+    lr_wsd_decay_style: str = flag(
+        "exponential",
+        "how the rate of --lr-decay-style WSD falls at the end",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+    )
+    lr_wsd_decay_iters: int | None = flag(
+        None, "number of last optimizer steps of --lr-decay-style WSD, in which the rate falls", range=COUNT
     )
     lr_warmup_iters: int = flag(0, "number of optimizer steps of linear warm-up", range=COUNT_OR_ZERO)
     lr_warmup_fraction: float | None = flag(
@@ -94,6 +104,17 @@ class MegatronConfig:
         None, "number of optimizer steps until --min-lr (default: all steps of the run)", range=COUNT
     )
     weight_decay: float = flag(0.01, "decoupled weight decay", range=RATE)
+    start_weight_decay: float | None = flag(
+        None, "weight decay at the start of the schedule (default: --weight-decay)", range=RATE
+    )
+    end_weight_decay: float | None = flag(
+        None, "weight decay at the end of the schedule (default: --weight-decay)", range=RATE
+    )
+    weight_decay_incr_style: str = flag(
+        "constant",
+        "how the weight decay goes from --start-weight-decay to --end-weight-decay",
+        choices=("constant", "linear", "cosine"),
+    )
     adam_beta1: float = flag(0.9, "Adam beta1", range=DECAY)
     adam_beta2: float = flag(0.999, "Adam beta2", range=DECAY)
     adam_eps: float = flag(1e-8, "Adam epsilon", range=SMALL)

@@ -20,6 +20,7 @@ from slime.megatron_backend.model.gpt import parts_of
 from slime.megatron_backend.model.host_adam import HostAdam
 from slime.megatron_backend.model.model_config import params_dtype
 from slime.roles import POLICY, Role
+from slime.rules.megatron import weight_decays
 
 
 def build_optimizer(
@@ -35,9 +36,10 @@ def build_optimizer(
     Gradients are clipped to --clip-grad by their global norm. The schedule counts samples. It covers
     --lr-decay-iters (default: `total_steps`) steps of --global-batch-size samples: --lr-warmup-iters steps, or
     --lr-warmup-fraction of the steps, of linear warm-up from --lr-warmup-init, then --lr-decay-style down to --min-lr.
+    The weight decay goes from --start-weight-decay to --end-weight-decay over the same steps.
 
-    ValueError for another --optimizer than adam, a warm-up as long as the schedule, --lr-warmup-init or --min-lr above
-    --lr.
+    ValueError for another --optimizer than adam, a warm-up as long as the schedule, --lr-wsd-decay-iters that start in
+    it, --lr-warmup-init or --min-lr above --lr.
     """
     if config.megatron.optimizer != "adam":
         raise ValueError(
@@ -146,6 +148,13 @@ def _schedule(
         raise ValueError(f"--min-lr must lie in [0, {spelled(role.lr)} {lr}], got {config.megatron.min_lr}")
     samples, fraction = config.data.global_batch_size, config.megatron.lr_warmup_fraction
     warm_up = iters if fraction is None else fraction * steps
+    start_decay, end_decay = weight_decays(config)
+    last = config.megatron.lr_wsd_decay_iters
+    if last is not None and warm_up + last > steps:
+        raise ValueError(
+            f"--lr-wsd-decay-iters must be at most {steps - int(warm_up)}, the steps of the schedule after the "
+            f"warm-up, got {last}; raise --lr-decay-iters or --num-rollout"
+        )
     return OptimizerParamScheduler(
         optimizer,
         init_lr=config.megatron.lr_warmup_init,
@@ -154,10 +163,12 @@ def _schedule(
         lr_warmup_steps=int(warm_up * samples),
         lr_decay_steps=steps * samples,
         lr_decay_style=config.megatron.lr_decay_style,
-        start_wd=config.megatron.weight_decay,
-        end_wd=config.megatron.weight_decay,
+        wsd_decay_steps=None if last is None else last * samples,
+        lr_wsd_decay_style=config.megatron.lr_wsd_decay_style,
+        start_wd=start_decay,
+        end_wd=end_decay,
         wd_incr_steps=steps * samples,
-        wd_incr_style="constant",
+        wd_incr_style=config.megatron.weight_decay_incr_style,
         # a resumed run uses its current flags; the checkpoint gives the position in the schedule
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,

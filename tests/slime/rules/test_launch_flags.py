@@ -287,3 +287,21 @@ def test_lists_of_parameters(argv):
     }.items():
         with pytest.raises(ValueError, match=message):
             parse_args([*argv, *flags.split()])
+
+
+def test_schedules(argv):
+    """Flags of one schedule come together."""
+    for flags, message in {
+        "--lr-decay-style WSD": "--lr-wsd-decay-iters must be given with --lr-decay-style WSD .* got None with WSD",
+        "--lr-wsd-decay-iters 5": "and only there, got 5 with constant",
+        "--start-weight-decay 0.1": "--start-weight-decay must be given with --end-weight-decay, got 0.1 and None",
+        "--start-weight-decay 0.1 --end-weight-decay 0.2": "--end-weight-decay must be .* got 0.2 after 0.1",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            parse_args([*argv, *flags.split()])
+    parse_args(
+        [
+            *argv,
+            *["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "1", "--lr-wsd-decay-style", "minus_sqrt"],
+        ]
+    )

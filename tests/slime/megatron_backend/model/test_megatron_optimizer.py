@@ -108,12 +108,67 @@ def test_schedule_counts_batches(checkpoint):
     assert cosine == pytest.approx([0.5 * (1 + math.cos(math.pi * k / 10)) for k in range(11)], abs=1e-12)
 
 
+R2, C1, C3 = 2**-0.5, 0.5 * (1 + math.cos(math.pi / 4)), 0.5 * (1 + math.cos(3 * math.pi / 4))
+SCHEDULES = {
+    # rates before steps 0, 2, 4, 6 and 8 of ten: a warm-up of 2 steps to 1, then 8 steps down to 0.2
+    "constant": [0.0, 1.0, 1.0, 1.0, 1.0],
+    "linear": [0.0, 1.0, 0.8, 0.6, 0.4],
+    "cosine": [0.0, 1.0, 0.2 + 0.8 * C1, 0.6, 0.2 + 0.8 * C3],
+    # sqrt(warm-up / samples so far)
+    "inverse-square-root": [0.0, 1.0, R2, (2 / 6) ** 0.5, 0.5],
+}
+WSD = {
+    # the last 4 steps: before step 8, half of them are over
+    "linear": [0.0, 1.0, 1.0, 1.0, 0.6],
+    "cosine": [0.0, 1.0, 1.0, 1.0, 0.6],
+    "exponential": [0.0, 1.0, 1.0, 1.0, 0.2 + 0.8 * (2 * R2 - 1)],
+    "minus_sqrt": [0.0, 1.0, 1.0, 1.0, 0.2 + 0.8 * (1 - R2)],
+}
+
+
+def test_schedules_by_hand(checkpoint):
+    flags = {"lr_warmup_iters": 2, "min_lr": 0.2}
+    for style, wanted in SCHEDULES.items():
+        got = rates(checkpoint[0], 11, lr_decay_style=style, **flags)
+        assert got[:10:2] == pytest.approx(wanted, abs=1e-12), style
+        end = {"constant": 1.0, "inverse-square-root": (2 / 10) ** 0.5}
+        assert got[10] == pytest.approx(end.get(style, 0.2))
+    for style, wanted in WSD.items():
+        wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_style": style, "lr_wsd_decay_iters": 4}
+        got = rates(checkpoint[0], 11, **wsd, **flags)
+        assert got[:10:2] == pytest.approx(wanted, abs=1e-12), style
+        assert got[10] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("style", "wanted"),
+    [
+        ("linear", [0.1, 0.2, 0.3, 0.4, 0.5]),
+        ("cosine", [0.1, 0.3 - 0.2 * 2**-0.5, 0.3, 0.3 + 0.2 * 2**-0.5, 0.5]),
+    ],
+)
+def test_weight_decay_by_hand(checkpoint, style, wanted):
+    """Over eight steps, of matrices; vectors have none."""
+    flags = {"start_weight_decay": 0.1, "end_weight_decay": 0.5, "weight_decay_incr_style": style}
+    _, optimizer, scheduler = trainer(checkpoint[0], **flags, lr_decay_iters=8)
+    found = []
+    for _ in range(9):
+        found.append(sorted(group["weight_decay"] for group in optimizer.param_groups))
+        scheduler.step(increment=8)
+    assert [decay for _, decay in found[::2]] == pytest.approx(wanted)
+    assert {none for none, _ in found} == {0.0}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"lr_warmup_iters": 10}, r"--lr-warmup-iters must lie in \[0, 10\).*got 10"),
         ({"lr": 1e-6, "min_lr": 1e-5}, r"--min-lr must lie in \[0, --lr 1e-06\], got 1e-05"),
         ({"lr": 1e-6, "lr_warmup_init": 1e-5}, "--lr-warmup-init must be at most --lr 1e-06, got 1e-05"),
+        (
+            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9, "lr_warmup_iters": 2},
+            "--lr-wsd-decay-iters must be at most 8, .* got 9",
+        ),
         ({"optimizer": "sgd"}, "--optimizer must be adam, got sgd"),
     ],
 )
