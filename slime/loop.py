@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from threading import Event
 from typing import TypeVar
 
 from slime.config import Config
@@ -28,13 +29,23 @@ T = TypeVar("T")
 
 
 def run(
-    config: Config, rollout: RolloutHandle, trainer: TrainerHandle, engines: EnginePool, report: Reporter
-) -> None:
-    """Train from the trainer's start rollout to `config.num_rollout`. Raises the first error of any part."""
+    config: Config,
+    rollout: RolloutHandle,
+    trainer: TrainerHandle,
+    engines: EnginePool,
+    report: Reporter,
+    stop: Event | None = None,
+) -> int:
+    """Train from the trainer's start rollout to `config.num_rollout`. Raises the first error of any part.
+
+    If `stop` is set meanwhile, the step ends with a checkpoint, and the run with it. Returns the first rollout that
+    was not trained.
+    """
     loop = _Loop(config, rollout, trainer, engines, report, turns_of(config, engines))
     start, timers = trainer.start_rollout_id, report.timers
     with said("sending the first weights to the engines"):
         engines.publish(start)
+    loop.trained = start
     loop.evaluate_at_start(start)
     for rollout_id in range(start, config.rollouts):
         with timers.measure("step"):
@@ -43,8 +54,13 @@ def run(
             trained = loop.train(rollout_id, batch)
             loop.update_weights(rollout_id)
         report.step(rollout_id, batch, trained)
-        loop.save(rollout_id)
+        stopping = stop is not None and stop.is_set()
+        loop.save(rollout_id, stopping)
+        if stopping:
+            break
         loop.evaluate(rollout_id + 1)
+    loop.finish_save()
+    return loop.trained
 
 
 def generate_only(config: Config, rollout: RolloutHandle, engines: EnginePool, report: Reporter) -> None:
@@ -99,6 +115,8 @@ class _Loop:
     turns: Turns
     ahead: deque[Future[RolloutBatch]] = field(default_factory=deque)
     """Rollouts that are being generated, in order."""
+    trained: int = 0
+    """The first rollout that was not trained."""
 
     def generate_ahead(self, rollout_id: int) -> None:
         """Start the rollouts that may use the present weights, up to max_staleness rollouts ahead."""
@@ -106,7 +124,8 @@ class _Loop:
         lead = self.config.rollout.max_staleness + 1 - self.config.weight_update.update_weights_interval
         last = min(rollout_id + lead, self.config.rollouts - 1)
         for i in range(rollout_id + len(self.ahead), last + 1):
-            self.ahead.append(self.rollout.generate(i, saves_after(self.config, i)))
+            saves = saves_after(self.config, i) or self.config.checkpoint.exit_signal_handler
+            self.ahead.append(self.rollout.generate(i, saves))
 
     def batch(self, rollout_id: int) -> RolloutBatch:
         """The data of rollout `rollout_id`."""
@@ -130,13 +149,14 @@ class _Loop:
             with self.report.timers.measure("update_weights"), said("sending weights to the engines"):
                 self.engines.publish(rollout_id + 1)
 
-    def save(self, rollout_id: int) -> None:
-        """Save a checkpoint if one is due.
+    def save(self, rollout_id: int, stopping: bool) -> None:
+        """Save a checkpoint if one is due, or if the run is `stopping`.
 
         It follows the step's log line: a run that is killed in between repeats the step and its line, and no line is
         missing. Saving needs device memory, so colocated engines sleep meanwhile.
         """
-        if not saves_after(self.config, rollout_id):
+        self.trained = rollout_id + 1
+        if not (saves_after(self.config, rollout_id) or stopping):
             return
         with self.report.timers.measure("save_model"), said(f"saving the checkpoint of rollout {rollout_id}"):
             self.turns.begin()
@@ -144,6 +164,12 @@ class _Loop:
             if self.turns.end():
                 self.engines.publish(rollout_id + 1)
         self.report.saved(rollout_id)
+
+    def finish_save(self) -> None:
+        """Wait for the files of a checkpoint that is being written."""
+        if self.config.checkpoint.async_save:
+            with said("writing the last checkpoint"):
+                self._wait(self.trainer.finish_save())
 
     def evaluate_at_start(self, start: int) -> None:
         """Evaluate before the first rollout."""

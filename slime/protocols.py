@@ -193,7 +193,13 @@ class TrainerHandle(Protocol):
         """(micro-batches trained, micro-batches of the rollout) on one rank; answers at once."""
         ...
 
-    def save(self, rollout_id: int) -> Future[None]: ...
+    def save(self, rollout_id: int) -> Future[None]:
+        """Save a checkpoint. With --async-save, done when the values are copied."""
+        ...
+
+    def finish_save(self) -> Future[None]:
+        """Done when the files of the last save are complete."""
+        ...
 
 
 class WeightSource(Protocol):

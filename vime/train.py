@@ -40,7 +40,7 @@ from slime.tracking.report import Reporter
 from slime.waiting import said
 from vime.backends import backend_of, parse_config
 from vime.pool.process import tail
-from vime.run import surroundings
+from vime.run import interrupts, surroundings
 from vime.run.disk_space import require_disk_space
 from vime.run.interrupts import by, catch_signals, exit_code
 from vime.run.lock import lock_all
@@ -142,7 +142,8 @@ def run(config: Config, argv: Sequence[str]) -> None:
         with said("starting or joining Ray"):
             allow = config.cluster.allow_unauthenticated_ray
             ray_start.connect(allow_unauthenticated=allow, temporary=temporary)
-        catch_signals()  # Ray has put a handler of its own there, which ends the process
+        # Ray has put a handler of its own there, which ends the process.
+        catch_signals(ends_step=config.checkpoint.exit_signal_handler)
         watch = stack.enter_context(
             RayWatch(watchdog, lambda lost: print(_told(lost, logs), file=sys.stderr, flush=True))
         )
@@ -176,7 +177,14 @@ def run(config: Config, argv: Sequence[str]) -> None:
         if trainer is None:
             loop.generate_only(config, rollout, pool, report)
         else:
-            loop.run(config, rollout, trainer, pool, report)
+            _end_by_signal(config, loop.run(config, rollout, trainer, pool, report, interrupts.stop))
+
+
+def _end_by_signal(config: Config, first: int) -> None:
+    """KeyboardInterrupt if rollout `first` was not trained, because of --exit-signal-handler."""
+    if first < config.rollouts:
+        print(f"saved the checkpoint of rollout {first - 1}, rollout {first} is the next", flush=True)
+        raise KeyboardInterrupt("SIGTERM")
 
 
 def _keep_ray_logs(

@@ -166,6 +166,9 @@ class TrainerActor:
     def save(self, rollout_id: int) -> None:
         self.trainer.save(rollout_id)
 
+    def finish_save(self) -> None:
+        self.trainer.finish_save()
+
     def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
         return self.trainer.next_weights(version, receivers)
 
@@ -228,6 +231,9 @@ class TrainerGroup:
 
     def save(self, rollout_id: int) -> Future[None]:
         return self._on_all(lambda actor, rank: actor.save.remote(rollout_id))
+
+    def finish_save(self) -> Future[None]:
+        return self._on_all(lambda actor, rank: actor.finish_save.remote())
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
         return self._on_all(lambda actor, rank: actor.next_weights.remote(version, receivers))

@@ -117,7 +117,6 @@ _TEXT = {
 }
 _BARE = {
     "release_train": "the trainer's processes stay; --offload-train frees their GPU memory",
-    "async_save": "checkpoints are written before the next step starts",
     "freeze_indexer": "no supported model has an indexer of sparse attention",
     "record_memory_history": _MEMORY,
     "ci_test": _CI,

@@ -19,6 +19,7 @@ from slime.checkpoints.checkpoint_dir import (
     start_directory,
 )
 from slime.checkpoints.checkpoint_files import WRITE_LATEST, advice, damaged_size, iterations
+from slime.config.fields import spelled
 from slime.config.problems import given
 from slime.config.schema import Config
 from slime.roles import CRITIC, REFERENCE, roles_of
@@ -53,6 +54,15 @@ def check_directories(c: Config) -> None:
         raise ValueError(
             f"--ref-load must be given with --ref-ckpt-step, got only --ref-ckpt-step {step}; name the folder"
         )
+
+
+def check_saving(c: Config) -> None:
+    """What is done with checkpoints needs a folder for them."""
+    for name in ("exit_signal_handler", "max_actor_ckpt_to_keep"):
+        if c.value_of(name) and c.checkpoint.save is None:
+            raise ValueError(
+                f"--save must be given with {spelled(name)}, got none; name the folder of checkpoints"
+            )
 
 
 def _require_folder(flag_name: str, path: str | None) -> None:

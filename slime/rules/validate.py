@@ -27,7 +27,7 @@ from slime.rules.algorithm import (
     check_loss_length,
     check_overlong,
 )
-from slime.rules.checkpoint import check_directories
+from slime.rules.checkpoint import check_directories, check_saving
 from slime.rules.cluster import check_domains, check_hardware, check_offload
 from slime.rules.debug import check_profile_steps
 from slime.rules.experts import check_expert_flags
@@ -392,6 +392,7 @@ TOGETHER: tuple[Rule, ...] = (
     _rewards,
     check_packages,
     _intervals,
+    check_saving,
     check_profile_steps,
     _files,
     check_directories,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ class LoopRun:
             "skip_eval_before_train": False,
             "save": None,
             "save_interval": None,
+            "async_save": False,
+            "exit_signal_handler": False,
             "start_rollout_id": None,
             "num_steps_per_rollout": 1,
             "actor_num_gpus_per_node": 1,
@@ -47,6 +50,7 @@ class LoopRun:
         self.config = Config.from_flat({**defaults, **flags})
         self.start_rollout_id = start
         self.drops_weights = False
+        self.stop, self.stops_in = threading.Event(), -1
         self.calls: list[str] = []
         self.logged: list[tuple] = []
         self.version: int | None = None  # of the weights that the engines hold
@@ -55,7 +59,7 @@ class LoopRun:
         self.report = Reporter(self.config, Trackers([self]), StepLine(stream=io.StringIO()))
 
     def go(self, engines: Any = None) -> list[str]:
-        loop.run(self.config, self, self, engines or self, self.report)
+        self.next = loop.run(self.config, self, self, engines or self, self.report, self.stop)
         return self.calls
 
     def generate(self, rollout_id: int, saves: bool = False) -> Future:
@@ -72,10 +76,16 @@ class LoopRun:
     def train(self, rollout_id: int, rank_data: list[Any]) -> Future:
         assert rank_data == [f"data {rollout_id}"]
         self.calls.append(f"train {rollout_id}")
+        if rollout_id == self.stops_in:
+            self.stop.set()
         return done(TrainResult([{"train/loss": 0.0}], {}, {}))
 
     def save(self, rollout_id: int) -> Future:
         self.calls.append(f"save {rollout_id}")
+        return done(None)
+
+    def finish_save(self) -> Future:
+        self.calls.append("finish save")
         return done(None)
 
     def publish(self, version: int) -> None:
@@ -284,3 +294,22 @@ def test_a_timeout_of_the_work_itself_is_raised():
     with pytest.raises(TimeoutError, match="passed its deadline"):
         run.go()
     assert run.calls == ["publish 0"]
+
+
+def test_a_run_that_is_asked_to_stop_saves_after_its_step():
+    run = LoopRun(num_rollout=5, save="dir", save_interval=4, exit_signal_handler=True, eval_interval=2)
+    run.stops_in = 1
+    assert run.go() == words(
+        "publish 0, evaluate 0, generate 0, train 0, publish 1, generate 1, train 1, publish 2, save 1"
+    )
+    assert run.next == 2
+    assert run.with_checkpoint == [0, 1]  # any rollout may be the last: each leaves its data position
+    last = LoopRun(num_rollout=2, save="dir", exit_signal_handler=True)
+    last.stops_in = 1
+    assert last.go()[-1] == "save 1" and last.next == 2
+
+
+def test_the_end_of_a_run_waits_for_an_asynchronous_save():
+    run = LoopRun(save="dir", save_interval=1, async_save=True)
+    assert run.go()[-4:] == words("train 1, publish 2, save 1, finish save")
+    assert "finish save" not in LoopRun(save="dir", save_interval=1).go()

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -22,10 +23,34 @@ def by(interrupt: KeyboardInterrupt) -> str:
     return f" by {interrupt.args[0]}" if interrupt.args else ""
 
 
-def catch_signals() -> None:
-    """SIGTERM and SIGHUP become Ctrl-C. nohup has SIGHUP ignored, and it stays so."""
+stop = threading.Event()
+"""Set when a run with --exit-signal-handler got its first SIGTERM: it ends after its step, with a checkpoint."""
+
+_AGAIN_S = 5.0
+"""A SIGTERM within this time is the first one once more: `timeout` and Slurm send it twice."""
+
+
+def catch_signals(*, ends_step: bool = False) -> None:
+    """SIGTERM and SIGHUP become Ctrl-C. nohup has SIGHUP ignored, and it stays so. `ends_step`: the first SIGTERM only
+    sets `stop`."""
     for number in _signals():
         signal.signal(number, _interrupt)
+    if ends_step and not stop.is_set():
+        signal.signal(signal.SIGTERM, _ask)
+
+
+def _ask(number: int, frame: FrameType | None) -> None:
+    stop.set()
+    os.write(
+        2, b"SIGTERM: the run ends after this step, with a checkpoint; another SIGTERM ends it at once\n"
+    )
+    began = time.monotonic()
+
+    def again(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - began > _AGAIN_S:
+            _interrupt(number, frame)
+
+    signal.signal(number, again)
 
 
 def _signals() -> list[signal.Signals]:

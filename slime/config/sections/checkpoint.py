@@ -34,6 +34,18 @@ class CheckpointConfig:
     no_save_optim: bool = flag(
         False, "do not save the optimizer; such a checkpoint cannot be resumed exactly"
     )
+    async_save: bool = flag(
+        False,
+        "write checkpoints while the next steps train; the next save and the end of the run wait for the files",
+    )
+    max_actor_ckpt_to_keep: int | None = flag(
+        None,
+        "number of checkpoints of each trained model that stay in its folder (default: all)",
+        range=COUNT,
+    )
+    exit_signal_handler: bool = flag(
+        False, "at SIGTERM, finish the step, save a checkpoint and end with exit code 143"
+    )
     save_hf: str | None = flag(
         None, "folder for Hugging Face checkpoints in addition; {rollout_id} in its name is replaced"
     )

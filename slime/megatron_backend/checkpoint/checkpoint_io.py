@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections import defaultdict
@@ -60,15 +61,19 @@ class _SummingFiles(FileSystem):
 class DirectSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatron-core has no types
     """Writes Megatron's torch_dist format in the calling process, and computes the checksums while it writes.
 
+    With a `group`, `save` only copies the tensors to the host, and `finish` writes the files later, in any thread; the
+    group is for its collectives. Tensors on the host whose names begin with `fresh` are nobody else's and not copied.
     ValueError if the disk has no room for the tensors of all ranks.
 
     Megatron's own writer starts a manager and forks a process per file, even for a synchronous save. That is not safe
     in a Ray actor with many threads. The files are the same.
     """
 
-    def __init__(self, flag: str = "--save") -> None:
+    def __init__(
+        self, flag: str = "--save", group: dist.ProcessGroup | None = None, fresh: str | None = None
+    ) -> None:
         super().__init__("torch_dist", 1)
-        self._flag, self._files = flag, _SummingFiles(flag)
+        self._flag, self._files, self._group, self._fresh = flag, _SummingFiles(flag), group, fresh
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
         common = common_records(sharded_state_dict)
@@ -84,18 +89,31 @@ class DirectSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatro
         of_ranks = [0] * dist.get_world_size()
         dist.all_gather_object(of_ranks, sum(tensor.nbytes for tensor in tensors))
         require_room(self._flag, Path(checkpoint_dir).parent, sum(of_ranks), "the tensors of a checkpoint")
+        if self._group is not None:
+            for item in (item for items in shards.values() for item in items):
+                if isinstance(item, ShardedTensor) and not self._is_free(item):
+                    item.data = item.data.to("cpu", copy=True)
         writer = dcp.FileSystemWriter(checkpoint_dir)
         writer.fs = self._files
-        dcp.save(
+        self._write = functools.partial(
+            dcp.save,
             mcore_to_pyt_state_dict(shards),
             storage_writer=writer,
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=self._group,
         )
+        if self._group is None:
+            self._write()
 
-    def write_checksums(self, path: Path) -> None:
-        """Write checksums.json for the files of all ranks under `path`. Collective. Rank 0 writes."""
+    def _is_free(self, item: ShardedTensor) -> bool:
+        return self._fresh is not None and item.key.startswith(self._fresh) and item.data.device.type == "cpu"
+
+    def finish(self, path: Path) -> None:
+        """Write checksums.json for the files of all ranks under `path`, with a group those files first. Collective."""
+        if self._group is not None:
+            self._write()
         of_ranks: list[Mapping[str, FileSum]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, self._files.written)
+        dist.all_gather_object(of_ranks, self._files.written, group=self._group)
         if dist.get_rank() == 0:
             write_sums(path, {name: FileSum(*s) for written in of_ranks for name, s in written.items()})
 

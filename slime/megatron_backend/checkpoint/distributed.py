@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from slime.checkpoints.checkpoint_dir import COMPLETE, LATEST, existing, hidden, iteration_path, latest
 from slime.disk_space import Room
+from slime.megatron_backend.checkpoint.background import BackgroundSaves
 from slime.megatron_backend.checkpoint.checkpoint_io import DirectSave, explained_reading, verify
 from slime.megatron_backend.checkpoint.torch_dist import (
     MetadataReader,
@@ -40,6 +42,9 @@ from slime.megatron_backend.model.optimizer import fuse_adam, reload_weights
 from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
 
 logger = logging.getLogger(__name__)
+
+_OPTIMIZER = "optimizer."
+"""Begins the names of the optimizer's tensors. A distributed optimizer gathers its state in new tensors on the host."""
 
 _SHAPE = (
     "model_type",
@@ -66,9 +71,13 @@ def save_checkpoint(
     *,
     extra: dict[str, Any] | None = None,
     flag: str = "--save",
+    background: BackgroundSaves | None = None,
+    published: Callable[[], None] | None = None,
 ) -> Path:
     """Write one checkpoint, make it the latest and return its path. Collective over all ranks.
 
+    With `background`, the values are copied, and files are written and the checkpoint becomes the latest while the
+    caller goes on; `BackgroundSaves.wait` then has the errors. Rank 0 calls `published` when it is the latest.
     Without `optimizer` (--no-save-optim), the next run starts with new moments and main weights. `extra` is a record
     of plain values that `load_checkpoint` returns. Rank 0's record is saved. ValueError that names `flag` if
     the disk has no room. The checkpoints before are untouched then, and what was written is removed.
@@ -76,6 +85,9 @@ def save_checkpoint(
     path = iteration_path(Path(directory), iteration)
     partial = hidden(path, "partial")
     parts = unwrapped(model)
+    group = None if background is None else background.group
+    fresh = _OPTIMIZER if optimizer is not None and _is_distributed(optimizer) else None
+    writer = DirectSave(flag, group, fresh)
     try:
         with Room(flag, directory, f"checkpoint {iteration}"):
             _make(partial)
@@ -89,17 +101,36 @@ def save_checkpoint(
                 "has_optimizer": optimizer is not None,
                 "rng": _rng_object(_rng_state()),
             }
-            writer = DirectSave()
             dist_checkpointing.save(state, str(partial), sharded_strategy=writer)
-            writer.write_checksums(partial)
-            if dist.get_rank() == 0:
-                _publish(partial, path)
-                _write_text(path.parent / LATEST, str(iteration))
-            dist.barrier()
-    finally:
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # what a save that failed has left
+    except BaseException:
+        _remove(partial)
+        raise
+
+    def finish() -> None:
+        try:
+            with Room(flag, directory, f"checkpoint {iteration}"):
+                writer.finish(partial)
+                if dist.get_rank() == 0:
+                    _publish(partial, path)
+                    _write_text(path.parent / LATEST, str(iteration))
+                    if published is not None:
+                        published()
+                dist.barrier(group=group)
+        finally:
+            _remove(partial)
+
+    finish() if background is None else background.start(finish)
     return path
+
+
+def _remove(partial: Path) -> None:
+    """Remove what a save that failed has left."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_distributed(optimizer: MegatronOptimizer) -> bool:
+    return all(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
 
 
 def _make(partial: Path) -> None:

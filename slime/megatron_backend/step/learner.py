@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slime.checkpoints.retention import after_save
 from slime.config import Config
 from slime.config.sections.cluster import PARTS
 from slime.data.packing import MicroBatch
 from slime.data.rank_data import RankData
 from slime.divergence import DivergedError
 from slime.megatron_backend.checkpoint import distributed as checkpoint
+from slime.megatron_backend.checkpoint.background import BackgroundSaves
 from slime.megatron_backend.checkpoint.weights import load_weights
 from slime.megatron_backend.model.gpt import build_model, parts_of
 from slime.megatron_backend.model.optimizer import build_optimizer, close_optimizer, finish_grads
@@ -139,9 +141,14 @@ class Learner:
         self.residence.release(*PARTS)  # engines that start now measure what memory is left
         return self.residence
 
-    def save(self, rollout_id: int, then: Callable[[], None] | None = None) -> None:
-        """Write the role's checkpoint as iteration `rollout_id`, and call `then` while the weights are on the device.
-        Collective; the checkpoint appears only when complete."""
+    def save(
+        self,
+        rollout_id: int,
+        then: Callable[[], None] | None = None,
+        background: BackgroundSaves | None = None,
+    ) -> None:
+        """Write the role's checkpoint as iteration `rollout_id`, in the `background` if there is one, and call `then`
+        while the weights are on the device. Collective; the checkpoint appears only when complete."""
         directory = self.role.saves_to(self.config)
         assert directory is not None
         self.residence.bring("parameters", "optimizer", timer="save_onload")
@@ -151,6 +158,8 @@ class Learner:
             *(directory, rollout_id, self.model, optimizer, self.scheduler),
             extra=extra,
             flag=self.role.save_flag,
+            background=background,
+            published=lambda: after_save(self.config, directory),
         )
         if then is not None:
             then()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slime.config import Config
+from slime.megatron_backend.checkpoint.background import BackgroundSaves
 from slime.megatron_backend.checkpoint.weights import export_hf, save_hf
 from slime.megatron_backend.step.models import Models
 from slime.protocols import WeightUpdate
@@ -34,6 +35,8 @@ class Outputs:
         self.config, self.models, self.version, self._explained = config, models, version, explained
         # half: the error that names an engine that hangs comes before those of the other ranks, which wait for rank 0
         timeout_s = 30.0 * config.cluster.distributed_timeout_minutes
+        minutes = config.cluster.distributed_timeout_minutes
+        self._background = BackgroundSaves(minutes) if config.checkpoint.async_save else None
         flags = config.weight_update
         assert flags.weight_dir is not None
         place = TrainerPlace(Path(flags.weight_dir), flags.update_weight_buffer_size, device, timeout_s)
@@ -42,11 +45,24 @@ class Outputs:
 
     def save(self, rollout_id: int) -> None:
         """Checkpoints of all trained roles (and --save-hf) as iteration `rollout_id`; each appears only when complete.
-        The policy's comes last: it is never without the others."""
+        The policy's comes last: it is never without the others. With --async-save, this waits for the save before and
+        returns when the values are on the host."""
+        self.finish_save()
         with self._explained(f"saving rollout {rollout_id}"):
             for learner in reversed(self.models.learners.values()):
                 of_policy = learner is self.models.policy and self.config.checkpoint.save_hf
-                learner.save(rollout_id, (lambda: self._save_hf(rollout_id)) if of_policy else None)
+                then = (lambda: self._save_hf(rollout_id)) if of_policy else None
+                learner.save(rollout_id, then, self._background)
+
+    def finish_save(self) -> None:
+        """Return when the files of the last save are complete. Raises the error of a save that failed."""
+        if self._background is not None:
+            self._background.wait()
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        if self._background is not None:
+            self._background.close()
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
         """The next part of the current weights, called `version`; None after the last (see Publisher)."""

@@ -161,6 +161,10 @@ class MegatronTrainer:
         """Checkpoints under --save (and --save-hf) as iteration `rollout_id`. Collective."""
         self.outputs.save(rollout_id)
 
+    def finish_save(self) -> None:
+        """Return when the files of an asynchronous save are complete. Collective."""
+        self.outputs.finish_save()
+
     def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
         """The next part of the current weights, called `version`; None after the last. Collective."""
         return self.outputs.next_weights(version, receivers)
@@ -175,6 +179,7 @@ class MegatronTrainer:
     def close(self) -> None:
         """Free the models, the optimizers and the groups, with their threads and files. A second call does nothing."""
         if vars(self):
+            self.outputs.close()
             self.models.close()
             vars(self).clear()
             destroy_parallel()

@@ -47,6 +47,8 @@ ALL = [
         "megatron_model_config",
         "freezing",
         "host_adam",
+        "async_save",
+        "trainer_saves",
         "megatron_optimizer",
         "megatron_parallel",
         "megatron_weights",

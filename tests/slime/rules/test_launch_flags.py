@@ -165,7 +165,6 @@ def test_what_config_json_leaves_open_is_noted():
             {},
             "--overlap-param-gather: no effect on the result; parameters are gathered",
         ),
-        ("--async-save", {}, "--async-save has no effect: checkpoints are written before the next step"),
     ],
 )
 def test_flags_with_the_same_result(argv, flags, left, note):
@@ -305,3 +304,10 @@ def test_schedules(argv):
             *["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "1", "--lr-wsd-decay-style", "minus_sqrt"],
         ]
     )
+
+
+def test_what_is_done_with_checkpoints_needs_a_folder(argv):
+    for flags in ("--exit-signal-handler", "--max-actor-ckpt-to-keep 2"):
+        with pytest.raises(ValueError, match=f"--save must be given with {flags.split()[0]}, got none"):
+            parse_args([*argv, *flags.split()])
+    assert parse_args([*argv, "--async-save"]).checkpoint.async_save  # scripts have it without --save, too

@@ -1,0 +1,209 @@
+"""--async-save: what is on disk, when, and what a kill or an error leaves. The thread is held back by a gate."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_cases import make_config, sequences, tiny_checkpoint, train_step
+from rank_processes import on_ranks
+
+from slime.checkpoints.checkpoint_dir import latest
+from slime.checkpoints.checkpoint_files import damage, iterations, read_sums
+from slime.megatron_backend.checkpoint.background import BackgroundSaves
+from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
+from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
+from slime.megatron_backend.model.gpt import build_model
+from slime.megatron_backend.model.model_config import load_hf_config
+from slime.megatron_backend.model.optimizer import build_optimizer
+from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_rank(tmp_path_factory):
+    init_parallel(0, 1, make_config(), init_method=f"file://{tmp_path_factory.mktemp('init')}/store")
+    yield
+    destroy_parallel()
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("hf")
+    tiny_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture
+def background():
+    saves = BackgroundSaves(1)
+    yield saves
+    saves.close()
+
+
+def trainer(hf_dir: Path, **config: Any) -> tuple:
+    config = make_config(**{"lr": 1e-2, **config})
+    model = build_model(load_hf_config(hf_dir), config)
+    load_hf(model, hf_dir)
+    return model, *build_optimizer(model, config, total_steps=10)
+
+
+def run(parts: tuple, first: int, last: int) -> list[list[float]]:
+    return [train_step(*parts, sequences(step)) for step in range(first, last)]
+
+
+def weights(parts: tuple) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in export_hf(parts[0])}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"use_distributed_optimizer": False}, {"optimizer_cpu_offload": True}, {"params_dtype": "bfloat16"}],
+)
+def test_training_goes_on_while_files_are_written(hf_dir, tmp_path, background, config):
+    """The checkpoint holds the values of its step, and becomes the latest only when it is complete."""
+    whole = trainer(hf_dir, **config)
+    expected = run(whole, 0, 4)
+    parts = trainer(hf_dir, **config)
+    got = run(parts, 0, 2)
+    save_checkpoint(tmp_path, 1, *parts, extra={"rollout_id": 1})
+    gate, moved = threading.Event(), []
+    background.start(lambda: gate.wait(60) and None)
+    save_checkpoint(
+        *(tmp_path, 2, *parts),
+        extra={"rollout_id": 2},
+        background=background,
+        published=lambda: moved.append(latest(tmp_path)),
+    )
+    assert got + run(parts, 2, 4) == expected  # two more steps change every weight and moment
+    assert latest(tmp_path) == 1 and iterations(tmp_path) == [1] and not moved
+    assert not list(tmp_path.glob(".iter*/*.distcp"))
+    gate.set()
+    background.wait()
+    assert latest(tmp_path) == 2 and moved == [2] and not list(tmp_path.glob(".iter*"))
+    path = tmp_path / "iter_0000002"
+    sums = read_sums(path)
+    assert sums and damage(path, sums) is None
+    resumed = trainer(hf_dir, **config)
+    assert load_checkpoint(tmp_path, *resumed) == {"rollout_id": 2}
+    assert run(resumed, 2, 4) == expected[2:]
+    wanted = weights(whole)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights(resumed).items())
+
+
+def test_the_files_are_those_of_a_plain_save(hf_dir, tmp_path, background):
+    parts = trainer(hf_dir)
+    run(parts, 0, 1)
+    for name, given in (("plain", None), ("later", background)):
+        save_checkpoint(tmp_path / name, 1, *parts, background=given)
+    background.wait()
+    sizes = [
+        {file.name: file.stat().st_size for file in (tmp_path / name / "iter_0000001").iterdir()}
+        for name in ("plain", "later")
+    ]
+    assert sizes[0].keys() == sizes[1].keys()
+    assert all(sizes[0][name] == sizes[1][name] for name in sizes[0] if name.endswith(".distcp"))
+
+
+def test_an_error_of_the_thread_is_raised_by_the_next_wait(hf_dir, tmp_path, background):
+    """The save after it is not written: the checkpoints of two roles appear together or not at all."""
+    parts = trainer(hf_dir)
+    save_checkpoint(tmp_path, 1, *parts)
+    gate = threading.Event()
+    background.start(lambda: gate.wait(60) and None)
+    save_checkpoint(tmp_path, 2, *parts, background=background)
+    save_checkpoint(tmp_path / "other", 2, *parts, background=background)
+    shutil.rmtree(partial := tmp_path / ".iter_0000002.partial")
+    partial.touch()
+    gate.set()
+    with pytest.raises(BaseException, match="iter_0000002"):
+        background.wait()
+    background.close()
+    assert latest(tmp_path) == 1 and latest(tmp_path / "other") is None
+    partial.unlink()
+    save_checkpoint(tmp_path, 2, *parts)
+    assert latest(tmp_path) == 2
+
+
+KILLED = """
+    import os, signal, sys, threading, time
+    from pathlib import Path
+    sys.path[:0] = sys.argv[1].split(os.pathsep)
+    from megatron_cases import make_config
+    from slime.megatron_backend.parallel import init_parallel
+    from slime.megatron_backend.checkpoint.background import BackgroundSaves
+    from slime.megatron_backend.checkpoint.distributed import save_checkpoint
+    out, hf, watched = Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+    init_parallel(0, 1, make_config(), init_method=f"file://{out}/store")
+    from test_async_save import run, trainer
+    parts, background = trainer(hf), BackgroundSaves(1)
+    save_checkpoint(out, 1, *parts, extra={"rollout_id": 1}, background=background)
+    background.wait()
+
+    def kill_when_seen():
+        while not list(out.glob(watched)):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill_when_seen, daemon=True).start()
+    save_checkpoint(out, 2, *parts, extra={"rollout_id": 2}, background=background)
+    run(parts, 1, 9)
+    background.wait()
+    time.sleep(10)
+"""
+
+
+def test_kill_in_the_middle_leaves_the_checkpoint_before(hf_dir, tmp_path):
+    """SIGKILL when the copies are made, when the first tensor file appears, and when the folder takes its place."""
+    watched = [".iter_0000002.partial/common.pt", ".iter_0000002.partial/*.distcp", "iter_0000002"]
+    paths = os.pathsep.join([str(here := Path(__file__).parent), str(here.parents[1])])
+    runs = []
+    for i, pattern in enumerate(watched):
+        (out := tmp_path / str(i)).mkdir()
+        command = [sys.executable, "-c", textwrap.dedent(KILLED), paths, out, hf_dir, pattern]
+        runs.append((out, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)))
+    for i, (out, process) in enumerate(runs):
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL, errors.decode()
+        found = latest(out)
+        assert found == 1 if i < 2 else found in (1, 2)
+        parts = trainer(hf_dir)
+        assert load_checkpoint(out, *parts) == {"rollout_id": found}
+        save_checkpoint(out, 2, *parts)  # the leftovers are no obstacle
+        assert latest(out) == 2 and not list(out.glob(".iter*"))
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {"dp": {}, "tp": {"tensor_model_parallel_size": 2}}
+
+
+def work(rank: int, root: Path, hf_dir: Path) -> None:
+    torch.set_num_threads(1)
+    for name, layout in LAYOUTS.items():
+        config = make_config(**layout)
+        info = init_parallel(rank, 2, config, init_method=f"file://{root}/store-{name}", local_rank=rank)
+        parts, background = trainer(hf_dir, **layout), BackgroundSaves(1)
+        group = {"tp_group": info.tp_group} if info.tp_size > 1 else {}
+        train_step(*parts, sequences(0), **group)
+        save_checkpoint(root / name, 1, *parts, background=background)
+        wanted = weights(parts)
+        for step in (1, 2):  # the collectives of both threads run side by side
+            train_step(*parts, sequences(step), **group)
+        background.wait()
+        assert latest(root / name) == 1
+        load_checkpoint(root / name, *parts)
+        assert all(torch.equal(tensor, wanted[n]) for n, tensor in weights(parts).items())
+        background.close()
+        destroy_parallel()
+
+
+def test_two_ranks_save_while_they_train(hf_dir, tmp_path):
+    on_ranks(work, tmp_path, hf_dir, ranks=2)
+    assert [latest(tmp_path / name) for name in LAYOUTS] == [1, 1]

@@ -1,0 +1,48 @@
+"""Checkpoints of a trainer: written in the background, the last ones kept, for every trained role."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from trainer_cases import exported, train
+
+from slime.checkpoints.checkpoint_dir import latest
+from slime.checkpoints.checkpoint_files import iterations
+
+PPO = {"advantage_estimator": "ppo", "kl_coef": 0.0}
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, PPO, {"colocate": True, "offload_train": True, "optimizer_cpu_offload": True}]
+)
+def test_saves_in_the_background_resume_exactly(build, tmp_path, flags):
+    save = tmp_path / "saved"
+    flags = {**flags, "save": str(save), "async_save": True, "max_actor_ckpt_to_keep": 2}
+    trainer = build(**flags)
+    for rollout_id in range(3):
+        train(trainer, rollout_id, seed=rollout_id)
+        trainer.save(rollout_id)
+    after = [train(trainer, 3, seed=3)[0].steps, exported(trainer)]
+    trainer.finish_save()
+    for directory in [save, save / "critic"] if "advantage_estimator" in flags else [save]:
+        assert latest(directory) == 2 and iterations(directory) == [1, 2]
+    resumed = build(**flags | {"load": str(save)})
+    assert resumed.start_rollout_id == 3
+    assert train(resumed, 3, seed=3)[0].steps == after[0]
+    for name, tensor in exported(resumed).items():
+        assert torch.equal(tensor, after[1][name]), name
+
+
+def test_frozen_parameters_are_published_and_saved(root, build, tmp_path):
+    """A run that trains one layer: engines and checkpoints get all weights."""
+    flags = {"only_train_params_name_list": [r"layers\.1\."], "save": str(tmp_path / "saved")}
+    trainer = build(**flags)
+    before = exported(trainer)
+    train(trainer)
+    after = exported(trainer)
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if name.startswith("model.layers.1.")}
+    trainer.save(0)
+    resumed = build(**flags | {"load": str(tmp_path / "saved")})
+    assert all(torch.equal(tensor, after[name]) for name, tensor in exported(resumed).items())
