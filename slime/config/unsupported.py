@@ -22,7 +22,6 @@ _HOOK = "this hook is not called yet"
 _TOKENIZER = "the tokenizer is that of --hf-checkpoint"
 _MEMORY = "memory snapshots are not written; on a GPU, perf/*_peak_gib is the peak of each phase"
 _CI = "these checks are tests of this project, not flags; see tests/e2e"
-_BUFFER = "an external trajectory buffer is not supported; write a --rollout-function-path instead"
 
 
 @dataclass(frozen=True)
@@ -39,16 +38,12 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "qkv_format": Unsupported("thd", "sequences are always packed one after the other (thd), never padded"),
     "custom_model_provider_path": Unsupported(None, "the model is built from the checkpoint's config.json"),
     "megatron_config_path": Unsupported(None, "give Megatron's settings as flags or in --custom-config-path"),
-    "padded_vocab_size": Unsupported(None, "use --make-vocab-size-divisible-by"),
     "megatron_deepgemm_forward_layers": Unsupported(None, _DEEPGEMM),
     "megatron_deepgemm_forward_modules": Unsupported(None, _DEEPGEMM),
     "megatron_deepgemm_moe_forward_layers": Unsupported(None, _DEEPGEMM),
     "megatron_deepgemm_moe_forward_modules": Unsupported(None, _DEEPGEMM),
     # weight update
     "update_weight_mode": Unsupported("full", _DELTA),
-    "update_weight_disk_keep_files": Unsupported(
-        False, "only the newest two versions are kept; use --save-hf to keep weights"
-    ),
     "update_weight_delta_encoding": Unsupported("xor", _DELTA),
     "update_weight_delta_checksum": Unsupported("xxh3-128", _DELTA),
     "update_weight_local_checkpoint_dir": Unsupported(None, _DELTA),
@@ -58,10 +53,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     ),
     # rollout and data
     "prefill_num_servers": Unsupported(None, "separate prefill servers are not supported yet"),
-    "rollout_buffer_url": Unsupported(None, _BUFFER),
-    "fetch_trajectory_retry_times": Unsupported(-1, _BUFFER),
-    "min_batch_collection_ratio": Unsupported(1, _BUFFER),
-    "rollout_task_type": Unsupported("math", _BUFFER),
     "multimodal_keys": Unsupported(None, "images and audio are not supported yet"),
     # algorithm
     "critic_train_only": Unsupported(
@@ -69,7 +60,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     ),
     "critic_num_nodes": Unsupported(None, _CRITIC),
     "critic_num_gpus_per_node": Unsupported(None, _CRITIC),
-    "reset_optimizer_states": Unsupported(False, "the optimizer keeps its states"),
     "use_stateless_adam": Unsupported(False, "Adam keeps its moments in this version"),
     "use_score_centering": Unsupported(False, _CENTERING),
     "score_centering_top_k": Unsupported(None, _CENTERING),

@@ -138,6 +138,24 @@ def check_group_size(c: Config) -> None:
         )
 
 
+def check_trajectory_buffer(c: Config) -> None:
+    """The flags of slime's trajectory buffer are for a plug-in, which reads them from its `args`."""
+    r, default = c.rollout, type(c.rollout)()
+    given = {
+        "rollout_buffer_url": r.rollout_buffer_url != default.rollout_buffer_url,
+        "rollout_task_type": r.rollout_task_type != default.rollout_task_type,
+        "fetch_trajectory_retry_times": r.fetch_trajectory_retry_times
+        != default.fetch_trajectory_retry_times,
+        "min_batch_collection_ratio": r.min_batch_collection_ratio != default.min_batch_collection_ratio,
+    }
+    if any(given.values()) and r.rollout_function_path == default.rollout_function_path:
+        name = next(name for name, differs in given.items() if differs)
+        raise ValueError(
+            f"--rollout-function-path must be given with {spelled(name)}, got none; name the plug-in that reads the "
+            "trajectory buffer"
+        )
+
+
 def check_kl(c: Config) -> None:
     """One KL, in the reward or in the loss, where the loss has one."""
     for name in ("kl_coef", "kl_loss_coef"):

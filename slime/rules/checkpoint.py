@@ -63,6 +63,10 @@ def check_saving(c: Config) -> None:
             raise ValueError(
                 f"--save must be given with {spelled(name)}, got none; name the folder of checkpoints"
             )
+    if c.weight_update.update_weight_disk_keep_files and c.weight_update.weight_dir is None:
+        raise ValueError(
+            "--weight-dir must be given with --update-weight-disk-keep-files, got none; the run removes its own folder"
+        )
 
 
 def _require_folder(flag_name: str, path: str | None) -> None:

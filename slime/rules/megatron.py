@@ -66,12 +66,24 @@ def same_result(overrides: Values) -> tuple[Values, list[str]]:
 
 
 def check_optimizer_dtypes(c: Config) -> None:
-    """The optimizer's state is float32. Other types change the result, and only Transformer Engine has them."""
+    """The optimizer's state is float32. Megatron-core has other types only in Transformer Engine's FusedAdam: torch's
+    Adam has none, and the hybrid optimizer ignores them."""
     for name in _FLOAT32:
         if c.megatron.overrides.get(name, "float32") != "float32":
             raise ValueError(
-                f"{spelled(name)} must be fp32, got {c.megatron.overrides[name]}; the optimizer's state is float32"
+                f"{spelled(name)} must be fp32, got {c.megatron.overrides[name]}; leave it out: other types need "
+                "Transformer Engine's FusedAdam and were never run; --optimizer-cpu-offload frees the GPU of the state"
             )
+
+
+def check_padded_vocabulary(c: Config, vocab: int) -> None:
+    """Each tensor-parallel rank has the same number of rows, and together they have the vocabulary."""
+    padded, tp = c.megatron.padded_vocab_size, c.megatron.tensor_model_parallel_size
+    if padded is not None and (padded < vocab or padded % tp):
+        raise ValueError(
+            f"--padded-vocab-size must be a multiple of --tensor-model-parallel-size {tp} and at least the vocabulary "
+            f"{vocab}, got {padded}; leave it out for --make-vocab-size-divisible-by"
+        )
 
 
 def check_offloaded_adam(c: Config) -> None:
@@ -135,6 +147,10 @@ def check_local_layers(c: Config) -> None:
                 f"{flag} must be left out with --transformer-impl local, got {'it' if value is True else value}; "
                 f"{what} needs Transformer Engine"
             )
+
+
+RULES = (check_local_layers, check_optimizer_dtypes, check_offloaded_adam, check_schedules, check_warm_up)
+"""The rules that need no model."""
 
 
 def never_run(overrides: Values) -> Iterator[str]:

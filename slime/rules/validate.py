@@ -26,6 +26,7 @@ from slime.rules.algorithm import (
     check_kl,
     check_loss_length,
     check_overlong,
+    check_trajectory_buffer,
 )
 from slime.rules.checkpoint import check_directories, check_saving
 from slime.rules.cluster import check_domains, check_hardware, check_offload
@@ -34,13 +35,8 @@ from slime.rules.experts import check_expert_flags
 from slime.rules.flags import own_flags
 from slime.rules.heads import check_heads
 from slime.rules.kernels import check_kernels
-from slime.rules.megatron import (
-    check_local_layers,
-    check_offloaded_adam,
-    check_optimizer_dtypes,
-    check_schedules,
-    check_warm_up,
-)
+from slime.rules.megatron import RULES as MEGATRON
+from slime.rules.megatron import check_padded_vocabulary
 from slime.rules.model_args import check_model_args, model_arg_notes
 from slime.rules.off_policy import check_levels, check_off_policy, check_replayed_model, check_routing_replay
 from slime.rules.packages import check_packages
@@ -367,12 +363,8 @@ TOGETHER: tuple[Rule, ...] = (
     check_hardware,
     _parallel_sizes,
     _transformer_engine,
-    check_local_layers,
+    *MEGATRON,
     _dropout,
-    check_optimizer_dtypes,
-    check_offloaded_adam,
-    check_schedules,
-    check_warm_up,
     _engines,
     check_domains,
     _staleness,
@@ -382,6 +374,7 @@ TOGETHER: tuple[Rule, ...] = (
     check_algorithm,
     check_critic,
     check_group_size,
+    check_trajectory_buffer,
     check_kl,
     check_loss_length,
     check_overlong,
@@ -405,4 +398,5 @@ TOGETHER: tuple[Rule, ...] = (
     _with_decoder(check_heads),
     _with_decoder(lambda c, _: check_prediction(c, _model(c))),
     _with_decoder(lambda c, _: check_parameter_names(c, _model(c))),
+    _with_decoder(lambda c, decoder: check_padded_vocabulary(c, decoder.vocab)),
 )

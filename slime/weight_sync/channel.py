@@ -41,6 +41,8 @@ class TrainerPlace:
     device: torch.device
     timeout_s: float
     """How long the trainer waits until a running engine has taken its bucket."""
+    keep_files: bool = False
+    """All published versions stay in `directory`."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 class FileChannel(WeightChannel):
-    """Publishes weights as `DIR/{stem}-{version}/model.safetensors` and keeps the newest two versions.
+    """Publishes weights as `DIR/{stem}-{version}/model.safetensors` and keeps the newest two versions, or all of them.
 
     An engine that restarts while a new version is published loads the version before.
     """
@@ -45,8 +45,8 @@ class FileChannel(WeightChannel):
     name = "disk"
     stem: ClassVar[str] = "weights"
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory)
+    def __init__(self, directory: str | os.PathLike[str], *, keep_files: bool = False) -> None:
+        self.directory, self._keep_files = Path(directory), keep_files
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = self.directory.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
@@ -57,7 +57,7 @@ class FileChannel(WeightChannel):
 
     @classmethod
     def on_trainer(cls, place: TrainerPlace) -> FileChannel:
-        return cls(place.directory)
+        return cls(place.directory, keep_files=place.keep_files)
 
     @classmethod
     def on_engine(cls, worker: Worker) -> FileReceiver:
@@ -96,6 +96,15 @@ class FileChannel(WeightChannel):
             partial.unlink(missing_ok=True)
             with suppress(OSError):  # of a failed write, which leaves no file
                 path.parent.rmdir()
+        self._remove_older(version)
+        info: dict[str, object] = {"path": str(path)}
+        if checksums:
+            info["checksums"] = {name: tensor_digest(tensor) for name, tensor in state.items()}
+        return WeightUpdate(version, self.name, info)
+
+    def _remove_older(self, version: int) -> None:
+        if self._keep_files:
+            return
         versions = {
             int(file.parent.name.removeprefix(f"{self.stem}-")): file
             for file in self.directory.glob(f"{self.stem}-*/{FILE}")
@@ -103,10 +112,6 @@ class FileChannel(WeightChannel):
         previous = max((v for v in versions if v < version), default=version)
         for other in versions.keys() - {version, previous}:
             shutil.rmtree(versions[other].parent)
-        info: dict[str, object] = {"path": str(path)}
-        if checksums:
-            info["checksums"] = {name: tensor_digest(tensor) for name, tensor in state.items()}
-        return WeightUpdate(version, self.name, info)
 
 
 class FileReceiver:

@@ -23,6 +23,8 @@ def require_disk_space(c: Config) -> None:
     params = Shape.of(read_hf_config(c.rollout.hf_checkpoint)).params
     weights_bytes = params * BYTES[c.megatron.params_dtype]
     copies = min(CHANNELS[c.weight_update.update_weight_transport].copies, c.rollouts + 1)
+    if copies and c.weight_update.update_weight_disk_keep_files:
+        copies = c.rollouts // c.weight_update.update_weights_interval + 1
     if c.num_engines and copies:
         weight_dir = given(c.weight_update.weight_dir)
         left = sum(file.stat().st_size for file in Path(weight_dir).glob("**/*.safetensors"))

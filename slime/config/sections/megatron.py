@@ -69,6 +69,9 @@ class MegatronConfig:
         128, "pad the vocabulary to a multiple of this number times the tensor parallel size", range=COUNT
     )
     optimizer: str = flag("adam", "optimizer", choices=("adam",))
+    padded_vocab_size: int | None = flag(
+        None, "rows of the vocabulary with padding, in place of --make-vocab-size-divisible-by", range=COUNT
+    )
     use_distributed_optimizer: bool = flag(True, "divide the optimizer's state among the data parallel ranks")
     optimizer_cpu_offload: bool = flag(
         False, "keep Adam's main weights and moments on the host and update the weights there"
@@ -79,6 +82,9 @@ class MegatronConfig:
     overlap_cpu_optimizer_d2h_h2d: bool = flag(
         False,
         "with --optimizer-cpu-offload: update a weight while the gradients of others travel to the host",
+    )
+    reset_optimizer_states: bool = flag(
+        False, "set Adam's moments and step counts to zero before each rollout is trained on"
     )
     lr: float = flag(1e-6, "learning rate", range=RATE)
     min_lr: float = flag(0.0, "lowest learning rate of the schedule", range=RATE)

@@ -30,6 +30,9 @@ class WeightUpdateConfig:
         "directory for published weights (default: a private one in /dev/shm, otherwise the run directory)",
     )
     """A run fills it in when it is not given."""
+    update_weight_disk_keep_files: bool = flag(
+        False, "keep the files of all published versions in --weight-dir, in place of the newest two"
+    )
     check_weight_update_equal: bool = flag(
         False, "compare every engine tensor with the trainer's after each update"
     )

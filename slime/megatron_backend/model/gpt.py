@@ -145,7 +145,8 @@ def build_model(
     core = transformer_config(hf_config, config, predicts=predicts)
     tp = parallel_state.get_tensor_model_parallel_world_size()
     vocab = hf_config["vocab_size"]
-    padded = padded_vocab_size(vocab, config.megatron.make_vocab_size_divisible_by, tp)
+    flags = config.megatron
+    padded = flags.padded_vocab_size or padded_vocab_size(vocab, flags.make_vocab_size_divisible_by, tp)
     delta = decoder_of(hf_config).delta
     sizes = Sizes(core.num_query_groups, core.kv_channels, vocab=vocab, padded_vocab=padded, delta=delta)
     stages = core.virtual_pipeline_model_parallel_size

@@ -92,6 +92,20 @@ def reload_weights(optimizer: MegatronOptimizer) -> None:
             chained.optimizer.take_weights()
 
 
+@torch.no_grad()
+def reset_states(optimizer: MegatronOptimizer) -> None:
+    """Set moments and step counts to zero, in place."""
+    for chained in optimizer.chained_optimizers:
+        inner = chained.optimizer
+        for group in [] if inner is None else inner.param_groups:
+            if "step" in group:  # of fused Adams of other libraries
+                group["step"] = 0
+            for p in group["params"]:
+                for name, value in inner.state[p].items():
+                    if name in ("step", "exp_avg", "exp_avg_sq"):
+                        value.zero_()
+
+
 def close_optimizer(optimizer: MegatronOptimizer) -> None:
     """Unpin the optimizer's host memory."""
     for chained in optimizer.chained_optimizers:

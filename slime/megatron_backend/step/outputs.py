@@ -39,7 +39,10 @@ class Outputs:
         self._background = BackgroundSaves(minutes) if config.checkpoint.async_save else None
         flags = config.weight_update
         assert flags.weight_dir is not None
-        place = TrainerPlace(Path(flags.weight_dir), flags.update_weight_buffer_size, device, timeout_s)
+        place = TrainerPlace(
+            *(Path(flags.weight_dir), flags.update_weight_buffer_size, device, timeout_s),
+            keep_files=flags.update_weight_disk_keep_files,
+        )
         compare = flags.check_weight_update_equal
         self._publisher = Publisher.of(flags.update_weight_transport, place, self._export, compare=compare)
 

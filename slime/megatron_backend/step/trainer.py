@@ -25,6 +25,7 @@ from slime.data.rank_data import RankData, rollout_means
 from slime.divergence import DivergedError
 from slime.hooks import load_function
 from slime.megatron_backend.model.model_config import load_hf_config
+from slime.megatron_backend.model.optimizer import reset_states
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.step.audit import Audit
 from slime.megatron_backend.step.batches import Batches
@@ -142,6 +143,8 @@ class MegatronTrainer:
         more: dict[str, float] = {}
         for training in trainings:
             training.learner.residence.bring(*PARTS)
+            if self.config.megatron.reset_optimizer_states:
+                reset_states(training.learner.optimizer)
             found, of_rollout = training.train(rollout_id, data)
             if training is not self.training:  # the policy's weights are published first
                 training.learner.residence.release(*PARTS)

@@ -310,4 +310,28 @@ def test_what_is_done_with_checkpoints_needs_a_folder(argv):
     for flags in ("--exit-signal-handler", "--max-actor-ckpt-to-keep 2"):
         with pytest.raises(ValueError, match=f"--save must be given with {flags.split()[0]}, got none"):
             parse_args([*argv, *flags.split()])
+    with pytest.raises(ValueError, match="--weight-dir must be given with --update-weight-disk-keep-files"):
+        parse_args([*argv, "--update-weight-disk-keep-files"])
     assert parse_args([*argv, "--async-save"]).checkpoint.async_save  # scripts have it without --save, too
+
+
+def test_flags_of_megatron_with_rules_of_their_own(argv):
+    for flags, message in {
+        "--padded-vocab-size 10": "--padded-vocab-size must be a multiple of .* 1 and at least .* got 10",
+        "--exp-avg-dtype bf16": "--exp-avg-dtype must be fp32, got bfloat16; .* need Transformer",
+        "--optimizer-cpu-offload --no-use-distributed-optimizer": "--use-distributed-optimizer must be on with",
+        "--optimizer-offload-fraction 1.5": r"--optimizer-offload-fraction must lie in \[0, 1\], got 1.5",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            parse_args([*argv, *flags.split()])
+
+
+def test_a_plug_in_of_a_trajectory_buffer_reads_its_flags(argv):
+    flags = ["--rollout-buffer-url", "http://x", "--fetch-trajectory-retry-times", "3"]
+    with pytest.raises(
+        ValueError, match="--rollout-function-path must be given with --rollout-buffer-url, got none"
+    ):
+        parse_args([*argv, *flags])
+    args = parse_args([*argv, *flags, "--rollout-function-path", "config_cases.good_argv"]).namespace()
+    assert (args.rollout_buffer_url, args.fetch_trajectory_retry_times) == ("http://x", 3)
+    assert (args.rollout_task_type, args.min_batch_collection_ratio) == ("math", 1.0)

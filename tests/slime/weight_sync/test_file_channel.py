@@ -49,6 +49,13 @@ def test_the_newest_two_versions_stay(tmp_path):
     assert files(tmp_path) == ["other.txt", "weights-0"]
 
 
+def test_all_versions_stay_if_they_are_kept(tmp_path):
+    channel = FileChannel(tmp_path, keep_files=True)
+    for version in range(4):
+        channel.publish(weights(version), version)
+    assert files(tmp_path) == [f"weights-{version}" for version in range(4)]
+
+
 def test_a_cut_off_write_leaves_the_old_version(tmp_path):
     channel = FileChannel(tmp_path)
     channel.publish(weights(1.0), 1)

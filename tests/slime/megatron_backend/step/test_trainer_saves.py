@@ -46,3 +46,34 @@ def test_frozen_parameters_are_published_and_saved(root, build, tmp_path):
     trainer.save(0)
     resumed = build(**flags | {"load": str(tmp_path / "saved")})
     assert all(torch.equal(tensor, after[name]) for name, tensor in exported(resumed).items())
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_states_that_are_reset_are_those_of_a_first_step(build, host):
+    """Without momentum of earlier rollouts: a second training is the first one of a run from the same weights."""
+    flags = {"optimizer_cpu_offload": host, "reset_optimizer_states": True, "adam_beta1": 0.5}
+    trainer = build(**flags)
+    train(trainer, 0, seed=0)
+    (only,) = trainer.policy.optimizer.chained_optimizers
+    train(trainer, 1, seed=1)
+    states = list(only.optimizer.state.values())
+    assert {float(state["step"]) for state in states} == {1.0}
+    reset = [state["exp_avg"].clone() for state in states]
+    train(trainer, 1, seed=1)  # other weights now, and moments of this step alone
+    assert {float(state["step"]) for state in states} == {1.0}
+    kept = build(**flags | {"reset_optimizer_states": False})
+    train(kept, 0, seed=0)
+    train(kept, 1, seed=1)
+    (only,) = kept.policy.optimizer.chained_optimizers
+    states = list(only.optimizer.state.values())
+    assert {float(state["step"]) for state in states} == {2.0}
+    assert any(not torch.equal(state["exp_avg"], r) for state, r in zip(states, reset, strict=True))
+
+
+def test_padding_of_the_vocabulary_can_be_given(build):
+    losses = []
+    for flags in ({"padded_vocab_size": 110}, {}):
+        trainer = build(**flags)
+        assert trainer.policy.model.module.sizes.padded_vocab == flags.get("padded_vocab_size", 128)
+        losses.append(train(trainer)[0].steps[0]["train/pg_loss"])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
