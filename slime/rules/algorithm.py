@@ -175,3 +175,14 @@ def check_kl(c: Config) -> None:
         raise ValueError(
             f"--use-kl-loss must be given with --kl-loss-coef, got only --kl-loss-coef {c.algorithm.kl_loss_coef}"
         )
+
+
+RULES = (
+    check_algorithm,
+    check_critic,
+    check_group_size,
+    check_trajectory_buffer,
+    check_kl,
+    check_loss_length,
+    check_overlong,
+)

@@ -19,15 +19,7 @@ from slime.models.decoder import Hf
 from slime.models.selection import check_selection
 from slime.plan.stages import check_stages, micro_batch_group
 from slime.plan.trained_params import check_parameter_names
-from slime.rules.algorithm import (
-    check_algorithm,
-    check_critic,
-    check_group_size,
-    check_kl,
-    check_loss_length,
-    check_overlong,
-    check_trajectory_buffer,
-)
+from slime.rules.algorithm import RULES as ALGORITHM
 from slime.rules.checkpoint import check_directories, check_saving
 from slime.rules.cluster import check_domains, check_hardware, check_offload
 from slime.rules.debug import check_profile_steps
@@ -371,13 +363,7 @@ TOGETHER: tuple[Rule, ...] = (
     check_offload,
     _batch_equation,
     _micro_batches,
-    check_algorithm,
-    check_critic,
-    check_group_size,
-    check_trajectory_buffer,
-    check_kl,
-    check_loss_length,
-    check_overlong,
+    *ALGORITHM,
     check_off_policy,
     check_levels,
     check_routing_replay,

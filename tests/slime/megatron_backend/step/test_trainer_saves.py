@@ -77,3 +77,17 @@ def test_padding_of_the_vocabulary_can_be_given(build):
         assert trainer.policy.model.module.sizes.padded_vocab == flags.get("padded_vocab_size", 128)
         losses.append(train(trainer)[0].steps[0]["train/pg_loss"])
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_a_critic_is_frozen_by_the_same_names_and_its_head_never(build):
+    trainer = build(**PPO, only_train_params_name_list=[r"layers\.1\."])
+    models = {name: learner.model.module for name, learner in trainer.models.learners.items()}
+    before = {
+        (role, name): p.clone() for role, model in models.items() for name, p in model.named_parameters()
+    }
+    train(trainer)
+    after = {(role, name): p for role, model in models.items() for name, p in model.named_parameters()}
+    moved = {key for key in before if not torch.equal(before[key], after[key])}
+    head = ("critic", "value_head.weight")
+    assert head in moved and {role for role, _ in moved} >= {"critic"}
+    assert all(key == head or ".layers.1." in key[1] for key in moved)
