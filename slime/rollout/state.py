@@ -92,7 +92,7 @@ class GenerateState:
         return self
 
     def run(self, coroutine: Coroutine[object, object, T]) -> T:
-        """Run the coroutine to its end in this state's own loop (a daemon thread). Any thread may call this.
+        """Run the coroutine to its end in this state's own loop (a daemon thread). Every thread may call this.
 
         The whole run uses one loop, because the engine's connections belong to it. Interrupting the caller cancels
         the coroutine.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 256
-"""Bytes. Any dtype may begin at a multiple of it, and copies move whole cache lines."""
+"""Bytes. A value of each dtype may begin at a multiple of it, and copies move whole cache lines."""
 
 Entry = tuple[str, str, list[int], int]
 """HF name, dtype, shape and first byte of a tensor in its bucket; JSON makes a list of it."""

@@ -48,7 +48,7 @@ class _SummingFiles(FileSystem):
         self.written: dict[str, FileSum] = {}
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: str | Path, mode: str) -> Iterator[Any]:
         file = Path(path)
         with (
             Room(self._flag, file.parent.parent, file.name),

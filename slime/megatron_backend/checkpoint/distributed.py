@@ -351,11 +351,11 @@ def _load_distributed(optimizer: DistributedOptimizer, tensors: dict[str, Any], 
                 inner.state[p]["step"] = torch.tensor(float(step))
 
 
-def _shape(inner: HiddenGPTModel) -> dict[str, Any]:
+def _shape(inner: HiddenGPTModel) -> dict[str, object]:
     return {key: inner.hf_config.get(key) for key in _SHAPE}
 
 
-def _check_shape(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
+def _check_shape(saved: dict[str, object], wanted: dict[str, object], path: Path) -> None:
     for key, value in wanted.items():
         if saved.get(key) != value:
             raise ValueError(

@@ -82,7 +82,7 @@ class HostAdam(torch.optim.Optimizer):
         for part in self._parts:
             part.update()
 
-    def _copying(self) -> AbstractContextManager[Any]:
+    def _copying(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._copies or torch.cuda.current_stream())
 
     def get_unscaled_state(self, weight: Tensor, name: str) -> Tensor:

@@ -76,6 +76,6 @@ def _frozen_embeddings(part: Any) -> Iterator[nn.Module]:
         yield part.embedding
 
 
-def _with_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+def _with_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
     """Recomputed layers and pipeline stages send gradients to their input, and want one that takes them."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
