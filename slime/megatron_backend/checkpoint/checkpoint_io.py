@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -48,7 +49,7 @@ class _SummingFiles(FileSystem):
         self.written: dict[str, FileSum] = {}
 
     @contextmanager
-    def create_stream(self, path: str | Path, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         file = Path(path)
         with (
             Room(self._flag, file.parent.parent, file.name),
