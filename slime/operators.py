@@ -18,8 +18,8 @@ from rl_kernel.telemetry import set_timing
 from slime.algo.corrections import LEVELS
 from slime.algo.estimators import estimator_of, surrogate_of
 from slime.algo.losses import loss_of
-from slime.algo.needs import columns_read, needs_old_log_probs
 from slime.config.sections.kernels import OPERATORS
+from slime.roles import passes_of
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -126,7 +126,7 @@ def called(config: Config) -> set[str]:
     if config.debug.debug_rollout_only:
         return found
     found.add(loss_head(config)[0].name)
-    if needs_old_log_probs(config) or "ref_log_probs" in columns_read(config):
+    if any(role.head == "lm" for role in passes_of(config)):
         found.add(pass_head(config).name)
     return found | {name for name, calls in _IN_TRAINING.items() if calls(config)}
 

@@ -31,6 +31,7 @@ from slime.rules.algorithm import (
 from slime.rules.checkpoint import check_directories, check_saving
 from slime.rules.cluster import check_domains, check_hardware, check_offload
 from slime.rules.debug import check_profile_steps
+from slime.rules.distillation import check_distillation, check_teacher
 from slime.rules.experts import check_expert_flags
 from slime.rules.flags import own_flags
 from slime.rules.heads import check_heads
@@ -373,6 +374,7 @@ TOGETHER: tuple[Rule, ...] = (
     _micro_batches,
     check_algorithm,
     check_critic,
+    check_distillation,
     check_group_size,
     check_trajectory_buffer,
     check_kl,
@@ -389,6 +391,7 @@ TOGETHER: tuple[Rule, ...] = (
     check_profile_steps,
     _files,
     check_directories,
+    check_teacher,
     _hooks,
     _checkpoint,
     _model_args,

@@ -102,8 +102,8 @@ def test_unsupported_flags_pass_at_their_default_only(argv):
             ["--update-weight-mode", "delta"],
             "--update-weight-mode must be left at full in this version, got delta",
         ),
-        (["--use-opd"], "--use-opd must be left out in this version, got --use-opd; on-policy distillation"),
-        (["--opd-teacher-load", "x"], "--opd-teacher-load must be left out in this version, got x"),
+        (["--use-opd"], "--opd-type must be given with --use-opd, got none"),
+        (["--opd-teacher-load", "x"], "--use-opd must be given with --opd-teacher-load, got only x"),
         (
             ["--num-critic-only-steps", "2"],
             "--num-critic-only-steps must be left out with --advantage-estimator grpo, got 2",

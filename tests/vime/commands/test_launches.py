@@ -146,7 +146,7 @@ def test_one_report_has_every_reason(folder, capsys):
     for reason in (
         "--sglang-enable-lora must be left out; adapters are not supported",
         "--lrr is not a known flag; did you mean --lr?",
-        "--use-opd must be left out in this version",
+        "--opd-type must be given with --use-opd",
         "--custom-config-path must name a YAML file",
         "--custom-rm-path must name a module that can be imported, got 'nowhere.f'",
         "--num-layers is 5, config.json says 4",
