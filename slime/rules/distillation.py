@@ -53,6 +53,12 @@ def check_distillation(c: Config) -> None:
                 f"{spelled(name)} must be left out with --opd-type {flags.opd_type}, got {value}; the teacher's server "
                 "has its weights: name its address in --rm-url"
             )
+    brought = c.rollout.custom_generate_function_path or c.rollout.rollout_sample_hook_path
+    hooked = brought or c.reward.custom_rm_path or c.reward.custom_reward_post_process_path
+    if not on_ranks and c.reward.rm_url is None and not (hooked or c.debug.load_debug_rollout_data):
+        raise ValueError(
+            f"--rm-url must be given with --opd-type {flags.opd_type}, got none; name the teacher's server"
+        )
 
 
 def check_teacher(c: Config) -> None:
