@@ -100,6 +100,8 @@ def pass_head(config: Config) -> Head:
 
 def whole_sequences(config: Config) -> str:
     """Why the loss of a token needs more than that token's log-prob; "" if the log-prob is enough."""
+    if loss_of(config.algorithm).pairs:
+        return f"--loss-type {config.algorithm.loss_type} looks at whole sequences"
     if not loss_of(config.algorithm).surrogate:
         return ""
     algorithm, off_policy = config.algorithm, config.off_policy

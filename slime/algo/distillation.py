@@ -6,7 +6,7 @@ Of samples of the policy, `mean(log_probs - teacher_log_probs)` estimates KL(pol
 
 from __future__ import annotations
 
-from typing import Any
+from argparse import Namespace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from slime.config.sections.distillation import DistillationConfig
 from slime.types import TrainData
 
 
-def distillation_penalties(args: Any, data: TrainData) -> list[Tensor] | None:
+def distillation_penalties(args: Namespace, data: TrainData) -> list[Tensor] | None:
     """`opd_kl_coef * (old_log_probs - teacher_log_probs)` of each sample, [R_i] fp32; None without --use-opd.
 
     Sets the column `opd_reverse_kl`, the difference without its weight. ValueError for a log-prob of the teacher that
@@ -37,7 +37,7 @@ def distillation_penalties(args: Any, data: TrainData) -> list[Tensor] | None:
     return list((flags.opd_kl_coef * reverse_kl).split(lengths))
 
 
-def subtract_penalties(args: Any, data: TrainData) -> None:
+def subtract_penalties(args: Namespace, data: TrainData) -> None:
     """The penalties, in advantages that a hook made."""
     if (penalties := distillation_penalties(args, data)) is not None:
         pairs = zip(data["advantages"], penalties, strict=True)

@@ -163,6 +163,9 @@ _TABLE = (
         optional=True,
         mean=True,
     ),
+    Column(  # 1 for the tokens of a chosen response, -1 of a rejected one
+        "preference", "response", "sample", np.float32, optional=True, carried="training"
+    ),
     Column("advantages", "response", "estimator", np.float32, carried="training", mean=True),
     Column("returns", "response", "estimator", np.float32, mean=True),
     Column(

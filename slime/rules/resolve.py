@@ -237,7 +237,7 @@ def _remarks(c: Config) -> Iterator[str]:
         )
     if c.algorithm.use_kl_loss and not loss_of(c.algorithm).rewarded:
         yield (
-            f"--use-kl-loss has no effect with --loss-type {c.algorithm.loss_type}: no reference model is loaded"
+            f"--use-kl-loss has no effect with --loss-type {c.algorithm.loss_type}: there is no KL in this loss"
         )
     elif c.algorithm.use_kl_loss and c.algorithm.kl_loss_coef == 0:
         yield (

@@ -68,7 +68,10 @@ def test_the_last_of_a_repeated_flag_wins_and_append_collects(argv):
         (["--lr", "abc"], "--lr must be of type float, got 'abc'"),
         (["--lr"], "--lr must be followed by one value, got 0: none"),
         (["--num-rollout", "3", "4"], "--num-rollout must be followed by one value, got 2: 3 4"),
-        (["--loss-type", "sft"], "--loss-type must be one of policy_loss, sft_loss, custom_loss, got sft"),
+        (
+            ["--loss-type", "sft"],
+            "--loss-type must be one of policy_loss, sft_loss, dpo, custom_loss, got sft",
+        ),
         (["--colocate", "maybe"], "--colocate must stand alone or be true or false, got 'maybe'"),
         (["--train-env-vars", "A=1"], "--train-env-vars must be a JSON object, got 'A=1'"),
         (["--train-env-vars", "[1]"], "--train-env-vars must be a JSON object, got '[1]'"),
