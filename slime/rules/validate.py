@@ -37,7 +37,7 @@ from slime.rules.flags import own_flags
 from slime.rules.heads import check_heads
 from slime.rules.kernels import check_kernels
 from slime.rules.megatron import RULES as MEGATRON
-from slime.rules.megatron import check_padded_vocabulary
+from slime.rules.megatron import check_dropout, check_padded_vocabulary
 from slime.rules.model_args import check_model_args, model_arg_notes
 from slime.rules.off_policy import check_levels, check_off_policy, check_replayed_model, check_routing_replay
 from slime.rules.packages import check_packages
@@ -119,15 +119,6 @@ def _transformer_engine(c: Config) -> None:
             raise ValueError(
                 f"{flag} must be {wanted} with --transformer-impl transformer_engine, got {value}; "
                 "--transformer-impl local does that"
-            )
-
-
-def _dropout(c: Config) -> None:
-    for name in ("attention_dropout", "hidden_dropout"):
-        value = c.megatron.overrides.get(name, 0.0)
-        if value != 0:
-            raise ValueError(
-                f"{spelled(name)} must be 0, got {value}; log-probs of two passes must be those of one policy"
             )
 
 
@@ -365,7 +356,7 @@ TOGETHER: tuple[Rule, ...] = (
     _parallel_sizes,
     _transformer_engine,
     *MEGATRON,
-    _dropout,
+    check_dropout,
     _engines,
     check_domains,
     _staleness,
