@@ -33,6 +33,7 @@ TITLES = {
     "checkpoint": "Checkpoints",
     "algorithm": "Algorithm and loss",
     "critic": "Critic",
+    "distillation": "On-policy distillation",
     "off_policy": "Off-policy correction and routing replay",
     "reward": "Rewards",
     "fault_tolerance": "Fault tolerance",

@@ -18,8 +18,8 @@ from rl_kernel.telemetry import set_timing
 from slime.algo.corrections import LEVELS
 from slime.algo.estimators import estimator_of, surrogate_of
 from slime.algo.losses import loss_of
-from slime.algo.needs import columns_read, needs_old_log_probs
 from slime.config.sections.kernels import OPERATORS
+from slime.roles import passes_of
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -100,6 +100,8 @@ def pass_head(config: Config) -> Head:
 
 def whole_sequences(config: Config) -> str:
     """Why the loss of a token needs more than that token's log-prob; "" if the log-prob is enough."""
+    if loss_of(config.algorithm).pairs:
+        return f"--loss-type {config.algorithm.loss_type} looks at whole sequences"
     if not loss_of(config.algorithm).surrogate:
         return ""
     algorithm, off_policy = config.algorithm, config.off_policy
@@ -126,7 +128,7 @@ def called(config: Config) -> set[str]:
     if config.debug.debug_rollout_only:
         return found
     found.add(loss_head(config)[0].name)
-    if needs_old_log_probs(config) or "ref_log_probs" in columns_read(config):
+    if any(role.head == "lm" for role in passes_of(config)):
         found.add(pass_head(config).name)
     return found | {name for name, calls in _IN_TRAINING.items() if calls(config)}
 

@@ -17,16 +17,22 @@ from slime.algo.estimators import Response, estimator_of
 
 
 def compute_advantages(
-    args: Namespace, responses: Sequence[Response], *, dp_group: ProcessGroup | None = None
+    args: Namespace,
+    responses: Sequence[Response],
+    *,
+    penalties: Sequence[Tensor] | None = None,
+    dp_group: ProcessGroup | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Advantages and returns, fp32, of --advantage-estimator.
 
-    The estimator's record (`slime.algo.estimators`) computes both for one sample at a time. --normalize-advantages
-    whitens the advantages over all trained tokens of `dp_group`.
+    The estimator's record (`slime.algo.estimators`) computes both for one sample at a time. `penalties` are subtracted
+    from the advantages alone. --normalize-advantages whitens them over all trained tokens of `dp_group`.
     """
     estimate = estimator_of(args).estimate
     found = [estimate(args, response) for response in responses]
     advantages, returns = [a for a, _ in found], [r for _, r in found]
+    if penalties is not None:
+        advantages = [a - penalty for a, penalty in zip(advantages, penalties, strict=True)]
     if not args.normalize_advantages:
         return advantages, returns
     masks = torch.cat([response.mask for response in responses])

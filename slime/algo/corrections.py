@@ -12,7 +12,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,7 +169,7 @@ def vanilla_tis_function(
     train_log_probs: list[Tensor],
     rollout_log_probs: list[Tensor],
     loss_masks: list[Tensor],
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """For --custom-tis-function-path: truncated importance sampling per token, as --use-tis computes it without a
     function."""
@@ -183,7 +183,7 @@ def icepop_function(
     train_log_probs: list[Tensor],
     rollout_log_probs: list[Tensor],
     loss_masks: list[Tensor],
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """For --custom-tis-function-path: IcePop per token, as --tis-mode mask computes it without a function."""
     return _weighted(args, "mask", pg_loss, train_log_probs, rollout_log_probs, loss_masks)

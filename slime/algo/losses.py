@@ -26,6 +26,8 @@ class Loss:
     rewarded: bool = True
     """It trains on rewarded samples of the policy, which have log-probs and advantages, at the temperature of the
     rollout; otherwise on given responses."""
+    pairs: bool = False
+    """It trains on preference pairs, whose samples share a micro-batch."""
     surrogate: bool = False
     """It takes the policy loss of --advantage-estimator, with KL and entropy."""
     entropy: bool = False
@@ -48,6 +50,37 @@ def _supervised(args: Namespace, t: TokenColumns) -> Losses:
     return sft_loss(args, t)
 
 
+def _preference(args: Namespace, t: TokenColumns) -> Losses:
+    from slime.algo.preference import dpo_loss
+
+    return dpo_loss(args, t)
+
+
+def _pairs_given(c: Config) -> None:
+    """A rollout function that makes pairs, and means over pairs."""
+    kind = c.algorithm.loss_type
+    if c.rollout.rollout_function_path in _NO_PAIRS:
+        raise ValueError(
+            f"--rollout-function-path must make pairs with --loss-type {kind}, got {c.rollout.rollout_function_path}; "
+            "use slime.rollout.sft_rollout.generate_pairs"
+        )
+    if c.algorithm.calculate_per_token_loss:
+        raise ValueError(
+            f"--calculate-per-token-loss must be left out with --loss-type {kind}, got both; the loss is a mean over "
+            "pairs"
+        )
+    if c.data.n_samples_per_prompt != 1:
+        raise ValueError(
+            f"--n-samples-per-prompt must be 1 with --loss-type {kind}, got {c.data.n_samples_per_prompt}; a row of "
+            "--prompt-data is one pair"
+        )
+
+
+_NO_PAIRS = tuple(
+    f"slime.rollout.{name}.generate_rollout" for name in ("sglang_rollout", "vllm_rollout", "sft_rollout")
+)
+
+
 def _function_given(c: Config) -> None:
     if c.algorithm.custom_loss_function_path is None:
         raise ValueError("--custom-loss-function-path must be given with --loss-type custom_loss, got none")
@@ -58,6 +91,14 @@ LOSSES: dict[str, Loss] = {
     for loss in (
         Loss("policy_loss", _policy, surrogate=True, entropy=True),
         Loss("sft_loss", _supervised, rewarded=False),
+        Loss(
+            "dpo",
+            _preference,
+            rewarded=False,
+            pairs=True,
+            reads=frozenset({"ref_log_probs"}),
+            checks=(_pairs_given,),
+        ),
         Loss("custom_loss", None, reads=frozenset({"old_log_probs"}), checks=(_function_given,)),
     )
 }

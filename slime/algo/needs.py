@@ -21,8 +21,10 @@ def columns_read(c: Config) -> frozenset[str]:
         return loss.reads
     flags = {
         "ref_log_probs": c.algorithm.use_kl_loss or c.algorithm.kl_coef != 0,
+        "teacher_log_probs": c.distillation.use_opd,
         "old_log_probs": (
             c.algorithm.kl_coef != 0
+            or c.distillation.use_opd
             or c.off_policy.get_mismatch_metrics
             or c.algorithm.custom_advantage_function_path is not None
             # Routing replay repeats the experts of the extra pass, unless it repeats the experts of the engine.

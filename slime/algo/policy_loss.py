@@ -7,7 +7,6 @@ the sample and over the batch. Losses and metrics of micro-batches and ranks are
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -155,7 +154,7 @@ def reduce_with_hooks(
     return view.total(reducer(pg)) / t.normaliser, metrics
 
 
-def _per_token(name: str, value: Any, view: HookView) -> Tensor:
+def _per_token(name: str, value: object, view: HookView) -> Tensor:
     """A metric of a hook as [R], from [r] or a list of [r_i]; a single number stays one."""
     column = torch.cat(list(value)) if isinstance(value, list | tuple) else torch.as_tensor(value)
     if column.ndim == 0:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import rl_kernel
 from slime.algo.advantage import compute_advantages
+from slime.algo.distillation import distillation_penalties
 from slime.algo.estimators import Response, estimator_of, surrogate_of
 from slime.algo.losses import loss_of
 from slime.algo.returns import discounted_returns, discounted_sum, gae
@@ -38,8 +39,8 @@ def compute_advantages_and_returns(
     args: Namespace, data: TrainData, *, dp_group: torch.distributed.ProcessGroup | None = None
 ) -> None:
     """Set `advantages`, `returns` and `kl` of `data`: lists with one tensor [R_i] per sample. Reads rewards and masks,
-    with --kl-coef old_log_probs and ref_log_probs, and the columns that the estimator's record names. A surrogate that
-    treats some tokens apart gets `chosen_tokens`, too."""
+    with --kl-coef old_log_probs and ref_log_probs, with --use-opd old_log_probs and teacher_log_probs, and the columns
+    that the estimator's record names. A surrogate that treats some tokens apart gets `chosen_tokens`, too."""
     if args.kl_coef != 0:
         old, ref = torch.cat(data["old_log_probs"]), torch.cat(data["ref_log_probs"])
         kl = compute_approx_kl(old, ref, args.kl_loss_type)
@@ -53,7 +54,10 @@ def compute_advantages_and_returns(
             zip(data["rewards"], data["loss_masks"], data["kl"], strict=True)
         )
     ]
-    data["advantages"], data["returns"] = compute_advantages(args, responses, dp_group=dp_group)
+    penalties = distillation_penalties(args, data)
+    data["advantages"], data["returns"] = compute_advantages(
+        args, responses, penalties=penalties, dp_group=dp_group
+    )
     choose = surrogate_of(args).choose
     if choose is not None and loss_of(args).surrogate:
         trained = torch.cat(data["loss_masks"]) != 0

@@ -19,6 +19,7 @@ from slime.config.sections.cluster import ClusterConfig
 from slime.config.sections.critic import CriticConfig
 from slime.config.sections.data import DataConfig
 from slime.config.sections.debug import DebugConfig
+from slime.config.sections.distillation import DistillationConfig
 from slime.config.sections.engine import EngineConfig
 from slime.config.sections.evaluation import EvaluationConfig
 from slime.config.sections.fault_tolerance import FaultToleranceConfig
@@ -45,6 +46,7 @@ SECTIONS: dict[str, type] = {
     "checkpoint": CheckpointConfig,
     "algorithm": AlgorithmConfig,
     "critic": CriticConfig,
+    "distillation": DistillationConfig,
     "off_policy": OffPolicyConfig,
     "reward": RewardConfig,
     "fault_tolerance": FaultToleranceConfig,
@@ -90,6 +92,7 @@ class Config:
     checkpoint: CheckpointConfig
     algorithm: AlgorithmConfig
     critic: CriticConfig
+    distillation: DistillationConfig
     off_policy: OffPolicyConfig
     reward: RewardConfig
     fault_tolerance: FaultToleranceConfig

@@ -17,7 +17,6 @@ _CENTERING = (
 )
 _DEEPGEMM = "DeepGEMM is not used by the trainer"
 _DELTA = "delta weight updates are not supported yet; whole weights are sent"
-_OPD = "on-policy distillation is not supported yet"
 _HOOK = "this hook is not called yet"
 _TOKENIZER = "the tokenizer is that of --hf-checkpoint"
 _MEMORY = "memory snapshots are not written; on a GPU, perf/*_peak_gib is the peak of each phase"
@@ -63,11 +62,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "use_stateless_adam": Unsupported(False, "Adam keeps its moments in this version"),
     "use_score_centering": Unsupported(False, _CENTERING),
     "score_centering_top_k": Unsupported(None, _CENTERING),
-    "use_opd": Unsupported(False, _OPD),
-    "opd_type": Unsupported(None, _OPD),
-    "opd_kl_coef": Unsupported(1.0, _OPD),
-    "opd_teacher_load": Unsupported(None, _OPD),
-    "opd_teacher_ckpt_step": Unsupported(None, _OPD),
     # debug
     "save_debug_train_data": Unsupported(None, "use --save-debug-rollout-data"),
     "http_proxy": Unsupported(None, "requests to the engines never pass a proxy"),

@@ -155,7 +155,16 @@ _TABLE = (
         mean=True,
     ),
     Column(
-        "teacher_log_probs", "response", "sample", np.float32, lambda s: s.teacher_log_probs, optional=True
+        "teacher_log_probs",  # of a served teacher; another is a role, whose pass fills it
+        "response",
+        "sample",
+        np.float32,
+        lambda s: s.teacher_log_probs,
+        optional=True,
+        mean=True,
+    ),
+    Column(  # 1 for the tokens of a chosen response, -1 of a rejected one
+        "preference", "response", "sample", np.float32, optional=True, carried="training"
     ),
     Column("advantages", "response", "estimator", np.float32, carried="training", mean=True),
     Column("returns", "response", "estimator", np.float32, mean=True),
@@ -163,6 +172,7 @@ _TABLE = (
         "chosen_tokens", "response", "estimator", np.float32, carried="training", mean=True
     ),  # clip_cov, kl_cov
     Column("kl", "response", "estimator", np.float32, flag="kl_coef", mean=True),  # zeros without the flag
+    Column("opd_reverse_kl", "response", "estimator", np.float32, mean=True),
     Column(
         routed_experts.COLUMN,
         "ragged",

@@ -29,13 +29,17 @@ class Columns:
     label_key: str | None = None
     metadata_key: str = "metadata"
     tool_key: str | None = "tools"
+    chosen_key: str | None = None
+    """Of a pair, with `rejected_key`: each row holds two responses, which become conversations in the metadata."""
+    rejected_key: str | None = None
     apply_chat_template: bool = False
     apply_chat_template_kwargs: dict[str, object] = field(default_factory=dict)
 
 
 def to_prompt(row: Row, where: Place, columns: Columns, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
     """The prompt of a row. ValueError with its place for a missing column or a wrong type."""
-    text = _column(row, columns.input_key, "--input-key", where)
+    pair = None if columns.chosen_key is None else _pair(row, columns, where)
+    text = _column(row, columns.input_key, "--input-key", where) if pair is None else pair["chosen"]
     if text in ("", []):
         raise ValueError(
             f"{where}: column {columns.input_key!r} must hold a prompt, got {text!r}; fix the line"
@@ -51,6 +55,7 @@ def to_prompt(row: Row, where: Place, columns: Columns, tokenizer: PreTrainedTok
     metadata = _parsed(
         row.get(columns.metadata_key) or {}, dict, columns.metadata_key, "--metadata-key", where
     )
+    metadata |= pair or {}
     tools = None
     if columns.tool_key is not None and row.get(columns.tool_key):
         tools = _parsed(row[columns.tool_key], list, columns.tool_key, "--tool-key", where)
@@ -103,6 +108,43 @@ def _message(entry: object, key: str, where: Place) -> Message:
             f"{content!r:.80} ({type(content).__name__}); fix the line"
         )
     return message
+
+
+def _pair(row: Row, columns: Columns, where: Place) -> dict[str, list[Message]]:
+    """The two conversations of a row: the prompt's messages, if it has any, and each response. A response of messages
+    that begins with a system or user turn is a whole conversation. Turns that both have are not trained on."""
+    prompt = row.get(columns.input_key)
+    before = _messages(prompt, "user", columns.input_key, where) if prompt else []
+    found = {}
+    for name, key in (("chosen", columns.chosen_key), ("rejected", columns.rejected_key)):
+        assert key is not None
+        turns = _messages(_column(row, key, f"--{name}-key", where), "assistant", key, where)
+        found[name] = turns if turns[0]["role"] != "assistant" else [*before, *turns]
+        require_conversation(found[name], key, where)
+    same = 0
+    for ours, theirs in zip(*found.values(), strict=False):
+        if ours != theirs:
+            break
+        same += 1
+    for name, turns in found.items():
+        if not any(turn["role"] == "assistant" for turn in turns[same:]):
+            raise ValueError(
+                f"{where}: the responses of a pair must differ in an assistant's turn, got nothing after the "
+                f"{same} messages that both have in the {name} one; fix the line"
+            )
+        found[name] = [{**turn, "step_loss_mask": 0} for turn in turns[:same]] + turns[same:]
+    return found
+
+
+def _messages(value: object, role: str, key: str, where: Place) -> list[Message]:
+    """A text as one turn of `role`; messages as they are."""
+    if isinstance(value, str) and value:
+        return [{"role": role, "content": value}]
+    if isinstance(value, list) and value:
+        return [_message(entry, key, where) for entry in value]
+    raise ValueError(
+        f"{where}: column {key!r} must be a text or a list of messages, got {value!r:.80}; fix the line"
+    )
 
 
 def require_conversation(text: str | list[Message], key: str, where: Place) -> None:

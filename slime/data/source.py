@@ -251,6 +251,8 @@ def load_training_prompts(
         label_key=data.label_key,
         metadata_key=data.metadata_key,
         tool_key=data.tool_key,
+        chosen_key=data.chosen_key if loss_of(c.algorithm).pairs else None,
+        rejected_key=data.rejected_key if loss_of(c.algorithm).pairs else None,
         apply_chat_template=data.apply_chat_template,
         apply_chat_template_kwargs=dict(data.apply_chat_template_kwargs),
     )

@@ -22,6 +22,7 @@ from slime.data import routed_experts
 from slime.data.columns import COLUMNS, Column, present
 from slime.data.packing import Schedule, plan_steps
 from slime.data.rank_data import RankData
+from slime.data.siblings import plan_together
 from slime.hooks import load_function
 from slime.models.decoder import Hf
 from slime.types import Sample, TrainData
@@ -219,7 +220,8 @@ def make_rank_data(
     data.setdefault("total_lengths", [len(tokens) for tokens in data["tokens"]])
     if config.off_policy.use_rollout_routing_replay:  # here, as a hook may have made the columns
         routed_experts.check_column(data, hf_config)
-    schedule = plan_steps(
+    plan = plan_together if loss_of(config.algorithm).pairs else plan_steps
+    schedule = plan(
         config.data,
         config.megatron,
         data["total_lengths"],

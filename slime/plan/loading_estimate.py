@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from slime.checkpoints.hf_config import MAPPED_BYTES
 from slime.config import Config
 from slime.models.decoder import Hf
-from slime.plan.memory_estimate import BYTES, Item
+from slime.plan.memory_estimate import BYTES, Item, role_shape
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params
 from slime.plan.units import amount, count
@@ -23,8 +23,9 @@ def loading(c: Config, hf: Hf) -> Iterator[Item]:
     Nothing is read for a quantised checkpoint here: its tensors are read whole, and their size depends on the files.
     """
     shape, stored = Shape.of(hf), stored_bytes(c, hf)
-    others = [role.name for role in roles_of(c) if role is not POLICY]
-    models = 1 + len(others)
+    roles = [role for role in roles_of(c) if role is not POLICY]
+    alike = [role for role in roles if role_shape(c, role, shape) is shape]
+    others, models = [role.name for role in alike], 1 + len(alike)
     twice = f", for the {' and the '.join(others)} too" if others else ""
     kinds = list(rank_params(c, shape))
     if not hf.get("quantization_config"):
@@ -32,8 +33,14 @@ def loading(c: Config, hf: Hf) -> Iterator[Item]:
             how = f"{share} x {stored} B{ranks}{twice}"
             yield Item(f"{kind}weights read", models * params * stored, how)
     size = BYTES[c.megatron.params_dtype]
+    others_bytes = 0.0
+    for role in (role for role in roles if role not in alike):
+        own = list(rank_params(c, role_shape(c, role, shape), predicts=False))
+        for kind, params, share, ranks, _ in own:
+            yield Item(f"{kind}{role.name} read", params * stored, f"{share} x {stored} B{ranks}")
+        others_bytes += sum(params for _, params, _, _, _ in own) * size
     elements, name = largest_slice(c, shape, whole=bool(hf.get("quantization_config")))
-    weights = sum(params for _, params, _, _, _ in kinds) * size * models
+    weights = sum(params for _, params, _, _, _ in kinds) * size * models + others_bytes
     on_host = weights if c.cluster.device == "cpu" else 0.0
     how = f"{amount(on_host)} of weights + " if on_host else "weights go to the GPU; "
     yield Item(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from slime.algo.losses import loss_of
+from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.models import Layer
 from slime.models.decoder import Hf
@@ -99,13 +100,19 @@ def estimate(c: Config, hf_config: Hf) -> Estimate:
 def kept_memory(c: Config, shape: Shape) -> Iterator[Item]:
     """The state of every role, first the policy's."""
     for role in sorted(roles_of(c), key=lambda role: role is not POLICY):
-        yield from role_memory(c, shape, role)
+        yield from role_memory(c, role_shape(c, role, shape), role)
     size = BYTES[c.megatron.params_dtype]
     if CHANNELS[c.weight_update.update_weight_transport].buckets and c.num_engines:
         largest = shape.vocab * shape.hidden * size
         bucket = max(c.weight_update.update_weight_buffer_size, largest)
         how = "2, each --update-weight-buffer-size or the embedding"
         yield Item("update buckets", 2 * bucket, how)
+
+
+def role_shape(c: Config, role: Role, policy: Shape) -> Shape:
+    """The shape of a role's model: a teacher may have one of its own."""
+    directory = role.shape(c)
+    return policy if directory == c.rollout.hf_checkpoint else Shape.of(read_hf_config(directory))
 
 
 def role_memory(c: Config, shape: Shape, role: Role) -> Iterator[Item]:

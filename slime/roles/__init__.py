@@ -14,15 +14,16 @@ from slime.roles.critic import CRITIC
 from slime.roles.policy import POLICY
 from slime.roles.record import Role, Source
 from slime.roles.reference import REFERENCE
+from slime.roles.teacher import TEACHER
 
-ROLES: tuple[Role, ...] = (REFERENCE, CRITIC, POLICY)
+ROLES: tuple[Role, ...] = (REFERENCE, TEACHER, CRITIC, POLICY)
 """In the order of their passes in a step, and then of their training."""
 
 
 def roles_of(c: Config) -> tuple[Role, ...]:
-    """The roles of a run: the policy, and those whose column a loss or an estimator reads."""
+    """The roles of a run: the policy, and those whose column a loss or an estimator reads and no sample brings."""
     read = columns_read(c)
-    return tuple(role for role in ROLES if role is POLICY or role.column in read)
+    return tuple(role for role in ROLES if role is POLICY or (role.column in read and not role.absent(c)))
 
 
 def passes_of(c: Config) -> tuple[Role, ...]:
@@ -42,6 +43,7 @@ __all__ = [
     "POLICY",
     "REFERENCE",
     "ROLES",
+    "TEACHER",
     "Role",
     "Source",
     "order_of_step",

@@ -25,6 +25,14 @@ def _never(c: Config) -> None:
     return None
 
 
+def _as_policy(c: Config) -> str:
+    return c.rollout.hf_checkpoint
+
+
+def _nobody(c: Config) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Role:
     """One model of a run."""
@@ -47,6 +55,10 @@ class Role:
     """Log-probs of a vocabulary, or one value per token."""
     prefix: str = ""
     """What --custom-megatron-before-log-prob-hook-path gets before the pass."""
+    shape: Callable[[Config], str] = _as_policy
+    """The directory whose config.json describes the model."""
+    absent: Callable[[Config], bool] = _nobody
+    """Whether the samples bring the column, so that the run does not have the model."""
     save_flag: str = "--save"
     """The flag of `saves_to` in messages."""
     metrics: str = ""

@@ -296,7 +296,9 @@ def read_eval_prompts(
     limit = prompt_limit(config.max_prompt_len, config.max_context_len)
     return load_prompts(
         config.path,
-        Columns(**{f.name: getattr(config, f.name) for f in dataclasses.fields(Columns)}),
+        Columns(
+            **{f.name: getattr(config, f.name) for f in dataclasses.fields(Columns) if f.name in _SETTINGS}
+        ),
         tokenizer=tokenizer() if config.apply_chat_template or limit is not None else None,
         max_prompt_len=limit,
         flag="--eval-prompt-data" if c.evaluation.eval_config is None else "--eval-config",

@@ -23,6 +23,7 @@ from slime.hooks import load_function
 from slime.protocols import GenerateResult
 from slime.rollout import state
 from slime.rollout.facts import note_sampling
+from slime.rollout.on_policy_distillation import teach
 from slime.rollout.rewards import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import accepted, apply_rollout_sample_hooks
 from slime.types import FINISH_STATUS, Sample, SampleGroup, SamplingParams
@@ -195,6 +196,9 @@ async def generate_and_rm(
             result = await apply_rollout_sample_hooks(
                 args, result, rollout_id=rollout_id, evaluation=evaluation
             )
+    if not evaluation:
+        with _blame("--use-opd", sample):
+            await teach(args, result if isinstance(result, list) else [result])
     if section_of(RewardConfig, args).group_rm:
         return result
     waiting = [s for s in (result if isinstance(result, list) else [result]) if _wants_reward(s)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from argparse import Namespace
 
 from slime.config.schema import section_of
@@ -31,6 +32,31 @@ def generate_rollout(
     groups = data_source.get_samples(data.rollout_batch_size)
     for sample in (sample for group in groups for sample in group):
         _fill(sample, generator)
+    return RolloutFnTrainOutput(samples=groups)
+
+
+def generate_pairs(
+    args: Namespace, rollout_id: int, data_source: DataSource, evaluation: bool = False
+) -> RolloutFnTrainOutput:
+    """`--rollout-batch-size` preference pairs, each a group of a chosen and a rejected sample.
+
+    The two conversations are in the metadata (--chosen-key, --rejected-key). The samples of a pair are one rollout, so
+    that they get into one micro-batch, the chosen one first; their column `preference` is 1 and -1.
+    """
+    if evaluation:
+        raise ValueError(
+            "--eval-interval must not be set for preference pairs, which need no engine; give --eval-function-path"
+        )
+    data = section_of(DataConfig, args)
+    generator = MultiTurnLossMaskGenerator(of_process(args).tokenizer, tokenizer_type=data.loss_mask_type)
+    groups = []
+    for (sample,) in data_source.get_samples(data.rollout_batch_size):
+        pair = sample, copy.deepcopy(sample)
+        for one, name, sign in zip(pair, ("chosen", "rejected"), (1.0, -1.0), strict=True):
+            one.prompt, one.rollout_id = one.metadata[name], sample.index
+            _fill(one, generator)
+            one.columns["preference"] = [sign] * one.response_length
+        groups.append(list(pair))
     return RolloutFnTrainOutput(samples=groups)
 
 

@@ -113,6 +113,8 @@ def compares_alone(c: Config) -> bool:
         estimator_of(c.algorithm).centred and not c.algorithm.disable_rewards_normalization and not any(hooks)
     )
     trains = loss_of(c.algorithm).surrogate and not c.debug.debug_rollout_only
+    if c.distillation.use_opd:  # the teacher's part of an advantage needs no group
+        return False
     return trains and compares and c.data.n_samples_per_prompt == 1
 
 

@@ -22,7 +22,7 @@ from slime.checkpoints.checkpoint_files import WRITE_LATEST, advice, damaged_siz
 from slime.config.fields import spelled
 from slime.config.problems import given
 from slime.config.schema import Config
-from slime.roles import CRITIC, REFERENCE, roles_of
+from slime.roles import CRITIC, REFERENCE, TEACHER, roles_of
 from slime.roles.critic import resume_folders
 
 
@@ -46,10 +46,15 @@ def check_directories(c: Config) -> None:
         _check_start(c)
     if CRITIC in roles_of(c):
         _check_critic(c)
+    if TEACHER in roles_of(c) and (teacher := c.distillation.opd_teacher_load):
+        step = c.distillation.opd_teacher_ckpt_step
+        _check_weights("--opd-teacher-load", "--opd-teacher-ckpt-step", teacher, step, "check the path")
     reference, step = given(c.checkpoint.ref_load), c.checkpoint.ref_ckpt_step
     apart = Path(reference) != Path(given(c.rollout.hf_checkpoint))
     if reads_reference(c) and apart:
-        _check_reference(reference, step)
+        _check_weights(
+            "--ref-load", "--ref-ckpt-step", reference, step, "leave it out to use --hf-checkpoint"
+        )
     elif step is not None and not apart:
         raise ValueError(
             f"--ref-load must be given with --ref-ckpt-step, got only --ref-ckpt-step {step}; name the folder"
@@ -134,18 +139,15 @@ def remarks(c: Config) -> Iterator[str]:
         )
 
 
-def _check_reference(path: str, step: int | None) -> None:
+def _check_weights(flag_name: str, step_flag: str, path: str, step: int | None, remedy: str) -> None:
+    """The weights of a frozen model."""
     if step is not None:
-        _require_iteration("--ref-ckpt-step", path, step)
-    elif (
-        _latest("--ref-load", path) is None
-        and not _released("--ref-load", path)
-        and not holds_hf_weights(path)
-    ):
+        _require_iteration(step_flag, path, step)
+    elif _latest(flag_name, path) is None and not _released(flag_name, path) and not holds_hf_weights(path):
         got = "which holds neither" if Path(path).is_dir() else "which is no directory"
         raise ValueError(
-            f"--ref-load must name a Hugging Face directory with {HF_SINGLE} or {HF_INDEX}, or a folder with the "
-            f"{LATEST} that --save or slime's converter writes, got {path}, {got}; leave it out to use --hf-checkpoint"
+            f"{flag_name} must name a Hugging Face directory with {HF_SINGLE} or {HF_INDEX}, or a folder with the "
+            f"{LATEST} that --save or slime's converter writes, got {path}, {got}; {remedy}"
         )
 
 

@@ -158,3 +158,13 @@ def never_run(overrides: Values) -> Iterator[str]:
     for name in _NEVER_RUN:
         if overrides.get(name) not in (None, False, "none"):
             yield f"{spelled(name)}: passed to Megatron unchanged; never run here"
+
+
+def check_dropout(c: Config) -> None:
+    """Megatron's dropouts are off."""
+    for name in ("attention_dropout", "hidden_dropout"):
+        value = c.megatron.overrides.get(name, 0.0)
+        if value != 0:
+            raise ValueError(
+                f"{spelled(name)} must be 0, got {value}; log-probs of two passes must be those of one policy"
+            )

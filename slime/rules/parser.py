@@ -69,7 +69,11 @@ def parse_args(
 
 
 def _local_models(config: Config, download: bool) -> Config:
-    names = {"hf_checkpoint": config.rollout.hf_checkpoint, "ref_load": config.checkpoint.ref_load}
+    names = {
+        "hf_checkpoint": config.rollout.hf_checkpoint,
+        "ref_load": config.checkpoint.ref_load,
+        "opd_teacher_load": config.distillation.opd_teacher_load,
+    }
     local = {
         field: local_checkpoint(name, spelled(field), download=download)
         for field, name in names.items()

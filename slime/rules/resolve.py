@@ -56,6 +56,7 @@ def resolve(given: Values, notes: list[str] | None = None) -> Config:
     _evaluation(draft)
     _reference(draft)
     _dr_grpo(draft)
+    _distillation(draft)
     for name, source in FALLBACKS.items():
         if getattr(draft, name) is None:
             setattr(draft, name, getattr(draft, source))
@@ -152,6 +153,17 @@ def _dr_grpo(c: argparse.Namespace) -> None:
         c.dr_grpo_length = c.dr_grpo_length or c.rollout_max_response_len
 
 
+def _distillation(c: argparse.Namespace) -> None:
+    """Scripts of pure distillation name a reward that reads labels, and no labels: it cannot be computed."""
+    labels = c.rm_type not in (None, "random", "remote_rm", "zero")
+    if c.use_opd and labels and c.label_key is None and c.custom_rm_path is None:
+        c.notes.append(
+            f"--rm-type {c.rm_type} is taken as zero, as --use-opd is given and --label-key is not: the teacher alone "
+            "trains the policy"
+        )
+        c.rm_type = "zero"
+
+
 def _weight_update(c: argparse.Namespace) -> None:
     gpus: Literal["shared", "apart"] | None = None
     if c.device == "cuda":
@@ -225,7 +237,7 @@ def _remarks(c: Config) -> Iterator[str]:
         )
     if c.algorithm.use_kl_loss and not loss_of(c.algorithm).rewarded:
         yield (
-            f"--use-kl-loss has no effect with --loss-type {c.algorithm.loss_type}: no reference model is loaded"
+            f"--use-kl-loss has no effect with --loss-type {c.algorithm.loss_type}: there is no KL in this loss"
         )
     elif c.algorithm.use_kl_loss and c.algorithm.kl_loss_coef == 0:
         yield (

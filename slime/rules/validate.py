@@ -23,12 +23,13 @@ from slime.rules.algorithm import RULES as ALGORITHM
 from slime.rules.checkpoint import check_directories, check_saving
 from slime.rules.cluster import check_domains, check_hardware, check_offload
 from slime.rules.debug import check_profile_steps
+from slime.rules.distillation import check_distillation, check_teacher
 from slime.rules.experts import check_expert_flags
 from slime.rules.flags import own_flags
 from slime.rules.heads import check_heads
 from slime.rules.kernels import check_kernels
 from slime.rules.megatron import RULES as MEGATRON
-from slime.rules.megatron import check_padded_vocabulary
+from slime.rules.megatron import check_dropout, check_padded_vocabulary
 from slime.rules.model_args import check_model_args, model_arg_notes
 from slime.rules.off_policy import check_levels, check_off_policy, check_replayed_model, check_routing_replay
 from slime.rules.packages import check_packages
@@ -110,15 +111,6 @@ def _transformer_engine(c: Config) -> None:
             raise ValueError(
                 f"{flag} must be {wanted} with --transformer-impl transformer_engine, got {value}; "
                 "--transformer-impl local does that"
-            )
-
-
-def _dropout(c: Config) -> None:
-    for name in ("attention_dropout", "hidden_dropout"):
-        value = c.megatron.overrides.get(name, 0.0)
-        if value != 0:
-            raise ValueError(
-                f"{spelled(name)} must be 0, got {value}; log-probs of two passes must be those of one policy"
             )
 
 
@@ -356,7 +348,7 @@ TOGETHER: tuple[Rule, ...] = (
     _parallel_sizes,
     _transformer_engine,
     *MEGATRON,
-    _dropout,
+    check_dropout,
     _engines,
     check_domains,
     _staleness,
@@ -364,6 +356,7 @@ TOGETHER: tuple[Rule, ...] = (
     _batch_equation,
     _micro_batches,
     *ALGORITHM,
+    check_distillation,
     check_off_policy,
     check_levels,
     check_routing_replay,
@@ -375,6 +368,7 @@ TOGETHER: tuple[Rule, ...] = (
     check_profile_steps,
     _files,
     check_directories,
+    check_teacher,
     _hooks,
     _checkpoint,
     _model_args,

@@ -51,7 +51,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True):
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     min_p: _Share | None = None
-    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = MAX_NEW_TOKENS
+    max_new_tokens: _Count | None = MAX_NEW_TOKENS
     min_new_tokens: _Count | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[_Token] | None = None
@@ -138,11 +138,13 @@ _REFUSED_SAMPLING = {
 
 @dataclass(frozen=True)
 class OneRequest:
-    """One sample to generate. `params`: vLLM's, of which a missing `max_tokens` means what fits the context."""
+    """One sample to generate. `params`: vLLM's, of which a missing `max_tokens` means what fits the context. `scored`:
+    no token is asked for, only the log-probs of the prompt; vLLM makes one, which the answer leaves out."""
 
     prompt: str | list[int]
     params: dict[str, Any]
     rid: str | None
+    scored: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,8 @@ def parse(body: bytes) -> GenerateRequest:
         batched = batched or count > 1
         for copy in range(count):
             own = params if copy == 0 or "seed" not in params else {**params, "seed": params["seed"] + copy}
-            each.append(OneRequest(prompt, own, name if name is None or count == 1 else f"{name}-{copy}"))
+            named = name if name is None or count == 1 else f"{name}-{copy}"
+            each.append(OneRequest(prompt, own, named, scored=given.max_new_tokens == 0))
     return GenerateRequest(each, _wanted(fields), bool(fields.stream), batched)
 
 
@@ -197,6 +200,8 @@ def translate(given: SamplingFields) -> dict[str, Any]:
     params = {
         theirs: value for name, theirs in NAMES.items() if (value := getattr(given, name)) not in (None, [])
     }
+    if given.max_new_tokens == 0:
+        params["max_tokens"] = 1
     if given.seed is not None and given.sampling_seed not in (None, given.seed):
         raise ValueError(
             f"sampling_params.seed must equal sampling_params.sampling_seed, got {given.seed} and "

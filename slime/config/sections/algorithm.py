@@ -54,6 +54,14 @@ class AlgorithmConfig:
     kl_loss_coef: float = flag(0.0, "weight of the KL in the loss", range=COEFFICIENT)
     kl_loss_type: str = flag("k1", "KL estimator", choices=("k1", "k2", "k3", "low_var_kl"))
     use_unbiased_kl: bool = flag(False, "multiply the KL estimate by exp(log_probs - old_log_probs)")
+    dpo_beta: float = flag(
+        0.1, "weight of the log-ratio to the reference model, for --loss-type dpo", range=COEFFICIENT
+    )
+    dpo_label_smoothing: float = flag(
+        0.0,
+        "share of the pairs that are taken as labelled the wrong way round, for --loss-type dpo",
+        range=UNIT,
+    )
     ref_update_interval: int | None = flag(
         None, "number of rollouts between two copies of the policy into the reference model", range=COUNT
     )

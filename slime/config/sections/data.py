@@ -19,6 +19,8 @@ class DataConfig:
     )
     input_key: str = flag("input", "column of the prompt")
     label_key: str | None = flag(None, "column of the label; a.b means field b of column a")
+    chosen_key: str = flag("chosen", "column of the preferred response of a pair: text or chat messages")
+    rejected_key: str = flag("rejected", "column of the other response of a pair")
     metadata_key: str = flag("metadata", "column of the metadata of a prompt, an object")
     tool_key: str = flag("tools", "column of the tool descriptions")
     apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")

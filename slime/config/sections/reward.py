@@ -13,7 +13,7 @@ class RewardConfig:
     """How a response is scored, and how the score becomes training data."""
 
     rm_type: str | None = flag(
-        None, "built-in reward: math, deepscaler, dapo, gsm8k, gpqa, f1, random, remote_rm"
+        None, "built-in reward: math, deepscaler, dapo, gsm8k, gpqa, f1, random, zero, remote_rm"
     )
     reward_key: str | None = flag(None, "field of the reward to train on, if the reward is an object")
     eval_reward_key: str | None = flag(
@@ -31,7 +31,10 @@ class RewardConfig:
     overlong_penalty_factor: float = flag(
         1.0, "what the reward loses at the end of that zone", range=COEFFICIENT
     )
-    rm_url: str | None = flag(None, "address of the reward server for --rm-type remote_rm")
+    rm_url: str | None = flag(
+        None,
+        "address of the reward server for --rm-type remote_rm, or of the teacher for --opd-type sglang and vllm",
+    )
     reward_deadline_s: float = flag(600.0, "maximum seconds per call of a reward", range=SECONDS)
     custom_rm_path: str | None = flag(None, "async fn(args, sample) -> float | dict")
     custom_reward_post_process_path: str | None = flag(None, "fn(args, samples) -> (raw_rewards, rewards)")

@@ -10,6 +10,7 @@ from slime.config import Config
 from slime.config.sections.cluster import PARTS
 from slime.megatron_backend.checkpoint.weights import load_weights
 from slime.megatron_backend.model.gpt import build_model, unwrapped
+from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.megatron_backend.step.learner import Learner
 from slime.megatron_backend.step.residence import moving_speed
@@ -31,7 +32,7 @@ class Models(dict[str, nn.Module]):
         self.learners = {
             role.name: Learner(role, config, hf_config, info, timers) for role in roles if role.trained
         }
-        frozen = {role.name: _frozen(role, config, hf_config) for role in roles if not role.trained}
+        frozen = {role.name: _frozen(role, config) for role in roles if not role.trained}
         super().__init__({name: learner.model for name, learner in self.learners.items()} | frozen)
         self.policy = self.learners[POLICY.name]
         self.estimate = estimate(config, hf_config)
@@ -67,9 +68,9 @@ class Models(dict[str, nn.Module]):
         vars(self).clear()
 
 
-def _frozen(role: Role, config: Config, hf_config: dict[str, Any]) -> nn.Module:
+def _frozen(role: Role, config: Config) -> nn.Module:
     """The model of a role that is not trained, with its weights and without gradients."""
-    model = build_model(hf_config, config, ddp=False)
+    model = build_model(load_hf_config(role.shape(config)), config, ddp=False)
     source = role.source(config)
     load_weights(model, source.directory, source.iteration)
     return model

@@ -184,7 +184,8 @@ def scorers_of(
 ) -> list[Scorer]:
     """The scorers of a run in their order in a step. `models`: by the names of their roles."""
     found: list[Scorer] = []
-    for role in roles_of(config) if loss_of(config.algorithm).rewarded else ():
+    rewarded = loss_of(config.algorithm).rewarded
+    for role in (role for role in roles_of(config) if rewarded or role is not POLICY):
         model = models[role.name]
         per_token: PerToken = partial(values_per_token, model, info)
         if role.head == "lm":

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from slime import operators
+from slime.algo.distillation import subtract_penalties
 from slime.algo.losses import loss_of
 from slime.algo.needs import columns_read
 from slime.algo.ppo import compute_advantages_and_returns
@@ -129,6 +130,7 @@ class MegatronTrainer:
         if not flags.disable_compute_advantages_and_returns and loss_of(flags).rewarded:
             if flags.custom_advantage_function_path:
                 self._hook("custom_advantage_function_path", self.args, data)
+                subtract_penalties(self.args, data)
             else:
                 compute_advantages_and_returns(self.args, data, dp_group=self.info.dp_group)
         data.reach("advantages")

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import time
+from argparse import Namespace
 from typing import Any
 
 import aiohttp
@@ -19,6 +20,7 @@ from rollout_double import make_args
 from transformers import AutoTokenizer
 
 from slime import http
+from slime.rollout.on_policy_distillation import teach
 from slime.rollout.state import GenerateState
 from slime.types import Sample
 from slime.utils.http_utils import get, post
@@ -149,6 +151,24 @@ def test_prompt_and_top_log_probs_with_their_text(stack: Stack, url: str) -> Non
         assert row[2] == tokenizer.decode([row[1]]) and len(top) == 3
         assert [value for value, *_ in top] == sorted((value for value, *_ in top), reverse=True)
         assert row[0] <= top[0][0]
+
+
+def test_no_new_token_is_a_score_of_the_prompt(stack: Stack, url: str) -> None:
+    body = sampled(max_new_tokens=0) | {"logprob_start_len": 1}
+    made = ask(url, body)
+    assert (made["output_ids"], made["text"], made["meta_info"]["output_token_logprobs"]) == ([], "", [])
+    assert len(made["meta_info"]["input_token_logprobs"]) == len(PROMPT) - 1
+
+
+def test_a_teacher_behind_both_protocols_scores_a_sample(stack: Stack, url: str) -> None:
+    """SGLang's /generate at the gateway, and vLLM's own /v1/completions at the engine."""
+    expected = hf_log_probs(stack.checkpoint, PROMPT[:2], PROMPT[2:], 1.0)
+    at_engine = stack.pool.engine_urls[0] + ROUTED + "/v1/completions"
+    for kind, address in (("sglang", url + "/generate"), ("vllm", at_engine)):
+        args = Namespace(use_opd=True, opd_type=kind, rm_url=address)
+        sample = Sample(tokens=PROMPT, response_length=len(PROMPT) - 2, status=Sample.Status.COMPLETED)
+        asyncio.run(teach(args, [sample]))
+        assert sample.teacher_log_probs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def test_batches_and_several_samples_of_a_prompt(stack: Stack, url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from slime.rules.checkpoint import check_directories
 
 PPO = {"advantage_estimator": "ppo"}
 KL = {"use_kl_loss": True}
+OPD = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "teacher"}
 
 
 def names(roles) -> list[str]:
@@ -35,6 +37,12 @@ def names(roles) -> list[str]:
             "ref_log_probs (reference) -> values (critic) -> old_log_probs (policy) -> train critic -> train policy",
         ),
         (PPO | KL | {"loss_type": "sft_loss"}, "policy", "train policy"),
+        (
+            OPD | KL,
+            "reference teacher policy",
+            "ref_log_probs (reference) -> teacher_log_probs (teacher) -> old_log_probs (policy) -> train policy",
+        ),
+        (OPD | {"opd_type": "vllm"}, "policy", "old_log_probs (policy) -> train policy"),
         ({"advantage_estimator": "gspo"}, "policy", "old_log_probs (policy) -> train policy"),
         ({"global_batch_size": 4}, "policy", "old_log_probs (policy) -> train policy"),
     ],
@@ -65,6 +73,17 @@ def test_memory_and_loading_count_every_role(root):
         for name in ("weights", "critic weights")
     )
     assert big - small == 4 * hf["vocab_size"] * hf["hidden_size"]
+    large = root / "large"
+    large.mkdir(exist_ok=True)
+    (large / "config.json").write_text(json.dumps(hf | {"num_hidden_layers": 8}))
+    opd = make_config(root, **OPD | {"opd_teacher_load": str(large)})
+    teacher = estimate(opd, hf).kept[-1]
+    wanted = next(
+        item for item in estimate(opd, hf | {"num_hidden_layers": 8}).kept if item.name == "weights"
+    )
+    assert (teacher.name, teacher.bytes) == ("teacher", wanted.bytes) and wanted.bytes > 2 * of["weights"]
+    read = {item.name: item.bytes for item in loading(opd, hf)}
+    assert read["teacher read"] == wanted.bytes and read["weights read"] == of["weights"]
     assert "for the critic too" in next(loading(make_config(root, **PPO), hf)).arithmetic
 
 

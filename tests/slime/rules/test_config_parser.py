@@ -68,7 +68,10 @@ def test_the_last_of_a_repeated_flag_wins_and_append_collects(argv):
         (["--lr", "abc"], "--lr must be of type float, got 'abc'"),
         (["--lr"], "--lr must be followed by one value, got 0: none"),
         (["--num-rollout", "3", "4"], "--num-rollout must be followed by one value, got 2: 3 4"),
-        (["--loss-type", "sft"], "--loss-type must be one of policy_loss, sft_loss, custom_loss, got sft"),
+        (
+            ["--loss-type", "sft"],
+            "--loss-type must be one of policy_loss, sft_loss, dpo, custom_loss, got sft",
+        ),
         (["--colocate", "maybe"], "--colocate must stand alone or be true or false, got 'maybe'"),
         (["--train-env-vars", "A=1"], "--train-env-vars must be a JSON object, got 'A=1'"),
         (["--train-env-vars", "[1]"], "--train-env-vars must be a JSON object, got '[1]'"),
@@ -102,8 +105,8 @@ def test_unsupported_flags_pass_at_their_default_only(argv):
             ["--update-weight-mode", "delta"],
             "--update-weight-mode must be left at full in this version, got delta",
         ),
-        (["--use-opd"], "--use-opd must be left out in this version, got --use-opd; on-policy distillation"),
-        (["--opd-teacher-load", "x"], "--opd-teacher-load must be left out in this version, got x"),
+        (["--use-opd"], "--opd-type must be given with --use-opd, got none"),
+        (["--opd-teacher-load", "x"], "--use-opd must be given with --opd-teacher-load, got only x"),
         (
             ["--num-critic-only-steps", "2"],
             "--num-critic-only-steps must be left out with --advantage-estimator grpo, got 2",

@@ -163,7 +163,7 @@ def test_supervised_training_needs_no_reference(argv):
     c = parse_args([*sft, "--use-kl-loss"])
     assert REFERENCE not in roles_of(c)
     assert [n for n in c.notes if "KL" in n or "kl" in n] == [
-        "--use-kl-loss has no effect with --loss-type sft_loss: no reference model is loaded"
+        "--use-kl-loss has no effect with --loss-type sft_loss: there is no KL in this loss"
     ]
     for flags, name in (("--use-kl-loss --kl-loss-coef 0.1", "kl-loss-coef"), ("--kl-coef 0.1", "kl-coef")):
         with pytest.raises(ValueError, match=f"^--{name} must be 0 with --loss-type sft_loss, got 0.1"):

@@ -70,6 +70,14 @@ PARALLEL = (
     "--attention-softmax-in-fp32 --attention-backend flash "
 )
 BASE = WEIGHTS + DATA + ROLLOUT + GRPO + OPTIMIZER + PARALLEL
+APART = (
+    "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 1 "
+)
+OPD = (
+    "--prompt-data {dir}/prompts.jsonl --input-key prompt --apply-chat-template --num-rollout 300 "
+    "--rollout-batch-size 16 --n-samples-per-prompt 4 --rollout-max-response-len 1024 --global-batch-size 64 "
+    "--advantage-estimator grpo --use-opd --opd-kl-coef 1.0 --use-kl-loss --kl-loss-coef 0.00 "
+)
 LAUNCHES = {
     "dense, colocated": "--colocate --actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus 8 "
     "--rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.7 --use-wandb --wandb-project p --wandb-key x "
@@ -84,6 +92,11 @@ LAUNCHES = {
     "--sglang-deepep-mode auto --sglang-speculative-algorithm EAGLE --sglang-speculative-num-steps 3 "
     "--sglang-speculative-eagle-topk 1 --sglang-speculative-num-draft-tokens 4 --sglang-watchdog-timeout 3600 "
     "--moe-enable-deepep " + BASE + MODEL + MOE + "--moe-token-dispatcher-type flex",
+    "distillation on the trainer's ranks": APART + OPD + "--rm-type math --opd-type megatron "
+    "--opd-teacher-load {dir}/model_torch_dist " + WEIGHTS + OPTIMIZER + PARALLEL + MODEL,
+    "distillation from a server": APART + OPD + "--opd-type sglang --rm-url http://127.0.0.1:13141/generate "
+    "--custom-rm-path slime.rollout.on_policy_distillation.reward_func --custom-reward-post-process-path "
+    "slime.rollout.on_policy_distillation.post_process_rewards " + WEIGHTS + OPTIMIZER + PARALLEL + MODEL,
     "supervised": "--actor-num-nodes 1 --actor-num-gpus-per-node 8 "
     "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss "
     "--calculate-per-token-loss --disable-compute-advantages-and-returns --debug-train-only --num-epoch 3 "
@@ -146,7 +159,7 @@ def test_one_report_has_every_reason(folder, capsys):
     for reason in (
         "--sglang-enable-lora must be left out; adapters are not supported",
         "--lrr is not a known flag; did you mean --lr?",
-        "--use-opd must be left out in this version",
+        "--opd-type must be given with --use-opd",
         "--custom-config-path must name a YAML file",
         "--custom-rm-path must name a module that can be imported, got 'nowhere.f'",
         "--num-layers is 5, config.json says 4",

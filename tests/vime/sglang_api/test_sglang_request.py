@@ -121,8 +121,8 @@ def test_what_the_answer_must_hold() -> None:
         ({"sampling_params": {"top_p": 0}}, "sampling_params.top_p must be float > 0.0, got 0"),
         ({"sampling_params": {"top_k": 1.5}}, "sampling_params.top_k must be int | null, got 1.5"),
         (
-            {"sampling_params": {"max_new_tokens": 0}},
-            "sampling_params.max_new_tokens must be int >= 1, got 0",
+            {"sampling_params": {"max_new_tokens": -1}},
+            "sampling_params.max_new_tokens must be int >= 0, got -1",
         ),
         ({"sampling_params": {"n": 0}}, "sampling_params.n must be int >= 1, got 0"),
         ({"sampling_params": {"stop": [1]}}, r"sampling_params.stop\[0\] must be str, got 1"),

@@ -229,7 +229,7 @@ class _Job:
         self.tokenizer = engine.llm.get_tokenizer()
         prompt = one.prompt
         self.prompt: list[int] = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        self.rid = one.rid or uuid4().hex
+        self.rid, self.scored = one.rid or uuid4().hex, one.scored
         self.name = f"{self.rid}-{uuid4().hex}"
         self.params = _sampling(engine, one.params, self.prompt, self.wanted, stream=request.stream)
         self.began = time.perf_counter()
@@ -246,7 +246,7 @@ class _Job:
 
     def of(self, output: RequestOutput) -> dict[str, object]:
         completion = output.outputs[0]
-        ids = list(completion.token_ids)
+        ids = [] if self.scored else list(completion.token_ids)
         live = self.engine.versions()
         meta: dict[str, object] = {
             "id": self.rid,
@@ -260,7 +260,8 @@ class _Job:
         }
         wanted = self.wanted
         if wanted.log_probs:
-            meta |= _log_probs(completion, wanted, self.tokenizer)
+            made = _log_probs(completion, wanted, self.tokenizer)
+            meta |= {name: [] for name in made} if self.scored else made
         if wanted.prompt_from is not None and output.prompt_logprobs is not None:
             meta["input_token_logprobs"] = _of_prompt(
                 cast("FlatLogprobs", output.prompt_logprobs), self.prompt, wanted, self.tokenizer
@@ -268,7 +269,7 @@ class _Job:
         if wanted.experts and completion.routed_experts is not None:
             rows = np.ascontiguousarray(completion.routed_experts, np.int32)
             meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
-        return {"text": completion.text, "output_ids": ids, "meta_info": meta}
+        return {"text": "" if self.scored else completion.text, "output_ids": ids, "meta_info": meta}
 
 
 def _sampling(

@@ -1,0 +1,70 @@
+"""Losses of preference pairs: the chosen and the rejected response of one prompt, side by side in a micro-batch.
+
+Pure functions of tensors. R response tokens of the micro-batch, of 2 B samples: chosen, rejected, chosen, rejected.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from slime.algo.token_columns import Losses, TokenColumns
+
+
+def dpo_loss(args: Namespace, t: TokenColumns) -> Losses:
+    """`-(1 - eps) * logsigmoid(z) - eps * logsigmoid(-z)`, the mean over pairs: direct preference optimization
+    (2305.18290), with label smoothing eps.
+
+    `z = beta * ((log_probs - ref_log_probs) * mask).sum()` of the chosen sample, minus that of the rejected one.
+    Metrics under TRL's names: rewards/chosen and rewards/rejected are the two terms of z.
+    """
+    chosen, rejected = pairs_of(t, (t.log_probs - t["ref_log_probs"]) * t.mask)
+    chosen, rejected = args.dpo_beta * chosen, args.dpo_beta * rejected
+    return _preference(args, t, chosen, rejected)
+
+
+def _preference(args: Namespace, t: TokenColumns, chosen: Tensor, rejected: Tensor) -> Losses:
+    """The loss of the scores [B] of each pair, and its metrics."""
+    loss, sums = preference_loss(chosen, rejected, t.normaliser, label_smoothing=args.dpo_label_smoothing)
+    return loss, sums, {}
+
+
+def preference_loss(
+    chosen: Tensor, rejected: Tensor, pairs: float, *, label_smoothing: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`(-(1 - eps) * logsigmoid(z) - eps * logsigmoid(-z)).sum() / pairs` of `z = chosen - rejected`, [B] each, and
+    metrics to sum. `pairs`: of the whole optimizer step."""
+    z = chosen - rejected
+    loss = -((1 - label_smoothing) * logsigmoid(z) + label_smoothing * logsigmoid(-z)).sum() / pairs
+    means = {
+        "loss": loss * pairs,
+        "rewards/chosen": chosen.sum(),
+        "rewards/rejected": rejected.sum(),
+        "rewards/margins": z.sum(),
+        "rewards/accuracies": (z > 0).float().sum(),
+    }
+    return loss, {name: value.detach() / pairs for name, value in means.items()}
+
+
+def pairs_of(t: TokenColumns, per_token: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums over the tokens of each chosen and each rejected sample, [B] each; differentiable."""
+    count = len(t.response_lengths)
+    sums = per_token.new_zeros(count).index_add(0, t.sample_of_row, per_token)
+    chosen, rejected = sums[0::2], sums[1::2]
+    require_pairs(t["preference"], t.sample_of_row, count)
+    return chosen, rejected
+
+
+def require_pairs(preference: Tensor, sample_of_row: Tensor, count: int) -> None:
+    """ValueError unless the samples are chosen and rejected in turn: preference [R] is 1, -1, 1, ..."""
+    signs = preference.new_zeros(count).index_copy(0, sample_of_row, preference)
+    wanted = torch.ones_like(signs)
+    wanted[1::2] = -1
+    if count % 2 or not torch.equal(signs, wanted):
+        raise ValueError(
+            f"a micro-batch of pairs must have chosen and rejected samples in turn, got {signs.tolist()}; use "
+            "--rollout-function-path slime.rollout.sft_rollout.generate_pairs"
+        )

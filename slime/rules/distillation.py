@@ -1,0 +1,115 @@
+"""Rules of on-policy distillation: where the teacher is, and that its tokens are those of the policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from slime.algo.losses import loss_of
+from slime.checkpoints.hf_config import read_hf_config
+from slime.config.fields import specs_of, spelled
+from slime.config.problems import given
+from slime.config.schema import Config
+from slime.config.sections.distillation import DistillationConfig
+from slime.models import decoder_of
+from slime.models.decoder import Hf
+from slime.plan.stages import check_stages
+from slime.roles import TEACHER, roles_of
+from slime.rules.heads import check_heads
+
+
+def check_distillation(c: Config) -> None:
+    """The flags of a teacher fit together, and something reads its log-probs."""
+    flags = c.distillation
+    if not flags.use_opd:
+        for name, spec in specs_of(DistillationConfig).items():
+            if (value := c.value_of(name)) != spec.default:
+                raise ValueError(
+                    f"--use-opd must be given with {spelled(name)}, got only {value}; add it, or leave the flag out"
+                )
+        return
+    if flags.opd_type is None:
+        raise ValueError(
+            "--opd-type must be given with --use-opd, got none; megatron loads the teacher on the trainer's ranks, "
+            "sglang and vllm ask a server at --rm-url"
+        )
+    if not loss_of(c.algorithm).rewarded or c.algorithm.disable_compute_advantages_and_returns:
+        what = (
+            f"--loss-type {c.algorithm.loss_type}"
+            if not loss_of(c.algorithm).rewarded
+            else "--disable-compute-advantages-and-returns"
+        )
+        raise ValueError(
+            f"--use-opd must not be combined with {what}, got both; the KL to the teacher is a part of advantages"
+        )
+    on_ranks = flags.opd_type == "megatron"
+    if on_ranks and flags.opd_teacher_load is None:
+        raise ValueError(
+            "--opd-teacher-load must be given with --opd-type megatron, got none; name the teacher's weights"
+        )
+    for name in ("opd_teacher_load", "opd_teacher_ckpt_step"):
+        if not on_ranks and (value := c.value_of(name)) is not None:
+            raise ValueError(
+                f"{spelled(name)} must be left out with --opd-type {flags.opd_type}, got {value}; the teacher's server "
+                "has its weights: name its address in --rm-url"
+            )
+    brought = c.rollout.custom_generate_function_path or c.rollout.rollout_sample_hook_path
+    hooked = brought or c.reward.custom_rm_path or c.reward.custom_reward_post_process_path
+    if not on_ranks and c.reward.rm_url is None and not (hooked or c.debug.load_debug_rollout_data):
+        raise ValueError(
+            f"--rm-url must be given with --opd-type {flags.opd_type}, got none; name the teacher's server"
+        )
+
+
+def check_teacher(c: Config) -> None:
+    """The model of a teacher on the trainer's ranks: the policy's vocabulary, and layers that its layout can hold."""
+    if TEACHER not in roles_of(c) or c.distillation.opd_teacher_load is None:
+        return
+    mine, its = given(c.rollout.hf_checkpoint), TEACHER.shape(c)
+    if its == mine:
+        return
+    policy, teacher = read_hf_config(mine), read_hf_config(its)
+    _check_vocabulary(mine, its, policy, teacher)
+    decoder = decoder_of(teacher)
+    try:
+        check_heads(c, decoder)
+        check_stages(c.megatron, len(decoder.layers))
+    except ValueError as error:
+        text = f"--opd-teacher-load must fit the trainer's parallel sizes, got {its}: {error}"
+        raise ValueError(text) from error
+    if decoder.stateful and c.data.share_prompts and not decoder_of(policy).stateful:
+        raise ValueError(
+            f"--no-share-prompts must be given for a teacher whose layers have a state, got {its}; the state after "
+            "a prompt that samples share is not kept: give the flag"
+        )
+
+
+def _check_vocabulary(mine: str, its: str, policy: Hf, teacher: Hf) -> None:
+    known = _tokens(mine), _tokens(its)
+    if known[0] and known[1] and known[0] != known[1]:
+        other = sum(known[1].get(token) != i for token, i in known[0].items())
+        raise ValueError(
+            f"--opd-teacher-load must have the tokenizer of --hf-checkpoint, as it scores its ids, got {its}, which "
+            f"has another id or none for {other} of {len(known[0])} tokens; take a teacher of the same family"
+        )
+    sizes: tuple[int, int] = (policy["vocab_size"], teacher["vocab_size"])
+    rows = sizes[1] - sizes[0]
+    if rows and not (all(known) and rows > 0):  # the same tokens may have more rows that pad the matrix
+        raise ValueError(
+            "--opd-teacher-load must have the vocabulary of --hf-checkpoint, as it scores its ids, got vocab_size "
+            f"{sizes[1]} in {its} and {sizes[0]} in {mine}; take a teacher of the same family"
+        )
+
+
+def _tokens(checkpoint: str) -> dict[str, int]:
+    """Token -> id of tokenizer.json; empty without such a file or with a list of pieces."""
+    path = Path(checkpoint) / "tokenizer.json"
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = content.get("model", {}).get("vocab", {})
+    if not isinstance(vocabulary, dict):
+        vocabulary = {piece[0]: i for i, piece in enumerate(vocabulary)}
+    return vocabulary | {
+        token.get("content", f"id {token['id']}"): token["id"] for token in content.get("added_tokens", [])
+    }

@@ -1,0 +1,128 @@
+"""Rows of preference pairs: text and messages, with and without a prompt, and each named error; and the rollout."""
+
+from __future__ import annotations
+
+import pytest
+from rollout_double import make_args, make_state, make_tokenizer, write_lines
+
+from slime.config.sections.data import DataConfig
+from slime.config.sections.megatron import MegatronConfig
+from slime.data.prompts import load_prompts
+from slime.data.rows import Columns
+from slime.data.siblings import plan_together
+from slime.data.source import PromptDataSource
+from slime.rollout.sft_rollout import generate_pairs
+
+PAIR = Columns(input_key="prompt", chosen_key="chosen", rejected_key="rejected")
+HF = {
+    "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
+    "head_dim": 8, "intermediate_size": 8, "vocab_size": 16, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "max_position_embeddings": 64, "hidden_act": "silu", "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def user(text, **more):
+    return {"role": "user", "content": text, **more}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def loaded(tmp_path, row):
+    return load_prompts(write_lines(tmp_path / "pairs.jsonl", [row]), PAIR)[0]
+
+
+OLD = {"step_loss_mask": 0}
+WANTED = {
+    "chosen": [user("1+1", **OLD), assistant("2")],
+    "rejected": [user("1+1", **OLD), assistant("3")],
+}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1+1", "chosen": "2", "rejected": "3"},
+        {"prompt": [user("1+1")], "chosen": [assistant("2")], "rejected": [assistant("3")]},
+        {"chosen": [user("1+1"), assistant("2")], "rejected": [user("1+1"), assistant("3")]},
+        {"prompt": "1+1", "chosen": [user("1+1"), assistant("2")], "rejected": [user("1+1"), assistant("3")]},
+    ],
+)
+def test_every_form_of_a_pair(tmp_path, row):
+    prompt = loaded(tmp_path, {"metadata": {"source": "a"}, **row})
+    assert prompt.metadata == {"source": "a", **WANTED} and prompt.text == WANTED["chosen"]
+
+
+def test_turns_that_both_have_are_not_trained(tmp_path):
+    start = [user("a"), assistant("b"), user("c")]
+    row = {"prompt": start, "chosen": "d", "rejected": [assistant("e"), user("f"), assistant("g")]}
+    found = loaded(tmp_path, row).metadata
+    old = [{**turn, **OLD} for turn in start]
+    assert found["chosen"] == [*old, assistant("d")]
+    assert found["rejected"] == [*old, assistant("e"), user("f"), assistant("g")]
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "column 'rejected' is missing, got columns .*set --rejected-key"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": 3},
+            "column 'rejected' must be a text or a list of messages",
+        ),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "b"},
+            "the responses of a pair must differ in an assistant",
+        ),
+        (
+            {"chosen": "b", "rejected": "c"},
+            "messages of column 'chosen' must begin with a system or user turn",
+        ),
+        ({"prompt": "a", "chosen": [{"content": "x"}], "rejected": "c"}, "must be an object with a role"),
+    ],
+)
+def test_a_wrong_row_is_named(tmp_path, row, rule):
+    with pytest.raises(ValueError, match=f"pairs.jsonl:1: .*{rule}|{rule}"):
+        loaded(tmp_path, row)
+
+
+def test_pairs_become_samples(tmp_path):
+    rows = [{"prompt": f"{i}+1", "chosen": "2", "rejected": "34"} for i in range(3)]
+    args = make_args(
+        prompt_data=write_lines(tmp_path / "pairs.jsonl", rows),
+        input_key="prompt",
+        loss_type="dpo",
+        rollout_batch_size=3,
+        n_samples_per_prompt=1,
+    )
+    args.rollout_state = make_state(args, None)
+    groups = generate_pairs(args, 0, PromptDataSource(args)).samples
+    tokenizer = make_tokenizer()
+    assert len(groups) == 3
+    for i, (chosen, rejected) in enumerate(groups):
+        assert chosen.rollout_id == rejected.rollout_id == i and chosen.group_index == rejected.group_index
+        for sample, answer, sign in ((chosen, "2", 1.0), (rejected, "34", -1.0)):
+            assert sample.columns["preference"] == [sign] * sample.response_length
+            trained = [
+                t
+                for t, m in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True)
+                if m
+            ]
+            assert tokenizer.decode(trained) == answer + "<|im_end|>"
+            assert f"{i}+1" in tokenizer.decode(sample.tokens)
+    with pytest.raises(ValueError, match="--eval-interval must not be set for preference pairs"):
+        generate_pairs(args, 0, PromptDataSource(args), evaluation=True)
+
+
+def test_samples_of_a_rollout_share_a_micro_batch():
+    lengths, rollouts = [9, 3, 4, 4, 8, 8, 2, 2], [0, 0, 1, 1, 2, 2, 3, 3]
+    dynamic = DataConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=16, global_batch_size=4)
+    found = plan_together(dynamic, MegatronConfig(), lengths, rollouts, 2, HF, lengths)
+    bins = [of_bin for rank in found.ranks for step in rank for of_bin in step]
+    assert all(b[k + 1] == b[k] + 1 and b[k] % 2 == 0 for b in bins for k in range(0, len(b), 2))
+    assert sorted(i for b in bins for i in b) == list(range(8))
+    assert found.global_batch_sizes == [4]
+    static = DataConfig(micro_batch_size=2, global_batch_size=4)
+    found = plan_together(static, MegatronConfig(), lengths, rollouts, 1, HF, lengths)
+    assert found.ranks == [[[[0, 1, 2, 3], [4, 5, 6, 7]]]]
