@@ -375,6 +375,17 @@ def test_sleeping_engines_answer_when_they_wake(stack: Stack) -> None:
     assert found[0].log_probs
 
 
+def server_of(url: str) -> psutil.Process:
+    """The server that listens at `url`. Other test files have engines of their own under the same process."""
+    port = f"--port {urlsplit(url).port} "
+    (found,) = (
+        process
+        for process in psutil.Process().children(recursive=True)
+        if port in command_line(process) + " " and "supervise" not in command_line(process)
+    )
+    return found
+
+
 def test_a_killed_engine_comes_back_with_the_last_weights(stack: Stack) -> None:
     update = stack.push(stack.other)
     url = stack.pool.engine_urls[0]
@@ -385,11 +396,8 @@ def test_a_killed_engine_comes_back_with_the_last_weights(stack: Stack) -> None:
         )
     )
     thread.start()
-    time.sleep(0.6)
-    for process in psutil.Process().children(recursive=True):
-        if "vllm.entrypoints" in command_line(process) and "supervise" not in command_line(process):
-            os.kill(process.pid, signal.SIGKILL)
-            break
+    time.sleep(0.2)  # 300 tokens take a second
+    os.kill(server_of(url).pid, signal.SIGKILL)
     thread.join()
     assert stack.pool.engine_urls != [url]
     assert len(found) == 16
