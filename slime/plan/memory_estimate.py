@@ -119,7 +119,9 @@ def role_memory(c: Config, shape: Shape, role: Role) -> Iterator[Item]:
     """The state of one role. Mixed precision keeps fp32 main weights and Adam's two fp32 moments."""
     size, grad = BYTES[c.megatron.params_dtype], _grad_bytes(c)
     main = 0 if c.megatron.params_dtype == "float32" else 4
-    kinds = list(rank_params(c, shape, predicts=None if role is POLICY else False, head=role.head == "lm"))
+    kinds = list(
+        rank_params(c, shape, predicts=None if role is POLICY else False, head=not role.has_values(c))
+    )
     of_role = "" if role is POLICY else f"{role.name} "
     weights = f"{of_role}weights" if role.trained else role.name
     of = role if role.trained else None
@@ -129,7 +131,7 @@ def role_memory(c: Config, shape: Shape, role: Role) -> Iterator[Item]:
         return
     trained = list(
         rank_params(
-            c, shape, predicts=None if role is POLICY else False, head=role.head == "lm", trained=True
+            c, shape, predicts=None if role is POLICY else False, head=not role.has_values(c), trained=True
         )
     )
     for kind, params, share, ranks, _ in trained:
@@ -157,7 +159,11 @@ def host_memory(c: Config, shape: Shape) -> Iterator[Item]:
         if role.trained:
             of_role = "" if role is POLICY else f"{role.name} "
             for kind, params, share, ranks, shards in rank_params(
-                c, shape, predicts=None if role is POLICY else False, head=role.head == "lm", trained=True
+                c,
+                shape,
+                predicts=None if role is POLICY else False,
+                head=not role.has_values(c),
+                trained=True,
             ):
                 how = f"{share} x 16 B{ranks} / {shards} shards{_part(moved)}"
                 yield Item(f"{kind}{of_role}optimizer", params * 16 / shards * moved, how)
