@@ -234,6 +234,8 @@ def _chosen(name: str, config: Config, device_type: str) -> tuple[str, str, bool
 def headline(config: Config) -> str:
     """The line above the decisions."""
     head, reason = loss_head(config)
+    if head == VALUES:
+        return f"--rlk-fast {config.kernels.rlk_fast}, {reason}"
     return f"--rlk-fast {config.kernels.rlk_fast}, the loss has its log-probs from {head.name}" + (
         f": {reason}" if reason else ""
     )

@@ -15,7 +15,7 @@ from slime.config import Config
 from slime.models import Layer
 from slime.models.decoder import Hf
 from slime.models.selection import Selection
-from slime.operators import NATIVE, loss_head
+from slime.operators import NATIVE, VALUES, loss_head
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params, stage_layers
 from slime.plan.stages import micro_batch_group, stages_of
@@ -316,6 +316,8 @@ def head_memory(c: Config, shape: Shape, tokens: int) -> tuple[float, str]:
     head, _ = loss_head(c)
     if not head.has_logits:
         rows = 2 * tokens * shape.hidden * size
+        if head == VALUES:
+            return rows, f"{amount(rows)} of hidden states"
         if c.cluster.device != "cuda":  # the references work in one block of float32
             how = f"{count(tokens)} tokens x {columns:.0f} columns x 8 B, references"
             return rows + tokens * columns * 8, how

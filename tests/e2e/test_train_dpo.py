@@ -9,7 +9,7 @@ import torch
 import transformers
 from train_fixtures import ROOT, World, make_world, rows, run, vime
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,7 @@ def test_the_example_learns_to_prefer(world: World) -> None:
     assert loss[-1] < 0.3 and right[-1] > 0.95
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_for_transformers(world: World) -> None:
     hf = world.root / "reward"
     kind = ("--loss-type", "reward_model", "--num-rollout", "10")
