@@ -50,6 +50,9 @@ LOGITS = Head("logp")
 NATIVE = Head("native")
 """Megatron's logits and plain PyTorch, with no operator."""
 
+VALUES = Head("value head", has_logits=False)
+"""One value per token, of a reward model, with no operator."""
+
 HEADS = (ONE_PASS, LINEAR, LOGITS)
 """The heads that are operators, in order of preference."""
 
@@ -76,6 +79,8 @@ def loss_head(config: Config) -> tuple[Head, str]:
     A loss that needs whole sequences cannot be computed block by block of tokens. The head is NATIVE with --rlk-fast
     off, for a custom loss, and when --rl-kernel-ops has no operator for log-probs.
     """
+    if loss_of(config.algorithm).head == "value":
+        return VALUES, f"--loss-type {config.algorithm.loss_type} reads values"
     if config.kernels.rlk_fast == "off":
         return NATIVE, "--rlk-fast off"
     if loss_of(config.algorithm).objective is None:
@@ -229,6 +234,8 @@ def _chosen(name: str, config: Config, device_type: str) -> tuple[str, str, bool
 def headline(config: Config) -> str:
     """The line above the decisions."""
     head, reason = loss_head(config)
+    if head == VALUES:
+        return f"--rlk-fast {config.kernels.rlk_fast}, {reason}"
     return f"--rlk-fast {config.kernels.rlk_fast}, the loss has its log-probs from {head.name}" + (
         f": {reason}" if reason else ""
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from slime.algo.token_columns import Losses, TokenColumns
@@ -28,6 +28,8 @@ class Loss:
     rollout; otherwise on given responses."""
     pairs: bool = False
     """It trains on preference pairs, whose samples share a micro-batch."""
+    head: Literal["lm", "value"] = "lm"
+    """What the objective gets as `t.log_probs`: log-probs, or the values of a head with one value per token."""
     surrogate: bool = False
     """It takes the policy loss of --advantage-estimator, with KL and entropy."""
     entropy: bool = False
@@ -54,6 +56,26 @@ def _preference(args: Namespace, t: TokenColumns) -> Losses:
     from slime.algo.preference import dpo_loss
 
     return dpo_loss(args, t)
+
+
+def _rewards(args: Namespace, t: TokenColumns) -> Losses:
+    from slime.algo.preference import reward_loss
+
+    return reward_loss(args, t)
+
+
+def _no_engine(c: Config) -> None:
+    """Engines generate, and a model with a value head cannot; nor can it predict tokens ahead."""
+    if not c.debug.debug_train_only:
+        raise ValueError(
+            f"--debug-train-only must be given with --loss-type {c.algorithm.loss_type}, got none; a reward model has "
+            "no engine"
+        )
+    if c.algorithm.enable_mtp_training:
+        raise ValueError(
+            f"--enable-mtp-training must be left out with --loss-type {c.algorithm.loss_type}, got both; a reward "
+            "model predicts no tokens"
+        )
 
 
 def _pairs_given(c: Config) -> None:
@@ -98,6 +120,14 @@ LOSSES: dict[str, Loss] = {
             pairs=True,
             reads=frozenset({"ref_log_probs"}),
             checks=(_pairs_given,),
+        ),
+        Loss(
+            "reward_model",
+            _rewards,
+            rewarded=False,
+            pairs=True,
+            head="value",
+            checks=(_pairs_given, _no_engine),
         ),
         Loss("custom_loss", None, reads=frozenset({"old_log_probs"}), checks=(_function_given,)),
     )

@@ -26,6 +26,18 @@ def dpo_loss(args: Namespace, t: TokenColumns) -> Losses:
     return _preference(args, t, chosen, rejected)
 
 
+def reward_loss(args: Namespace, t: TokenColumns) -> Losses:
+    """`-logsigmoid(score of chosen - score of rejected)`, the mean over pairs: Bradley-Terry (2203.02155, section 3.5).
+
+    `t.log_probs` are values per response token, and the score of a sample is that of its last one.
+    """
+    last = torch.tensor(t.response_lengths, device=t.log_probs.device).cumsum(0) - 1
+    scores = t.log_probs[last]
+    require_pairs(t["preference"], t.sample_of_row, len(last))
+    loss, sums = preference_loss(scores[0::2], scores[1::2], t.normaliser, label_smoothing=0.0)
+    return loss, sums, {}
+
+
 def _preference(args: Namespace, t: TokenColumns, chosen: Tensor, rejected: Tensor) -> Losses:
     """The loss of the scores [B] of each pair, and its metrics."""
     loss, sums = preference_loss(chosen, rejected, t.normaliser, label_smoothing=args.dpo_label_smoothing)

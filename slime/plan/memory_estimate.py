@@ -15,7 +15,7 @@ from slime.config import Config
 from slime.models import Layer
 from slime.models.decoder import Hf
 from slime.models.selection import Selection
-from slime.operators import NATIVE, loss_head
+from slime.operators import NATIVE, VALUES, loss_head
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params, stage_layers
 from slime.plan.stages import micro_batch_group, stages_of
@@ -119,7 +119,9 @@ def role_memory(c: Config, shape: Shape, role: Role) -> Iterator[Item]:
     """The state of one role. Mixed precision keeps fp32 main weights and Adam's two fp32 moments."""
     size, grad = BYTES[c.megatron.params_dtype], _grad_bytes(c)
     main = 0 if c.megatron.params_dtype == "float32" else 4
-    kinds = list(rank_params(c, shape, predicts=None if role is POLICY else False, head=role.head == "lm"))
+    kinds = list(
+        rank_params(c, shape, predicts=None if role is POLICY else False, head=not role.has_values(c))
+    )
     of_role = "" if role is POLICY else f"{role.name} "
     weights = f"{of_role}weights" if role.trained else role.name
     of = role if role.trained else None
@@ -129,7 +131,7 @@ def role_memory(c: Config, shape: Shape, role: Role) -> Iterator[Item]:
         return
     trained = list(
         rank_params(
-            c, shape, predicts=None if role is POLICY else False, head=role.head == "lm", trained=True
+            c, shape, predicts=None if role is POLICY else False, head=not role.has_values(c), trained=True
         )
     )
     for kind, params, share, ranks, _ in trained:
@@ -157,7 +159,11 @@ def host_memory(c: Config, shape: Shape) -> Iterator[Item]:
         if role.trained:
             of_role = "" if role is POLICY else f"{role.name} "
             for kind, params, share, ranks, shards in rank_params(
-                c, shape, predicts=None if role is POLICY else False, head=role.head == "lm", trained=True
+                c,
+                shape,
+                predicts=None if role is POLICY else False,
+                head=not role.has_values(c),
+                trained=True,
             ):
                 how = f"{share} x 16 B{ranks} / {shards} shards{_part(moved)}"
                 yield Item(f"{kind}{of_role}optimizer", params * 16 / shards * moved, how)
@@ -310,6 +316,8 @@ def head_memory(c: Config, shape: Shape, tokens: int) -> tuple[float, str]:
     head, _ = loss_head(c)
     if not head.has_logits:
         rows = 2 * tokens * shape.hidden * size
+        if head == VALUES:
+            return rows, f"{amount(rows)} of hidden states"
         if c.cluster.device != "cuda":  # the references work in one block of float32
             how = f"{count(tokens)} tokens x {columns:.0f} columns x 8 B, references"
             return rows + tokens * columns * 8, how

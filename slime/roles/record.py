@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from slime.algo.losses import loss_of
 from slime.config import Config
 
 
@@ -67,3 +68,8 @@ class Role:
     """The field of its learning rate."""
     lr_warmup_iters: str = "lr_warmup_iters"
     """The field of its warm-up."""
+
+    def has_values(self, c: Config) -> bool:
+        """Whether its head gives one value per token: that of a critic, and of a model that is trained to give rewards
+        in the policy's place."""
+        return self.head == "value" or (self.trained and loss_of(c.algorithm).head == "value")

@@ -13,6 +13,7 @@ import math
 import weakref
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -83,8 +84,9 @@ async def _teach(args: Namespace, sample: Sample) -> None:
     first = max(len(sample.tokens) - sample.response_length - 1, 0)
     async with slot:
         deadline_s = section_of(RolloutConfig, args).rollout_deadline_s
-        rows = await _PROTOCOLS[kind](url, sample.tokens, first, deadline_s)
-    sample.teacher_log_probs = _of_response(rows, sample, url)
+        address, key = _without_key(url)
+        rows = await _PROTOCOLS[kind](_Server(address, key, deadline_s), sample.tokens, first)
+    sample.teacher_log_probs = _of_response(rows, sample, address)
 
 
 def _of_response(rows: Rows, sample: Sample, source: str) -> list[float]:
@@ -104,7 +106,33 @@ def _of_response(rows: Rows, sample: Sample, source: str) -> list[float]:
     return values
 
 
-async def _ask_sglang(url: str, token_ids: list[int], first: int, deadline_s: float) -> Rows:
+@dataclass(frozen=True)
+class _Server:
+    """Where a teacher is, the key that it wants, and how long it may take."""
+
+    url: str
+    key: str | None
+    deadline_s: float
+
+    async def post(self, url: str, body: object) -> Any:
+        return await http.post(url, body, headers=self._headers, deadline_s=self.deadline_s)
+
+    async def get(self, url: str) -> Any:
+        return await http.get(url, headers=self._headers, deadline_s=self.deadline_s)
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+
+
+def _without_key(url: str) -> tuple[str, str | None]:
+    """http://:KEY@HOST:PORT -> the address, which errors may print, and the key."""
+    parts = urlsplit(url)
+    bare = parts._replace(netloc=parts.netloc.rpartition("@")[2])
+    return bare.geturl(), parts.password or parts.username or None
+
+
+async def _ask_sglang(server: _Server, token_ids: list[int], first: int) -> Rows:
     """SGLang's /generate: the log-probs of a prompt, and no new token."""
     body = {
         "input_ids": token_ids,
@@ -112,15 +140,15 @@ async def _ask_sglang(url: str, token_ids: list[int], first: int, deadline_s: fl
         "return_logprob": True,
         "logprob_start_len": first,
     }
-    reply: Any = await http.post(_with_path(url, "/generate"), body, deadline_s=deadline_s)
+    reply = await server.post(_with_path(server.url, "/generate"), body)
     return [(row[0], row[1]) for row in reply["meta_info"]["input_token_logprobs"]]
 
 
-async def _ask_vllm(url: str, token_ids: list[int], first: int, deadline_s: float) -> Rows:
+async def _ask_vllm(server: _Server, token_ids: list[int], first: int) -> Rows:
     """vLLM's /v1/completions with prompt_logprobs: those of a prompt, and one new token, the least that it makes."""
-    url = _with_path(url, "/v1/completions")
+    url = _with_path(server.url, "/v1/completions")
     if url not in _models:
-        listed: Any = await http.get(url.removesuffix("/completions") + "/models", deadline_s=deadline_s)
+        listed = await server.get(url.removesuffix("/completions") + "/models")
         _models[url] = listed["data"][0]["id"]
     body = {
         "model": _models[url],
@@ -129,7 +157,7 @@ async def _ask_vllm(url: str, token_ids: list[int], first: int, deadline_s: floa
         "temperature": 0,
         "prompt_logprobs": 0,
     }
-    reply: Any = await http.post(url, body, deadline_s=deadline_s)
+    reply = await server.post(url, body)
     scored = reply["choices"][0]["prompt_logprobs"][first:]
     found: list[tuple[float | None, int]] = []
     for token, entry in zip(token_ids[first:], scored, strict=True):
@@ -142,7 +170,7 @@ def _with_path(url: str, path: str) -> str:
     return url if urlsplit(url).path.strip("/") else url.rstrip("/") + path
 
 
-_PROTOCOLS: dict[str, Callable[[str, list[int], int, float], Awaitable[Rows]]] = {
+_PROTOCOLS: dict[str, Callable[[_Server, list[int], int], Awaitable[Rows]]] = {
     "sglang": _ask_sglang,
     "vllm": _ask_vllm,
 }

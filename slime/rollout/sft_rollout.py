@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from argparse import Namespace
 
+from slime.algo.losses import loss_of
 from slime.config.schema import section_of
+from slime.config.sections.algorithm import AlgorithmConfig
 from slime.config.sections.data import DataConfig
 from slime.loss_mask import MultiTurnLossMaskGenerator
 from slime.protocols import DataSource
@@ -49,15 +51,24 @@ def generate_pairs(
         )
     data = section_of(DataConfig, args)
     generator = MultiTurnLossMaskGenerator(of_process(args).tokenizer, tokenizer_type=data.loss_mask_type)
-    groups = []
+    scored, groups = loss_of(section_of(AlgorithmConfig, args)).head == "value", []
     for (sample,) in data_source.get_samples(data.rollout_batch_size):
         pair = sample, copy.deepcopy(sample)
         for one, name, sign in zip(pair, ("chosen", "rejected"), (1.0, -1.0), strict=True):
             one.prompt, one.rollout_id = one.metadata[name], sample.index
             _fill(one, generator)
+            if scored:
+                _score_all(one)
             one.columns["preference"] = [sign] * one.response_length
         groups.append(list(pair))
     return RolloutFnTrainOutput(samples=groups)
+
+
+def _score_all(sample: Sample) -> None:
+    """A token more: the value of a token is that of the state before it, and a score is that of the last state."""
+    sample.tokens.append(sample.tokens[-1])
+    sample.response_length += 1
+    sample.loss_mask = [*(sample.loss_mask or []), 1]
 
 
 def _fill(sample: Sample, generator: MultiTurnLossMaskGenerator) -> None:

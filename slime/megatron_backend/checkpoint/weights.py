@@ -231,7 +231,8 @@ def save_hf(
     flag: str = "--save-hf",
     read: Read = _live,
 ) -> None:
-    """Write an HF directory that transformers loads with the same logits. Collective. Rank 0 writes.
+    """Write an HF directory that transformers loads with the same logits. Collective. Rank 0 writes. A model with a
+    value head becomes one for sequence classification with one label.
 
     The tokenizer, other small files and config.json (with the saved dtype) come from `source_dir`. Weights go to
     safetensors files of at most `max_shard_bytes` each (a single tensor may exceed it). Rank 0 holds one file in host
@@ -240,7 +241,7 @@ def save_hf(
     with a config.json is complete. ValueError that names `flag` if the disk has no room.
     """
     source_dir, out_dir = Path(source_dir), Path(out_dir)
-    tensors = _with_copies(last_part(model), export_hf(model, read), source_dir)
+    tensors = chain(_with_copies(last_part(model), export_hf(model, read), source_dir), _score(model, read))
     if dist.get_rank() != 0:
         for _ in tensors:
             pass
@@ -253,6 +254,22 @@ def save_hf(
             write_shards(chain(tensors, carried), out_dir, max_shard_bytes)
             _copy_config(last_part(model), written, source_dir, out_dir)
     dist.barrier()
+
+
+def _score(model: nn.Module, read: Read) -> Iterator[tuple[str, Tensor]]:
+    """The value head of the last stage, if the model has one, under transformers' name. Collective over the stages."""
+    inner = last_part(model)
+    if not inner.value:
+        return
+    group = parallel_state.get_pipeline_model_parallel_group()
+    head = getattr(inner, "value_head", None)
+    device = torch.device(torch.cuda.current_device())
+    weight = torch.empty(1, inner.config.hidden_size, dtype=inner.config.params_dtype, device=device)
+    if head is not None:
+        weight = read(head.weight).to(device)
+    if group.size() > 1:
+        dist.broadcast(weight, group=group, group_src=group.size() - 1)
+    yield "score.weight", weight
 
 
 def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tuple[str, Tensor]]:
@@ -291,4 +308,10 @@ def _copy_config(inner: HiddenGPTModel, written: dict[str, Any], source_dir: Pat
         if part is not None:
             part.pop("quantization_config", None)
             part["torch_dtype" if "torch_dtype" in part else "dtype"] = dtype
+    if inner.value:
+        names = [
+            name.replace("ForCausalLM", "ForSequenceClassification")
+            for name in written.get("architectures") or []
+        ]
+        written |= {"architectures": names, "id2label": {"0": "REWARD"}, "label2id": {"REWARD": 0}}
     (out_dir / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")

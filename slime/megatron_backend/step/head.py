@@ -34,6 +34,7 @@ from slime.megatron_backend.model.gpt import (
     logit_cap,
     logits_of,
     output_weight,
+    values_of,
     vocab_range,
 )
 from slime.megatron_backend.model.rows import Rows, take
@@ -269,7 +270,18 @@ class NativeHead(LmHead):
         )
 
 
-_CLASSES = {head.kind: head for head in (OnePassHead, LinearHead, LogitsHead, NativeHead)}
+class ValueTokens(LmHead):
+    """Not log-probs but the values of a reward model's head: of the state before each response token."""
+
+    kind = operators.VALUES
+
+    def local_log_probs(
+        self, batch: MicroBatch, output: Tensor, entropy: EntropyUse
+    ) -> tuple[Tensor, Tensor | None]:
+        return values_of(self.model, self._hidden(batch, output)), None
+
+
+_CLASSES = {head.kind: head for head in (OnePassHead, LinearHead, LogitsHead, NativeHead, ValueTokens)}
 
 
 def lm_head(

@@ -59,7 +59,7 @@ class Learner:
         self.role, self.config, self.info, self.timers = role, config, info, timers
         # Megatron's wrapper has no types.
         predicts = role is POLICY and config.algorithm.enable_mtp_training
-        self.model: Any = build_model(hf_config, config, predicts=predicts, value=role.head == "value")
+        self.model: Any = build_model(hf_config, config, predicts=predicts, value=role.has_values(config))
         resume = role.resumes(config)
         if resume is None:
             source = role.source(config)

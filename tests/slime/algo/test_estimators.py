@@ -213,4 +213,4 @@ def test_records_agree_with_themselves():
     assert of_sequences == {"gspo", "gspo_token", "gmpo"}
     assert ESTIMATORS["grpo"].surrogate is CLIPPED
     assert {name: loss.name for name, loss in LOSSES.items()} == {name: name for name in LOSSES}
-    assert [loss.objective is None for loss in LOSSES.values()] == [False, False, False, True]
+    assert [loss.objective is None for loss in LOSSES.values()] == [False, False, False, False, True]

@@ -37,10 +37,15 @@ def as_vllm(body: dict[str, Any]) -> Answer:
 ROUTES = {"/generate": as_sglang, "/v1/completions": as_vllm, "/teacher/generate": as_sglang}
 
 
+keys: list[str | None] = []
+"""What the requests were authorised with."""
+
+
 def with_server(ask: Callable[[str], Awaitable[Any]], change: Callable[[Any], Any] = lambda x: x) -> Any:
     """What `ask` returns, given the server's address. `change` spoils an answer."""
 
     async def handler(request: web.Request) -> web.Response:
+        keys.append(request.headers.get("Authorization"))
         if request.path == "/v1/models":
             return web.json_response({"data": [{"id": "large"}]})
         return web.json_response(change(ROUTES[request.path](await request.json())))
@@ -114,6 +119,17 @@ def test_the_hooks_of_slimes_scripts() -> None:
     of_plug_in = sample(reward=answer)  # a reward function of a plug-in returns the server's answer
     assert opd.post_process_rewards(args(""), [of_plug_in, alone]) == ([0.0, 0.0], [0.0, 0.0])
     assert of_plug_in.teacher_log_probs == WANTED
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_a_key_in_the_address_is_a_header(kind: str) -> None:
+    keys.clear()
+    one = sample()
+    with_server(lambda url: opd.teach(args(url.replace("//", "//:secret@"), kind), [one]))
+    assert one.teacher_log_probs == WANTED and set(keys) == {"Bearer secret"}
+    with pytest.raises(TimeoutError) as error:
+        asyncio.run(opd.teach(args("http://:secret@127.0.0.1:9", kind, rollout_deadline_s=0.2), [sample()]))
+    assert "127.0.0.1:9" in str(error.value) and "secret" not in str(error.value)
 
 
 def test_who_is_not_asked() -> None:

@@ -70,7 +70,7 @@ def test_the_last_of_a_repeated_flag_wins_and_append_collects(argv):
         (["--num-rollout", "3", "4"], "--num-rollout must be followed by one value, got 2: 3 4"),
         (
             ["--loss-type", "sft"],
-            "--loss-type must be one of policy_loss, sft_loss, dpo, custom_loss, got sft",
+            "--loss-type must be one of policy_loss, sft_loss, dpo, reward_model, custom_loss, got sft",
         ),
         (["--colocate", "maybe"], "--colocate must stand alone or be true or false, got 'maybe'"),
         (["--train-env-vars", "A=1"], "--train-env-vars must be a JSON object, got 'A=1'"),

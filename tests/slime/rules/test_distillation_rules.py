@@ -58,6 +58,16 @@ def test_flags_of_a_teacher_fit_together(argv, flags, rule):
         parse_args([*argv, *flags.split()])
 
 
+def test_notes_on_a_teacher(argv):
+    served = [*argv, "--use-opd", "--opd-type", "vllm", "--rm-url", "http://teacher:8000"]
+    assert not any("temperature" in note for note in parse_args(served).notes)
+    warm = parse_args([*served, "--rollout-temperature", "0.7", "--rm-type", "math"])
+    assert any("the policy's at --rollout-temperature 0.7" in note for note in warm.notes)
+    assert warm.reward.rm_type == "zero" and any("math is taken as zero" in note for note in warm.notes)
+    labelled = parse_args([*served, "--rm-type", "math", "--label-key", "label"])
+    assert labelled.reward.rm_type == "math"
+
+
 def test_a_teacher_of_another_shape_is_accepted(argv, tmp_path):
     larger = teacher_of(tmp_path, num_hidden_layers=6, hidden_size=256)
     assert parse_args([*argv, *larger]).distillation.use_opd

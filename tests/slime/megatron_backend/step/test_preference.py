@@ -12,10 +12,13 @@ import torch
 import transformers
 from megatron_cases import VOCAB
 from rank_processes import on_ranks
+from safetensors.torch import load_file
 from trainer_cases import exported, hf_log_probs, make_config, rank_data
 
+from slime.megatron_backend.model.gpt import last_part
 from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.operators import loss_head
+from slime.rollout.sft_rollout import _score_all
 from slime.types import Sample
 
 DPO = {
@@ -142,22 +145,32 @@ SHORT = ["sp", "dp"]
 
 def run(root: Path, flags: dict[str, Any], rank: int, ranks: int, name: str) -> dict[str, Any]:
     """Two rollouts of two optimizer steps each."""
-    given = DPO | {"global_batch_size": 4} | flags
+    given = DPO | flags | {"global_batch_size": 4}
+    reward = given["loss_type"] == "reward_model"
+    if reward:
+        given |= {"save": str(root / f"save-{name}-{ranks}"), "save_hf": str(root / f"hf-{name}-{ranks}")}
     config = make_config(root, actor_num_gpus_per_node=ranks, **given)
-    store = f"file://{root}/store-{name}-{ranks}"
+    store = f"file://{root}/store-{given['loss_type']}-{name}-{ranks}"
     trainer = MegatronTrainer(config, rank, ranks, init_method=store, local_rank=rank)
+    if reward:
+        with_head(trainer)
     steps = []
     for i in range(2):
-        data = rank_data(config, make_pairs(i), trainer.info.dp_rank, trainer.info.dp_size)
+        pairs = scored(make_pairs(i)) if reward else make_pairs(i)
+        data = rank_data(config, pairs, trainer.info.dp_rank, trainer.info.dp_size)
         steps += trainer.train(i, data).steps
-    out = {"steps": steps, "weights": exported(trainer)}
+    out: dict[str, Any] = {"steps": steps, "weights": exported(trainer)}
+    if reward:
+        trainer.save(1)
+        out["score"] = load_file(root / f"hf-{name}-{ranks}/model.safetensors")["score.weight"]
     trainer.close()
     return out
 
 
-def work(rank: int, root: Path, names: list[str]) -> None:
+def work(rank: int, root: Path, names: list[str], reward: bool = False) -> None:
     torch.set_num_threads(1)
-    found = {name: run(root, LAYOUTS[name], rank, 2, name) for name in names}
+    kind = REWARD if reward else {}
+    found = {name: run(root, LAYOUTS[name] | kind, rank, 2, name) for name in names}
     torch.save(found, root / f"dpo-{rank}.pt")
 
 
@@ -177,3 +190,77 @@ def test_two_ranks_train_as_one(root, names):
                 torch.testing.assert_close(
                     tensor, one["weights"][key], rtol=0, atol=1e-5, msg=f"{name} {key}"
                 )
+
+
+REWARD = DPO | {"loss_type": "reward_model", "debug_train_only": True}
+
+
+def with_head(trainer: MegatronTrainer) -> None:
+    """A head that is not 0."""
+    head = getattr(last_part(trainer.policy.model), "value_head", None)
+    if head is not None:
+        head.weight.data.copy_(torch.randn(1, 32, generator=torch.Generator().manual_seed(3)) / 4)
+    trainer.policy.optimizer.reload_model_params()
+
+
+def scored(samples: list[Sample]) -> list[Sample]:
+    for sample in samples:
+        _score_all(sample)
+        sample.columns["preference"].append(sample.columns["preference"][0])
+    return samples
+
+
+def test_a_reward_model_by_hand_and_in_transformers(build, tmp_path):
+    """The directory of --save-hf scores as the loss did."""
+    out = tmp_path / "hf"
+    trainer = build(**REWARD, save=str(tmp_path / "save"), save_hf=str(out), lr=0.0)
+    assert list(trainer.models) == ["policy"] and loss_head(trainer.config)[0].name == "value head"
+    first = trainer.train(0, rank_data(trainer.config, scored(make_pairs()))).steps[0]
+    assert first["train/loss"] == pytest.approx(math.log(2)) and first["train/rewards/accuracies"] == 0
+    with_head(trainer)
+    step = trainer.train(1, rank_data(trainer.config, scored(make_pairs()))).steps[0]
+    trainer.save(1)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(out)
+    assert type(model).__name__ == "Qwen3ForSequenceClassification" and model.config.num_labels == 1
+    with torch.no_grad():
+        scores = [float(model(torch.tensor([s.tokens])).logits) for s in make_pairs()]
+    pairs = list(zip(scores[0::2], scores[1::2], strict=True))
+    wanted = {
+        "loss": sum(math.log1p(math.exp(b - a)) for a, b in pairs),
+        "rewards/chosen": sum(a for a, _ in pairs),
+        "rewards/margins": sum(a - b for a, b in pairs),
+        "rewards/accuracies": sum(a > b for a, b in pairs),
+    }
+    for name, value in wanted.items():
+        assert step[f"train/{name}"] == pytest.approx(value / 8, rel=1e-4, abs=1e-5), name
+    assert max(scores) - min(scores) > 0.5
+
+
+def test_a_reward_model_learns_and_becomes_a_critic(build, tmp_path):
+    trainer = build(**REWARD, lr=1e-2, adam_eps=1e-8, save=str(tmp_path / "save"))
+    steps = [trainer.train(i, rank_data(trainer.config, scored(make_pairs()))).steps[0] for i in range(4)]
+    assert steps[-1]["train/loss"] < 0.3 and steps[-1]["train/rewards/accuracies"] == 1.0
+    trainer.save(3)
+    weight = last_part(trainer.policy.model).value_head.weight.detach().clone()
+    critic = build(advantage_estimator="ppo", critic_load=str(tmp_path / "save")).models.learners["critic"]
+    assert torch.equal(last_part(critic.model).value_head.weight, weight)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["sp"], pytest.param(["dp", "tp", "cp", "pp"], marks=pytest.mark.slow)],
+    ids=["short", "every"],
+)
+def test_a_reward_model_on_two_ranks(root, names):
+    one = run(root, REWARD, 0, 1, "reward-" + "-".join(names))
+    on_ranks(work, root, names, True, ranks=2)
+    for rank in range(2):
+        for name, got in torch.load(root / f"dpo-{rank}.pt").items():
+            for a, b in zip(got["steps"], one["steps"], strict=True):
+                assert a == pytest.approx(b, rel=1e-4, abs=1e-5), name
+            for key, tensor in got["weights"].items():
+                torch.testing.assert_close(
+                    tensor, one["weights"][key], rtol=0, atol=1e-5, msg=f"{name} {key}"
+                )
+            saved = load_file(root / f"hf-{name}-2/model.safetensors")["score.weight"]
+            torch.testing.assert_close(saved, one["score"], rtol=0, atol=1e-5)
