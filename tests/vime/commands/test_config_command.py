@@ -88,7 +88,7 @@ def test_help_has_sections(capsys):
 
 COMPLETIONS = [
     (["pl"], ["plan", "plot"]),
-    (["train", "--rollout-b"], ["--rollout-backend", "--rollout-batch-size"]),
+    (["train", "--rollout-ba"], ["--rollout-backend", "--rollout-batch-size"]),
     (["plan", "--numa-binding", ""], ["auto", "off"]),
     (["completion", "z"], ["zsh"]),
     (["train", "--config", "scripts/set"], ["scripts/setup.sh"]),
