@@ -278,7 +278,7 @@ def launched(command: list[str], output: Path) -> Iterator[Launch]:
 LISTENING = (
     *("vime train", "gcs/gcs_server", "raylet/raylet", "ray::RuntimeEnvAgent"),
     *("ray::TrainerActor", "ray::RolloutActor"),
-    *(r"vllm\.entrypoints", "VLLM::EngineCore", r"vime\.pool\.router_main"),
+    *(r"vllm\.entrypoints", "VLLM::EngineCore", r"vime\.vllm\.router_main"),
 )
 """Patterns for the command lines of a colocated run's listening processes."""
 
