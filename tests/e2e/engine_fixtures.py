@@ -10,7 +10,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
 import torch
+from process_names import command_line
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -136,6 +138,17 @@ class Stack:
                 await client.close()
 
         return asyncio.run(run())
+
+
+def server_of(url: str) -> psutil.Process:
+    """The server that listens at `url`. Other test files have engines of their own under the same process."""
+    port = f"--port {urlsplit(url).port} "
+    (found,) = (
+        process
+        for process in psutil.Process().children(recursive=True)
+        if port in command_line(process) + " " and "supervise" not in command_line(process)
+    )
+    return found
 
 
 def status(base: str, method: str, path: str, key: str | None = None, body: object = None) -> int:

@@ -20,7 +20,7 @@ from urllib.parse import quote, urlsplit
 import psutil
 import pytest
 import torch
-from engine_fixtures import EOS_ID, Stack, hf_log_probs, publish_checkpoint, status
+from engine_fixtures import EOS_ID, Stack, hf_log_probs, publish_checkpoint, server_of, status
 from process_names import command_line
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -373,17 +373,6 @@ def test_sleeping_engines_answer_when_they_wake(stack: Stack) -> None:
     stack.pool.wake()
     thread.join()
     assert found[0].log_probs
-
-
-def server_of(url: str) -> psutil.Process:
-    """The server that listens at `url`. Other test files have engines of their own under the same process."""
-    port = f"--port {urlsplit(url).port} "
-    (found,) = (
-        process
-        for process in psutil.Process().children(recursive=True)
-        if port in command_line(process) + " " and "supervise" not in command_line(process)
-    )
-    return found
 
 
 def test_a_killed_engine_comes_back_with_the_last_weights(stack: Stack) -> None:
