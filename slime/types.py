@@ -255,6 +255,8 @@ class Sample:
         ]
         self.tokens = [*self.tokens, *ids]
         self.response_length += len(ids)
+        if ends := self.rollout_top_p_token_offsets:
+            self.rollout_top_p_token_offsets = [*ends, *([ends[-1]] * len(ids))]
         self.response += text or ""
         if meta_info is not None and update_terminal_info:
             self.update_from_meta_info(args, meta_info)

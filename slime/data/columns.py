@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from slime.config.schema import Config
-from slime.data import routed_experts
+from slime.data import kept_tokens, routed_experts
 from slime.data.token_slice import TokenSlice
 from slime.types import Sample, TrainData
 
@@ -173,6 +173,16 @@ _TABLE = (
     ),  # clip_cov, kl_cov
     Column("kl", "response", "estimator", np.float32, flag="kl_coef", mean=True),  # zeros without the flag
     Column("opd_reverse_kl", "response", "estimator", np.float32, mean=True),
+    Column(
+        kept_tokens.COLUMN,
+        "ragged",
+        "sample",
+        read=kept_tokens.of_sample,
+        flag="replay_kept_tokens",
+        carried="policy",
+        to_tensor=kept_tokens.as_tensor,
+        to_rows=kept_tokens.packed,
+    ),
     Column(
         routed_experts.COLUMN,
         "ragged",

@@ -19,6 +19,7 @@ from slime.config.schema import section_of
 from slime.config.sections.off_policy import OffPolicyConfig
 from slime.config.sections.reward import RewardConfig
 from slime.config.sections.rollout import RolloutConfig
+from slime.data import kept_tokens
 from slime.hooks import load_function
 from slime.protocols import GenerateResult
 from slime.rollout import state
@@ -80,11 +81,11 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
     if budget <= 0:
         sample.status = Sample.Status.TRUNCATED
         return sample
-    experts = (
-        {"experts_from": sample.known_experts}
-        if section_of(OffPolicyConfig, args).use_rollout_routing_replay
-        else {}
-    )
+    replayed, wanted = section_of(OffPolicyConfig, args), dict[str, int]()
+    if replayed.use_rollout_routing_replay:
+        wanted["experts_from"] = sample.known_experts
+    if replayed.replay_kept_tokens:
+        wanted["kept_tokens"] = replayed.replay_kept_tokens
     session = sample.session_id or f"sample/0/{sample.index}"
     place = session, sample.response_length
     seed = request_seed(flags.rollout_seed, *place, retry=own.requests[place])
@@ -100,7 +101,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
                 | {"max_new_tokens": budget},
                 seed=seed,
                 deadline_s=flags.rollout_deadline_s,
-                **experts,
+                **wanted,
             )
         _take(sample, result, own, sampling_params)
     except TimeoutError as error:
@@ -139,6 +140,8 @@ def _take(sample: Sample, result: GenerateResult, own: state.GenerateState, para
     sample.append_response_tokens(
         tokens=result.token_ids, log_probs=result.log_probs, text=result.text, columns=result.columns
     )
+    if result.kept is not None:
+        kept_tokens.append(sample, *result.kept)
     if result.routed_experts is not None:
         sample.append_routed_experts(result.routed_experts)
     if continued and result.token_ids:

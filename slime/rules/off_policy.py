@@ -32,7 +32,12 @@ def check_off_policy(c: Config) -> None:
             "--get-mismatch-metrics must not be combined with --use-rollout-logprobs, got both; the trainer's own old "
             "log-probs, which the metrics compare with, are not computed then"
         )
-    if c.off_policy.use_rollout_logprobs and (c.rollout.rollout_top_p < 1 or c.rollout.rollout_top_k != -1):
+    whole = not c.off_policy.replay_kept_tokens
+    if (
+        whole
+        and c.off_policy.use_rollout_logprobs
+        and (c.rollout.rollout_top_p < 1 or c.rollout.rollout_top_k != -1)
+    ):
         raise ValueError(
             "--use-rollout-logprobs must be used with --rollout-top-p 1 and --rollout-top-k -1, got "
             f"{c.rollout.rollout_top_p} and {c.rollout.rollout_top_k}; the engine's log-probs are of fewer tokens"
@@ -96,6 +101,27 @@ def mismatch_notes(c: Config) -> Iterator[str]:
         "--use-tis --tis-mode mask --tis-clip 5 --tis-clip-low 0.5 (IcePop) trains without the tokens that differ "
         "most; --get-mismatch-metrics only reports"
     )
+
+
+def check_kept_tokens(c: Config) -> None:
+    """Something is cut, and the sets that are asked for can hold it."""
+    most, p, k = c.off_policy.replay_kept_tokens, c.rollout.rollout_top_p, c.rollout.rollout_top_k
+    if not most:
+        return
+    if p == 1 and k == -1:
+        raise ValueError(
+            f"--replay-kept-tokens must be left out with --rollout-top-p 1 and --rollout-top-k -1, got {most}; nothing "
+            "is cut off"
+        )
+    if p == 1 and k > most:
+        raise ValueError(
+            f"--replay-kept-tokens must be at least --rollout-top-k, got {most} and {k}; the set of no token would fit"
+        )
+    if not loss_of(c.algorithm).rewarded:
+        raise ValueError(
+            f"--replay-kept-tokens must be left out with --loss-type {c.algorithm.loss_type}, got {most}; no engine "
+            "samples"
+        )
 
 
 def check_routing_replay(c: Config) -> None:

@@ -250,10 +250,12 @@ def _remarks(c: Config) -> Iterator[str]:
             f"--opd-type {c.distillation.opd_type}: the server's log-probs are at temperature 1, and the policy's at "
             f"--rollout-temperature {c.rollout.rollout_temperature}: their difference is no KL to the teacher"
         )
-    if c.rollout.rollout_top_p < 1 or c.rollout.rollout_top_k != -1:
+    cut = c.rollout.rollout_top_p < 1 or c.rollout.rollout_top_k != -1
+    if cut and not c.off_policy.replay_kept_tokens:
         yield (
             "--rollout-top-p below 1 and --rollout-top-k restrict the engine's distribution, the trainer's "
-            "is over the whole vocabulary: train/train_rollout_logprob_abs_diff will not be near zero"
+            "is over the whole vocabulary: train/train_rollout_logprob_abs_diff will not be near zero: "
+            "--replay-kept-tokens N computes both over what the engine kept"
         )
 
     yield from mismatch_notes(c)

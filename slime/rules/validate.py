@@ -31,7 +31,13 @@ from slime.rules.kernels import check_kernels
 from slime.rules.megatron import RULES as MEGATRON
 from slime.rules.megatron import check_dropout, check_padded_vocabulary
 from slime.rules.model_args import check_model_args, model_arg_notes
-from slime.rules.off_policy import check_levels, check_off_policy, check_replayed_model, check_routing_replay
+from slime.rules.off_policy import (
+    check_kept_tokens,
+    check_levels,
+    check_off_policy,
+    check_replayed_model,
+    check_routing_replay,
+)
 from slime.rules.packages import check_packages
 from slime.rules.prediction import check_prediction
 from slime.rules.resolve import FALLBACKS
@@ -358,6 +364,7 @@ TOGETHER: tuple[Rule, ...] = (
     *ALGORITHM,
     check_distillation,
     check_off_policy,
+    check_kept_tokens,
     check_levels,
     check_routing_replay,
     check_kernels,

@@ -54,6 +54,7 @@ class SglangEngineClient(RouterClient):
         seed: int,
         deadline_s: float,
         experts_from: int | None = None,
+        kept_tokens: int = 0,
     ) -> GenerateResult:
         """Sample one completion of `token_ids`, see `slime.protocols.RolloutEngine`.
 
@@ -62,6 +63,11 @@ class SglangEngineClient(RouterClient):
         ignores the seed. The text keeps the stop string unless `no_stop_trim` is False. Faults: see
         `VllmEngineClient.generate`.
         """
+        if kept_tokens:
+            raise ValueError(
+                f"kept tokens must come from vLLM, got a request for {kept_tokens} of SGLang's; leave "
+                "--replay-kept-tokens out"
+            )
         if experts_from is not None:
             raise ValueError(
                 "routed experts must come from vLLM, got a request for SGLang's; sglang-router drops the field: leave "

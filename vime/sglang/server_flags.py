@@ -146,6 +146,11 @@ def check_weights(config: Config) -> None:
 
 def check_engines(config: Config) -> None:
     """What SGLang's engines do not give here."""
+    if config.off_policy.replay_kept_tokens:
+        raise ValueError(
+            "--replay-kept-tokens must go with --rollout-backend vllm, got sglang; its answers do not say what top-p "
+            "kept: leave the flag out"
+        )
     if config.off_policy.use_rollout_routing_replay:
         raise ValueError(
             "--use-rollout-routing-replay must go with --rollout-backend vllm, got sglang; sglang-router drops the "

@@ -18,7 +18,7 @@ from slime.protocols import FinishReason, GenerateResult
 from slime.rollout.sampling import checked
 from vime.pool.router_client import RouterClient, Transient, require_finite, require_ok
 from vime.sglang_api.sampling_names import NAMES
-from vime.vllm.group_wire import SAMPLES, Frames, GroupParams, SampleAnswer
+from vime.vllm.group_wire import KEPT_FIELD, SAMPLES, Frames, GroupParams, SampleAnswer
 from vime.vllm.server import SERVED_MODEL_NAME
 from vime.vllm.worker import routed_experts
 
@@ -46,6 +46,7 @@ class VllmEngineClient(RouterClient):
         seed: int,
         deadline_s: float,
         experts_from: int | None = None,
+        kept_tokens: int = 0,
     ) -> GenerateResult:
         """Sample one completion of `token_ids`.
 
@@ -60,6 +61,8 @@ class VllmEngineClient(RouterClient):
         shared, own = request_fields(sampling_params, seed)
         if experts_from is not None:
             shared[routed_experts.START_FIELD] = experts_from
+        if kept_tokens:
+            shared[KEPT_FIELD] = kept_tokens
         answer = await self._until(
             deadline_s, lambda: self._join(token_ids, shared, own), prompt_tokens=len(token_ids)
         )
@@ -172,6 +175,9 @@ def result_of(answer: SampleAnswer, prompt_tokens: int, experts_from: int | None
         rows = routed_experts.decode(
             answer.experts, tokens=prompt_tokens + len(token_ids), start=experts_from
         )
+    kept = None
+    if answer.kept_ids is not None:
+        kept = tuple(np.frombuffer(x, np.int32).tolist() for x in (answer.kept_ids, answer.kept_counts))
     return GenerateResult(
         token_ids=token_ids.tolist(),
         log_probs=log_probs.tolist(),
@@ -184,4 +190,5 @@ def result_of(answer: SampleAnswer, prompt_tokens: int, experts_from: int | None
         decode_tokens_per_s=answer.decode_tokens_per_s,
         routed_experts=rows,
         speculation=answer.speculation,
+        kept=kept,
     )

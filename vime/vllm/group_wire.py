@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import msgspec
 
 SAMPLES = "vime_samples"
+KEPT_FIELD = "vime_kept_tokens"
+"""A shared parameter: the largest set of kept ids that the answers shall hold."""
 MARK = b"vime"
 """What a frame begins with. The router calls every stream text/event-stream, so the content type tells nothing."""
 _HEAD_BYTES = len(MARK) + 4
@@ -27,6 +29,7 @@ class SampleAnswer(msgspec.Struct, array_like=True):
     """One finished sample. `place`: its place in the request. `token_ids`: int32, `log_probs`: float32 nats.
 
     `error` is set where the engine refuses the sample; every other field is then empty. `experts`: an .npy file.
+    `kept_ids`, `kept_counts`: int32, the ids that sampling kept, and how many of each token.
     `speculation`: number of passes of the model, of drafted and of accepted tokens, where the engine counts them.
     """
 
@@ -43,6 +46,8 @@ class SampleAnswer(msgspec.Struct, array_like=True):
     experts: bytes | None = None
     speculation: tuple[int, int, int] | None = None
     error: str | None = None
+    kept_ids: bytes | None = None
+    kept_counts: bytes = b""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -43,6 +43,8 @@ class VllmSpec(EngineSpec):
     """Whether the engine must be able to free its device memory and allocate the memory again."""
     tells_experts: bool = False
     """Whether the answers must contain the experts of each token."""
+    kept_tokens: int = 0
+    """The largest set of kept ids that the answers must contain for each token."""
 
 
 class VllmServer(EngineServer):
@@ -78,6 +80,8 @@ class VllmServer(EngineServer):
             argv += ["--no-enable-prefix-caching"] if spec.stateful else []
         if spec.sleeps:
             argv += ["--enable-sleep-mode"]
+        if spec.kept_tokens:
+            argv += ["--max-logprobs", str(max(spec.kept_tokens, 20))]  # 20 is vLLM's default
         if spec.tells_experts:
             argv += [routed_experts.FLAG]
         if spec.trust_remote_code:

@@ -341,6 +341,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
         "sleeps": gives_memory(config),
         "tells_experts": config.off_policy.use_rollout_routing_replay,
+        "kept_tokens": config.off_policy.replay_kept_tokens,
         "cache_bytes": _cache_bytes(config),
         "stateful": decoder_of(read_hf_config(str(config.rollout.hf_checkpoint))).stateful,
     }

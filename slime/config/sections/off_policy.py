@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config.fields import flag
-from slime.config.ranges import BOUND
+from slime.config.ranges import BOUND, COUNT_OR_ZERO
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,12 @@ class OffPolicyConfig:
     opsm_delta: float = flag(1e-4, "bound of the sequence KL for --use-opsm", range=BOUND)
     use_routing_replay: bool = flag(
         False, "train with the experts that the trainer's pass for old log-probs chose (models with experts)"
+    )
+    replay_kept_tokens: int = flag(
+        0,
+        "top-p, top-k: compute the policy's log-probs over the ids that the engine kept for a token, if these are at "
+        "most that many; 0: over the whole vocabulary",
+        range=COUNT_OR_ZERO,
     )
     use_rollout_routing_replay: bool = flag(
         False, "train with the experts that the engine chose during sampling (models with experts)"

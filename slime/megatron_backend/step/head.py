@@ -22,10 +22,12 @@ from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
 import rl_kernel
+from rl_kernel.kept import KeptTokens
 from slime import operators
 from slime.algo.losses import loss_of
 from slime.algo.token_columns import Losses
 from slime.config import Config
+from slime.data import kept_tokens
 from slime.data.packing import MicroBatch
 from slime.megatron_backend.model.gpt import (
     capped,
@@ -176,6 +178,7 @@ class LinearHead(LmHead):
                 workspace_bytes=self.workspace_bytes,
                 temperature=self.temperature,
                 return_entropy=entropy != "none",
+                keep_mask=kept_of(batch),
                 **self.vocabulary(),
             )
         )
@@ -218,6 +221,7 @@ class OnePassHead(LinearHead):
                 return_entropy=entropy != "none",
                 workspace_bytes=self.workspace_bytes,
                 weight_grad=head_main_grad(self.model),
+                keep_mask=kept_of(batch),
                 **self.vocabulary(),
             )
         return MicroBatchLoss(result.loss, sums, maxima, result.log_probs)
@@ -249,6 +253,7 @@ class LogitsHead(LmHead):
                 batch.targets,
                 temperature=self.temperature,
                 return_entropy=entropy != "none",
+                keep_mask=kept_of(batch),
                 **self.vocabulary(),
             )
         )
@@ -264,10 +269,17 @@ class NativeHead(LmHead):
     ) -> tuple[Tensor, Tensor | None]:
         logits = logits_of(self.model, output)
         logits = take(logits, Rows.of(batch.rows, len(logits))).float()
-        logits = native.mask_padding(logits, *vocab_range(self.model))
-        return native.log_probs_and_entropy(
-            logits, batch.targets, temperature=self.temperature, entropy=entropy
-        )
+        start, size = vocab_range(self.model)
+        logits = native.mask_padding(logits, start, size)
+        if (kept := kept_of(batch)) is None:
+            return native.log_probs_and_entropy(
+                logits, batch.targets, temperature=self.temperature, entropy=entropy
+            )
+        cut = native.cut_to(logits, kept, start)
+        values = native.entropies(logits, temperature=self.temperature, entropy=entropy)
+        return native.log_probs_and_entropy(cut, batch.targets, temperature=self.temperature, entropy="none")[
+            0
+        ], values
 
 
 class ValueTokens(LmHead):
@@ -301,6 +313,17 @@ def head_of(config: Config, kind: operators.Head, model: nn.Module, ranks: Paral
 def temperature_of(config: Config) -> float:
     """What logits are divided by: the engine samples from that distribution. 1 for given responses."""
     return config.rollout.rollout_temperature if loss_of(config.algorithm).rewarded else 1.0
+
+
+def kept_of(batch: MicroBatch) -> KeptTokens | None:
+    """The ids that sampling kept for the tokens of `batch.targets`; None where the micro-batch has none."""
+    rows = batch.of_rows.get(kept_tokens.COLUMN)
+    if rows is None:
+        return None
+    ids = rows[batch.rows]
+    known = ids != kept_tokens.NONE
+    offsets = torch.nn.functional.pad(known.sum(1).cumsum(0), (1, 0))
+    return KeptTokens(ids[known], offsets)
 
 
 def _pair(out: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:

@@ -14,6 +14,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
+from rl_kernel.kept import KeptTokens
+
 EntropyUse = Literal["none", "metric", "loss"]
 """Not computed; computed without a gradient; computed with a gradient."""
 
@@ -44,6 +46,26 @@ def log_probs_and_entropy(
         values = VocabParallelEntropy.apply(logits if entropy == "loss" else logits.detach())
     # This comes last, because Megatron subtracts the maximum in place.
     return -vocab_parallel_cross_entropy(logits[:, None], targets[:, None])[:, 0], values
+
+
+def cut_to(logits: Tensor, kept: KeptTokens, start: int) -> Tensor:
+    """A copy of `logits` [R, V_local], columns from id `start` on, with PADDING_LOGIT for ids that a cut token did not
+    keep."""
+    token = torch.repeat_interleave(kept.offsets.diff())
+    column = kept.ids.long() - start
+    here = (column >= 0) & (column < logits.shape[-1])
+    keep = torch.zeros_like(logits, dtype=torch.bool)
+    keep[token[here], column[here]] = True
+    return logits.masked_fill(kept.truncated[:, None] & ~keep, PADDING_LOGIT)
+
+
+def entropies(logits: Tensor, *, temperature: float, entropy: EntropyUse) -> Tensor | None:
+    """The entropy [R] of `softmax(logits / temperature)`, as `log_probs_and_entropy` computes it."""
+    if entropy == "none":
+        return None
+    logits = logits / temperature
+    found: Tensor = VocabParallelEntropy.apply(logits if entropy == "loss" else logits.detach())
+    return found
 
 
 class VocabParallelEntropy(torch.autograd.Function):

@@ -74,13 +74,22 @@ class Served:
             await asyncio.sleep(0.02)
 
     async def sample_async(
-        self, seeds: tuple[int, ...], prompt: list[int], *, deadline_s: float = 60, **params: Any
+        self,
+        seeds: tuple[int, ...],
+        prompt: list[int],
+        *,
+        deadline_s: float = 60,
+        kept_tokens: int = 0,
+        **params: Any,
     ) -> list[GenerateResult]:
         client = self.pool.client()
         sampling = {"temperature": 1.0, "max_new_tokens": 8, "stop_token_ids": [], **params}
         try:
             return await asyncio.gather(
-                *(client.generate(prompt, sampling, seed=seed, deadline_s=deadline_s) for seed in seeds)
+                *(
+                    client.generate(prompt, sampling, seed=s, deadline_s=deadline_s, kept_tokens=kept_tokens)
+                    for s in seeds
+                )
             )
         finally:
             await client.close()
@@ -138,6 +147,33 @@ def test_seeded_samples_and_their_log_probs(served: Served, temperature: float) 
         close_to_model(one, served.stack.checkpoint, temperature)
         assert one.weight_versions == [served.stack.version]
         assert one.prompt_tokens == len(PROMPT) and 0 <= one.cached_tokens < len(PROMPT)
+
+
+def test_what_top_p_and_top_k_kept_comes_with_a_sample(stack: Stack) -> None:
+    """The sets are the model's own, and hold all of the probability of the log-probs."""
+    served = Served(stack, stack.pool)
+    found = served.sample(seeds=(3, 4), temperature=0.7, top_p=0.8, kept_tokens=64)
+    (few,) = served.sample(seeds=(3,), temperature=0.7, top_k=3, kept_tokens=64)
+    (short,) = served.sample(seeds=(3,), temperature=0.7, top_p=0.95, kept_tokens=1)
+    assert served.sample(seeds=(3,), temperature=0.7, top_p=0.8)[0].kept is None
+    for one, top_p, top_k in ((found[0], 0.8, 0), (found[1], 0.8, 0), (few, 1.0, 3)):
+        with torch.no_grad():
+            logits = hf_model(stack.checkpoint)(torch.tensor([PROMPT + one.token_ids])).logits[0]
+        table = (logits[len(PROMPT) - 1 : -1] / 0.7).softmax(-1)
+        ids, counts = one.kept
+        assert len(counts) == len(one.token_ids) and sum(counts) == len(ids)
+        for row, token, value, count in zip(table, one.token_ids, one.log_probs, counts, strict=True):
+            kept, ids = ids[:count], ids[count:]
+            order = row.sort(descending=True)
+            before = order.values.cumsum(0) - order.values
+            wanted = order.indices[: top_k or int((before < top_p).sum())].tolist()
+            if count:  # else the set has more than 64 ids
+                assert set(kept) == set(wanted) and token in kept and len(kept) == count
+                assert value == pytest.approx(float((row[token] / row[kept].sum()).log()), abs=1e-4)
+            else:
+                assert len(wanted) > 64
+    assert any(counts for counts in found[0].kept[1]) and few.kept[1] == [3] * len(few.token_ids)
+    assert set(short.kept[1]) <= {0, 1}  # one id alone, or a set that does not fit
 
 
 def test_greedy_takes_the_likeliest_token(served: Served) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 from uuid import uuid4
@@ -16,7 +17,7 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from vime.vllm.group_wire import GroupParams, SampleAnswer, frame
+from vime.vllm.group_wire import KEPT_FIELD, GroupParams, SampleAnswer, frame
 from vime.vllm.versions import refusals
 from vime.vllm.worker.asgi import Message, Receive, Send
 from vime.vllm.worker.routed_experts import START_FIELD
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 LOWEST = -9999.0
 """What stands for minus infinity, as in vLLM's own answers."""
+MISSING = 1e-3
+"""A set of ids with less of the probability than all but this is not whole: the distribution was not cut to it."""
 Finished = asyncio.Queue[SampleAnswer | BaseException]
 """What the samples of a request gave so far."""
 
@@ -46,7 +49,7 @@ class GroupRequest:
     value that vLLM refuses, TypeError for a parameter that it does not know. msgspec.DecodeError for any other body.
     """
 
-    def __init__(self, body: bytes, max_model_len: int) -> None:
+    def __init__(self, body: bytes, max_model_len: int, vocabulary: int) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -55,8 +58,10 @@ class GroupRequest:
         self.prompt = parsed.prompt
         start = shared.pop(START_FIELD, None)
         self.wants_experts = start is not None
+        kept = shared.pop(KEPT_FIELD, 0)
+        self.kept_tokens = min(kept, vocabulary) if isinstance(kept, int) else 0
         ours: dict[str, object] = {
-            "logprobs": 0,
+            "logprobs": self.kept_tokens,
             "output_kind": RequestOutputKind.FINAL_ONLY,
             "skip_clone": True,
         }
@@ -89,7 +94,8 @@ async def answer(
     """
     bad_request: tuple[type[Exception], ...] = (*refusals(), TypeError, msgspec.DecodeError)
     try:
-        request = GroupRequest(body, engine.model_config.max_model_len)
+        model = engine.model_config
+        request = GroupRequest(body, model.max_model_len, model.get_vocab_size())
     except bad_request as error:
         await _respond(send, 400, b"text/plain", str(error).encode())
         return
@@ -151,17 +157,22 @@ async def _sample(
     try:
         outputs = engine.generate(tokens_input(request.prompt), request.samples[place], name)
         output = [one async for one in outputs][-1]  # FINAL_ONLY: there is one
-        finished.put_nowait(_answer_of(output, place, versions(), request.wants_experts))
+        finished.put_nowait(_answer_of(output, place, versions(), request.wants_experts, request.kept_tokens))
     except refusals() as error:
         finished.put_nowait(SampleAnswer(place, error=str(error)))
     except Exception as error:  # the border of a task: `_send_frames` raises it
         finished.put_nowait(error)
 
 
-def _answer_of(output: RequestOutput, place: int, versions: list[int], wants_experts: bool) -> SampleAnswer:
+def _answer_of(
+    output: RequestOutput, place: int, versions: list[int], wants_experts: bool, kept_tokens: int = 0
+) -> SampleAnswer:
     completion, times = output.outputs[0], output.metrics
     flat = cast("FlatLogprobs | None", completion.logprobs)
-    values = flat.logprobs if flat is not None else []
+    values = [flat.logprobs[first] for first in flat.start_indices] if flat is not None else []
+    kept_ids, kept_counts = None, b""
+    if kept_tokens and flat is not None:
+        kept_ids, kept_counts = _kept(flat)
     queue_s = speed = None
     if times is not None:
         if 0 < times.queued_ts <= times.scheduled_ts:
@@ -187,7 +198,26 @@ def _answer_of(output: RequestOutput, place: int, versions: list[int], wants_exp
         speed,
         experts,
         _speculation(completion),
+        kept_ids=kept_ids,
+        kept_counts=kept_counts,
     )
+
+
+def _kept(flat: FlatLogprobs) -> tuple[bytes, bytes]:
+    """(ids, number of ids of each token), int32: of the likeliest ids, which `flat` has after the sampled one, those
+    that are not cut off, if these have all of the probability."""
+    ids: list[int] = []
+    counts: list[int] = []
+    for first, end in zip(flat.start_indices, flat.end_indices, strict=True):
+        found = {
+            token: value
+            for token, value in zip(flat.token_ids[first:end], flat.logprobs[first:end], strict=True)
+            if value > LOWEST
+        }
+        whole = sum(map(math.exp, found.values())) > 1 - MISSING
+        ids += found if whole else ()
+        counts.append(len(found) if whole else 0)
+    return np.asarray(ids, np.int32).tobytes(), np.asarray(counts, np.int32).tobytes()
 
 
 def _speculation(completion: CompletionOutput) -> tuple[int, int, int] | None:

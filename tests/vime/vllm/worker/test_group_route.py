@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
-from vime.vllm.group_wire import SAMPLES
+from vime.vllm.group_wire import KEPT_FIELD, SAMPLES
 from vime.vllm.versions import refusals
 from vime.vllm.worker.group_route import LOWEST, GroupRequest, _answer_of, answer
 
@@ -30,11 +31,11 @@ def body(
 def test_each_sample_has_its_own_parameters_and_those_of_all() -> None:
     each = [{"seed": 3, "max_tokens": 4}, {"seed": 5, "max_tokens": 2}]
     # `echo` is one of the fields that the router adds
-    request = GroupRequest(body([1, 2], each, {"temperature": 0.5}, echo=False), 6)
+    request = GroupRequest(body([1, 2], each, {"temperature": 0.5}, echo=False), 6, 50)
     found = [(p.seed, p.max_tokens, p.temperature, p.flat_logprobs) for p in request.samples]
     assert found == [(3, 4, 0.5, True), (5, 2, 0.5, True)]
     assert not request.wants_experts
-    assert GroupRequest(body([1], each, {"routed_experts_prompt_start": 0}), 6).wants_experts
+    assert GroupRequest(body([1], each, {"routed_experts_prompt_start": 0}), 6, 50).wants_experts
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,30 @@ def test_each_sample_has_its_own_parameters_and_those_of_all() -> None:
 )
 def test_anything_else_is_refused(given: bytes, error: Any, said: str) -> None:
     with pytest.raises(error, match=said):
-        GroupRequest(given, 6)
+        GroupRequest(given, 6, 50)
+
+
+def test_no_more_ids_than_the_vocabulary_has_are_asked_for() -> None:
+    wanted = [GroupRequest(body([1], [{}], {KEPT_FIELD: n}), 100, 50) for n in (0, 8, 64)]
+    assert [(r.kept_tokens, r.samples[0].logprobs) for r in wanted] == [(0, 0), (8, 8), (50, 50)]
+
+
+def test_what_sampling_kept_of_each_token() -> None:
+    flat = FlatLogprobs()
+    cut, half = float("-inf"), math.log(0.5)
+    flat.append_fast([7, 7, 9, 4], [half, half, half, cut], iter([1, 1, 2, 3]), iter([None] * 4))
+    flat.append_fast(
+        [3, 8, 9], [-1.5, -1.0, -1.2], iter([4, 1, 2]), iter([None] * 3)
+    )  # more ids have the rest
+    flat.append_fast([5, 5, 6], [0.0, 0.0, cut], iter([1, 1, 2]), iter([None] * 3))
+    made = CompletionOutput(0, "text", [7, 3, 5], None, flat, finish_reason="length")
+    given = RequestOutput("name", None, [1], None, [made], True)
+    sent = _answer_of(given, 0, [1], False, 3)
+    assert np.frombuffer(sent.log_probs, np.float32).tolist() == pytest.approx([half, -1.5, 0.0])
+    assert sent.kept_ids is not None
+    found = [np.frombuffer(x, np.int32).tolist() for x in (sent.kept_ids, sent.kept_counts)]
+    assert found == [[7, 9, 5], [2, 0, 1]]
+    assert _answer_of(given, 0, [1], False).kept_ids is None
 
 
 def output(log_probs: list[float], times: RequestStateStats | None = None) -> RequestOutput:
@@ -96,7 +120,9 @@ def test_a_fault_of_the_engine_breaks_the_answer() -> None:
         yield
 
     async def run() -> None:
-        engine = SimpleNamespace(generate=generate, model_config=SimpleNamespace(max_model_len=6))
+        engine = SimpleNamespace(
+            generate=generate, model_config=SimpleNamespace(max_model_len=6, get_vocab_size=lambda: 50)
+        )
         sent: list[Any] = []
 
         async def send(message: Any) -> None:
