@@ -193,9 +193,13 @@ def render_chat(
     template_kwargs: dict[str, object],
     tools: Tools | None = None,
 ) -> str:
-    """The text that a model continues: the chat template of the messages, open for the assistant's turn."""
+    """The text that a model continues: the chat template of the messages, open for the assistant's turn. A tool that
+    is given by its name alone becomes a function of that name, as transformers takes schemas only."""
     options: dict[str, Any] = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
-    return str(tokenizer.apply_chat_template(messages, tools=tools, **options))
+    schemas = tools and [
+        {"type": "function", "function": {"name": tool}} if isinstance(tool, str) else tool for tool in tools
+    ]
+    return str(tokenizer.apply_chat_template(messages, tools=schemas, **options))
 
 
 def rendered(

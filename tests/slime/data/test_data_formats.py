@@ -94,6 +94,14 @@ def test_none_in_a_list_stays_and_json_keeps_its_nulls(tmp_path):
     assert prompt.metadata["tools"] == row["tools"], "JSON text in Parquet keeps null"
 
 
+def test_a_tool_may_be_a_name(tmp_path):
+    tokenizer = make_tokenizer(ALL)
+    rows = [{"prompt": [{"role": "user", "content": "hi"}], "label": "1", "tools": ["calculator"]}]
+    (prompt,) = load_prompts(write(tmp_path / "d.jsonl", rows), CHAT, tokenizer=tokenizer)
+    assert '"function": {"name": "calculator"}' in prompt.text
+    assert prompt.metadata["tools"] == ["calculator"], "a generate function gets the row's own"
+
+
 @pytest.mark.parametrize("name", ["d.jsonl", "d.parquet", "d.arrow"])
 @pytest.mark.parametrize("columns", [Columns("prompt"), Columns("prompt", apply_chat_template=True)])
 def test_text_parts_are_joined(tmp_path, name, columns):
