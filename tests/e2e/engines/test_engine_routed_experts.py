@@ -141,7 +141,7 @@ def test_abort_leaves_the_experts_of_what_there_is(stack: RoutedStack) -> None:
             asyncio.create_task(client.generate(PROMPT, sampling, seed=i, deadline_s=60, experts_from=0))
             for i in range(4)
         ]
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.3)
         await client.abort_all()
         results = await asyncio.gather(*tasks)
         await client.close()
@@ -159,7 +159,7 @@ def test_an_update_during_a_request_leaves_no_gap(stack: RoutedStack) -> None:
     found: list[GenerateResult] = []
     thread = threading.Thread(target=lambda: found.extend(stack.routed([PROMPT], max_new_tokens=460)))
     thread.start()
-    time.sleep(0.6)
+    time.sleep(0.3)
     stack.push(stack.other, checksums=False)
     thread.join()
     (result,) = found
