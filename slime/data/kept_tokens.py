@@ -47,6 +47,19 @@ def of_sample(sample: Sample) -> np.ndarray:
     return rows
 
 
+def figures(samples: Sequence[Sample]) -> dict[str, float]:
+    """Metrics of samples with a record: the mean size of a token's set, and the share of tokens without one. Such a
+    token counts as not cut. Empty without a record."""
+    counts = [np.diff(s.rollout_top_p_token_offsets) for s in samples if s.rollout_top_p_token_offsets]
+    sizes = np.concatenate(counts) if counts else np.zeros(0)
+    if not len(sizes):
+        return {}
+    found = {"top_p_not_kept_frac": float((sizes == 0).mean())}
+    if sizes.any():
+        found["top_p_kept_vocab_per_token"] = float(sizes[sizes > 0].mean())
+    return found
+
+
 def as_tensor(rows: np.ndarray) -> Tensor:
     return torch.from_numpy(rows)
 

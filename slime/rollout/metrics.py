@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from slime.config.schema import Config
 from slime.config.sections.logging import LoggingConfig
 from slime.config.sections.reward import RewardConfig
+from slime.data import kept_tokens
 from slime.rollout.base_types import EvalData
 from slime.types import Sample, SampleGroup, SpeculationCounts
 
@@ -92,7 +93,7 @@ def sample_metrics(
     metrics["repetition_frac"] = sum(ends_in_repetition(s.response) for s in samples) / count
     for reward, groups_of_it in sorted(_constant_rewards(reward_key, groups).items()):
         metrics[f"zero_std/count_{reward}"] = groups_of_it
-    metrics |= _cache_and_speculation(samples)
+    metrics |= _cache_and_speculation(samples) | kept_tokens.figures(samples)
     if logging.log_reward_category:
         categories = Counter(
             s.reward[logging.log_reward_category] for s in samples if isinstance(s.reward, dict)

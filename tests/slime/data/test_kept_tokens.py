@@ -189,3 +189,11 @@ def test_two_ranks_train_as_one(root, names):
 def test_records_of_all_samples_are_as_wide_as_the_widest():
     rows = kept_tokens.same_width([np.array([[1]], np.int32), np.array([[2, 3]], np.int32)])
     assert [x.tolist() for x in rows] == [[[1, -1]], [[2, 3]]]
+
+
+def test_figures_count_tokens_without_a_set():
+    a, b = Sample(response_length=3), Sample(response_length=1)
+    kept_tokens.append(a, [5, 6, 7, 8], [1, 3, 0])
+    kept_tokens.append(b, [], [0])
+    assert kept_tokens.figures([a, b]) == {"top_p_not_kept_frac": 0.5, "top_p_kept_vocab_per_token": 2.0}
+    assert kept_tokens.figures([Sample()]) == {}
