@@ -1,4 +1,5 @@
-"""Fixtures that test files share: `root` and `build` of the trainer, `checkpoint` of the rollout manager."""
+"""Fixtures that test files share: `root` and `build` of the trainer, `single_rank` and `hf_dir` of models alone,
+`checkpoint` of the rollout manager."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import megatron_cases
 import pytest
 from config_cases import HF_CONFIG
 from rollout_double import STATES, make_tokenizer
 from trainer_cases import CALLS, make_checkpoints, make_config
 
+from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.step.trainer import MegatronTrainer
 
 
@@ -19,6 +22,24 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("trainer")
     make_checkpoints(root)
     return root
+
+
+@pytest.fixture(scope="module")
+def single_rank(tmp_path_factory):
+    """Process groups of one rank, for a file that builds models without a trainer."""
+    init_parallel(
+        0, 1, megatron_cases.make_config(), init_method=f"file://{tmp_path_factory.mktemp('init')}/store"
+    )
+    yield
+    destroy_parallel()
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory):
+    """A tiny checkpoint in Hugging Face's form."""
+    directory = tmp_path_factory.mktemp("hf")
+    megatron_cases.tiny_checkpoint(directory)
+    return directory
 
 
 @pytest.fixture(scope="module")

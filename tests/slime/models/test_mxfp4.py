@@ -15,17 +15,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from slime.megatron_backend.checkpoint.weights import load_hf
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import check_hf_config, load_hf_config
-from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.models.mxfp4 import dequantised
 
+pytestmark = pytest.mark.usefixtures("single_rank")
+
 HIDDEN, WIDTH, EXPERTS = 64, 32, 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_rank(tmp_path_factory):
-    init_parallel(0, 1, make_config(), init_method=f"file://{tmp_path_factory.mktemp('init')}/store")
-    yield
-    destroy_parallel()
 
 
 def quantised(shape, seed):

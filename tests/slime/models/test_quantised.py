@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
-from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+
+pytestmark = pytest.mark.usefixtures("single_rank")
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "fmt": "e4m3"}
 INT4_GROUP = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 8}
@@ -24,13 +25,6 @@ INT4 = {
 }
 EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
 PREDICTION = "model.layers.2.eh_proj.weight"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_rank(tmp_path_factory):
-    init_parallel(0, 1, make_config(), init_method=f"file://{tmp_path_factory.mktemp('init')}/store")
-    yield
-    destroy_parallel()
 
 
 def in_fp8(name, weight):

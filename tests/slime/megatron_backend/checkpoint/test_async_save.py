@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_cases import make_config, sequences, tiny_checkpoint, train_step
+from megatron_cases import make_config, sequences, train_step
 from rank_processes import on_ranks
 
 from slime.checkpoints.checkpoint_dir import latest
@@ -27,19 +27,7 @@ from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 
-
-@pytest.fixture(scope="module", autouse=True)
-def single_rank(tmp_path_factory):
-    init_parallel(0, 1, make_config(), init_method=f"file://{tmp_path_factory.mktemp('init')}/store")
-    yield
-    destroy_parallel()
-
-
-@pytest.fixture(scope="module")
-def hf_dir(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("hf")
-    tiny_checkpoint(directory)
-    return directory
+pytestmark = pytest.mark.usefixtures("single_rank")
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, load_w
 from slime.megatron_backend.model.gpt import build_model, unwrap
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import build_optimizer
-from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+
+pytestmark = pytest.mark.usefixtures("single_rank")
 
 KINDS = {
     "qwen2": {"head_dim": 16, "tie_word_embeddings": True},
@@ -28,13 +29,6 @@ KINDS = {
     "qwen3_moe": {"tie_word_embeddings": False},
     "glm4_moe": {"tie_word_embeddings": False},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_rank(tmp_path_factory):
-    init_parallel(0, 1, make_config(), init_method=f"file://{tmp_path_factory.mktemp('init')}/store")
-    yield
-    destroy_parallel()
 
 
 @pytest.fixture(scope="module")

@@ -26,15 +26,10 @@ from slime.megatron_backend.model.optimizer import finish_grads
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.models import FAMILIES
 
+pytestmark = pytest.mark.usefixtures("single_rank")
+
 LENGTHS = [3, CHUNK + 9, 1, 2 * CHUNK, 20]
 HEADS, VALUES, K, V = 2, 4, 8, 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_rank(tmp_path_factory):
-    init_parallel(0, 1, make_config(), init_method=f"file://{tmp_path_factory.mktemp('init')}/store")
-    yield
-    destroy_parallel()
 
 
 def columns(tokens: int) -> list[torch.Tensor]:

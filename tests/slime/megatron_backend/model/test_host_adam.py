@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron_cases import make_config, sequences, tiny_checkpoint, train_step
+from megatron_cases import make_config, sequences, train_step
 
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
@@ -12,7 +12,8 @@ from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.host_adam import HostAdam
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import build_optimizer, close_optimizer, reload_weights
-from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+
+pytestmark = pytest.mark.usefixtures("single_rank")
 
 HOST = {"optimizer_cpu_offload": True}
 WAYS = [
@@ -22,20 +23,6 @@ WAYS = [
     HOST | {"optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True},
     HOST | {"optimizer_offload_fraction": 0.0},
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_rank(tmp_path_factory):
-    init_parallel(0, 1, make_config(), init_method=f"file://{tmp_path_factory.mktemp('init')}/store")
-    yield
-    destroy_parallel()
-
-
-@pytest.fixture(scope="module")
-def hf_dir(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("hf")
-    tiny_checkpoint(directory)
-    return directory
 
 
 def trainer(hf_dir, **values):

@@ -31,8 +31,9 @@ from slime.megatron_backend.model.experts import GatedExperts
 from slime.megatron_backend.model.gpt import output_weight, unwrap, vocab_range
 from slime.megatron_backend.model.model_config import transformer_config
 from slime.megatron_backend.model.optimizer import build_optimizer
-from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.models.reading import sparse_layers
+
+pytestmark = pytest.mark.usefixtures("single_rank")
 
 SHAPES = {
     "all-layers": {},
@@ -47,13 +48,6 @@ SHAPES = {
     "glm-groups": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
     "glm-one-expert-a-token": {"norm_topk_prob": False, "num_experts_per_tok": 1},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_rank(tmp_path_factory):
-    init_parallel(0, 1, make_config(), init_method=f"file://{tmp_path_factory.mktemp('init')}/store")
-    yield
-    destroy_parallel()
 
 
 @pytest.fixture(params=SHAPES)

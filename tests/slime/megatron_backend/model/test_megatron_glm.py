@@ -24,18 +24,12 @@ from slime.megatron_backend.model.attention import Rotary, packed_layout, rotate
 from slime.megatron_backend.model.gpt import build_model, unwrap
 from slime.megatron_backend.model.model_config import check_hf_config, transformer_config
 from slime.megatron_backend.model.optimizer import build_optimizer
-from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.models import decoder_of, family_for
 from slime.models.reading import sparse_layers
 
+pytestmark = pytest.mark.usefixtures("single_rank")
+
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_rank(tmp_path_factory):
-    init_parallel(0, 1, make_config(), init_method=f"file://{tmp_path_factory.mktemp('init')}/store")
-    yield
-    destroy_parallel()
 
 
 @pytest.fixture

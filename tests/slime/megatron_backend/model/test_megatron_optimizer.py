@@ -12,14 +12,8 @@ from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import build_optimizer
-from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 
-
-@pytest.fixture(scope="module", autouse=True)
-def single_rank(tmp_path_factory):
-    init_parallel(0, 1, make_config(), init_method=f"file://{tmp_path_factory.mktemp('init')}/store")
-    yield
-    destroy_parallel()
+pytestmark = pytest.mark.usefixtures("single_rank")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from megatron_cases import (
     hf_gradients,
     hf_logits,
     loaded,
-    make_config,
     sequences,
     sum_loss,
     tiny_checkpoint,
@@ -20,8 +19,9 @@ from slime.data.token_slice import token_slice
 from slime.megatron_backend.checkpoint.weights import export_hf
 from slime.megatron_backend.model.attention import packed_layout
 from slime.megatron_backend.model.gpt import hidden_of, output_weight, stage_output, unwrap
-from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.step.routing_replay import OPEN, Routing
+
+pytestmark = pytest.mark.usefixtures("single_rank")
 
 SHAPES = {
     "all-layers": {},
@@ -37,13 +37,6 @@ SHAPES = {
 }
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 EXPERTS = 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_rank(tmp_path_factory):
-    init_parallel(0, 1, make_config(), init_method=f"file://{tmp_path_factory.mktemp('init')}/store")
-    yield
-    destroy_parallel()
 
 
 @pytest.fixture(params=SHAPES)
