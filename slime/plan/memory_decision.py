@@ -135,11 +135,16 @@ def beside_engine(c: Config, e: Estimate, leaving: Collection[str], device_bytes
     )
 
 
+def besides_tensors(c: Config) -> float:
+    """GPU memory that a training step leaves to others than the trainer's tensors: its CUDA context, NCCL's
+    communicators (made when they are first used) and a sleeping engine."""
+    return BESIDES_TRAINER + (SLEEPING_ENGINE if c.cluster.colocate and c.num_engines else 0.0)
+
+
 def training(c: Config, e: Estimate, leaving: Collection[str]) -> Moment:
     """The moment of a training step, while the engine on the GPU sleeps and the parts `leaving` come when needed."""
-    besides, whose = BESIDES_TRAINER, "its own"
-    if c.cluster.colocate and c.num_engines:
-        besides, whose = BESIDES_TRAINER + SLEEPING_ENGINE, "a sleeping engine's and its own"
+    besides = besides_tensors(c)
+    whose = "its own" if besides == BESIDES_TRAINER else "a sleeping engine's and its own"
     peak = e.peak_with(leaving)
     made_of = f"{amount(peak)} of tensors, {whose} {amount(besides)} besides"
     return Moment("while it trains", peak + besides, made_of, ", ".join(lowering(c)))

@@ -27,7 +27,10 @@ from vime.backends import parse_config
     ("flags", "message"),
     [
         ("--cases short,broad", "--cases must be of short, long, wide, smollm2, got broad"),
-        ("--device cuda --cases short", "--cases must be of smollm2-gpu, qwen3-4b-gpu, got short"),
+        (
+            "--device cuda --cases short",
+            "--cases must be of smollm2-gpu, qwen3-4b-gpu, qwen3-4b-80gib, got short",
+        ),
         ("--cases short --sides ours,their", "--sides must be of ours, trl, trl-sleep, got their"),
         ("--cases short --rounds 0", "--rounds must be at least 1, got 0"),
         ("--cases short --warm-up 0", "--warm-up must be at least 1, got 0"),

@@ -48,11 +48,11 @@ LAYOUTS = {
         *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"),
         *("--update-weight-transport", "nccl"),
     ),
-    "experts_never_run": (
+    "experts": (
         *("--colocate", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus-per-engine", "2"),
         *("--expert-model-parallel-size", "2", "--vllm-enable-expert-parallel"),
     ),
-    "stages_never_run": (
+    "stages": (
         *("--colocate", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus-per-engine", "1"),
         *("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
     ),
@@ -61,8 +61,8 @@ ENGINES = {
     "tensor": ["{0},{1}"],
     "data": ["{0}", "{1}"],
     "apart": ["{1}"],
-    "experts_never_run": ["{0},{1}"],
-    "stages_never_run": ["{0}", "{1}"],
+    "experts": ["{0},{1}"],
+    "stages": ["{0}", "{1}"],
 }
 """What the engines of a layout are to see."""
 EXPERTS, DENSE = "qwen3-moe-tiny", "qwen3-50m"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slime.tracking import Timers
+from slime.tracking.memory import device_memory, leave_free
 
 pytestmark = pytest.mark.gpu
 
@@ -77,3 +78,19 @@ def test_cost_on_the_host():
     print(f"measure on a GPU: {cost * 1e6:.1f} us of the host")
     assert cost < 500e-6
     timers.flush()
+
+
+def test_cached_blocks_leave_the_bytes_free_that_others_allocate_later():
+    device = torch.device("cuda", torch.cuda.current_device())
+    total, held = device_memory(device), torch.cuda.memory_reserved(device)
+    assert total is not None
+    limit = held + 2 * GIB
+    leave_free(device, total - limit)
+    try:
+        for size in (1.5, 1.75, 1.9):  # no cached block is large enough for the next one
+            torch.empty(int(size * GIB), dtype=torch.uint8, device=device)
+            assert torch.cuda.memory_reserved(device) <= limit
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(3 * GIB, dtype=torch.uint8, device=device)
+    finally:
+        leave_free(device, 0)
