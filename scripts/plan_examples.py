@@ -1,20 +1,23 @@
-"""Plan every configuration of examples/ without weights, and write the table of their memory into examples/README.md.
+"""Plan every configuration of examples/ without weights, and write the tables of their memory into examples/README.md.
 
-python scripts/plan_examples.py            print the table
-python scripts/plan_examples.py --write    print it and write it into examples/README.md
+python scripts/plan_examples.py            print the tables
+python scripts/plan_examples.py --write    print them and write them into examples/README.md
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from make_model import ARCHITECTURES, build_config
 
+from slime.checkpoints.checkpoint_dir import HF_INDEX
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.hardware import HARDWARE
@@ -28,11 +31,24 @@ from slime.plan.memory_decision import (
 from slime.plan.memory_estimate import estimate
 from slime.plan.model_shape import Shape
 from slime.plan.units import GIB
+from slime.roles import roles_of
 from vime.backends import parse_config
 from vime.vllm.memory import engine_memory, engine_verdict
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-BEGIN, END = "<!-- planned: begin -->", "<!-- planned: end -->"
+LAYOUTS, AFTER = "planned", "planned algorithms"
+"""Names of the two tables in their marks."""
+ALGORITHMS = {
+    "dapo": "config.yaml",
+    "dpo": "dpo.yaml",
+    "mismatch-correction": "config.yaml",
+    "opd": "opd.yaml",
+    "ppo-critic": "ppo.yaml",
+    "rloo": "config.yaml",
+}
+"""Folder of an algorithm -> its file of flags."""
+LAYOUT = "qwen3-4b/colocated.yaml"
+"""The layout that algorithms are planned after. A teacher has the shape of its model."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,8 @@ class Planned:
     training_gib: float
     generating_gib: float
     verdicts: tuple[str, ...]
+    name: str
+    """Of its row: the file under examples/."""
 
     @property
     def memory_gib(self) -> float:
@@ -52,8 +70,9 @@ class Planned:
 
     @property
     def peak_share(self) -> float:
-        """Share of the GPU's memory that is in use at the peak."""
-        return max(self.training_gib, self.generating_gib) / self.memory_gib
+        """Share of the GPU's memory that is in use at the peak. Without engines, that of training."""
+        generating = 0.0 if self.config.debug.debug_train_only else self.generating_gib
+        return max(self.training_gib, generating) / self.memory_gib
 
     @property
     def fits(self) -> bool:
@@ -86,10 +105,42 @@ def write_model(arch: str, folder: Path) -> Path:
     return model
 
 
+def algorithm_flags(name: str, model: Path, folder: Path) -> list[str]:
+    """The command line of an algorithm after LAYOUT: its file, without what examples/tiny.yaml says of the machine and
+    data, and with all samples of a rollout in its number of steps."""
+    shared, tiny, own = (
+        yaml.safe_load((EXAMPLES / path).read_text(encoding="utf-8"))
+        for path in ("grpo.yaml", "tiny.yaml", f"{name}/{ALGORITHMS[name]}")
+    )
+    own = {flag: own[flag] for flag in own.keys() - (tiny.keys() - {"n-samples-per-prompt"})}
+    samples = shared["rollout-batch-size"] * {**shared, **own}["n-samples-per-prompt"]
+    own["global-batch-size"] = samples // own.get("num-steps-per-rollout", 1)
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(own), encoding="utf-8")
+    argv = flags(EXAMPLES / LAYOUT, model)
+    if own.get("opd-type") == "megatron":
+        teacher = shutil.copytree(model, folder / "teacher")
+        (teacher / HF_INDEX).write_text('{"weight_map": {}}', encoding="utf-8")
+        argv += ["--opd-teacher-load", str(teacher)]
+    return [*argv[:3], str(file), *argv[3:]]
+
+
 def plan(file: Path, folder: Path) -> Planned:
-    """The estimates of one configuration. `vime plan` and a run decide from the same estimates."""
+    """The estimates of one layout."""
     model = write_model(file.parent.name, folder)
-    c = parse_config(flags(file, model))
+    return planned(f"{file.parent.name}/{file.name}", file, flags(file, model), model)
+
+
+def plan_algorithm(name: str, folder: Path) -> Planned:
+    """The estimates of an algorithm after LAYOUT."""
+    file = EXAMPLES / name / ALGORITHMS[name]
+    model = write_model(Path(LAYOUT).parent.name, folder)
+    return planned(f"{name}/{file.name}", file, algorithm_flags(name, model, folder), model)
+
+
+def planned(name: str, file: Path, argv: Sequence[str], model: Path) -> Planned:
+    """The estimates of one command line. `vime plan` and a run decide from the same estimates."""
+    c = parse_config(argv)
     hf, size = read_hf_config(str(model)), HARDWARE[c.cluster.gpu].memory_gib * GIB
     e, decision = estimate(c, hf), None
     decision = decide_residence(c, e, size)
@@ -101,7 +152,9 @@ def plan(file: Path, folder: Path) -> Planned:
         generating = min(share, weights.bytes + sum(item.bytes for item in cache) + BESIDES_GENERATING)
     gpus = c.world_size + (0 if c.cluster.colocate else c.cluster.rollout_num_gpus)
     verdicts = (*(line for line in decision.lines if "fit" in line), engine_verdict(c, hf, size))
-    return Planned(file, c, gpus, training(c, e, decision.leaving).bytes / GIB, generating / GIB, verdicts)
+    return Planned(
+        file, c, gpus, training(c, e, decision.leaving).bytes / GIB, generating / GIB, verdicts, name
+    )
 
 
 def table(plans: Sequence[Planned]) -> Iterator[str]:
@@ -111,38 +164,56 @@ def table(plans: Sequence[Planned]) -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for p in plans:
         c = p.config
-        name = f"{p.file.parent.name}/{p.file.name}"
         m = c.megatron
         sizes = (m.tensor_model_parallel_size, m.pipeline_model_parallel_size, c.data_parallel_size)
         shape = " x ".join(map(str, sizes))
         experts = c.megatron.expert_model_parallel_size if c.megatron.expert_model_parallel_size > 1 else "-"
         yield (
-            f"| [{name}]({name}) | {p.gpus} {c.cluster.gpu.upper()} | {shape}, {experts} | "
+            f"| [{p.name}]({p.name}) | {p.gpus} {c.cluster.gpu.upper()} | {shape}, {experts} | "
             f"{c.cluster.rollout_num_gpus_per_engine} "
             f"| {p.training_gib:.0f} | {p.generating_gib:.0f} | {p.peak_share:.0%} |"
         )
 
 
-def page(text: str, rows: Sequence[str]) -> str:
-    """`text` with `rows` between its two marks."""
-    before, rest = text.split(BEGIN)
-    return "\n".join([f"{before}{BEGIN}", *rows, END]) + rest.split(END)[1]
+def algorithm_table(plans: Sequence[Planned]) -> Iterator[str]:
+    """Markdown table of algorithms after LAYOUT, in GiB per GPU."""
+    yield "| algorithm | models | training, GiB | generating, GiB | most of a GPU |"
+    yield "| --- | --- | --- | --- | --- |"
+    for p in plans:
+        models = ", ".join(role.name for role in roles_of(p.config))
+        generating = "-" if p.config.debug.debug_train_only else f"{p.generating_gib:.0f}"
+        cells = (models, f"{p.training_gib:.0f}", generating, f"{p.peak_share:.0%}")
+        yield f"| [{p.name}]({p.name}) | {' | '.join(cells)} |"
+
+
+def marks(name: str) -> tuple[str, str]:
+    """The lines before and after a table."""
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+def page(text: str, plans: Sequence[Planned], algorithms: Sequence[Planned]) -> str:
+    """`text` with both tables between their marks."""
+    for name, rows in ((LAYOUTS, table(plans)), (AFTER, algorithm_table(algorithms))):
+        begin, end = marks(name)
+        before, rest = text.split(begin)
+        text = "\n".join([f"{before}{begin}", *rows, end]) + rest.split(end)[1]
+    return text
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print or write the table. Returns 1 if a configuration does not fit its GPUs."""
+    """Print or write the tables. Returns 1 if a configuration does not fit its GPUs."""
     with tempfile.TemporaryDirectory() as folder:
         plans = [plan(file, Path(folder)) for file in files()]
-    rows = list(table(plans))
-    print("\n".join(rows))
-    for p in plans:
+        algorithms = [plan_algorithm(name, Path(folder)) for name in ALGORITHMS]
+    print("\n".join([*table(plans), "", *algorithm_table(algorithms)]))
+    for p in (*plans, *algorithms):
         for verdict in p.verdicts:
             if verdict.startswith(TOO_SMALL):
-                print(f"{p.file.parent.name}/{p.file.name} {verdict}", file=sys.stderr)
+                print(f"{p.name} {verdict}", file=sys.stderr)
     if "--write" in argv:
         path = EXAMPLES / "README.md"
-        path.write_text(page(path.read_text(encoding="utf-8"), rows), encoding="utf-8")
-    return int(not all(p.fits for p in plans))
+        path.write_text(page(path.read_text(encoding="utf-8"), plans, algorithms), encoding="utf-8")
+    return int(not all(p.fits for p in (*plans, *algorithms)))
 
 
 if __name__ == "__main__":

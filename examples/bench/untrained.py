@@ -1,4 +1,4 @@
-"""A reward for weights that were never trained: they get half of it, so that groups have advantages and gradients."""
+"""Rewards for weights that were never trained: they get half of them, so that groups have advantages and gradients."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def odd_share(args: Any, sample: Any, **kwargs: Any) -> float:
         return 0.0
     response = sample.tokens[-sample.response_length :]
     return sum(token % 2 for token in response) / len(response)
+
+
+def odd_first(args: Any, sample: Any, **kwargs: Any) -> float:
+    """1 if the id of the first token of the response is odd, else 0: a model that learned it has groups of one reward."""
+    return float(sample.response_length > 0 and sample.tokens[-sample.response_length] % 2)

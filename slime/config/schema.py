@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slime.config.fields import FlagSpec, Values, specs_of
+from slime.config.secrets import mask_secrets
 from slime.config.sections.algorithm import AlgorithmConfig
 from slime.config.sections.checkpoint import CheckpointConfig
 from slime.config.sections.cluster import ClusterConfig
@@ -218,11 +219,8 @@ class Config:
             ) from error
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_dict` as JSON in one atomic step, with secrets masked. (`config.save` is --save.)"""
-        data = self.to_dict()
-        for name, spec in declared_flags().items():
-            if spec.secret and data[SECTION_OF[name]][name] is not None:
-                data[SECTION_OF[name]][name] = "***"
+        """Write `to_dict` as JSON in one atomic step, without secrets (`mask_secrets`). (`config.save` is --save.)"""
+        data = mask_secrets(self.to_dict())
         temporary = Path(f"{path}.{os.getpid()}.tmp")
         temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         temporary.replace(path)

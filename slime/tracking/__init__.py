@@ -1,7 +1,8 @@
 """Observing a run: timers, metrics, trackers, one console line per step, and a record of the environment."""
 
+from slime.config.secrets import mask_secrets
 from slime.tracking.console import StepLine, progress
-from slime.tracking.environment import collect_environment, mask_secrets, write_environment
+from slime.tracking.environment import collect_environment, write_environment
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
 from slime.tracking.timers import Timers
 from slime.tracking.trackers import Tracker, Trackers, make_trackers

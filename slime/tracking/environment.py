@@ -1,4 +1,4 @@
-"""Writes environment.json next to the metrics: a run's machine, code and files. Owns the masking of secrets.
+"""Writes environment.json next to the metrics: a run's machine, code and files.
 
 Starts no CUDA context: GPU facts come from nvidia-smi. Never fails a run: values that cannot be found are null.
 """
@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from slime.config.secrets import MASK, is_secret, mask_secrets
+
 ENVIRONMENT_FILE = "environment.json"
-MASK = "***"
 _ENV_PREFIXES = (
     "VIME_",
     "VLLM_",
@@ -39,54 +40,6 @@ _ENV_NAMES = (
     "WANDB_MODE",
     "TOKENIZERS_PARALLELISM",
 )
-
-# Words in the name of a variable, flag or config entry that mark a secret.
-_SECRET_WORDS = frozenset({"secret", "password", "passwd", "passphrase", "credential", "credentials"})
-_SECRET_KEYS = (
-    "api_key",
-    "apikey",
-    "run_key",
-    "wandb_key",
-    "access_key",
-    "private_key",
-    "secret_key",
-    "encryption_key",
-)
-_URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")
-
-
-def is_secret(name: str) -> bool:
-    """Whether a variable, flag or config entry with this name holds a secret (API key, token, password).
-
-    Only whole words count: --input-key, --rollout-stop-token-ids and --max-tokens-per-gpu are no secrets.
-    """
-    words = re.split(r"[-_.\s]+", name.strip("-").lower())
-    if words[-1] == "token" or _SECRET_WORDS.intersection(words):
-        return True
-    return "_".join(words).endswith(_SECRET_KEYS)
-
-
-def mask_secrets(value: object) -> object:
-    """A copy of plain data (dicts, lists, strings, numbers) with secrets replaced by `***`.
-
-    Masks entries whose key is the name of a secret, the login part of URLs, and both of these inside strings that
-    hold a JSON object (such as the value of --train-env-vars).
-    """
-    if isinstance(value, Mapping):
-        return {
-            key: MASK if is_secret(str(key)) and item is not None else mask_secrets(item)
-            for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [mask_secrets(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    if value.lstrip().startswith("{"):
-        try:
-            return json.dumps(mask_secrets(json.loads(value)))
-        except ValueError:
-            pass  # a brace in plain text, not JSON
-    return _URL_LOGIN.sub(MASK, value)
 
 
 def mask_command(argv: Sequence[str]) -> list[str]:

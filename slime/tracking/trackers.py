@@ -28,7 +28,7 @@ from slime.imports import is_installed
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-from slime.tracking.environment import mask_secrets
+from slime.config.secrets import mask_secrets
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

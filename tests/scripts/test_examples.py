@@ -1,5 +1,6 @@
 """Every configuration of examples/ is planned without weights: it fits its GPUs with 5% to spare, as the table says."""
 
+import re
 from pathlib import Path
 
 import plan_examples
@@ -58,6 +59,16 @@ def test_a_layout_repeats_nothing_of_the_shared_flags():
         assert shared.keys() & own.keys() == (set() if fits else {"rollout-max-response-len"}), file
 
 
+@pytest.mark.parametrize("name", plan_examples.ALGORITHMS)
+def test_the_page_of_an_algorithm_is_short_and_names_its_test_and_curve(name):
+    page = (plan_examples.EXAMPLES / name / "README.md").read_text()
+    prose = re.sub(r"^```.*?^```\n|^[|!].*\n|^\n", "", page, flags=re.M | re.S)
+    assert prose.count("\n") <= 15, prose
+    assert re.search(r"^(!\[.+\]\(\.\./\.\./docs/images/|\| rollout \|)", page, re.M)
+    (test,) = re.findall(r"`(tests/e2e/examples/\w+\.py)`", page)
+    assert name in (plan_examples.EXAMPLES.parent / test).read_text()
+
+
 @pytest.mark.parametrize("name", ["dapo", "rloo", "mismatch-correction"])
 def test_algorithms_are_planned_after_a_layout(tmp_path, name):
     """No note says that a flag has no effect, and the layout stays as it was planned."""
@@ -70,12 +81,14 @@ def test_algorithms_are_planned_after_a_layout(tmp_path, name):
     assert with_algorithm.megatron == plain.megatron and with_algorithm.cluster == plain.cluster
     assert not [note for note in with_algorithm.notes if "has no effect" in note]
     changed = yaml.safe_load(own.read_text())
-    assert (plan_examples.EXAMPLES / name / "README.md").read_text().count("\n") <= 20
     assert all(f"--{flag}" in {row["flag"] for row in public_rows()} or "vllm" in flag for flag in changed)
 
 
-def test_the_table_is_what_the_plans_say(plans):
+def test_the_tables_are_what_the_plans_say(plans, tmp_path):
+    algorithms = [plan_examples.plan_algorithm(name, tmp_path) for name in plan_examples.ALGORITHMS]
     text = (Path(plan_examples.EXAMPLES) / "README.md").read_text()
-    assert plan_examples.page(text, list(plan_examples.table(plans))) == text, (
-        "examples/README.md must hold the planned table; run: python scripts/plan_examples.py --write"
+    assert plan_examples.page(text, plans, algorithms) == text, (
+        "examples/README.md must hold the planned tables; run: python scripts/plan_examples.py --write"
     )
+    for p in algorithms:
+        assert p.fits and p.peak_share <= 1 - SPARE, (p.name, p.verdicts)

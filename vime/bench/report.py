@@ -16,7 +16,7 @@ from typing import Any
 
 from rl_kernel.benchmarks.pairs import check
 from rl_kernel.benchmarks.report import result_lines
-from slime.tracking.environment import mask_secrets
+from slime.config.secrets import mask_secrets
 from vime.bench import record as records
 from vime.bench.compare import EXCEPTED, Pair, cautions, flatten, in_order, pairs_of, refuse_unlike
 from vime.bench.pictures import draw_pictures

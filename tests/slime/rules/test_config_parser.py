@@ -260,11 +260,17 @@ def test_namespace_is_a_flat_mutable_copy(argv):
 
 
 def test_saved_file_holds_no_secret(argv, tmp_path):
-    c = parse_args([*argv, "--wandb-key", "s3cret"])
+    """Neither a key of its own, nor one in an address, nor one for the environment of the ranks."""
+    secrets = ["--wandb-key", "s3cret", "--rm-url", "http://:s3cret@judge:80", "--train-env-vars"]
+    c = parse_args([*argv, *secrets, '{"HF_TOKEN": "s3cret", "N": "1"}'])
     c.save_json(tmp_path / "config.json")
     text = (tmp_path / "config.json").read_text()
-    assert "s3cret" not in text and Config.from_dict(json.loads(text)).logging.wandb_key == "***"
-    assert c.logging.wandb_key == "s3cret" and list(tmp_path.glob("*.tmp")) == []
+    saved = Config.from_dict(json.loads(text))
+    assert "s3cret" not in text and saved.logging.wandb_key == "***"
+    assert saved.reward.rm_url == "http://***@judge:80"
+    assert saved.cluster.train_env_vars == {"HF_TOKEN": "***", "N": "1"}
+    assert c.logging.wandb_key == "s3cret" and c.reward.rm_url == "http://:s3cret@judge:80"
+    assert list(tmp_path.glob("*.tmp")) == []
 
 
 def test_parsing_imports_neither_megatron_nor_vllm(argv):

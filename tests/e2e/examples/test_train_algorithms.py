@@ -1,0 +1,69 @@
+"""Whole runs of the examples that come after a layout, on the tiny model: each learns by the margin of its README."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from train_fixtures import ROOT, World, make_world, rows, run, vime
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    yield from make_world()
+
+
+def series(world: World, name: str, metric: str) -> list[float]:
+    """The values of a metric in the order of its steps; 0 where a row lacks it."""
+    found = rows(world.root / name, "train/step" if metric.startswith("train/") else "rollout/step")
+    return [row.get(metric, 0.0) for _, row in sorted(found.items())]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def example(world: World, monkeypatch: pytest.MonkeyPatch, name: str, *own: str) -> str:
+    """The output of an example's files after the tiny layout. Its first three rollouts are those of random weights."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples/bench"))
+    files = [str(ROOT / "examples" / file) for file in ("tiny.yaml", *(f"{name}/{file}" for file in own))]
+    model = ("--hf-checkpoint", str(world.model), "--prompt-data", str(world.data / "train.jsonl"))
+    command = vime("train", "--config", *files, *model, "--run-dir", str(world.root / name))
+    printed = run(command, world.root / f"{name}.out")
+    rewards = series(world, name, "rollout/raw_reward")
+    print([round(x, 2) for x in rewards])
+    assert mean(rewards[:3]) < 0.6
+    return printed
+
+
+def test_rloo_learns(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = example(world, monkeypatch, "rloo", "config.yaml")
+    assert "step: ref_log_probs (reference) -> train policy\n" in printed
+    rewards = series(world, "rloo", "rollout/raw_reward")
+    assert len(rewards) == 12 and mean(rewards[-3:]) > 0.8
+
+
+@pytest.mark.slow
+def test_dapo_learns_and_each_of_its_parts_acts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    example(world, monkeypatch, "dapo", "config.yaml", "tiny.yaml")
+    rewards, truncated = (
+        series(world, "dapo", f"rollout/{name}") for name in ("raw_reward", "truncated_ratio")
+    )
+    dropped = series(world, "dapo", "rollout/dynamic_filter/drop_zero_std_1.0")
+    assert len(rewards) == 20 and mean(rewards[-3:]) > 0.75
+    assert truncated[0] > 0.9 and mean(truncated[-3:]) < 0.1
+    assert sum(dropped[-3:]) >= 10
+    assert max(series(world, "dapo", "train/pg_clipfrac")) > 0
+
+
+@pytest.mark.slow
+def test_correction_drops_what_fp8_changed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "mismatch-correction"
+    example(world, monkeypatch, name, "config.yaml", "tiny.yaml")
+    dropped = series(world, name, "train/rs_dropped")
+    assert len(dropped) == 12 and 0.05 < dropped[0] < 0.5 and mean(dropped[-3:]) < 0.02
+    assert mean(series(world, name, "rollout/raw_reward")[-3:]) > 0.8
+    apart = series(world, name, "train/train_rollout_logprob_abs_diff")
+    assert apart[0] > 1e-3 and min(series(world, name, "rollout/mismatch_ess")) > 0.99
