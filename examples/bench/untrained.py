@@ -14,5 +14,5 @@ def odd_share(args: Any, sample: Any, **kwargs: Any) -> float:
 
 
 def odd_first(args: Any, sample: Any, **kwargs: Any) -> float:
-    """1 if the id of the first token of the response is odd, else 0: a model that learned it has groups of one reward."""
+    """1 if the id of the first token is odd, else 0: a group may have one reward, unlike with `odd_share`."""
     return float(sample.response_length > 0 and sample.tokens[-sample.response_length] % 2)

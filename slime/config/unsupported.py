@@ -63,11 +63,8 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "use_score_centering": Unsupported(False, _CENTERING),
     "score_centering_top_k": Unsupported(None, _CENTERING),
     # debug
-    "save_debug_train_data": Unsupported(None, "use --save-debug-rollout-data"),
     "http_proxy": Unsupported(None, "requests to the engines never pass a proxy"),
     # Megatron
-    "train_iters": Unsupported(None, "use --num-rollout"),
-    "train_samples": Unsupported(None, "use --num-rollout"),
     "ckpt_format": Unsupported("torch_dist", "checkpoints are Megatron distributed checkpoints"),
     "dist_ckpt_format": Unsupported("torch_dist", "checkpoints are Megatron distributed checkpoints"),
 }

@@ -1,4 +1,5 @@
-"""Samples of a rollout saved for replay (`--save-debug-rollout-data`, `--load-debug-rollout-data`).
+"""Samples of a rollout saved for replay (`--save-debug-rollout-data`, `--load-debug-rollout-data`), and what each rank
+made of them (`--save-debug-train-data`).
 
 Files hold plain values only. Loading a file runs no code.
 """
@@ -8,9 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from slime.types import Sample, SampleGroup
@@ -35,6 +38,25 @@ def save_debug_rollout_data(
     samples = [sample.to_dict() for group in groups for sample in group]
     torch.save({"rollout_id": rollout_id, "samples": samples, "facts": facts}, path)
     return path
+
+
+def save_debug_train_data(template: str, rollout_id: int, rank: int, data: Mapping[str, object]) -> Path:
+    """Write the columns of a trainer rank to the path `template`, with {rollout_id} and {rank} replaced, as slime does:
+    `{"rollout_id", "rank", "rollout_data": {column: one entry per sample}}`. Tensors are those of the host."""
+    path = Path(template.format(rollout_id=rollout_id, rank=rank))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = {name: _on_host(value) for name, value in data.items()}
+    torch.save({"rollout_id": rollout_id, "rank": rank, "rollout_data": columns}, path)
+    return path
+
+
+def _on_host(value: object) -> object:
+    """`value` with its tensors on the host, and its arrays as tensors: a file that loads without code."""
+    if isinstance(value, list | tuple):
+        return [_on_host(item) for item in value]
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def load_debug_rollout_data(

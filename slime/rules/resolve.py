@@ -91,6 +91,9 @@ def _debug(c: argparse.Namespace) -> None:
         c.save_debug_rollout_data = (
             c.save_debug_rollout_data or f"{c.dump_details}/rollout_data/{{rollout_id}}.pt"
         )
+        c.save_debug_train_data = (
+            c.save_debug_train_data or f"{c.dump_details}/train_data/{{rollout_id}}_{{rank}}.pt"
+        )
     if c.load_debug_rollout_data:
         c.debug_train_only = True
 
@@ -196,6 +199,9 @@ def _batches(c: argparse.Namespace) -> None:
         c.global_batch_size = samples // steps
     if c.num_steps_per_rollout is None and c.global_batch_size and samples % c.global_batch_size == 0:
         c.num_steps_per_rollout = samples // c.global_batch_size
+    for given, of_rollout in ((c.train_iters, c.num_steps_per_rollout), (c.train_samples, samples)):
+        if c.num_rollout is None and given is not None and of_rollout and given % of_rollout == 0:
+            c.num_rollout = given // of_rollout
     if c.num_rollout is not None and c.num_epoch is not None:
         c.notes.append(f"--num-epoch {c.num_epoch} has no effect, as --num-rollout {c.num_rollout} is given")
 

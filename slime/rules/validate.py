@@ -22,7 +22,7 @@ from slime.plan.trained_params import check_parameter_names
 from slime.rules.algorithm import RULES as ALGORITHM
 from slime.rules.checkpoint import check_directories, check_saving
 from slime.rules.cluster import check_domains, check_hardware, check_offload
-from slime.rules.debug import check_profile_steps
+from slime.rules.debug import check_length, check_profile_steps, check_train_data_file
 from slime.rules.distillation import check_distillation, check_teacher
 from slime.rules.experts import check_expert_flags
 from slime.rules.flags import own_flags
@@ -68,7 +68,7 @@ def _required(c: Config) -> None:
     for name, what in needed.items():
         if c.value_of(name) is None:
             problems.add(f"{spelled(name)} must be given ({what}), got none")
-    if c.data.num_rollout is None and c.data.num_epoch is None:
+    if {c.data.num_rollout, c.data.num_epoch, c.data.train_iters, c.data.train_samples} == {None}:
         problems.add("--num-rollout must be given, got none; or give --num-epoch")
     elif c.data.num_rollout is None and c.data.disable_rollout_global_dataset:
         problems.add("--num-rollout must be given with --disable-rollout-global-dataset, got none")
@@ -372,7 +372,9 @@ TOGETHER: tuple[Rule, ...] = (
     check_packages,
     _intervals,
     check_saving,
+    check_length,
     check_profile_steps,
+    check_train_data_file,
     _files,
     check_directories,
     check_teacher,

@@ -33,6 +33,12 @@ class DataConfig:
     num_epoch: int | None = flag(
         None, "number of passes over the prompts; used if --num-rollout is not given", range=COUNT
     )
+    train_iters: int | None = flag(
+        None, "number of optimizer steps of the run, in the place of --num-rollout", range=COUNT
+    )
+    train_samples: int | None = flag(
+        None, "number of samples of the run, in the place of --num-rollout", range=COUNT
+    )
     disable_rollout_global_dataset: bool = flag(
         False, "no prompt file; the rollout function supplies its own prompts"
     )

@@ -11,12 +11,17 @@ from slime.config.ranges import FRACTION
 
 @dataclass(frozen=True)
 class DebugConfig:
-    """Paths are templates: {rollout_id} is replaced."""
+    """Paths are templates: {rollout_id} is replaced, and {rank} where each rank writes a file."""
 
     debug_rollout_only: bool = flag(False, "run only the engines, without a trainer")
     debug_train_only: bool = flag(False, "run only the trainer, without engines")
     save_debug_rollout_data: str | None = flag(
         None, "file for the samples of each rollout; {rollout_id} in its name is replaced"
+    )
+    save_debug_train_data: str | None = flag(
+        None,
+        "file for a trainer rank's columns of each rollout, advantages and log-probs included; {rollout_id} and {rank} "
+        "in its name are replaced",
     )
     load_debug_rollout_data: str | None = flag(None, "train on saved samples; implies --debug-train-only")
     load_debug_rollout_data_subsample: float | None = flag(
@@ -25,7 +30,9 @@ class DebugConfig:
     load_forge_rollout_data: str | None = flag(
         None, "saved samples for --rollout-function-path slime.rollout.forge_load.generate_rollout"
     )
-    dump_details: str | None = flag(None, "directory for the samples of each rollout")
+    dump_details: str | None = flag(
+        None, "directory for the samples of each rollout, and for each rank's train data"
+    )
     profile_steps: str | None = flag(
         None, "A:B traces the training of rollouts A to B-1 (PyTorch profiler, one file per rank and rollout)"
     )

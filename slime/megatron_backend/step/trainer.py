@@ -42,6 +42,7 @@ from slime.megatron_backend.step.scorers import OldLogProbs, scorers_of
 from slime.megatron_backend.step.values import CriticTraining
 from slime.protocols import TrainResult, WeightUpdate
 from slime.roles import CRITIC
+from slime.rollout.debug_data import save_debug_train_data
 from slime.tracking.memory import resident_peak_gib
 from slime.tracking.profiler import StepProfiler
 from slime.tracking.timers import Timers
@@ -119,6 +120,8 @@ class MegatronTrainer:
         with self.timers.measure("advantages"):
             self.add_advantages(data)
         steps, more = self._train_roles(rollout_id, data)
+        if (template := self.config.debug.save_debug_train_data) is not None:
+            save_debug_train_data(template, rollout_id, self.info.rank, data)
         self.replay.forget()
         self.models.update_reference(rollout_id)
         with self.timers.measure("rollout_metrics"):

@@ -166,6 +166,46 @@ def test_masks_of_whole_sequences_go_with_ratios_of_sequences(argv):
     parsed(argv, "--use-tis --advantage-estimator gspo")
 
 
+def test_masks_of_whole_sequences_go_with_ratios_of_tokens(argv):
+    """They drop whole responses, and the ratios of the tokens that stay are what they were."""
+    parsed(argv, "--use-rs --rs-level sequence")
+    parsed(argv, "--use-tis --tis-mode mask --tis-level sequence")
+
+
+@pytest.mark.parametrize(("flags", "rollouts"), [("--train-iters 6", 3), ("--train-samples 96", 3)])
+def test_the_length_of_a_run_in_steps_or_samples(argv, flags, rollouts):
+    at = argv.index("--num-rollout")
+    c = parsed([*argv[:at], *argv[at + 2 :]], flags)
+    assert c.data.num_rollout == rollouts and c.data.num_steps_per_rollout == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--train-iters 7 --num-rollout 3", r"--train-iters must be .*, 2 each \* --num-rollout 3, got 7"),
+        (
+            "--train-samples 100 --num-rollout 3",
+            r"--train-samples must be .*, 32 each \* --num-rollout 3, got 100",
+        ),
+        (
+            "--save-debug-train-data x/{rollout_id}.pt",
+            r"must hold \{rollout_id\} and \{rank\} and no other braces",
+        ),
+        ("--save-debug-train-data x/{rank}", r"must hold \{rollout_id\} and \{rank\} and no other braces"),
+        ("--save-debug-train-data {rollout_id}{rank}{x}", "must hold .* and no other braces"),
+    ],
+)
+def test_flags_of_length_and_of_files_of_ranks(argv, flags, message):
+    with pytest.raises(ValueError, match=message):
+        parsed(argv, flags)
+
+
+def test_details_are_the_samples_and_the_train_data(argv):
+    c = parsed(argv, "--dump-details d")
+    assert c.debug.save_debug_rollout_data == "d/rollout_data/{rollout_id}.pt"
+    assert c.debug.save_debug_train_data == "d/train_data/{rollout_id}_{rank}.pt"
+
+
 def test_a_correction_is_recommended_where_the_precision_differs(argv):
     def notes(*flags: str) -> list[str]:
         return [note for note in parse_config([*argv, *flags]).notes if "their probabilities" in note]

@@ -21,6 +21,23 @@ from slime.weight_sync.file_channel import tensor_digest
 LR = 0.5
 
 
+def test_train_data_of_a_rank_are_saved(build, tmp_path):
+    """The file loads without code, and holds what was trained: masks, log-probs, advantages."""
+    trainer = build(
+        use_kl_loss=True,
+        get_mismatch_metrics=True,
+        save_debug_train_data=str(tmp_path / "{rollout_id}" / "{rank}.pt"),
+    )
+    _, data = train(trainer, rollout_id=3)
+    saved = torch.load(tmp_path / "3" / "0.pt", weights_only=True)
+    assert (saved["rollout_id"], saved["rank"]) == (3, 0)
+    found, samples = saved["rollout_data"], make_samples()
+    for name in ("old_log_probs", "ref_log_probs", "advantages", "returns", "loss_masks"):
+        assert [len(x) for x in found[name]] == [sample.response_length for sample in samples], name
+        assert all(torch.equal(x, y) for x, y in zip(found[name], data[name], strict=True)), name
+    assert found["raw_reward"] == [sample.reward for sample in samples]
+
+
 def test_metrics_of_a_step(root, build):
     """Means over rollouts, by hand from transformers' log-probs."""
     trainer = build(
