@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import re
 import sys
@@ -21,7 +22,7 @@ from rl_kernel.benchmarks.elementwise import run_elementwise
 from rl_kernel.benchmarks.linear import run_case
 from rl_kernel.benchmarks.machine import describe, gpu_facts
 from rl_kernel.benchmarks.own import own_contenders
-from rl_kernel.benchmarks.problem import Contender, Problem, select_cases
+from rl_kernel.benchmarks.problem import Contender, MakeLoss, Problem, select_cases
 from rl_kernel.benchmarks.rivals import RIVALS, rival_contenders, rival_families
 from rl_kernel.benchmarks.streams import STREAMS
 from rl_kernel.benchmarks.timing import LEAST_CALLS, Plan, reason_of, trace
@@ -44,6 +45,12 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--quick", action="store_true", help="fewer rounds; no rivals unless named")
     found.add_argument(
         "--rivals", metavar="NAME,..", help=f"all, none, or of {', '.join(RIVALS)} (on a CPU: none)"
+    )
+    found.add_argument(
+        "--losses",
+        metavar="MODULE:NAME",
+        help="further losses to time in linear_token_loss beside grpo_loss: a dict, name -> "
+        "make(old_log_probs, advantages, mask, denominator) -> loss(log_probs, rows) -> (loss, metrics)",
     )
     found.add_argument("--rows", metavar="TEXT,..", help="only rows whose name contains one of these")
     found.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
@@ -124,8 +131,23 @@ def select_contenders(
     if not linear:
         return []
     rivals = rival_contenders(arguments.rivals or default_rivals(arguments, device))
-    rows = own_contenders(linear, parse_workspaces(arguments.workspace)) + rivals
+    losses = load_losses(arguments.losses)
+    rows = own_contenders(linear, parse_workspaces(arguments.workspace), losses) + rivals
     return [row for row in rows if not only or any(part in row.name for part in only)]
+
+
+def load_losses(path: str | None) -> dict[str, MakeLoss]:
+    """The dict that --losses names."""
+    if path is None:
+        return {}
+    module, _, name = path.partition(":")
+    try:
+        losses = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise invalid("--losses", "be MODULE:NAME", repr(path), f"check it: {error}") from error
+    if not isinstance(losses, dict):
+        raise invalid("--losses", "name a dict", type(losses).__name__, "its values make a loss each")
+    return losses
 
 
 def default_rivals(arguments: argparse.Namespace, device: torch.device) -> str:

@@ -17,23 +17,65 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path("docs/algorithms.md")
 COMMAND = "python scripts/docs_algorithms.py"
 HEADS = {
-    "estimators": "| `--advantage-estimator` | Advantage | Policy loss | Source | File | Columns read | Example |\n"
-    "| --- | --- | --- | --- | --- | --- | --- |\n",
-    "surrogates": "| `--pg-loss-type` | Term of a token | Source | File | Columns read | Inside `linear_token_loss` |"
-    " `grpo_loss` |\n| --- | --- | --- | --- | --- | --- | --- |\n",
+    "estimators": "| `--advantage-estimator` | Advantage | Policy loss | Source | File | Lines | Columns read | "
+    "Operator | Hand test | Example |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n",
+    "surrogates": "| `--pg-loss-type` | Term of a token | Source | File | Lines | Columns read | "
+    "Operators | Hand test |\n| --- | --- | --- | --- | --- | --- | --- | --- |\n",
     "aliases": "| Flag | Accepted names |\n| --- | --- |\n",
 }
 """Name of a table -> its heading."""
+TESTS = Path("tests/slime/algo")
+HAND_TESTS = {
+    "estimators": {
+        "grpo": "test_advantage.py::test_grpo_spreads_the_reward_over_all_tokens",
+        "gspo": "test_policy_loss.py::test_gspo_uses_one_ratio_a_sequence",
+        "cispo": "test_policy_loss.py::test_cispo_keeps_the_gradient_of_clipped_tokens",
+        "reinforce_plus_plus": "test_advantage.py::test_reinforce_plus_plus_discounts_from_the_last_trained_token",
+        "reinforce_plus_plus_baseline": "test_advantage.py::test_reinforce_plus_plus_baseline_subtracts_the_penalty",
+        "rloo": "test_group_estimators.py::test_rloo_subtracts_the_mean_of_the_others",
+        "pass_at_k": "test_group_estimators.py::test_pass_at_k_of_right_and_wrong_answers",
+        "ppo": "test_advantage.py::test_ppo_estimates_over_the_trained_tokens",
+    },
+    "surrogates": {
+        "clip": "test_policy_loss.py::test_clipped_surrogate_and_its_metrics",
+        "gspo": "test_policy_loss.py::test_gspo_uses_one_ratio_a_sequence",
+        "gspo_token": "test_surrogates.py::test_gspo_token_has_the_value_of_gspo_and_the_gradient_of_the_token",
+        "cispo": "test_policy_loss.py::test_cispo_keeps_the_gradient_of_clipped_tokens",
+        "gmpo": "test_surrogates.py::test_gmpo",
+        "sapo": "test_surrogates.py::test_sapo",
+        "clip_cov": "test_surrogates.py::test_clip_cov_and_kl_cov_treat_chosen_tokens_apart",
+        "kl_cov": "test_surrogates.py::test_clip_cov_and_kl_cov_treat_chosen_tokens_apart",
+        "reinforce": "test_surrogates.py::test_reinforce",
+    },
+}
+"""Table -> record -> the test of its values that were worked out by hand, in TESTS."""
 
 
-def file_of(record: Estimator | Surrogate) -> str:
-    """The file with the record, as a link from the page."""
-    folder = "estimators" if isinstance(record, Estimator) else "surrogates"
+def folder_of(record: Estimator | Surrogate) -> str:
+    return "estimators" if isinstance(record, Estimator) else "surrogates"
+
+
+def file_of(record: Estimator | Surrogate) -> tuple[str, int | str]:
+    """The file with the record, as a link from the page, and its number of lines."""
+    folder = folder_of(record)
     for path in sorted((ROOT / "slime/algo" / folder).glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and node.args and ast.unparse(node.args[0]) == repr(record.name):
-                return f"[{path.name}](../slime/algo/{folder}/{path.name})"
-    return ""
+                return f"[{path.name}](../slime/algo/{folder}/{path.name})", text.count("\n")
+    return "", ""
+
+
+def hand_test_of(record: Estimator | Surrogate) -> str:
+    """The test as a link; empty for a record without one. ValueError if the file has no such test."""
+    if (name := HAND_TESTS[folder_of(record)].get(record.name)) is None:
+        return ""
+    file, _, test = name.partition("::")
+    if f"def {test}(" not in (ROOT / TESTS / file).read_text(encoding="utf-8"):
+        raise ValueError(
+            f"{TESTS / file} must have {test}, the hand test of {record.name}; rename it in {COMMAND}"
+        )
+    return f"[{test.removeprefix('test_')}](../{TESTS / file})"
 
 
 def source_of(record: Estimator | Surrogate) -> str:
@@ -45,20 +87,32 @@ def source_of(record: Estimator | Surrogate) -> str:
 
 def estimators() -> Iterator[str]:
     for record in ESTIMATORS.values():
+        file, lines = file_of(record)
         reads = ", ".join(sorted({"rewards", *record.reads}))
+        operator = "`group_advantage`" if record.centred else ""
         example = f"[{record.example}](../{record.example}/README.md)" if record.example else ""
-        cells = (record.advantage, f"`{record.surrogate.name}`", source_of(record), file_of(record))
-        yield f"| `{record.name}` | {' | '.join(cells)} | {reads} | {example} |\n"
+        cells = (
+            record.advantage,
+            f"`{record.surrogate.name}`",
+            source_of(record),
+            file,
+            lines,
+            reads,
+            operator,
+        )
+        yield f"| `{record.name}` | {' | '.join(map(str, cells))} | {hand_test_of(record)} | {example} |\n"
 
 
 def surrogates() -> Iterator[str]:
     for record in SURROGATES.values():
+        file, lines = file_of(record)
         reads = ", ".join(
             sorted({"advantages", *record.reads, *({"chosen_tokens"} if record.choose else ())})
         )
-        inside = "no: whole sequences" if record.reads_sequences else "yes"
-        cells = (record.policy, source_of(record), file_of(record), reads, inside)
-        yield f"| `{record.name}` | {' | '.join(cells)} | {'yes' if record.fused else 'no'} |\n"
+        head = "`linear_logp`" if record.reads_sequences else "`linear_token_loss`"
+        operators = f"{head}, `grpo_loss`" if record.fused else head
+        cells = (record.policy, source_of(record), file, lines, reads, operators, hand_test_of(record))
+        yield f"| `{record.name}` | {' | '.join(map(str, cells))} |\n"
 
 
 def aliases() -> Iterator[str]:

@@ -42,6 +42,8 @@ def _entry(contender: Contender, problem: Problem) -> Entry:
         "main_grad": contender.main_grad,
         "workspace_mib": "unlimited" if mib == float("inf") else mib,
     }
+    if contender.make_loss is not None:
+        problem.add_loss(contender.upstream, contender.make_loss)
     row |= {"against": contender.against} if contender.against else {}
 
     def build() -> Step:

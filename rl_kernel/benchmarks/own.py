@@ -3,7 +3,7 @@ the weight gradient goes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 import rl_kernel
 from rl_kernel.benchmarks.pairs import DEFAULT_WORKSPACE_MIB
-from rl_kernel.benchmarks.problem import Contender, Outputs, Problem
+from rl_kernel.benchmarks.problem import Contender, MakeLoss, Outputs, Problem
 from rl_kernel.benchmarks.timing import MIB
 
 UNLIMITED = float("inf")
@@ -27,14 +27,19 @@ def workspace_label(mib: float) -> str:
     return f"{mib / 1024:g}GiB" if mib >= 1024 else f"{mib:g}MiB"
 
 
-def own_contenders(operators: Sequence[str], workspaces: Sequence[float] | None = None) -> list[Contender]:
-    """All rows of the named operators; `workspaces` (MiB) replaces the standard lists."""
+def own_contenders(
+    operators: Sequence[str],
+    workspaces: Sequence[float] | None = None,
+    losses: Mapping[str, MakeLoss] | None = None,
+) -> list[Contender]:
+    """All rows of the named operators; `workspaces` (MiB) replaces the standard lists. `losses`: further ones of
+    linear_token_loss, by name."""
     found = []
     if "linear_logp" in operators:
         found += [_logp_row(None, "bf16"), _logp_row(None, "bf16", "metric"), _logp_row(None, "fp32")]
         found += _logp_rows(workspaces or WORKSPACES_MIB["linear_logp"])
     if "linear_token_loss" in operators:
-        found += _token_loss_rows(workspaces or WORKSPACES_MIB["linear_token_loss"])
+        found += _token_loss_rows(workspaces or WORKSPACES_MIB["linear_token_loss"], losses or {})
     return found
 
 
@@ -61,28 +66,35 @@ def _logp_rows(workspaces: Sequence[float]) -> list[Contender]:
 
 
 def _token_loss_row(
-    mib: float, main_grad: bool, rounding: str = "bf16", entropy: str = "none", grpo: bool = False
+    mib: float,
+    main_grad: bool,
+    rounding: str = "bf16",
+    entropy: str = "none",
+    loss: str | None = None,
+    make_loss: MakeLoss | None = None,
 ) -> Contender:
     where = "main_grad" if main_grad else ".grad"
     plain = f"linear_token_loss {workspace_label(mib)} {rounding} {where}"
     gradient = "entropy" if entropy == "gradient" else "plain"
     return Contender(
-        plain + ON_TOP[entropy] + (" grpo_loss" if grpo else ""),
+        plain + ON_TOP[entropy] + ("" if loss is None else f" {loss}_loss"),
         "linear_token_loss",
-        partial(token_loss_step, mib=mib, main_grad=main_grad, rounding=rounding, entropy=entropy, grpo=grpo),
-        upstream="grpo" if grpo else gradient,
+        partial(token_loss_step, mib=mib, main_grad=main_grad, rounding=rounding, entropy=entropy, loss=loss),
+        upstream=loss or gradient,
         entropy=entropy,
         workspace_mib=mib,
         main_grad=main_grad,
+        make_loss=make_loss,
     )
 
 
-def _token_loss_rows(workspaces: Sequence[float]) -> list[Contender]:
+def _token_loss_rows(workspaces: Sequence[float], losses: Mapping[str, MakeLoss]) -> list[Contender]:
     detail = _detail(workspaces)
     rows = [_token_loss_row(mib, main_grad) for mib in workspaces for main_grad in (True, False)]
     for main_grad in (True, False):
         rows += [_token_loss_row(detail, main_grad, entropy=entropy) for entropy in ("metric", "gradient")]
-    rows.append(_token_loss_row(detail, True, grpo=True))
+    rows.append(_token_loss_row(detail, True, loss="grpo"))
+    rows += [_token_loss_row(detail, True, loss=name, make_loss=make) for name, make in losses.items()]
     rows.append(_token_loss_row(detail, True, rounding="fp32"))
     return rows
 
@@ -113,16 +125,16 @@ def logp_step(problem: Problem, *, mib: float | None, rounding: str, entropy: st
 
 
 def token_loss_step(
-    problem: Problem, *, mib: float, main_grad: bool, rounding: str, entropy: str, grpo: bool
+    problem: Problem, *, mib: float, main_grad: bool, rounding: str, entropy: str, loss: str | None
 ) -> Callable[[], Outputs]:
     def loss_of(log_probs: Tensor, entropies: Tensor | None, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-        if grpo:
-            return problem.grpo_loss(log_probs, rows)
-        loss = (log_probs * problem.gain[rows]).sum()
+        if loss is not None:
+            return problem.losses[loss](log_probs, rows)
+        total = (log_probs * problem.gain[rows]).sum()
         if entropy == "gradient":
             assert entropies is not None
-            loss = loss + (entropies * problem.entropy_gain[rows]).sum()
-        return loss, {}
+            total = total + (entropies * problem.entropy_gain[rows]).sum()
+        return total, {}
 
     options = _options(rounding, entropy, mib) | {"weight_grad": problem.main_grad if main_grad else None}
 

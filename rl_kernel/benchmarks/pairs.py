@@ -122,6 +122,14 @@ def linear_pairs(rows: Sequence[Row]) -> tuple[list[Pair], list[tuple[str, str]]
     return pairs, [*unmatched, *((name, "no row of rl_kernel did the same") for name in lonely)]
 
 
+def loss_pairs(rows: Sequence[Row]) -> list[Pair]:
+    """Each further loss of linear_token_loss, and grpo_loss in the same workspace."""
+    fit = [row for row in rows if row["operator"] == "linear_token_loss" and not unfit(row)]
+    base = next((row for row in fit if row["upstream"] == "grpo"), None)
+    others = (row for row in fit if row["upstream"] not in ("plain", "entropy", "grpo"))
+    return [] if base is None else [Pair(row, base) for row in others]
+
+
 def stream_pairs(rows: Sequence[Row]) -> tuple[list[Pair], list[tuple[str, str]]]:
     """The same of the operators that move bytes, whose rivals name the row that they are compared with."""
     ours, rivals, unmatched = _parted(rows)
@@ -167,7 +175,7 @@ def _same_work(ours: Sequence[Row], rival: Row) -> Row | None:
         row
         for row in ours
         if (row["phase"], row["entropy"]) == (rival["phase"], rival["entropy"])
-        and row["upstream"] != "grpo"
+        and row["upstream"] in ("plain", "entropy")
         and " fp32" not in row["name"]
     ]
     return max(level, key=_preference, default=None)

@@ -25,6 +25,10 @@ CHECKED_COLUMNS = 256
 TRUTH_TOKENS = 512
 """Rows of float64 logits at a time: 600 MiB for the largest vocabulary."""
 Upstream = tuple[Tensor, Tensor | None]
+BlockLoss = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
+"""`loss(log_probs, rows) -> (loss, metrics)`, the `token_loss` of `linear_token_loss` without the entropy."""
+MakeLoss = Callable[[Tensor, Tensor, Tensor, float], BlockLoss]
+"""`make(old_log_probs, advantages, mask, denominator)`: the loss of a case, of [N] each and a number of tokens."""
 CLIP: dict[str, Any] = {"eps_clip": 0.2, "eps_clip_high": 0.28}
 
 
@@ -88,6 +92,11 @@ class Problem:
         # log-prob never decides on which side a token falls.
         self.old_log_probs = (self.truth.log_probs - self.log_ratio).float()
         self.denominator = float(self.mask.sum().clamp(min=1))
+        self.losses: dict[str, BlockLoss] = {"grpo": self.grpo_loss}
+
+    def add_loss(self, name: str, make: MakeLoss) -> None:
+        """A further loss, whose `upstream` has this name."""
+        self.losses[name] = make(self.old_log_probs, self.advantages, self.mask, self.denominator)
 
     @cached_property
     def logits(self) -> Tensor:
@@ -119,9 +128,8 @@ class Problem:
             return gain, None
         if kind == "entropy":
             return gain, self.entropy_gain.double()
-        assert kind == "grpo"
         log_probs = self.truth.log_probs.clone().requires_grad_()
-        torch.autograd.backward(self.grpo_loss(log_probs, slice(None))[0])
+        torch.autograd.backward(self.losses[kind](log_probs, slice(None))[0])
         assert log_probs.grad is not None
         return log_probs.grad, None
 
@@ -136,6 +144,7 @@ class Contender:
     entropy: "none", "metric" (computed, no gradient) or "gradient".
     workspace_mib: the bound it was given; infinity for none; None where there is no such knob.
     main_grad: the weight gradient goes to `Problem.main_grad` instead of `.grad`.
+    make_loss: the loss that `upstream` names, unless the problem has it.
     against: the one operator of ours that a rival is held against; None: every one that does the same.
     """
 
@@ -148,6 +157,7 @@ class Contender:
     workspace_mib: float | None = None
     main_grad: bool = False
     against: str | None = None
+    make_loss: MakeLoss | None = None
 
     @property
     def products(self) -> int:

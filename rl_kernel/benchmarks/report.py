@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rl_kernel.benchmarks.pairs import Pair, Row, all_rows, linear_pairs, ran_kernel, stream_pairs
+from rl_kernel.benchmarks.pairs import Pair, Row, all_rows, linear_pairs, loss_pairs, ran_kernel, stream_pairs
 
 LINEAR_COLUMNS = (
     "row",
@@ -67,6 +67,7 @@ def linear_lines(result: Row) -> Iterator[str]:
     )
     yield from ("", *table(LINEAR_COLUMNS, [_linear_cells(row) for row in result["rows"]]))
     yield from _compared(*linear_pairs(result["rows"]))
+    yield from _compared(loss_pairs(result["rows"]), [])
     for row in (row for row in result["rows"] if "retained_mib" in row):
         yield f"- {row['name']}: keeps {row['retained_mib']} MiB after the first call"
 

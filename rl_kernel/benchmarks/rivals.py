@@ -48,7 +48,7 @@ def reference(problem: Problem, *, operator: str) -> Callable[[], Outputs]:
         call = logp_step(problem, mib=DEFAULT_WORKSPACE_MIB, rounding="bf16", entropy="none")
     else:
         call = token_loss_step(
-            problem, main_grad=False, grpo=False, mib=DEFAULT_WORKSPACE_MIB, rounding="bf16", entropy="none"
+            problem, main_grad=False, loss=None, mib=DEFAULT_WORKSPACE_MIB, rounding="bf16", entropy="none"
         )
 
     def step() -> Outputs:

@@ -40,4 +40,5 @@ PPO = Estimator(
     reads=frozenset({"values"}),
     source="1707.06347",
     aliases=("gae",),
+    example="examples/ppo-critic",
 )

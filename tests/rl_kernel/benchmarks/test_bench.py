@@ -248,7 +248,7 @@ def test_errors_see_a_wrong_row_and_a_nan() -> None:
 def test_select_rivals_by_default_only_where_they_fit() -> None:
     def names(device: str, **options: Any) -> set[str]:
         standard = {"quick": False, "trace": False, "rivals": None, "workspace": None}
-        arguments = SimpleNamespace(**standard | options)
+        arguments = SimpleNamespace(losses=None, **standard | options)
         found = bench.select_contenders(["linear_logp"], arguments, torch.device(device), [])
         return {row.operator for row in found}
 

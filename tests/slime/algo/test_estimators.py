@@ -209,6 +209,10 @@ def test_records_agree_with_themselves():
         assert record.source
     for name, surrogate in SURROGATES.items():
         assert surrogate.name == name and surrogate.source
+    for record in (*ESTIMATORS.values(), *SURROGATES.values()):
+        assert docs_algorithms.hand_test_of(record), (
+            f"{record.name} must have a test by hand, named in HAND_TESTS"
+        )
     of_sequences = {name for name, surrogate in SURROGATES.items() if surrogate.reads_sequences}
     assert of_sequences == {"gspo", "gspo_token", "gmpo"}
     assert ESTIMATORS["grpo"].surrogate is CLIPPED

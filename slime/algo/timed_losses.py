@@ -1,0 +1,49 @@
+"""The policy losses of single tokens, for the benchmark of operators:
+
+    python -m rl_kernel.bench linear_token_loss --losses slime.algo.timed_losses:LOSSES
+
+Each is what the trainer calls inside the operator (`slime.algo.policy_loss.pg_loss_of`), with the default settings.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from slime.algo.policy_loss import pg_loss_of
+from slime.algo.surrogates import SURROGATES
+from slime.algo.token_columns import TokenColumns
+from slime.config.sections.algorithm import AlgorithmConfig
+from slime.config.sections.off_policy import OffPolicyConfig
+
+BlockLoss = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
+"""`loss(log_probs, rows)` of a block of tokens."""
+
+
+def make_loss(name: str, old: Tensor, advantages: Tensor, mask: Tensor, denominator: float) -> BlockLoss:
+    """The loss of --pg-loss-type `name` over tokens with these columns, [N] each. One token in 100 is chosen."""
+    flags = {**vars(AlgorithmConfig()), **vars(OffPolicyConfig()), "pg_loss_type": name}
+    args = Namespace(**flags | {"eps_clip_high": 0.28})
+    columns = {
+        "old_log_probs": old,
+        "advantages": advantages,
+        "loss_masks": mask.int(),
+        "loss_denominators": torch.full_like(old, denominator),
+        "chosen_tokens": (torch.arange(len(old), device=old.device) % 100 == 0).float(),
+        "sample_of_row": torch.zeros_like(mask, dtype=torch.long),
+    }
+
+    def loss(log_probs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        of_rows = {column: values[rows] for column, values in columns.items()}
+        t = TokenColumns(log_probs, None, of_rows, of_rows.pop("sample_of_row"), [], [], 1.0)
+        return pg_loss_of(args, t, t["old_log_probs"], None)
+
+    return loss
+
+
+LOSSES = {name: partial(make_loss, name) for name, record in SURROGATES.items() if not record.reads_sequences}
+"""Value of --pg-loss-type -> the function that makes its loss."""
