@@ -75,7 +75,7 @@ load: null                            # not given
 | `--sglang-NAME` | translated, or passed to SGLang: [Coming from slime](from-slime.md) | `vime flags sglang` |
 
 A flag without an owner is an error that names the nearest known flag. `vime plan` prints the resolved values and starts
-nothing. Each run saves them in `config.json` of its run directory.
+nothing. Each run saves them in `config.json` of its run directory, with `***` for keys, tokens and logins in addresses.
 
 **Types.** `switch` is true or false. `list of` takes several values. `object` is JSON. "none" means that the flag
 has no value until you give one. Its meaning then describes the run without it.

@@ -42,13 +42,15 @@ DEFAULT_SWITCH = Switch("rlk_fast", "off", "auto")
 
 DEBUG = (
     *("debug_rollout_only", "debug_train_only", "save_debug_rollout_data", "load_debug_rollout_data"),
-    *("load_debug_rollout_data_subsample", "dump_details", "start_rollout_id"),
+    *("load_debug_rollout_data_subsample", "save_debug_train_data", "dump_details", "start_rollout_id"),
 )
 TAKEN = {
     "hf_checkpoint": "`model` of the file or --model says it",
     "prompt_data": "`data` of the file or --data says it",
     "num_rollout": "`steps` of the file or --steps says it",
     "num_epoch": "`steps` of the file or --steps says it",
+    "train_iters": "`steps` of the file or --steps says it",
+    "train_samples": "`steps` of the file or --steps says it",
     "run_dir": "every run has a directory of its own below --out",
     "custom_config_path": "what stands there would win over the switch; give its entries as flags",
     "load": "every run starts from the model, and the next one would start from this one",

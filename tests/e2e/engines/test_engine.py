@@ -254,7 +254,7 @@ def test_an_engine_stops_what_nobody_waits_for(stack: Stack) -> None:
 
 
 def test_an_update_changes_answers_and_version(stack: Stack) -> None:
-    assert stack.control.weight_version() == -1
+    assert stack.control.weight_version() == stack.version == -1
     before = stack.generate(PROMPT, seed=3, ignore_eos=True)
     assert before.weight_versions == [-1]
     stack.push(stack.checkpoint)
@@ -271,13 +271,16 @@ def test_an_update_changes_answers_and_version(stack: Stack) -> None:
 def test_an_update_during_a_request_is_seen_in_it(stack: Stack) -> None:
     """Pause "keep": the tokens before the update are the old weights', those after it the new weights', computed
     with keys and values of the new weights only."""
+    stack.push(stack.other)
     found: list[GenerateResult] = []
     thread = threading.Thread(
         target=lambda: found.append(stack.generate(PROMPT, seed=7, max_new_tokens=480, ignore_eos=True))
     )
+    before = stack.metric("generation_tokens_total")
     thread.start()
-    time.sleep(0.2)  # 480 tokens take 0.6 s or more
-    update = stack.push(stack.checkpoint)
+    while stack.metric("generation_tokens_total") == before:
+        time.sleep(0.01)
+    update = stack.push(stack.checkpoint)  # 480 tokens take 0.6 s or more
     thread.join()
     result = found[0]
     assert len(result.weight_versions) == 2 and result.weight_versions[1] == update.version
