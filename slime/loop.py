@@ -2,9 +2,8 @@
 
     prompts -> generate -> rewards, filters -> train data -> train -> publish weights -> generate ...
 
-    rollout i      rollout i+1     rollout i+2          max_staleness = 1: generation runs one rollout ahead
-    |-- generate --|-- generate ---|-- generate --
-                   |-- train i ----|-- train i+1 --     max_staleness = 0: generation waits for the new weights
+    |-- generate without end, at most max_staleness rollouts ahead ---     max_staleness = 0: generation waits for
+              |-- train i ------|-- train i+1 ------                       the new weights
 
 Synchronous training is the asynchronous case with max_staleness 0. The loop knows no Ray, no Megatron and no engine: it
 gets a rollout manager, a trainer and an engine pool that implement slime.protocols.
@@ -44,7 +43,7 @@ def run(
     loop = _Loop(config, rollout, trainer, engines, report, turns_of(config, engines))
     start, timers = trainer.start_rollout_id, report.timers
     with said("sending the first weights to the engines"):
-        engines.publish(start)
+        loop.publish(start)
     loop.trained = start
     loop.evaluate_at_start(start)
     for rollout_id in range(start, config.rollouts):
@@ -69,7 +68,8 @@ def generate_only(config: Config, rollout: RolloutHandle, engines: EnginePool, r
     if evaluates_first(config, start):
         evaluate(config, rollout, engines, report, start)
     for rollout_id in range(start, config.rollouts):
-        batch = wait(rollout.generate(rollout_id, saves_after(config, rollout_id)), engines.check_health)
+        made = rollout.generate(rollout_id, saves_after(config, rollout_id), start)
+        batch = wait(made, engines.check_health)
         report.rollout(rollout_id, batch.metrics)
         if due(config.evaluation.eval_interval, rollout_id + 1):
             evaluate(config, rollout, engines, report, rollout_id + 1)
@@ -117,15 +117,15 @@ class _Loop:
     """Rollouts that are being generated, in order."""
     trained: int = 0
     """The first rollout that was not trained."""
+    published: int = 0
+    """The weights of the engines."""
 
     def generate_ahead(self, rollout_id: int) -> None:
         """Start the rollouts that may use the present weights, up to max_staleness rollouts ahead."""
-        # Between two weight updates the weights get older: generation may run ahead by that much less.
-        lead = self.config.rollout.max_staleness + 1 - self.config.weight_update.update_weights_interval
-        last = min(rollout_id + lead, self.config.rollouts - 1)
+        last = min(rollout_id + self.config.rollouts_ahead, self.config.rollouts - 1)
         for i in range(rollout_id + len(self.ahead), last + 1):
             saves = saves_after(self.config, i) or self.config.checkpoint.exit_signal_handler
-            self.ahead.append(self.rollout.generate(i, saves))
+            self.ahead.append(self.rollout.generate(i, saves, self.published))
 
     def batch(self, rollout_id: int) -> RolloutBatch:
         """The data of rollout `rollout_id`."""
@@ -147,7 +147,11 @@ class _Loop:
         """Publish the weights every --update-weights-interval rollouts."""
         if due(self.config.weight_update.update_weights_interval, rollout_id + 1):
             with self.report.timers.measure("update_weights"), said("sending weights to the engines"):
-                self.engines.publish(rollout_id + 1)
+                self.publish(rollout_id + 1)
+
+    def publish(self, version: int) -> None:
+        self.engines.publish(version)
+        self.published = version
 
     def save(self, rollout_id: int, stopping: bool) -> None:
         """Save a checkpoint if one is due, or if the run is `stopping`.
@@ -162,7 +166,7 @@ class _Loop:
             self.turns.begin()
             self._wait(self.trainer.save(rollout_id))
             if self.turns.end():
-                self.engines.publish(rollout_id + 1)
+                self.publish(rollout_id + 1)
         self.report.saved(rollout_id)
 
     def finish_save(self) -> None:

@@ -171,13 +171,16 @@ class RolloutBatch:
 
 
 class RolloutHandle(Protocol):
-    """The rollout manager, as the driver sees it. Calls run in the order they were made."""
+    """The rollout manager, as the driver sees it."""
 
-    def generate(self, rollout_id: int, saves: bool = False) -> Future[RolloutBatch]:
-        """The data of rollout `rollout_id`. `saves`: a checkpoint follows it, so the data position is saved, too."""
+    def generate(self, rollout_id: int, saves: bool, version: int) -> Future[RolloutBatch]:
+        """The data of rollout `rollout_id`; its groups may be started from now on, and the engines have the weights
+        `version`. `saves`: a checkpoint follows it, so the data position is saved, too. Calls end in their order."""
         ...
 
-    def evaluate(self, rollout_id: int) -> Future[dict[str, float]]: ...
+    def evaluate(self, rollout_id: int) -> Future[dict[str, float]]:
+        """Evaluate with the present weights, beside rollouts that run ahead."""
+        ...
 
     def progress(self) -> tuple[int, int]:
         """(samples finished, samples wanted) of what runs now; answers at once."""

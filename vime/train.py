@@ -24,7 +24,7 @@ from pathlib import Path
 from ray.exceptions import RayTaskError
 
 from slime import loop
-from slime.cluster import actors, placement, ray_start
+from slime.cluster import actors, placement, ray_start, rollout_actor
 from slime.cluster.ray_watch import RayWatch, leave, parts
 from slime.cluster.watchdog import Watchdog, remove
 from slime.config import Config
@@ -213,7 +213,7 @@ def _private_weight_dir(config: Config) -> Path | None:
 
 def _start_engines(
     config: Config, placed: placement.Placement, watch: RayWatch, trainer: actors.TrainerGroup | None
-) -> tuple[EnginePool, actors.RolloutGroup]:
+) -> tuple[EnginePool, rollout_actor.RolloutGroup]:
     """The engines, and the rollout manager that sends them requests. It reads its data while they start."""
     pool: EnginePool = NoEngines()
     if config.num_engines:
@@ -221,7 +221,7 @@ def _start_engines(
     watch.callback(pool.stop)
     lives = {} if trainer is None else trainer.lives
     facts = dict(pool.facts)
-    rollout = actors.RolloutGroup(config, pool.client(), config.data_parallel_size, facts, lives)
+    rollout = rollout_actor.RolloutGroup(config, pool.client(), config.data_parallel_size, facts, lives)
     watch.callback(rollout.stop)
-    pool.start(functools.partial(actors.wait_built, config, trainer, rollout))
+    pool.start(functools.partial(rollout_actor.wait_built, config, trainer, rollout))
     return pool, rollout

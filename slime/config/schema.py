@@ -167,6 +167,12 @@ class Config:
         return self.data.num_rollout
 
     @property
+    def rollouts_ahead(self) -> int:
+        """How many rollouts generation may run ahead of training. Between two weight updates the weights get older, so
+        that it may run ahead by that much less."""
+        return self.rollout.max_staleness + 1 - self.weight_update.update_weights_interval
+
+    @property
     def total_steps(self) -> int:
         """Number of optimizer steps of the run; see `rollouts`."""
         return self.rollouts * self.data.num_steps_per_rollout

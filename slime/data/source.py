@@ -90,8 +90,10 @@ class PromptDataSource:
                 )
         self.buffer.extend(groups)
 
-    def state_dict(self) -> dict[str, object]:
-        """Position, numbering and buffered samples as plain values, copied from this object."""
+    def state_dict(self, outstanding: Sequence[SampleGroup] = ()) -> dict[str, object]:
+        """Position, numbering and buffered samples as plain values, copied from this object. `outstanding`: groups that
+        come before the buffer."""
+        buffer = [*outstanding, *self.buffer]
         return {
             "version": _VERSION,
             "num_prompts": len(self.prompts),
@@ -101,7 +103,7 @@ class PromptDataSource:
             "position": self.position,
             "next_group_index": self.next_group_index,
             "next_index": self.next_index,
-            "buffer": copy.deepcopy([[sample.to_dict() for sample in group] for group in self.buffer]),
+            "buffer": copy.deepcopy([[sample.to_dict() for sample in group] for group in buffer]),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], where: str = "the saved data position") -> None:
@@ -125,15 +127,16 @@ class PromptDataSource:
             [Sample.from_dict(sample) for sample in group] for group in copy.deepcopy(state["buffer"])
         ]
 
-    def save(self, rollout_id: int) -> None:
+    def save(self, rollout_id: int, outstanding: Sequence[SampleGroup] = ()) -> None:
         """Write the state to `{--save}/rollout/data_state_{rollout_id}.json`, atomically, if --save is given.
 
+        `outstanding`: groups that were drawn and are in no batch. A run that resumes draws them first.
         Call it after rollout `rollout_id` was generated and before the next rollout starts.
         """
         if self.args.save is None:
             return
         path = _state_path(self.args.save, rollout_id)
-        text = json.dumps(self.state_dict(), default=_refuse)
+        text = json.dumps(self.state_dict(outstanding), default=_refuse)
         scratch = path.with_suffix(f".{os.getpid()}.tmp")
         with Room("--save", path.parent, "the data position"):
             path.parent.mkdir(parents=True, exist_ok=True)

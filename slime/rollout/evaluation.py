@@ -53,15 +53,11 @@ async def eval_rollout(state: GenerateState, rollout_id: int) -> RolloutFnEvalOu
     """
     datasets = load_eval_datasets(state)
     total = sum(len(prompts) * config.n_samples_per_eval_prompt for config, prompts in datasets)
-    state.begin()
-    state.progress = (0, total)
-    try:
-        results = await run_together(
-            _eval_dataset(state, config, prompts, rollout_id) for config, prompts in datasets
-        )
-    finally:
-        state.aborted = True
-        state.end()
+    if not state.busy:
+        state.progress = (0, total)
+    results = await run_together(
+        _eval_dataset(state, config, prompts, rollout_id) for config, prompts in datasets
+    )
     names = [config.name for config, _ in datasets]
     return RolloutFnEvalOutput(data=dict(zip(names, results, strict=True)))
 
@@ -71,12 +67,19 @@ async def _eval_dataset(
 ) -> EvalResult:
     params = _sampling_params(section_of(RolloutConfig, state.args), config)
 
+    late: list[str] = []
+
     async def one(group: SampleGroup) -> SampleGroup:
         done = await generate.generate_and_rm_group(
-            state.args, group, params, evaluation=True, rollout_id=rollout_id, stream=f"eval/{config.name}"
+            *(state.args, group, params),
+            evaluation=True,
+            rollout_id=rollout_id,
+            stream=f"{generate.EVALUATION}{config.name}/{rollout_id}",
         )
-        finished, wanted = state.progress
-        state.progress = (finished + len(group), wanted)
+        late.extend(state.forget(group))
+        if not state.busy:
+            finished, wanted = state.progress
+            state.progress = (finished + len(group), wanted)
         return done
 
     groups = await run_together(
@@ -88,7 +91,7 @@ async def _eval_dataset(
         raise TimeoutError(
             f"--rollout-deadline-s must suffice for a response, got {state.args.rollout_deadline_s} s "
             f"and no response of evaluation dataset {config.name} within it; last: "
-            f"{next(iter(state.timed_out.values()), 'aborted')}"
+            f"{next(iter(late), 'aborted')}"
         )
     if len(scored) < len(samples):
         logger.warning(

@@ -32,6 +32,9 @@ from slime.user_code import is_cancelled, remedy
 
 T = TypeVar("T")
 
+EVALUATION = "eval/"
+"""The random streams of an evaluation begin with it."""
+
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED)
 
 
@@ -39,7 +42,7 @@ def request_seed(run_seed: int, session_id: str, generated_tokens: int, retry: i
     """Seed of one request: the first 52 bits of sha256(f"{run_seed}/{session_id}/{generated_tokens}").
 
     The text ends with f"/{retry}" for a sample that a plug-in has reset and generates again, from 1 on.
-    `session_id` is "{stream}/{rollout_id}/{sample index}" (see `generate_and_rm_group`). So a run repeats exactly
+    `session_id` is "rollout/{sample index}" (see `generate_and_rm_group`). So a run repeats exactly
     if the engine's results do not depend on its batch, and two requests share a seed only by chance. Every JSON
     implementation keeps 52 bits.
     """
@@ -86,10 +89,12 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
         wanted["experts_from"] = sample.known_experts
     if replayed.replay_kept_tokens:
         wanted["kept_tokens"] = replayed.replay_kept_tokens
-    session = sample.session_id or f"sample/0/{sample.index}"
-    place = session, sample.response_length
-    seed = request_seed(flags.rollout_seed, *place, retry=own.requests[place])
-    own.requests[place] += 1
+    stream = state.random_stream(sample)
+    requests = own.requests[stream]
+    seed = request_seed(
+        flags.rollout_seed, stream, sample.response_length, retry=requests[sample.response_length]
+    )
+    requests[sample.response_length] += 1
     note_sampling(args, sample, sampling_params)
     began = time.perf_counter()
     try:
@@ -105,12 +110,13 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
             )
         _take(sample, result, own, sampling_params)
     except TimeoutError as error:
-        own.timed_out[sample.index] = str(error) or "the engine did not answer"
+        own.timed_out[stream] = str(error) or "the engine did not answer"
         sample.status = Sample.Status.ABORTED
         return sample
     except ValueError as error:
         raise ValueError(f"sample {sample.index} of group {sample.group_index}: {error}") from error
-    own.note_request(time.perf_counter() - began, result)
+    if not stream.startswith(EVALUATION):
+        own.note_request(time.perf_counter() - began, result)
     return sample
 
 
@@ -224,11 +230,11 @@ async def generate_and_rm_group(
     """Generate all samples of a group concurrently. With --group-rm, one call scores the whole group.
 
     If a sample fans out to several, they take its place in the group. Sets each sample's random stream in
-    `session_id`: "{stream}/{rollout_id}/{index}". A sample from the buffer keeps its `session_id`.
+    `session_id`: "{stream}/{index}". A sample from the buffer keeps its `session_id`.
     """
     for sample in group:
         if sample.session_id is None:
-            sample.session_id = f"{stream}/{rollout_id}/{sample.index}"
+            sample.session_id = f"{stream}/{sample.index}"
     done = await run_together(
         generate_and_rm(
             args,

@@ -6,9 +6,11 @@ protocol's methods. Ray is only the `put` function, which stores a rank's data f
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from slime import http, operators
@@ -24,18 +26,24 @@ from slime.data.train_data import make_rank_data
 from slime.divergence import DivergedError
 from slime.hooks import load_function
 from slime.protocols import RolloutBatch, RolloutEngine
+from slime.rollout import stream
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.debug_data import load_with_facts, save_debug_rollout_data
 from slime.rollout.evaluation import load_eval_datasets
 from slime.rollout.facts import Facts, attach, replay_template, run_facts
 from slime.rollout.metrics import eval_metrics, rollout_metrics
+from slime.rollout.sample_hooks import accepted
 from slime.rollout.state import GenerateState
+from slime.rollout.vllm_rollout import generate_rollout
 from slime.tracking.memory import resident_peak_gib
 from slime.types import SampleGroup
 
+logger = logging.getLogger(__name__)
+
 
 class RolloutManager:
-    """Draws, generates, scores and converts rollouts. Methods run one at a time, in call order.
+    """Draws, generates, scores and converts rollouts. One rollout at a time, in call order. `evaluate` may
+    run beside one.
 
     Arguments: the configuration, an engine client (None for SFT and replay), the number of data-parallel ranks,
     and run-time values that hooks may read from `args` (the router's address). `own_servers` among them are the
@@ -60,6 +68,7 @@ class RolloutManager:
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.train.trust_remote_code)
         self.args.rollout_state = self.state = GenerateState(self.args, engine, tokenizer)
         self.hf_config = read_hf_config(checkpoint)
+        self._turn = threading.Lock()
         self.facts = run_facts(config, getattr(self.args, "rollout_engine_dtype", None))
         self.data_source = load_function(config.data.data_source_path, flag="--data-source-path")(self.args)
         self.rollout_function = load_function(
@@ -83,7 +92,7 @@ class RolloutManager:
         groups, metrics, facts = self._groups(rollout_id)
         seconds = time.perf_counter() - began
         if saves:
-            self.data_source.save(rollout_id)
+            self._save_position(rollout_id)
         if self.config.debug.save_debug_rollout_data:
             save_debug_rollout_data(
                 self.config.debug.save_debug_rollout_data, rollout_id, groups, facts=facts
@@ -96,6 +105,18 @@ class RolloutManager:
         if (resident := resident_peak_gib()) is not None:
             metrics["perf/rollout_rss_gib"] = resident
         return self._batch(rank_data, metrics, ranks)
+
+    def _save_position(self, rollout_id: int) -> None:
+        """Save the data position. Groups that were drawn ahead are part of it: a run that resumes draws them first."""
+        drawn = stream.outstanding(self.state)
+        known = accepted(self.data_source.save, outstanding=drawn)
+        if drawn and not known:
+            logger.warning(
+                "--data-source-path: save(rollout_id, outstanding) does not take the %d groups that were drawn ahead; "
+                "a run that resumes skips them",
+                len(drawn),
+            )
+        self.data_source.save(rollout_id, **known)
 
     def _unlogged(
         self, rollout_id: int, groups: list[SampleGroup], metrics: dict[str, float], seconds: float
@@ -148,7 +169,8 @@ class RolloutManager:
             share = self.config.debug.load_debug_rollout_data_subsample
             groups, facts = load_with_facts(template, rollout_id, subsample=share)
             return groups, {}, facts
-        with self._naming_checkpoint():
+        beside = self.rollout_function is self.eval_function is generate_rollout
+        with self._naming_checkpoint(), nullcontext() if beside else self._turn:
             output = call_rollout_fn(
                 self.rollout_function, self.args, rollout_id, self.data_source, evaluation=False
             )
@@ -180,8 +202,9 @@ class RolloutManager:
         return ranks
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """eval/* metrics of every evaluation dataset with the current weights."""
-        with self._naming_checkpoint():
+        """eval/* metrics of every evaluation dataset with the current weights. A rollout function of a plug-in does not
+        run at the same time."""
+        with self._naming_checkpoint(), self._turn:
             output = call_rollout_fn(
                 self.eval_function, self.args, rollout_id, self.data_source, evaluation=True
             )
@@ -199,4 +222,6 @@ class RolloutManager:
         return metrics
 
     def close(self) -> None:
+        if stream.outstanding(self.state):
+            self.state.run(stream.stop(self.state))
         self.state.close()

@@ -10,10 +10,10 @@ import functools
 import threading
 import weakref
 from argparse import Namespace
-from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime import http
 from slime.config.schema import section_of
@@ -23,7 +23,7 @@ from slime.config.sections.rollout import RolloutConfig
 from slime.data.rows import render_chat
 from slime.data.tokenizer import opened, opening_ids
 from slime.protocols import GenerateResult, RolloutEngine
-from slime.types import Prompt, Sample, SamplingParams
+from slime.types import Prompt, Sample, SampleGroup, SamplingParams
 from slime.user_code import watch_loop
 
 if TYPE_CHECKING:
@@ -51,15 +51,21 @@ def rollout_sampling_params(rollout: RolloutConfig) -> SamplingParams:
     }
 
 
+def random_stream(sample: Sample) -> str:
+    """The name that decides the seeds of a sample's requests."""
+    return sample.session_id or f"sample/0/{sample.index}"
+
+
 class GenerateState:
     """One per rollout manager. `engine` is None if no sample is generated (SFT, replay of saved samples).
 
     `semaphore` limits the samples in generation to `server_concurrency` per engine. `aborted` makes running
-    generations stop. `timed_out` maps the index of a sample to the reason why it passed its deadline.
-    `request_figures` maps a metric to its values, one per request. `requests` counts the requests by random stream and
-    tokens before them, so that a sample that starts again draws another response. All cover the current rollout.
-    `progress` is (samples finished, samples wanted) of the current rollout, for a progress bar. `sampling_params`
-    are those of training samples. `processor` is None: prompts are text only.
+    generations stop. `timed_out` maps the random stream of a sample to the reason why it passed its deadline.
+    `request_figures` maps a metric to its values, one per request since `take_figures`. `requests` counts the requests
+    of a random stream by the tokens before them, so that a sample that starts again draws another response.
+    `allowed` is the last rollout whose groups may be started, and `version` the weights of the engines (None: not
+    said). `progress` is (samples finished, samples wanted) of the current rollout, for a progress bar.
+    `sampling_params` are those of training samples. `processor` is None: prompts are text only.
     """
 
     def __init__(
@@ -73,14 +79,17 @@ class GenerateState:
         self.concurrency = section_of(EngineConfig, args).server_concurrency * engines
         self.semaphore = asyncio.Semaphore(self.concurrency)
         self.aborted = False
-        self.timed_out: dict[int | None, str] = {}
+        self.timed_out: dict[str, str] = {}
         self.request_figures: dict[str, list[float]] = {}
-        self.requests: Counter[tuple[str, int]] = Counter()
+        self.requests: defaultdict[str, Counter[int]] = defaultdict(Counter)
         self.progress = (0, 0)
+        self.allowed = -1
+        self.version: int | None = None
+        self._news = asyncio.Event()
         self.sampling_params = rollout_sampling_params(section_of(RolloutConfig, args))
         self.processor = None  # prompts are text
         self.eval_prompts: dict[str, Sequence[Prompt]] = {}
-        self._busy = False
+        self.busy = False
         self._loop: asyncio.AbstractEventLoop | None = None
         # The samples of a group share their prompt, so each prompt is tokenised once.
         self._encode = functools.lru_cache(_PROMPTS_REMEMBERED)(self._encode_uncached)
@@ -121,20 +130,44 @@ class GenerateState:
         self._loop = None
 
     def begin(self) -> None:
-        """Start a rollout or an evaluation. Only one runs at a time, because its end aborts every request."""
-        if self._busy:
-            raise RuntimeError(
-                "rollout and evaluation must take turns, got a second one while the first is running"
-            )
-        self._busy = True
+        """Start a rollout. Only one runs at a time, because its end may abort every request."""
+        if self.busy:
+            raise RuntimeError("rollouts must take turns, got a second one while the first is running")
+        self.busy = True
         self.aborted = False
-        self.timed_out.clear()
-        self.request_figures.clear()
-        self.requests.clear()
         self.progress = (0, 0)
 
     def end(self) -> None:
-        self._busy = False
+        self.busy = False
+
+    def allow(self, rollout_id: int, version: int) -> None:
+        """Groups of rollouts up to `rollout_id` may be started, and the engines have the weights `version`. Every
+        thread may call this."""
+        self.allowed, self.version = max(self.allowed, rollout_id), version
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    async def changed(self, tasks: Iterable[asyncio.Future[Any]]) -> None:
+        """Return when one of the tasks has ended or `allow` was called."""
+        news = asyncio.ensure_future(self._news.wait())
+        try:
+            await asyncio.wait([*tasks, news], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            news.cancel()
+            self._news.clear()
+
+    def forget(self, samples: SampleGroup) -> list[str]:
+        """Drop what is kept of samples whose generation has ended. Returns the reasons of those that passed their
+        deadline."""
+        streams = [random_stream(sample) for sample in samples]
+        for stream in streams:
+            self.requests.pop(stream, None)
+        return [self.timed_out.pop(stream) for stream in streams if stream in self.timed_out]
+
+    def take_figures(self) -> dict[str, list[float]]:
+        """The figures of the requests since the last call."""
+        figures, self.request_figures = self.request_figures, {}
+        return figures
 
     def note_request(self, seconds: float, result: GenerateResult) -> None:
         """Record the times of a completed request under slime's metric names. Values that the engine did not report

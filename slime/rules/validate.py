@@ -167,6 +167,10 @@ def _staleness(c: Config) -> None:
             "--update-weights-interval must be at most --max-staleness + 1, got "
             f"{c.weight_update.update_weights_interval} and {c.rollout.max_staleness}"
         )
+    if c.rollout.stale_samples == "keep" and not c.off_policy.use_tis:
+        raise ValueError(
+            "--stale-samples keep must come with --use-tis, which corrects for their older weights; add it, or use mask"
+        )
     transport = given(c.weight_update.update_weight_transport)
     shares_gpus = c.cluster.colocate and c.cluster.device == "cuda"
     if CHANNELS[transport].gpus == "shared" and not shares_gpus:

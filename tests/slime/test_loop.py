@@ -62,9 +62,10 @@ class LoopRun:
         self.next = loop.run(self.config, self, self, engines or self, self.report, self.stop)
         return self.calls
 
-    def generate(self, rollout_id: int, saves: bool = False) -> Future:
+    def generate(self, rollout_id: int, saves: bool, version: int) -> Future:
         self.calls.append(f"generate {rollout_id}")
         self.with_checkpoint += [rollout_id] * saves
+        assert version == self.version or self.version is None  # None: no engine has weights
         self.generated_with.append(self.version)
         metrics = {"rollout/raw_reward": float(rollout_id)}
         return done(RolloutBatch([f"data {rollout_id}"], metrics, tokens=0, forward_flops=0.0))
@@ -266,7 +267,7 @@ def test_rollouts_alone():
 
 
 class LostEngine(LoopRun):
-    def generate(self, rollout_id: int, saves: bool = False) -> Future:
+    def generate(self, rollout_id: int, saves: bool, version: int) -> Future:
         return Future()  # never answers
 
     def check_health(self) -> None:
@@ -282,7 +283,7 @@ def test_a_lost_engine_ends_the_wait():
 
 
 class FailingRollout(LoopRun):
-    def generate(self, rollout_id: int, saves: bool = False) -> Future:
+    def generate(self, rollout_id: int, saves: bool, version: int) -> Future:
         future: Future = Future()
         future.set_exception(TimeoutError("a batch of groups passed its deadline"))
         return future

@@ -71,6 +71,12 @@ class RolloutConfig:
         "maximum number of weight updates by which a sample may be behind; 0 is synchronous training",
         range=COUNT_OR_ZERO,
     )
+    stale_samples: str = flag(
+        "drop",
+        "samples beyond --max-staleness, which over-sampling may leave behind: drop their group, mask "
+        "them (they still count in their group), or keep them for --use-tis to correct; they are counted in any case",
+        choices=("drop", "mask", "keep"),
+    )
     rollout_external_engine_addrs: list[str] | None = flag(  # noqa: RUF009
         None, "HOST:PORT of rollout engines that `vime serve engine` started; the run starts none of its own"
     )

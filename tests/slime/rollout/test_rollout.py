@@ -9,7 +9,7 @@ import pytest
 from rollout_double import ListSource, make_args, make_state, write_lines
 
 from slime.data.source import PromptDataSource
-from slime.rollout import rollout, sglang_rollout, vllm_rollout
+from slime.rollout import sglang_rollout, stream, vllm_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
 from slime.rollout.filter_hub.dynamic_sampling_filters import (
@@ -120,7 +120,7 @@ def refuse_all(args, samples, **kwargs):
 
 
 def test_a_filter_that_drops_everything_is_an_error(monkeypatch):
-    monkeypatch.setattr(rollout, "MAX_BARREN_BATCHES", 3)
+    monkeypatch.setattr(stream, "MAX_BARREN_BATCHES", 3)
     args, source = setup(["a"] * 100, dynamic_sampling_filter_path="test_rollout.refuse_all")
     with pytest.raises(
         RuntimeError,
@@ -163,7 +163,7 @@ def test_partial_rollout_continues_in_the_next_rollout():
     assert prompts_of(output.samples) == ["slow len=4 :", "c"]
     for sample in output.samples[0]:
         assert (sample.response, sample.weight_versions) == ("abcd<|im_end|>", [0, 1])
-        assert sample.session_id == f"rollout/5/{sample.index}"
+        assert sample.session_id == f"rollout/{sample.index}"
         sample.check()
 
 
@@ -232,7 +232,7 @@ async def vllm_rollout_generate(args, sample, sampling_params):
 
 
 def test_a_generate_function_that_ignores_the_abort_is_cancelled(monkeypatch):
-    monkeypatch.setattr(rollout, "_ABORT_EVERY_S", 0.05)
+    monkeypatch.setattr(stream, "_ABORT_EVERY_S", 0.05)
     args, source = setup(
         ["deaf", "a", "b"],
         custom_generate_function_path="test_rollout.never_ends",

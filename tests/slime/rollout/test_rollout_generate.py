@@ -152,7 +152,8 @@ def test_a_missed_deadline_aborts_the_sample(prompt, why):
     args, state = setup(rollout_deadline_s=0.05)
     sample = run(args, Sample(prompt=prompt, index=3), generate_and_rm)
     assert sample.status is STATUS.ABORTED and sample.reward is None and sample.response_length == 0
-    assert list(state.timed_out) == [3] and why in state.timed_out[3]
+    stream = f"sample/0/{sample.index}"
+    assert list(state.timed_out) == [stream] and why in state.timed_out[stream]
 
 
 def test_a_refused_prompt_names_the_sample():
@@ -171,14 +172,14 @@ def test_group_names_its_random_streams_and_shares_nothing():
     args, state = setup()
     group = [Sample(prompt="q len=2 :", index=i, group_index=0) for i in (4, 5)]
     done = run(args, group, generate_and_rm_group, rollout_id=9)
-    assert done == group and [s.session_id for s in group] == ["rollout/9/4", "rollout/9/5"]
+    assert done == group and [s.session_id for s in group] == ["rollout/4", "rollout/5"]
     assert [s.reward for s in group] == [3.0, 3.0]
     assert {seed for _, _, seed in state.engine.calls} == {
-        request_seed(42, f"rollout/9/{i}", 0) for i in (4, 5)
+        request_seed(42, f"rollout/{i}", 0) for i in (4, 5)
     }
     again = [Sample(prompt="q len=2 :", index=4)]
     run(args, again, generate_and_rm_group, rollout_id=0, stream="eval/a", evaluation=True)
-    assert state.engine.calls[-1][2] == request_seed(42, "eval/a/0/4", 0)
+    assert state.engine.calls[-1][2] == request_seed(42, "eval/a/4", 0)
 
 
 def test_concurrency_is_bounded():
@@ -328,7 +329,7 @@ def test_state_runs_in_one_loop_from_any_thread():
         state.run(_divide())
     assert copy.deepcopy(args).rollout_state is state
     state.begin()
-    with pytest.raises(RuntimeError, match="rollout and evaluation must take turns"):
+    with pytest.raises(RuntimeError, match="rollouts must take turns"):
         state.begin()
     state.end()
     state.close()

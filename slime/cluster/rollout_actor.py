@@ -1,0 +1,115 @@
+"""The Ray actor of the rollout manager, and the handle with which the loop calls it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import ray
+
+from slime.cluster.actors import (
+    PROGRESS,
+    Ref,
+    TrainerGroup,
+    ask_progress,
+    first_failure_or_all,
+    freeze_objects,
+    log_to,
+)
+from slime.config import Config
+from slime.data.transport import pack_columns
+from slime.import_path import SAFE_PATH
+from slime.protocols import RolloutBatch, RolloutEngine
+from slime.rollout.manager import RolloutManager
+
+
+class RolloutActor(RolloutManager):
+    """The rollout manager in its own process. The manager keeps the data of each rank in Ray's object store."""
+
+    def __init__(self, config: Config) -> None:
+        log_to(config, "rollout")
+        for name in SAFE_PATH:  # a reward may start a program that imports the files beside it
+            os.environ.pop(name, None)
+        self.config = config
+
+    def build(self, engine: RolloutEngine | None, dp_size: int, facts: Mapping[str, object]) -> None:
+        """Build the manager. If the constructor did this and raised, Ray would only report that the process died."""
+        super().__init__(self.config, engine, dp_size, facts, lambda data: ray.put(pack_columns(data)))
+        freeze_objects()
+
+    @ray.method(concurrency_group="progress")
+    def progress(self) -> tuple[int, int]:
+        return self.state.progress
+
+    @ray.method(concurrency_group="progress")
+    def allow(self, rollout_id: int, version: int) -> None:
+        """See `GenerateState.allow`."""
+        self.state.allow(rollout_id, version)
+
+    @ray.method(concurrency_group="evaluation")
+    def evaluate_beside(self, rollout_id: int) -> dict[str, float]:
+        """`evaluate`, while a rollout may run."""
+        return self.evaluate(rollout_id)
+
+
+class RolloutGroup:
+    """The rollout manager's actor. Implements slime.protocols.RolloutHandle.
+
+    `lives` comes from the trainer. A rollout may take long and calls no trainer rank, so only `lives` shows that a rank
+    died.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: RolloutEngine | None,
+        dp_size: int,
+        facts: Mapping[str, object],
+        lives: Mapping[Ref, str],
+    ) -> None:
+        self._config, self._lives = config, lives
+        self._threads = [
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rollout-{i}") for i in range(2)
+        ]
+        remote = ray.remote(concurrency_groups=PROGRESS | {"evaluation": 1})  # type: ignore[call-overload]
+        actor = remote(RolloutActor).options(num_cpus=0)
+        self._actor = actor.remote(config)
+        self.building = {self._actor.build.remote(engine, dp_size, facts): "rollout"}
+
+    def load(self, start_rollout_id: int) -> None:
+        """Set the data source to its position before rollout `start_rollout_id`."""
+        self._result(self._actor.load.remote(start_rollout_id))
+
+    def progress(self) -> tuple[int, int]:
+        return ask_progress(self._actor)
+
+    def generate(self, rollout_id: int, saves: bool, version: int) -> Future[RolloutBatch]:
+        self._actor.allow.remote(rollout_id, version)
+        return self._threads[0].submit(self._result, self._actor.generate.remote(rollout_id, saves))
+
+    def evaluate(self, rollout_id: int) -> Future[dict[str, float]]:
+        return self._threads[1].submit(self._result, self._actor.evaluate_beside.remote(rollout_id))
+
+    def _result(self, ref: Ref) -> Any:
+        return first_failure_or_all(self._config, {ref: "rollout"}, self._lives)[0]
+
+    def stop(self) -> None:
+        for threads in self._threads:
+            threads.shutdown(wait=False, cancel_futures=True)
+        ray.kill(self._actor)
+
+
+def wait_built(
+    config: Config,
+    trainer: TrainerGroup | None,
+    rollout: RolloutGroup,
+    check: Callable[[], None] | None = None,
+) -> None:
+    """Return when every rank has its model and the rollout manager has its data. The first failure ends the wait.
+    `check`: see `first_failure_or_all`."""
+    ranks = {} if trainer is None else trainer.building
+    answers = first_failure_or_all(config, {**ranks, **rollout.building}, check=check)
+    if trainer is not None:
+        trainer.take_built(answers[: len(ranks)])

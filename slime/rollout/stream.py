@@ -1,0 +1,388 @@
+"""The stream of groups: draw prompts, generate groups concurrently, filter, cut batches.
+
+    data source --draw--> running --finish--> filter --kept--> ready --cut--> batch of --rollout-batch-size groups
+        ^                    |                  |
+        |                    |                  +--dropped--> counted by reason; new groups are drawn
+        +--partial-rollout---+--when the batch is full and no rollout may run ahead, the rest is aborted
+
+Rollouts ahead (--max-staleness). A group that was drawn at weights u may be in the batches up to u + max_staleness. As
+many groups are in the stream as the batches have that the loop has asked for. A batch takes the groups that finish
+first. It waits for a running group only if the next batch would be too late for it. What is left stays in the stream,
+and its requests go on while weights change. Batches of at most (u + max_staleness + 1) * --rollout-batch-size groups
+have been asked for when a group is drawn at weights u, so that all groups of that age fit (AReaL, 2505.24298). Groups
+that over-sampling has added beside these may get too old: --stale-samples.
+
+No rollout ahead (--max-staleness 0). A batch ends all that runs. Without --partial-rollout, groups that are running
+when the batch is full are discarded, as in slime. Their prompts return in the next epoch. With --partial-rollout, these
+groups return to the data source with their tokens, and so does a group that finished after the batch was full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from dataclasses import dataclass
+
+from slime.config.schema import Config, section_of
+from slime.config.sections.data import DataConfig
+from slime.config.sections.rollout import RolloutConfig
+from slime.hooks import load_function
+from slime.protocols import DataSource
+from slime.rollout import generate
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.filter_hub.base_types import (
+    MetricGatherer,
+    call_dynamic_filter,
+    should_drop_dynamic_filter_output,
+)
+from slime.rollout.metrics import statistics_of
+from slime.rollout.state import GenerateState, rollout_sampling_params
+from slime.types import Sample, SampleGroup
+
+logger = logging.getLogger(__name__)
+
+MAX_BARREN_BATCHES = 32
+"""A rollout raises an error after it has dropped this many times --rollout-batch-size groups in a row."""
+
+MIN_LATE_GROUPS = 8
+"""A rollout raises an error after max(this, --rollout-batch-size) groups in a row have passed their deadline."""
+
+_ABORT_EVERY_S = 1.0
+
+_streams: weakref.WeakKeyDictionary[GenerateState, Stream] = weakref.WeakKeyDictionary()
+
+
+async def generate_rollout_async(
+    state: GenerateState, rollout_id: int, data_source: DataSource
+) -> RolloutFnTrainOutput:
+    """`--rollout-batch-size` groups that passed the filter, sorted by index, and the counts of dropped groups.
+
+    Deterministic if the engine is, no request is aborted and no rollout runs ahead. With --over-sampling-batch-size
+    above --rollout-batch-size, the groups that finish first are used. An error of a reward, filter or generate function
+    names the sample. RuntimeError if the filter drops every group. TimeoutError if a whole batch of groups in
+    a row (at least 8) passes --rollout-deadline-s.
+    """
+    stream = _streams.get(state)
+    if stream is None or stream.data_source is not data_source:
+        stream = _streams[state] = Stream(state, data_source)
+    return await stream.batch(rollout_id)
+
+
+def outstanding(state: GenerateState) -> list[SampleGroup]:
+    """The groups that were drawn and are in no batch, as the data source first returned them, by index. A checkpoint
+    keeps them, and a run that resumes draws them first, with the same random streams."""
+    stream = _streams.get(state)
+    return [] if stream is None else stream.outstanding()
+
+
+async def stop(state: GenerateState) -> None:
+    """Cancel what runs."""
+    if (stream := _streams.pop(state, None)) is not None:
+        await stream.cancel()
+
+
+@dataclass(eq=False)
+class Drawn:
+    """A group of the stream."""
+
+    given: SampleGroup
+    """As it was drawn."""
+    version: int
+    """The weights of the engines when it was drawn: no token is older."""
+    group: SampleGroup
+    """With its responses, once it is ready. Samples may have fanned out to several."""
+
+    def age(self, rollout_id: int) -> int:
+        """By how many weight updates its oldest token is behind the weights that rollout `rollout_id` trains."""
+        return max(0, rollout_id - self.version)
+
+
+class Stream:
+    """Running and ready groups of a run. `batch` cuts the next batch, and may be called by one caller at a time."""
+
+    def __init__(self, state: GenerateState, data_source: DataSource) -> None:
+        self.state, self.args, self.data_source = state, state.args, data_source
+        self.running: dict[asyncio.Task[SampleGroup], Drawn] = {}
+        self.ready: list[Drawn] = []
+        """In the order in which they finished."""
+        self.surplus: list[SampleGroup] = []
+        self._begin(0)
+
+    def _begin(self, rollout_id: int) -> None:
+        """What is of one batch. Hooks may have changed `args` since the last one."""
+        self.flags = section_of(RolloutConfig, self.args)
+        data = section_of(DataConfig, self.args)
+        self.target, self.group_size = data.rollout_batch_size, data.n_samples_per_prompt
+        self.runs_ahead = Config.of_args(self.args).rollouts_ahead > 0
+        path = self.flags.dynamic_sampling_filter_path
+        self.filter = load_function(path, flag="--dynamic-sampling-filter-path") if path else None
+        self.rollout_id = rollout_id
+        self.finished: list[SampleGroup] = []
+        self.metrics = MetricGatherer()
+        self.barren = 0
+        self.late = 0
+
+    async def batch(self, rollout_id: int) -> RolloutFnTrainOutput:
+        """The groups of rollout `rollout_id`."""
+        self.state.begin()
+        self._begin(rollout_id)
+        try:
+            await self.collect()
+            return await self.finish()
+        except BaseException:
+            self.state.aborted = True
+            await self.cancel()
+            raise
+        finally:
+            self.state.end()
+
+    async def collect(self) -> None:
+        """Draw groups while there is room, and take finished groups, until the batch is full."""
+        wanted = self.target * self.group_size
+        self.expire()
+        while not self.is_full():
+            while (room := self.room()) > 0:
+                self.draw(room)
+            await self.state.changed(self.running)
+            done = [task for task in self.running if task.done()]
+            for task in sorted(done, key=lambda task: _index(self.running[task].given)):
+                self.take(self.running.pop(task), task.result())
+            self.state.progress = (min(len(self.ready), self.target) * self.group_size, wanted)
+
+    def is_full(self) -> bool:
+        """Whether the batch has its groups, and no running group would be too old for the next batch."""
+        if len(self.ready) < self.target:
+            return False
+        return not self.runs_ahead or not any(self.is_last_chance(drawn) for drawn in self.running.values())
+
+    def is_last_chance(self, drawn: Drawn) -> bool:
+        return drawn.age(self.rollout_id) >= self.flags.max_staleness
+
+    def room(self) -> int:
+        """How many groups may be drawn. A batch may be short of some, or the loop has asked for further batches."""
+        batches = max(self.state.allowed, self.rollout_id) - self.rollout_id + 1 if self.runs_ahead else 1
+        return batches * self.target - len(self.ready) - len(self.running)
+
+    def draw(self, room: int) -> None:
+        """Start generation of the next --over-sampling-batch-size groups of the data source."""
+        wanted = self.flags.over_sampling_batch_size or (room if self.runs_ahead else self.target)
+        groups = self.data_source.get_samples(wanted)
+        if not groups:
+            raise ValueError(
+                "--data-source-path must return groups from get_samples, got none; it has run dry"
+            )
+        version = self.rollout_id if self.state.version is None else self.state.version
+        for group in groups:
+            if self.is_stale(group):
+                self.drop("stale")
+                continue
+            work = generate.generate_and_rm_group(
+                self.args, group, rollout_sampling_params(self.flags), rollout_id=self.rollout_id
+            )
+            self.running[asyncio.create_task(work)] = Drawn(group, version, [])
+
+    def is_stale(self, group: SampleGroup) -> bool:
+        """Whether a complete group from the buffer has waited longer than --max-staleness allows.
+
+        --partial-rollout needs a staleness of one rollout. A group with an unfinished sample is never stale, because
+        it continues with the current weights.
+        """
+        started: list[int] = [
+            s.metadata["start_rollout_id"] for s in group if "start_rollout_id" in s.metadata
+        ]
+        if not started or any(s.status not in generate.FINISHED for s in group):
+            return False
+        allowed = max(self.flags.max_staleness, 1)
+        return self.rollout_id - min(started) > allowed
+
+    def expire(self) -> None:
+        """With --stale-samples drop, drop the groups that are too old for this batch."""
+        if not self.runs_ahead or self.flags.stale_samples != "drop":
+            return
+        for drawn in [drawn for drawn in self.ready if self.is_expired(drawn)]:
+            self.ready.remove(drawn)
+            self.drop("stale")
+        for task in [task for task, drawn in self.running.items() if self.is_expired(drawn)]:
+            self.state.forget(self.running.pop(task).given)
+            task.cancel()
+            self.drop("stale")
+
+    def is_expired(self, drawn: Drawn) -> bool:
+        return drawn.age(self.rollout_id) > self.flags.max_staleness
+
+    def take(self, drawn: Drawn, group: SampleGroup) -> None:
+        """Keep or drop a finished group, or add it to the surplus."""
+        drawn.group = group
+        if any(s.status is Sample.Status.ABORTED for s in group):
+            self.give_up(drawn.given, group)
+            return
+        self.state.forget(drawn.given)
+        self.late = 0
+        self.finished.append(group)
+        if len(self.ready) == self.target and not self.runs_ahead:
+            self.surplus.append(self.resumable(drawn.given, group))
+            return
+        output = call_dynamic_filter(self.filter, self.args, group)
+        left = len(self.ready) + len(self.running) + 1
+        if should_drop_dynamic_filter_output(output, left, self.target):
+            self.drop(output.reason or "filtered")
+            return
+        self.ready.append(drawn)
+        self.barren = 0
+
+    def give_up(self, given: SampleGroup, group: SampleGroup) -> None:
+        """Drop a group that its deadline, or an abort from outside, ended before the batch was full.
+
+        A late group does not return to the buffer, because it would come first in each rollout and be late again.
+        """
+        reasons = self.state.forget(given)
+        self.late += bool(reasons)
+        if reasons and self.late >= max(self.target, MIN_LATE_GROUPS):
+            raise TimeoutError(
+                f"--rollout-deadline-s must suffice for a response, got {self.flags.rollout_deadline_s} s and "
+                f"{self.late} groups in a row that passed it; last: {reasons[-1]}"
+            )
+        if self.flags.partial_rollout and not reasons:
+            self.put_back([self.resumable(given, group)])
+        self.drop("deadline" if reasons else "aborted")
+
+    def drop(self, reason: str) -> None:
+        self.metrics.on_dynamic_filter_drop(reason)
+        self.barren += 1
+        if self.barren >= MAX_BARREN_BATCHES * self.target:
+            counts = ", ".join(f"{reason}: {count}" for reason, count in self.metrics.drops.most_common())
+            raise RuntimeError(
+                f"--dynamic-sampling-filter-path must keep some groups, got none in {self.barren} in a "
+                f"row ({counts}); check the rewards, the difficulty of the prompts, or the filter"
+            )
+
+    async def finish(self) -> RolloutFnTrainOutput:
+        """Cut the batch, end what may not go on, and run the hooks on the batch."""
+        metrics: dict[str, float] = {**self.metrics.collect()}
+        if not self.runs_ahead:
+            metrics |= await self.end_rest()
+        for figure, values in self.state.take_figures().items():
+            metrics |= {f"perf/{figure}/{name}": value for name, value in statistics_of(values).items()}
+        cut = self.cut()
+        if self.runs_ahead:
+            metrics |= self.staleness(cut)
+        groups = [drawn.group for drawn in cut]
+        if path := self.flags.rollout_sample_filter_path:
+            load_function(path, flag="--rollout-sample-filter-path")(self.args, groups)
+        if path := self.flags.rollout_all_samples_process_path:
+            hook = load_function(path, flag="--rollout-all-samples-process-path")
+            hook(self.args, sorted(self.finished, key=_index), self.data_source)
+        return RolloutFnTrainOutput(samples=groups, metrics=metrics)
+
+    def cut(self) -> list[Drawn]:
+        """Take the batch from the ready groups, by index: first those that the next batch would be too late for, then
+        those that finished first."""
+        order = sorted(self.ready, key=lambda drawn: not (self.runs_ahead and self.is_last_chance(drawn)))
+        cut = order[: self.target]
+        self.ready = [drawn for drawn in self.ready if drawn not in cut]
+        return sorted(cut, key=lambda drawn: _index(drawn.group))
+
+    def staleness(self, cut: list[Drawn]) -> dict[str, float]:
+        """How many weight updates the samples are behind. Samples beyond --max-staleness are counted, and with
+        --stale-samples mask they are not trained on."""
+        ages, expired = [], 0
+        for drawn in cut:
+            for sample in drawn.group:
+                known = [version for version in sample.weight_versions if isinstance(version, int)]
+                ages.append(max(0, self.rollout_id - min(known, default=drawn.version)))
+                if ages[-1] > self.flags.max_staleness:
+                    expired += 1
+                    sample.remove_sample |= self.flags.stale_samples == "mask"
+        figures = {"mean": sum(ages) / len(ages), "max": float(max(ages)), "over_limit": float(expired)}
+        return {f"rollout/staleness/{name}": value for name, value in figures.items()}
+
+    async def end_rest(self) -> dict[str, float]:
+        """Abort the running groups, and put them back or discard them."""
+        self.state.aborted = True
+        cut_off = await self.end_pending() + self.surplus
+        self.surplus = []
+        self.state.aborted = False
+        if not cut_off:
+            return {}
+        if not self.flags.partial_rollout:
+            return {"rollout/partial/groups_discarded": len(cut_off)}
+        self.put_back(sorted(cut_off, key=_index))
+        return {"rollout/partial/groups_put_back": len(cut_off)}
+
+    def outstanding(self) -> list[SampleGroup]:
+        """See the function of this name."""
+        drawn = sorted([*self.ready, *self.running.values()], key=lambda drawn: _index(drawn.given))
+        return [[_restarted(sample) for sample in one.given] for one in drawn]
+
+    async def end_pending(self) -> list[SampleGroup]:
+        """Abort every request until all groups have returned. After --rollout-deadline-s, cancel the rest.
+
+        The abort repeats, because a generate function with several turns sends its next request after an abort.
+        """
+        give_up_at = asyncio.get_running_loop().time() + self.flags.rollout_deadline_s
+        ended = []
+        while self.running and asyncio.get_running_loop().time() < give_up_at:
+            if self.state.engine is not None:
+                await self.state.engine.abort_all()
+            done, _ = await asyncio.wait(self.running, timeout=_ABORT_EVERY_S)
+            for task in sorted(done, key=lambda task: _index(self.running[task].given)):
+                given, group = self.running.pop(task).given, task.result()
+                self.state.forget(given)
+                if not any(s.status is Sample.Status.ABORTED for s in group):
+                    self.finished.append(group)
+                ended.append(self.resumable(given, group))
+        if self.running:
+            logger.warning(
+                "%d groups did not end within --rollout-deadline-s and are cancelled", len(self.running)
+            )
+            ended += [self.resumable(drawn.given, drawn.given) for drawn in self.running.values()]
+            await self.cancel()
+        return ended
+
+    async def cancel(self) -> None:
+        """Cancel the running groups and wait until they have ended. Their results and errors are ignored."""
+        tasks = list(self.running)
+        for drawn in self.running.values():
+            self.state.forget(drawn.given)
+        self.running.clear()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_ABORT_EVERY_S)
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.exception()  # marks the error as seen; the rollout raises its first error
+
+    def resumable(self, given: SampleGroup, group: SampleGroup) -> SampleGroup:
+        """What a later rollout can continue: the group, or its prompts if samples fanned out."""
+        if len(group) != len(given):
+            return [_restarted(s) for s in given]
+        return group
+
+    def put_back(self, groups: list[SampleGroup]) -> None:
+        for group in groups:
+            for sample in group:
+                if sample.response_length:
+                    sample.metadata.setdefault("start_rollout_id", self.rollout_id)
+        self.data_source.add_samples(groups)
+
+
+def _index(group: SampleGroup) -> int:
+    return group[0].index if group[0].index is not None else -1
+
+
+def _restarted(sample: Sample) -> Sample:
+    """The sample as the data source first returned it."""
+    return Sample(
+        group_index=sample.group_index,
+        index=sample.index,
+        prompt=sample.prompt,
+        label=sample.label,
+        metadata=sample.metadata,
+        multimodal_inputs=sample.multimodal_inputs,
+        apply_chat_template_kwargs=sample.apply_chat_template_kwargs,
+        generate_function_path=sample.generate_function_path,
+        custom_rm_path=sample.custom_rm_path,
+        session_id=sample.session_id,
+    )
