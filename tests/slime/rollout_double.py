@@ -83,6 +83,7 @@ def make_args(**overrides: Any) -> SimpleNamespace:
         "reward_deadline_s": 60.0,
         "loss_type": "policy_loss",
         "max_staleness": 0,
+        "stale_samples": "drop",
         "loss_mask_type": "qwen",
     }
     unknown = set(overrides) - set(defaults)
@@ -95,7 +96,7 @@ class EngineDouble:
     demand.
 
     A prompt says what happens to it: "len=N" is the number of letters (default 3), "slow" waits for an abort
-    after two letters, "stuck" ignores deadline and abort, "late" misses its deadline, "refuse" is not
+    after two letters, "hold=X" waits until X is in `released`, "stuck" ignores deadline and abort, "late" misses its deadline, "refuse" is not
     accepted. `version` is what the weights are called. `calls` records (prompt text, sampling params, seed)
     of each request.
     """
@@ -106,6 +107,7 @@ class EngineDouble:
         self.calls: list[tuple[str, dict[str, Any], int]] = []
         self.aborts = self.running = self.most_running = 0
         self.closed = False
+        self.released: set[str] = set()
         self._abort = asyncio.Event()
 
     async def generate(
@@ -134,17 +136,23 @@ class EngineDouble:
         if "slow" in text and done == 0:
             await self._abort.wait()
             return self._result("abcdefgh"[:2], "abort", prompt_tokens, end=False)
+        began = self.version
+        while "hold=" in text and text.split("hold=")[1][0] not in self.released:
+            await asyncio.sleep(0.002)
         await asyncio.sleep(0)
         letters = "abcdefgh"[done:length]
         if len(letters) + 1 > params["max_new_tokens"]:
             return self._result(letters[: params["max_new_tokens"]], "length", prompt_tokens, end=False)
-        return self._result(letters, "stop", prompt_tokens, end=True)
+        return self._result(letters, "stop", prompt_tokens, end=True, began=began)
 
-    def _result(self, letters: str, reason: Any, prompt_tokens: int, *, end: bool) -> GenerateResult:
+    def _result(
+        self, letters: str, reason: Any, prompt_tokens: int, *, end: bool, began: int | None = None
+    ) -> GenerateResult:
         text = letters + ("<|im_end|>" if end else "")
         ids = self.tokenizer.encode(text, add_special_tokens=False)
+        versions = sorted({self.version if began is None else began, self.version})
         log_probs = [-0.1 * (i + 1) for i in range(len(ids))]
-        return GenerateResult(ids, log_probs, text, reason, [self.version], prompt_tokens, prompt_tokens // 2)
+        return GenerateResult(ids, log_probs, text, reason, versions, prompt_tokens, prompt_tokens // 2)
 
     async def abort_all(self) -> None:
         self.aborts += 1
