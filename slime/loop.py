@@ -42,6 +42,7 @@ def run(
     """
     loop = _Loop(config, rollout, trainer, engines, report, turns_of(config, engines))
     start, timers = trainer.start_rollout_id, report.timers
+    report.start(start)
     with said("sending the first weights to the engines"):
         loop.publish(start)
     loop.trained = start

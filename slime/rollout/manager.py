@@ -26,7 +26,6 @@ from slime.data.train_data import make_rank_data
 from slime.divergence import DivergedError
 from slime.hooks import load_function
 from slime.protocols import RolloutBatch, RolloutEngine
-from slime.rollout import stream
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.debug_data import load_with_facts, save_debug_rollout_data
 from slime.rollout.evaluation import load_eval_datasets
@@ -34,6 +33,7 @@ from slime.rollout.facts import Facts, attach, replay_template, run_facts
 from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.rollout.sample_hooks import accepted
 from slime.rollout.state import GenerateState
+from slime.rollout.stream import stream
 from slime.rollout.vllm_rollout import generate_rollout
 from slime.tracking.memory import resident_peak_gib
 from slime.types import SampleGroup
@@ -117,6 +117,7 @@ class RolloutManager:
                 len(drawn),
             )
         self.data_source.save(rollout_id, **known)
+        self.state.events.add("position", rollout=rollout_id)
 
     def _unlogged(
         self, rollout_id: int, groups: list[SampleGroup], metrics: dict[str, float], seconds: float

@@ -19,10 +19,12 @@ from slime import http
 from slime.config.schema import section_of
 from slime.config.sections.cluster import ClusterConfig
 from slime.config.sections.engine import EngineConfig
+from slime.config.sections.logging import LoggingConfig
 from slime.config.sections.rollout import RolloutConfig
 from slime.data.rows import render_chat
 from slime.data.tokenizer import opened, opening_ids
 from slime.protocols import GenerateResult, RolloutEngine
+from slime.tracking.events import Events
 from slime.types import Prompt, Sample, SampleGroup, SamplingParams
 from slime.user_code import watch_loop
 
@@ -64,8 +66,8 @@ class GenerateState:
     `request_figures` maps a metric to its values, one per request since `take_figures`. `requests` counts the requests
     of a random stream by the tokens before them, so that a sample that starts again draws another response.
     `allowed` is the last rollout whose groups may be started, and `version` the weights of the engines (None: not
-    said). `progress` is (samples finished, samples wanted) of the current rollout, for a progress bar.
-    `sampling_params` are those of training samples. `processor` is None: prompts are text only.
+    said). `events` are those of the run. `progress` is (samples finished, samples wanted) of the current rollout, for
+    a progress bar. `sampling_params` are those of training samples. `processor` is None: prompts are text only.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class GenerateState:
         self.allowed = -1
         self.version: int | None = None
         self._news = asyncio.Event()
+        self.events = Events("rollout", section_of(LoggingConfig, args).run_dir)
         self.sampling_params = rollout_sampling_params(section_of(RolloutConfig, args))
         self.processor = None  # prompts are text
         self.eval_prompts: dict[str, Sequence[Prompt]] = {}
@@ -121,6 +124,7 @@ class GenerateState:
 
     def close(self) -> None:
         """Close the engine's connections and end the loop. After that, `run` no longer works."""
+        self.events.close()
         if self._loop is None:
             return
         if self.engine is not None:

@@ -11,7 +11,7 @@ from slime.protocols import DataSource
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.evaluation import eval_rollout
 from slime.rollout.generate import GenerateState, generate, generate_and_rm, generate_and_rm_group
-from slime.rollout.stream import generate_rollout_async
+from slime.rollout.stream.stream import generate_rollout_async
 from slime.types import SampleGroup
 
 __all__ = [

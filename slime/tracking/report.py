@@ -9,6 +9,7 @@ from slime.config import Config
 from slime.config.sections.debug import profiled_steps
 from slime.protocols import RolloutBatch, TrainResult
 from slime.tracking.console import StepLine, progress
+from slime.tracking.events import Events
 from slime.tracking.memory import resident_peak_gib
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
 from slime.tracking.percentiles import StepFigures
@@ -25,7 +26,12 @@ class Reporter:
         self.timers = Timers()
         apart = 0 if config.cluster.colocate else config.cluster.rollout_num_gpus
         self._figures = StepFigures(config.world_size + apart)
+        self.events = Events("driver", config.logging.run_dir)
         self._profiled = profiled_steps(config.debug.profile_steps)
+
+    def start(self, rollout_id: int) -> None:
+        """The run starts or resumes at `rollout_id`."""
+        self.events.add("start", rollout=rollout_id)
 
     def step(self, rollout_id: int, batch: RolloutBatch, trained: TrainResult) -> None:
         """Log one rollout and its optimizer steps, and print its line. `timers` have measured the rollout as
@@ -50,6 +56,7 @@ class Reporter:
             perf["perf/driver_rss_gib"] = resident
         metrics = {**batch.metrics, **trained.rollout, **perf, "rollout/step": rollout_id}
         self.trackers.log(metrics, rollout_id, "rollout/step")
+        self.events.add("step", rollout=rollout_id)
         first = rollout_id * self.config.data.num_steps_per_rollout
         for offset, step in enumerate(trained.steps):
             self.trackers.log({**step, "train/step": first + offset}, first + offset, "train/step")
@@ -69,6 +76,7 @@ class Reporter:
     def saved(self, rollout_id: int) -> None:
         """Log the time of the checkpoint after a rollout, as a second record of the same step."""
         self.trackers.log(self.timers.flush(), rollout_id, "rollout/step")
+        self.events.add("checkpoint", rollout=rollout_id)
 
     @contextmanager
     def bar(
@@ -96,3 +104,4 @@ class Reporter:
 
     def close(self) -> None:
         self.trackers.close()
+        self.events.close()

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from train_fixtures import PROMPTS, SAMPLES, Launch, World, launched, published_weights, rows, samples, vime
 
+from slime.tracking.ledger import read_ledger
+
 HERE = Path(__file__).parent
 STOP_S = 60
 """Seconds in which a run must end after it has lost a trainer."""
@@ -177,4 +179,6 @@ def resumed_with_a_slow_engine_then_interrupted(run: FaultyRun) -> None:
     generated = rows(run.run_dir, "rollout/step")
     assert generated[hit]["rollout/dynamic_filter/drop_deadline"] > 0
     assert hit > saved and sorted(run.steps()) == list(range(max(run.steps()) + 1))
+    ledger = read_ledger(run.run_dir)
+    assert ledger.is_exact and ledger.starts == 2 and ledger.again > 0 and ledger.dropped["deadline"] > 0
     run.assert_right_weights()

@@ -96,9 +96,9 @@ class EngineDouble:
     demand.
 
     A prompt says what happens to it: "len=N" is the number of letters (default 3), "slow" waits for an abort
-    after two letters, "hold=X" waits until X is in `released`, "stuck" ignores deadline and abort, "late" misses its deadline, "refuse" is not
-    accepted. `version` is what the weights are called. `calls` records (prompt text, sampling params, seed)
-    of each request.
+    after two letters, "hold=X" waits until X is in `released`, "stuck" ignores deadline and abort, "late" misses
+    its deadline, "refuse" is not accepted. `version` is what the weights are called. `calls` records (prompt text,
+    sampling params, seed) of each request.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from vime.doctor import gpus, host, network, packages
 from vime.doctor.finding import Finding, WantedRun, warning
 from vime.doctor.machine import Machine
+from vime.doctor.records import check_groups
 
 Check = Callable[[Machine, WantedRun], list[Finding]]
 
@@ -46,15 +47,27 @@ CHECKS: tuple[Check, ...] = (
 def main(argv: Sequence[str]) -> int:
     """Print one line per finding, or a list with --json. Returns 1 if there is a problem."""
     args = _parser().parse_args(argv)
+    if args.records is not None:
+        return _print(
+            *(check_groups(args.records), args.json, "no group was lost or trained twice"),
+            f"the records of {args.records} are not in order",
+        )
     machine = Machine()
     device = args.device
     if device == "auto":
         device = "cuda" if machine.has_driver() else "cpu"
     findings = examine(machine, WantedRun(device, args.run_dir, args.hf_checkpoint))
-    if args.json:
+    return _print(
+        *(findings, args.json, f"nothing found that stops a run on {device}"),
+        f"a run on {device} would fail",
+    )
+
+
+def _print(findings: list[Finding], as_json: bool, good: str, bad: str) -> int:
+    if as_json:
         print(json.dumps([finding.to_json() for finding in findings], indent=1))
     else:
-        print("\n".join(report(findings, device)))
+        print("\n".join(report(findings, good, bad)))
     return int(any(finding.status == "problem" for finding in findings))
 
 
@@ -73,8 +86,8 @@ def examine(machine: Machine, wanted: WantedRun) -> list[Finding]:
     return findings
 
 
-def report(findings: Sequence[Finding], device: str) -> list[str]:
-    """Aligned lines with each remedy below its finding, and the result."""
+def report(findings: Sequence[Finding], good: str, bad: str) -> list[str]:
+    """Aligned lines with each remedy below its finding, and the result: `bad` if there is a problem."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
@@ -83,7 +96,7 @@ def report(findings: Sequence[Finding], device: str) -> list[str]:
             lines[-1] += f"; remedy: {finding.remedy}"
     problems = sum(finding.status == "problem" for finding in findings)
     warnings = sum(finding.status == "warning" for finding in findings)
-    verdict = f"a run on {device} would fail" if problems else f"nothing found that stops a run on {device}"
+    verdict = bad if problems else good
     counts = f"{problems} problem{'s' * (problems != 1)}, {warnings} warning{'s' * (warnings != 1)}"
     return [*lines, f"{counts}: {verdict}"]
 
@@ -93,6 +106,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="vime doctor",
         description="Check whether this machine has what a run needs. Exit status 1: a run would fail.",
         allow_abbrev=False,
+    )
+    parser.add_argument(
+        "records",
+        nargs="?",
+        type=Path,
+        metavar="RUN_DIR",
+        help="the directory of a run: check its records instead of this machine",
     )
     parser.add_argument(
         "--json", action="store_true", help="print a list of findings: name, status, found, remedy"

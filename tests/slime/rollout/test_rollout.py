@@ -9,13 +9,14 @@ import pytest
 from rollout_double import ListSource, make_args, make_state, write_lines
 
 from slime.data.source import PromptDataSource
-from slime.rollout import sglang_rollout, stream, vllm_rollout
+from slime.rollout import sglang_rollout, vllm_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
 from slime.rollout.filter_hub.dynamic_sampling_filters import (
     check_reward_nonzero_std,
     check_reward_nonzero_std_with_fallback,
 )
+from slime.rollout.stream import stream
 from slime.types import Sample
 
 STATUS = Sample.Status

@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from dataclasses import dataclass
 
 from slime.config.schema import Config, section_of
 from slime.config.sections.data import DataConfig
@@ -38,6 +37,7 @@ from slime.rollout.filter_hub.base_types import (
 )
 from slime.rollout.metrics import statistics_of
 from slime.rollout.state import GenerateState, rollout_sampling_params
+from slime.rollout.stream.groups import Drawn, index_of, number_of, restarted
 from slime.types import Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -80,22 +80,6 @@ async def stop(state: GenerateState) -> None:
     """Cancel what runs."""
     if (stream := _streams.pop(state, None)) is not None:
         await stream.cancel()
-
-
-@dataclass(eq=False)
-class Drawn:
-    """A group of the stream."""
-
-    given: SampleGroup
-    """As it was drawn."""
-    version: int
-    """The weights of the engines when it was drawn: no token is older."""
-    group: SampleGroup
-    """With its responses, once it is ready. Samples may have fanned out to several."""
-
-    def age(self, rollout_id: int) -> int:
-        """By how many weight updates its oldest token is behind the weights that rollout `rollout_id` trains."""
-        return max(0, rollout_id - self.version)
 
 
 class Stream:
@@ -146,7 +130,7 @@ class Stream:
                 self.draw(room)
             await self.state.changed(self.running)
             done = [task for task in self.running if task.done()]
-            for task in sorted(done, key=lambda task: _index(self.running[task].given)):
+            for task in sorted(done, key=lambda task: index_of(self.running[task].given)):
                 self.take(self.running.pop(task), task.result())
             self.state.progress = (min(len(self.ready), self.target) * self.group_size, wanted)
 
@@ -175,12 +159,13 @@ class Stream:
         version = self.rollout_id if self.state.version is None else self.state.version
         for group in groups:
             if self.is_stale(group):
-                self.drop("stale")
+                self.drop("stale", group)
                 continue
             work = generate.generate_and_rm_group(
                 self.args, group, rollout_sampling_params(self.flags), rollout_id=self.rollout_id
             )
             self.running[asyncio.create_task(work)] = Drawn(group, version, [])
+        self.state.events.add("drawn", groups=[number_of(group) for group in groups], version=version)
 
     def is_stale(self, group: SampleGroup) -> bool:
         """Whether a complete group from the buffer has waited longer than --max-staleness allows.
@@ -202,11 +187,12 @@ class Stream:
             return
         for drawn in [drawn for drawn in self.ready if self.is_expired(drawn)]:
             self.ready.remove(drawn)
-            self.drop("stale")
+            self.drop("stale", drawn.given)
         for task in [task for task, drawn in self.running.items() if self.is_expired(drawn)]:
-            self.state.forget(self.running.pop(task).given)
+            given = self.running.pop(task).given
+            self.state.forget(given)
             task.cancel()
-            self.drop("stale")
+            self.drop("stale", given)
 
     def is_expired(self, drawn: Drawn) -> bool:
         return drawn.age(self.rollout_id) > self.flags.max_staleness
@@ -226,7 +212,7 @@ class Stream:
         output = call_dynamic_filter(self.filter, self.args, group)
         left = len(self.ready) + len(self.running) + 1
         if should_drop_dynamic_filter_output(output, left, self.target):
-            self.drop(output.reason or "filtered")
+            self.drop(output.reason or "filtered", drawn.given)
             return
         self.ready.append(drawn)
         self.barren = 0
@@ -245,9 +231,16 @@ class Stream:
             )
         if self.flags.partial_rollout and not reasons:
             self.put_back([self.resumable(given, group)])
-        self.drop("deadline" if reasons else "aborted")
+            self.count("aborted")
+        else:
+            self.drop("deadline" if reasons else "aborted", given)
 
-    def drop(self, reason: str) -> None:
+    def drop(self, reason: str, group: SampleGroup) -> None:
+        self.state.events.add("dropped", groups=[number_of(group)], reason=reason)
+        self.count(reason)
+
+    def count(self, reason: str) -> None:
+        """Count a group that the batch does not get."""
         self.metrics.on_dynamic_filter_drop(reason)
         self.barren += 1
         if self.barren >= MAX_BARREN_BATCHES * self.target:
@@ -268,11 +261,14 @@ class Stream:
         if self.runs_ahead:
             metrics |= self.staleness(cut)
         groups = [drawn.group for drawn in cut]
+        numbers = [number_of(drawn.given) for drawn in cut]
+        over_limit = int(metrics.get("rollout/staleness/over_limit", 0))
+        self.state.events.add("batch", rollout=self.rollout_id, groups=numbers, over_limit=over_limit)
         if path := self.flags.rollout_sample_filter_path:
             load_function(path, flag="--rollout-sample-filter-path")(self.args, groups)
         if path := self.flags.rollout_all_samples_process_path:
             hook = load_function(path, flag="--rollout-all-samples-process-path")
-            hook(self.args, sorted(self.finished, key=_index), self.data_source)
+            hook(self.args, sorted(self.finished, key=index_of), self.data_source)
         return RolloutFnTrainOutput(samples=groups, metrics=metrics)
 
     def cut(self) -> list[Drawn]:
@@ -281,7 +277,7 @@ class Stream:
         order = sorted(self.ready, key=lambda drawn: not (self.runs_ahead and self.is_last_chance(drawn)))
         cut = order[: self.target]
         self.ready = [drawn for drawn in self.ready if drawn not in cut]
-        return sorted(cut, key=lambda drawn: _index(drawn.group))
+        return sorted(cut, key=lambda drawn: index_of(drawn.group))
 
     def staleness(self, cut: list[Drawn]) -> dict[str, float]:
         """How many weight updates the samples are behind. Samples beyond --max-staleness are counted, and with
@@ -306,14 +302,16 @@ class Stream:
         if not cut_off:
             return {}
         if not self.flags.partial_rollout:
+            numbers = [number_of(group) for group in cut_off]
+            self.state.events.add("dropped", groups=numbers, reason="discarded")
             return {"rollout/partial/groups_discarded": len(cut_off)}
-        self.put_back(sorted(cut_off, key=_index))
+        self.put_back(sorted(cut_off, key=index_of))
         return {"rollout/partial/groups_put_back": len(cut_off)}
 
     def outstanding(self) -> list[SampleGroup]:
         """See the function of this name."""
-        drawn = sorted([*self.ready, *self.running.values()], key=lambda drawn: _index(drawn.given))
-        return [[_restarted(sample) for sample in one.given] for one in drawn]
+        drawn = sorted([*self.ready, *self.running.values()], key=lambda drawn: index_of(drawn.given))
+        return [[restarted(sample) for sample in one.given] for one in drawn]
 
     async def end_pending(self) -> list[SampleGroup]:
         """Abort every request until all groups have returned. After --rollout-deadline-s, cancel the rest.
@@ -326,7 +324,7 @@ class Stream:
             if self.state.engine is not None:
                 await self.state.engine.abort_all()
             done, _ = await asyncio.wait(self.running, timeout=_ABORT_EVERY_S)
-            for task in sorted(done, key=lambda task: _index(self.running[task].given)):
+            for task in sorted(done, key=lambda task: index_of(self.running[task].given)):
                 given, group = self.running.pop(task).given, task.result()
                 self.state.forget(given)
                 if not any(s.status is Sample.Status.ABORTED for s in group):
@@ -357,7 +355,7 @@ class Stream:
     def resumable(self, given: SampleGroup, group: SampleGroup) -> SampleGroup:
         """What a later rollout can continue: the group, or its prompts if samples fanned out."""
         if len(group) != len(given):
-            return [_restarted(s) for s in given]
+            return [restarted(s) for s in given]
         return group
 
     def put_back(self, groups: list[SampleGroup]) -> None:
@@ -366,23 +364,4 @@ class Stream:
                 if sample.response_length:
                     sample.metadata.setdefault("start_rollout_id", self.rollout_id)
         self.data_source.add_samples(groups)
-
-
-def _index(group: SampleGroup) -> int:
-    return group[0].index if group[0].index is not None else -1
-
-
-def _restarted(sample: Sample) -> Sample:
-    """The sample as the data source first returned it."""
-    return Sample(
-        group_index=sample.group_index,
-        index=sample.index,
-        prompt=sample.prompt,
-        label=sample.label,
-        metadata=sample.metadata,
-        multimodal_inputs=sample.multimodal_inputs,
-        apply_chat_template_kwargs=sample.apply_chat_template_kwargs,
-        generate_function_path=sample.generate_function_path,
-        custom_rm_path=sample.custom_rm_path,
-        session_id=sample.session_id,
-    )
+        self.state.events.add("put_back", groups=[number_of(group) for group in groups])

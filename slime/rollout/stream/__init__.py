@@ -1,0 +1,1 @@
+"""Batches of groups that are generated without end: see stream.py."""

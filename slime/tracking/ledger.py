@@ -1,0 +1,118 @@
+"""The ledger of a run: what became of each group, from the events of the run.
+
+    drawn -> in the batch of a rollout -> trained
+          -> dropped, with the reason
+          -> put back, and drawn again
+
+Each group is drawn, and then trained or dropped, exactly once. A run that resumes after rollout r undoes what came
+after its checkpoint: those groups are drawn again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from slime.tracking.events import read_events
+
+
+@dataclass
+class Ledger:
+    """Groups by `Sample.group_index`."""
+
+    running: set[int] = field(default_factory=set)
+    """Drawn, and in no batch."""
+    batches: dict[int, list[int]] = field(default_factory=dict)
+    """The groups of each rollout."""
+    trained: set[int] = field(default_factory=set)
+    """The rollouts that were trained."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Groups by reason. Those that a resumed run has drawn again do not count."""
+    undone: set[int] = field(default_factory=set)
+    """Groups that a run that resumed has to draw again."""
+    again: int = 0
+    """Groups that it has drawn again."""
+    twice: set[int] = field(default_factory=set)
+    """Groups that are in two batches."""
+    over_limit: int = 0
+    """Samples in batches that were older than --max-staleness."""
+    starts: int = 0
+    damaged: int = 0
+    """Lines that a killed process has cut."""
+    _reasons: dict[int, str] = field(default_factory=dict)
+    _highest: int = -1
+
+    @property
+    def lost(self) -> list[int]:
+        """Groups that should have been drawn again: a later group was."""
+        return sorted(group for group in self.undone if group < self._highest)
+
+    @property
+    def groups_trained(self) -> int:
+        return sum(len(self.batches[rollout]) for rollout in self.trained)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no group was lost or trained twice."""
+        return not self.lost and not self.twice
+
+    def add(self, kind: str, rollout: int, groups: list[int], reason: str, over_limit: int) -> None:
+        """One event."""
+        match kind:
+            case "start":
+                self._start(rollout)
+            case "step":
+                self.trained.add(rollout)
+            case "drawn":
+                self._draw(groups)
+            case "batch":
+                self._batch(rollout, groups, over_limit)
+            case "dropped":
+                self.running -= set(groups)
+                self._reasons |= dict.fromkeys(groups, reason)
+                self.dropped[reason] += len(groups)
+            case "put_back":
+                self.running -= set(groups)
+
+    def _start(self, rollout: int) -> None:
+        """What came after the checkpoint before `rollout` is undone."""
+        self.starts += 1
+        gone = [number for number in self.batches if number >= rollout]
+        for number in gone:
+            self.undone |= set(self.batches.pop(number))
+            self.trained.discard(number)
+        self.undone |= self.running
+        self.running.clear()
+        self._highest = -1
+
+    def _draw(self, groups: list[int]) -> None:
+        for group in groups:
+            self.again += group in self.undone
+            if (reason := self._reasons.pop(group, None)) is not None:
+                self.dropped[reason] -= 1
+        self.undone -= set(groups)
+        self.running |= set(groups)
+        self._highest = max([self._highest, *groups])
+
+    def _batch(self, rollout: int, groups: list[int], over_limit: int) -> None:
+        others = {group for number, of in self.batches.items() if number != rollout for group in of}
+        self.twice |= others & set(groups)
+        self.batches[rollout] = groups
+        self.running -= set(groups)
+        self.over_limit += over_limit
+
+
+def read_ledger(run_dir: Path) -> Ledger:
+    """The ledger of a run that has ended or goes on. ValueError without its events."""
+    ledger = Ledger()
+    for event in read_events(run_dir):
+        if event is None:
+            ledger.damaged += 1
+            continue
+        groups = cast("Iterable[int]", event.get("groups", ()))
+        rollout, over_limit = cast("tuple[int, int]", (event.get("rollout", -1), event.get("over_limit", 0)))
+        ledger.add(str(event["kind"]), rollout, list(groups), str(event.get("reason")), over_limit)
+    return ledger

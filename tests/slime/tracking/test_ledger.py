@@ -1,0 +1,126 @@
+"""The ledger of a run from its events, also of a run that was killed and resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime.tracking.events import EVENTS_FILE, Events, read_events
+from slime.tracking.ledger import Ledger, read_ledger
+from vime.doctor import command
+
+
+class Written:
+    """A run as its processes write it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.rollout, self.driver = Events("rollout", str(run_dir)), Events("driver", str(run_dir))
+
+    def start(self, rollout: int) -> None:
+        self.driver.add("start", rollout=rollout)
+
+    def drawn(self, *groups: int) -> None:
+        self.rollout.add("drawn", groups=groups, version=0)
+
+    def dropped(self, *groups: int, reason: str = "filtered") -> None:
+        self.rollout.add("dropped", groups=groups, reason=reason)
+
+    def trained(self, rollout: int, *groups: int, over_limit: int = 0) -> None:
+        self.rollout.add("batch", rollout=rollout, groups=groups, over_limit=over_limit)
+        self.driver.add("step", rollout=rollout)
+
+    def ledger(self) -> Ledger:
+        return read_ledger(self.run_dir)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Written:
+    return Written(tmp_path)
+
+
+def test_each_group_is_trained_dropped_or_still_there(run: Written) -> None:
+    run.start(0)
+    run.drawn(0, 1, 2, 3, 4)
+    run.dropped(1)
+    run.trained(0, 0, 2)
+    run.drawn(5)
+    ledger = run.ledger()
+    assert ledger.is_exact and ledger.groups_trained == 2 and ledger.dropped == {"filtered": 1}
+    assert ledger.running == {3, 4, 5} and ledger.starts == 1
+
+
+def killed_after_a_checkpoint_of_rollout_0(run: Written) -> None:
+    run.start(0)
+    run.drawn(0, 1, 2, 3)
+    run.trained(0, 1, 2)
+    run.drawn(4, 5)
+    run.dropped(4)
+    run.trained(1, 0, 3)
+    run.start(1)
+
+
+def test_a_resumed_run_draws_again_what_came_after_its_checkpoint(run: Written) -> None:
+    killed_after_a_checkpoint_of_rollout_0(run)
+    run.drawn(0, 3, 4)
+    run.trained(1, 0, 3)
+    run.drawn(5, 6)
+    ledger = run.ledger()
+    assert ledger.is_exact and ledger.groups_trained == 4 and ledger.again == 3
+    assert ledger.dropped["filtered"] == 0 and ledger.running == {4, 5, 6}
+
+
+def test_lost_and_doubled_groups_are_named(run: Written, capsys: pytest.CaptureFixture[str]) -> None:
+    killed_after_a_checkpoint_of_rollout_0(run)
+    run.drawn(0, 2, 4, 5, 6)  # 3 is missing, 2 was trained
+    run.trained(1, 0, 2, over_limit=3)
+    ledger = run.ledger()
+    assert ledger.lost == [3] and ledger.twice == {2} and not ledger.is_exact
+    assert command.main([str(run.run_dir)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("problem  lost groups") and " 3;" in line for line in lines)
+    assert any(line.startswith("problem  groups in two batches") and " 2;" in line for line in lines)
+    assert any(line.startswith("warning  samples beyond --max-staleness") and " 3;" in line for line in lines)
+    assert lines[-1] == f"2 problems, 1 warning: the records of {run.run_dir} are not in order"
+
+
+def test_groups_that_were_put_back_may_be_drawn_again(run: Written) -> None:
+    run.start(0)
+    run.drawn(0, 1, 2)
+    run.rollout.add("put_back", groups=[2])
+    run.trained(0, 0, 1)
+    run.drawn(2, 3)
+    run.trained(1, 2, 3)
+    assert run.ledger().is_exact and run.ledger().groups_trained == 4
+
+
+def test_a_run_without_events_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"RUN_DIR must have {EVENTS_FILE}, got none in"):
+        read_ledger(tmp_path)
+
+
+WRITER = """
+import sys
+from slime.tracking.events import Events
+events = Events(sys.argv[1], sys.argv[2])
+while True:
+    events.add("drawn", groups=list(range(200)))
+"""
+
+
+def test_lines_of_killed_processes_are_whole(tmp_path: Path) -> None:
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, name, str(tmp_path)]) for name in ("a", "b")]
+    path = tmp_path / EVENTS_FILE
+    while not path.is_file() or path.stat().st_size < 2_000_000:
+        assert all(writer.poll() is None for writer in writers)
+    for writer in writers:
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.wait()
+    events = list(read_events(tmp_path))
+    assert events.count(None) <= 2
+    assert {event["source"] for event in events if event} == {"a", "b"}

@@ -1,0 +1,72 @@
+"""Checks of the records of a run: `vime doctor RUN_DIR`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime.tracking.ledger import Ledger, read_ledger
+from vime.doctor.finding import Finding, judge, ok
+
+_SHOWN = 8
+
+
+def check_groups(run_dir: Path) -> list[Finding]:
+    """What became of each group: it must be trained or dropped exactly once. ValueError without a run's events."""
+    ledger = read_ledger(run_dir)
+    return [_counts(ledger), _lost(ledger), _twice(ledger), _age(ledger), _file(ledger)]
+
+
+def _counts(ledger: Ledger) -> Finding:
+    dropped = ", ".join(f"{count} {reason}" for reason, count in ledger.dropped.most_common() if count)
+    return ok(
+        "groups",
+        f"{ledger.groups_trained} trained in {len(ledger.trained)} rollouts, dropped: {dropped or 'none'}, "
+        f"{len(ledger.running)} in no batch yet; {ledger.starts} starts, {ledger.again} groups drawn again",
+    )
+
+
+def _lost(ledger: Ledger) -> Finding:
+    return judge(
+        "lost groups",
+        _some(ledger.lost),
+        "a resumed run did not draw them again: was --load or the data source changed?",
+        fails=bool(ledger.lost),
+        poor=False,
+    )
+
+
+def _twice(ledger: Ledger) -> Finding:
+    return judge(
+        "groups in two batches",
+        _some(sorted(ledger.twice)),
+        "the data source gave them twice: check --data-source-path",
+        fails=bool(ledger.twice),
+        poor=False,
+    )
+
+
+def _age(ledger: Ledger) -> Finding:
+    return judge(
+        "samples beyond --max-staleness",
+        str(ledger.over_limit),
+        "--stale-samples drop, or less over-sampling",
+        fails=False,
+        poor=ledger.over_limit > 0,
+    )
+
+
+def _file(ledger: Ledger) -> Finding:
+    return judge(
+        "events.jsonl",
+        f"{ledger.damaged} lines that cannot be read",
+        "a killed process cuts at most one line per start",
+        fails=False,
+        poor=ledger.damaged > ledger.starts,
+    )
+
+
+def _some(groups: list[int]) -> str:
+    if not groups:
+        return "none"
+    more = f" and {len(groups) - _SHOWN} more" if len(groups) > _SHOWN else ""
+    return ", ".join(map(str, groups[:_SHOWN])) + more
