@@ -1,7 +1,7 @@
 """Import path of slime scripts for rollouts that overlap training.
 
-`train_async.py` and `--max-staleness` make rollouts overlap training with the default rollout function, so that this
-one is the same. `--partial-rollout` continues what a full batch has cut off.
+`train_async.py` and `--max-staleness` make the default rollout function generate without end, so that this one is the
+same.
 """
 
 from slime.rollout.vllm_rollout import generate_rollout

@@ -1,0 +1,204 @@
+"""Rollouts ahead under a heavy tail of lengths: tokens per second and reward at several --max-staleness.
+
+    python benchmarks/stream_speed.py --out stream_cpu.json
+    python benchmarks/stream_speed.py --staleness 0,1 --seeds 1 --rollouts 8        a short trial
+    python benchmarks/stream_speed.py --show stream_cpu.json                        the table of a record
+
+A tiny model, one engine and one trainer rank on the same cores. The lengths of responses are log-normal, with p99 at 20
+times the median (examples/bench/lengths.py); the reward is the share of odd token ids. The runs of a seed take turns.
+The first two rollouts of a run do not count: tokens per second are the response tokens of the others by the time from
+the end of the second step to the end of the last one.
+
+`bound` is what the same queue gives in a simulation: each token takes the engine the time that it took in the run of
+staleness 0, whatever else runs, and training takes what it took there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_kernel.benchmarks.machine import describe
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY / "examples" / "bench"))
+from lengths import length_of  # noqa: E402
+
+PROMPTS, ANSWERS, LIMIT, WARM_UP = 16, 4, 768, 2
+
+
+def command(tiny: Path, run_dir: Path, staleness: int, seed: int, rollouts: int) -> list[str]:
+    return [
+        *(sys.executable, "-P", "-m", "vime", "train", "--device", "cpu", "--rollout-num-gpus", "1"),
+        *("--hf-checkpoint", str(tiny / "base"), "--prompt-data", str(tiny / "train.jsonl")),
+        *("--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--rollout-shuffle"),
+        *("--custom-generate-function-path", "lengths.generate", "--custom-rm-path", "untrained.odd_share"),
+        *("--num-rollout", str(rollouts), "--rollout-batch-size", str(PROMPTS)),
+        *("--n-samples-per-prompt", str(ANSWERS), "--rollout-max-response-len", str(LIMIT)),
+        *("--num-steps-per-rollout", "1", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"),
+        *("--actor-num-gpus-per-node", "1", "--lr", "1e-3", "--adam-beta2", "0.95", "--weight-decay", "0"),
+        *("--use-rollout-logprobs", "--max-staleness", str(staleness), "--seed", str(seed)),
+        *("--rollout-seed", str(seed), "--run-dir", str(run_dir)),
+    ]
+
+
+def measure(tiny: Path, run_dir: Path, staleness: int, seed: int, rollouts: int) -> dict[str, Any]:
+    """One run: tokens per second, seconds of the parts of a step, rewards."""
+    run_dir.mkdir(parents=True)
+    paths = [str(REPOSITORY), str(REPOSITORY / "examples" / "bench")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    with (run_dir / "output.log").open("w", encoding="utf-8") as log:
+        subprocess.run(
+            command(tiny, run_dir, staleness, seed, rollouts),
+            check=True,
+            stdout=log,
+            stderr=log,
+            env=environment,
+        )
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if "perf/step_time" in row]
+    counted = rows[WARM_UP:]
+    tokens = sum(row["rollout/response_len/mean"] * PROMPTS * ANSWERS for row in counted)
+    names = ("step", "train_wait", "train", "update_weights")
+    return {
+        "staleness": staleness,
+        "seed": seed,
+        "tokens_per_s": tokens / (rows[-1]["time"] - rows[WARM_UP - 1]["time"]),
+        "tokens": tokens,
+        "parts_s": {name: statistics.mean(row[f"perf/{name}_time"] for row in counted) for name in names},
+        "age": statistics.mean(row.get("rollout/staleness/mean", 0.0) for row in counted),
+        "oldest": max(row.get("rollout/staleness/max", 0.0) for row in counted),
+        "reward": statistics.mean(row["rollout/raw_reward"] for row in rows[-3:]),
+    }
+
+
+def bound(staleness: int, rollouts: int, token_s: float, train_s: float) -> float:
+    """Tokens per second of the queue alone."""
+    groups = [
+        [length_of(group * ANSWERS + i, LIMIT) for i in range(ANSWERS)] for group in range(rollouts * PROMPTS)
+    ]
+    running: list[tuple[float, int, int]] = []  # end, group, weights at its start
+    ready: list[tuple[int, int]] = []
+    drawn, now, trained = 0, 0.0, 0
+    ends: list[float] = []
+    tokens: list[int] = []
+    while trained < rollouts:
+        while drawn < min(len(groups), (trained + staleness + 1) * PROMPTS):
+            heapq.heappush(running, (now + token_s * max(groups[drawn]), drawn, trained))
+            drawn += 1
+        must = [end for end, _, version in running if version <= trained - staleness]
+        while len(ready) < PROMPTS or must:
+            end, group, version = heapq.heappop(running)
+            now = max(now, end)
+            ready.append((version, group))
+            must = [other for other, _, start in running if start <= trained - staleness]
+        ready.sort(key=lambda one: one[0] > trained - staleness)
+        batch, ready = ready[:PROMPTS], ready[PROMPTS:]
+        now += train_s
+        while running and running[0][0] <= now:
+            _, group, version = heapq.heappop(running)
+            ready.append((version, group))
+        trained += 1
+        ends.append(now)
+        tokens.append(sum(sum(groups[group]) for _, group in batch))
+    return sum(tokens[WARM_UP:]) / (ends[-1] - ends[WARM_UP - 1])
+
+
+def table(record: dict[str, Any]) -> str:
+    """One row for each staleness; ratios to staleness 0 of the same seed."""
+    runs, lines = record["runs"], []
+    base = {run["seed"]: run["tokens_per_s"] for run in runs if run["staleness"] == 0}
+    lines.append(
+        f"{'staleness':>9} {'tokens/s':>9} {'ratio, each seed':>24} {'bound':>6} {'age':>5} {'oldest':>6}"
+        f" {'waits':>6} {'trains':>6} {'reward, each seed':>24}"
+    )
+    for staleness in sorted({run["staleness"] for run in runs}):
+        found = [run for run in runs if run["staleness"] == staleness]
+        mean = {
+            name: statistics.mean(run[name] for run in found) for name in ("tokens_per_s", "age", "reward")
+        }
+        parts = {
+            name: statistics.mean(run["parts_s"][name] for run in found) for name in ("train_wait", "train")
+        }
+        ratios = " ".join(f"{run['tokens_per_s'] / base[run['seed']]:.2f}" for run in found)
+        rewards = " ".join(f"{run['reward']:.3f}" for run in found)
+        lines.append(
+            f"{staleness:>9} {mean['tokens_per_s']:>9.0f} {ratios:>24} {record['bounds'][str(staleness)]:>6.2f}"
+            f" {mean['age']:>5.2f} {max(run['oldest'] for run in found):>6.0f} {parts['train_wait']:>5.2f}s"
+            f" {parts['train']:>5.2f}s {rewards:>24}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--staleness", default="0,1,4")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rollouts", type=int, default=24)
+    parser.add_argument("--work", type=Path, default=Path("runs/stream_speed"), help="a new folder")
+    parser.add_argument("--note", default="", help="what else ran on the machine, for the record")
+    parser.add_argument("--out", type=Path, help="a JSON file for the record")
+    parser.add_argument(
+        "--show", type=Path, metavar="FILE", help="print the table of a record, and run nothing"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.show:
+        print(table(json.loads(arguments.show.read_text(encoding="utf-8"))))
+        return 0
+    levels = [int(level) for level in arguments.staleness.split(",")]
+    if 0 not in levels or arguments.rollouts <= WARM_UP:
+        print(
+            f"stream_speed: --staleness must include 0 and --rollouts be above {WARM_UP}, got "
+            f"{arguments.staleness} and {arguments.rollouts}; the ratios are to staleness 0",
+            file=sys.stderr,
+        )
+        return 2
+    work = arguments.work.resolve()
+    if not (work / "tiny" / "base" / "config.json").is_file():
+        script = REPOSITORY / "scripts" / "make_tiny_model.py"
+        subprocess.run([sys.executable, str(script), str(work / "tiny")], check=True)
+    runs = []
+    for seed in range(arguments.seeds):
+        for staleness in levels if seed % 2 == 0 else reversed(levels):
+            folder = work / f"staleness-{staleness}-seed-{seed}"
+            runs.append(measure(work / "tiny", folder, staleness, seed, arguments.rollouts))
+            print(json.dumps(runs[-1]), flush=True)
+    waits = [run["parts_s"] for run in runs if run["staleness"] == 0]
+    longest = statistics.mean(
+        max(length_of(i, LIMIT) for i in range(first, first + PROMPTS * ANSWERS))
+        for first in range(
+            WARM_UP * PROMPTS * ANSWERS, arguments.rollouts * PROMPTS * ANSWERS, PROMPTS * ANSWERS
+        )
+    )
+    token_s = statistics.mean(parts["train_wait"] for parts in waits) / longest
+    train_s = statistics.mean(parts["step"] - parts["train_wait"] for parts in waits)
+    bounds = {level: bound(level, arguments.rollouts, token_s, train_s) for level in levels}
+    record = {
+        "machine": describe(torch.device("cpu"), ["benchmarks/stream_speed.py", *argv], None),
+        "note": arguments.note,
+        "prompts": PROMPTS,
+        "answers": ANSWERS,
+        "token_s": token_s,
+        "train_s": train_s,
+        "bounds": {str(level): value / bounds[0] for level, value in bounds.items()},
+        "runs": runs,
+    }
+    if arguments.out:
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(table(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
