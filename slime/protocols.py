@@ -45,6 +45,19 @@ class GenerateResult:
     """Passes that checked a draft, drafted tokens, accepted tokens. None where the engine does not say."""
 
 
+@dataclass(frozen=True)
+class ScoreResult:
+    """Log-probs of n given tokens in nats, over the whole vocabulary."""
+
+    log_probs: np.ndarray
+    """float32 [n]."""
+    top: tuple[np.ndarray, np.ndarray] | None = None
+    """Where asked for: the ids, int32 [n, K], of the K most probable tokens at each place, most probable first, and
+    their log-probs, float32 [n, K]."""
+    weight_versions: list[int] = field(default_factory=list)
+    """The versions live when the request entered and left the engine (one entry when equal)."""
+
+
 class RolloutEngine(Protocol):
     """A served model. Implementations are picklable: they travel to the rollout manager's process."""
 
@@ -66,6 +79,17 @@ class RolloutEngine(Protocol):
 
         `sampling_params` uses slime's names: temperature, top_p, top_k, max_new_tokens, min_new_tokens, stop,
         stop_token_ids, skip_special_tokens. A prompt the engine refuses raises ValueError at once.
+        """
+        ...
+
+    async def score(
+        self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
+    ) -> ScoreResult:
+        """The log-probs of `token_ids[start:]`, each given the tokens before it. Retries as `generate` does.
+
+        They are at temperature 1, whatever samples are drawn at, unless the model is served with its logits divided
+        by a temperature (`slime.config.served.ServedModel`). ValueError for a `start` outside [1, n), because nothing
+        predicts the first token, and for tokens that the engine refuses.
         """
         ...
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime.divergence import DivergedError
+from slime.protocols import ScoreResult
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _TRANSIENT_STATUS = {408, 425, 429}
@@ -46,6 +47,35 @@ def require_finite(log_probs: npt.NDArray[np.float32], version: int) -> None:
         f"log-probs of the engine must be finite, got nan at token {int(bad.argmax())} of a response with {trained}",
         version - 1,
     )
+
+
+def check_start(start: int, token_ids: list[int]) -> None:
+    """`start` of a request for log-probs is a place that others come before."""
+    if not 1 <= start < len(token_ids):
+        raise ValueError(
+            f"start must lie in [1, {len(token_ids)}), got {start} for {len(token_ids)} tokens; nothing predicts the "
+            "first token"
+        )
+
+
+def scored(
+    log_probs: npt.NDArray[np.float32],
+    top_ids: npt.NDArray[np.int32],
+    top_log_probs: npt.NDArray[np.float32],
+    versions: list[int],
+    shape: tuple[int, int],
+) -> ScoreResult:
+    """The result from flat arrays, for `shape` (places, most probable tokens of each). ValueError where some are
+    missing, DivergedError when a log-prob is NaN."""
+    places, top_k = shape
+    if (len(log_probs), len(top_ids), len(top_log_probs)) != (places, places * top_k, places * top_k):
+        raise ValueError(
+            f"the engine must give log-probs of {places} tokens and of {top_k} most probable ones at each place, got "
+            f"{len(log_probs)} and {len(top_ids)} in all; it may serve fewer than {top_k} tokens"
+        )
+    require_finite(log_probs, versions[-1])
+    top = (top_ids.reshape(shape), top_log_probs.reshape(shape)) if top_k else None
+    return ScoreResult(log_probs, top, versions)
 
 
 class RouterClient:

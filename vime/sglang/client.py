@@ -11,11 +11,12 @@ from typing import TypedDict
 import aiohttp
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from slime.protocols import FinishReason, GenerateResult
+from slime.protocols import FinishReason, GenerateResult, ScoreResult
 from slime.rollout.sampling import checked
 from vime.pool.control import CHECKPOINT_VERSION
-from vime.pool.router_client import RouterClient, Transient, require_finite, require_ok
+from vime.pool.router_client import RouterClient, Transient, check_start, require_finite, require_ok, scored
 
 PARAMETERS = frozenset(
     {
@@ -80,35 +81,57 @@ class SglangEngineClient(RouterClient):
                 "return_logprob": True,
             }
         )
-        return await self._until(deadline_s, lambda: self._send(body), prompt_tokens=len(token_ids))
+        answer = await self._until(deadline_s, lambda: self._send(body), prompt_tokens=len(token_ids))
+        return result_of(answer)
+
+    async def score(
+        self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
+    ) -> ScoreResult:
+        """Log-probs of given tokens, see `slime.protocols.RolloutEngine`. Faults: see `VllmEngineClient.generate`."""
+        check_start(start, token_ids)
+        asked = {
+            "input_ids": token_ids,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": start - 1,  # SGLang's first row has no log-prob
+            **({"top_logprobs_num": top_k} if top_k else {}),
+        }
+        body = msgspec.json.encode(asked)
+        answer = await self._until(deadline_s, lambda: self._send(body), prompt_tokens=len(token_ids))
+        return scores_of(answer, token_ids[start:], top_k)
 
     async def abort_all(self) -> None:
         """Abort every running request on every engine of the router, which has no such route itself."""
         await self._on_all("/abort_request", {"abort_all": True})
 
-    async def _send(self, body: bytes) -> GenerateResult:
+    async def _send(self, body: bytes) -> Answer:
         headers = {"Content-Type": "application/json"}
         try:
             async with self._connections().post(
                 f"{self.router_url}/generate", data=body, headers=headers
             ) as response:
                 await require_ok(response)
-                answer = msgspec.json.decode(await response.read(), type=Answer)
+                return msgspec.json.decode(await response.read(), type=Answer)
         except (aiohttp.ClientError, msgspec.DecodeError, OSError) as error:
             raise Transient(f"{type(error).__name__}: {error}") from error
-        return result_of(answer)
 
 
 class _VersionSpan(TypedDict):
     version: str | int
 
 
+_Row = tuple[float | None, int, str | None]
+"""Log-prob, token id, text. A null is a NaN."""
+
+
 class _Meta(msgspec.Struct):
-    """`meta_info`. `output_token_logprobs`: rows [log-prob, token id, text], where null is a NaN. `weight_versions`:
-    spans of tokens with their version (SGLang), or the versions alone (vime's vLLM)."""
+    """`meta_info`. `input_*`: of the prompt, without a log-prob for the first row. `weight_versions`: spans of tokens
+    with their version (SGLang), or the versions alone (vime's vLLM)."""
 
     finish_reason: dict[str, object]
-    output_token_logprobs: list[tuple[float | None, int, str | None]] = []  # none: aborted in the queue
+    output_token_logprobs: list[_Row] = []  # none: aborted in the queue
+    input_token_logprobs: list[_Row] = []
+    input_top_logprobs: list[list[_Row] | None] = []
     prompt_tokens: int = 0
     cached_tokens: int = 0
     weight_version: str | int = _UNNAMED
@@ -151,7 +174,7 @@ def result_of(answer: Answer) -> GenerateResult:
             "that it is SGLang 0.5.23 or newer"
         )
     live = _versions(meta)
-    log_probs = np.array([np.nan if value is None else value for value, *_ in rows], np.float32)
+    log_probs = _values(rows)
     require_finite(log_probs, live[-1])
     return GenerateResult(
         token_ids=answer.output_ids,
@@ -162,6 +185,31 @@ def result_of(answer: Answer) -> GenerateResult:
         prompt_tokens=meta.prompt_tokens,
         cached_tokens=meta.cached_tokens,
     )
+
+
+def scores_of(answer: Answer, token_ids: list[int], top_k: int) -> ScoreResult:
+    """The log-probs of `token_ids`, the last ones of the prompt. `Transient` and errors: see `result_of`."""
+    meta, count = answer.meta_info, len(token_ids)
+    if meta.finish_reason.get("type") == "abort":
+        raise Transient(f"the engine gave the request up: {meta.finish_reason}")
+    rows = meta.input_token_logprobs[-count:]
+    if [token for _, token, _ in rows] != token_ids:
+        raise ValueError(
+            f"the engine must score the {count} tokens that it was asked for, got {len(rows)} rows of other tokens; "
+            "check that it is SGLang 0.5.23 or newer"
+        )
+    top = [row for place in meta.input_top_logprobs[-count:] for row in place or ()] if top_k else []
+    return scored(
+        _values(rows),
+        np.array([token for _, token, _ in top], np.int32),
+        _values(top),
+        _versions(meta),
+        (count, top_k),
+    )
+
+
+def _values(rows: list[_Row]) -> npt.NDArray[np.float32]:
+    return np.array([np.nan if value is None else value for value, *_ in rows], np.float32)
 
 
 def _versions(meta: _Meta) -> list[int]:

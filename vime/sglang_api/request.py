@@ -85,7 +85,7 @@ class GenerateFields(msgspec.Struct, forbid_unknown_fields=True):
     stream: bool | None = None
     return_logprob: bool | None = None
     logprob_start_len: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    top_logprobs_num: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    top_logprobs_num: _Count | None = None  # the engine has the limit
     return_text_in_logprobs: bool | None = None
     return_routed_experts: bool | None = None
     # They change nothing in the answer.

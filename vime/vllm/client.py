@@ -14,11 +14,19 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from slime.protocols import FinishReason, GenerateResult
+from slime.protocols import FinishReason, GenerateResult, ScoreResult
 from slime.rollout.sampling import checked
-from vime.pool.router_client import RouterClient, Transient, require_finite, require_ok
+from vime.pool.router_client import RouterClient, Transient, check_start, require_finite, require_ok, scored
 from vime.sglang_api.sampling_names import NAMES
-from vime.vllm.group_wire import KEPT_FIELD, SAMPLES, Frames, GroupParams, SampleAnswer
+from vime.vllm.group_wire import (
+    KEPT_FIELD,
+    SAMPLES,
+    SCORE_FIELD,
+    TOP_FIELD,
+    Frames,
+    GroupParams,
+    SampleAnswer,
+)
 from vime.vllm.server import SERVED_MODEL_NAME
 from vime.vllm.worker import routed_experts
 
@@ -67,6 +75,29 @@ class VllmEngineClient(RouterClient):
             deadline_s, lambda: self._join(token_ids, shared, own), prompt_tokens=len(token_ids)
         )
         return result_of(answer, len(token_ids), experts_from)
+
+    async def score(
+        self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
+    ) -> ScoreResult:
+        """Log-probs of given tokens, see `slime.protocols.RolloutEngine`. vLLM makes one token more, so they must leave
+        room for it in the engine's context. It gives log-probs of at most --max-logprobs tokens at a place. Faults: see
+        `generate`."""
+        check_start(start, token_ids)
+        shared: dict[str, object] = {SCORE_FIELD: start, TOP_FIELD: top_k}
+        answer = await self._until(
+            deadline_s,
+            lambda: self._join(token_ids, shared, {"max_tokens": 1}),
+            prompt_tokens=len(token_ids),
+        )
+        if answer.error is not None:
+            raise ValueError(f"the engine must accept the request, got {answer.error}")
+        return scored(
+            np.frombuffer(answer.log_probs, np.float32),
+            np.frombuffer(answer.top_ids, np.int32),
+            np.frombuffer(answer.top_log_probs, np.float32),
+            answer.weight_versions,
+            (len(token_ids) - start, top_k),
+        )
 
     async def abort_all(self) -> None:
         """Abort every running request on every engine of the router. Each request returns the tokens that it has."""

@@ -15,6 +15,9 @@ import msgspec
 SAMPLES = "vime_samples"
 KEPT_FIELD = "vime_kept_tokens"
 """A shared parameter: the largest set of kept ids that the answers shall hold."""
+SCORE_FIELD, TOP_FIELD = "vime_score_from", "vime_score_top"
+"""Shared parameters of a request for log-probs of the prompt: the first place, and how many of the most probable tokens
+of each place."""
 MARK = b"vime"
 """What a frame begins with. The router calls every stream text/event-stream, so the content type tells nothing."""
 _HEAD_BYTES = len(MARK) + 4
@@ -29,6 +32,8 @@ class SampleAnswer(msgspec.Struct, array_like=True):
     """One finished sample. `place`: its place in the request. `token_ids`: int32, `log_probs`: float32 nats.
 
     `error` is set where the engine refuses the sample; every other field is then empty. `experts`: an .npy file.
+    Of a request with SCORE_FIELD, `log_probs` are those of the prompt; `top_ids`, int32, and `top_log_probs`, float32,
+    have the same number of tokens for each place.
     `kept_ids`, `kept_counts`: int32, the ids that sampling kept, and how many of each token.
     `speculation`: number of passes of the model, of drafted and of accepted tokens, where the engine counts them.
     """
@@ -48,6 +53,8 @@ class SampleAnswer(msgspec.Struct, array_like=True):
     error: str | None = None
     kept_ids: bytes | None = None
     kept_counts: bytes = b""
+    top_ids: bytes = b""
+    top_log_probs: bytes = b""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -106,7 +106,7 @@ def test_what_the_answer_must_hold() -> None:
         ({"rid": ["a", "b"]}, "rid must have one entry per prompt, got 2 for 1 prompts"),
         ({"stream": "yes"}, 'stream must be bool | null, got "yes"'),
         ({"logprob_start_len": -2}, "logprob_start_len must be int >= -1, got -2"),
-        ({"top_logprobs_num": 50}, "top_logprobs_num must be int <= 20, got 50"),
+        ({"top_logprobs_num": -1}, "top_logprobs_num must be int >= 0, got -1"),
         ({"image_data": ["x"]}, r"image_data must be left out, got list .*; this engine takes text only"),
         ({"lora_path": "x"}, "lora_path must be left out, got str 'x'"),
         ({"return_hidden_states": True}, "return_hidden_states must be left out"),

@@ -17,7 +17,7 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from vime.vllm.group_wire import KEPT_FIELD, GroupParams, SampleAnswer, frame
+from vime.vllm.group_wire import KEPT_FIELD, SCORE_FIELD, TOP_FIELD, GroupParams, SampleAnswer, frame
 from vime.vllm.versions import refusals
 from vime.vllm.worker.asgi import Message, Receive, Send
 from vime.vllm.worker.routed_experts import START_FIELD
@@ -60,8 +60,11 @@ class GroupRequest:
         self.wants_experts = start is not None
         kept = shared.pop(KEPT_FIELD, 0)
         self.kept_tokens = min(kept, vocabulary) if isinstance(kept, int) else 0
+        self.score_from = shared.pop(SCORE_FIELD, None)
+        top = shared.pop(TOP_FIELD, 0)
         ours: dict[str, object] = {
-            "logprobs": self.kept_tokens,
+            "logprobs": self.kept_tokens if self.score_from is None else None,
+            "prompt_logprobs": None if self.score_from is None else top,
             "output_kind": RequestOutputKind.FINAL_ONLY,
             "skip_clone": True,
         }
@@ -157,6 +160,9 @@ async def _sample(
     try:
         outputs = engine.generate(tokens_input(request.prompt), request.samples[place], name)
         output = [one async for one in outputs][-1]  # FINAL_ONLY: there is one
+        if isinstance(request.score_from, int):
+            finished.put_nowait(_scores_of(output, place, versions(), request.score_from))
+            return
         finished.put_nowait(_answer_of(output, place, versions(), request.wants_experts, request.kept_tokens))
     except refusals() as error:
         finished.put_nowait(SampleAnswer(place, error=str(error)))
@@ -200,6 +206,24 @@ def _answer_of(
         _speculation(completion),
         kept_ids=kept_ids,
         kept_counts=kept_counts,
+    )
+
+
+def _scores_of(output: RequestOutput, place: int, versions: list[int], start: int) -> SampleAnswer:
+    """The log-probs of the prompt from `start` on. vLLM has the token itself first at each place, then the most
+    probable ones in order."""
+    flat = cast("FlatLogprobs", output.prompt_logprobs)
+    firsts, ends = flat.start_indices[start:], flat.end_indices[start:]
+    values, ids = np.asarray(flat.logprobs, np.float32), np.asarray(flat.token_ids, np.int32)
+    top = np.asarray([i for first, end in zip(firsts, ends, strict=True) for i in range(first + 1, end)], int)
+    values = np.maximum(values, np.float32(LOWEST))  # keeps NaN
+    return SampleAnswer(
+        place,
+        log_probs=values[firsts].tobytes(),
+        weight_versions=versions,
+        prompt_tokens=len(output.prompt_token_ids or ()),
+        top_ids=ids[top].tobytes(),
+        top_log_probs=values[top].tobytes(),
     )
 
 

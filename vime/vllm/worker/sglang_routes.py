@@ -263,7 +263,7 @@ class _Job:
             made = _log_probs(completion, wanted, self.tokenizer)
             meta |= {name: [] for name in made} if self.scored else made
         if wanted.prompt_from is not None and output.prompt_logprobs is not None:
-            meta["input_token_logprobs"] = _of_prompt(
+            meta |= _of_prompt(
                 cast("FlatLogprobs", output.prompt_logprobs), self.prompt, wanted, self.tokenizer
             )
         if wanted.experts and completion.routed_experts is not None:
@@ -295,7 +295,7 @@ def _sampling(
     if wanted.log_probs:
         params["logprobs"] = wanted.top
     if wanted.prompt_from is not None:
-        params["prompt_logprobs"] = 0
+        params["prompt_logprobs"] = wanted.top
     made = SamplingParams.from_optional(**params)
     made.routed_experts_prompt_start = 0
     made.flat_logprobs = True  # numbers alone, see compact_log_probs
@@ -338,14 +338,26 @@ def _log_probs(
 
 def _of_prompt(
     flat: FlatLogprobs, prompt: list[int], wanted: WantedOutput, tokenizer: TokenizerLike
-) -> list[list[object]]:
-    """[log-prob, token id, text or null] of each token of the prompt from the wanted one on. The first has null."""
+) -> dict[str, object]:
+    """`input_token_logprobs` and, where asked for, `input_top_logprobs`: rows [log-prob, token id, text or null] of the
+    prompt's tokens from the wanted one on. The first has null."""
+
+    def row(place: int) -> list[object]:
+        token = flat.token_ids[place]
+        text = tokenizer.decode([token]) if wanted.texts else None
+        return [max(flat.logprobs[place], LOWEST), token, text]
+
     start = min(wanted.prompt_from or 0, len(prompt) - 1)
-    texts = _texts(tokenizer, prompt[start:]) if wanted.texts else [None] * (len(prompt) - start)
-    values: list[float | None] = [None]
-    for place in range(start + 1, len(prompt)):
-        values.append(max(flat.logprobs[flat.start_indices[place]], LOWEST))
-    return [list(row) for row in zip(values, prompt[start:], texts, strict=True)]
+    text = tokenizer.decode([prompt[start]]) if wanted.texts else None
+    firsts, ends = flat.start_indices[start + 1 :], flat.end_indices[start + 1 :]
+    made: dict[str, object] = {
+        "input_token_logprobs": [[None, prompt[start], text], *(row(first) for first in firsts)]
+    }
+    if wanted.top:
+        # after the token itself come the most likely ones, in order
+        spans = zip(firsts, ends, strict=True)
+        made["input_top_logprobs"] = [None, *([row(i) for i in range(a + 1, b)] for a, b in spans)]
+    return made
 
 
 def _texts(tokenizer: TokenizerLike, ids: list[int]) -> list[str | None]:
