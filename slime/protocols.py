@@ -88,7 +88,7 @@ class RolloutEngine(Protocol):
         """The log-probs of `token_ids[start:]`, each given the tokens before it. Retries as `generate` does.
 
         They are at temperature 1, whatever samples are drawn at, unless the model is served with its logits divided
-        by a temperature (`slime.config.served.ServedModel`). ValueError for a `start` outside [1, n), because nothing
+        by a temperature (`slime.roles.served.ServedModel`). ValueError for a `start` outside [1, n), because nothing
         predicts the first token, and for tokens that the engine refuses.
         """
         ...
@@ -139,6 +139,10 @@ class EnginePool(Protocol):
         """Load the trainer's current weights, as `version`, on every engine; generation pauses meanwhile."""
         ...
 
+    def allow_restarts(self) -> None:
+        """Count restarts of engines anew: a frozen model has no updates after which a pool does so itself."""
+        ...
+
     def sleep(self) -> None:
         """Give the devices to the trainer."""
         ...
@@ -165,6 +169,8 @@ class NoEngines:
         meanwhile(lambda: None)
 
     def publish(self, version: int) -> None: ...
+
+    def allow_restarts(self) -> None: ...
 
     def sleep(self) -> None: ...
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from slime.config import Config
 from slime.protocols import EnginePool, WeightSource
+from slime.roles.served import ServedModel
 from slime.rules import BackendFlags
 from slime.rules.listing import Row
+from slime.rules.validate import Rule
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
@@ -18,7 +20,11 @@ class RolloutBackend(BackendFlags, Protocol):
     """An inference engine that generates rollouts: all that this project asks of it, as one object.
 
     `BackendFlags` are its flags and what becomes of them. The engines themselves are an `EnginePool`.
+    `engine_rules`: those of `rules` that hold for the engines of each served model.
     """
+
+    @property
+    def engine_rules(self) -> Sequence[Rule]: ...
 
     def remarks(self, config: Config) -> Iterable[str]:
         """Notes for the user. ValueError for an installation that cannot work."""
@@ -37,6 +43,9 @@ class RolloutBackend(BackendFlags, Protocol):
         answer or cannot be used, and for engines that cannot run on this machine."""
         ...
 
-    def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> EnginePool:
-        """The engines, not started yet. `source`: the trainer, where there is one."""
+    def pool(
+        self, config: Config, placed: Placement, source: WeightSource | None, model: ServedModel
+    ) -> EnginePool:
+        """The engines of `model`, not started yet, whose flags and devices are those of `config`. `source`: the
+        trainer, where its weights go to them."""
         ...

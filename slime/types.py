@@ -152,6 +152,8 @@ class Sample:
     layers, experts per token]. Only with --use-rollout-routing-replay."""
     remove_sample: bool = False
     teacher_log_probs: list[float] | None = None
+    teacher_top: tuple[np.ndarray, np.ndarray] | None = field(default=None, compare=False)
+    """Ids, int32, and log-probs, float32, of the teacher's --opd-top-k most probable tokens, [response_length, K]."""
     status: Status = Status.PENDING
     metadata: Metadata = field(default_factory=dict)
     generate_function_path: str | None = None
@@ -170,15 +172,7 @@ class Sample:
         out = {name: copy.copy(value) for name, value in vars(self).items()}
         out["status"] = self.status.value
         out |= {name: getattr(self, name).to_dict() for name in _COUNTS}
-        rows = self.rollout_routed_experts
-        if isinstance(rows, np.ndarray):
-            text = base64.b64encode(np.ascontiguousarray(rows).tobytes()).decode()
-            out["rollout_routed_experts"] = {
-                "dtype": rows.dtype.name,
-                "shape": list(rows.shape),
-                "base64": text,
-            }
-        return out
+        return out | {name: _saved(out.get(name)) for name in _ARRAYS}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
@@ -186,12 +180,7 @@ class Sample:
         data = dict(data)
         if not isinstance(data.get("status", cls.Status.PENDING), cls.Status):
             data["status"] = cls.Status(data["status"])
-        rows = data.get("rollout_routed_experts")
-        if isinstance(rows, dict):
-            flat = np.frombuffer(
-                base64.b64decode(rows["base64"]), rows["dtype"]
-            ).copy()  # torch needs a writable array
-            data["rollout_routed_experts"] = flat.reshape(rows["shape"])
+        data |= {name: _loaded(data.get(name)) for name in _ARRAYS}
         for name, record in _COUNTS.items():
             if isinstance(data.get(name), Mapping):
                 data[name] = record.from_dict(data[name])
@@ -249,10 +238,8 @@ class Sample:
             before = self.columns.get(name, [None] * self.response_length)
             self.columns[name] = [*before, *(columns or {}).get(name, [None] * len(ids))]
         self.loss_mask = [*(self.loss_mask or [1] * self.response_length), *([int(trainable)] * len(ids))]
-        self.rollout_log_probs = [
-            *(self.rollout_log_probs or []),
-            *(values if trainable else [0.0] * len(ids)),
-        ]
+        values = values if trainable else [0.0] * len(ids)
+        self.rollout_log_probs = [*(self.rollout_log_probs or []), *values]
         self.tokens = [*self.tokens, *ids]
         self.response_length += len(ids)
         if ends := self.rollout_top_p_token_offsets:
@@ -298,9 +285,8 @@ class Sample:
         Each answer adds its weight version. A finish reason other than stop, length and abort leaves the status as it
         is. Without "finish_reason" the answer is not the end of a request, and nothing changes. `args` is not read.
         """
-        if meta_info.get("finish_reason") is None:
+        if (reason := meta_info.get("finish_reason")) is None:
             return
-        reason = meta_info["finish_reason"]
         kind = reason.get("type") if isinstance(reason, Mapping) else reason
         self.spec_info.add(meta_info)
         self.prefix_cache_info.add(meta_info)
@@ -368,11 +354,10 @@ class Sample:
             raise ValueError(f"rollout_log_probs must be finite, got {value} at position {position} of {who}")
 
 
-_COUNTS: dict[str, type[SpeculationCounts] | type[CacheCounts]] = {
-    "spec_info": SpeculationCounts,
-    "prefix_cache_info": CacheCounts,
-}
+_Counts = type[SpeculationCounts] | type[CacheCounts]
+_COUNTS: dict[str, _Counts] = {"spec_info": SpeculationCounts, "prefix_cache_info": CacheCounts}
 """The fields that are records of counts."""
+_ARRAYS = ("rollout_routed_experts", "teacher_top")
 
 FINISH_STATUS = {
     "stop": Sample.Status.COMPLETED,
@@ -382,19 +367,34 @@ FINISH_STATUS = {
 """The status of a sample by its last request's finish reason."""
 
 
+def _saved(value: object) -> object:
+    if isinstance(value, tuple):
+        return [*map(_saved, value)]
+    if not isinstance(value, np.ndarray):
+        return value
+    text = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+    return {"dtype": value.dtype.name, "shape": list(value.shape), "base64": text}
+
+
+def _loaded(saved: Any) -> Any:
+    if isinstance(saved, list):
+        return tuple(map(_loaded, saved))
+    if not isinstance(saved, dict):
+        return saved
+    flat = np.frombuffer(base64.b64decode(saved["base64"]), saved["dtype"]).copy()  # torch needs it writable
+    return flat.reshape(saved["shape"])
+
+
 def _plain(values: object) -> Iterable[float]:
     """A list, array or tensor of numbers as an iterable of Python numbers; nothing for None."""
-    if values is None:
-        return ()
     if isinstance(values, np.ndarray) or hasattr(values, "tolist"):
         values = cast("np.ndarray", values).reshape(-1).tolist()
-    return cast("Iterable[float]", values)
+    return cast("Iterable[float]", () if values is None else values)
 
 
 SampleGroup = list[Sample]
 """The G samples of one prompt. A plain list: existing hooks take and return `list[list[Sample]]`."""
 
 TrainData = dict[str, Any]
-"""Columns of a rollout, one entry per sample (SLIME contract 2b): tokens, response_lengths, rewards, raw_reward,
-truncated, sample_indices, rollout_ids, loss_masks, rollout_mask_sums, rollout_log_probs, ... A dict: hooks
-(`--custom-convert-samples-to-train-data-path`, `--custom-advantage-function-path`) read and write it."""
+"""Columns of a rollout, one entry per sample (`slime.data.columns`). A dict: hooks read and write it
+(`--custom-convert-samples-to-train-data-path`, `--custom-advantage-function-path`)."""

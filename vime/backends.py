@@ -8,16 +8,23 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from slime.config import Config, FlagGroup
+from slime.protocols import EnginePool, NoEngines, WeightSource
+from slime.roles.served import ServedModel, served_models
 from slime.rollout_backend import RolloutBackend
 from slime.rules import parse_args
 from slime.rules.listing import Row, own_rows
 from slime.rules.parser import check_flags
 from slime.rules.validate import Rule
+from vime.pool.served import ServedModels, config_of
 from vime.sglang.backend import SglangBackend
 from vime.switch import from_environment
 from vime.vllm.backend import VllmBackend
+
+if TYPE_CHECKING:
+    from slime.cluster.placement import Placement
 
 BACKENDS: dict[str, RolloutBackend] = {
     "vllm": VllmBackend(),
@@ -32,13 +39,45 @@ def backend_of(config: Config) -> RolloutBackend:
     return BACKENDS[config.engine.rollout_backend]
 
 
+def models_of(config: Config) -> Iterator[tuple[ServedModel, RolloutBackend, Config]]:
+    """Each model that the run serves, its backend, and the configuration that its engines see."""
+    for model in served_models(config):
+        yield model, BACKENDS[model.backend], config_of(config, model, BACKENDS[model.backend])
+
+
+def make_pools(config: Config, placed: Placement, source: WeightSource | None) -> ServedModels:
+    """The engines of all models, not started yet. `source`: the trainer, where there is one."""
+    policy: EnginePool = NoEngines()
+    frozen: dict[str, EnginePool] = {}
+    for model, backend, own in models_of(config):
+        pool = backend.pool(own, placed, None if model.frozen else source, model)
+        if model.frozen:
+            frozen[model.name] = pool
+        else:
+            policy = pool
+    return ServedModels(policy, frozen)
+
+
+def check_served(config: Config) -> None:
+    """The engines of each frozen model fit their model and their devices."""
+    for model in served_models(config):
+        if not model.frozen:
+            continue
+        try:
+            own = config_of(config, model, BACKENDS[model.backend])
+            for rule in BACKENDS[model.backend].engine_rules:
+                rule(own)
+        except ValueError as error:
+            raise ValueError(f"the engines of {model.name} must fit their model, got: {error}") from error
+
+
 def parse_config(argv: Sequence[str], rules: Sequence[Rule] = (), *, download: bool = False) -> Config:
     """The resolved, validated configuration of a command line and of vime.switch's variables. ValueError when wrong.
 
     `rules` are more checks, whose errors are in the same report. `download`: fetch --hf-checkpoint and --ref-load if
     they name models of the Hugging Face hub.
     """
-    config = parse_args(argv, BACKENDS, _from_environment, rules, download=download)
+    config = parse_args(argv, BACKENDS, _from_environment, (check_served, *rules), download=download)
     return dataclasses.replace(config, notes=(*config.notes, *backend_of(config).remarks(config)))
 
 

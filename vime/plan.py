@@ -23,10 +23,11 @@ from slime.plan.model_shape import Shape
 from slime.plan.stages import micro_batch_group, stages_of
 from slime.plan.units import GIB, amount, count
 from slime.roles import order_of_step
+from slime.roles.served import ServedModel, frozen_devices
 from slime.rollout.eval_datasets import check_evaluation
 from slime.run_start import check_start, start_line
 from slime.weight_sync.registry import CHANNELS
-from vime.backends import backend_of, parse_config
+from vime.backends import backend_of, models_of, parse_config
 from vime.plan_hardware import hardware
 from vime.run.prompts import plural, prompts
 from vime.vllm.memory import engine_memory, engine_verdict
@@ -49,8 +50,8 @@ def topology(c: Config) -> Iterator[str]:
         yield _trainer_line(c)
         yield from pipeline(c)
         yield f"step      {order_of_step(c)}"
-    if generates:
-        yield _engines_line(c)
+    for model, _, own in models_of(c):
+        yield _engines_line(own, model)
     if trains and generates:
         where = "one after the other on the same devices" if c.cluster.colocate else "side by side"
         apart = (
@@ -82,25 +83,26 @@ def _trainer_line(c: Config) -> str:
     )
 
 
-def _engines_line(c: Config) -> str:
-    """The servers of the engines, and their router."""
+def _engines_line(c: Config, model: ServedModel) -> str:
+    """The servers of a model's engines, and their router."""
     each = c.cluster.rollout_num_gpus_per_engine
-    facts = c.engine.engine_facts
+    facts, name = c.engine.engine_facts, model.name if model.frozen else "engines"
     spread = f", each {c.nodes_per_engine} processes on {c.nodes_per_engine} nodes of {c.cluster.num_gpus_per_node}"
     return (
-        f"engines   {plural(c.num_engines, f'{facts.project} server')} x {each} {c.cluster.device}"
+        f"{name:<9} {plural(c.num_engines, f'{facts.project} server')} x {each} {c.cluster.device}"
         f"{spread if c.nodes_per_engine > 1 else ''}, behind one {facts.router}"
         f"{', started apart' if c.rollout.rollout_external_engine_addrs else ''}"
+        f"{f', with the weights of {model.checkpoint}' if model.frozen else ''}"
     )
 
 
 def _places(c: Config, trains: bool) -> int:
     """GPUs, or places on a CPU, that the run takes."""
-    rollout_gpus = c.cluster.rollout_num_gpus
+    rollout_gpus, frozen = c.cluster.rollout_num_gpus, frozen_devices(c)
     if c.cluster.colocate and trains:
-        return max(c.world_size, rollout_gpus)
+        return max(c.world_size, rollout_gpus) + frozen
     external = c.rollout.rollout_external_engine_addrs
-    return (c.world_size if trains else 0) + (0 if external else rollout_gpus)
+    return (c.world_size if trains else 0) + (0 if external else rollout_gpus) + frozen
 
 
 def pipeline(c: Config) -> Iterator[str]:
@@ -221,6 +223,20 @@ def memory_of_engine(c: Config, hf: dict[str, object], gpu_bytes: float | None) 
         yield engine_verdict(c, hf, gpu_bytes)
 
 
+def frozen_models(c: Config, gpu_bytes: float | None) -> dict[str, list[str]]:
+    """Title -> lines: the memory of each frozen model's engines, and the flags that are given for them."""
+    parts: dict[str, list[str]] = {}
+    for model, _, own in models_of(c):
+        if model.frozen:
+            title = f"Memory of an engine of {model.name}, per GPU"
+            try:
+                parts[title] = list(memory_of_engine(own, hf_config_of(own), gpu_bytes))
+            except ValueError as error:  # a family that the engine knows, and the trainer does not
+                parts[title] = [f"not estimated: {error}"]
+            parts[f"Engine flags of {model.name}"] = own.engine.backend_argv
+    return parts
+
+
 def memory_in_short(c: Config, gpu_bytes: float | None = None) -> Iterator[str]:
     """The estimates in one line, then the decisions from them, for GPUs of `gpu_bytes` each or for this machine's
     GPU."""
@@ -278,6 +294,7 @@ def describe(c: Config, gpu_bytes: float | None = None, data: Sequence[str] | No
         "Loading, per trainer rank": list(memory_lines(list(loading(c, hf)))),
         "Memory of an engine, per GPU": list(memory_of_engine(c, hf, gpu_bytes)),
         "Engine flags": list(backend_of(c).command_lines(c)),
+        **frozen_models(c, gpu_bytes),
         "Records": [
             *watched(c),
             f"run directory {c.logging.run_dir}",

@@ -31,14 +31,14 @@ from slime.config import Config
 from slime.data.files import prompt_files
 from slime.disk_space import Room
 from slime.operators import decide, headline
-from slime.protocols import EnginePool, NoEngines
+from slime.protocols import EnginePool
 from slime.roles import order_of_step, roles_of
 from slime.rollout.eval_datasets import check_evaluation
 from slime.run_start import check_start, finished, start_line
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.report import Reporter
 from slime.waiting import said
-from vime.backends import backend_of, parse_config
+from vime.backends import make_pools, models_of, parse_config
 from vime.pool.process import tail
 from vime.run import interrupts, surroundings
 from vime.run.disk_space import require_disk_space
@@ -67,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
     if finished(config):
         print(f"all {config.data.num_rollout} rollouts are done; --num-rollout or --num-epoch adds more")
         return 0
-    backend_of(config).require_reachable(config)
+    for _, backend, own in models_of(config):
+        backend.require_reachable(own)
     if config.cluster.device == "cpu":  # on GPUs the trainers know what they have
         decide(config, config.cluster.device)
         # For trainers and engines, which share the cores: threads that wait for work sleep instead of spinning.
@@ -215,9 +216,7 @@ def _start_engines(
     config: Config, placed: placement.Placement, watch: RayWatch, trainer: actors.TrainerGroup | None
 ) -> tuple[EnginePool, rollout_actor.RolloutGroup]:
     """The engines, and the rollout manager that sends them requests. It reads its data while they start."""
-    pool: EnginePool = NoEngines()
-    if config.num_engines:
-        pool = backend_of(config).pool(config, placed, trainer)
+    pool = make_pools(config, placed, trainer)
     watch.callback(pool.stop)
     lives = {} if trainer is None else trainer.lives
     facts = dict(pool.facts)

@@ -31,6 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slime.cluster.domains import arrange, blocks_of, first_straddling, split_domains
 from slime.cluster.gpu_facts import UNKNOWN, GpuFacts, read_gpu_facts
 from slime.config import Config
+from slime.roles.served import POLICY, ServedModel, served_models
 
 CORES_PER_CPU_DEVICE = 0.5
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -82,8 +83,9 @@ class Placement:
     resource: str
     trainer_bundles: list[int]
     """Of the trainer ranks, in rank order."""
-    engine_bundles: list[list[int]]
-    """Of each engine. The engine's first bundle on a node hosts the server process of that node."""
+    engine_bundles: dict[str, list[list[int]]]
+    """Of each engine of a served model, by the model's name. The engine's first bundle on a node hosts the server
+    process of that node."""
     share: float
     nodes: list[Node]
     """One entry per bundle."""
@@ -91,7 +93,7 @@ class Placement:
     """One entry per bundle. Empty on CPUs."""
 
     def options(self, bundle: int) -> dict[str, object]:
-        """Ray options that put an actor into `bundle`. Trainer and engine of a colocated bundle take half each.
+        """Ray options that put an actor into `bundle`. Trainer and engine of a colocated run take half each.
 
         An engine with several GPUs needs an actor in its first bundle only. The group reserves the other bundles for
         this run. With colocation, they hold the trainer ranks that share these GPUs.
@@ -121,8 +123,9 @@ class Placement:
 def place(config: Config) -> Placement:
     """Reserve the devices of trainers and engines, or raise an error with the devices needed and the devices present.
 
-    With colocation, engine i uses the devices of trainer ranks [i*g, (i+1)*g). Otherwise the engines' devices follow
-    all trainers' devices. ValueError if an engine would span more nodes than it needs.
+    With colocation, engine i of the policy uses the devices of trainer ranks [i*g, (i+1)*g). Otherwise their devices
+    follow all trainers' devices. Those of frozen models come last. ValueError if an engine would span more nodes than
+    it needs.
     """
     trainers = (
         0
@@ -130,9 +133,11 @@ def place(config: Config) -> Placement:
         else config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
     )
     per_engine = config.cluster.rollout_num_gpus_per_engine
-    engine_devices = _engine_devices(config)
+    frozen = [model for model in served_models(config) if model.frozen]
+    engine_devices, frozen_devices = _engine_devices(config), sum(model.devices for model in frozen)
     first = 0 if config.cluster.colocate else trainers
-    devices = max(trainers, engine_devices) if config.cluster.colocate else trainers + engine_devices
+    ours = max(trainers, engine_devices) if config.cluster.colocate else trainers + engine_devices
+    devices = ours + frozen_devices
     resource = "GPU" if config.cluster.device == "cuda" else "CPU"
     amount = 1.0 if resource == "GPU" else CORES_PER_CPU_DEVICE
     existing: float = ray.cluster_resources().get(resource, 0.0)  # type: ignore[no-untyped-call]
@@ -140,7 +145,8 @@ def place(config: Config) -> Placement:
         raise ValueError(
             f"the cluster must have {devices} devices ({devices * amount:g} {resource}s) for {trainers} trainer "
             f"ranks (--actor-num-nodes x --actor-num-gpus-per-node) and {engine_devices} rollout devices "
-            f"(--rollout-num-gpus){', shared by --colocate' if config.cluster.colocate else ''}, got "
+            f"(--rollout-num-gpus){', shared by --colocate' if config.cluster.colocate else ''}"
+            f"{f', and {frozen_devices} of teachers (--opd-teacher-num-gpus)' if frozen else ''}, got "
             f"{existing:g} {resource}s; "
             "ask for fewer or join a larger cluster with RAY_ADDRESS"
         )
@@ -148,20 +154,15 @@ def place(config: Config) -> Placement:
     try:
         nodes = _nodes_of(group, devices)
         gpus = _gpus_of(group, devices) if resource == "GPU" else []
-        part = min(per_engine, config.cluster.num_gpus_per_node)  # an engine's GPUs on one node
-        blocks = blocks_of(
-            trainers,
-            config.megatron.tensor_model_parallel_size,
-            engine_devices // part,
-            part,
-            colocate=config.cluster.colocate,
-        )
         if gpus:
+            blocks = _blocks(config, trainers, engine_devices, frozen)
             order, domains = _ordered(gpus, blocks, config.cluster.nvlink_domain_size)
         else:
             order, domains = sorted(range(devices), key=lambda bundle: nodes[bundle].order), []
-        starts = range(first, first + engine_devices, per_engine)
-        engines = [order[start : start + per_engine] for start in starts]
+        engines = {POLICY: _cut(order[first : first + engine_devices], per_engine)}
+        for model in frozen:
+            engines[model.name] = _cut(order[ours : ours + model.devices], model.devices_per_engine)
+            ours += model.devices
         share = 0.5 if config.cluster.colocate else 1.0
         placed = Placement(group, resource, order[:trainers], engines, share, nodes, gpus)
         _require_nodes(placed, config.cluster.num_gpus_per_node)
@@ -181,9 +182,30 @@ def place(config: Config) -> Placement:
 
 
 def _engine_devices(config: Config) -> int:
-    """Devices of all engines that the run starts itself."""
+    """Devices of the policy's engines that the run starts itself."""
     apart = config.debug.debug_train_only or config.rollout.rollout_external_engine_addrs
     return 0 if apart else config.cluster.rollout_num_gpus
+
+
+def _blocks(config: Config, trainers: int, engine_devices: int, frozen: Sequence[ServedModel]) -> list[int]:
+    """Numbers of GPUs that belong together, in the order in which the run takes them; see slime.cluster.domains."""
+    node = config.cluster.num_gpus_per_node  # an engine's GPUs on one node are a block
+    part = min(config.cluster.rollout_num_gpus_per_engine, node)
+    blocks = blocks_of(
+        trainers,
+        config.megatron.tensor_model_parallel_size,
+        engine_devices // part,
+        part,
+        colocate=config.cluster.colocate,
+    )
+    for model in frozen:
+        part = min(model.devices_per_engine, node)
+        blocks += [part] * (model.devices // part)
+    return blocks
+
+
+def _cut(bundles: list[int], size: int) -> list[list[int]]:
+    return [bundles[start : start + size] for start in range(0, len(bundles), size)]
 
 
 def _reserve(resource: str, amount: float, devices: int, existing: float) -> PlacementGroup:
@@ -258,7 +280,11 @@ def _require_one_domain(flag: str, size: int, domains: Sequence[Hashable]) -> No
 def _require_nodes(placed: Placement, per_node: int) -> None:
     """ValueError if an engine spans more nodes than it needs. The server process on a node sees the GPUs of that node
     only, and vLLM needs the same number of GPUs on each node."""
-    for index, bundles in enumerate(placed.engine_bundles):
+    engines = [
+        (name, i, each) for name, every in placed.engine_bundles.items() for i, each in enumerate(every)
+    ]
+    for name, index, bundles in engines:
+        flag = "--rollout-num-gpus-per-engine" if name == POLICY else "--opd-teacher-num-gpus-per-engine"
         parts, each = placed.by_node(bundles), min(len(bundles), per_node)
         if any(len(part) != each for part in parts):
             on = ", ".join(f"{len(part)} on {placed.nodes[part[0]].address}" for part in parts)
@@ -266,7 +292,7 @@ def _require_nodes(placed: Placement, per_node: int) -> None:
             if each < len(bundles):
                 where = f"{len(bundles) // each} whole nodes (--num-gpus-per-node {each})"
             raise ValueError(
-                f"the GPUs of an engine (--rollout-num-gpus-per-engine {len(bundles)}) must be {where}, got "
+                f"the GPUs of an engine ({flag} {len(bundles)}) must be {where}, got "
                 f"engine {index} with {on}; give every node a multiple of {each} GPUs of trainers and of engines, or "
                 "use smaller engines"
             )

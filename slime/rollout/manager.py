@@ -47,7 +47,7 @@ class RolloutManager:
 
     Arguments: the configuration, an engine client (None for SFT and replay), the number of data-parallel ranks,
     and run-time values that hooks may read from `args` (the router's address). `own_servers` among them are the
-    fields of `slime.http.OwnServers`.
+    fields of `slime.http.OwnServers`, and `frozen_engines` the clients of the run's frozen models by their names.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class RolloutManager:
     ) -> None:
         self.config, self.dp_size, self.put = config, dp_size, put
         http.set_own_servers(http.OwnServers(**facts.get("own_servers", {})))
-        self.args = config.namespace(
-            **{name: value for name, value in facts.items() if name != "own_servers"}
-        )
+        others: Mapping[str, RolloutEngine] = facts.get("frozen_engines", {})
+        hidden = ("own_servers", "frozen_engines")
+        self.args = config.namespace(**{name: value for name, value in facts.items() if name not in hidden})
         operators.install(config)
         checkpoint = config.rollout.hf_checkpoint
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.train.trust_remote_code)
-        self.args.rollout_state = self.state = GenerateState(self.args, engine, tokenizer)
+        self.args.rollout_state = self.state = GenerateState(self.args, engine, tokenizer, others)
         self.hf_config = read_hf_config(checkpoint)
         self._turn = threading.Lock()
         self.facts = run_facts(config, getattr(self.args, "rollout_engine_dtype", None))

@@ -16,7 +16,9 @@ from slime.config.schema import Config
 from slime.config.sections.logging import LoggingConfig
 from slime.config.sections.reward import RewardConfig
 from slime.data import kept_tokens
+from slime.roles.served import by_name
 from slime.rollout.base_types import EvalData
+from slime.rollout.on_policy_distillation import source_of
 from slime.types import Sample, SampleGroup, SpeculationCounts
 
 _REPEATED_CHARS, _REPEATED_TIMES, _LONGEST_UNIT = 100, 4, 200
@@ -38,6 +40,7 @@ def rollout_metrics(c: Config, groups: list[SampleGroup], rollout_time_s: float)
     samples = [sample for group in groups for sample in group]
     metrics = {f"rollout/{name}": value for name, value in sample_metrics(c.logging, key, groups).items()}
     metrics["rollout/raw_reward"] = statistics.fmean(sample.reward_value(key) for sample in samples)
+    metrics |= {f"rollout/{name}": value for name, value in teacher_metrics(c, samples).items()}
     if c.logging.log_passrate:
         rewards = [[sample.reward_value(key) for sample in group] for group in groups]
         metrics |= {f"rollout/passrate/{name}": value for name, value in pass_rate(rewards).items()}
@@ -46,6 +49,34 @@ def rollout_metrics(c: Config, groups: list[SampleGroup], rollout_time_s: float)
         for name, value in perf_metrics(c.cluster.rollout_num_gpus, samples, rollout_time_s).items()
     }
     return metrics
+
+
+def teacher_metrics(c: Config, samples: list[Sample]) -> dict[str, float]:
+    """opd_reverse_kl/{source} and opd_samples/{source} of each served teacher: the mean over trained tokens of the
+    sampler's log-prob minus the teacher's, and the number of samples.
+
+    opd_reverse_kl, of all teachers, comes from the trainer, whose log-probs may differ a little from the sampler's.
+    """
+    flags = c.distillation
+    sources = list(by_name("opd_teacher_model", flags.opd_teacher_model or flags.opd_teacher_url))
+    each: dict[str, list[Sample]] = {}
+    for sample in samples if sources else ():
+        each.setdefault(source_of(flags, sample, sources), []).append(sample)
+    metrics = {}
+    for source, its in each.items():
+        metrics[f"opd_samples/{source}"] = float(len(its))
+        differences = [kl for sample in its for kl in _reverse_kl(sample)]
+        if differences:
+            metrics[f"opd_reverse_kl/{source}"] = statistics.fmean(differences)
+    return metrics
+
+
+def _reverse_kl(sample: Sample) -> Iterable[float]:
+    ours, theirs = sample.rollout_log_probs, sample.teacher_log_probs
+    if sample.remove_sample or ours is None or theirs is None:
+        return ()
+    mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+    return (a - b for a, b, trained in zip(ours, theirs, mask, strict=True) if trained)
 
 
 def eval_metrics(c: Config, data: EvalData) -> dict[str, float]:

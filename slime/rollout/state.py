@@ -11,8 +11,9 @@ import threading
 import weakref
 from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime import http
@@ -60,6 +61,7 @@ def random_stream(sample: Sample) -> str:
 
 class GenerateState:
     """One per rollout manager. `engine` is None if no sample is generated (SFT, replay of saved samples).
+    `frozen_engines`: those of the run's frozen models, by their names (`slime.roles.served`).
 
     `semaphore` limits the samples in generation to `server_concurrency` per engine. `aborted` makes running
     generations stop. `timed_out` maps the random stream of a sample to the reason why it passed its deadline.
@@ -71,10 +73,15 @@ class GenerateState:
     """
 
     def __init__(
-        self, args: Namespace, engine: RolloutEngine | None, tokenizer: PreTrainedTokenizerBase
+        self,
+        args: Namespace,
+        engine: RolloutEngine | None,
+        tokenizer: PreTrainedTokenizerBase,
+        frozen_engines: Mapping[str, RolloutEngine] = MappingProxyType({}),
     ) -> None:
         self.args = args
         self.engine = engine
+        self.frozen_engines = frozen_engines
         self.tokenizer = tokenizer
         cluster = section_of(ClusterConfig, args)
         engines = max(1, (cluster.rollout_num_gpus or 1) // cluster.rollout_num_gpus_per_engine)
@@ -127,8 +134,9 @@ class GenerateState:
         self.events.close()
         if self._loop is None:
             return
-        if self.engine is not None:
-            self.run(self.engine.close())
+        for engine in (self.engine, *self.frozen_engines.values()):
+            if engine is not None:
+                self.run(engine.close())
         self.run(http.close_connections())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop = None

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from slime.algo.losses import loss_of
+from slime.checkpoints.checkpoint_dir import is_hf_directory
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config.fields import specs_of, spelled
 from slime.config.problems import given
@@ -15,6 +16,7 @@ from slime.models import decoder_of
 from slime.models.decoder import Hf
 from slime.plan.stages import check_stages
 from slime.roles import TEACHER, roles_of
+from slime.roles.served import by_name
 from slime.rules.heads import check_heads
 
 
@@ -31,7 +33,7 @@ def check_distillation(c: Config) -> None:
     if flags.opd_type is None:
         raise ValueError(
             "--opd-type must be given with --use-opd, got none; megatron loads the teacher on the trainer's ranks, "
-            "sglang and vllm ask a server at --rm-url"
+            "sglang and vllm serve --opd-teacher-model or ask a server at --rm-url"
         )
     if not loss_of(c.algorithm).rewarded or c.algorithm.disable_compute_advantages_and_returns:
         what = (
@@ -42,34 +44,113 @@ def check_distillation(c: Config) -> None:
         raise ValueError(
             f"--use-opd must not be combined with {what}, got both; the KL to the teacher is a part of advantages"
         )
-    on_ranks = flags.opd_type == "megatron"
-    if on_ranks and flags.opd_teacher_load is None:
+    if flags.opd_type == "megatron":
+        _check_on_ranks(c)
+    else:
+        _check_served(c)
+
+
+def _check_on_ranks(c: Config) -> None:
+    """The flags of a teacher on the trainer's ranks."""
+    if c.distillation.opd_teacher_load is None:
         raise ValueError(
             "--opd-teacher-load must be given with --opd-type megatron, got none; name the teacher's weights"
         )
-    for name in ("opd_teacher_load", "opd_teacher_ckpt_step"):
-        if not on_ranks and (value := c.value_of(name)) is not None:
+    for name, spec in specs_of(DistillationConfig).items():
+        if name in _SERVED and (value := c.value_of(name)) != spec.default:
             raise ValueError(
-                f"{spelled(name)} must be left out with --opd-type {flags.opd_type}, got {value}; the teacher's server "
-                "has its weights: name its address in --rm-url"
+                f"{spelled(name)} must be left out with --opd-type megatron, got {value}; its teacher is the one model "
+                "of --opd-teacher-load"
             )
+
+
+_SERVED = (
+    "opd_teacher_model",
+    "opd_teacher_url",
+    "opd_teacher_key",
+    "opd_teacher_num_gpus",
+    "opd_teacher_num_gpus_per_engine",
+    "opd_teacher_engine_args",
+)
+
+
+def _check_served(c: Config) -> None:
+    """The flags of teachers on engines of the run, or on servers of one's own."""
+    flags = c.distillation
+    for name in ("opd_teacher_load", "opd_teacher_ckpt_step"):
+        if (value := c.value_of(name)) is not None:
+            raise ValueError(
+                f"{spelled(name)} must be left out with --opd-type {flags.opd_type}, got {value}; engines of the run "
+                "serve --opd-teacher-model, and --rm-url names a teacher's server"
+            )
+    by_name("opd_teacher_url", flags.opd_teacher_url)
+    models = by_name("opd_teacher_model", flags.opd_teacher_model)
+    if models and flags.opd_teacher_url:
+        raise ValueError(
+            f"--opd-teacher-model and --opd-teacher-url must not be combined, got {len(models)} and "
+            f"{len(flags.opd_teacher_url)}; a run has teachers of one kind"
+        )
+    for name in ("opd_teacher_num_gpus", "opd_teacher_num_gpus_per_engine", "opd_teacher_engine_args"):
+        if not models and (value := c.value_of(name)) != specs_of(DistillationConfig)[name].default:
+            raise ValueError(
+                f"--opd-teacher-model must be given with {spelled(name)}, got only {value}; it is for engines of the "
+                "run"
+            )
+    if models:
+        _check_engines(c)
+        return
     brought = c.rollout.custom_generate_function_path or c.rollout.rollout_sample_hook_path
     hooked = brought or c.reward.custom_rm_path or c.reward.custom_reward_post_process_path
-    if not on_ranks and c.reward.rm_url is None and not (hooked or c.debug.load_debug_rollout_data):
+    named = flags.opd_teacher_url or c.reward.rm_url
+    if not named and not (hooked or c.debug.load_debug_rollout_data):
         raise ValueError(
-            f"--rm-url must be given with --opd-type {flags.opd_type}, got none; name the teacher's server"
+            f"--opd-teacher-model must be given with --opd-type {flags.opd_type}, got none; or name the teacher's "
+            "server in --rm-url"
+        )
+
+
+def _check_engines(c: Config) -> None:
+    """The devices of the teachers' engines, and the temperature at which they can score."""
+    flags = c.distillation
+    size, node = flags.opd_teacher_num_gpus_per_engine, c.cluster.num_gpus_per_node
+    if (flags.opd_teacher_num_gpus or size) % size:
+        raise ValueError(
+            "--opd-teacher-num-gpus must be a multiple of --opd-teacher-num-gpus-per-engine, got "
+            f"{flags.opd_teacher_num_gpus} and {size}"
+        )
+    if size > node and size % node:
+        raise ValueError(
+            "--opd-teacher-num-gpus-per-engine must be a multiple of --num-gpus-per-node when it is larger, got "
+            f"{size} and {node}; use {size // node * node} or {(size // node + 1) * node}"
+        )
+    if flags.opd_type == "sglang" and c.rollout.rollout_temperature != 1:
+        raise ValueError(
+            "--rollout-temperature must be 1 with --opd-teacher-model and --opd-type sglang, got "
+            f"{c.rollout.rollout_temperature}; SGLang's log-probs of given tokens are at temperature 1, and their "
+            "difference would be no KL: use --opd-type vllm, whose logits are divided by the temperature"
+        )
+    if c.rollout.rollout_temperature <= 0:
+        raise ValueError(
+            f"--rollout-temperature must be above 0 with --opd-teacher-model, got {c.rollout.rollout_temperature}; a "
+            "greedy policy has no distribution to compare"
         )
 
 
 def check_teacher(c: Config) -> None:
-    """The model of a teacher on the trainer's ranks: the policy's vocabulary, and layers that its layout can hold."""
+    """The models of teachers: the policy's vocabulary, and, on the trainer's ranks, layers that its layout can hold."""
+    mine = given(c.rollout.hf_checkpoint)
+    for source, its in by_name("opd_teacher_model", c.distillation.opd_teacher_model).items():
+        if Path(its) != Path(mine):
+            _check_directory(its)
+            flag = f"--opd-teacher-model {source}"
+            _check_vocabulary(flag, mine, its, read_hf_config(mine), read_hf_config(its))
     if TEACHER not in roles_of(c) or c.distillation.opd_teacher_load is None:
         return
-    mine, its = given(c.rollout.hf_checkpoint), TEACHER.shape(c)
+    its = TEACHER.shape(c)
     if its == mine:
         return
     policy, teacher = read_hf_config(mine), read_hf_config(its)
-    _check_vocabulary(mine, its, policy, teacher)
+    _check_vocabulary("--opd-teacher-load", mine, its, policy, teacher)
     decoder = decoder_of(teacher)
     try:
         check_heads(c, decoder)
@@ -84,19 +165,27 @@ def check_teacher(c: Config) -> None:
         )
 
 
-def _check_vocabulary(mine: str, its: str, policy: Hf, teacher: Hf) -> None:
+def _check_directory(its: str) -> None:
+    if not is_hf_directory(its):
+        raise ValueError(
+            f"--opd-teacher-model must name Hugging Face directories, got {its}, which has no config.json of a model; "
+            "check the path"
+        )
+
+
+def _check_vocabulary(flag: str, mine: str, its: str, policy: Hf, teacher: Hf) -> None:
     known = _tokens(mine), _tokens(its)
     if known[0] and known[1] and known[0] != known[1]:
         other = sum(known[1].get(token) != i for token, i in known[0].items())
         raise ValueError(
-            f"--opd-teacher-load must have the tokenizer of --hf-checkpoint, as it scores its ids, got {its}, which "
+            f"{flag} must have the tokenizer of --hf-checkpoint, as it scores its ids, got {its}, which "
             f"has another id or none for {other} of {len(known[0])} tokens; take a teacher of the same family"
         )
     sizes: tuple[int, int] = (policy["vocab_size"], teacher["vocab_size"])
     rows = sizes[1] - sizes[0]
     if rows and not (all(known) and rows > 0):  # the same tokens may have more rows that pad the matrix
         raise ValueError(
-            "--opd-teacher-load must have the vocabulary of --hf-checkpoint, as it scores its ids, got vocab_size "
+            f"{flag} must have the vocabulary of --hf-checkpoint, as it scores its ids, got vocab_size "
             f"{sizes[1]} in {its} and {sizes[0]} in {mine}; take a teacher of the same family"
         )
 

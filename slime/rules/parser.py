@@ -19,6 +19,7 @@ from slime.config.problems import Problems
 from slime.config.schema import Config
 from slime.config.sections.engine import DEFAULT_BACKEND
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED, check_unsupported
+from slime.roles.served import by_name
 from slime.rules.backend import BackendFlags, NoBackend
 from slime.rules.flags import own_flags
 from slime.rules.resolve import resolve
@@ -74,12 +75,17 @@ def _local_models(config: Config, download: bool) -> Config:
         "ref_load": config.checkpoint.ref_load,
         "opd_teacher_load": config.distillation.opd_teacher_load,
     }
-    local = {
+    local: dict[str, str | list[str]] = {
         field: local_checkpoint(name, spelled(field), download=download)
         for field, name in names.items()
         if name is not None
     }
-    return config if local == names else config.with_values(**local)
+    if (models := config.distillation.opd_teacher_model) is not None:
+        local["opd_teacher_model"] = [
+            f"{source}={local_checkpoint(name, '--opd-teacher-model', download=download)}"
+            for source, name in by_name("opd_teacher_model", models).items()
+        ]
+    return config.with_values(**local)
 
 
 def check_flags(

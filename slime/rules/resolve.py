@@ -250,8 +250,8 @@ def _remarks(c: Config) -> Iterator[str]:
             "--use-kl-loss with --kl-loss-coef 0 only reports the KL and needs a reference pass in each rollout; "
             "leave it out to save that pass"
         )
-    served = c.distillation.use_opd and c.distillation.opd_type != "megatron"
-    if served and c.rollout.rollout_temperature != 1:
+    apart = c.distillation.opd_type != "megatron" and not c.distillation.opd_teacher_model
+    if c.distillation.use_opd and apart and c.rollout.rollout_temperature != 1:
         yield (
             f"--opd-type {c.distillation.opd_type}: the server's log-probs are at temperature 1, and the policy's at "
             f"--rollout-temperature {c.rollout.rollout_temperature}: their difference is no KL to the teacher"

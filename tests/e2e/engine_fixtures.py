@@ -82,7 +82,7 @@ class Stack:
             log_path=str(root / "engine.log"),
             weight_dir=str(self.weight_dir),
             start_timeout_s=240,
-            kept_tokens=64,
+            top_tokens=64,
         )
         router = RouterSpec(run_key=self.key, log_path=str(root / "router.log"))
         self.pool = VllmEnginePool([spec], router, source=self, health_check_interval_s=5)

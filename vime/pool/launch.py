@@ -14,6 +14,7 @@ import ray
 from slime.cluster import placement
 from slime.config import Config
 from slime.protocols import WeightSource
+from slime.roles.served import ServedModel
 from vime.pool import external
 from vime.pool.engine_server import EngineSpec
 from vime.pool.pool import ServerPool
@@ -29,15 +30,17 @@ def make_pool(
     config: Config,
     placed: Placement,
     source: WeightSource | None,
+    model: ServedModel,
     make_spec: Callable[..., EngineSpec],
     *,
     dtype: str,
     gives_memory: bool = False,
 ) -> ServerPool:
-    """The engines of `config` and their router. `make_spec` gets the fields of an engine's spec that every engine has.
-    `dtype` and `gives_memory`: see ServerPool."""
+    """The engines of `model` and their router, from what `vime.pool.served.config_of` gives. `make_spec` gets the fields
+    of an engine's spec that every engine has. `dtype` and `gives_memory`: see ServerPool."""
     run_key = external.given_key() if external.uses(config) else secrets.token_hex(32)
     logs = Path(config.logging.run_dir).resolve() / "logs"
+    prefix = f"{model.name}-" if model.frozen else ""
     # Loopback, unless a cluster was joined: then engines may be on other nodes and listen at their node's address.
     joined = bool(os.environ.get("RAY_ADDRESS"))
     node_address: Callable[[], str] = ray.util.get_node_ip_address
@@ -51,15 +54,15 @@ def make_pool(
             # An engine on a trainer's GPU measures what memory is left.
             waits=source is not None and config.cluster.colocate and config.cluster.device == "cuda",
             index=i,
-            log_path=str(logs / f"engine-{i}.log"),
+            log_path=str(logs / f"{prefix}engine-{i}.log"),
         )
         for i in range(config.num_engines)
     ]
-    seats = [_seats(placed, bundles, joined) for bundles in placed.engine_bundles]
+    seats = [_seats(placed, bundles, joined) for bundles in placed.engine_bundles[model.name]]
     elsewhere = external.addresses(config)
     router = RouterSpec(
         run_key=run_key,
-        log_path=str(logs / "router.log"),
+        log_path=str(logs / f"{prefix}router.log"),
         gateway_host=host,
         argv=tuple(config.engine.router_argv),
         request_timeout_s=config.rollout.rollout_deadline_s,

@@ -50,8 +50,8 @@ class ServerPool:
     weights, with keys and values computed again. `gives_memory`: `sleep` frees the device's memory (vLLM's level 2,
     which needs --enable-sleep-mode). Weights, keys and values are dropped; after `wake` the engine waits for an update;
     no server starts while the others sleep. Otherwise `sleep` only pauses, which is all that vLLM can do on CPU.
-    `source` is the trainer. `dtype`: what engines compute in, for those who compare their log-probs. `max_restarts`
-    bounds the restarts of one engine between two weight updates; 0 turns restarts off.
+    `source` is the trainer; None for frozen weights. `dtype`: what engines compute in, for those who compare their
+    log-probs. `max_restarts` bounds the restarts of one engine between two weight updates; 0 turns restarts off.
     """
 
     kind: ClassVar[Kind]
@@ -164,8 +164,12 @@ class ServerPool:
         """
         with self._transfer.lock:
             self._transfer.publish(version)
-            for member in self._serving():
-                member.restarts = 0
+            self.allow_restarts()
+
+    def allow_restarts(self) -> None:
+        """Let each engine of a frozen model restart as often again as it may between two updates of the policy."""
+        for member in self._serving():
+            member.restarts = 0
 
     def sleep(self) -> None:
         """Give the machine to the trainer: engines stop computing and, with `gives_memory`, free the device's."""

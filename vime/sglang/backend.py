@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slime.config import Config, FlagGroup
 from slime.config.sections.engine import EngineFacts
 from slime.protocols import WeightSource
+from slime.roles.served import ServedModel
 from slime.rules.listing import Row
 from vime.pool import external
 from vime.pool.engine_server import pair_up
@@ -33,11 +34,11 @@ class SglangBackend:
     unsupported = flags.UNSUPPORTED
     no_effect = flags.NO_EFFECT
     foreign = "vllm_"
+    engine_rules = (flags.check_engines, check_engine_heads)
     rules = (
         flags.check_concurrency,
         flags.check_weights,
-        flags.check_engines,
-        check_engine_heads,
+        *engine_rules,
         external.check_addresses,
         external.check_weights,
     )
@@ -94,13 +95,16 @@ class SglangBackend:
         flags.require_installed(config)
         external.require_reachable(config, "/model_info")
 
-    def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> EnginePool:
-        """The engines and their router, not started yet."""
+    def pool(
+        self, config: Config, placed: Placement, source: WeightSource | None, model: ServedModel
+    ) -> EnginePool:
+        """The engines of a model and their router, not started yet."""
         from vime.pool.launch import make_pool
         from vime.sglang.pool import SglangEnginePool
 
         make_spec = functools.partial(_spec, config)
-        return make_pool(SglangEnginePool, config, placed, source, make_spec, dtype=engine_dtype(config))
+        dtype = engine_dtype(config)
+        return make_pool(SglangEnginePool, config, placed, source, model, make_spec, dtype=dtype)
 
 
 def _facts(args: dict[str, Any]) -> EngineFacts:

@@ -14,6 +14,7 @@ from slime.config.fields import FlagSpec
 from slime.config.sections.engine import EngineFacts
 from slime.config.unsupported import Unsupported
 from slime.protocols import WeightSource
+from slime.roles.served import ServedModel
 from slime.rules.listing import Row
 from vime.pool import external
 from vime.pool.engine_server import option, pair_up
@@ -112,13 +113,16 @@ class VllmBackend:
     unsupported = UNSUPPORTED
     no_effect = NO_EFFECT
     foreign = PREFIX
-    rules = (
-        check_concurrency,
+    engine_rules = (
         flags.check_engine_size,
         flags.check_engine_nodes,
         flags.check_engine_heads,
-        flags.check_weight_channel,
         flags.check_context_length,
+    )
+    rules = (
+        check_concurrency,
+        *engine_rules,
+        flags.check_weight_channel,
         fp8.check_quantisation,
         external.check_addresses,
         external.check_weights,
@@ -188,17 +192,21 @@ class VllmBackend:
         fp8.check_on_cpu(config)  # not in `rules`: a plan for GPUs is made on CPUs, too
         external.require_reachable(config)
 
-    def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> EnginePool:
-        """The engines and their router, not started yet."""
+    def pool(
+        self, config: Config, placed: Placement, source: WeightSource | None, model: ServedModel
+    ) -> EnginePool:
+        """The engines of a model and their router, not started yet."""
         from vime.pool.launch import make_pool
         from vime.vllm.pool import VllmEnginePool
 
+        own = {"top_tokens": model.top_tokens, "temperature": model.temperature}
         return make_pool(
             VllmEnginePool,
             config,
             placed,
             source,
-            functools.partial(VllmSpec, **flags.engine_settings(config)),
+            model,
+            functools.partial(VllmSpec, **flags.engine_settings(config) | own),
             dtype=flags.engine_dtype(config),
             gives_memory=flags.gives_memory(config),
         )

@@ -16,7 +16,7 @@ from slime.weight_sync.variables import WEIGHT_DIR_VARIABLE
 from vime.pool.engine_server import EngineServer, EngineSpec, option, pair_up
 from vime.vllm.cpu import engine as cpu_engine
 from vime.vllm.versions import request_times, server_module, speculation_counts, token_routes
-from vime.vllm.worker import routed_experts, shared_gpu
+from vime.vllm.worker import routed_experts, scaled_logits, shared_gpu
 from vime.vllm.worker.plugin import BACKEND, SUPERVISED_VARIABLE
 
 SERVED_MODEL_NAME = "policy"
@@ -43,8 +43,10 @@ class VllmSpec(EngineSpec):
     """Whether the engine must be able to free its device memory and allocate the memory again."""
     tells_experts: bool = False
     """Whether the answers must contain the experts of each token."""
-    kept_tokens: int = 0
-    """The largest set of kept ids that the answers must contain for each token."""
+    top_tokens: int = 0
+    """The most ids with log-probs that an answer may have for a token."""
+    temperature: float = 1.0
+    """The model's logits are divided by it, before a request's own temperature."""
 
 
 class VllmServer(EngineServer):
@@ -80,8 +82,8 @@ class VllmServer(EngineServer):
             argv += ["--no-enable-prefix-caching"] if spec.stateful else []
         if spec.sleeps:
             argv += ["--enable-sleep-mode"]
-        if spec.kept_tokens:
-            argv += ["--max-logprobs", str(max(spec.kept_tokens, 20))]  # 20 is vLLM's default
+        if spec.top_tokens:
+            argv += ["--max-logprobs", str(max(spec.top_tokens, 20))]  # 20 is vLLM's default
         if spec.tells_experts:
             argv += [routed_experts.FLAG]
         if spec.trust_remote_code:
@@ -116,6 +118,8 @@ class VllmServer(EngineServer):
             "HF_HUB_OFFLINE": "1",
             "VLLM_HOST_IP": spec.host,  # the engine's processes connect at this address
         }
+        if spec.temperature != 1:
+            env[scaled_logits.VARIABLE] = repr(spec.temperature)
         if spec.tells_experts:
             env[routed_experts.VARIABLE] = "1"
         if ip_address(spec.host).is_loopback:

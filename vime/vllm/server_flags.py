@@ -341,10 +341,15 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
         "sleeps": gives_memory(config),
         "tells_experts": config.off_policy.use_rollout_routing_replay,
-        "kept_tokens": config.off_policy.replay_kept_tokens,
+        "top_tokens": config.off_policy.replay_kept_tokens,
         "cache_bytes": _cache_bytes(config),
-        "stateful": decoder_of(read_hf_config(str(config.rollout.hf_checkpoint))).stateful,
+        "stateful": config.cluster.device == "cpu" and _stateful(config),
     }
+
+
+def _stateful(config: Config) -> bool:
+    """Of a model on CPUs; GPUs also serve frozen models of families that are not trained here."""
+    return decoder_of(read_hf_config(config.rollout.hf_checkpoint)).stateful
 
 
 def _cache_bytes(config: Config) -> int:

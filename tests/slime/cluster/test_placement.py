@@ -59,7 +59,7 @@ def test_engines_stand_behind_the_trainers(cluster):
         placement_config("cpu", actor_num_gpus_per_node=2, rollout_num_gpus=2, rollout_num_gpus_per_engine=2)
     )
     try:
-        assert placed.trainer_bundles == [0, 1] and placed.engine_bundles == [[2, 3]]
+        assert placed.trainer_bundles == [0, 1] and placed.engine_bundles["policy"] == [[2, 3]]
         assert placed.group.bundle_specs == [{RESOURCE: DEVICE}] * 4
         actor = Actor.options(**placed.options(3)).remote()
         group, resources = ray.get(actor.bundle.remote(), timeout=60)
@@ -76,7 +76,7 @@ def test_colocated_engines_share_the_trainers_devices(cluster):
         )
     )
     try:
-        assert placed.trainer_bundles == [0, 1, 2, 3] and placed.engine_bundles == [[0, 1], [2, 3]]
+        assert placed.trainer_bundles == [0, 1, 2, 3] and placed.engine_bundles["policy"] == [[0, 1], [2, 3]]
         assert placed.group.bundle_specs == [{RESOURCE: DEVICE}] * 4
         actors = [Actor.options(**placed.options(0)).remote() for _ in range(2)]
         for _, resources in ray.get([a.bundle.remote() for a in actors], timeout=60):
@@ -95,7 +95,7 @@ def test_colocated_engines_share_the_trainers_devices(cluster):
 def test_one_half_alone(cluster, flags, trainers, engines):
     placed = place(placement_config("cpu", **flags))
     placed.release()
-    assert (placed.trainer_bundles, placed.engine_bundles) == (trainers, engines)
+    assert (placed.trainer_bundles, placed.engine_bundles["policy"]) == (trainers, engines)
 
 
 def test_a_run_that_does_not_fit_is_told_what_it_needs(cluster):

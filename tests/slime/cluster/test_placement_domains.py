@@ -210,7 +210,7 @@ def test_a_run_on_two_racks(two_racks):
     try:
         racks_of_trainer = {placed.gpus[b].facts.domain for b in placed.trainer_bundles}
         assert len(racks_of_trainer) == 1 and len({placed.gpus[b].node for b in placed.trainer_bundles}) == 2
-        for bundles in placed.engine_bundles:
+        for bundles in placed.engine_bundles["policy"]:
             assert len({placed.gpus[b].node for b in bundles}) == 1
     finally:
         placed.release()

@@ -60,7 +60,7 @@ def test_an_engine_on_two_nodes_is_refused(two_nodes):
         place(engines_of_two(4, num_gpus_per_node=1))
     placed = place(engines_of_two(2))
     try:  # nothing of the refused run is held, and Ray packs two onto the larger node
-        (bundles,) = placed.engine_bundles
+        (bundles,) = placed.engine_bundles["policy"]
         assert len({placed.gpus[bundle].node for bundle in bundles}) == 1
     finally:
         placed.release()

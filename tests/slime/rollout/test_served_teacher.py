@@ -138,7 +138,7 @@ def test_who_is_not_asked() -> None:
     for given in (Namespace(), args("", "megatron"), hooked):
         asyncio.run(opd.teach(given, [one]))
     assert one.teacher_log_probs is None
-    with pytest.raises(ValueError, match="--rm-url must be given with --opd-type vllm, got none"):
+    with pytest.raises(ValueError, match="--opd-teacher-model must be given with --opd-type vllm, got none"):
         asyncio.run(opd.teach(args("", "vllm"), [one]))
 
 

@@ -27,7 +27,7 @@ def test_refused_with_the_reason(tmp_path, flags, rule):
 def test_engines_are_asked_and_the_note_is_gone(tmp_path):
     argv = [*good_argv(tmp_path), "--rollout-top-p", "0.9"]
     plain, replayed = (parse_config([*argv, *more]) for more in ([], ["--replay-kept-tokens", "64"]))
-    assert [engine_settings(c)["kept_tokens"] for c in (plain, replayed)] == [0, 64]
+    assert [engine_settings(c)["top_tokens"] for c in (plain, replayed)] == [0, 64]
     assert any("--replay-kept-tokens N computes both" in note for note in plain.notes)
     assert not any("--rollout-top-p" in note for note in replayed.notes)
     parse_args([*argv, "--replay-kept-tokens", "64", "--use-rollout-logprobs"])  # of the same ids

@@ -179,7 +179,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_ray_puts_each_process_on_its_node(two_nodes: None, tmp_path: Path) -> None:
     """An engine of four GPUs on two nodes of two; each process is told its node's address and GPUs."""
     placed = place(ENGINE_OF_TWO_NODES)
-    (bundles,) = placed.engine_bundles
+    (bundles,) = placed.engine_bundles["policy"]
     parts = placed.by_node(bundles)
     assert [[placed.nodes[bundle].address for bundle in part] for part in parts] == [[h, h] for h in HOSTS]
     seats = [

@@ -17,7 +17,14 @@ from vime.vllm.cpu import fp8 as cpu_fp8
 from vime.vllm.cpu import rotary as cpu_rotary
 from vime.vllm.cpu import vision as cpu_vision
 from vime.vllm.versions import meet_in_a_file, register_backend
-from vime.vllm.worker import compact_log_probs, draft, merged_log_probs, routed_experts, shared_gpu
+from vime.vllm.worker import (
+    compact_log_probs,
+    draft,
+    merged_log_probs,
+    routed_experts,
+    scaled_logits,
+    shared_gpu,
+)
 
 BACKEND = "vime"
 SUPERVISED_VARIABLE = "VIME_SUPERVISED"
@@ -28,7 +35,7 @@ def register() -> None:
 
     In a supervised server, each process also ends when the process that started it ends: without that, vLLM's engine
     process would survive a kill -9 of the supervisor. Requests may then ask for compact log-probs. Variables of the
-    server's environment turn on routed experts and a shared GPU.
+    server's environment turn on routed experts, scaled logits and a shared GPU.
     """
     if SUPERVISED_VARIABLE in os.environ:
         gc.freeze()
@@ -46,6 +53,8 @@ def register() -> None:
     cpu_vision.install()
     if routed_experts.VARIABLE in os.environ:
         routed_experts.install()
+    if (temperature := os.environ.get(scaled_logits.VARIABLE)) is not None:
+        scaled_logits.install(float(temperature))
     gate, sleeps = os.environ.get(shared_gpu.GATE_VARIABLE), shared_gpu.SLEEPS_VARIABLE in os.environ
     if gate is not None or sleeps:
         shared_gpu.install(gate, sleeps=sleeps)

@@ -1,0 +1,129 @@
+"""Teachers on servers of one's own, by the two HTTP protocols that such servers speak: SGLang's and vLLM's.
+
+They score at temperature 1. Engines of the run have clients of their own (`slime.protocols.RolloutEngine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from slime import http
+from slime.protocols import ScoreResult
+
+Row = tuple[float | None, int]
+"""Log-prob, token id."""
+_models: dict[str, str] = {}
+
+
+class Scorer(Protocol):
+    """What scores given tokens."""
+
+    async def score(
+        self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
+    ) -> ScoreResult:
+        """See `slime.protocols.RolloutEngine`."""
+        ...
+
+
+class _Server:
+    """A server at an address, http://:KEY@HOST:PORT where it wants a key."""
+
+    path = ""
+
+    def __init__(self, address: str) -> None:
+        parts = urlsplit(address)
+        bare = parts._replace(netloc=parts.netloc.rpartition("@")[2])
+        self.url = bare.geturl()
+        """Without the key, so that errors may print it."""
+        key = parts.password or parts.username
+        self._headers: Mapping[str, str] = {"Authorization": f"Bearer {key}"} if key else {}
+
+    @property
+    def _route(self) -> str:
+        """An address without a path gets the protocol's."""
+        return self.url if urlsplit(self.url).path.strip("/") else self.url.rstrip("/") + self.path
+
+    async def _post(self, body: object, deadline_s: float) -> Any:
+        return await http.post(self._route, body, headers=self._headers, deadline_s=deadline_s)
+
+    def _result(self, rows: list[Row], top: list[list[Row]], wanted: list[int], top_k: int) -> ScoreResult:
+        """The last rows, for the tokens `wanted`. ValueError if the server scored other tokens."""
+        rows = rows[-len(wanted) :]
+        if [token for _, token in rows] != wanted:
+            raise ValueError(
+                f"the teacher must score the {len(wanted)} tokens of the response, got {len(rows)} other ones from "
+                f"{self.url}; its server has to know the policy's token ids"
+            )
+        if not top_k:
+            return ScoreResult(_floats(rows))
+        top = [place[:top_k] for place in top[-len(wanted) :]]
+        if {len(place) for place in top} != {top_k}:
+            raise ValueError(
+                f"the teacher must give its {top_k} most probable tokens (--opd-top-k) at each place, got "
+                f"{min(map(len, top), default=0)} from {self.url}; vLLM takes --max-logprobs {top_k}"
+            )
+        ids = np.array([[token for _, token in place] for place in top], np.int32)
+        return ScoreResult(_floats(rows), (ids, np.stack([_floats(place) for place in top])))
+
+
+class SglangServer(_Server):
+    """SGLang's /generate: the log-probs of a prompt, and no new token."""
+
+    path = "/generate"
+
+    async def score(
+        self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
+    ) -> ScoreResult:
+        body = {
+            "input_ids": token_ids,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 0, "skip_special_tokens": False},
+            "return_logprob": True,
+            "logprob_start_len": max(start - 1, 0),
+            **({"top_logprobs_num": top_k} if top_k else {}),
+        }
+        meta = (await self._post(body, deadline_s))["meta_info"]
+        rows = [(row[0], row[1]) for row in meta["input_token_logprobs"]]
+        top = [[(row[0], row[1]) for row in place or ()] for place in meta.get("input_top_logprobs") or ()]
+        return self._result(rows, top, token_ids[start:], top_k)
+
+
+class VllmServer(_Server):
+    """vLLM's /v1/completions with prompt_logprobs: those of a prompt, and one new token, the least that it makes."""
+
+    path = "/v1/completions"
+
+    async def score(
+        self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
+    ) -> ScoreResult:
+        if self._route not in _models:
+            at = self._route.removesuffix("/completions") + "/models"
+            listed: Any = await http.get(at, headers=self._headers, deadline_s=deadline_s)
+            _models[self._route] = listed["data"][0]["id"]
+        body = {
+            "model": _models[self._route],
+            "prompt": token_ids,
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": top_k,
+        }
+        reply = await self._post(body, deadline_s)
+        scored: list[dict[str, Any] | None] = reply["choices"][0]["prompt_logprobs"][start:]
+        rows: list[Row] = [
+            (entry[str(token)]["logprob"] if entry else None, token)
+            for token, entry in zip(token_ids[start:], scored, strict=True)
+        ]
+        # the token itself has its rank, which may be beyond the asked ones
+        ranked = [sorted((entry or {}).items(), key=lambda item: item[1]["rank"]) for entry in scored]
+        top = [[(value["logprob"], int(token)) for token, value in entry] for entry in ranked]
+        return self._result(rows, top, token_ids[start:], top_k)
+
+
+def _floats(rows: list[Row]) -> np.ndarray:
+    return np.array([np.nan if value is None else value for value, _ in rows], np.float32)
+
+
+SERVERS: dict[str, type[SglangServer] | type[VllmServer]] = {"sglang": SglangServer, "vllm": VllmServer}

@@ -1,0 +1,119 @@
+"""The pools of all models that a run serves, as one EnginePool: the policy's, and those of frozen models.
+
+A frozen model keeps the weights of its checkpoint and has devices of its own: updates and sleep do not reach it.
+`config_of` gives the configuration that its engines see, so that a backend has one set of rules, settings and estimates
+for all models.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from slime.config import Config, FlagGroup
+from slime.protocols import EnginePool, RolloutEngine
+from slime.roles.served import ServedModel
+from slime.rollout_backend import RolloutBackend
+
+
+def config_of(config: Config, model: ServedModel, backend: RolloutBackend) -> Config:
+    """The run's configuration as the engines of `model` see it: their checkpoint, devices and flags. ValueError for a
+    flag that the engine does not know."""
+    if not model.frozen:
+        return config
+    engine = backend.owners[0]
+    groups = []
+    for typed in model.args:
+        name, given, value = typed.partition("=")
+        field = engine.prefix + name.removeprefix("--").replace("-", "_")
+        shown = f"--opd-teacher-engine-args {typed}"
+        groups.append(FlagGroup(shown, field, [value] if given else []))
+    own = {
+        "backend_args": {},
+        "backend_argv": [],
+        "router_args": {},
+        "router_argv": [],
+        "backend_env": {},
+        **engine.parse(groups),
+    }
+    return config.with_values(
+        **backend.fields({}, {"rollout_backend": model.backend, **own}),
+        hf_checkpoint=model.checkpoint,
+        rollout_num_gpus=model.devices,
+        rollout_num_gpus_per_engine=model.devices_per_engine,
+        colocate=False,
+        rollout_external_engine_addrs=None,
+        use_rollout_routing_replay=False,
+        replay_kept_tokens=0,
+    )
+
+
+Start = Callable[[Callable[[Callable[[], None]], object]], None]
+"""The type of `EnginePool.start`."""
+
+
+class ServedModels:
+    """EnginePool of the policy and of frozen models. The loop drives the policy's engines; all of them are started,
+    supervised and ended together."""
+
+    def __init__(self, policy: EnginePool, frozen: Mapping[str, EnginePool]) -> None:
+        self._policy, self._frozen = policy, dict(frozen)
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """Those of the policy's engines, and `frozen_engines`: what requests to each frozen model go to, by its
+        name."""
+        clients = {name: pool.client() for name, pool in self._frozen.items()}
+        return {**self._policy.facts, "frozen_engines": clients}
+
+    def client(self) -> RolloutEngine | None:
+        return self._policy.client()
+
+    def start(self, meanwhile: Callable[[Callable[[], None]], object]) -> None:
+        """The processes of all models start before any is waited for. See EnginePool."""
+        start: Start = self._policy.start
+        for pool in self._frozen.values():
+            start = _around(pool, start)
+        start(meanwhile)
+
+    def publish(self, version: int) -> None:
+        self._policy.publish(version)
+        self.allow_restarts()
+
+    def allow_restarts(self) -> None:
+        for pool in (self._policy, *self._frozen.values()):
+            pool.allow_restarts()
+
+    def sleep(self) -> None:
+        self._policy.sleep()
+
+    def wake(self) -> bool:
+        return self._policy.wake()
+
+    def check_health(self) -> None:
+        for pool in (self._policy, *self._frozen.values()):
+            pool.check_health()
+
+    def stop(self) -> None:
+        pools = [self._policy, *self._frozen.values()]
+        with ThreadPoolExecutor(len(pools)) as threads:
+            list(threads.map(lambda pool: pool.stop(), pools))
+
+
+def _around(pool: EnginePool, inner: Start) -> Start:
+    """Start `pool`, and all that `inner` starts while its servers load. A server of either that has ended is noticed
+    by the wait for the trainer."""
+
+    def start(meanwhile: Callable[[Callable[[], None]], object]) -> None:
+        def then(check: Callable[[], None]) -> None:
+            inner(lambda other: meanwhile(functools.partial(_both, check, other)))
+
+        pool.start(then)
+
+    return start
+
+
+def _both(one: Callable[[], None], other: Callable[[], None]) -> None:
+    one()
+    other()
