@@ -18,7 +18,7 @@ from slime.rules import parse_args
 from slime.rules.listing import Row, own_rows
 from slime.rules.parser import check_flags
 from slime.rules.validate import Rule
-from vime.pool.served import ServedModels, config_of
+from vime.pool.served import ServedModels, config_of, in_own_flags
 from vime.sglang.backend import SglangBackend
 from vime.switch import from_environment
 from vime.vllm.backend import VllmBackend
@@ -68,7 +68,8 @@ def check_served(config: Config) -> None:
             for rule in BACKENDS[model.backend].engine_rules:
                 rule(own)
         except ValueError as error:
-            raise ValueError(f"the engines of {model.name} must fit their model, got: {error}") from error
+            said = in_own_flags(str(error), model)
+            raise ValueError(f"the engines of {model.name} must fit their model, got: {said}") from error
 
 
 def parse_config(argv: Sequence[str], rules: Sequence[Rule] = (), *, download: bool = False) -> Config:

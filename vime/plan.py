@@ -29,8 +29,9 @@ from slime.run_start import check_start, start_line
 from slime.weight_sync.registry import CHANNELS
 from vime.backends import backend_of, models_of, parse_config
 from vime.plan_hardware import hardware
+from vime.pool.served import in_own_flags
 from vime.run.prompts import plural, prompts
-from vime.vllm.memory import engine_memory, engine_verdict
+from vime.vllm.memory import engine_memory, engine_verdict, scored_logits
 
 GPU_MEMORY = "--gpu-memory-gib"
 """The only option of `vime plan` that is not a flag of a run."""
@@ -216,9 +217,14 @@ def trainer_memory(c: Config, hf: dict[str, object], gpu_bytes: float | None) ->
     yield from decide_residence(c, e, gpu_bytes).lines
 
 
-def memory_of_engine(c: Config, hf: dict[str, object], gpu_bytes: float | None) -> Iterator[str]:
-    """Weights and KV cache, and whether the GPU is large enough, if its size is known."""
+def memory_of_engine(
+    c: Config, hf: dict[str, object], gpu_bytes: float | None, *, scores: bool = False
+) -> Iterator[str]:
+    """Weights and KV cache, and whether the GPU is large enough, if its size is known. `scores`: also the logits of
+    given tokens."""
     yield from memory_lines(engine_memory(c, Shape.of(hf)))
+    if scores and c.cluster.device == "cuda" and c.engine.rollout_backend == "vllm":
+        yield from memory_lines([scored_logits(c, Shape.of(hf))])
     if gpu_bytes is not None:
         yield engine_verdict(c, hf, gpu_bytes)
 
@@ -228,12 +234,12 @@ def frozen_models(c: Config, gpu_bytes: float | None) -> dict[str, list[str]]:
     parts: dict[str, list[str]] = {}
     for model, _, own in models_of(c):
         if model.frozen:
-            title = f"Memory of an engine of {model.name}, per GPU"
             try:
-                parts[title] = list(memory_of_engine(own, hf_config_of(own), gpu_bytes))
+                lines = list(memory_of_engine(own, hf_config_of(own), gpu_bytes, scores=True))
             except ValueError as error:  # a family that the engine knows, and the trainer does not
-                parts[title] = [f"not estimated: {error}"]
-            parts[f"Engine flags of {model.name}"] = own.engine.backend_argv
+                lines = [f"not estimated: {error}"]
+            title = f"Memory of an engine of {model.name}, per GPU"
+            parts[title] = [in_own_flags(line, model) for line in lines]
     return parts
 
 

@@ -129,11 +129,6 @@ def _check_engines(c: Config) -> None:
             f"{c.rollout.rollout_temperature}; SGLang's log-probs of given tokens are at temperature 1, and their "
             "difference would be no KL: use --opd-type vllm, whose logits are divided by the temperature"
         )
-    if c.rollout.rollout_temperature <= 0:
-        raise ValueError(
-            f"--rollout-temperature must be above 0 with --opd-teacher-model, got {c.rollout.rollout_temperature}; a "
-            "greedy policy has no distribution to compare"
-        )
 
 
 def check_teacher(c: Config) -> None:

@@ -5,20 +5,18 @@ vLLM computes prompt log-probs from the unchanged logits: at temperature 1, over
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
 import secrets
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from slime.config import Config
 from slime.types import Sample
-from vime.pool.control import request
-from vime.vllm.server import SERVED_MODEL_NAME, VllmServer, VllmSpec
+from vime.vllm.client import VllmEngineClient
+from vime.vllm.server import VllmServer, VllmSpec
 from vime.vllm.server_flags import engine_settings
 
 _SIDE_BY_SIDE = 64
@@ -52,30 +50,19 @@ class PrefillEngine:
 
     def log_probs(self, samples: list[Sample], *, side_by_side: bool) -> list[Tensor]:
         """One fp32 tensor [response length] per sample. `side_by_side`: many concurrent requests, else one by one."""
-        with ThreadPoolExecutor(_SIDE_BY_SIDE if side_by_side else 1) as pool:
-            return list(pool.map(self._one, samples))
+        return asyncio.run(self._scored(samples, _SIDE_BY_SIDE if side_by_side else 1))
 
-    def _one(self, sample: Sample) -> Tensor:
-        body = {
-            "model": SERVED_MODEL_NAME,
-            "prompt": sample.tokens,
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "prompt_logprobs": 0,
-        }
-        spec = self._server.spec
-        _, answer = request(spec.url, spec.run_key, "POST", "/v1/completions", body, timeout_s=_REQUEST_S)
-        return response_log_probs(json.loads(answer), sample)
+    async def _scored(self, samples: list[Sample], at_once: int) -> list[Tensor]:
+        client = VllmEngineClient(self._server.spec.url, self._server.spec.run_key)
+        slots = asyncio.Semaphore(at_once)
 
+        async def one(sample: Sample) -> Tensor:
+            start = len(sample.tokens) - sample.response_length
+            async with slots:
+                found = await client.score(sample.tokens, start=start, deadline_s=_REQUEST_S)
+            return torch.from_numpy(found.log_probs.copy())
 
-def response_log_probs(answer: dict[str, Any], sample: Sample) -> Tensor:
-    """The log-probs of the sample's response tokens in an answer with prompt_logprobs. ValueError if some are
-    missing."""
-    entries = answer["choices"][0].get("prompt_logprobs") or []
-    if len(entries) != len(sample.tokens):
-        raise ValueError(
-            f"the engine must give one log-prob per prompt token, got {len(entries)} for {len(sample.tokens)} tokens "
-            f"of sample {sample.index}; check --vllm-max-logprobs"
-        )
-    pairs = list(zip(sample.tokens, entries, strict=True))[-sample.response_length :]
-    return torch.tensor([entry[str(token)]["logprob"] for token, entry in pairs], dtype=torch.float32)
+        try:
+            return await asyncio.gather(*map(one, samples))
+        finally:
+            await client.close()

@@ -36,8 +36,8 @@ def make_pool(
     dtype: str,
     gives_memory: bool = False,
 ) -> ServerPool:
-    """The engines of `model` and their router, from what `vime.pool.served.config_of` gives. `make_spec` gets the fields
-    of an engine's spec that every engine has. `dtype` and `gives_memory`: see ServerPool."""
+    """The engines of `model` and their router; `config` is from `vime.pool.served.config_of`. `make_spec` gets the
+    fields of an engine's spec that every engine has. `dtype` and `gives_memory`: see ServerPool."""
     run_key = external.given_key() if external.uses(config) else secrets.token_hex(32)
     logs = Path(config.logging.run_dir).resolve() / "logs"
     prefix = f"{model.name}-" if model.frozen else ""

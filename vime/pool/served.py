@@ -53,6 +53,21 @@ Start = Callable[[Callable[[Callable[[], None]], object]], None]
 """The type of `EnginePool.start`."""
 
 
+def in_own_flags(text: str, model: ServedModel) -> str:
+    """A message about the engines of `model` with the flags that they have in place of the policy's."""
+    if model.frozen:
+        for policys, own in _FLAGS.items():
+            text = text.replace(policys, own)
+    return text
+
+
+_FLAGS = {
+    "--rollout-num-gpus-per-engine": "--opd-teacher-num-gpus-per-engine",
+    "--vllm-": "--opd-teacher-engine-args ",
+    "--sglang-": "--opd-teacher-engine-args ",
+}
+
+
 class ServedModels:
     """EnginePool of the policy and of frozen models. The loop drives the policy's engines; all of them are started,
     supervised and ended together."""

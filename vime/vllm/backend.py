@@ -199,7 +199,11 @@ class VllmBackend:
         from vime.pool.launch import make_pool
         from vime.vllm.pool import VllmEnginePool
 
-        own = {"top_tokens": model.top_tokens, "temperature": model.temperature}
+        own = {
+            "top_tokens": model.top_tokens,
+            "temperature": model.temperature,
+            "scores": model.frozen,
+        }
         return make_pool(
             VllmEnginePool,
             config,

@@ -18,6 +18,7 @@ from slime.plan.memory_decision import (
 from slime.plan.memory_estimate import BYTES, Item
 from slime.plan.model_shape import Shape
 from slime.plan.units import amount
+from vime.vllm.server import SCORED_TOKENS
 from vime.vllm.server_flags import engine_tensor_parallel
 
 
@@ -30,6 +31,14 @@ def engine_memory(c: Config, shape: Shape) -> list[Item]:
         how += ", with their states" if state.bytes else ""
         items.append(Item("KV cache", (token.bytes * length + state.bytes) * _requests(c), how))
     return items
+
+
+def scored_logits(c: Config, shape: Shape) -> Item:
+    """Logits of the tokens that are scored in one pass, and two copies in float32. They are outside the engine's
+    share."""
+    size = BYTES.get(c.engine.engine_facts.dtype or c.megatron.params_dtype, 2) + 8
+    tokens = c.engine.backend_args.get("max_num_batched_tokens") or SCORED_TOKENS
+    return Item("logits", tokens * shape.vocab * size, f"{tokens} tokens x {shape.vocab} x {size} B")
 
 
 def engine_verdict(c: Config, hf: dict[str, Any], device_bytes: float) -> str:

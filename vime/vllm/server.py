@@ -20,6 +20,8 @@ from vime.vllm.worker import routed_experts, scaled_logits, shared_gpu
 from vime.vllm.worker.plugin import BACKEND, SUPERVISED_VARIABLE
 
 SERVED_MODEL_NAME = "policy"
+SCORED_TOKENS = 2048
+"""Tokens of a pass of an engine on GPUs that scores: vLLM makes logits of all of them, outside its memory share."""
 _CPU_ARGV = (
     "--enforce-eager",
     # For a prompt in two chunks vLLM sets a random generator back. The CPU's generators cannot, and vLLM crashes.
@@ -47,6 +49,8 @@ class VllmSpec(EngineSpec):
     """The most ids with log-probs that an answer may have for a token."""
     temperature: float = 1.0
     """The model's logits are divided by it, before a request's own temperature."""
+    scores: bool = False
+    """Whether the engine is there to give log-probs of whole prompts."""
 
 
 class VllmServer(EngineServer):
@@ -82,6 +86,8 @@ class VllmServer(EngineServer):
             argv += ["--no-enable-prefix-caching"] if spec.stateful else []
         if spec.sleeps:
             argv += ["--enable-sleep-mode"]
+        if spec.scores and spec.device == "cuda":
+            argv += ["--max-num-batched-tokens", str(SCORED_TOKENS)]
         if spec.top_tokens:
             argv += ["--max-logprobs", str(max(spec.top_tokens, 20))]  # 20 is vLLM's default
         if spec.tells_experts:

@@ -337,19 +337,16 @@ def engine_settings(config: Config) -> dict[str, Any]:
 
     The flags in `vllm_argv` override the other settings.
     """
+    on_cpu = config.cluster.device == "cpu"
     return common_settings(config) | {
         "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
         "sleeps": gives_memory(config),
         "tells_experts": config.off_policy.use_rollout_routing_replay,
         "top_tokens": config.off_policy.replay_kept_tokens,
         "cache_bytes": _cache_bytes(config),
-        "stateful": config.cluster.device == "cpu" and _stateful(config),
+        # GPUs also serve frozen models of families that are not trained here
+        "stateful": on_cpu and decoder_of(read_hf_config(config.rollout.hf_checkpoint)).stateful,
     }
-
-
-def _stateful(config: Config) -> bool:
-    """Of a model on CPUs; GPUs also serve frozen models of families that are not trained here."""
-    return decoder_of(read_hf_config(config.rollout.hf_checkpoint)).stateful
 
 
 def _cache_bytes(config: Config) -> int:

@@ -26,3 +26,13 @@ def placement_config(device: str, **flags: Any) -> Config:
     }
     assert set(flags) <= set(defaults)
     return Config.from_flat({**defaults, **flags})
+
+
+def with_teachers(config: Config, *sources: str, gpus: int, per_engine: int = 1) -> Config:
+    """The same run with a teacher for each source."""
+    return config.with_values(
+        opd_type="vllm",
+        opd_teacher_model=[f"{source}=DIR" for source in sources],
+        opd_teacher_num_gpus=gpus,
+        opd_teacher_num_gpus_per_engine=per_engine,
+    )

@@ -7,7 +7,7 @@ import os
 
 import pytest
 import ray
-from placement_cases import placement_config
+from placement_cases import placement_config, with_teachers
 
 from slime.cluster import placement
 from slime.cluster.placement import cpu_threads, place
@@ -96,6 +96,37 @@ def test_one_half_alone(cluster, flags, trainers, engines):
     placed = place(placement_config("cpu", **flags))
     placed.release()
     assert (placed.trainer_bundles, placed.engine_bundles["policy"]) == (trainers, engines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [({"colocate": True}, [[0]]), ({}, [[1]]), ({"debug_rollout_only": True}, [[0]])],
+)
+def test_teachers_have_devices_of_their_own_behind_all_others(cluster, flags, policy):
+    first = 1 + max(max(each) for each in policy)
+    placed = place(with_teachers(placement_config("cpu", **flags), "math", "code", gpus=1))
+    try:
+        assert placed.engine_bundles == {
+            "policy": policy,
+            "teacher-math": [[first]],
+            "teacher-code": [[first + 1]],
+        }
+        assert len(placed.nodes) == first + 2
+    finally:
+        placed.release()
+
+
+def test_a_teacher_of_several_engines(cluster):
+    placed = place(with_teachers(placement_config("cpu", colocate=True), "default", gpus=2, per_engine=2))
+    placed.release()
+    assert placed.engine_bundles["teacher-default"] == [[1, 2]]
+    placed = place(with_teachers(placement_config("cpu", colocate=True), "default", gpus=2))
+    placed.release()
+    assert placed.engine_bundles["teacher-default"] == [[1], [2]]
+    with pytest.raises(
+        ValueError, match=r"5 devices .* and 4 of teachers \(--opd-teacher-num-gpus\), got 2 CPUs"
+    ):
+        place(with_teachers(placement_config("cpu", colocate=True), "default", gpus=4))
 
 
 def test_a_run_that_does_not_fit_is_told_what_it_needs(cluster):

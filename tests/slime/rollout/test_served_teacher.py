@@ -7,11 +7,15 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
+from slime.protocols import ScoreResult
 from slime.rollout import on_policy_distillation as opd
+from slime.rollout.metrics import teacher_metrics
 from slime.rollout.rewards import async_rm
+from slime.rules.resolve import resolve
 from slime.types import Sample
 
 Answer = dict[str, Any] | list[Any]
@@ -25,12 +29,17 @@ def as_sglang(body: dict[str, Any]) -> Answer:
     ids, start = body["input_ids"], body["logprob_start_len"]
     assert body["return_logprob"] and body["sampling_params"]["max_new_tokens"] == 0
     rows = [[log_prob(token) if start + i else None, token, None] for i, token in enumerate(ids[start:])]
-    return {"text": "", "output_ids": [], "meta_info": {"input_token_logprobs": rows}}
+    meta = {"input_token_logprobs": rows}
+    if top := body.get("top_logprobs_num"):
+        meta["input_top_logprobs"] = [None, *[[[log_prob(t), t, None] for t in range(top)] for _ in rows[1:]]]
+    return {"text": "", "output_ids": [], "meta_info": meta}
 
 
 def as_vllm(body: dict[str, Any]) -> Answer:
-    assert (body["model"], body["prompt_logprobs"]) == ("large", 0)
-    entries: list[Any] = [{str(t): {"logprob": log_prob(t), "rank": 3}} for t in body["prompt"]]
+    top = body["prompt_logprobs"]
+    assert body["model"] == "large"
+    best = {str(t): {"logprob": log_prob(t), "rank": t + 1} for t in reversed(range(top))}
+    entries: list[Any] = [{str(t): {"logprob": log_prob(t), "rank": t + 1}} | best for t in body["prompt"]]
     return {"choices": [{"text": "x", "prompt_logprobs": [None, *entries[1:]]}]}
 
 
@@ -97,6 +106,93 @@ def test_finished_samples_get_log_probs(kind: str, path: str) -> None:
     assert [s.teacher_log_probs for s in others] == [None, [0.0] * 3]
     with pytest.raises(ValueError, match="the teacher's log-probs must be finite, got .nan"):
         with_server(lambda url: opd.teach(args(url + path, kind), [whole]))
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_the_most_probable_tokens_come_with_them(kind: str) -> None:
+    one = sample()
+    with_server(lambda url: opd.teach(args(url, kind, opd_top_k=2), [one]))
+    ids, values = one.teacher_top
+    assert (ids.dtype, ids.tolist(), values.dtype) == (np.int32, [[0, 1]] * 3, np.float32)
+    assert values.tolist() == [[log_prob(0), log_prob(1)]] * 3 and one.teacher_log_probs == WANTED
+    again = Sample.from_dict(one.to_dict())
+    for before, after in zip(one.teacher_top, again.teacher_top, strict=True):
+        np.testing.assert_array_equal(before, after)
+
+    def fewer(answer: Any) -> Any:
+        if kind == "sglang":
+            answer["meta_info"]["input_top_logprobs"][-1].pop()
+        else:
+            del answer["choices"][0]["prompt_logprobs"][-1]["0"]
+            del answer["choices"][0]["prompt_logprobs"][-1]["1"]
+        return answer
+
+    with pytest.raises(ValueError, match=r"its 2 most probable tokens \(--opd-top-k\) at each place, got 1"):
+        with_server(lambda url: opd.teach(args(url, kind, opd_top_k=2), [sample()]), fewer)
+
+
+class Engine:
+    """An engine of the run: every token has the log-prob `value`."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.asked: list[tuple[list[int], int, int]] = []
+
+    async def score(
+        self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
+    ) -> ScoreResult:
+        self.asked.append((token_ids, start, top_k))
+        return ScoreResult(np.full(len(token_ids) - start, self.value, np.float32))
+
+
+def test_each_source_has_its_teacher() -> None:
+    engines = {"teacher-math": Engine(-1.0), "teacher-default": Engine(-2.0)}
+    own = Namespace(frozen_engines=engines)
+    given = Namespace(
+        use_opd=True,
+        opd_type="vllm",
+        opd_teacher_model=["math=A", "B"],
+        opd_top_k=3,
+        rollout_state=own,
+    )
+    of = [{"data_source": "math"}, {"data_source": "code"}, {}]
+    samples = [sample(metadata=metadata, rollout_log_probs=[-0.5] * 3) for metadata in of]
+    asyncio.run(opd.teach(given, samples))
+    assert [s.teacher_log_probs for s in samples] == [[-1.0] * 3, [-2.0] * 3, [-2.0] * 3]
+    assert engines["teacher-math"].asked == [([3, 1, 4, 1, 5], 2, 3)]
+    given.opd_teacher_model = ["math=A"]
+    with pytest.raises(ValueError, match="must name one of math under 'data_source' .*got 'code'"):
+        asyncio.run(opd.teach(given, [sample(metadata=of[1])]))
+    given.opd_teacher_key = "topic"
+    asyncio.run(opd.teach(given, [sample(metadata={"topic": "math"})]))
+
+
+def test_metrics_of_each_teacher() -> None:
+    def one(source: str, theirs: list[float], **more: Any) -> Sample:
+        fields = {"metadata": {"data_source": source}, "rollout_log_probs": [-0.5, -0.5, -0.5]}
+        return sample(teacher_log_probs=theirs, **fields | more)
+
+    samples = [
+        one("math", [-1.0, -1.0, -4.0], loss_mask=[1, 1, 0]),
+        one("code", [-0.5, -1.0, 0.0]),
+        one("code", [-9.0] * 3, remove_sample=True),
+    ]
+    config = resolve({"opd_teacher_url": ["math=A", "code=B"]})
+    assert teacher_metrics(config, samples) == {
+        "opd_samples/math": 1.0,
+        "opd_reverse_kl/math": 0.5,
+        "opd_samples/code": 2.0,
+        "opd_reverse_kl/code": pytest.approx(0.0),
+    }
+    assert teacher_metrics(resolve({}), samples) == {}
+
+
+def test_urls_by_source() -> None:
+    keys.clear()
+    samples = [sample(metadata={"data_source": "math"}), sample()]
+    urls = lambda url: [f"math={url}/teacher/generate", url.replace("//", "//:other@")]  # noqa: E731
+    with_server(lambda url: opd.teach(args("", opd_teacher_url=urls(url)), samples))
+    assert all(s.teacher_log_probs == WANTED for s in samples) and set(keys) == {None, "Bearer other"}
 
 
 def test_the_hooks_of_slimes_scripts() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv, write_model
 
+from slime.roles.served import ServedModel, frozen_devices, served_models
 from slime.rules.parser import parse_args
 
 WEIGHTS = "model.safetensors"
@@ -36,7 +37,7 @@ def teacher_of(folder: Path, **changes: object) -> list[str]:
         ),
         (
             "--use-opd --opd-type sglang --opd-teacher-load x",
-            "--opd-teacher-load must be left out with --opd-type sglang, got x; the teacher's server",
+            "--opd-teacher-load must be left out with --opd-type sglang, got x; engines of the run",
         ),
         (
             "--use-opd --opd-type megatron --opd-teacher-load nowhere",
@@ -50,6 +51,44 @@ def teacher_of(folder: Path, **changes: object) -> list[str]:
         (
             "--use-opd --opd-type vllm --loss-type sft_loss",
             "--use-opd must not be combined with --loss-type sft_loss, got both",
+        ),
+        ("--use-opd --opd-type vllm", "--opd-teacher-model must be given with --opd-type vllm, got none; or"),
+        (
+            "--use-opd --opd-type megatron --opd-teacher-load x --opd-teacher-model y",
+            "--opd-teacher-model must be left out with --opd-type megatron, got .'default=y'.",
+        ),
+        (
+            "--use-opd --opd-type vllm --opd-teacher-model a b",
+            "--opd-teacher-model must have one value for each source, got a and b for default",
+        ),
+        (
+            "--use-opd --opd-type vllm --opd-teacher-url m=http://a m=http://b",
+            "--opd-teacher-url must have one value for each source, got http://a and http://b for m",
+        ),
+        (
+            "--use-opd --opd-type vllm --opd-teacher-url m=http://a --opd-teacher-model b",
+            "--opd-teacher-model and --opd-teacher-url must not be combined, got 1 and 1",
+        ),
+        (
+            "--use-opd --opd-type vllm --rm-url http://a --opd-teacher-num-gpus 2",
+            "--opd-teacher-model must be given with --opd-teacher-num-gpus, got only 2",
+        ),
+        (
+            "--use-opd --opd-type vllm --opd-teacher-model a --opd-teacher-num-gpus 3 "
+            "--opd-teacher-num-gpus-per-engine 2",
+            "--opd-teacher-num-gpus must be a multiple of --opd-teacher-num-gpus-per-engine, got 3 and 2",
+        ),
+        (
+            "--use-opd --opd-type vllm --opd-teacher-model a --opd-teacher-num-gpus-per-engine 12",
+            "--opd-teacher-num-gpus-per-engine must be a multiple of --num-gpus-per-node .*got 12 and 8; use 8 or 16",
+        ),
+        (
+            "--use-opd --opd-type sglang --opd-teacher-model a --rollout-temperature 0.7",
+            "--rollout-temperature must be 1 with --opd-teacher-model and --opd-type sglang, got 0.7",
+        ),
+        (
+            "--use-opd --opd-type vllm --opd-teacher-model nowhere",
+            "--opd-teacher-model must name Hugging Face directories, got nowhere",
         ),
     ],
 )
@@ -73,6 +112,39 @@ def test_a_teacher_of_another_shape_is_accepted(argv, tmp_path):
     assert parse_args([*argv, *larger]).distillation.use_opd
     padded = teacher_of(tmp_path, vocab_size=128)  # the same tokenizer, and rows that pad the matrix
     assert parse_args([*argv, *padded]).distillation.opd_kl_coef == 1.0
+
+
+def test_served_models_are_records(argv, tmp_path):
+    """The policy first, then a frozen model for each teacher, at the temperature of the samples."""
+    teacher = str(write_model(tmp_path / "large", num_hidden_layers=6))
+    flags = ["--use-opd", "--opd-type", "vllm", "--opd-teacher-model", f"math={teacher}", teacher]
+    more = [
+        "--rollout-temperature",
+        "0.7",
+        "--opd-top-k",
+        "8",
+        "--opd-teacher-engine-args",
+        "max-model-len=64",
+    ]
+    c = parse_args([*argv, *flags, *more, "--opd-teacher-num-gpus", "2"])
+    policy, math, default = served_models(c)
+    assert (policy.name, policy.frozen, policy.devices, policy.temperature) == ("policy", False, 2, 1.0)
+    assert (math.name, default.name) == ("teacher-math", "teacher-default")
+    assert (
+        math == ServedModel("teacher-math", teacher, "vllm", 2, 1, True, ("max-model-len=64",), 8, 0.7)
+        and frozen_devices(c) == 4
+    )
+    assert not any("temperature" in note for note in c.notes)
+    assert served_models(parse_args([*argv, *flags, "--debug-train-only"])) == ()
+
+
+def test_a_served_teacher_of_another_vocabulary_is_an_error(argv, tmp_path):
+    smaller = write_model(tmp_path / "smaller", vocab_size=63)
+    flags = ["--use-opd", "--opd-type", "vllm", "--opd-teacher-model", f"code={smaller}"]
+    with pytest.raises(
+        ValueError, match="--opd-teacher-model code must have the vocabulary of --hf-checkpoint"
+    ):
+        parse_args([*argv, *flags])
 
 
 def test_a_teacher_of_another_vocabulary_is_an_error(argv, tmp_path):

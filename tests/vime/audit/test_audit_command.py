@@ -18,7 +18,6 @@ from slime.rollout.facts import run_facts
 from slime.rules.resolve import resolve
 from slime.types import Sample
 from vime.audit.command import DECODE, PREFILL, TRAINING, pairs_of, trainer_layouts
-from vime.audit.prefill import response_log_probs
 from vime.audit.report import LogProbDifference, active, as_json, compare, draw, table
 from vime.audit.source import one_rank, read_source, saved_rollouts, weights_of
 from vime.cli import main
@@ -194,15 +193,6 @@ def test_layouts_pack_the_same_samples_differently():
         range(7)
     )
     assert set(mixed[0]) != {0, 1, 2, 3}
-
-
-def test_prompt_log_probs_of_the_response_tokens():
-    sample = Sample(index=5, tokens=[7, 8, 9], response_length=2)
-    entries = [None, {"8": {"logprob": -0.5}, "1": {"logprob": -9.0}}, {"9": {"logprob": -1.25}}]
-    answer = {"choices": [{"prompt_logprobs": entries}]}
-    assert response_log_probs(answer, sample).tolist() == [-0.5, -1.25]
-    with pytest.raises(ValueError, match="got 2 for 3 tokens of sample 5"):
-        response_log_probs({"choices": [{"prompt_logprobs": entries[:2]}]}, sample)
 
 
 def test_a_pair_by_hand():
