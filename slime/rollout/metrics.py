@@ -52,8 +52,8 @@ def rollout_metrics(c: Config, groups: list[SampleGroup], rollout_time_s: float)
 
 
 def teacher_metrics(c: Config, samples: list[Sample]) -> dict[str, float]:
-    """opd_reverse_kl/{source} and opd_samples/{source} of each served teacher: the mean over trained tokens of the
-    sampler's log-prob minus the teacher's, and the number of samples.
+    """opd_reverse_kl/{source} and opd_samples/{source} of each served teacher: the mean over samples of the mean over
+    trained tokens of the sampler's log-prob minus the teacher's, and the number of samples.
 
     opd_reverse_kl, of all teachers, comes from the trainer, whose log-probs may differ a little from the sampler's.
     """
@@ -65,18 +65,19 @@ def teacher_metrics(c: Config, samples: list[Sample]) -> dict[str, float]:
     metrics = {}
     for source, its in each.items():
         metrics[f"opd_samples/{source}"] = float(len(its))
-        differences = [kl for sample in its for kl in _reverse_kl(sample)]
-        if differences:
-            metrics[f"opd_reverse_kl/{source}"] = statistics.fmean(differences)
+        means = [statistics.fmean(differences) for sample in its if (differences := _reverse_kl(sample))]
+        if means:
+            metrics[f"opd_reverse_kl/{source}"] = statistics.fmean(means)
     return metrics
 
 
-def _reverse_kl(sample: Sample) -> Iterable[float]:
+def _reverse_kl(sample: Sample) -> list[float]:
+    """Of each trained token."""
     ours, theirs = sample.rollout_log_probs, sample.teacher_log_probs
     if sample.remove_sample or ours is None or theirs is None:
-        return ()
+        return []
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
-    return (a - b for a, b, trained in zip(ours, theirs, mask, strict=True) if trained)
+    return [a - b for a, b, trained in zip(ours, theirs, mask, strict=True) if trained]
 
 
 def eval_metrics(c: Config, data: EvalData) -> dict[str, float]:
