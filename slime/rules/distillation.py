@@ -116,7 +116,7 @@ def _check_engines(c: Config) -> None:
     if (flags.opd_teacher_num_gpus or size) % size:
         raise ValueError(
             "--opd-teacher-num-gpus must be a multiple of --opd-teacher-num-gpus-per-engine, got "
-            f"{flags.opd_teacher_num_gpus} and {size}"
+            f"{flags.opd_teacher_num_gpus} and {size}; each teacher gets whole engines: take a multiple"
         )
     if size > node and size % node:
         raise ValueError(

@@ -29,7 +29,7 @@ class Scorer(Protocol):
         ...
 
 
-class _Server:
+class _Teacher:
     """A server at an address, http://:KEY@HOST:PORT where it wants a key."""
 
     path = ""
@@ -70,7 +70,7 @@ class _Server:
         return ScoreResult(_floats(rows), (ids, np.stack([_floats(place) for place in top])))
 
 
-class SglangServer(_Server):
+class SglangTeacher(_Teacher):
     """SGLang's /generate: the log-probs of a prompt, and no new token."""
 
     path = "/generate"
@@ -91,7 +91,7 @@ class SglangServer(_Server):
         return self._result(rows, top, token_ids[start:], top_k)
 
 
-class VllmServer(_Server):
+class VllmTeacher(_Teacher):
     """vLLM's /v1/completions with prompt_logprobs: those of a prompt, and one new token, the least that it makes."""
 
     path = "/v1/completions"
@@ -126,4 +126,4 @@ def _floats(rows: list[Row]) -> np.ndarray:
     return np.array([np.nan if value is None else value for value, _ in rows], np.float32)
 
 
-SERVERS: dict[str, type[SglangServer] | type[VllmServer]] = {"sglang": SglangServer, "vllm": VllmServer}
+SERVERS: dict[str, type[SglangTeacher] | type[VllmTeacher]] = {"sglang": SglangTeacher, "vllm": VllmTeacher}

@@ -1,8 +1,8 @@
 """One suite for every rollout backend: sampling, log-probs, aborts, pauses, versions, weight updates, faults.
 
 One vLLM engine serves all of it. "vllm": our client through vllm-router. "sglang": the SGLang client through the real
-sglang-router, to SGLang's routes of the same engine. The tests of these routes (gateway_cases) share the engine, too.
-All tests leave it serving the weights of `stack.checkpoint`.
+sglang-router, to SGLang's routes of the same engine. The tests of these routes (gateway_cases) and of log-probs of
+given tokens (score_cases) share the engine, too. All tests leave it serving the weights of `stack.checkpoint`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from engine_fixtures import Stack, hf_log_probs, hf_model, publish_checkpoint
 from gateway_cases import *  # noqa: F403 (tests)
 from process_names import command_line
 from safetensors.torch import load_file
+from score_cases import *  # noqa: F403 (tests)
 
 from slime import http
-from slime.protocols import GenerateResult, ScoreResult
+from slime.protocols import GenerateResult
 from slime.weight_sync.file_channel import FileChannel
 from vime.pool.control import ControlError
 from vime.pool.external import ExternalEngine
@@ -66,16 +67,6 @@ class Served:
         self, *, seeds: tuple[int, ...] = (0,), prompt: list[int] = PROMPT, **params: Any
     ) -> list[GenerateResult]:
         return asyncio.run(self.sample_async(seeds, prompt, **params))
-
-    def score(self, tokens: list[int], **options: Any) -> ScoreResult:
-        async def run() -> ScoreResult:
-            client = self.pool.client()
-            try:
-                return await client.score(tokens, **{"start": len(PROMPT), "deadline_s": 60, **options})
-            finally:
-                await client.close()
-
-        return asyncio.run(run())
 
     async def generating(self) -> None:
         """Return once the engine has made more tokens than now."""
@@ -157,55 +148,6 @@ def test_seeded_samples_and_their_log_probs(served: Served, temperature: float) 
         close_to_model(one, served.stack.checkpoint, temperature)
         assert one.weight_versions == [served.stack.version]
         assert one.prompt_tokens == len(PROMPT) and 0 <= one.cached_tokens < len(PROMPT)
-
-
-def test_scores_of_given_tokens(served: Served) -> None:
-    """They are the engine's own log-probs of a sample, at temperature 1 whatever it was drawn at, and the model's."""
-    (drawn,) = served.sample(seeds=(3,), max_new_tokens=20, ignore_eos=True)
-    (other,) = served.sample(seeds=(4,), max_new_tokens=20, ignore_eos=True, temperature=0.6)
-    for one in (drawn, other):
-        tokens = PROMPT + one.token_ids
-        found = served.score(tokens, top_k=5)
-        expected = hf_log_probs(served.stack.checkpoint, PROMPT, one.token_ids, 1.0)
-        torch.testing.assert_close(torch.from_numpy(found.log_probs.copy()), expected, atol=1e-5, rtol=0)
-        assert found.weight_versions == [served.stack.version]
-        with torch.no_grad():
-            logits = hf_model(served.stack.checkpoint)(torch.tensor([tokens])).logits[0]
-        best = logits[len(PROMPT) - 1 : -1].log_softmax(-1).topk(5)
-        ids, values = map(torch.from_numpy, (a.copy() for a in found.top))
-        assert (ids.dtype, ids.tolist()) == (torch.int32, best.indices.tolist())
-        torch.testing.assert_close(values, best.values, atol=1e-5, rtol=0)
-    plain = served.score(PROMPT + drawn.token_ids)
-    torch.testing.assert_close(
-        torch.from_numpy(plain.log_probs.copy()), torch.tensor(drawn.log_probs), atol=1e-5, rtol=0
-    )
-    whole = served.score(PROMPT + drawn.token_ids, start=1)
-    assert plain.top is None and len(whole.log_probs) == len(PROMPT) + 19
-    assert whole.log_probs[-20:].tolist() == pytest.approx(plain.log_probs.tolist(), abs=1e-5)
-
-
-def test_faults_of_a_score(served: Served) -> None:
-    for start in (0, len(PROMPT)):
-        with pytest.raises(ValueError, match=rf"start must lie in \[1, 6\), got {start} for 6 tokens"):
-            served.score(PROMPT, start=start)
-    with pytest.raises(ValueError, match="the engine must accept the request, got .*(65|66).*64"):
-        served.score(PROMPT, start=2, top_k=65)
-    with pytest.raises(ValueError, match="the engine must accept the request, got .*out of vocabulary"):
-        served.score([*PROMPT, 10**6], start=2)
-    with pytest.raises(ValueError, match="HTTP 400.*context"):
-        served.score([5] * 512, start=2)
-
-    async def ask(url: str, key: str) -> None:
-        client = served.pool.kind.client(url, key)
-        try:
-            await client.score(PROMPT, start=1, deadline_s=0.5)
-        finally:
-            await client.close()
-
-    with pytest.raises(ValueError, match="HTTP 401"):
-        asyncio.run(ask(served.pool.router_url, "wrong"))
-    with pytest.raises(TimeoutError, match=r"--rollout-deadline-s 0\.5, got no"):
-        asyncio.run(ask("http://127.0.0.1:9", Stack.key))
 
 
 def test_what_top_p_and_top_k_kept_comes_with_a_sample(stack: Stack) -> None:
