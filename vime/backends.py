@@ -58,6 +58,15 @@ def make_pools(config: Config, placed: Placement, source: WeightSource | None) -
     return ServedModels(policy, frozen)
 
 
+def require_reachable(config: Config) -> None:
+    """What the engines of all models need is there: see `RolloutBackend.require_reachable`."""
+    for model, backend, own in models_of(config):
+        try:
+            backend.require_reachable(own)
+        except ValueError as error:
+            raise ValueError(in_own_flags(str(error), model)) from error
+
+
 def check_served(config: Config) -> None:
     """The engines of each frozen model fit their model and their devices."""
     for model in served_models(config):

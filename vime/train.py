@@ -38,7 +38,7 @@ from slime.run_start import check_start, finished, start_line
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.report import Reporter
 from slime.waiting import said
-from vime.backends import make_pools, models_of, parse_config
+from vime.backends import make_pools, parse_config, require_reachable
 from vime.pool.process import tail
 from vime.run import interrupts, surroundings
 from vime.run.disk_space import require_disk_space
@@ -67,8 +67,7 @@ def main(argv: Sequence[str]) -> int:
     if finished(config):
         print(f"all {config.data.num_rollout} rollouts are done; --num-rollout or --num-epoch adds more")
         return 0
-    for _, backend, own in models_of(config):
-        backend.require_reachable(own)
+    require_reachable(config)
     if config.cluster.device == "cpu":  # on GPUs the trainers know what they have
         decide(config, config.cluster.device)
         # For trainers and engines, which share the cores: threads that wait for work sleep instead of spinning.

@@ -27,7 +27,7 @@ from slime.rollout.teachers.servers import SERVERS, Scorer
 from slime.types import Sample
 
 _MAX_REQUESTS = 64
-"""To one teacher at a time."""
+"""At a time, to each engine of a teacher or to its server."""
 _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = (
     weakref.WeakKeyDictionary()
 )
@@ -120,8 +120,9 @@ async def _teach(args: Namespace, sample: Sample) -> None:
     if not sample.response_length:
         sample.teacher_log_probs = []
         return
+    engines = (flags.opd_teacher_num_gpus or 1) // flags.opd_teacher_num_gpus_per_engine or 1
     of_loop = _slots.setdefault(asyncio.get_running_loop(), {})
-    async with of_loop.setdefault(source, asyncio.Semaphore(_MAX_REQUESTS)):
+    async with of_loop.setdefault(source, asyncio.Semaphore(_MAX_REQUESTS * engines)):
         result = await scorer.score(
             sample.tokens,
             start=len(sample.tokens) - sample.response_length,

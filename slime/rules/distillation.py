@@ -134,6 +134,10 @@ def _check_engines(c: Config) -> None:
 def check_teacher(c: Config) -> None:
     """The models of teachers: the policy's vocabulary, and, on the trainer's ranks, layers that its layout can hold."""
     mine = given(c.rollout.hf_checkpoint)
+    if c.distillation.opd_top_k > (rows := read_hf_config(mine)["vocab_size"]):
+        raise ValueError(
+            f"--opd-top-k must be at most the model's vocab_size, got {c.distillation.opd_top_k} and {rows}; lower it"
+        )
     for source, its in by_name("opd_teacher_model", c.distillation.opd_teacher_model).items():
         if Path(its) != Path(mine):
             _check_directory(its)

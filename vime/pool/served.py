@@ -32,6 +32,8 @@ def config_of(config: Config, model: ServedModel, backend: RolloutBackend) -> Co
     own = {
         "backend_args": {},
         "backend_argv": [],
+        "router_ip": None,
+        "router_port": None,
         "router_args": {},
         "router_argv": [],
         "backend_env": {},
@@ -63,6 +65,7 @@ def in_own_flags(text: str, model: ServedModel) -> str:
 
 _FLAGS = {
     "--rollout-num-gpus-per-engine": "--opd-teacher-num-gpus-per-engine",
+    "--rollout-backend": "--opd-type",
     "--vllm-": "--opd-teacher-engine-args ",
     "--sglang-": "--opd-teacher-engine-args ",
 }

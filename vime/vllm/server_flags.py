@@ -19,6 +19,7 @@ from slime.config import Config, FlagGroup
 from slime.config.fields import nearest
 from slime.config.problems import Problems
 from slime.models import decoder_of
+from slime.roles.served import frozen_devices
 from slime.rules.listing import Row
 from slime.weight_sync.registry import CHANNELS
 from vime.vllm import fp8
@@ -208,7 +209,8 @@ def remarks(config: Config) -> Iterator[str]:
             "not yet on several hosts"
         )
     elif config.cluster.device == "cuda":
-        gpus = config.world_size + (0 if config.cluster.colocate else config.cluster.rollout_num_gpus)
+        apart = 0 if config.cluster.colocate else config.cluster.rollout_num_gpus
+        gpus = config.world_size + apart + frozen_devices(config)
         if gpus > MOST_GPUS:
             yield f"{gpus} GPUs: runs on more than {MOST_GPUS} of a host have not been made in this version"
 

@@ -87,6 +87,10 @@ def teacher_of(folder: Path, **changes: object) -> list[str]:
             "--rollout-temperature must be 1 with --opd-teacher-model and --opd-type sglang, got 0.7",
         ),
         (
+            "--use-opd --opd-type vllm --rm-url http://a --opd-top-k 65",
+            "--opd-top-k must be at most the model's vocab_size, got 65 and 64",
+        ),
+        (
             "--use-opd --opd-type vllm --opd-teacher-model nowhere",
             "--opd-teacher-model must name Hugging Face directories, got nowhere",
         ),

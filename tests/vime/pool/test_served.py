@@ -11,7 +11,7 @@ from config_cases import good_argv, write_model
 from engine_double import DoubleServer
 
 from slime.protocols import NoEngines
-from vime.backends import models_of, parse_config
+from vime.backends import models_of, parse_config, require_reachable
 from vime.plan import describe
 from vime.pool.router import RouterSpec
 from vime.pool.served import ServedModels
@@ -53,6 +53,19 @@ def test_the_engines_of_a_teacher_have_their_own_settings(tmp_path: Path) -> Non
         "VIME_LOGITS_TEMPERATURE"
         not in VllmServer(VllmSpec(**settings, run_key="", log_path="")).environment()
     )
+
+
+def test_a_teacher_on_sglang(tmp_path: Path) -> None:
+    """Its engines are SGLang's beside the policy's of vLLM; they are not installed here."""
+    given = argv(tmp_path, "--opd-teacher-engine-args", "mem-fraction-static=0.5")
+    given[given.index("--opd-type") + 1], given[given.index("--rollout-temperature") + 1] = "sglang", "1"
+    c = parse_config(given)
+    (_, policys, _), (teacher, backend, own), _ = models_of(c)
+    assert (policys.name, backend.name, teacher.temperature) == ("vllm", "sglang", 1.0)
+    assert own.engine.backend_argv == ["--mem-fraction-static", "0.5"]
+    assert (own.engine.engine_facts.memory_share, own.engine.rollout_backend) == (0.5, "sglang")
+    with pytest.raises(ValueError, match="--opd-type sglang must find sglang, got none installed"):
+        require_reachable(c)
 
 
 @pytest.mark.parametrize(

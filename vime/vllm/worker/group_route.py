@@ -62,6 +62,7 @@ class GroupRequest:
         self.kept_tokens = min(kept, vocabulary) if isinstance(kept, int) else 0
         self.score_from = shared.pop(SCORE_FIELD, None)
         top = shared.pop(TOP_FIELD, 0)
+        top = min(top, vocabulary) if isinstance(top, int) else 0
         ours: dict[str, object] = {
             "logprobs": self.kept_tokens if self.score_from is None else None,
             "prompt_logprobs": None if self.score_from is None else top,
