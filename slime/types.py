@@ -9,7 +9,7 @@ import enum
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, Self, TypeAlias, cast
 
 import numpy as np
 
@@ -48,7 +48,17 @@ class Prompt:
 
 
 @dataclass
-class SpeculationCounts:
+class _Counts:
+    def to_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> Self:
+        return cls(**data)
+
+
+@dataclass
+class SpeculationCounts(_Counts):
     """Counts of speculative decoding, summed over the requests of a sample: `Sample.SpecInfo`."""
 
     spec_accept_token_num: int = 0
@@ -73,16 +83,9 @@ class SpeculationCounts:
         """Generated tokens divided by passes of the large model, 0 without a pass."""
         return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
 
-    def to_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, int]) -> SpeculationCounts:
-        return cls(**data)
-
 
 @dataclass
-class CacheCounts:
+class CacheCounts(_Counts):
     """Prompt tokens, and how many of them the engine had in its cache: `Sample.PrefixCacheInfo`. Sums over requests."""
 
     cached_tokens: int = 0
@@ -97,13 +100,6 @@ class CacheCounts:
     def prefix_cache_hit_rate(self) -> float:
         """Cached tokens divided by prompt tokens, 0 without a request."""
         return self.cached_tokens / max(self.total_prompt_tokens, 1)
-
-    def to_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, int]) -> CacheCounts:
-        return cls(**data)
 
 
 @dataclass
@@ -153,7 +149,6 @@ class Sample:
     remove_sample: bool = False
     teacher_log_probs: list[float] | None = None
     teacher_top: tuple[np.ndarray, np.ndarray] | None = field(default=None, compare=False)
-    """Ids, int32, and log-probs, float32, of the teacher's --opd-top-k most probable tokens, [response_length, K]."""
     status: Status = Status.PENDING
     metadata: Metadata = field(default_factory=dict)
     generate_function_path: str | None = None
@@ -169,18 +164,17 @@ class Sample:
     def to_dict(self) -> dict[str, object]:
         """Plain values only (the status as text), so that JSON or torch can save the record. Attributes that are no
         fields are in it too."""
-        out = {name: copy.copy(value) for name, value in vars(self).items()}
+        out = {name: _as_plain(copy.copy(value)) for name, value in vars(self).items()}
         out["status"] = self.status.value
         out |= {name: getattr(self, name).to_dict() for name in _COUNTS}
-        return out | {name: _saved(out.get(name)) for name in _ARRAYS}
+        return out
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
         """Inverse of `to_dict`. A key that is not a field becomes an attribute."""
-        data = dict(data)
+        data = {name: _as_array(value) for name, value in data.items()}
         if not isinstance(data.get("status", cls.Status.PENDING), cls.Status):
             data["status"] = cls.Status(data["status"])
-        data |= {name: _loaded(data.get(name)) for name in _ARRAYS}
         for name, record in _COUNTS.items():
             if isinstance(data.get(name), Mapping):
                 data[name] = record.from_dict(data[name])
@@ -238,8 +232,8 @@ class Sample:
             before = self.columns.get(name, [None] * self.response_length)
             self.columns[name] = [*before, *(columns or {}).get(name, [None] * len(ids))]
         self.loss_mask = [*(self.loss_mask or [1] * self.response_length), *([int(trainable)] * len(ids))]
-        values = values if trainable else [0.0] * len(ids)
-        self.rollout_log_probs = [*(self.rollout_log_probs or []), *values]
+        added = values if trainable else [0.0] * len(ids)
+        self.rollout_log_probs = [*(self.rollout_log_probs or []), *added]
         self.tokens = [*self.tokens, *ids]
         self.response_length += len(ids)
         if ends := self.rollout_top_p_token_offsets:
@@ -348,16 +342,16 @@ class Sample:
                 f"for {self.response_length} tokens of {who}"
             )
         if not all(map(math.isfinite, self.rollout_log_probs)):
-            position, value = next(
-                (i, v) for i, v in enumerate(self.rollout_log_probs) if not math.isfinite(v)
-            )
+            position = next(i for i, v in enumerate(self.rollout_log_probs) if not math.isfinite(v))
+            value = self.rollout_log_probs[position]
             raise ValueError(f"rollout_log_probs must be finite, got {value} at position {position} of {who}")
 
 
-_Counts = type[SpeculationCounts] | type[CacheCounts]
-_COUNTS: dict[str, _Counts] = {"spec_info": SpeculationCounts, "prefix_cache_info": CacheCounts}
+_COUNTS: dict[str, type[SpeculationCounts] | type[CacheCounts]] = {
+    "spec_info": SpeculationCounts,
+    "prefix_cache_info": CacheCounts,
+}
 """The fields that are records of counts."""
-_ARRAYS = ("rollout_routed_experts", "teacher_top")
 
 FINISH_STATUS = {
     "stop": Sample.Status.COMPLETED,
@@ -367,34 +361,37 @@ FINISH_STATUS = {
 """The status of a sample by its last request's finish reason."""
 
 
-def _saved(value: object) -> object:
-    if isinstance(value, tuple):
-        return [*map(_saved, value)]
+def _as_plain(value: object) -> object:
+    """An array, also in a pair, as a record of text that JSON and torch can save; any other value unchanged."""
+    if isinstance(value, tuple) and any(isinstance(x, np.ndarray) for x in value):
+        return tuple(map(_as_plain, value))
     if not isinstance(value, np.ndarray):
         return value
-    text = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+    text = base64.b64encode(value.tobytes()).decode()
     return {"dtype": value.dtype.name, "shape": list(value.shape), "base64": text}
 
 
-def _loaded(saved: Any) -> Any:
-    if isinstance(saved, list):
-        return tuple(map(_loaded, saved))
-    if not isinstance(saved, dict):
-        return saved
-    flat = np.frombuffer(base64.b64decode(saved["base64"]), saved["dtype"]).copy()  # torch needs it writable
-    return flat.reshape(saved["shape"])
+def _as_array(value: Any) -> Any:
+    """Inverse of `_as_plain`."""
+    if isinstance(value, tuple | list) and any(isinstance(x, dict) and "base64" in x for x in value):
+        return tuple(map(_as_array, value))
+    if not (isinstance(value, dict) and value.keys() == {"dtype", "shape", "base64"}):
+        return value
+    flat = np.frombuffer(base64.b64decode(value["base64"]), value["dtype"])
+    return flat.copy().reshape(value["shape"])  # torch needs a writable array
 
 
 def _plain(values: object) -> Iterable[float]:
     """A list, array or tensor of numbers as an iterable of Python numbers; nothing for None."""
+    if values is None:
+        return ()
     if isinstance(values, np.ndarray) or hasattr(values, "tolist"):
         values = cast("np.ndarray", values).reshape(-1).tolist()
-    return cast("Iterable[float]", () if values is None else values)
+    return cast("Iterable[float]", values)
 
 
 SampleGroup = list[Sample]
 """The G samples of one prompt. A plain list: existing hooks take and return `list[list[Sample]]`."""
 
 TrainData = dict[str, Any]
-"""Columns of a rollout, one entry per sample (`slime.data.columns`). A dict: hooks read and write it
-(`--custom-convert-samples-to-train-data-path`, `--custom-advantage-function-path`)."""
+"""Columns of a rollout (`slime.data.columns`), one entry per sample. A dict: hooks read and write it."""
