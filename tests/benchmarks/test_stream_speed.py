@@ -1,0 +1,46 @@
+"""The benchmark of rollouts ahead: its lengths, its bound by hand, and its table. The runs are those of a person."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import stream_speed
+from lengths import MEDIAN, length_of
+
+
+def test_lengths_have_a_heavy_tail():
+    lengths = sorted(length_of(i, 10**6) for i in range(20_000))
+    assert statistics.median(lengths) == pytest.approx(MEDIAN, rel=0.05)
+    assert lengths[int(0.99 * len(lengths))] == pytest.approx(20 * MEDIAN, rel=0.15)
+    assert max(length_of(i, 50) for i in range(200)) == 50
+
+
+def test_the_bound_of_two_rollouts_by_hand(monkeypatch):
+    """Groups of one answer, batches of two. Lengths 1, 9, 1, 1: without rollouts ahead, the batches take 9 and 1
+    seconds to generate, and 2 to train. One ahead, the first batch has two answers of 1 s; that of 9 s comes next.
+    """
+    monkeypatch.setattr(stream_speed, "PROMPTS", 2)
+    monkeypatch.setattr(stream_speed, "ANSWERS", 1)
+    monkeypatch.setattr(stream_speed, "WARM_UP", 1)
+    monkeypatch.setattr(stream_speed, "length_of", lambda index, limit: (1, 9, 1, 1)[index])
+    assert stream_speed.bound(0, 2, 1.0, 2.0) == pytest.approx(2 / 3)
+    assert stream_speed.bound(1, 2, 1.0, 2.0) == pytest.approx(10 / 8)  # from 3 s to 9 + 2 s
+
+
+def test_the_table_compares_runs_of_one_seed():
+    parts = {"step": 2.0, "train_wait": 1.0, "train": 0.9, "update_weights": 0.1}
+    runs = [
+        {
+            **{"staleness": staleness, "seed": seed, "tokens_per_s": speed, "tokens": 1.0, "parts_s": parts},
+            **{"age": float(staleness), "oldest": float(staleness), "reward": 0.5},
+        }
+        for staleness, seed, speed in ((0, 0, 100.0), (1, 0, 150.0), (1, 1, 300.0), (0, 1, 200.0))
+    ]
+    lines = stream_speed.table({"runs": runs, "bounds": {"0": 1.0, "1": 1.75}}).splitlines()
+    assert "1.50 1.50" in lines[2] and " 1.75 " in lines[2] and "0.500 0.500" in lines[2]
+
+
+def test_staleness_0_is_needed_for_the_ratios(capsys):
+    assert stream_speed.main(["--staleness", "1,4"]) == 2
+    assert "--staleness must include 0" in capsys.readouterr().err
