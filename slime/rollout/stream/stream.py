@@ -7,10 +7,11 @@
 
 Rollouts ahead (--max-staleness). A group that was drawn at weights u may be in the batches up to u + max_staleness. As
 many groups are in the stream as the batches have that the loop has asked for. A batch takes the groups that finish
-first. It waits for a running group only if the next batch would be too late for it. What is left stays in the stream,
-and its requests go on while weights change. Batches of at most (u + max_staleness + 1) * --rollout-batch-size groups
-have been asked for when a group is drawn at weights u, so that all groups of that age fit (AReaL, 2505.24298). Groups
-that over-sampling has added beside these may get too old: --stale-samples.
+first, those of the oldest weights before others. It waits for a running group only if the batches after it would have
+no room for it in time. What is left stays in the stream, and its requests go on while weights change. When a group is
+drawn at weights u, at most (u + max_staleness + 1) * --rollout-batch-size groups have been asked for, so that all
+groups of that age fit (AReaL, 2505.24298). Groups that over-sampling has added beside these may get too old
+(--stale-samples).
 
 No rollout ahead (--max-staleness 0). A batch ends all that runs. Without --partial-rollout, groups that are running
 when the batch is full are discarded, as in slime. Their prompts return in the next epoch. With --partial-rollout, these
@@ -135,13 +136,25 @@ class Stream:
             self.state.progress = (min(len(self.ready), self.target) * self.group_size, wanted)
 
     def is_full(self) -> bool:
-        """Whether the batch has its groups, and no running group would be too old for the next batch."""
+        """Whether the batch has its groups, and the batches after it have room for all that are left."""
         if len(self.ready) < self.target:
             return False
-        return not self.runs_ahead or not any(self.is_last_chance(drawn) for drawn in self.running.values())
+        return not self.runs_ahead or not any(map(self.is_short_of, range(self.flags.max_staleness + 1)))
 
-    def is_last_chance(self, drawn: Drawn) -> bool:
-        return drawn.age(self.rollout_id) >= self.flags.max_staleness
+    def is_short_of(self, batches: int) -> bool:
+        """Whether the next `batches` batches have no room for the groups that would be too old after them, and this
+        batch could have one more of these if it waited."""
+        oldest = self.rollout_id + batches - self.flags.max_staleness
+        chosen = self.chosen()
+        late = [drawn for drawn in self.running.values() if drawn.version <= oldest]
+        left = [drawn for drawn in self.ready if drawn.version <= oldest and drawn not in chosen]
+        younger = any(drawn.version > oldest for drawn in chosen)
+        return bool(late) and younger and len(late) + len(left) > batches * self.target
+
+    def chosen(self) -> list[Drawn]:
+        """The ready groups that the batch gets: of the oldest weights, and of these, those that finished first."""
+        order = sorted(self.ready, key=lambda drawn: drawn.version) if self.runs_ahead else self.ready
+        return order[: self.target]
 
     def room(self) -> int:
         """How many groups may be drawn. A batch may be short of some, or the loop has asked for further batches."""
@@ -272,10 +285,8 @@ class Stream:
         return RolloutFnTrainOutput(samples=groups, metrics=metrics)
 
     def cut(self) -> list[Drawn]:
-        """Take the batch from the ready groups, by index: first those that the next batch would be too late for, then
-        those that finished first."""
-        order = sorted(self.ready, key=lambda drawn: not (self.runs_ahead and self.is_last_chance(drawn)))
-        cut = order[: self.target]
+        """Take the batch from the ready groups, by index."""
+        cut = self.chosen()
         self.ready = [drawn for drawn in self.ready if drawn not in cut]
         return sorted(cut, key=lambda drawn: index_of(drawn.group))
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from train_fixtures import ROOT, World, make_world, rows, run, vime
 
+from slime.tracking.ledger import read_ledger
+
 pytestmark = pytest.mark.e2e
 
 
@@ -67,3 +69,14 @@ def test_correction_drops_what_fp8_changed(world: World, monkeypatch: pytest.Mon
     assert mean(series(world, name, "rollout/raw_reward")[-3:]) > 0.8
     apart = series(world, name, "train/train_rollout_logprob_abs_diff")
     assert apart[0] > 1e-3 and min(series(world, name, "rollout/mismatch_ess")) > 0.99
+
+
+@pytest.mark.slow
+def test_rollouts_ahead_learn_and_lose_no_group(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "fully-async"
+    example(world, monkeypatch, name, "config.yaml")
+    assert mean(series(world, name, "rollout/raw_reward")[-3:]) > 0.8
+    assert max(series(world, name, "rollout/staleness/max")) == 2
+    ledger = read_ledger(world.root / name)
+    assert ledger.is_exact and ledger.groups_trained == 16 * 16 and ledger.over_limit == 0
+    assert not any(ledger.dropped.values())

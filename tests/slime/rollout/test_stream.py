@@ -77,6 +77,17 @@ def test_a_batch_takes_what_finishes_first_and_the_rest_goes_on():
     assert prompts_of(output) == ["e", "f"] and output.metrics["rollout/staleness/max"] == 1
 
 
+def test_a_batch_waits_for_old_groups_that_later_batches_have_no_room_for():
+    """Four groups of weights 0 run when two of weights 1 are ready. Rollout 2 has room for two of the four only."""
+    run = Run(["a", "b", ONE, ONE, ONE, ONE, "g", "h"], max_staleness=2)
+    asked = [run.ask(rollout_id, 0) for rollout_id in range(3)]
+    assert prompts_of(asked[0]()) == ["a", "b"]
+    last = run.ask(3, 1)
+    assert until(lambda: len(run.engine.calls) == 16 and run.engine.running == 8)
+    run.engine.released.add("1")
+    assert [prompts_of(one()) for one in (*asked[1:], last)] == [[ONE, ONE], [ONE, ONE], ["g", "h"]]
+
+
 def test_no_more_groups_are_drawn_than_the_loop_has_asked_for():
     run = Run([ONE] * 12, max_staleness=2)
     for rollout_id in range(3):
