@@ -9,7 +9,7 @@ from rl_kernel.dispatch import capabilities
 from rl_kernel.mode import configure
 from rl_kernel.ops.group_advantage import group_advantage
 from rl_kernel.ops.grpo_loss import grpo_loss
-from rl_kernel.ops.linear_logp import linear_logp
+from rl_kernel.ops.linear_logp import linear_logp, linear_top
 from rl_kernel.ops.linear_token_loss import linear_token_loss
 from rl_kernel.ops.logp import logp
 from rl_kernel.ops.masked import masked_mean, masked_sum, masked_whiten
@@ -25,6 +25,7 @@ __all__ = [
     "grpo_loss",
     "linear_logp",
     "linear_token_loss",
+    "linear_top",
     "logp",
     "masked_mean",
     "masked_sum",

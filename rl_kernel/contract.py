@@ -95,6 +95,7 @@ _ROTARY = {
 
 CONTRACTS: Mapping[str, Contract] = {
     "linear_logp": Contract(_LINEAR_LOGP, _LINEAR_GRADIENTS, _LAYER, True, ("vocabulary",)),
+    "linear_top": Contract(_LINEAR_LOGP, {}, (), True, ("vocabulary",)),
     "linear_token_loss": Contract(_LINEAR_LOGP, _LINEAR_GRADIENTS, _LAYER, True, ("vocabulary",)),
     "logp": Contract(_all_dtypes(Tolerance(5e-6, 1e-6)), _GRADIENTS, ("logits",), True, ("vocabulary",)),
     "ratio_kl": Contract(_all_dtypes(Tolerance(1e-6, 5e-6)), _GRADIENTS, ("log_probs",), True),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime.algo.estimators import ESTIMATORS, Estimator
-from slime.algo.surrogates import SURROGATES, Surrogate
+from slime.algo.surrogates import CENTRED, SURROGATES, Surrogate
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path("docs/algorithms.md")
@@ -46,6 +46,7 @@ HAND_TESTS = {
         "clip_cov": "test_surrogates.py::test_clip_cov_and_kl_cov_treat_chosen_tokens_apart",
         "kl_cov": "test_surrogates.py::test_clip_cov_and_kl_cov_treat_chosen_tokens_apart",
         "reinforce": "test_surrogates.py::test_reinforce",
+        "--use-score-centering": "test_top_losses.py::test_centering_by_hand",
     },
 }
 """Table -> record -> the test of its values that were worked out by hand, in TESTS."""
@@ -68,7 +69,8 @@ def file_of(record: Estimator | Surrogate) -> tuple[str, int | str]:
 
 def hand_test_of(record: Estimator | Surrogate) -> str:
     """The test as a link; empty for a record without one. ValueError if the file has no such test."""
-    if (name := HAND_TESTS[folder_of(record)].get(record.name)) is None:
+    key = record.flag or record.name if isinstance(record, Surrogate) else record.name
+    if (name := HAND_TESTS[folder_of(record)].get(key)) is None:
         return ""
     file, _, test = name.partition("::")
     if f"def {test}(" not in (ROOT / TESTS / file).read_text(encoding="utf-8"):
@@ -104,7 +106,7 @@ def estimators() -> Iterator[str]:
 
 
 def surrogates() -> Iterator[str]:
-    for record in SURROGATES.values():
+    for record in (*SURROGATES.values(), CENTRED):
         file, lines = file_of(record)
         reads = ", ".join(
             sorted({"advantages", *record.reads, *({"chosen_tokens"} if record.choose else ())})
@@ -112,7 +114,8 @@ def surrogates() -> Iterator[str]:
         head = "`linear_logp`" if record.reads_sequences else "`linear_token_loss`"
         operators = f"{head}, `grpo_loss`" if record.fused else head
         cells = (record.policy, source_of(record), file, lines, reads, operators, hand_test_of(record))
-        yield f"| `{record.name}` | {' | '.join(map(str, cells))} |\n"
+        with_flag = f" with `{record.flag}`" if record.flag else ""
+        yield f"| `{record.name}`{with_flag} | {' | '.join(map(str, cells))} |\n"
 
 
 def aliases() -> Iterator[str]:

@@ -246,6 +246,8 @@ def install(config: Config) -> None:
     names = list(config.kernels.rl_kernel_ops)
     if "group_advantage" in names:
         names += REDUCTIONS
+    if LINEAR.name in names:
+        names.append("linear_top")  # of a teacher: the same head, see `pass_head`
     rl_kernel.configure(config.kernels.rlk_fast, names)
     set_timing(config.kernels.rlk_fast != "off")
 

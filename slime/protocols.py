@@ -38,6 +38,8 @@ class GenerateResult:
     kept: tuple[list[int], list[int]] | None = None
     """Where asked for: the ids that top-p, top-k and min-p kept, and how many of them are of each token; 0 for a token
     that kept more than was asked for."""
+    top: tuple[np.ndarray, np.ndarray] | None = None
+    """Where asked for: the likeliest ids of each token and their log-probs (`slime.data.top_tokens`)."""
     columns: dict[str, list[float]] = field(default_factory=dict)
     """Other values of the engine, one per token of `token_ids`, by the names that `slime.data.columns` has for
     them."""
@@ -70,12 +72,13 @@ class RolloutEngine(Protocol):
         deadline_s: float,
         experts_from: int | None = None,
         kept_tokens: int = 0,
+        top_tokens: int = 0,
     ) -> GenerateResult:
         """Sample one completion; retry transient faults until `deadline_s` seconds have passed, then TimeoutError.
 
         `experts_from`: `routed_experts` shall hold the tokens from that place on, prompt included, up to the last but
         one (the last was never fed back). None: it stays None. `kept_tokens`: `kept` shall hold sets of at most that
-        many ids.
+        many ids. `top_tokens`: `top` shall hold that many ids of each token.
 
         `sampling_params` uses slime's names: temperature, top_p, top_k, max_new_tokens, min_new_tokens, stop,
         stop_token_ids, skip_special_tokens. A prompt the engine refuses raises ValueError at once.

@@ -12,13 +12,17 @@ from torch import Tensor
 
 import rl_kernel
 from rl_kernel.benchmarks.pairs import DEFAULT_WORKSPACE_MIB
-from rl_kernel.benchmarks.problem import Contender, MakeLoss, Outputs, Problem
+from rl_kernel.benchmarks.problem import IDS, Contender, MakeLoss, Outputs, Problem
 from rl_kernel.benchmarks.timing import MIB
 
 UNLIMITED = float("inf")
 WORKSPACES_MIB = {"linear_logp": (UNLIMITED, 1536, 512, 256), "linear_token_loss": (512, 1536, UNLIMITED)}
 ROUNDING = {"bf16": "bfloat16", "fp32": "float32"}
-ON_TOP = {"none": "", "metric": " +entropy", "gradient": " +entropy grad"}
+ON_TOP = {"none": "", "metric": " +entropy", "gradient": " +entropy grad", "ids": f" +{IDS} ids"}
+"""What a call computes beside log-probs: the entropy, its gradient, or log-probs of given ids with their gradient."""
+
+UPSTREAM = {"gradient": "entropy", "ids": "ids"}
+"""The kinds of `Problem.upstream` that are not plain."""
 
 
 def workspace_label(mib: float) -> str:
@@ -37,6 +41,15 @@ def own_contenders(
     found = []
     if "linear_logp" in operators:
         found += [_logp_row(None, "bf16"), _logp_row(None, "bf16", "metric"), _logp_row(None, "fp32")]
+        found.append(
+            Contender(
+                f"linear_top forward bf16, {IDS} ids",
+                "linear_logp",
+                top_step,
+                phase="forward",
+                upstream="ids",
+            )
+        )
         found += _logp_rows(workspaces or WORKSPACES_MIB["linear_logp"])
     if "linear_token_loss" in operators:
         found += _token_loss_rows(workspaces or WORKSPACES_MIB["linear_token_loss"], losses or {})
@@ -51,8 +64,8 @@ def _logp_row(mib: float | None, rounding: str, entropy: str = "none") -> Conten
         "linear_logp",
         partial(logp_step, mib=mib, rounding=rounding, entropy=entropy),
         phase="forward" if mib is None else "train",
-        upstream="entropy" if entropy == "gradient" else "plain",
-        entropy=entropy,
+        upstream=UPSTREAM.get(entropy, "plain"),
+        entropy="none" if entropy == "ids" else entropy,
         workspace_mib=mib,
     )
 
@@ -60,7 +73,7 @@ def _logp_row(mib: float | None, rounding: str, entropy: str = "none") -> Conten
 def _logp_rows(workspaces: Sequence[float]) -> list[Contender]:
     detail = _detail(workspaces)
     rows = [_logp_row(mib, "bf16") for mib in workspaces]
-    rows += [_logp_row(detail, "bf16", entropy) for entropy in ("metric", "gradient")]
+    rows += [_logp_row(detail, "bf16", entropy) for entropy in ("metric", "gradient", "ids")]
     wide = {max(workspaces), detail}
     return rows + [_logp_row(mib, "fp32") for mib in sorted(wide, reverse=True)]
 
@@ -75,13 +88,13 @@ def _token_loss_row(
 ) -> Contender:
     where = "main_grad" if main_grad else ".grad"
     plain = f"linear_token_loss {workspace_label(mib)} {rounding} {where}"
-    gradient = "entropy" if entropy == "gradient" else "plain"
+    gradient = UPSTREAM.get(entropy, "plain")
     return Contender(
         plain + ON_TOP[entropy] + ("" if loss is None else f" {loss}_loss"),
         "linear_token_loss",
         partial(token_loss_step, mib=mib, main_grad=main_grad, rounding=rounding, entropy=entropy, loss=loss),
         upstream=loss or gradient,
-        entropy=entropy,
+        entropy="none" if entropy == "ids" else entropy,
         workspace_mib=mib,
         main_grad=main_grad,
         make_loss=make_loss,
@@ -94,6 +107,7 @@ def _token_loss_rows(workspaces: Sequence[float], losses: Mapping[str, MakeLoss]
     for main_grad in (True, False):
         rows += [_token_loss_row(detail, main_grad, entropy=entropy) for entropy in ("metric", "gradient")]
     rows.append(_token_loss_row(detail, True, loss="grpo"))
+    rows.append(_token_loss_row(detail, True, entropy="ids"))
     rows += [_token_loss_row(detail, True, loss=name, make_loss=make) for name, make in losses.items()]
     rows.append(_token_loss_row(detail, True, rounding="fp32"))
     return rows
@@ -106,7 +120,9 @@ def _detail(workspaces: Sequence[float]) -> float:
 
 def _options(rounding: str, entropy: str, mib: float | None) -> dict[str, Any]:
     workspace = {} if mib is None else {"workspace_bytes": 2**62 if mib == UNLIMITED else int(mib * MIB)}
-    return dict(logits_dtype=ROUNDING[rounding], return_entropy=entropy != "none", **workspace)
+    return dict(
+        logits_dtype=ROUNDING[rounding], return_entropy=entropy in ("metric", "gradient"), **workspace
+    )
 
 
 def logp_step(problem: Problem, *, mib: float | None, rounding: str, entropy: str) -> Callable[[], Outputs]:
@@ -114,12 +130,24 @@ def logp_step(problem: Problem, *, mib: float | None, rounding: str, entropy: st
 
     def step() -> Outputs:
         with torch.set_grad_enabled(mib is not None):
-            found = rl_kernel.linear_logp(problem.hidden, problem.weight, problem.targets, **options)
+            ids = problem.ids if entropy == "ids" else None
+            found = rl_kernel.linear_logp(problem.hidden, problem.weight, problem.targets, ids=ids, **options)
         values = found if isinstance(found, tuple) else (found,)
         if mib is not None:
-            used = 2 if entropy == "gradient" else 1
-            torch.autograd.backward(values[:used], [problem.gain, problem.entropy_gain][:used])
-        return Outputs(*values)
+            used = 2 if entropy in UPSTREAM else 1
+            of_second = problem.ids_gain if entropy == "ids" else problem.entropy_gain
+            torch.autograd.backward(values[:used], [problem.gain, of_second][:used])
+        return Outputs(values[0], values[1] if entropy in ("metric", "gradient") else None)
+
+    return step
+
+
+def top_step(problem: Problem) -> Callable[[], Outputs]:
+    def step() -> Outputs:
+        log_probs, _ = rl_kernel.linear_top(
+            problem.hidden, problem.weight, problem.targets, problem.ids.shape[1], logits_dtype="bfloat16"
+        )
+        return Outputs(log_probs)
 
     return step
 
@@ -127,22 +155,28 @@ def logp_step(problem: Problem, *, mib: float | None, rounding: str, entropy: st
 def token_loss_step(
     problem: Problem, *, mib: float, main_grad: bool, rounding: str, entropy: str, loss: str | None
 ) -> Callable[[], Outputs]:
-    def loss_of(log_probs: Tensor, entropies: Tensor | None, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_of(
+        log_probs: Tensor, entropies: Tensor | None, rows: slice, of_ids: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         if loss is not None:
             return problem.losses[loss](log_probs, rows)
         total = (log_probs * problem.gain[rows]).sum()
         if entropy == "gradient":
             assert entropies is not None
             total = total + (entropies * problem.entropy_gain[rows]).sum()
+        if of_ids is not None:
+            total = total + (of_ids * problem.ids_gain[rows]).sum()
         return total, {}
 
     options = _options(rounding, entropy, mib) | {"weight_grad": problem.main_grad if main_grad else None}
+
+    options |= {"ids": problem.ids if entropy == "ids" else None}
 
     def step() -> Outputs:
         result = rl_kernel.linear_token_loss(
             problem.hidden, problem.weight, problem.targets, loss_of, **options
         )
         torch.autograd.backward(result.loss)
-        return Outputs(result.log_probs, result.entropy if entropy != "none" else None)
+        return Outputs(result.log_probs, result.entropy)
 
     return step

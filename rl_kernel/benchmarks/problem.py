@@ -24,7 +24,10 @@ CHECKED_ROWS = 256
 CHECKED_COLUMNS = 256
 TRUTH_TOKENS = 512
 """Rows of float64 logits at a time: 600 MiB for the largest vocabulary."""
-Upstream = tuple[Tensor, Tensor | None]
+Upstream = tuple[Tensor, Tensor | None, Tensor | None]
+"""Of the log-probs [N], the entropy [N] and the log-probs of the ids [N, K]."""
+IDS, STRIDE = 64, 7919
+"""Ids of a token, and the distance of two: a prime, so that they differ in every vocabulary."""
 BlockLoss = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 """`loss(log_probs, rows) -> (loss, metrics)`, the `token_loss` of `linear_token_loss` without the entropy."""
 MakeLoss = Callable[[Tensor, Tensor, Tensor, float], BlockLoss]
@@ -67,8 +70,8 @@ class Outputs:
 class Problem:
     """Inputs of one case: hidden ~ N(0, 1), weight ~ N(0, 0.02), random targets and upstream gradients.
 
-    `gain` [N] is the upstream gradient of the log-probs, `entropy_gain` [N] that of the entropy. `leaves` are the
-    tensors whose `.grad` a call may leave behind.
+    `gain` [N] is the upstream gradient of the log-probs, `entropy_gain` [N] that of the entropy, `ids_gain` [N, K] that
+    of the log-probs of `ids` [N, K]. `leaves` are the tensors whose `.grad` a call may leave behind.
     """
 
     def __init__(self, case: LinearCase, device: torch.device) -> None:
@@ -83,6 +86,9 @@ class Problem:
         self.weight = normal(vocab, hidden, dtype=torch.bfloat16).mul_(0.02).requires_grad_()
         self.targets = torch.randint(vocab, (tokens,), device=device, generator=random)
         self.gain, self.entropy_gain = normal(tokens), normal(tokens)
+        first = torch.randint(vocab, (tokens, 1), device=device, generator=random)
+        self.ids = ((first + STRIDE * torch.arange(min(IDS, vocab), device=device)) % vocab).int()
+        self.ids_gain = normal(*self.ids.shape)
         self.advantages = normal(tokens)
         self.mask = torch.rand(tokens, device=device, generator=random) > 0.1
         self.log_ratio = (torch.randint(4, (tokens,), device=device, generator=random) - 1.5) / 3
@@ -125,13 +131,15 @@ class Problem:
         """Gradients of the log-probs and of the entropy that a call of this kind sends back, in float64."""
         gain = self.gain.double()
         if kind == "plain":
-            return gain, None
+            return gain, None, None
         if kind == "entropy":
-            return gain, self.entropy_gain.double()
+            return gain, self.entropy_gain.double(), None
+        if kind == "ids":
+            return gain, None, self.ids_gain.double()
         log_probs = self.truth.log_probs.clone().requires_grad_()
         torch.autograd.backward(self.losses[kind](log_probs, slice(None))[0])
         assert log_probs.grad is not None
-        return log_probs.grad, None
+        return log_probs.grad, None, None
 
 
 @dataclass(frozen=True)
@@ -203,7 +211,7 @@ class Truth:
     def _d_logits(
         self, hidden: Tensor, weight: Tensor, rows: Tensor, columns: Tensor, upstream: Upstream
     ) -> Tensor:
-        gain, entropy_gain = upstream
+        gain, entropy_gain, ids_gain = upstream
         targets, some = self.problem.targets[rows], hidden[rows]
         logits = some @ weight[columns].t()
         log_p = logits - ((some * weight[targets]).sum(1) - self.log_probs[rows])[:, None]
@@ -211,8 +219,11 @@ class Truth:
         grad = -p * gain[rows, None]
         if entropy_gain is not None:
             grad -= entropy_gain[rows, None] * p * (log_p + self.entropy[rows, None])
-        hit = targets[:, None] == columns[None]
-        return grad + hit * gain[rows, None]
+        grad += (targets[:, None] == columns[None]) * gain[rows, None]
+        if ids_gain is not None:
+            for ids, values in zip(self.problem.ids[rows].unbind(1), ids_gain[rows].unbind(1), strict=True):
+                grad += ((ids[:, None] == columns[None]).double() - p) * values[:, None]
+        return grad
 
     def errors(self, outputs: Outputs, kind: str | None, d_weight: Tensor | None) -> dict[str, float | None]:
         """Worst absolute errors of log-probs (checked rows, all rows) and entropy, in nats, and relative errors

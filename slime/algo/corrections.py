@@ -132,6 +132,11 @@ def weigh(ratio: Tensor, mode: Mode, low: float, high: float) -> tuple[Tensor, d
     return weights, {"tis": ratio, "tis_clipfrac": (weights != ratio).float(), "tis_abs": (ratio - 1).abs()}
 
 
+def bounded(args: Namespace, ratio: Tensor) -> Tensor:
+    """The weight of --tis-mode for each ratio, of any shape."""
+    return MODES[args.tis_mode].weights(ratio, args.tis_clip_low, args.tis_clip)
+
+
 def importance_weights(args: Namespace, t: TokenColumns, old: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The weights of --tis-mode at --tis-level: `exp(old - rollout)` of each part, bounded or masked."""
     d = old.detach().float() - t["rollout_log_probs"].float()

@@ -1,29 +1,74 @@
-"""On-policy distillation: the reverse KL to a teacher as a penalty in the advantages. Pure functions of tensors.
+"""On-policy distillation: the reverse KL to a teacher as a penalty in the advantages, or a divergence in the loss. Pure
+functions of tensors.
 
 Of samples of the policy, `mean(log_probs - teacher_log_probs)` estimates KL(policy || teacher) without bias (MiniLLM,
-2306.08543; GKD, 2306.13649). R_i response tokens of sample i.
+2306.08543; GKD, 2306.13649). A divergence in the loss is over the teacher's top-k ids and one class for all others,
+whose probability is the rest: by the data-processing inequality at most the divergence over the vocabulary, at least 0,
+and 0 where the policy has the teacher's probabilities of these ids.
+
+R_i response tokens of sample i, R of a micro-batch, K ids of a token.
 """
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 
 import torch
 from torch import Tensor
 
+from slime.algo.token_columns import TokenColumns
 from slime.config.schema import section_of
 from slime.config.sections.distillation import DistillationConfig
 from slime.types import TrainData
 
+LEAST_TAIL = 1e-6
+"""Least probability of all other ids together. Below it float32 has no digits of 1 - sum(p)."""
+NOWHERE = -1e4
+"""Log-prob of a place without an id, of policy and teacher: finite, with a probability of 0."""
+
+
+def with_tail(log_probs: Tensor, known: Tensor) -> Tensor:
+    """[R, K + 1] from log-probs [R, K] where `known`: then `log(1 - p.sum(1))`, the probability at least LEAST_TAIL."""
+    log_probs = torch.where(known, log_probs, NOWHERE)
+    tail = (1 - log_probs.exp().sum(1)).clamp(min=LEAST_TAIL)
+    return torch.cat([log_probs, tail.log()[:, None]], 1)
+
+
+def forward_kl(teacher: Tensor, policy: Tensor) -> Tensor:
+    """`(teacher.exp() * (teacher - policy)).sum(1)`, [R] from log-probs of the same classes."""
+    return (teacher.exp() * (teacher - policy)).sum(1)
+
+
+def jensen_shannon(teacher: Tensor, policy: Tensor, beta: float) -> Tensor:
+    """`beta * KL(teacher || m) + (1 - beta) * KL(policy || m)`, `m = beta * teacher + (1 - beta) * policy`, [R] from
+    log-probs (the generalised Jensen-Shannon divergence of GKD, 2306.13649)."""
+    middle = torch.logaddexp(teacher + math.log(beta), policy + math.log1p(-beta))
+    return beta * forward_kl(teacher, middle) + (1 - beta) * forward_kl(policy, middle)
+
+
+def distillation_term(args: Namespace, t: TokenColumns) -> Tensor | None:
+    """The divergence of each token by --opd-loss-type, [R] nats; None where the reverse KL is in the advantages."""
+    flags = section_of(DistillationConfig, args)
+    if not flags.use_opd or flags.opd_loss_type == "reverse_kl":
+        return None
+    assert t.of_ids is not None, "every head computes them for a loss that reads ids"
+    known = t["teacher_top_ids"] >= 0
+    teacher, policy = with_tail(t["teacher_top_log_probs"].float(), known), with_tail(t.of_ids, known)
+    if flags.opd_loss_type == "jsd":
+        return jensen_shannon(teacher, policy, flags.opd_jsd_beta)
+    return forward_kl(teacher, policy)
+
 
 def distillation_penalties(args: Namespace, data: TrainData) -> list[Tensor] | None:
-    """`opd_kl_coef * (old_log_probs - teacher_log_probs)` of each sample, [R_i] fp32; None without --use-opd.
+    """`opd_kl_coef * (old_log_probs - teacher_log_probs)` of each sample, [R_i] fp32; None without --use-opd
+    and with another --opd-loss-type than reverse_kl.
 
     Sets the column `opd_reverse_kl`, the difference without its weight. ValueError for a log-prob of the teacher that
     is not finite.
     """
     flags = section_of(DistillationConfig, args)
-    if not flags.use_opd:
+    if not flags.use_opd or flags.opd_loss_type != "reverse_kl":
         return None
     lengths = [len(x) for x in data["old_log_probs"]]
     teacher = torch.cat(data["teacher_log_probs"]).float()

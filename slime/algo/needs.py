@@ -22,9 +22,10 @@ def columns_read(c: Config) -> frozenset[str]:
     flags = {
         "ref_log_probs": c.algorithm.use_kl_loss or c.algorithm.kl_coef != 0,
         "teacher_log_probs": c.distillation.use_opd,
+        **dict.fromkeys(("teacher_top_ids", "teacher_top_log_probs"), draws_in_loss(c)),
         "old_log_probs": (
             c.algorithm.kl_coef != 0
-            or c.distillation.use_opd
+            or (c.distillation.use_opd and not draws_in_loss(c))
             or c.off_policy.get_mismatch_metrics
             or c.algorithm.custom_advantage_function_path is not None
             # Routing replay repeats the experts of the extra pass, unless it repeats the experts of the engine.
@@ -33,6 +34,19 @@ def columns_read(c: Config) -> frozenset[str]:
     }
     of_surrogate = surrogate_of(c.algorithm).reads if loss.surrogate else frozenset[str]()
     return loss.reads | estimator.reads | of_surrogate | {name for name, on in flags.items() if on}
+
+
+def draws_in_loss(c: Config) -> bool:
+    """Whether the loss has a divergence to a teacher, over its likeliest ids."""
+    return c.distillation.use_opd and c.distillation.opd_loss_type != "reverse_kl"
+
+
+def ids_read(c: Config) -> str | None:
+    """The column with ids [R, K] whose log-probs the loss reads, None for none."""
+    if not loss_of(c.algorithm).surrogate:
+        return None
+    names = ("teacher_top_ids", "rollout_top_ids")
+    return next((name for name in names if name in columns_read(c)), None)
 
 
 def needs_old_log_probs(c: Config) -> bool:

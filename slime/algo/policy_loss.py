@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 import rl_kernel
 from slime.algo.corrections import accepted, importance_weights
+from slime.algo.distillation import distillation_term
 from slime.algo.estimators import surrogate_of
 from slime.algo.importance import opsm_mask, sequence_mean
 from slime.algo.token_columns import HookView, Losses, TokenColumns
@@ -27,7 +28,8 @@ def sft_loss(args: Namespace, t: TokenColumns) -> Losses:
 
 
 def policy_loss(args: Namespace, t: TokenColumns) -> Losses:
-    """`(mask / denominators * (pg - entropy_coef * entropy + kl_loss_coef * kl)).sum()`, pg by --pg-loss-type.
+    """`(mask / denominators * (pg - entropy_coef * entropy + kl_loss_coef * kl + opd_loss_coef * d)).sum()`, pg by
+    --pg-loss-type, d by --opd-loss-type.
 
     The surrogate's record (`slime.algo.surrogates`) has pg and the level of its ratio. pg is multiplied by the
     importance weight of --use-tis, and by 0 for tokens that --use-rs and samples that --use-opsm drop. The entropy
@@ -48,6 +50,9 @@ def policy_loss(args: Namespace, t: TokenColumns) -> Losses:
         )
         sums["kl_loss"] = t.mean(kl)
         loss = loss + args.kl_loss_coef * sums["kl_loss"]
+    if (divergence := distillation_term(args, t)) is not None:
+        sums["opd_loss"] = t.mean(divergence)
+        loss = loss + args.opd_loss_coef * sums["opd_loss"]
     per_token |= {**terms, "log_probs": t.log_probs}
     maxima = {}
     if rollout is not None:
@@ -111,7 +116,7 @@ def pg_loss_of(
         return loss, {name: terms[name] for name in ("pg_clipfrac", "ppo_kl")}
     ppo_kl = base - new
     pg, clipped = surrogate.per_token(args, t, new, ppo_kl)
-    if factor is not None:
+    if factor is not None and not surrogate.weighs:
         pg = pg * factor
     if not hooked:  # `t` may be a block of tokens, which hooks never see
         return t.mean(pg), {"pg_clipfrac": clipped, "ppo_kl": ppo_kl}

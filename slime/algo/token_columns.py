@@ -50,6 +50,9 @@ class TokenColumns:
     response_lengths: list[int]
     normaliser: float
     view: HookView | None = None
+    of_ids: Tensor | None = None
+    """[R, K] fp32 nats: log-probs of the present policy at the ids of the column that `slime.algo.needs.ids_read`
+    names; -inf without an id. None where no loss reads them."""
 
     def __getitem__(self, column: str) -> Tensor:
         if column not in self.columns:

@@ -11,10 +11,6 @@ from dataclasses import dataclass
 from slime.config.fields import FlagSpec, spelled
 
 _CRITIC = "the critic is trained on the ranks of the policy: leave the flag out"
-_CENTERING = (
-    "score centering (2609.20807) needs the log-probs of the sampler's top-k tokens with each sample, and the "
-    "trainer's of the same tokens, which no operator computes without logits; use --use-tis"
-)
 _DEEPGEMM = "DeepGEMM is not used by the trainer"
 _DELTA = "delta weight updates are not supported yet; whole weights are sent"
 _HOOK = "this hook is not called yet"
@@ -60,8 +56,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "critic_num_nodes": Unsupported(None, _CRITIC),
     "critic_num_gpus_per_node": Unsupported(None, _CRITIC),
     "use_stateless_adam": Unsupported(False, "Adam keeps its moments in this version"),
-    "use_score_centering": Unsupported(False, _CENTERING),
-    "score_centering_top_k": Unsupported(None, _CENTERING),
     # debug
     "http_proxy": Unsupported(None, "requests to the engines never pass a proxy"),
     # Megatron

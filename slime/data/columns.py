@@ -16,14 +16,14 @@ import numpy as np
 from torch import Tensor
 
 from slime.config.schema import Config
-from slime.data import kept_tokens, routed_experts
+from slime.data import kept_tokens, routed_experts, top_tokens
 from slime.data.token_slice import TokenSlice
 from slime.types import Sample, TrainData
 
 Kind = Literal["response", "sequence", "ragged", "sample"]
 """What an entry is, and which part of it a context-parallel rank gets.
 
-response: [R_i] numbers; the response tokens that the rank predicts (`MicroBatch.local`).
+response: [R_i] numbers, or [R_i, K]; the response tokens that the rank predicts (`MicroBatch.local`).
 sequence: [L_i] numbers; the rank's tokens (`TokenSlice.tokens`).
 ragged: an array of its own shape; `Column.to_rows` makes the rows of the rank.
 sample: one value of any type; all of it.
@@ -65,7 +65,7 @@ class Column:
     mean: bool = False
     """The trainer reports `rollout/{name}`."""
     to_tensor: Callable[[np.ndarray], Tensor] | None = None
-    """For kind ragged: the entry of a sample as a host tensor."""
+    """For kind ragged, and for kind response with K numbers per token: the entry of a sample as a host tensor."""
     to_rows: Callable[[TrainData, list[int], TokenSlice], Tensor] | None = None
     """For kind ragged: this rank's rows [P, ...] of a packed micro-batch."""
 
@@ -111,6 +111,16 @@ def _loss_mask(sample: Sample) -> list[int]:
     if sample.remove_sample:
         return [0] * sample.response_length
     return list(sample.loss_mask or [1] * sample.response_length)
+
+
+def _part(read: Callable[[Sample], top_tokens.Top | None], place: int) -> Callable[[Sample], object]:
+    """The ids or the log-probs of a record."""
+
+    def part(sample: Sample) -> object:
+        found = read(sample)
+        return None if found is None else found[place]
+
+    return part
 
 
 _TABLE = (
@@ -162,6 +172,24 @@ _TABLE = (
         lambda s: s.teacher_log_probs,
         optional=True,
         mean=True,
+    ),
+    *(
+        Column(
+            name,
+            "response",
+            "sample",
+            dtype,
+            _part(read, i),
+            flag=flag,
+            carried="training",
+            optional=flag == "opd_top_k",  # of a served teacher; another is a role, whose pass fills them
+            to_tensor=top_tokens.as_tensor,
+        )
+        for names, read, flag in (
+            (top_tokens.ROLLOUT, top_tokens.of_rollout, "use_score_centering"),
+            (top_tokens.TEACHER, top_tokens.of_teacher, "opd_top_k"),
+        )
+        for i, (name, dtype) in enumerate(zip(names, (np.int32, np.float32), strict=True))
     ),
     Column(  # 1 for the tokens of a chosen response, -1 of a rejected one
         "preference", "response", "sample", np.float32, optional=True, carried="training"

@@ -7,13 +7,15 @@ Shapes: R response tokens of a sample, K ids of the token that kept the most, P 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rl_kernel.kept import KeptTokens
 from slime.data.token_slice import TokenSlice
+from slime.protocols import GenerateResult
 from slime.types import Sample, TrainData
 
 COLUMN = "rollout_kept_tokens"
@@ -29,6 +31,21 @@ def append(sample: Sample, ids: list[int], counts: list[int]) -> None:
         offsets.append(offsets[-1] + count)
     sample.rollout_top_p_token_ids = [*(sample.rollout_top_p_token_ids or []), *ids]
     sample.rollout_top_p_token_offsets = offsets
+
+
+def check_answer(sample: Sample, result: GenerateResult, *, cut: bool) -> None:
+    """ValueError, with the sample's name, for an engine's answer without a set for each token. `cut`: top-k keeps so
+    few ids that no set can be larger than was asked for, and an empty one is an error too."""
+    counts = [] if result.kept is None else result.kept[1]
+    empty = counts.count(0) if cut else 0
+    if len(counts) == len(result.token_ids) and not empty:
+        return
+    got = f"{empty} empty sets" if empty else f"{len(counts)} sets"
+    raise ValueError(
+        f"the engine must give a kept set for each token with --replay-kept-tokens, got {got} for "
+        f"{len(result.token_ids)} tokens of sample {sample.index} of group {sample.group_index}; its answers must have "
+        "the log-probs that it samples from (--logprobs-mode processed_logprobs)"
+    )
 
 
 def of_sample(sample: Sample) -> np.ndarray:
@@ -86,3 +103,13 @@ def packed(data: TrainData, samples: list[int], part: TokenSlice) -> Tensor:
             out[row + begin - run.start : row + end - run.start] = record[begin - first : end - first]
         row += run.stop - run.start
     return out
+
+
+def of_rows(columns: Mapping[str, Tensor], rows: Tensor) -> KeptTokens | None:
+    """The ids that sampling kept for the tokens that `rows` [r] of a micro-batch predict; None where it has none."""
+    found = columns.get(COLUMN)
+    if found is None:
+        return None
+    ids = found[rows]
+    known = ids != NONE
+    return KeptTokens(ids[known], torch.nn.functional.pad(known.sum(1).cumsum(0), (1, 0)))

@@ -96,11 +96,12 @@ class RankData(dict[str, Any]):
         return [name for name in self if name in COLUMNS and COLUMNS[name].stage == stage]
 
     def to_device(self, device: torch.device, *, per_token: bool, length: int | None = None) -> None:
-        """Move the tensors of responses (the packer reads `tokens` on the host), and add the denominator of every token
-        in the loss: `max(rollout_mask_sum, 1) * global_batch_size`; with `per_token` the step's tokens. `length`, of
-        --use-dr-grpo, stands for every rollout's mask sum. Data that were trained before begin anew."""
+        """Move the tensors of one number per response token (the packer reads the others on the host), and add the
+        denominator of every token in the loss: `max(rollout_mask_sum, 1) * global_batch_size`; with `per_token` the
+        step's tokens. `length`, of --use-dr-grpo, stands for every rollout's mask sum. Data that were trained before
+        begin anew."""
         self.stage = "sent"
-        for name in [column.name for column in present(self, "response")]:
+        for name in [column.name for column in present(self, "response") if column.to_tensor is None]:
             joined = torch.cat(self[name]).to(device)  # in one copy: each waits for the device
             self[name] = list(joined.split([len(tensor) for tensor in self[name]]))
         self["normalisers"] = self["global_token_counts"] if per_token else self.global_batch_sizes

@@ -18,7 +18,7 @@ import rl_kernel
 from slime.algo.estimators import estimator_of
 from slime.algo.losses import loss_of
 from slime.config.schema import Config
-from slime.data import kept_tokens, routed_experts
+from slime.data import kept_tokens, routed_experts, top_tokens
 from slime.data.columns import COLUMNS, Column, present
 from slime.data.packing import Schedule, plan_steps
 from slime.data.rank_data import RankData
@@ -148,6 +148,7 @@ def convert_samples_to_train_data(config: Config, args: Namespace, samples: list
         ]
     if kept_tokens.COLUMN in data:
         data[kept_tokens.COLUMN] = kept_tokens.same_width(data[kept_tokens.COLUMN])
+    top_tokens.same_width(data)
     keys = _rollout_keys(samples)
     mask_sums: dict[Key, int] = defaultdict(int)
     for key, mask in zip(keys, data["loss_masks"], strict=True):

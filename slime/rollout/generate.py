@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from slime.config.schema import section_of
+from slime.config.sections.algorithm import AlgorithmConfig
 from slime.config.sections.off_policy import OffPolicyConfig
 from slime.config.sections.reward import RewardConfig
 from slime.config.sections.rollout import RolloutConfig
-from slime.data import kept_tokens
+from slime.data import kept_tokens, top_tokens
 from slime.hooks import load_function
 from slime.protocols import GenerateResult
 from slime.rollout import state
@@ -84,11 +85,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
     if budget <= 0:
         sample.status = Sample.Status.TRUNCATED
         return sample
-    replayed, wanted = section_of(OffPolicyConfig, args), dict[str, int]()
-    if replayed.use_rollout_routing_replay:
-        wanted["experts_from"] = sample.known_experts
-    if replayed.replay_kept_tokens:
-        wanted["kept_tokens"] = replayed.replay_kept_tokens
+    wanted = _wanted(args, sample)
     stream = state.random_stream(sample)
     requests = own.requests[stream]
     seed = request_seed(
@@ -108,7 +105,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
                 deadline_s=flags.rollout_deadline_s,
                 **wanted,
             )
-        _take(sample, result, own, sampling_params)
+        _take(sample, result, own, sampling_params, wanted)
     except TimeoutError as error:
         own.timed_out[stream] = str(error) or "the engine did not answer"
         sample.status = Sample.Status.ABORTED
@@ -118,6 +115,28 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
     if not stream.startswith(EVALUATION):
         own.note_request(time.perf_counter() - began, result)
     return sample
+
+
+def _of_evaluation(args: Namespace) -> Namespace:
+    """`args` without the records of tokens that only training reads."""
+    off_policy, algorithm = section_of(OffPolicyConfig, args), section_of(AlgorithmConfig, args)
+    if off_policy.use_rollout_routing_replay or algorithm.use_score_centering:
+        args = copy.copy(args)
+        args.use_rollout_routing_replay = args.use_score_centering = False
+    return args
+
+
+def _wanted(args: Namespace, sample: Sample) -> dict[str, int]:
+    """What the engine shall tell beside tokens and log-probs."""
+    replayed, centred = section_of(OffPolicyConfig, args), section_of(AlgorithmConfig, args)
+    wanted: dict[str, int] = {}
+    if replayed.use_rollout_routing_replay:
+        wanted["experts_from"] = sample.known_experts
+    if replayed.replay_kept_tokens:
+        wanted["kept_tokens"] = replayed.replay_kept_tokens
+    if centred.centred_ids:
+        wanted["top_tokens"] = centred.centred_ids
+    return wanted
 
 
 def _token_budget(flags: RolloutConfig, sample: Sample, sampling_params: SamplingParams) -> int:
@@ -141,13 +160,23 @@ def _token_budget(flags: RolloutConfig, sample: Sample, sampling_params: Samplin
     return min(limits)
 
 
-def _take(sample: Sample, result: GenerateResult, own: state.GenerateState, params: SamplingParams) -> None:
+def _take(
+    sample: Sample,
+    result: GenerateResult,
+    own: state.GenerateState,
+    params: SamplingParams,
+    wanted: dict[str, int],
+) -> None:
     continued = sample.response_length > 0
     sample.append_response_tokens(
         tokens=result.token_ids, log_probs=result.log_probs, text=result.text, columns=result.columns
     )
+    if "kept_tokens" in wanted:
+        kept_tokens.check_answer(sample, result, cut=0 < params.get("top_k", -1) <= wanted["kept_tokens"])
     if result.kept is not None:
         kept_tokens.append(sample, *result.kept)
+    if result.top is not None:
+        top_tokens.append(sample, result.top)
     if result.routed_experts is not None:
         sample.append_routed_experts(result.routed_experts)
     if continued and result.token_ids:
@@ -182,13 +211,12 @@ async def generate_and_rm(
 
     `args` that a plug-in made have the default of each flag that they lack (`slime.config.section_of`).
 
-    In an evaluation, every function called here sees `args.use_rollout_routing_replay` as False: no training uses
-    the samples, and all of them are in memory at once.
+    In an evaluation, every function called here sees `args.use_rollout_routing_replay` and `use_score_centering` as
+    False: no training uses the samples, and all of them are in memory at once.
     """
     flags = section_of(RolloutConfig, args)
-    if evaluation and section_of(OffPolicyConfig, args).use_rollout_routing_replay:
-        args = copy.copy(args)
-        args.use_rollout_routing_replay = False
+    if evaluation:
+        args = _of_evaluation(args)
     own = GenerateState(args)
     finished = sample.status in FINISHED
     if flags.partial_rollout and flags.mask_offpolicy_in_partial_rollout and sample.response_length:

@@ -22,9 +22,10 @@ def check_algorithm(c: Config) -> None:
     estimator = estimator_of(c.algorithm)
     loss = loss_of(c.algorithm)
     surrogate = surrogate_of(c.algorithm)
-    if c.algorithm.pg_loss_type is not None and not loss.surrogate:
+    asked = "--use-score-centering" if c.algorithm.use_score_centering else "--pg-loss-type"
+    if (c.algorithm.pg_loss_type is not None or c.algorithm.use_score_centering) and not loss.surrogate:
         raise ValueError(
-            f"--pg-loss-type must be left out with --loss-type {loss.name}, got {surrogate.name}; that loss has no "
+            f"{asked} must be left out with --loss-type {loss.name}, got {surrogate.name}; that loss has no "
             "policy-gradient term"
         )
     for check in (*estimator.checks, *loss.checks, *(surrogate.checks if loss.surrogate else ())):

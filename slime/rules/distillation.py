@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from slime.algo.losses import loss_of
+from slime.algo.needs import draws_in_loss
 from slime.checkpoints.checkpoint_dir import is_hf_directory
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config.fields import specs_of, spelled
@@ -44,6 +45,7 @@ def check_distillation(c: Config) -> None:
         raise ValueError(
             f"--use-opd must not be combined with {what}, got both; the KL to the teacher is a part of advantages"
         )
+    _check_loss(c)
     if flags.opd_type == "megatron":
         _check_on_ranks(c)
     else:
@@ -128,6 +130,39 @@ def _check_engines(c: Config) -> None:
             "--rollout-temperature must be 1 with --opd-teacher-model and --opd-type sglang, got "
             f"{c.rollout.rollout_temperature}; SGLang's log-probs of given tokens are at temperature 1, and their "
             "difference would be no KL: use --opd-type vllm, whose logits are divided by the temperature"
+        )
+
+
+def _check_loss(c: Config) -> None:
+    """A divergence in the loss has the teacher's likeliest ids, and a loss that it can be a term of."""
+    flags, kind = c.distillation, f"--opd-loss-type {c.distillation.opd_loss_type}"
+    if not draws_in_loss(c):
+        given = {"--opd-loss-coef": flags.opd_loss_coef != 1, "--opd-jsd-beta": flags.opd_jsd_beta != 0.5}
+        if name := next((name for name, on in given.items() if on), None):
+            raise ValueError(
+                f"{name} must be left out with {kind}, got both; the reverse KL is a part of the advantages and has "
+                "the weight --opd-kl-coef"
+            )
+        return
+    if not flags.opd_top_k:
+        raise ValueError(
+            f"--opd-top-k must be above 0 with {kind}, got 0; its sum is over that many of the teacher's likeliest "
+            "tokens: 64 is a start"
+        )
+    if not 0 < flags.opd_jsd_beta < 1:
+        raise ValueError(
+            f"--opd-jsd-beta must lie between 0 and 1, got {flags.opd_jsd_beta}; at the ends the divergence is 0"
+        )
+    others = {
+        f"--loss-type {c.algorithm.loss_type}": not loss_of(c.algorithm).surrogate,
+        "--replay-kept-tokens": c.off_policy.replay_kept_tokens,
+        "--opd-kl-coef": flags.opd_kl_coef != 1,
+        "--opd-jsd-beta": flags.opd_loss_type != "jsd" and flags.opd_jsd_beta != 0.5,
+    }
+    if name := next((name for name, on in others.items() if on), None):
+        raise ValueError(
+            f"{name} must not be combined with {kind}, got both; that loss is a term of policy_loss over the whole "
+            "vocabulary, with the weight --opd-loss-coef"
         )
 
 

@@ -36,7 +36,7 @@ log_reward_category hf_checkpoint
 _OFF = """
 rollout_shuffle apply_chat_template disable_rollout_global_dataset partial_rollout trust_remote_code
 mask_offpolicy_in_partial_rollout rollout_skip_special_tokens group_rm log_passrate log_multi_turn
-log_correct_samples use_rollout_routing_replay
+log_correct_samples use_rollout_routing_replay use_score_centering
 """
 
 
@@ -85,6 +85,8 @@ def make_args(**overrides: Any) -> SimpleNamespace:
         "max_staleness": 0,
         "stale_samples": "drop",
         "loss_mask_type": "qwen",
+        "replay_kept_tokens": 0,
+        "score_centering_top_k": 128,
     }
     unknown = set(overrides) - set(defaults)
     assert not unknown, f"not a flag of make_args: {unknown}"

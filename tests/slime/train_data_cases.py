@@ -27,6 +27,8 @@ def make_args(**flags) -> SimpleNamespace:
         "balance_data": False,
         "balance_by_flops": False,
         "use_rollout_routing_replay": False,
+        "use_score_centering": False,
+        "score_centering_top_k": 128,
     }
     assert set(flags) <= set(defaults)
     return SimpleNamespace(**{**defaults, **flags})

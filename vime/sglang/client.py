@@ -56,6 +56,7 @@ class SglangEngineClient(RouterClient):
         deadline_s: float,
         experts_from: int | None = None,
         kept_tokens: int = 0,
+        top_tokens: int = 0,
     ) -> GenerateResult:
         """Sample one completion of `token_ids`, see `slime.protocols.RolloutEngine`.
 
@@ -68,6 +69,11 @@ class SglangEngineClient(RouterClient):
             raise ValueError(
                 f"kept tokens must come from vLLM, got a request for {kept_tokens} of SGLang's; leave "
                 "--replay-kept-tokens out"
+            )
+        if top_tokens:
+            raise ValueError(
+                f"the likeliest tokens must come from vLLM, got a request for {top_tokens} of SGLang's; leave "
+                "--use-score-centering out"
             )
         if experts_from is not None:
             raise ValueError(

@@ -151,6 +151,11 @@ def check_engines(config: Config) -> None:
             "--replay-kept-tokens must go with --rollout-backend vllm, got sglang; its answers do not say what top-p "
             "kept: leave the flag out"
         )
+    if config.algorithm.use_score_centering:
+        raise ValueError(
+            "--use-score-centering must go with --rollout-backend vllm, got sglang; its client does not ask for the "
+            "likeliest tokens: leave the flag out"
+        )
     if config.off_policy.use_rollout_routing_replay:
         raise ValueError(
             "--use-rollout-routing-replay must go with --rollout-backend vllm, got sglang; sglang-router drops the "

@@ -55,6 +55,7 @@ class VllmEngineClient(RouterClient):
         deadline_s: float,
         experts_from: int | None = None,
         kept_tokens: int = 0,
+        top_tokens: int = 0,
     ) -> GenerateResult:
         """Sample one completion of `token_ids`.
 
@@ -71,6 +72,8 @@ class VllmEngineClient(RouterClient):
             shared[routed_experts.START_FIELD] = experts_from
         if kept_tokens:
             shared[KEPT_FIELD] = kept_tokens
+        if top_tokens:
+            shared[TOP_FIELD] = top_tokens
         answer = await self._until(
             deadline_s, lambda: self._join(token_ids, shared, own), prompt_tokens=len(token_ids)
         )
@@ -209,6 +212,13 @@ def result_of(answer: SampleAnswer, prompt_tokens: int, experts_from: int | None
     kept = None
     if answer.kept_ids is not None:
         kept = tuple(np.frombuffer(x, np.int32).tolist() for x in (answer.kept_ids, answer.kept_counts))
+    top = None
+    if answer.top_ids:
+        shape = len(token_ids), -1
+        top = (
+            np.frombuffer(answer.top_ids, np.int32).reshape(shape),
+            np.frombuffer(answer.top_log_probs, np.float32).reshape(shape),
+        )
     return GenerateResult(
         token_ids=token_ids.tolist(),
         log_probs=log_probs.tolist(),
@@ -222,4 +232,5 @@ def result_of(answer: SampleAnswer, prompt_tokens: int, experts_from: int | None
         routed_experts=rows,
         speculation=answer.speculation,
         kept=kept,
+        top=top,
     )

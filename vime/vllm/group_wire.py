@@ -15,9 +15,10 @@ import msgspec
 SAMPLES = "vime_samples"
 KEPT_FIELD = "vime_kept_tokens"
 """A shared parameter: the largest set of kept ids that the answers shall hold."""
-SCORE_FIELD, TOP_FIELD = "vime_score_from", "vime_score_top"
-"""Shared parameters of a request for log-probs of the prompt: the first place, and how many of the most probable tokens
-of each place."""
+SCORE_FIELD = "vime_score_from"
+"""A shared parameter of a request for log-probs of the prompt: the first place."""
+TOP_FIELD = "vime_top"
+"""A shared parameter: how many of the most probable tokens of each place the answers shall hold."""
 MARK = b"vime"
 """What a frame begins with. The router calls every stream text/event-stream, so the content type tells nothing."""
 _HEAD_BYTES = len(MARK) + 4
@@ -32,8 +33,8 @@ class SampleAnswer(msgspec.Struct, array_like=True):
     """One finished sample. `place`: its place in the request. `token_ids`: int32, `log_probs`: float32 nats.
 
     `error` is set where the engine refuses the sample; every other field is then empty. `experts`: an .npy file.
-    Of a request with SCORE_FIELD, `log_probs` are those of the prompt; `top_ids`, int32, and `top_log_probs`, float32,
-    have the same number of tokens for each place.
+    Of a request with SCORE_FIELD, `log_probs` are those of the prompt. `top_ids`, int32, and `top_log_probs`, float32
+    nats, have the same number of the most probable tokens for each place.
     `kept_ids`, `kept_counts`: int32, the ids that sampling kept, and how many of each token.
     `speculation`: number of passes of the model, of drafted and of accepted tokens, where the engine counts them.
     """

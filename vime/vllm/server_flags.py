@@ -344,7 +344,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
         "sleeps": gives_memory(config),
         "tells_experts": config.off_policy.use_rollout_routing_replay,
-        "top_tokens": config.off_policy.replay_kept_tokens,
+        "top_tokens": max(config.off_policy.replay_kept_tokens, config.algorithm.centred_ids),
         "cache_bytes": _cache_bytes(config),
         # GPUs also serve frozen models of families that are not trained here
         "stateful": on_cpu and decoder_of(read_hf_config(config.rollout.hf_checkpoint)).stateful,

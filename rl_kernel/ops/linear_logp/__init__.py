@@ -8,20 +8,29 @@ These facts hold for `linear_logp` and for `linear_token_loss`, which takes the 
 - Under `tp_group`, the forward makes one all-gather of [3 to 7, N] (the bfloat16 form also one all-reduce of [N]), and
   the backward one all-reduce of [N, H].
 - The same inputs give the same bits on one kind of device.
+- A gradient has its input's dtype and is summed in float32. The gradient of `hidden` is already summed over `tp_group`:
+  callers must not reduce it again.
+- The log-probs of `ids` are over the whole vocabulary. Ids of a token differ, and -1 stands for none: its log-prob is
+  -inf, without a gradient.
 - float64 in `hidden` or `weight` makes the computation and the results float64. It is meant for derivative checks.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from rl_kernel.checks import invalid
 from rl_kernel.dispatch import choose
 from rl_kernel.kept import KeptTokens
 from rl_kernel.ops.linear_logp.arguments import Task, checked_task, layer_refusal
 from rl_kernel.ops.linear_logp.plan import WORKSPACE_BYTES
-from rl_kernel.ops.linear_logp.reference import LinearLogp
+from rl_kernel.ops.linear_logp.reference import LinearLogp, linear_top_reference
 from rl_kernel.telemetry import record, timed
+from rl_kernel.token_ids import Top
 
 
 def linear_logp(
@@ -35,14 +44,15 @@ def linear_logp(
     vocab_size: int | None = None,
     bias: Tensor | None = None,
     keep_mask: KeptTokens | None = None,
+    ids: Tensor | None = None,
     return_entropy: bool = False,
     logits_dtype: str | None = None,
     logit_cap: float | None = None,
     logit_scale: float = 1.0,
     workspace_bytes: int = WORKSPACE_BYTES,
     impl: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probability of each target and, if asked, the entropy of the distribution, in nats.
+) -> Tensor | tuple[Tensor, ...]:
+    """Log-probability of each target and, if asked, the entropy of the distribution and the log-probs of ids, in nats.
 
     `log_p = log_softmax(F.linear(hidden, weight, bias)[:, :vocab_size] / temperature[:, None], -1)`, with a soft cap
     `logit_scale * logit_cap * tanh(logits / logit_cap)` for the logits; `log_p.gather(1, targets[:, None])[:, 0]` and
@@ -54,11 +64,11 @@ def linear_logp(
         targets: [N] int64 or int32 token ids of the whole vocabulary.
         temperature: number or [N], > 0; a constant.
         tp_group: its ranks' shards partition the vocabulary. All else, and the upstream gradient, is equal on them.
-        vocab_start: id of the first row of `weight`.
-        vocab_size: ids from here on are padding: no probability, no gradient. A whole shard may be padding.
-        bias: [V_local].
-        keep_mask: the ids that sampling kept for each token. The softmax of the log-prob is over these ids, that of the
-            entropy over all ids. Costs up to 64 bytes per id on top of the workspace.
+        vocab_start: id of the first row of `weight`, and of `bias` [V_local].
+        vocab_size: ids from here on are padding, without probability or gradient; a whole shard may be padding.
+        keep_mask: the ids that sampling kept. The softmax of the log-prob is over these, that of the entropy over all.
+            Costs up to 64 bytes per id on top of the workspace.
+        ids: [N, K] int32 or int64, other ids whose log-probs are wanted (-1 for none); not together with `keep_mask`.
         return_entropy: also return the entropy. The entropy costs a gradient only if a loss uses it.
         logits_dtype: "bfloat16" rounds the logits before the temperature, "float32" does not. None rounds to the
             dtype of `weight`, as vLLM does before it samples. Gradients pass through the rounding unchanged.
@@ -67,29 +77,72 @@ def linear_logp(
         impl: "triton" or "reference", whatever the mode; None lets the mode choose.
 
     Returns:
-        log_probs [N] float32, or (log_probs, entropy), equal on all ranks of `tp_group`. Both are differentiable once
-        in hidden, weight and bias. A gradient has its input's dtype and is summed in float32. The gradient of `hidden`
-        is already summed over `tp_group`: callers must not reduce it again.
+        log_probs [N] float32, then entropy [N] and the ids' log-probs [N, K], if asked for; equal on all ranks of
+        `tp_group`. All are differentiable once in hidden, weight and bias.
 
     Raises:
         ValueError: a wrong shape, dtype, device, temperature, cap, shard or workspace; on the host and in strict mode
-            also a target outside the vocabulary. Refused: strict mode, and the kernels cannot take the inputs.
+            also a target or id outside the vocabulary. Refused: strict mode, and the kernels cannot take the inputs.
     """
     task = checked_task(
         hidden, weight, bias, targets, temperature=temperature, tp_group=tp_group, vocab_start=vocab_start,
         vocab_size=vocab_size, keep_mask=keep_mask, with_entropy=return_entropy, logits_dtype=logits_dtype,
-        workspace_bytes=workspace_bytes, logit_cap=logit_cap, logit_scale=logit_scale)  # fmt: skip
+        workspace_bytes=workspace_bytes, logit_cap=logit_cap, logit_scale=logit_scale, ids=ids)  # fmt: skip
     choice = choose("linear_logp", hidden.device, impl, layer_refusal(hidden, weight, bias))
     record(choice, len(hidden))
     with timed("linear_logp", hidden.device):
-        log_probs, entropy = _run(choice.implementation, hidden, weight, bias, task)
-    return log_probs if entropy is None else (log_probs, entropy)
+        found = [x for x in _run(choice.implementation, hidden, weight, bias, task) if x is not None]
+    return tuple(found) if len(found) > 1 else found[0]
+
+
+@torch.no_grad()
+def linear_top(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    count: int,
+    *,
+    temperature: float | Tensor = 1.0,
+    tp_group: ProcessGroup | None = None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    bias: Tensor | None = None,
+    logits_dtype: str | None = None,
+    logit_cap: float | None = None,
+    logit_scale: float = 1.0,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    impl: str | None = None,
+) -> tuple[Tensor, Top]:
+    """The log-probs of `linear_logp` [N], and the ids of the `count` largest log-probs of each token with these.
+
+    `top = log_p.topk(count, 1)`, without a gradient; of equal log-probs the lowest ids, so that a split of the
+    vocabulary changes nothing. The arguments are those of `linear_logp`. `Top` says what it holds. Beside its
+    all-gather, one of [N, count] int64 under `tp_group`.
+
+    Raises:
+        As `linear_logp`; ValueError: `count` below 1.
+    """
+    task = checked_task(
+        hidden, weight, bias, targets, temperature=temperature, tp_group=tp_group, vocab_start=vocab_start,
+        vocab_size=vocab_size, keep_mask=None, with_entropy=False, logits_dtype=logits_dtype,
+        workspace_bytes=workspace_bytes, logit_cap=logit_cap, logit_scale=logit_scale)  # fmt: skip
+    if count < 1:
+        raise invalid("count", "be >= 1", count, "use linear_logp for the targets alone")
+    task = replace(task, top=count)
+    choice = choose("linear_top", hidden.device, impl, layer_refusal(hidden, weight, bias))
+    record(choice, len(hidden))
+    with timed("linear_top", hidden.device):
+        if choice.implementation == "triton":
+            from rl_kernel.ops.linear_logp.autograd import linear_top_on_device
+
+            return linear_top_on_device(hidden, weight, bias, task)
+        return linear_top_reference(hidden, weight, bias, task)
 
 
 def _run(
     implementation: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
-) -> tuple[Tensor, Tensor | None]:
-    out: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    out: tuple[Tensor, Tensor | None, Tensor | None]
     if implementation == "triton":
         from rl_kernel.ops.linear_logp.autograd import LinearLogpOnDevice, seen_by_autograd
 

@@ -12,6 +12,7 @@ from rl_kernel.checks import check_tensor, invalid
 from rl_kernel.dispatch import float64_refusal
 from rl_kernel.kept import KeptTokens, check_kept
 from rl_kernel.ops.linear_logp.plan import WORKSPACE_BYTES
+from rl_kernel.token_ids import check_ids
 from rl_kernel.vocab import VocabShard, check_cap, check_targets, check_temperature, make_shard, take
 
 LOGITS_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
@@ -23,7 +24,8 @@ class Task:
 
     `targets` [N] integer token ids. `temperature`: a positive number, or [N]. `keep`: the ids that top-p or top-k
     sampling kept. `rounding`: the dtype that logits are rounded to, None for no rounding. `cap`: the soft cap of the
-    logits, None for none.
+    logits, None for none. `ids` [N, K]: other tokens whose log-probs are wanted. `top`: how many of the largest
+    log-probs are wanted, without gradient.
     """
 
     targets: Tensor
@@ -34,6 +36,8 @@ class Task:
     with_entropy: bool = False
     workspace_bytes: int = WORKSPACE_BYTES
     cap: float | None = None
+    ids: Tensor | None = None
+    top: int = 0
 
     def rows(self, rows: slice) -> Task:
         """The task of some of the tokens."""
@@ -42,6 +46,7 @@ class Task:
             targets=self.targets[rows],
             temperature=take(self.temperature, rows),
             keep=take(self.keep, rows),
+            ids=take(self.ids, rows),
         )
 
 
@@ -61,6 +66,7 @@ def checked_task(
     workspace_bytes: int,
     logit_cap: float | None,
     logit_scale: float,
+    ids: Tensor | None = None,
 ) -> Task:
     """The task of a call, after all checks of its arguments. ValueError names the argument that is wrong.
 
@@ -75,12 +81,16 @@ def checked_task(
     check_temperature(temperature, tokens, hidden.device)
     shard = make_shard("weight", len(weight), targets, vocab_start, vocab_size, tp_group)
     check_kept(keep_mask, targets, shard.limit)
+    check_ids(ids, tokens, hidden.device, shard.limit)
+    if ids is not None and keep_mask is not None:
+        todo = "the log-probs of ids are over the whole vocabulary, and no operator computes both"
+        raise invalid("keep_mask", "be left out with ids", "both", todo)
     if workspace_bytes <= 0:
         raise invalid("workspace_bytes", "be > 0", workspace_bytes, "leave it out for 1.5 GiB")
     rounding = logits_rounding(logits_dtype, weight)
     check_cap(logit_cap, logit_scale)
     scaled = temperature if logit_scale == 1 else temperature / logit_scale
-    return Task(targets, scaled, keep_mask, shard, rounding, with_entropy, workspace_bytes, logit_cap)
+    return Task(targets, scaled, keep_mask, shard, rounding, with_entropy, workspace_bytes, logit_cap, ids)
 
 
 def logits_rounding(logits_dtype: str | None, weight: Tensor) -> torch.dtype | None:

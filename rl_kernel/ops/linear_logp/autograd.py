@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from rl_kernel.ops.linear_logp.head import Problem, Rows, Sinks, VocabularyHead
 from rl_kernel.ops.linear_logp.plain_head import PlainHead
 from rl_kernel.ops.linear_logp.plan import Budget, forward_rows, plan
 from rl_kernel.telemetry import record_variant, timed
+from rl_kernel.token_ids import Top, merge_top
 from rl_kernel.vocab import usable_temperature
 
 
@@ -67,7 +68,7 @@ class LinearContext(Context, Protocol):
 
 
 class LinearLogpOnDevice(torch.autograd.Function):
-    """Log-probs [N] and entropy [N] (None unless asked for)."""
+    """Log-probs [N], entropy [N] and log-probs of the ids [N, K] (None unless asked for)."""
 
     @staticmethod
     def forward(
@@ -76,7 +77,7 @@ class LinearLogpOnDevice(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         task: Task,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         problem = prepared(Problem(hidden, weight, bias, task))
         record_head("linear_logp", problem)
         ctx.set_materialize_grads(False)
@@ -91,19 +92,20 @@ class LinearLogpOnDevice(torch.autograd.Function):
             hidden, weight, bias, rows.log_probs, rows.lse, rows.entropy, *rows.extra.values()
         )
         ctx.extra, ctx.task, ctx.budget = tuple(rows.extra), task, budget
-        return rows.log_probs, rows.entropy
+        return rows.log_probs, rows.entropy, rows.of_ids
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: LinearContext, grad: Tensor | None, grad_entropy: Tensor | None
+        ctx: LinearContext, grad: Tensor | None, grad_entropy: Tensor | None, grad_ids: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        if grad is None and grad_entropy is None:
+        if grad is None and grad_entropy is None and grad_ids is None:
             return (None,) * 4
         hidden, weight, bias, log_probs, lse, entropy, *extra = ctx.saved_tensors
         head = make_head(prepared(Problem(hidden, weight, bias, ctx.task)))
-        rows = Rows(log_probs, lse, entropy, ctx.kept, dict(zip(ctx.extra, extra, strict=True)))
+        rows = Rows(log_probs, lse, entropy, ctx.kept, extra=dict(zip(ctx.extra, extra, strict=True)))
         ctx.kept = None
+        grad = rows.upstream(grad, grad_ids, ctx.task)
         sinks = Sinks(
             torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
             if ctx.needs_input_grad[0]
@@ -121,7 +123,25 @@ class LinearLogpOnDevice(torch.autograd.Function):
         return sinks.hidden, sinks.weight, d_bias, None
 
 
-def _log_probs_only(problem: Problem) -> tuple[Tensor, Tensor | None]:
+def _log_probs_only(problem: Problem) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Log-probs, entropy and log-probs of the ids, without gradients."""
+    found = [(rows.log_probs, rows.entropy, rows.of_ids) for rows in _forward_only(problem)]
+    log_probs, entropy, of_ids = (joined(column) for column in zip(*found, strict=True))
+    return log_probs, entropy, of_ids
+
+
+def linear_top_on_device(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
+) -> tuple[Tensor, Top]:
+    """Log-probs [N] of the targets, and the `task.top` largest of each token."""
+    problem = prepared(Problem(hidden, weight, bias, task))
+    record_head("linear_top", problem)
+    found = [(rows.log_probs, rows.lse, rows.extra["top_keys"]) for rows in _forward_only(problem)]
+    log_probs, lse, keys = (joined(column) for column in zip(*found, strict=True))
+    return log_probs, merge_top(keys, lse, task.top, task.shard.group)
+
+
+def _forward_only(problem: Problem) -> Iterator[Rows]:
     """Without gradients: block by block of tokens if the workspace is too small for all of them.
 
     Each block makes its own collectives. Where the processes' shards differ in size, their blocks might differ too, so
@@ -133,14 +153,10 @@ def _log_probs_only(problem: Problem) -> tuple[Tensor, Tensor | None]:
     size = max(tokens, 1)
     if task.shard.even:
         size = forward_rows(tokens, columns, costs, task.workspace_bytes)
-    found = []
     for first in range(0, max(tokens, 1), size):
         block = problem.rows(slice(first, min(first + size, tokens)))
         budget = plan(len(block.hidden), columns, costs, task.workspace_bytes)
-        rows = make_head(block).forward(Budget(0, budget.kept + budget.tile), task.with_entropy)
-        found.append((rows.log_probs, rows.entropy))
-    log_probs, entropy = (joined(column) for column in zip(*found, strict=True))
-    return log_probs, entropy
+        yield make_head(block).forward(Budget(0, budget.kept + budget.tile), task.with_entropy)
 
 
 def joined(parts: Sequence[Any]) -> Any:

@@ -36,9 +36,10 @@ def refusal(problem: Problem) -> str | None:
         return "it is for bfloat16"
     if problem.task.rounding not in (None, torch.bfloat16):
         return "it rounds logits to bfloat16 or not at all"
-    if problem.bias is not None or problem.task.keep is not None:
-        return "it takes neither a bias nor kept tokens"
-    if problem.task.cap is not None:
+    task = problem.task
+    if problem.bias is not None or task.keep is not None or task.ids is not None or task.top:
+        return "it takes neither a bias nor kept tokens nor ids"
+    if task.cap is not None:
         return "it takes no soft cap"
     if problem.hidden.shape[1] % ALIGNMENT or not (readable(problem.hidden) and readable(problem.weight)):
         return "rows must be contiguous and start at multiples of 16 bytes"
@@ -101,7 +102,8 @@ class ExpHead(VocabularyHead):
         log_probs, lse, entropy = merge(gather_stack(stats, self.task.shard.group))
         # The kernels sum the target's logit in another order than the row's logits, so that p may exceed 1.
         log_probs.clamp_(max=0)
-        return Rows(log_probs, lse, entropy, tile, {"scale": rows["scale"], "center": rows["center"]})
+        extra = {"scale": rows["scale"], "center": rows["center"]}
+        return Rows(log_probs, lse, entropy, tile, extra=extra)
 
     def row_side(
         self, rows: Rows, grad: Tensor | None, grad_entropy: Tensor | None, room: Tensor | None

@@ -21,6 +21,7 @@ from torch import Tensor
 from rl_kernel.gemm import product_
 from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.plan import Budget, Costs
+from rl_kernel.token_ids import with_ids
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Problem:
 
 @dataclass
 class Rows:
-    """Statistics of the rows, [N] float32 each (`entropy` only if asked for), and the tile kept for the backward.
+    """Statistics of the rows, [N] float32 each (`entropy` and the ids' log-probs `of_ids` [N, K] only if asked for),
+    and the tile kept for the backward.
 
     `extra` holds what the backward of the same head needs too. The first backward overwrites the kept tile.
     """
@@ -48,7 +50,16 @@ class Rows:
     lse: Tensor
     entropy: Tensor | None
     kept: Tensor | None
+    of_ids: Tensor | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
+
+    def upstream(self, grad: Tensor | None, grad_ids: Tensor | None, task: Task) -> Tensor | None:
+        """Note the upstream gradient [N, K] of the ids' log-probs for `gradient_tile`. Returns the gradient [N] that
+        all columns get for the target and the ids together."""
+        grad, grad_ids = with_ids(grad, grad_ids, task.ids, task.shard)
+        if grad_ids is not None:
+            self.extra["grad_ids"] = grad_ids.contiguous()
+        return grad
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,8 @@ class VocabularyHead(ABC):
     def backward(
         self, rows: Rows, budget: Budget, sinks: Sinks, grad: Tensor | None, grad_entropy: Tensor | None
     ) -> None:
-        """Gradients of `(grad * log_probs + grad_entropy * entropy).sum()` into `sinks`."""
+        """Gradients of `(grad * log_probs + grad_entropy * entropy).sum()` into `sinks`. With ids, `grad` is that of
+        `Rows.upstream`."""
         hidden, weight = self.problem.hidden, self.problem.weight
         left, factor = self.row_side(rows, grad, grad_entropy, sinks.hidden)
         total = None if sinks.hidden is None else hidden.new_empty(hidden.shape, dtype=torch.float32)

@@ -12,14 +12,20 @@ from rl_kernel.collectives import gather_stack
 from rl_kernel.gemm import product_
 from rl_kernel.ops.linear_logp.head import Problem, Rows, VocabularyHead
 from rl_kernel.ops.linear_logp.plan import Budget, Costs
+from rl_kernel.ops.logp.id_kernels import as_kept, ids_logits_grad
 from rl_kernel.ops.logp.kept_kernels import kept_logits_grad, merge_kept, no_logits, pick_
 from rl_kernel.ops.logp.kernels import logits_grad, merge, row_stats
-from rl_kernel.vocab import combined
+from rl_kernel.token_ids import largest, top_keys
+from rl_kernel.vocab import VocabShard, capped, combined
 
 ALIGNMENT = 16
 """Elements: cuBLAS uses its fast kernels if rows start at multiples of 16 bytes; this holds in every dtype."""
 ROW_VECTORS = 512
 """Bytes per token for the statistics of row and tiles, and the gradients of rows."""
+ID_BYTES = 16
+"""Per id: its logit, its log-prob and two gradients, float32."""
+TOP_BYTES = 32
+"""Per logit, and per id that was found: a float32, its sortable int64, and what the selection copies of them."""
 
 
 class PlainHead(VocabularyHead):
@@ -37,7 +43,12 @@ class PlainHead(VocabularyHead):
         dtype = self.problem.weight.dtype
         in_place = self.logits_dtype == dtype
         element = self.logits_dtype.itemsize + (0 if in_place else dtype.itemsize)
-        return Costs(self.problem.hidden.shape[1] * 4 + ROW_VECTORS, element, scratch=True)
+        row = self.problem.hidden.shape[1] * 4 + ROW_VECTORS
+        if self.task.ids is not None:
+            row += ID_BYTES * self.task.ids.shape[1]
+        if self.task.top:
+            row, element = row + TOP_BYTES * self.task.top, element + TOP_BYTES
+        return Costs(row, element, scratch=True)
 
     def forward(self, budget: Budget, with_entropy: bool) -> Rows:
         problem, keep = self.problem, self.task.keep
@@ -48,7 +59,8 @@ class PlainHead(VocabularyHead):
         parts = problem.hidden.new_empty(
             len(starts), 3 + with_entropy, len(problem.hidden), dtype=torch.float32
         )
-        z = None if keep is None else no_logits(keep, parts)
+        asked = keep if self.task.ids is None else as_kept(self.task.ids)
+        picked, keys = None if asked is None else no_logits(asked, parts), None
         for part, first in zip(parts, starts, strict=True):
             memory = kept if kept is not None and first == 0 else through
             tile = slice(first, min(first + memory.shape[1], columns))
@@ -64,15 +76,23 @@ class PlainHead(VocabularyHead):
                 out=part,
                 cap=self.task.cap,
             )
-            if keep is not None and z is not None:
-                pick_(z, logits, keep, self.inverse, shard, self.task.rounding, self.task.cap)
-        if keep is not None and z is not None:
-            merged = merge_kept(parts, z, keep, self.task.targets, self.task.shard)
-            return Rows(*merged[:3], kept, {"whole_lse": merged[3], "kept_logits": z})
+            if asked is not None and picked is not None:
+                pick_(picked, logits, asked, self.inverse, shard, self.task.rounding, self.task.cap)
+            if self.task.top:
+                keys = top_keys(self._scaled(logits, shard), shard, self.task.top, keys)
+        if keep is not None and picked is not None:
+            merged = merge_kept(parts, picked, keep, self.task.targets, self.task.shard)
+            return Rows(*merged[:3], kept, extra={"whole_lse": merged[3], "kept_logits": picked})
         if self.task.shard.group is not None:
             # Processes may have different numbers of tiles: each contributes one part to the gather.
             parts = gather_stack(combined(parts), self.task.shard.group)
-        return Rows(*merge(parts), kept)
+        rows = Rows(*merge(parts), kept)
+        if picked is not None and self.task.ids is not None:
+            rows.extra["ids_logits"] = largest(picked.view(self.task.ids.shape), self.task.shard.group)
+            rows.of_ids = rows.extra["ids_logits"] - rows.lse[:, None]
+        if keys is not None:
+            rows.extra["top_keys"] = keys
+        return rows
 
     def row_side(
         self, rows: Rows, grad: Tensor | None, grad_entropy: Tensor | None, room: Tensor | None
@@ -93,6 +113,13 @@ class PlainHead(VocabularyHead):
         dtype = problem.weight.dtype
         out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
         shard = self.task.shard.tile(columns)
+        if (grad_ids := rows.extra.get("grad_ids")) is not None and self.task.ids is not None:
+            assert grad is not None
+            return ids_logits_grad(
+                logits, rows.extra["ids_logits"], self.task.ids, self.task.targets, rows.log_probs, rows.lse,
+                rows.entropy, shard, grad, grad_ids, grad_entropy, self.inverse, out, self.task.rounding,
+                self.task.cap,
+            )  # fmt: skip
         if self.task.keep is not None:
             return kept_logits_grad(
                 logits, rows.extra["kept_logits"], self.task.keep, self.task.targets, rows.lse, rows.extra["whole_lse"],
@@ -110,6 +137,14 @@ class PlainHead(VocabularyHead):
         pitch = -(-columns // ALIGNMENT) * ALIGNMENT
         shape = len(self.problem.hidden), pitch
         return self.problem.hidden.new_empty(shape, dtype=self.logits_dtype)[:, :columns]
+
+    def _scaled(self, logits: Tensor, shard: VocabShard) -> Tensor:
+        """A tile of logits without padding [C, real] float32: rounded, capped, divided by the temperature."""
+        rounding = self.task.rounding
+        real = logits[:, : shard.real]
+        real = real if rounding is None else real.to(rounding)
+        inverse = self.inverse[:, None] if isinstance(self.inverse, Tensor) else self.inverse
+        return capped(real, self.task.cap).float() * inverse
 
     def _logits(self, columns: slice, out: Tensor) -> Tensor:
         problem = self.problem

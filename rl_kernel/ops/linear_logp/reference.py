@@ -19,6 +19,15 @@ from rl_kernel.autograd import Context
 from rl_kernel.checks import compute_dtype
 from rl_kernel.kept import kept_grad, kept_stats, stats_count
 from rl_kernel.ops.linear_logp.arguments import Task
+from rl_kernel.token_ids import (
+    Top,
+    add_ids_grad_,
+    ids_log_probs,
+    logits_of_ids,
+    merge_top,
+    top_keys,
+    with_ids,
+)
 from rl_kernel.vocab import (
     VocabShard,
     cap_slope_,
@@ -55,40 +64,48 @@ class LinearContext(Context, Protocol):
 
 
 class LinearLogp(torch.autograd.Function):
-    """Log-probs [N] and entropy [N] (None unless asked for) of `hidden @ weight.T + bias`."""
+    """Log-probs [N], entropy [N] and log-probs of the ids [N, K] of `hidden @ weight.T + bias`. The last two are None
+    unless asked for."""
 
     @staticmethod
     def forward(
         ctx: LinearContext, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         dtype = compute_dtype(hidden, weight, bias)
         temperature = usable_temperature(task.temperature, dtype)
         targets, shard, keep, with_entropy = task.targets, task.shard, task.keep, task.with_entropy
         wide, wide_bias = _real_columns(weight, bias, shard, dtype)
         stats = wide.new_empty(stats_count(with_entropy, keep), len(hidden))
+        picked = []
         keeps_logits = len(hidden) * shard.real <= KEPT_ELEMENTS
         kept = []
         for rows in row_tiles(len(hidden), shard.real):
             logits = tile_logits(hidden[rows], wide, wide_bias, take(temperature, rows), task)
             stats[:, rows] = kept_stats(logits, targets[rows], shard, with_entropy, take(keep, rows))
+            picked.append(logits_of_ids(logits, take(task.ids, rows), shard))
             if keeps_logits:
                 kept.append(logits)
         log_probs, lse, entropy, whole_lse = merge_stats(stats, targets, shard)
+        of_ids = ids_log_probs(task.ids, picked, whole_lse, shard)
         ctx.save_for_backward(hidden, weight, bias, lse, whole_lse, entropy, *kept)
         ctx.task, ctx.temperature = task, temperature
         ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        return log_probs, entropy, of_ids
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: LinearContext, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+        ctx: LinearContext,
+        grad_log_probs: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_ids: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, lse, whole_lse, entropy, *kept = ctx.saved_tensors
-        if grad_log_probs is None and grad_entropy is None:
+        if grad_log_probs is None and grad_entropy is None and grad_ids is None:
             return (None,) * 4
         task, temperature = ctx.task, ctx.temperature
         shard = task.shard
+        grad_log_probs, grad_ids = with_ids(grad_log_probs, grad_ids, task.ids, shard)
         wide, wide_bias = _real_columns(weight, bias, shard, lse.dtype)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_hidden = lse.new_empty(hidden.shape) if need_hidden else None
@@ -100,6 +117,7 @@ class LinearLogp(torch.autograd.Function):
             by_token = task.targets[rows], lse[rows], whole_lse[rows], take(entropy, rows)
             upstream = take(grad_log_probs, rows), take(grad_entropy, rows)
             d_logits = kept_grad(logits, *by_token, shard, take(task.keep, rows), *upstream)
+            add_ids_grad_(d_logits, task.targets[rows], take(task.ids, rows), take(grad_ids, rows), shard)
             scale_(cap_slope_(d_logits, logits, at, task.cap), at)
             if d_hidden is not None:
                 torch.mm(d_logits, wide, out=d_hidden[rows])
@@ -117,6 +135,25 @@ class LinearLogp(torch.autograd.Function):
         if d_bias is not None:
             d_bias = d_bias.to(bias.dtype)
         return d_hidden, d_weight, d_bias, None
+
+
+@torch.no_grad()
+def linear_top_reference(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
+) -> tuple[Tensor, Top]:
+    """Log-probs [N] of the targets, and the `task.top` largest of each token."""
+    dtype, shard = compute_dtype(hidden, weight, bias), task.shard
+    temperature = usable_temperature(task.temperature, dtype)
+    wide, wide_bias = _real_columns(weight, bias, shard, dtype)
+    stats = wide.new_empty(stats_count(False, None), len(hidden))
+    found = []
+    for rows in row_tiles(len(hidden), shard.real):
+        logits = tile_logits(hidden[rows], wide, wide_bias, take(temperature, rows), task)
+        stats[:, rows] = kept_stats(logits, task.targets[rows], shard, False, None)
+        found.append(top_keys(logits, shard, task.top))
+    log_probs, lse, _, _ = merge_stats(stats, task.targets, shard)
+    keys = torch.cat(found) if found else stats.new_empty(0, min(task.top, shard.real), dtype=torch.int64)
+    return log_probs, merge_top(keys, lse.float(), task.top, shard.group)
 
 
 def _real_columns(

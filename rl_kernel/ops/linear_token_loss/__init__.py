@@ -27,6 +27,7 @@ def linear_token_loss(
     vocab_size: int | None = None,
     bias: Tensor | None = None,
     keep_mask: KeptTokens | None = None,
+    ids: Tensor | None = None,
     return_entropy: bool = False,
     logits_dtype: str | None = None,
     logit_cap: float | None = None,
@@ -42,11 +43,11 @@ def linear_token_loss(
 
     Args:
         token_loss: called once for each block of tokens, in order; `rows` are the tokens of the block. The loss must
-            be a sum over tokens, and the term of a token may depend on its own log-prob and entropy only (denominators
+            be a sum over tokens, and the term of a token may depend on its own log-probs and entropy only (denominators
             are constants). It is computed in PyTorch or by operators with a gradient. Metrics are tensors of [C].
         weight_grad: [V_local, H] float32 buffer (Megatron's `main_grad`). This call adds the gradient of `weight` to
             it, for an upstream gradient of 1: scale inside `token_loss`. Autograd then gets no gradient of `weight`.
-        return_entropy: compute the entropy; otherwise `token_loss` gets None.
+        return_entropy: compute the entropy; otherwise `token_loss` gets None. ids: it gets their log-probs [C, K] last.
         The other arguments: see `linear_logp`. Its module lists collectives, synchronisation and determinism.
 
     Returns:
@@ -62,7 +63,7 @@ def linear_token_loss(
     task = checked_task(
         hidden, weight, bias, targets, temperature=temperature, tp_group=tp_group, vocab_start=vocab_start,
         vocab_size=vocab_size, keep_mask=keep_mask, with_entropy=return_entropy, logits_dtype=logits_dtype,
-        workspace_bytes=workspace_bytes, logit_cap=logit_cap, logit_scale=logit_scale,
+        workspace_bytes=workspace_bytes, logit_cap=logit_cap, logit_scale=logit_scale, ids=ids,
     )  # fmt: skip
     if weight_grad is not None:
         check_tensor("weight_grad", weight_grad, weight.shape, (torch.float32,), device=weight.device)

@@ -132,19 +132,26 @@ def _block(
     values = state.log_probs, state.entropy
     log_probs = state.log_probs.detach().requires_grad_(wanted)
     entropy = None if state.entropy is None else state.entropy.detach().requires_grad_(wanted)
+    of_ids = None if state.of_ids is None else state.of_ids.detach().requires_grad_(wanted)
     with torch.set_grad_enabled(wanted):
-        loss, metrics = token_loss(log_probs, entropy, rows)
+        loss, metrics = token_loss(log_probs, entropy, rows, *(() if of_ids is None else (of_ids,)))
     if wanted:
-        inputs = [log_probs] if entropy is None else [log_probs, entropy]
-        grads: list[Tensor | None] = [None] * len(inputs)
-        if loss.requires_grad:
-            grads = list(torch.autograd.grad(loss, inputs, allow_unused=True))
-        grad, grad_entropy = (*grads, None)[:2]
+        grad, grad_entropy, grad_ids = _upstream(loss, log_probs, entropy, of_ids)
+        grad = state.upstream(grad, grad_ids, problem.task)
         if grad is None and grad_entropy is None:
             grad = torch.zeros_like(state.log_probs)
-        grad, grad_entropy = (None if g is None else g.contiguous() for g in (grad, grad_entropy))
         head.backward(state, budget, sinks, grad, grad_entropy)
     return loss.detach(), values, {name: value.detach() for name, value in metrics.items()}
+
+
+def _upstream(loss: Tensor, *inputs: Tensor | None) -> list[Tensor | None]:
+    """The gradients of the loss in the inputs; None for an input that is None or that the loss does not use."""
+    given = [x for x in inputs if x is not None]
+    if not loss.requires_grad:
+        return [None] * len(inputs)
+    found = iter(torch.autograd.grad(loss, given, allow_unused=True))
+    grads = [None if x is None else next(found) for x in inputs]
+    return [None if g is None else g.contiguous() for g in grads]
 
 
 def _scaled(grad: Tensor, upstream: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from rl_kernel.checks import compute_dtype
 from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.reference import LinearLogp
 
-TokenLoss = Callable[[Tensor, Tensor | None, slice], tuple[Tensor, dict[str, Tensor]]]
-"""(log_probs [C], entropy [C] or None, rows) -> (sum of the losses of these tokens, metrics of [C] each)."""
+TokenLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+"""(log_probs [C], entropy [C] or None, rows) -> (sum of the losses of these tokens, metrics of [C] each). With ids,
+their log-probs [C, K] are a fourth argument."""
 
 
 class TokenLossResult(NamedTuple):
@@ -47,8 +48,9 @@ def linear_token_loss_reference(
             None if x is None else x.detach().requires_grad_(x.requires_grad)
             for x in (hidden, weight.to(dtype), bias)
         )
-    log_probs, entropy = LinearLogp.apply(*layer, task)
-    loss, metrics = token_loss(log_probs, entropy, slice(0, len(hidden)))
+    log_probs, entropy, of_ids = LinearLogp.apply(*layer, task)
+    more = () if of_ids is None else (of_ids,)
+    loss, metrics = token_loss(log_probs, entropy, slice(0, len(hidden)), *more)
     loss = loss + log_probs[:0].sum()  # a loss that uses no log-prob has gradients of zero
     if takes and weight_grad is not None:
         leaves = [x if x is not None and x.requires_grad else None for x in layer]

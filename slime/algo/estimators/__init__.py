@@ -13,7 +13,7 @@ from slime.algo.estimators.ppo import PPO
 from slime.algo.estimators.record import Estimator, Response, same_for_all_tokens
 from slime.algo.estimators.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE
 from slime.algo.estimators.rloo import RLOO
-from slime.algo.surrogates import SURROGATES, Surrogate
+from slime.algo.surrogates import CENTRED, SURROGATES, Surrogate
 
 if TYPE_CHECKING:
     from slime.config.sections.algorithm import AlgorithmConfig
@@ -43,8 +43,10 @@ def estimator_of(args: Namespace | AlgorithmConfig) -> Estimator:
 
 
 def surrogate_of(args: Namespace | AlgorithmConfig) -> Surrogate:
-    """The record of the policy loss: that of --pg-loss-type, else the estimator's own. Of a configuration or a hook's
-    namespace."""
+    """The record of the policy loss: that of --pg-loss-type, else the estimator's own; with --use-score-centering the
+    centred one. Of a configuration or a hook's namespace."""
+    if getattr(args, "use_score_centering", False):  # a hook's namespace may lack it
+        return CENTRED
     if args.pg_loss_type is None:
         return estimator_of(args).surrogate
     if args.pg_loss_type not in SURROGATES:

@@ -8,7 +8,7 @@ from slime.algo.surrogates.covariance import CLIP_COV, KL_COV
 from slime.algo.surrogates.gmpo import GMPO_LOSS
 from slime.algo.surrogates.gspo import GSPO_LOSS, GSPO_TOKEN
 from slime.algo.surrogates.record import Surrogate
-from slime.algo.surrogates.reinforce import REINFORCE_LOSS
+from slime.algo.surrogates.reinforce import CENTRED, REINFORCE_LOSS
 from slime.algo.surrogates.sapo import SAPO_LOSS
 
 SURROGATES: dict[str, Surrogate] = {
@@ -27,6 +27,7 @@ SURROGATES: dict[str, Surrogate] = {
 }
 
 __all__ = [
+    "CENTRED",
     "CISPO_LOSS",
     "CLIPPED",
     "GSPO_LOSS",

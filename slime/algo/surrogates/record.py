@@ -48,6 +48,10 @@ class Surrogate:
     rank has them. Collective over `group`."""
     aliases: tuple[str, ...] = ()
     """Names that TRL, verl and others give it."""
+    weighs: bool = False
+    """Its term has the importance weight of --use-tis in it."""
+    flag: str = ""
+    """The flag that puts it in the place of the policy loss of its name."""
     checks: tuple[Callable[[Config], None], ...] = ()
     """Rules for other flags; each gets the configuration and raises ValueError."""
 

@@ -1,4 +1,4 @@
-"""REINFORCE (Williams, 1992): the log-prob times the advantage, without a ratio."""
+"""REINFORCE (Williams, 1992): the log-prob times the advantage, without a ratio; with centred scores: 2609.20807."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slime.algo.token_columns import TokenColumns
+    from slime.config.schema import Config
+
+LEAST_TAIL = 1e-6
+"""Least probability outside of the top-k, on both sides (2609.20807, appendix A.3)."""
 
 
 def _log_prob(args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,6 +24,80 @@ def _log_prob(args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tenso
     return -t["advantages"] * log_probs, torch.zeros_like(ppo_kl)
 
 
+def centering(args: Namespace, log_p: Tensor, log_q: Tensor, known: Tensor) -> Tensor:
+    """The centering term of each token, [R], from log-probs [R, K] of the policy p and the sampler q at the sampler's
+    top-k ids, where `known`.
+
+    `((w * q - alpha * p).detach() * log_p).sum(1)`, `alpha = rho * f(1 / rho)`,
+    `rho = (1 - q.sum(1)) / (1 - p.sum(1))`, `w = f(p / q)`; f is the weight of --use-tis, else 1. Its gradient is the
+    expectation of the weighted score under q in the top-k and rho * p in the tail (2609.20807). `p` and `q` are
+    probabilities of the whole vocabulary, not of the top-k alone.
+    """
+    import torch
+
+    from slime.algo.corrections import bounded
+
+    with torch.no_grad():
+        p, q = (torch.where(known, x.exp(), 0) for x in (log_p, log_q))
+        tails = [(1 - x.sum(1)).clamp(min=LEAST_TAIL) for x in (q, p)]
+        rho = tails[0] / tails[1]
+        weights, of_tail = torch.ones_like(q), torch.ones_like(rho)
+        if args.use_tis:
+            ratio = torch.where(known, (log_p - log_q).exp(), 0)
+            weights, of_tail = bounded(args, ratio), bounded(args, 1 / rho)
+        coefficients = weights * q - (rho * of_tail)[:, None] * p
+    return (torch.where(known, coefficients, 0) * torch.where(known, log_p, 0)).sum(1)
+
+
+def _centred(args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
+    """`-A * (w * log_probs - centering)`, with the weight w of --use-tis (else 1) of the sampled token. The caller
+    multiplies by no weight."""
+    import torch
+
+    from slime.algo.corrections import bounded
+
+    advantages = t["advantages"]
+    assert t.of_ids is not None, "every head computes them for a loss that reads ids"
+    term = centering(args, t.of_ids, t["rollout_top_log_probs"], t["rollout_top_ids"] >= 0)
+    weighted = log_probs
+    if args.use_tis:
+        weighted = bounded(args, (log_probs.detach() - t["rollout_log_probs"]).exp()) * log_probs
+    return -advantages * (weighted - term), torch.zeros_like(ppo_kl)
+
+
+def _whole_distribution(c: Config) -> None:
+    """The engine's and the trainer's probabilities are of the whole vocabulary, and the weight is of one token."""
+    rollout, off_policy = c.rollout, c.off_policy
+    if c.algorithm.pg_loss_type not in (None, REINFORCE_LOSS.name):
+        raise ValueError(
+            f"--use-score-centering must be used with --pg-loss-type {REINFORCE_LOSS.name}, got "
+            f"{c.algorithm.pg_loss_type}; a clipped ratio has no expectation over the top-k: leave --pg-loss-type out"
+        )
+    if not c.algorithm.score_centering_top_k:
+        raise ValueError(
+            "--score-centering-top-k must be above 0 with --use-score-centering, got 0; the expectation is over the "
+            "engine's likeliest tokens: 128 is the default"
+        )
+    if rollout.rollout_top_p < 1 or rollout.rollout_top_k != -1:
+        raise ValueError(
+            "--use-score-centering must be used with --rollout-top-p 1 and --rollout-top-k -1, got "
+            f"{rollout.rollout_top_p} and {rollout.rollout_top_k}; its terms are over the whole vocabulary"
+        )
+    others = {
+        "--use-opsm": off_policy.use_opsm,
+        "--use-rs": off_policy.use_rs,
+        f"--tis-level {off_policy.tis_level}": off_policy.use_tis and off_policy.tis_level != "token",
+        "--custom-tis-function-path": off_policy.custom_tis_function_path,
+        "--custom-pg-loss-reducer-function-path": c.algorithm.custom_pg_loss_reducer_function_path,
+        f"--opd-loss-type {c.distillation.opd_loss_type}": c.distillation.opd_loss_type != "reverse_kl",
+    }
+    if flag := next((name for name, on in others.items() if on), None):
+        raise ValueError(
+            f"--use-score-centering must not be combined with {flag}, got both; the weight of every token of the "
+            "top-k must be known: --use-tis with --tis-mode is"
+        )
+
+
 REINFORCE_LOSS = Surrogate(
     "reinforce",
     "log-prob times advantage: `-A_t log_prob_t`",
@@ -27,3 +105,14 @@ REINFORCE_LOSS = Surrogate(
     source="Williams, 1992",
     aliases=("gpg",),
 )
+CENTRED = Surrogate(
+    "reinforce",
+    "the same with centred scores: `-A_t (w_t log_prob_t - c_t)`, see below",
+    _centred,
+    source="2609.20807",
+    reads=frozenset({"rollout_top_ids", "rollout_top_log_probs"}),
+    weighs=True,
+    flag="--use-score-centering",
+    checks=(_whole_distribution,),
+)
+"""That of --use-score-centering, in the place of REINFORCE_LOSS."""

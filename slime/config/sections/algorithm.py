@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config.fields import flag
-from slime.config.ranges import BOUND, COEFFICIENT, COUNT, STEEPNESS, UNIT
+from slime.config.ranges import BOUND, COEFFICIENT, COUNT, COUNT_OR_ZERO, STEEPNESS, UNIT
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,14 @@ class AlgorithmConfig:
     custom_advantage_function_path: str | None = flag(None, "fn(args, rollout_data), in place")
     custom_pg_loss_reducer_function_path: str | None = flag(
         None, "fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> callable"
+    )
+    use_score_centering: bool = flag(
+        False,
+        "subtract from each token's score its expectation under the engine's likeliest tokens, in the policy loss "
+        "reinforce, which is then the default",
+    )
+    score_centering_top_k: int = flag(
+        128, "number of the engine's likeliest tokens of --use-score-centering", range=COUNT_OR_ZERO
     )
     eps_clip: float = flag(0.2, "lower clip range: the ratio is clipped at 1 - this", range=BOUND)
     eps_clip_high: float = flag(
@@ -92,3 +100,8 @@ class AlgorithmConfig:
     mtp_loss_scaling_factor: float = flag(
         0.2, "weight of the loss of --enable-mtp-training", range=COEFFICIENT
     )
+
+    @property
+    def centred_ids(self) -> int:
+        """How many of the engine's likeliest tokens the loss reads."""
+        return self.score_centering_top_k if self.use_score_centering else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config.fields import flag
-from slime.config.ranges import COEFFICIENT, COUNT, COUNT_OR_ZERO
+from slime.config.ranges import COEFFICIENT, COUNT, COUNT_OR_ZERO, UNIT
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,18 @@ class DistillationConfig:
         0,
         "number of the teacher's most probable tokens whose log-probs come with each response token",
         range=COUNT_OR_ZERO,
+    )
+    opd_loss_type: str = flag(
+        "reverse_kl",
+        "how the policy is drawn to the teacher: the reverse KL in the advantages, or a term of the loss over the "
+        "teacher's --opd-top-k tokens",
+        choices=("reverse_kl", "forward_kl", "jsd"),
+    )
+    opd_loss_coef: float = flag(
+        1.0, "weight of --opd-loss-type forward_kl and jsd in the loss", range=COEFFICIENT
+    )
+    opd_jsd_beta: float = flag(
+        0.5, "weight of the teacher in the mixture of --opd-loss-type jsd, between 0 and 1", range=UNIT
     )
     opd_teacher_load: str | None = flag(
         None,

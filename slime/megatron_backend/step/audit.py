@@ -27,7 +27,7 @@ from rl_kernel.contract import TRAIN_ROLLOUT
 from slime.algo.consistency import TokenSums, figures, order_statistics, percentile_ranks, token_sums
 from slime.algo.losses import loss_of
 from slime.config import Config
-from slime.data import columns, routed_experts
+from slime.data import columns, routed_experts, top_tokens
 from slime.data.packing import MicroBatch
 from slime.data.tokenizer import tokenizer_fingerprint
 from slime.megatron_backend.parallel import ParallelInfo
@@ -314,6 +314,7 @@ def samples_of(data: TrainData, group_size: int) -> list[tuple[int, Sample]]:
             status=Sample.Status.TRUNCATED if truncated[i] else Sample.Status.COMPLETED,
             prompt=data["prompt"][i] if "prompt" in data else "",
             rollout_routed_experts=routed_experts.of_sample(data, i),
+            **top_tokens.of_data(data, i),
             columns=columns.of_engine(data, i),
             metadata=data["metadata"][i] if "metadata" in data else {},
         )

@@ -22,7 +22,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
 import rl_kernel
-from rl_kernel.kept import KeptTokens
+from rl_kernel.token_ids import Top
 from slime import operators
 from slime.algo.losses import loss_of
 from slime.algo.token_columns import Losses
@@ -45,8 +45,12 @@ from slime.megatron_backend.step import native
 from slime.megatron_backend.step.native import EntropyUse
 from slime.tracking.timers import Timers
 
-Objective = Callable[[Tensor, Tensor | None, slice], Losses]
-"""(log_probs, entropy or None, rows) -> the losses of these rows of the response tokens."""
+Objective = Callable[[Tensor, Tensor | None, slice, Tensor | None], Losses]
+"""(log_probs, entropy or None, rows, log-probs of the ids or None) -> the losses of these rows of the response
+tokens."""
+
+Values = tuple[Tensor, Tensor | None, Tensor | None]
+"""Log-probs [r] or [R], their entropies, and the log-probs of ids [r or R, K]; None where they were not asked for."""
 
 
 @dataclass
@@ -90,32 +94,39 @@ class LmHead(ABC):
 
     @abstractmethod
     def local_log_probs(
-        self, batch: MicroBatch, output: Tensor, entropy: EntropyUse
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [r] of this context-parallel rank's response tokens and, unless `entropy` is "none", their
-        entropies [r]. Differentiable."""
+        self, batch: MicroBatch, output: Tensor, entropy: EntropyUse, ids: Tensor | None = None
+    ) -> Values:
+        """Log-probs [r] of this context-parallel rank's response tokens; unless `entropy` is "none", their entropies
+        [r]; and the log-probs [r, K] of its `ids` [r, K]. Differentiable."""
 
     def log_probs(
-        self, batch: MicroBatch, output: Tensor, entropy: EntropyUse
-    ) -> tuple[Tensor, Tensor | None]:
-        """`local_log_probs` of all response tokens [R], in the order of the samples, on every context-parallel rank.
+        self, batch: MicroBatch, output: Tensor, entropy: EntropyUse, ids: Tensor | None = None
+    ) -> Values:
+        """`local_log_probs` of all response tokens [R], with all `ids` [R, K], in the order of the samples, on every
+        context-parallel rank.
 
         Collective over context-parallel ranks. Differentiable as `whole` says.
         """
-        log_probs, values = self.local_log_probs(batch, output, entropy)
-        return whole(log_probs, batch, self.ranks), None if values is None else whole(
-            values, batch, self.ranks
-        )
+        local = None if ids is None else batch.local(ids)
+        log_probs, *others = self.local_log_probs(batch, output, entropy, local)
+        values, of_ids = (None if x is None else whole(x, batch, self.ranks) for x in others)
+        return whole(log_probs, batch, self.ranks), values, of_ids
 
     def loss(
-        self, batch: MicroBatch, output: Tensor, objective: Objective, entropy: EntropyUse, timers: Timers
+        self,
+        batch: MicroBatch,
+        output: Tensor,
+        objective: Objective,
+        entropy: EntropyUse,
+        timers: Timers,
+        ids: Tensor | None = None,
     ) -> MicroBatchLoss:
-        """`objective` of the micro-batch, from its log-probs. The columns that the objective reads must have the rows
-        of `loss_rows`."""
+        """`objective` of the micro-batch, from its log-probs and those of `ids` [R, K]. The columns that the objective
+        reads must have the rows of `loss_rows`."""
         with timers.measure("forward"):
-            log_probs, values = self.log_probs(batch, output, entropy)
+            log_probs, values, of_ids = self.log_probs(batch, output, entropy, ids)
         with timers.measure("policy_loss"):
-            loss, sums, maxima = objective(log_probs, values, slice(None))
+            loss, sums, maxima = objective(log_probs, values, slice(None), of_ids)
         # Detached: a metric that carries a graph would keep the logits of its micro-batch until the step has ended.
         sums = {name: value.detach() for name, value in sums.items()}
         return MicroBatchLoss(loss, sums, maxima, log_probs.detach())
@@ -143,6 +154,13 @@ class LmHead(ABC):
         logits = capped(self._response_logits(batch, output), logit_cap(self.model)).float()
         return native.mask_padding(logits, *vocab_range(self.model)) / self.temperature
 
+    def top(self, batch: MicroBatch, output: Tensor, count: int) -> tuple[Tensor, Top]:
+        """Log-probs [r] of this context-parallel rank's response tokens, and the `count` largest log-probs of each.
+        Without gradient. This one reads logits."""
+        logits = self.logits(batch, output)
+        place = vocab_range(self.model)
+        return self.local_log_probs(batch, output, "none")[0], native.top_of(logits, *place, count)
+
     def _hidden(self, batch: MicroBatch, output: Tensor) -> Tensor:
         """Hidden states that predict the response tokens: [r, H], model dtype, equal on all tensor-parallel ranks."""
         hidden = hidden_of(self.model, output)
@@ -153,6 +171,12 @@ class LmHead(ABC):
         No prompt token and no padding token reaches the head."""
         hidden = tensor_parallel.copy_to_tensor_model_parallel_region(self._hidden(batch, output))
         return torch.nn.functional.linear(hidden, output_weight(self.model))
+
+    def _of_ids(self, batch: MicroBatch, output: Tensor, ids: Tensor | None) -> Tensor | None:
+        """Log-probs [r, K] of `ids` for a head with logits, which are computed a second time for them."""
+        if ids is None:
+            return None
+        return native.ids_log_probs(self.logits(batch, output), ids, *vocab_range(self.model))
 
     def vocabulary(self) -> Vocabulary:
         """The part of the vocabulary that this rank has."""
@@ -168,9 +192,9 @@ class LinearHead(LmHead):
     kind = operators.LINEAR
 
     def local_log_probs(
-        self, batch: MicroBatch, output: Tensor, entropy: EntropyUse
-    ) -> tuple[Tensor, Tensor | None]:
-        return _pair(
+        self, batch: MicroBatch, output: Tensor, entropy: EntropyUse, ids: Tensor | None = None
+    ) -> Values:
+        return _values(
             rl_kernel.linear_logp(
                 self._hidden(batch, output),
                 output_weight(self.model),
@@ -178,9 +202,22 @@ class LinearHead(LmHead):
                 workspace_bytes=self.workspace_bytes,
                 temperature=self.temperature,
                 return_entropy=entropy != "none",
-                keep_mask=kept_of(batch),
+                keep_mask=kept_tokens.of_rows(batch.of_rows, batch.rows),
+                ids=ids,
                 **self.vocabulary(),
-            )
+            ),
+            entropy,
+        )
+
+    def top(self, batch: MicroBatch, output: Tensor, count: int) -> tuple[Tensor, Top]:
+        return rl_kernel.linear_top(
+            self._hidden(batch, output),
+            output_weight(self.model),
+            batch.targets,
+            count,
+            workspace_bytes=self.workspace_bytes,
+            temperature=self.temperature,
+            **self.vocabulary(),
         )
 
 
@@ -194,15 +231,21 @@ class OnePassHead(LinearHead):
     kind = operators.ONE_PASS
 
     def loss(
-        self, batch: MicroBatch, output: Tensor, objective: Objective, entropy: EntropyUse, timers: Timers
+        self,
+        batch: MicroBatch,
+        output: Tensor,
+        objective: Objective,
+        entropy: EntropyUse,
+        timers: Timers,
+        ids: Tensor | None = None,
     ) -> MicroBatchLoss:
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
 
         def token_loss(
-            log_probs: Tensor, values: Tensor | None, rows: slice
+            log_probs: Tensor, values: Tensor | None, rows: slice, of_ids: Tensor | None = None
         ) -> tuple[Tensor, dict[str, Tensor]]:
-            loss, added, largest = objective(log_probs, values, rows)
+            loss, added, largest = objective(log_probs, values, rows, of_ids)
             for name, value in added.items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
             for name, value in largest.items():
@@ -221,7 +264,8 @@ class OnePassHead(LinearHead):
                 return_entropy=entropy != "none",
                 workspace_bytes=self.workspace_bytes,
                 weight_grad=head_main_grad(self.model),
-                keep_mask=kept_of(batch),
+                keep_mask=kept_tokens.of_rows(batch.of_rows, batch.rows),
+                ids=None if ids is None else batch.local(ids),
                 **self.vocabulary(),
             )
         return MicroBatchLoss(result.loss, sums, maxima, result.log_probs)
@@ -245,17 +289,19 @@ class LogitsHead(LmHead):
     kind = operators.LOGITS
 
     def local_log_probs(
-        self, batch: MicroBatch, output: Tensor, entropy: EntropyUse
-    ) -> tuple[Tensor, Tensor | None]:
-        return _pair(
+        self, batch: MicroBatch, output: Tensor, entropy: EntropyUse, ids: Tensor | None = None
+    ) -> Values:
+        return _values(
             rl_kernel.logp(
                 self._response_logits(batch, output),
                 batch.targets,
                 temperature=self.temperature,
                 return_entropy=entropy != "none",
-                keep_mask=kept_of(batch),
+                keep_mask=kept_tokens.of_rows(batch.of_rows, batch.rows),
                 **self.vocabulary(),
-            )
+            ),
+            entropy,
+            self._of_ids(batch, output, ids),
         )
 
 
@@ -265,21 +311,23 @@ class NativeHead(LmHead):
     kind = operators.NATIVE
 
     def local_log_probs(
-        self, batch: MicroBatch, output: Tensor, entropy: EntropyUse
-    ) -> tuple[Tensor, Tensor | None]:
+        self, batch: MicroBatch, output: Tensor, entropy: EntropyUse, ids: Tensor | None = None
+    ) -> Values:
+        of_ids = self._of_ids(batch, output, ids)
         logits = logits_of(self.model, output)
         logits = take(logits, Rows.of(batch.rows, len(logits))).float()
         start, size = vocab_range(self.model)
         logits = native.mask_padding(logits, start, size)
-        if (kept := kept_of(batch)) is None:
-            return native.log_probs_and_entropy(
+        if (kept := kept_tokens.of_rows(batch.of_rows, batch.rows)) is None:
+            return *native.log_probs_and_entropy(
                 logits, batch.targets, temperature=self.temperature, entropy=entropy
-            )
+            ), of_ids
         cut = native.cut_to(logits, kept, start)
         values = native.entropies(logits, temperature=self.temperature, entropy=entropy)
-        return native.log_probs_and_entropy(cut, batch.targets, temperature=self.temperature, entropy="none")[
-            0
-        ], values
+        log_probs, _ = native.log_probs_and_entropy(
+            cut, batch.targets, temperature=self.temperature, entropy="none"
+        )
+        return log_probs, values, of_ids
 
 
 class ValueTokens(LmHead):
@@ -288,9 +336,9 @@ class ValueTokens(LmHead):
     kind = operators.VALUES
 
     def local_log_probs(
-        self, batch: MicroBatch, output: Tensor, entropy: EntropyUse
-    ) -> tuple[Tensor, Tensor | None]:
-        return values_of(self.model, self._hidden(batch, output)), None
+        self, batch: MicroBatch, output: Tensor, entropy: EntropyUse, ids: Tensor | None = None
+    ) -> Values:
+        return values_of(self.model, self._hidden(batch, output)), None, None
 
 
 _CLASSES = {head.kind: head for head in (OnePassHead, LinearHead, LogitsHead, NativeHead, ValueTokens)}
@@ -315,20 +363,13 @@ def temperature_of(config: Config) -> float:
     return config.rollout.rollout_temperature if loss_of(config.algorithm).rewarded else 1.0
 
 
-def kept_of(batch: MicroBatch) -> KeptTokens | None:
-    """The ids that sampling kept for the tokens of `batch.targets`; None where the micro-batch has none."""
-    rows = batch.of_rows.get(kept_tokens.COLUMN)
-    if rows is None:
-        return None
-    ids = rows[batch.rows]
-    known = ids != kept_tokens.NONE
-    offsets = torch.nn.functional.pad(known.sum(1).cumsum(0), (1, 0))
-    return KeptTokens(ids[known], offsets)
-
-
-def _pair(out: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """(log-probs, entropy or None) of an operator that returns the entropy only if it was asked for."""
-    return (out, None) if isinstance(out, Tensor) else out
+def _values(out: Tensor | tuple[Tensor, ...], entropy: EntropyUse, of_ids: Tensor | None = None) -> Values:
+    """Of an operator that returns the entropy and the log-probs of ids only if they were asked for."""
+    if isinstance(out, Tensor):
+        return out, None, of_ids
+    others = list(out[1:])
+    values = others.pop(0) if entropy != "none" else None
+    return out[0], values, others[0] if others else of_ids
 
 
 def whole(per_token: Tensor, batch: MicroBatch, ranks: ParallelInfo) -> Tensor:

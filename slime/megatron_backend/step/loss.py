@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.algo.losses import loss_of
+from slime.algo.needs import ids_read
 from slime.algo.token_columns import HookView, Losses, TokenColumns
 from slime.config import Config
 from slime.data.columns import present
@@ -64,15 +65,18 @@ def objective_loss(
     per_token = {"sample_of_row": batch.sample_of_row, **batch.columns}
     per_token = {name: head.loss_rows(batch, x) for name, x in per_token.items()}
 
-    def losses(log_probs: Tensor, entropy: Tensor | None, rows: slice) -> Losses:
+    def losses(
+        log_probs: Tensor, entropy: Tensor | None, rows: slice, of_ids: Tensor | None = None
+    ) -> Losses:
         of_rows = {name: x[rows] for name, x in per_token.items()}
         sample_of_row = of_rows.pop("sample_of_row")
         lengths = total_lengths, response_lengths
-        columns = TokenColumns(log_probs, entropy, of_rows, sample_of_row, *lengths, normaliser, view)
+        columns = TokenColumns(log_probs, entropy, of_rows, sample_of_row, *lengths, normaliser, view, of_ids)
         return objective(setup.args, columns)
 
     use: EntropyUse = "loss" if config.algorithm.entropy_coef != 0 else "metric"
-    return head.loss(batch, output, losses, use if kind.entropy else "none", setup.timers)
+    ids = None if (column := ids_read(config)) is None else batch.columns[column]
+    return head.loss(batch, output, losses, use if kind.entropy else "none", setup.timers, ids)
 
 
 def custom_loss(
@@ -118,7 +122,7 @@ def _hook_columns(setup: LossSetup, data: TrainData, batch: MicroBatch) -> tuple
     view = hook_view(batch, out["total_lengths"], out["response_lengths"], setup.head.ranks)
     for column in present(data, "response"):
         if column.name != "loss_masks" and all(x is not None for x in out[column.name]):
-            out[column.name] = view.split(torch.cat(out[column.name]))
+            out[column.name] = view.split(torch.cat(out[column.name]).to(batch.tokens.device))
     return view, out
 
 

@@ -15,6 +15,8 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
 from rl_kernel.kept import KeptTokens
+from rl_kernel.token_ids import Top, add_ids_grad_, largest, logits_of_ids, merge_top, top_keys, with_ids
+from rl_kernel.vocab import VocabShard
 
 EntropyUse = Literal["none", "metric", "loss"]
 """Not computed; computed without a gradient; computed with a gradient."""
@@ -66,6 +68,57 @@ def entropies(logits: Tensor, *, temperature: float, entropy: EntropyUse) -> Ten
     logits = logits / temperature
     found: Tensor = VocabParallelEntropy.apply(logits if entropy == "loss" else logits.detach())
     return found
+
+
+def ids_log_probs(logits: Tensor, ids: Tensor, start: int, size: int) -> Tensor:
+    """`log_softmax(logits, -1).gather(1, ids)` [R, K] over the tensor-parallel group; -inf for `NONE`. Differentiable.
+
+    `logits` [R, V_local] float32 from id `start` on, divided by the temperature, with masked padding; `size` ids.
+    """
+    found: Tensor = VocabParallelIds.apply(logits, ids, _shard(logits, start, size))
+    return found
+
+
+def top_of(logits: Tensor, start: int, size: int, count: int) -> Top:
+    """The ids of the `count` largest log-probs, over the tensor-parallel group; `logits` as in `ids_log_probs`."""
+    shard = _shard(logits, start, size)
+    keys = top_keys(logits[:, : shard.real], shard, count)
+    return merge_top(keys, _log_sum_exp(logits, shard), count, shard.group)
+
+
+def _shard(logits: Tensor, start: int, size: int) -> VocabShard:
+    group = parallel_state.get_tensor_model_parallel_group()
+    return VocabShard(start, logits.shape[1], size, group, max(size, start + logits.shape[1]))
+
+
+def _log_sum_exp(logits: Tensor, shard: VocabShard) -> Tensor:
+    top = logits.amax(-1)
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=shard.group)
+    total = (logits - top[:, None]).exp().sum(-1)
+    dist.all_reduce(total, group=shard.group)
+    return top + total.log()
+
+
+class VocabParallelIds(torch.autograd.Function):
+    """`logits.gather(1, ids) - logsumexp(logits)` over the tensor-parallel group."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, shard: VocabShard) -> Tensor:
+        lse = _log_sum_exp(logits, shard)
+        ctx.save_for_backward(logits, ids, lse)
+        ctx.shard = shard
+        found = logits_of_ids(logits, ids, shard)
+        assert found is not None
+        return largest(found, shard.group).sub_(lse[:, None])
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        logits, ids, lse = ctx.saved_tensors
+        total, of_ids = with_ids(None, upstream, ids, ctx.shard)
+        assert total is not None
+        gradient = (logits - lse[:, None]).exp() * -total[:, None]
+        nobody = torch.full_like(lse, -1, dtype=torch.int64)
+        return add_ids_grad_(gradient, nobody, ids, of_ids, ctx.shard), None, None
 
 
 class VocabParallelEntropy(torch.autograd.Function):

@@ -150,9 +150,10 @@ def from_last_stage(info: ParallelInfo, value: T) -> T:
 
 
 def tensors_from_last_stage(
-    info: ParallelInfo, tensors: dict[int, Tensor], lengths: dict[int, int]
+    info: ParallelInfo, tensors: dict[int, Tensor], lengths: dict[int, int], width: int = 0
 ) -> dict[int, Tensor]:
-    """The last stage's fp32 tensors per sample, on every stage. One broadcast. All stages know the `lengths`."""
+    """The last stage's fp32 tensors per sample, on every stage. One broadcast. All stages know the `lengths`, and the
+    `width` of tensors [length, width]."""
     if info.pp_size == 1:
         return tensors
     if not lengths:
@@ -160,6 +161,7 @@ def tensors_from_last_stage(
     if info.last_stage:
         flat = torch.cat([tensors[i].float() for i in lengths])
     else:
-        flat = torch.empty(sum(lengths.values()), device=info.device)
+        shape = [sum(lengths.values())] + [width] * (width > 0)
+        flat = torch.empty(shape, device=info.device)
     dist.broadcast(flat, group=info.pp_group, group_src=info.pp_size - 1)
     return dict(zip(lengths, flat.split(list(lengths.values())), strict=True))

@@ -18,23 +18,24 @@ from torch import Tensor, nn
 
 from slime import operators
 from slime.algo.losses import loss_of
-from slime.algo.needs import before_first_step
+from slime.algo.needs import before_first_step, draws_in_loss
 from slime.config import Config
+from slime.data import top_tokens
 from slime.data.packing import MicroBatch
 from slime.data.rank_data import RankData
 from slime.hooks import load_function
-from slime.megatron_backend.model.gpt import parts_of
+from slime.megatron_backend.model.gpt import parts_of, vocab_range
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.megatron_backend.step.batches import Batches
-from slime.megatron_backend.step.head import LmHead, head_of
+from slime.megatron_backend.step.head import LmHead, head_of, whole
 from slime.megatron_backend.step.pipeline import run_forward, tensors_from_last_stage
 from slime.megatron_backend.step.values import values_per_token
-from slime.roles import POLICY, Role, roles_of
+from slime.roles import POLICY, TEACHER, Role, roles_of
 from slime.tracking.timers import Timers
 from slime.types import TrainData
 
 PerToken = Callable[[MicroBatch, Tensor], Tensor]
-"""(micro-batch, the last stage's output) -> one number per response token, [R]."""
+"""(micro-batch, the last stage's output) -> one number per response token, [R], or several, [R, width]."""
 
 
 class Scorer(Protocol):
@@ -57,8 +58,10 @@ def column_of_data(
     count: int,
     response_lengths: list[int],
     samples: Iterable[int] | None = None,
+    width: int = 0,
 ) -> dict[int, Tensor]:
-    """`per_token` of the samples by `model`: fp32 tensors [response length] by sample.
+    """`per_token` of the samples by `model`: fp32 tensors [response length] or, with a `width`, [response length,
+    width] by sample.
 
     `count` micro-batches hold `samples`, which are all samples of the rank if None. Collective over tensor-, context-
     and pipeline-parallel ranks.
@@ -70,7 +73,7 @@ def column_of_data(
     kept = run_forward(model, info, batches, count, parts)
     found = dict(pair for of_batch in kept for pair in of_batch)
     wanted = range(len(response_lengths)) if samples is None else samples
-    return tensors_from_last_stage(info, found, {i: response_lengths[i] for i in wanted})
+    return tensors_from_last_stage(info, found, {i: response_lengths[i] for i in wanted}, width)
 
 
 def log_probs_of(head: LmHead) -> PerToken:
@@ -78,9 +81,22 @@ def log_probs_of(head: LmHead) -> PerToken:
     return lambda batch, output: head.log_probs(batch, output, "none")[0]
 
 
+def top_of(head: LmHead, count: int, policy: nn.Module) -> PerToken:
+    """Log-probs by the head's model, then its `count` likeliest ids of those that the policy has, and their log-probs,
+    as columns [R, 1 + 2 * count] fp32, which hold ids below 2**24 exactly."""
+
+    def per_token(batch: MicroBatch, output: Tensor) -> Tensor:
+        log_probs, top = head.top(batch, output, count)
+        known = (top.ids >= 0) & (top.ids < vocab_range(policy)[1])  # on the last stage, which has the head
+        ids, values = torch.where(known, top.ids, top_tokens.NONE), torch.where(known, top.log_probs, 0)
+        return whole(torch.cat([log_probs[:, None], ids.float(), values], 1), batch, head.ranks)
+
+    return per_token
+
+
 class Pass:
     """A pass of one role's model over samples of a rank. `of_policy`: the model is the policy, which may replay
-    experts."""
+    experts. `width`: how many numbers it gives for a token, 0 for one that is no column."""
 
     def __init__(
         self,
@@ -94,8 +110,9 @@ class Pass:
         timers: Timers,
         *,
         of_policy: bool = False,
+        width: int = 0,
     ) -> None:
-        self.role, self.model, self.of_policy = role, model, of_policy
+        self.role, self.model, self.of_policy, self.width = role, model, of_policy, width
         self._config, self._args = config, args
         self._per_token, self._info, self._batches, self._timers = per_token, info, batches, timers
 
@@ -114,6 +131,7 @@ class Pass:
                 len(micro_batches),
                 data.response_lengths,
                 sorted(i for samples in micro_batches for i in samples),
+                self.width,
             )
 
 
@@ -125,6 +143,22 @@ class FrozenScorer:
 
     def fill(self, data: RankData) -> None:
         data.fill(self.role.column, self._pass.over(data, data.micro_batches))
+
+
+class TopScorer:
+    """Fills the column of a role, and the ids and log-probs of its model's likeliest tokens, which wait on the host."""
+
+    def __init__(self, its_pass: Pass) -> None:
+        self.role, self._pass = its_pass.role, its_pass
+
+    def fill(self, data: RankData) -> None:
+        found = self._pass.over(data, data.micro_batches)
+        count = (self._pass.width - 1) // 2
+        parts = {i: x.split([1, count, count], 1) for i, x in found.items()}
+        data.fill(self.role.column, {i: log_probs[:, 0] for i, (log_probs, _, _) in parts.items()})
+        ids, log_probs = top_tokens.TEACHER
+        data.fill(ids, {i: x.int().cpu() for i, (_, x, _) in parts.items()})
+        data.fill(log_probs, {i: x.cpu() for i, (_, _, x) in parts.items()})
 
 
 class OldLogProbs:
@@ -188,10 +222,15 @@ def scorers_of(
     for role in (role for role in roles_of(config) if rewarded or role is not POLICY):
         model = models[role.name]
         per_token: PerToken = partial(values_per_token, model, info)
+        count = config.distillation.opd_top_k if role is TEACHER and draws_in_loss(config) else 0
         if role.head == "lm":
-            per_token = log_probs_of(head_of(config, operators.pass_head(config), model, info))
+            head = head_of(config, operators.pass_head(config), model, info)
+            per_token = top_of(head, count, models[POLICY.name]) if count else log_probs_of(head)
         its_pass = Pass(
-            *(role, config, args, model, per_token, info, batches, timers), of_policy=role is POLICY
+            *(role, config, args, model, per_token, info, batches, timers),
+            of_policy=role is POLICY,
+            width=1 + 2 * count if count else 0,
         )
-        found.append(OldLogProbs(its_pass, config, info) if role is POLICY else FrozenScorer(its_pass))
+        frozen = TopScorer if count else FrozenScorer
+        found.append(OldLogProbs(its_pass, config, info) if role is POLICY else frozen(its_pass))
     return found

@@ -80,7 +80,7 @@ class Served:
         prompt: list[int],
         *,
         deadline_s: float = 60,
-        kept_tokens: int = 0,
+        told: dict[str, int] | None = None,
         **params: Any,
     ) -> list[GenerateResult]:
         client = self.pool.client()
@@ -88,7 +88,7 @@ class Served:
         try:
             return await asyncio.gather(
                 *(
-                    client.generate(prompt, sampling, seed=s, deadline_s=deadline_s, kept_tokens=kept_tokens)
+                    client.generate(prompt, sampling, seed=s, deadline_s=deadline_s, **(told or {}))
                     for s in seeds
                 )
             )
@@ -153,9 +153,9 @@ def test_seeded_samples_and_their_log_probs(served: Served, temperature: float) 
 def test_what_top_p_and_top_k_kept_comes_with_a_sample(stack: Stack) -> None:
     """The sets are the model's own, and hold all of the probability of the log-probs."""
     served = Served(stack, stack.pool)
-    found = served.sample(seeds=(3, 4), temperature=0.7, top_p=0.8, kept_tokens=64)
-    (few,) = served.sample(seeds=(3,), temperature=0.7, top_k=3, kept_tokens=64)
-    (short,) = served.sample(seeds=(3,), temperature=0.7, top_p=0.95, kept_tokens=1)
+    found = served.sample(seeds=(3, 4), temperature=0.7, top_p=0.8, told={"kept_tokens": 64})
+    (few,) = served.sample(seeds=(3,), temperature=0.7, top_k=3, told={"kept_tokens": 64})
+    (short,) = served.sample(seeds=(3,), temperature=0.7, top_p=0.95, told={"kept_tokens": 1})
     assert served.sample(seeds=(3,), temperature=0.7, top_p=0.8)[0].kept is None
     for one, top_p, top_k in ((found[0], 0.8, 0), (found[1], 0.8, 0), (few, 1.0, 3)):
         with torch.no_grad():
@@ -175,6 +175,21 @@ def test_what_top_p_and_top_k_kept_comes_with_a_sample(stack: Stack) -> None:
                 assert len(wanted) > 64
     assert any(counts for counts in found[0].kept[1]) and few.kept[1] == [3] * len(few.token_ids)
     assert set(short.kept[1]) <= {0, 1}  # one id alone, or a set that does not fit
+
+
+def test_the_likeliest_tokens_come_with_a_sample(stack: Stack) -> None:
+    """Those of the model, with log-probs over the whole vocabulary, in their order."""
+    served = Served(stack, stack.pool)
+    for one in served.sample(seeds=(3, 4), temperature=0.7, told={"top_tokens": 5}):
+        with torch.no_grad():
+            logits = hf_model(stack.checkpoint)(torch.tensor([PROMPT + one.token_ids])).logits[0]
+        table = torch.log_softmax(logits[len(PROMPT) - 1 : -1] / 0.7, -1)
+        ids, log_probs = one.top
+        assert ids.shape == log_probs.shape == (len(one.token_ids), 5)
+        torch.testing.assert_close(torch.tensor(log_probs), table.topk(5).values, atol=1e-4, rtol=0)
+        own = table.gather(1, torch.tensor(ids).long())
+        torch.testing.assert_close(torch.tensor(log_probs), own, atol=1e-4, rtol=0)
+    assert served.sample(seeds=(3,))[0].top is None
 
 
 def test_greedy_takes_the_likeliest_token(served: Served) -> None:

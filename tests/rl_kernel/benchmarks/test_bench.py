@@ -223,9 +223,10 @@ def test_truth_is_the_formula() -> None:
     entropy = -(log_p.exp() * log_p).sum(1)
     torch.testing.assert_close(truth.log_probs, log_probs.detach())
     torch.testing.assert_close(truth.entropy, entropy.detach())
-    for kind in ("plain", "entropy", "grpo"):
-        gain, entropy_gain = problem.upstream(kind)
-        loss = (log_probs * gain).sum() + (0 if entropy_gain is None else (entropy * entropy_gain).sum())
+    of_ids = log_p.gather(1, problem.ids.long())
+    for kind in ("plain", "entropy", "grpo", "ids"):
+        outputs = zip((log_probs, entropy, of_ids), problem.upstream(kind), strict=True)
+        loss = sum((out * gain).sum() for out, gain in outputs if gain is not None)
         want = torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
         found = truth.gradients(kind)
         torch.testing.assert_close(found[0], want[0][truth.rows])

@@ -152,7 +152,6 @@ def test_dr_grpo_is_one_flag(argv):
             "--use-tis --tis-mode mask --tis-level turn --pg-loss-type gmpo",
             "--tis-mode mask --tis-level turn must not be combined with the policy loss gmpo",
         ),
-        ("--use-score-centering", "--use-score-centering must be left out in this version"),
     ],
 )
 def test_what_does_not_go_together(argv, flags, message):

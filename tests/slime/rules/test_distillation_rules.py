@@ -43,6 +43,36 @@ def teacher_of(folder: Path, **changes: object) -> list[str]:
             "--use-opd --opd-type megatron --opd-teacher-load nowhere",
             "--opd-teacher-load must name a Hugging Face directory with model.safetensors or",
         ),
+        (
+            "--use-opd --opd-type vllm --opd-loss-type forward_kl",
+            "--opd-top-k must be above 0 with --opd-loss-type forward_kl, got 0; its sum is over that many",
+        ),
+        (
+            "--use-opd --opd-type vllm --opd-loss-type jsd --opd-top-k 8 --opd-jsd-beta 1",
+            "--opd-jsd-beta must lie between 0 and 1, got 1.0; at the ends the divergence is 0",
+        ),
+        (
+            "--use-opd --opd-type vllm --opd-loss-type forward_kl --opd-top-k 8 --opd-jsd-beta 0.3",
+            "--opd-jsd-beta must not be combined with --opd-loss-type forward_kl, got both",
+        ),
+        (
+            "--use-opd --opd-type vllm --opd-loss-type jsd --opd-top-k 8 --opd-kl-coef 2",
+            "--opd-kl-coef must not be combined with --opd-loss-type jsd, got both; .* the weight --opd-loss-coef",
+        ),
+        (
+            "--use-opd --opd-type vllm --opd-loss-type jsd --opd-top-k 8 --loss-type custom_loss "
+            "--custom-loss-function-path json.loads",
+            "--loss-type custom_loss must not be combined with --opd-loss-type jsd, got both",
+        ),
+        (
+            "--use-opd --opd-type vllm --opd-loss-type jsd --opd-top-k 8 --rollout-top-p 0.9 --replay-kept-tokens 9",
+            "--replay-kept-tokens must not be combined with --opd-loss-type jsd, got both",
+        ),
+        (
+            "--use-opd --opd-type vllm --opd-loss-coef 2",
+            "--opd-loss-coef must be left out with --opd-loss-type reverse_kl, got both",
+        ),
+        ("--opd-loss-type jsd", "--use-opd must be given with --opd-loss-type, got only jsd"),
         ("--use-opd --opd-type tf", "--opd-type must be one of megatron, sglang, vllm, got tf"),
         (
             "--use-opd --opd-type vllm --disable-compute-advantages-and-returns",

@@ -135,9 +135,10 @@ def test_old_paths_lead_to_the_one_definition(path, owner):
 def test_sample_has_the_fields_and_methods_that_hooks_use():
     fields = """group_index index rollout_id prompt tokens multimodal_inputs multimodal_train_inputs
     multimodal_train_input_id apply_chat_template_kwargs response response_length label reward loss_mask
-    weight_versions rollout_log_probs rollout_top_p_token_ids rollout_top_p_token_offsets rollout_routed_experts
-    remove_sample teacher_log_probs teacher_top status metadata generate_function_path custom_rm_path
-    train_metadata session_id non_generation_time spec_info prefix_cache_info columns"""
+    weight_versions rollout_log_probs rollout_top_p_token_ids rollout_top_p_token_offsets
+    rollout_topk_token_ids rollout_topk_log_probs rollout_routed_experts remove_sample teacher_log_probs teacher_top
+    status metadata generate_function_path custom_rm_path train_metadata session_id non_generation_time
+    spec_info prefix_cache_info columns"""
     assert fields.split() == list(inspect.signature(types.Sample).parameters)
     assert [status.name for status in types.Sample.Status] == [
         *("PENDING", "COMPLETED", "TRUNCATED", "ABORTED", "FAILED")

@@ -62,10 +62,11 @@ class GroupRequest:
         self.kept_tokens = min(kept, vocabulary) if isinstance(kept, int) else 0
         self.score_from = shared.pop(SCORE_FIELD, None)
         top = shared.pop(TOP_FIELD, 0)
-        top = min(top, vocabulary) if isinstance(top, int) else 0
+        self.top_tokens = min(top, vocabulary) if isinstance(top, int) else 0
+        most = max(self.kept_tokens, self.top_tokens)
         ours: dict[str, object] = {
-            "logprobs": self.kept_tokens if self.score_from is None else None,
-            "prompt_logprobs": None if self.score_from is None else top,
+            "logprobs": most if self.score_from is None else None,
+            "prompt_logprobs": None if self.score_from is None else self.top_tokens,
             "output_kind": RequestOutputKind.FINAL_ONLY,
             "skip_clone": True,
         }
@@ -164,7 +165,8 @@ async def _sample(
         if isinstance(request.score_from, int):
             finished.put_nowait(_scores_of(output, place, versions(), request.score_from))
             return
-        finished.put_nowait(_answer_of(output, place, versions(), request.wants_experts, request.kept_tokens))
+        wanted = request.wants_experts, request.kept_tokens, request.top_tokens
+        finished.put_nowait(_answer_of(output, place, versions(), *wanted))
     except refusals() as error:
         finished.put_nowait(SampleAnswer(place, error=str(error)))
     except Exception as error:  # the border of a task: `_send_frames` raises it
@@ -172,7 +174,12 @@ async def _sample(
 
 
 def _answer_of(
-    output: RequestOutput, place: int, versions: list[int], wants_experts: bool, kept_tokens: int = 0
+    output: RequestOutput,
+    place: int,
+    versions: list[int],
+    wants_experts: bool,
+    kept_tokens: int = 0,
+    top_tokens: int = 0,
 ) -> SampleAnswer:
     completion, times = output.outputs[0], output.metrics
     flat = cast("FlatLogprobs | None", completion.logprobs)
@@ -180,6 +187,9 @@ def _answer_of(
     kept_ids, kept_counts = None, b""
     if kept_tokens and flat is not None:
         kept_ids, kept_counts = _kept(flat)
+    top_ids = top_log_probs = b""
+    if top_tokens and flat is not None:
+        top_ids, top_log_probs = _top(flat, top_tokens)
     queue_s = speed = None
     if times is not None:
         if 0 < times.queued_ts <= times.scheduled_ts:
@@ -207,6 +217,8 @@ def _answer_of(
         _speculation(completion),
         kept_ids=kept_ids,
         kept_counts=kept_counts,
+        top_ids=top_ids,
+        top_log_probs=top_log_probs,
     )
 
 
@@ -243,6 +255,14 @@ def _kept(flat: FlatLogprobs) -> tuple[bytes, bytes]:
         ids += found if whole else ()
         counts.append(len(found) if whole else 0)
     return np.asarray(ids, np.int32).tobytes(), np.asarray(counts, np.int32).tobytes()
+
+
+def _top(flat: FlatLogprobs, count: int) -> tuple[bytes, bytes]:
+    """(ids int32, log-probs float32) of the likeliest `count` ids of each token, which `flat` has after the sampled
+    one."""
+    places = [at for first in flat.start_indices for at in range(first + 1, first + 1 + count)]
+    ids = np.asarray(flat.token_ids, np.int32)[places]
+    return ids.tobytes(), np.maximum(np.asarray(flat.logprobs, np.float32)[places], LOWEST).tobytes()
 
 
 def _speculation(completion: CompletionOutput) -> tuple[int, int, int] | None:

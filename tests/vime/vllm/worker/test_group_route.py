@@ -17,7 +17,8 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
-from vime.vllm.group_wire import KEPT_FIELD, SAMPLES
+from vime.vllm.client import result_of
+from vime.vllm.group_wire import KEPT_FIELD, SAMPLES, TOP_FIELD
 from vime.vllm.versions import refusals
 from vime.vllm.worker.group_route import LOWEST, GroupRequest, _answer_of, answer
 
@@ -76,6 +77,19 @@ def test_what_sampling_kept_of_each_token() -> None:
     found = [np.frombuffer(x, np.int32).tolist() for x in (sent.kept_ids, sent.kept_counts)]
     assert found == [[7, 9, 5], [2, 0, 1]]
     assert _answer_of(given, 0, [1], False).kept_ids is None
+
+
+def test_the_likeliest_ids_of_each_token() -> None:
+    flat = FlatLogprobs()
+    flat.append_fast([7, 7, 9, 4], [-0.5, -0.5, -1.5, -2.0], iter([1, 1, 2, 3]), iter([None] * 4))
+    flat.append_fast([3, 8, 9, 2], [-4.0, -1.0, -1.2, float("-inf")], iter([9, 1, 2, 3]), iter([None] * 4))
+    made = CompletionOutput(0, "text", [7, 3], None, flat, finish_reason="length")
+    sent = _answer_of(RequestOutput("name", None, [1], None, [made], True), 0, [1], False, 0, 3)
+    found = result_of(sent, 1, None).top
+    assert found is not None and found[0].tolist() == [[7, 9, 4], [8, 9, 2]]
+    assert found[1].tolist() == pytest.approx(np.array([[-0.5, -1.5, -2.0], [-1.0, -1.2, LOWEST]]))
+    wanted = [GroupRequest(body([1], [{}], {KEPT_FIELD: 4, TOP_FIELD: n}), 100, 50) for n in (0, 8, 64)]
+    assert [(r.top_tokens, r.samples[0].logprobs) for r in wanted] == [(0, 4), (8, 8), (50, 50)]
 
 
 def output(log_probs: list[float], times: RequestStateStats | None = None) -> RequestOutput:
