@@ -19,7 +19,7 @@ from slime.algo.corrections import LEVELS
 from slime.algo.estimators import estimator_of, surrogate_of
 from slime.algo.losses import loss_of
 from slime.config.sections.kernels import OPERATORS
-from slime.roles import passes_of
+from slime.roles import POLICY, passes_of, roles_of
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -81,6 +81,8 @@ def loss_head(config: Config) -> tuple[Head, str]:
     """
     if loss_of(config.algorithm).head == "value":
         return VALUES, f"--loss-type {config.algorithm.loss_type} reads values"
+    if POLICY not in roles_of(config):
+        return VALUES, "these ranks do not have the policy"
     if config.kernels.rlk_fast == "off":
         return NATIVE, "--rlk-fast off"
     if loss_of(config.algorithm).objective is None:

@@ -191,7 +191,8 @@ class RolloutBatch:
     together."""
 
     rank_data: list[object]
-    """A reference to the data of each data-parallel rank."""
+    """A reference to the data of each data-parallel rank, of one group of trainer ranks after the other
+    (`slime.roles.groups`)."""
     metrics: dict[str, float]
     tokens: int
     """Prompts included. A prompt that several samples share counts for each of them."""

@@ -23,6 +23,7 @@ from slime.plan.model_shape import Shape
 from slime.plan.stages import micro_batch_group, stages_of
 from slime.plan.units import GIB, amount, count
 from slime.roles import order_of_step
+from slime.roles.groups import Group, groups_of, sent_lines, trainer_ranks
 from slime.roles.served import ServedModel, frozen_devices
 from slime.rollout.eval_datasets import check_evaluation
 from slime.run_start import check_start, start_line
@@ -48,9 +49,12 @@ def topology(c: Config) -> Iterator[str]:
     """The processes of the run and their devices."""
     trains, generates = not c.debug.debug_rollout_only, c.num_engines > 0
     if trains:
-        yield _trainer_line(c)
-        yield from pipeline(c)
-        yield f"step      {order_of_step(c)}"
+        groups = groups_of(c)
+        for group in groups:
+            yield _trainer_line(group)
+            yield from pipeline(c)
+            yield f"step      {order_of_step(group.config)}"
+        yield from (f"sent      {line}" for line in sent_lines(groups))
     for model, _, own in models_of(c):
         yield _engines_line(own, model)
     if trains and generates:
@@ -65,8 +69,9 @@ def topology(c: Config) -> Iterator[str]:
     yield f"needs     {places}; this machine has {machine()}"
 
 
-def _trainer_line(c: Config) -> str:
-    """The ranks of the trainer, and what they split."""
+def _trainer_line(group: Group) -> str:
+    """The ranks of a group of the trainer's, and what they split."""
+    c = group.config
     sizes = {
         "tensor parallel": c.megatron.tensor_model_parallel_size,
         "context parallel": c.megatron.context_parallel_size,
@@ -79,7 +84,7 @@ def _trainer_line(c: Config) -> str:
     split = c.megatron.expert_tensor_parallel
     apart = f", each split over {split}" if shared > 1 and split > 1 else ""
     return (
-        f"trainer   {plural(c.cluster.actor_num_nodes, 'node')} x {c.cluster.actor_num_gpus_per_node} = "
+        f"{group.name:<9} {plural(c.cluster.actor_num_nodes, 'node')} x {c.cluster.actor_num_gpus_per_node} = "
         f"{plural(c.world_size, 'rank')}: {ways}{f', experts over {shared}{apart}' if shared > 1 else ''}"
     )
 
@@ -101,9 +106,9 @@ def _places(c: Config, trains: bool) -> int:
     """GPUs, or places on a CPU, that the run takes."""
     rollout_gpus, frozen = c.cluster.rollout_num_gpus, frozen_devices(c)
     if c.cluster.colocate and trains:
-        return max(c.world_size, rollout_gpus) + frozen
+        return max(c.world_size, rollout_gpus) + trainer_ranks(c) - c.world_size + frozen
     external = c.rollout.rollout_external_engine_addrs
-    return (c.world_size if trains else 0) + (0 if external else rollout_gpus) + frozen
+    return trainer_ranks(c) + (0 if external else rollout_gpus) + frozen
 
 
 def pipeline(c: Config) -> Iterator[str]:
@@ -248,10 +253,10 @@ def memory_in_short(c: Config, gpu_bytes: float | None = None) -> Iterator[str]:
     GPU."""
     hf, gpu_bytes = hf_config_of(c), gpu_bytes or device_memory(c)
     estimates, decisions = [], list[str]()
-    if not c.debug.debug_rollout_only:
-        e = estimate(c, hf)
-        estimates.append(f"a trainer rank {amount(e.peak)} at its peak")
-        decisions += decide_residence(c, e, gpu_bytes).lines
+    for group in () if c.debug.debug_rollout_only else groups_of(c):
+        e = estimate(group.config, hf)
+        estimates.append(f"a {group.name} rank {amount(e.peak)} at its peak")
+        decisions += decide_residence(group.config, e, gpu_bytes).lines
     if c.num_engines:
         items = engine_memory(c, Shape.of(hf))
         estimates.append(
@@ -285,6 +290,7 @@ def describe(c: Config, gpu_bytes: float | None = None, data: Sequence[str] | No
     remarks = notes(c)
     hf = hf_config_of(c)
     shape = Shape.of(hf)
+    groups = () if c.debug.debug_rollout_only else groups_of(c)
     parts: dict[str, list[str]] = {
         "Model": [
             f"{hf.get('model_type')}, {count(shape.params)} parameters{routed(shape)}, "
@@ -296,8 +302,14 @@ def describe(c: Config, gpu_bytes: float | None = None, data: Sequence[str] | No
         "Operators": list(kernels(c)),
         "Batches": list(batches(c)),
         "Data": list(prompts(c) if data is None else data),
-        "Memory of a trainer rank": list(trainer_memory(c, hf, gpu_bytes)),
-        "Loading, per trainer rank": list(memory_lines(list(loading(c, hf)))),
+        **{
+            f"Memory of a {group.name} rank": list(trainer_memory(group.config, hf, gpu_bytes))
+            for group in groups
+        },
+        **{
+            f"Loading, per {group.name} rank": list(memory_lines(list(loading(group.config, hf))))
+            for group in groups
+        },
         "Memory of an engine, per GPU": list(memory_of_engine(c, hf, gpu_bytes)),
         "Engine flags": list(backend_of(c).command_lines(c)),
         **frozen_models(c, gpu_bytes),
@@ -310,8 +322,6 @@ def describe(c: Config, gpu_bytes: float | None = None, data: Sequence[str] | No
     }
     if c.num_engines == 0:
         del parts["Memory of an engine, per GPU"], parts["Engine flags"]
-    if c.debug.debug_rollout_only:
-        del parts["Memory of a trainer rank"], parts["Loading, per trainer rank"]
     return "\n".join(
         f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in parts.items() if lines
     )

@@ -10,6 +10,7 @@ from slime.hardware import HARDWARE, Hardware
 from slime.plan.memory_estimate import BYTES
 from slime.plan.model_shape import Shape
 from slime.plan.units import amount
+from slime.roles.groups import trainer_ranks
 from slime.weight_sync.registry import CHANNELS
 
 
@@ -58,6 +59,6 @@ def _weight_link(c: Config, gpu: Hardware, domain: int) -> tuple[str, float] | N
     if gpus == "shared":  # each rank packs all weights into buckets of its own GPU
         return "the GPU's memory", gpu.memory_bytes_s
     if gpus == "apart":  # rank 0 sends them to all engines
-        inside = c.world_size + rollout_gpus <= domain
+        inside = trainer_ranks(c) + rollout_gpus <= domain
         return ("NVLink", gpu.nvlink_bytes_s) if inside else ("network of one GPU", gpu.network_bytes_s)
     return None

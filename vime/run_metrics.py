@@ -19,7 +19,7 @@ TIME_PARTS: dict[str, tuple[str, ...]] = {
     "data": ("handover", "data_preprocess", "pack"),
     "reference log-probs": ("ref_log_probs",),
     "old log-probs": ("log_probs",),
-    "values": ("values",),
+    "values": ("values", "columns_wait"),
     "forward": ("forward",),
     "policy loss": ("advantages", "policy_loss"),
     "backward": ("backward",),

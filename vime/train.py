@@ -24,7 +24,7 @@ from pathlib import Path
 from ray.exceptions import RayTaskError
 
 from slime import loop
-from slime.cluster import actors, placement, ray_start, rollout_actor
+from slime.cluster import calls, placement, ray_start, rollout_actor, trainers
 from slime.cluster.ray_watch import RayWatch, leave, parts
 from slime.cluster.watchdog import Watchdog, remove
 from slime.config import Config
@@ -32,7 +32,8 @@ from slime.data.files import prompt_files
 from slime.disk_space import Room
 from slime.operators import decide, headline
 from slime.protocols import EnginePool
-from slime.roles import order_of_step, roles_of
+from slime.roles import roles_of
+from slime.roles.groups import step_lines
 from slime.rollout.eval_datasets import check_evaluation
 from slime.run_start import check_start, finished, start_line
 from slime.tracking import StepLine, make_trackers, write_environment
@@ -91,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 def _told(error: Exception, logs: Path) -> str:
     """What happened, for a person: an actor's last log lines first, and where the traceback was put."""
     shown = ""
-    if isinstance(error, actors.ActorError):
+    if isinstance(error, calls.ActorError):
         log, details, said = error.log, error.details, str(error)
         if lines := tail(str(log), LOG_LINES):
             shown = f"the last lines of {log}:\n{lines}\n"
@@ -153,7 +154,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         watch.callback(placed.release)
         trainer = None
         if not config.debug.debug_rollout_only:
-            trainer = actors.TrainerGroup(config, placed)
+            trainer = trainers.Trainers(config, placed)
             watch.callback(trainer.stop)
         with said("starting the trainer, the rollout manager and the engines"):
             pool, rollout = _start_engines(config, placed, watch, trainer)
@@ -161,7 +162,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
             print(f"operators: {headline(config)}")
             for decision in trainer.decisions:
                 print(f"  {decision}")
-            print(f"step: {order_of_step(config)}")
+            print(*step_lines(config), sep="\n")
             for line in trainer.memory:
                 print(f"memory: {line}")
             for remark in trainer.remarks:
@@ -212,7 +213,7 @@ def _private_weight_dir(config: Config) -> Path | None:
 
 
 def _start_engines(
-    config: Config, placed: placement.Placement, watch: RayWatch, trainer: actors.TrainerGroup | None
+    config: Config, placed: placement.Placement, watch: RayWatch, trainer: trainers.Trainers | None
 ) -> tuple[EnginePool, rollout_actor.RolloutGroup]:
     """The engines, and the rollout manager that sends them requests. It reads its data while they start."""
     pool = make_pools(config, placed, trainer)

@@ -49,6 +49,20 @@ def ids_read(c: Config) -> str | None:
     return next((name for name in names if name in columns_read(c)), None)
 
 
+def read_by_advantages(c: Config) -> frozenset[str]:
+    """Those of `columns_read` that advantages and returns are made from. A hook may read any of them."""
+    read, algorithm = columns_read(c), c.algorithm
+    if not loss_of(algorithm).rewarded or algorithm.custom_advantage_function_path:
+        return read
+    flags = {
+        "ref_log_probs": algorithm.kl_coef != 0,
+        "old_log_probs": algorithm.kl_coef != 0 or c.distillation.use_opd,
+        "teacher_log_probs": c.distillation.use_opd,
+    }
+    of_surrogate = surrogate_of(algorithm).reads if loss_of(algorithm).surrogate else frozenset[str]()
+    return read & (estimator_of(algorithm).reads | of_surrogate | {name for name, on in flags.items() if on})
+
+
 def needs_old_log_probs(c: Config) -> bool:
     """Whether an extra pass computes log-probs of the old policy before the first step: of all samples if
     `before_first_step`, else of those of later steps."""

@@ -31,7 +31,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slime.cluster.domains import arrange, blocks_of, first_straddling, split_domains
 from slime.cluster.gpu_facts import UNKNOWN, GpuFacts, read_gpu_facts
 from slime.config import Config
-from slime.roles.served import POLICY, ServedModel, served_models
+from slime.roles.groups import groups_of, several_nodes, trainer_ranks
+from slime.roles.served import POLICY, served_models
 
 CORES_PER_CPU_DEVICE = 0.5
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -40,7 +41,7 @@ _PLACEMENT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 60, 120
 
 def on_one_host(config: Config) -> bool:
     """Whether all processes of the run are on this host: the run joins no cluster and uses one node."""
-    return config.cluster.actor_num_nodes == 1 and not os.environ.get("RAY_ADDRESS")
+    return not several_nodes(config) and not os.environ.get("RAY_ADDRESS")
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ class Placement:
 
     group: PlacementGroup
     resource: str
-    trainer_bundles: list[int]
-    """Of the trainer ranks, in rank order."""
+    trainer_bundles: list[list[int]]
+    """Of each group of trainer ranks (`slime.roles.groups`), in rank order."""
     engine_bundles: dict[str, list[list[int]]]
     """Of each engine of a served model, by the model's name. The engine's first bundle on a node hosts the server
     process of that node."""
@@ -120,34 +121,68 @@ class Placement:
         remove_placement_group(self.group)
 
 
+@dataclass(frozen=True)
+class _Engines:
+    """The places of a served model's engines, and the devices of each engine."""
+
+    places: range
+    size: int
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The places of the processes in the order in which a run takes its devices."""
+
+    groups: list[range]
+    """Of each group of trainer ranks."""
+    engines: dict[str, _Engines]
+    """By the name of the served model, first those of the policy."""
+
+    @property
+    def devices(self) -> int:
+        return max(places.stop for places in (*self.groups, *(each.places for each in self.engines.values())))
+
+    def blocks(self, config: Config) -> list[int]:
+        """Numbers of GPUs that belong together, in the order in which the run takes them; see slime.cluster.domains.
+        An engine's GPUs on one node are a block."""
+        tensor, node = config.megatron.tensor_model_parallel_size, config.cluster.num_gpus_per_node
+        policy, *others = map(len, self.groups)
+        of_policy, *frozen = [(len(each.places), min(each.size, node)) for each in self.engines.values()]
+        count, part = of_policy
+        blocks = blocks_of(policy, tensor, count // part, part, colocate=config.cluster.colocate)
+        blocks += [size for ranks in others for size in blocks_of(ranks, tensor, 0, 1, colocate=False)]
+        return blocks + [size for count, size in frozen for _ in range(count // size)]
+
+
+def _places(config: Config) -> _Places:
+    """With colocation, engine i of the policy is at the policy's ranks [i*g, (i+1)*g). Otherwise its engines follow
+    these ranks. Then come further groups of trainer ranks, and the engines of frozen models."""
+    sizes = [0] if config.debug.debug_rollout_only else [group.ranks for group in groups_of(config)]
+    first = 0 if config.cluster.colocate else sizes[0]
+    places = range(first, first + _engine_devices(config))
+    engines = {POLICY: _Engines(places, config.cluster.rollout_num_gpus_per_engine)}
+    groups, end = [range(sizes[0])], max(sizes[0], places.stop)
+    for ranks in sizes[1:]:
+        groups.append(range(end, end + ranks))
+        end += ranks
+    for model in (model for model in served_models(config) if model.frozen):
+        engines[model.name] = _Engines(range(end, end + model.devices), model.devices_per_engine)
+        end += model.devices
+    return _Places(groups, engines)
+
+
 def place(config: Config) -> Placement:
     """Reserve the devices of trainers and engines, or raise an error with the devices needed and the devices present.
-
-    With colocation, engine i of the policy uses the devices of trainer ranks [i*g, (i+1)*g). Otherwise their devices
-    follow all trainers' devices. Those of frozen models come last. ValueError if an engine would span more nodes than
-    it needs.
-    """
-    trainers = (
-        0
-        if config.debug.debug_rollout_only
-        else config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
-    )
-    per_engine = config.cluster.rollout_num_gpus_per_engine
-    frozen = [model for model in served_models(config) if model.frozen]
-    engine_devices, frozen_devices = _engine_devices(config), sum(model.devices for model in frozen)
-    first = 0 if config.cluster.colocate else trainers
-    ours = max(trainers, engine_devices) if config.cluster.colocate else trainers + engine_devices
-    devices = ours + frozen_devices
+    ValueError if an engine would span more nodes than it needs."""
+    places = _places(config)
+    devices = places.devices
     resource = "GPU" if config.cluster.device == "cuda" else "CPU"
     amount = 1.0 if resource == "GPU" else CORES_PER_CPU_DEVICE
     existing: float = ray.cluster_resources().get(resource, 0.0)  # type: ignore[no-untyped-call]
     if devices * amount > existing:
         raise ValueError(
-            f"the cluster must have {devices} devices ({devices * amount:g} {resource}s) for {trainers} trainer "
-            f"ranks (--actor-num-nodes x --actor-num-gpus-per-node) and {engine_devices} rollout devices "
-            f"(--rollout-num-gpus){', shared by --colocate' if config.cluster.colocate else ''}"
-            f"{f', and {frozen_devices} of teachers (--opd-teacher-num-gpus)' if frozen else ''}, got "
-            f"{existing:g} {resource}s; "
+            f"the cluster must have {devices} devices ({devices * amount:g} {resource}s) for "
+            f"{_told(config, places)}, got {existing:g} {resource}s; "
             "ask for fewer or join a larger cluster with RAY_ADDRESS"
         )
     group = _reserve(resource, amount, devices, existing)
@@ -155,53 +190,54 @@ def place(config: Config) -> Placement:
         nodes = _nodes_of(group, devices)
         gpus = _gpus_of(group, devices) if resource == "GPU" else []
         if gpus:
-            blocks = _blocks(config, trainers, engine_devices, frozen)
-            order, domains = _ordered(gpus, blocks, config.cluster.nvlink_domain_size)
+            order, domains = _ordered(gpus, places.blocks(config), config.cluster.nvlink_domain_size)
         else:
             order, domains = sorted(range(devices), key=lambda bundle: nodes[bundle].order), []
-        engines = {POLICY: _cut(order[first : first + engine_devices], per_engine)}
-        for model in frozen:
-            engines[model.name] = _cut(order[ours : ours + model.devices], model.devices_per_engine)
-            ours += model.devices
+        trainers = [[order[place] for place in ranks] for ranks in places.groups]
+        engines = {
+            name: _cut([order[place] for place in each.places], each.size)
+            for name, each in places.engines.items()
+        }
         share = 0.5 if config.cluster.colocate else 1.0
-        placed = Placement(group, resource, order[:trainers], engines, share, nodes, gpus)
+        placed = Placement(group, resource, trainers, engines, share, nodes, gpus)
         _require_nodes(placed, config.cluster.num_gpus_per_node)
         if config.cluster.nvlink_domain_size or any(gpu.facts.domain for gpu in gpus):
-            _require_one_domain(
-                "--tensor-model-parallel-size", config.megatron.tensor_model_parallel_size, domains[:trainers]
-            )
-            _require_one_domain(
-                "--rollout-num-gpus-per-engine",
-                config.engine_tensor_parallel,
-                domains[first : first + engine_devices],
-            )
+            _require_domains(config, places, domains)
     except BaseException:
         remove_placement_group(group)
         raise
     return placed
 
 
+def _told(config: Config, places: _Places) -> str:
+    """What needs the devices, and the flags of their numbers, for an error."""
+    groups = () if config.debug.debug_rollout_only else groups_of(config)
+    ranks = ", ".join(
+        f"{group.ranks} {group.name} ranks (--{group.flags}-num-nodes x --{group.flags}-num-gpus-per-node)"
+        for group in groups
+    )
+    of_policy, *frozen = [len(each.places) for each in places.engines.values()]
+    shared = ", shared by --colocate" if config.cluster.colocate else ""
+    teachers = f", and {sum(frozen)} of teachers (--opd-teacher-num-gpus)" if frozen else ""
+    return (
+        f"{ranks or 'no trainer rank'} and {of_policy} rollout devices (--rollout-num-gpus){shared}{teachers}"
+    )
+
+
+def _require_domains(config: Config, places: _Places, domains: Sequence[Hashable]) -> None:
+    """`_require_one_domain` of the tensor-parallel groups of trainers and the policy's engines. `domains`: one per GPU,
+    in order."""
+    for ranks in places.groups:
+        size = config.megatron.tensor_model_parallel_size
+        _require_one_domain("--tensor-model-parallel-size", size, [domains[place] for place in ranks])
+    of_engines = [domains[place] for place in places.engines[POLICY].places]
+    _require_one_domain("--rollout-num-gpus-per-engine", config.engine_tensor_parallel, of_engines)
+
+
 def _engine_devices(config: Config) -> int:
     """Devices of the policy's engines that the run starts itself."""
     apart = config.debug.debug_train_only or config.rollout.rollout_external_engine_addrs
     return 0 if apart else config.cluster.rollout_num_gpus
-
-
-def _blocks(config: Config, trainers: int, engine_devices: int, frozen: Sequence[ServedModel]) -> list[int]:
-    """Numbers of GPUs that belong together, in the order in which the run takes them; see slime.cluster.domains."""
-    node = config.cluster.num_gpus_per_node  # an engine's GPUs on one node are a block
-    part = min(config.cluster.rollout_num_gpus_per_engine, node)
-    blocks = blocks_of(
-        trainers,
-        config.megatron.tensor_model_parallel_size,
-        engine_devices // part,
-        part,
-        colocate=config.cluster.colocate,
-    )
-    for model in frozen:
-        part = min(model.devices_per_engine, node)
-        blocks += [part] * (model.devices // part)
-    return blocks
 
 
 def _cut(bundles: list[int], size: int) -> list[list[int]]:
@@ -304,7 +340,7 @@ def cpu_threads(config: Config) -> tuple[int, int]:
     With colocation, trainers and engines take turns, and each side gets all cores. Otherwise they share the cores.
     """
     cores = os.cpu_count() or 1
-    trainers = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
+    trainers = max(trainer_ranks(config), 1)
     engines = (
         max(config.cluster.rollout_num_gpus // config.cluster.rollout_num_gpus_per_engine, 1)
         if not config.debug.debug_train_only

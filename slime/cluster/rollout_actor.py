@@ -9,15 +9,9 @@ from typing import Any
 
 import ray
 
-from slime.cluster.actors import (
-    PROGRESS,
-    Ref,
-    TrainerGroup,
-    ask_progress,
-    first_failure_or_all,
-    freeze_objects,
-    log_to,
-)
+from slime.cluster.actors import PROGRESS, freeze_objects, log_to
+from slime.cluster.calls import Ref, ask_progress, first_failure_or_all
+from slime.cluster.trainers import Trainers
 from slime.config import Config
 from slime.data.transport import pack_columns
 from slime.import_path import SAFE_PATH
@@ -103,7 +97,7 @@ class RolloutGroup:
 
 def wait_built(
     config: Config,
-    trainer: TrainerGroup | None,
+    trainer: Trainers | None,
     rollout: RolloutGroup,
     check: Callable[[], None] | None = None,
 ) -> None:

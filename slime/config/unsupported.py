@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from slime.config.fields import FlagSpec, spelled
 
-_CRITIC = "the critic is trained on the ranks of the policy: leave the flag out"
 _DEEPGEMM = "DeepGEMM is not used by the trainer"
 _DELTA = "delta weight updates are not supported yet; whole weights are sent"
 _HOOK = "this hook is not called yet"
@@ -50,11 +49,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "prefill_num_servers": Unsupported(None, "separate prefill servers are not supported yet"),
     "multimodal_keys": Unsupported(None, "images and audio are not supported yet"),
     # algorithm
-    "critic_train_only": Unsupported(
-        False, "--num-critic-only-steps trains the critic alone for that many rollouts"
-    ),
-    "critic_num_nodes": Unsupported(None, _CRITIC),
-    "critic_num_gpus_per_node": Unsupported(None, _CRITIC),
     "use_stateless_adam": Unsupported(False, "Adam keeps its moments in this version"),
     # debug
     "http_proxy": Unsupported(None, "requests to the engines never pass a proxy"),

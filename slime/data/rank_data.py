@@ -10,6 +10,7 @@ Shapes: R_i response tokens of sample i.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -80,6 +81,29 @@ class RankData(dict[str, Any]):
         values = [of_sample[i] for i in range(self.samples)]
         assert [len(x) for x in values] == self.response_lengths, f"{column} has one value per response token"
         self[column] = values
+
+    def filled(self, columns: Iterable[str]) -> RankData:
+        """What other ranks get of `columns`, on the host, with the place in the rollout of each sample."""
+        found = RankData(partition=self["partition"])
+        for name in columns:
+            lengths = [len(values) for values in self[name]]
+            found[name] = list(torch.cat(self[name]).cpu().split(lengths))  # in one copy
+        return found
+
+    def receive(self, parts: Iterable[RankData], device: torch.device) -> None:
+        """Set the columns that other ranks have filled for the samples of this one."""
+        place = {of_rollout: i for i, of_rollout in enumerate(self["partition"])}
+        found: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        for part in parts:
+            for name in part.keys() - {"partition"}:
+                found[name] |= {
+                    place[of_rollout]: values
+                    for of_rollout, values in zip(part["partition"], part[name], strict=True)
+                    if of_rollout in place
+                }
+        for name, of_sample in found.items():
+            self.fill(name, of_sample)
+            self[name] = list(torch.cat(self[name]).to(device).split(self.response_lengths))
 
     def reach(self, stage: Stage, needed: Iterable[str] = (), reader: str = "") -> None:
         """Complete a stage. ValueError if a column that `reader` needs then is missing."""

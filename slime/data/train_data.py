@@ -219,10 +219,20 @@ def make_rank_data(
     config: Config, args: Namespace, samples: list[Sample], dp_size: int, hf_config: Hf
 ) -> list[RankData]:
     """Samples of a rollout -> one dict per data-parallel rank: convert, schedule, split. `args` go to hooks."""
+    return scheduled(config, checked_data(config, args, samples, hf_config), dp_size, hf_config)
+
+
+def checked_data(config: Config, args: Namespace, samples: list[Sample], hf_config: Hf) -> TrainData:
+    """The train data of a rollout, before it is split. `args` go to hooks."""
     data = convert_samples_to_train_data(config, args, samples)
     data.setdefault("total_lengths", [len(tokens) for tokens in data["tokens"]])
     if config.off_policy.use_rollout_routing_replay:  # here, as a hook may have made the columns
         routed_experts.check_column(data, hf_config)
+    return data
+
+
+def scheduled(config: Config, data: TrainData, dp_size: int, hf_config: Hf) -> list[RankData]:
+    """`checked_data` in the micro-batches of `dp_size` data-parallel ranks, one part per rank."""
     plan = plan_together if loss_of(config.algorithm).pairs else plan_steps
     schedule = plan(
         config.data,

@@ -23,9 +23,9 @@ def loading(c: Config, hf: Hf) -> Iterator[Item]:
     Nothing is read for a quantised checkpoint here: its tensors are read whole, and their size depends on the files.
     """
     shape, stored = Shape.of(hf), stored_bytes(c, hf)
-    roles = [role for role in roles_of(c) if role is not POLICY]
+    roles = sorted(roles_of(c), key=lambda role: role is not POLICY)
     alike = [role for role in roles if role_shape(c, role, shape) is shape]
-    others, models = [role.name for role in alike], 1 + len(alike)
+    others, models = [role.name for role in alike[1:]], len(alike)
     twice = f", for the {' and the '.join(others)} too" if others else ""
     kinds = list(rank_params(c, shape))
     if not hf.get("quantization_config"):

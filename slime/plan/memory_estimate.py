@@ -99,10 +99,12 @@ def estimate(c: Config, hf_config: Hf) -> Estimate:
 
 def kept_memory(c: Config, shape: Shape) -> Iterator[Item]:
     """The state of every role, first the policy's."""
-    for role in sorted(roles_of(c), key=lambda role: role is not POLICY):
+    roles = sorted(roles_of(c), key=lambda role: role is not POLICY)
+    for role in roles:
         yield from role_memory(c, role_shape(c, role, shape), role)
     size = BYTES[c.megatron.params_dtype]
-    if CHANNELS[c.weight_update.update_weight_transport].buckets and c.num_engines:
+    sends = roles[0] is POLICY and c.num_engines
+    if CHANNELS[c.weight_update.update_weight_transport].buckets and sends:
         largest = shape.vocab * shape.hidden * size
         bucket = max(c.weight_update.update_weight_buffer_size, largest)
         how = "2, each --update-weight-buffer-size or the embedding"

@@ -21,9 +21,11 @@ ROLES: tuple[Role, ...] = (REFERENCE, TEACHER, CRITIC, POLICY)
 
 
 def roles_of(c: Config) -> tuple[Role, ...]:
-    """The roles of a run: the policy, and those whose column a loss or an estimator reads and no sample brings."""
-    read = columns_read(c)
-    return tuple(role for role in ROLES if role is POLICY or (role.column in read and not role.absent(c)))
+    """The roles of a run: the policy, and those whose column a loss or an estimator reads and no sample brings. Of the
+    configuration of one group of ranks (`slime.roles.groups`), the roles of the group."""
+    read, group = columns_read(c), c.cluster.trainer_roles
+    needed = (role for role in ROLES if role is POLICY or (role.column in read and not role.absent(c)))
+    return tuple(role for role in needed if not group or role.name in group)
 
 
 def passes_of(c: Config) -> tuple[Role, ...]:

@@ -55,6 +55,19 @@ def _start(c: Config) -> Source:
     return POLICY.resumes(c) or POLICY.source(c)
 
 
+def wanted_devices(c: Config) -> tuple[int, int]:
+    """Nodes and ranks per node, as the flags give them; those of the policy where they do not."""
+    given = c.critic.critic_num_nodes, c.critic.critic_num_gpus_per_node
+    return given[0] or c.cluster.actor_num_nodes, given[1] or c.cluster.actor_num_gpus_per_node
+
+
+def _devices(c: Config) -> tuple[int, int] | None:
+    nodes, ranks = wanted_devices(c)
+    differs = nodes * ranks != c.world_size
+    own = differs if c.critic.critic_devices == "auto" else c.critic.critic_devices == "own"
+    return (nodes, ranks) if own else None
+
+
 CRITIC = Role(
     "critic",
     "values",
@@ -62,6 +75,7 @@ CRITIC = Role(
     _start,
     _resumed,
     saves_to,
+    devices=_devices,
     trained=True,
     head="value",
     save_flag="--critic-save",

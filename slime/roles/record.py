@@ -34,6 +34,10 @@ def _nobody(c: Config) -> bool:
     return False
 
 
+def _with_policy(c: Config) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Role:
     """One model of a run."""
@@ -50,6 +54,9 @@ class Role:
     """The checkpoint that a trained role resumes from, None for a new run."""
     saves_to: Callable[[Config], str | None] = _never
     """The folder of a trained role's checkpoints, None for none."""
+    devices: Callable[[Config], tuple[int, int] | None] = _with_policy
+    """Its own devices, (nodes, ranks per node): --{name}-num-nodes, --{name}-num-gpus-per-node. None where it shares
+    those of the policy."""
     trained: bool = False
     """It has gradients, an optimizer and a checkpoint of its own."""
     head: Literal["lm", "value"] = "lm"

@@ -22,10 +22,11 @@ from slime.data import columns
 from slime.data.packing import forward_flops, prediction_flops, shares_prompts
 from slime.data.rank_data import RankData
 from slime.data.tokenizer import load_tokenizer
-from slime.data.train_data import make_rank_data
+from slime.data.train_data import checked_data, scheduled
 from slime.divergence import DivergedError
 from slime.hooks import load_function
 from slime.protocols import RolloutBatch, RolloutEngine
+from slime.roles.groups import groups_of
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.debug_data import load_with_facts, save_debug_rollout_data
 from slime.rollout.evaluation import load_eval_datasets
@@ -45,8 +46,8 @@ class RolloutManager:
     """Draws, generates, scores and converts rollouts. One rollout at a time, in call order. `evaluate` may
     run beside one.
 
-    Arguments: the configuration, an engine client (None for SFT and replay), the number of data-parallel ranks,
-    and run-time values that hooks may read from `args` (the router's address). `own_servers` among them are the
+    Arguments: the configuration, an engine client (None for SFT and replay), the number of the policy's data-parallel
+    ranks, and run-time values that hooks may read from `args` (the router's address). `own_servers` among them are the
     fields of `slime.http.OwnServers`, and `frozen_engines` the clients of the run's frozen models by their names.
     """
 
@@ -58,7 +59,10 @@ class RolloutManager:
         facts: Mapping[str, Any],
         put: Callable[[RankData], object],
     ) -> None:
-        self.config, self.dp_size, self.put = config, dp_size, put
+        self.config, self.put = config, put
+        further = [group.config.data_parallel_size for group in groups_of(config)[1:]]
+        self.dp_sizes = [dp_size, *further]
+        """Of each group of trainer ranks, first that of the policy."""
         http.set_own_servers(http.OwnServers(**facts.get("own_servers", {})))
         others: Mapping[str, RolloutEngine] = facts.get("frozen_engines", {})
         hidden = ("own_servers", "frozen_engines")
@@ -98,8 +102,10 @@ class RolloutManager:
                 self.config.debug.save_debug_rollout_data, rollout_id, groups, facts=facts
             )
         metrics = self._unlogged(rollout_id, groups, metrics, seconds)
-        ranks = self._rank_data(rollout_id, groups, facts)
-        rank_data = [self.put(data) for data in ranks]
+        of_size = self._rank_data(rollout_id, groups, facts)
+        ranks = of_size[self.dp_sizes[0]]
+        put = {dp_size: [self.put(data) for data in split] for dp_size, split in of_size.items()}
+        rank_data = [stored for dp_size in self.dp_sizes for stored in put[dp_size]]
         metrics |= operators.step_metrics()
         metrics["perf/make_data_time"] = time.perf_counter() - began - seconds
         if (resident := resident_peak_gib()) is not None:
@@ -184,13 +190,16 @@ class RolloutManager:
         except DivergedError as error:
             raise error.with_checkpoint(self.config.checkpoint.save) from None
 
-    def _rank_data(self, rollout_id: int, groups: list[SampleGroup], facts: Facts | None) -> list[RankData]:
-        """Train data of each rank. With --rlk-consistency, the data contains each sample's facts, and a rollout
-        that fails the border check is saved before the run ends."""
+    def _rank_data(
+        self, rollout_id: int, groups: list[SampleGroup], facts: Facts | None
+    ) -> dict[int, list[RankData]]:
+        """Train data of each rank, by number of data-parallel ranks. With --rlk-consistency, the policy's data contains
+        each sample's facts, and a rollout that fails the border check is saved before the run ends."""
         samples = [sample for group in groups for sample in group]
         audited = self.config.kernels.rlk_consistency != "off"
         try:
-            ranks = make_rank_data(self._with_hooks(), self.args, samples, self.dp_size, self.hf_config)
+            data = checked_data(config := self._with_hooks(), self.args, samples, self.hf_config)
+            found = {size: scheduled(config, data, size, self.hf_config) for size in self.dp_sizes}
         except ValueError as error:
             if not audited:
                 raise
@@ -199,8 +208,8 @@ class RolloutManager:
                 f"{error}; the batch is saved, see it again with --load-debug-rollout-data {path}"
             ) from error
         if audited:
-            attach(ranks, samples, facts)
-        return ranks
+            attach(found[self.dp_sizes[0]], samples, facts)
+        return found
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """eval/* metrics of every evaluation dataset with the current weights. A rollout function of a plug-in does not

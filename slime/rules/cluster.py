@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
+from slime.config.fields import spelled
 from slime.config.problems import given
 from slime.config.schema import Config
 from slime.hardware import HARDWARE
+from slime.roles import CRITIC, roles_of
+from slime.roles.critic import wanted_devices
+from slime.roles.groups import groups_of, trainer_ranks
 
 _FIX = "lower it, or set --nvlink-domain-size to what NVLink connects"
 
@@ -18,10 +25,51 @@ def check_hardware(c: Config) -> None:
             f"--gpu must go with --device cuda, got --gpu {c.cluster.gpu} and --device {c.cluster.device}; "
             "leave out one"
         )
-    if c.cluster.actor_num_gpus_per_node > c.cluster.num_gpus_per_node:
+    for group in groups_of(c):
+        ranks = group.config.cluster.actor_num_gpus_per_node
+        if ranks > c.cluster.num_gpus_per_node:
+            raise ValueError(
+                f"--{group.flags}-num-gpus-per-node must be at most --num-gpus-per-node with --gpu {c.cluster.gpu}, "
+                f"got {ranks} and {c.cluster.num_gpus_per_node}; use more nodes (--{group.flags}-num-nodes)"
+            )
+
+
+def check_parallel_sizes(c: Config) -> None:
+    """The ranks of a model, of TP * PP * CP, fill the ranks of each group of trainer ranks."""
+    sizes = (
+        c.megatron.tensor_model_parallel_size,
+        c.megatron.pipeline_model_parallel_size,
+        c.megatron.context_parallel_size,
+    )
+    for group in groups_of(c):
+        nodes, ranks = group.config.cluster.actor_num_nodes, group.config.cluster.actor_num_gpus_per_node
+        if group.ranks % math.prod(sizes):
+            raise ValueError(
+                f"--{group.flags}-num-nodes * --{group.flags}-num-gpus-per-node must be a multiple of TP * PP * CP, "
+                f"got {nodes} * {ranks} = {group.ranks} and {' * '.join(map(str, sizes))} = {math.prod(sizes)}"
+            )
+
+
+def check_critic_devices(c: Config) -> None:
+    """On the policy's ranks there are as many for the critic as for the policy."""
+    if CRITIC not in roles_of(c) or c.critic.critic_devices != "shared":
+        return
+    nodes, ranks = wanted_devices(c)
+    if nodes * ranks != c.world_size:
         raise ValueError(
-            f"--actor-num-gpus-per-node must be at most --num-gpus-per-node with --gpu {c.cluster.gpu}, got "
-            f"{c.cluster.actor_num_gpus_per_node} and {c.cluster.num_gpus_per_node}; use more nodes (--actor-num-nodes)"
+            "--critic-num-nodes * --critic-num-gpus-per-node must equal --actor-num-nodes * --actor-num-gpus-per-node "
+            f"with --critic-devices shared, got {nodes} * {ranks} and {c.cluster.actor_num_nodes} * "
+            f"{c.cluster.actor_num_gpus_per_node}; leave the critic's out, or give --critic-devices own"
+        )
+
+
+def critic_notes(c: Config) -> Iterator[str]:
+    """That a critic whose ranks were counted is on those of the policy."""
+    counted = [name for name in ("critic_num_nodes", "critic_num_gpus_per_node") if c.value_of(name)]
+    if counted and CRITIC in roles_of(c) and c.critic.critic_devices == "auto" and not CRITIC.devices(c):
+        yield (
+            f"{' and '.join(map(spelled, counted))}: as many ranks as the policy has, so the critic shares those of "
+            "the policy, as in slime; --critic-devices own gives it devices of its own"
         )
 
 
@@ -31,11 +79,9 @@ def check_domains(c: Config) -> None:
         size := c.cluster.nvlink_domain_size or (c.cluster.gpu and HARDWARE[c.cluster.gpu].nvlink_domain)
     ):
         return
-    trainers = (
-        0 if c.debug.debug_rollout_only else c.cluster.actor_num_nodes * c.cluster.actor_num_gpus_per_node
-    )
+    trainers = trainer_ranks(c)
     engines = 0 if c.debug.debug_train_only else given(c.cluster.rollout_num_gpus)
-    devices = max(trainers, engines) if c.cluster.colocate else trainers + engines
+    devices = trainers + engines - (min(c.world_size, engines) if c.cluster.colocate and trainers else 0)
     groups = {}
     if trainers:
         groups["--tensor-model-parallel-size"] = c.megatron.tensor_model_parallel_size

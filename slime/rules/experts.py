@@ -14,6 +14,7 @@ from slime.config.fields import Values, spelled
 from slime.config.problems import Problems
 from slime.models import Decoder
 from slime.plan.stages import stages_of
+from slime.roles.groups import groups_of
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -55,7 +56,8 @@ def check_expert_flags(c: Config, decoder: Decoder) -> None:
         problems.check(check_untried, c.megatron.overrides)
         problems.check(check_expert_layout, c, experts.count)
         problems.check(check_expert_width, c, decoder)
-        problems.check(check_expert_ranks, c, c.world_size)
+        for group in groups_of(c):
+            problems.check(check_expert_ranks, c, group.ranks)
         problems.check(check_expert_stages, c, decoder.sparse)
         problems.report()
     elif c.megatron.expert_model_parallel_size != 1 or c.megatron.expert_tensor_parallel_size not in (

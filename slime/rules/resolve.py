@@ -17,6 +17,7 @@ from slime.config.sections.kernels import OPERATORS
 from slime.hardware import HARDWARE
 from slime.rules.algorithm import compares_alone, makes_groups
 from slime.rules.checkpoint import remarks as read_remarks
+from slime.rules.cluster import critic_notes
 from slime.rules.megatron import never_run, same_result
 from slime.rules.off_policy import mismatch_notes
 from slime.rules.packages import package_notes
@@ -264,6 +265,7 @@ def _remarks(c: Config) -> Iterator[str]:
             "--replay-kept-tokens N computes both over what the engine kept"
         )
 
+    yield from critic_notes(c)
     yield from mismatch_notes(c)
     if c.megatron.overrides.get("transformer_impl") == "transformer_engine":
         yield (

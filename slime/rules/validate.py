@@ -19,9 +19,16 @@ from slime.models.decoder import Hf
 from slime.models.selection import check_selection
 from slime.plan.stages import check_stages, micro_batch_group
 from slime.plan.trained_params import check_parameter_names
+from slime.roles.groups import groups_of
 from slime.rules.algorithm import RULES as ALGORITHM
 from slime.rules.checkpoint import check_directories, check_saving
-from slime.rules.cluster import check_domains, check_hardware, check_offload
+from slime.rules.cluster import (
+    check_critic_devices,
+    check_domains,
+    check_hardware,
+    check_offload,
+    check_parallel_sizes,
+)
 from slime.rules.debug import check_length, check_profile_steps, check_train_data_file
 from slime.rules.distillation import check_distillation, check_teacher
 from slime.rules.experts import check_expert_flags
@@ -120,22 +127,6 @@ def _transformer_engine(c: Config) -> None:
             )
 
 
-def _parallel_sizes(c: Config) -> None:
-    model = (
-        c.megatron.tensor_model_parallel_size
-        * c.megatron.pipeline_model_parallel_size
-        * c.megatron.context_parallel_size
-    )
-    if c.world_size % model:
-        raise ValueError(
-            f"--actor-num-nodes * --actor-num-gpus-per-node must be a multiple of TP * PP * CP, got "
-            f"{c.cluster.actor_num_nodes} * {c.cluster.actor_num_gpus_per_node} = {c.world_size} and "
-            f"{c.megatron.tensor_model_parallel_size} * {c.megatron.pipeline_model_parallel_size} * "
-            f"{c.megatron.context_parallel_size} "
-            f"= {model}"
-        )
-
-
 def _engines(c: Config) -> None:
     if c.debug.debug_rollout_only and c.debug.debug_train_only:
         raise ValueError("--debug-rollout-only must not be combined with --debug-train-only, got both")
@@ -205,11 +196,17 @@ def _batch_equation(c: Config) -> None:
 def _micro_batches(c: Config) -> None:
     if c.debug.debug_rollout_only:
         return
-    ranks, size, group = c.data_parallel_size, c.data.micro_batch_size, _group(c)
+    if c.data.use_dynamic_batch_size and c.data.max_tokens_per_gpu is None:
+        raise ValueError("--max-tokens-per-gpu must be given with --use-dynamic-batch-size, got none")
+    for ranks in {group.config.data_parallel_size for group in groups_of(c)}:
+        _samples_of_ranks(c, ranks)
+
+
+def _samples_of_ranks(c: Config, ranks: int) -> None:
+    """Enough samples in a step for `ranks` data-parallel ranks."""
+    size, group = c.data.micro_batch_size, _group(c)
     virtual = f" * {group} micro-batches of each virtual stage" if group > 1 else ""
     if c.data.use_dynamic_batch_size:
-        if c.data.max_tokens_per_gpu is None:
-            raise ValueError("--max-tokens-per-gpu must be given with --use-dynamic-batch-size, got none")
         if given(c.data.global_batch_size) < ranks * group:
             raise ValueError(
                 f"--global-batch-size must be at least the data-parallel size{virtual}, got "
@@ -355,7 +352,8 @@ def checkpoint_notes(c: Config) -> Iterator[str]:
 BY_THEMSELVES: tuple[Rule, ...] = (_required, _ranges, _precision, check_selection)
 TOGETHER: tuple[Rule, ...] = (
     check_hardware,
-    _parallel_sizes,
+    check_parallel_sizes,
+    check_critic_devices,
     _transformer_engine,
     *MEGATRON,
     check_dropout,

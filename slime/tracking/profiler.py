@@ -16,22 +16,24 @@ if TYPE_CHECKING:
     import torch
 
 
-def trace_path(run_dir: str | Path, rank: int, rollout_id: int) -> Path:
-    return Path(run_dir).resolve() / "profile" / f"trainer-{rank}-rollout-{rollout_id}.json.gz"
+def trace_path(run_dir: str | Path, rank: str, rollout_id: int, part: str = "") -> Path:
+    return Path(run_dir).resolve() / "profile" / f"{rank}-rollout-{rollout_id}{part and f'-{part}'}.json.gz"
 
 
 class StepProfiler:
-    """One per trainer rank. `steps`: the rollouts to trace. `timers`: their spans become ranges of the trace."""
+    """One per trainer rank, whose name is `rank`. `steps`: the rollouts to trace. `timers`: their spans become ranges
+    of the trace."""
 
     def __init__(
-        self, steps: range, run_dir: str | Path, rank: int, timers: Timers, device: torch.device
+        self, steps: range, run_dir: str | Path, rank: str, timers: Timers, device: torch.device
     ) -> None:
         self._steps, self._run_dir, self._rank = steps, run_dir, rank
         self._timers, self._device = timers, device
 
     @contextmanager
-    def around(self, rollout_id: int) -> Iterator[None]:
-        """Trace the block if `rollout_id` is selected, and write the file if the block ends without an error.
+    def around(self, rollout_id: int, part: str = "") -> Iterator[None]:
+        """Trace the block if `rollout_id` is selected, and write the file if the block ends without an error. `part`:
+        of the rollout's training, in the name of the file.
 
         The profiler's own time to start, stop and write is measured as `profile`. A trace holds the host's operators
         with the shapes of their tensors, and every GPU kernel.
@@ -54,7 +56,7 @@ class StepProfiler:
             self._timers.tracing = False
             with self._timers.measure("profile"):
                 profiler.stop()
-        path = trace_path(self._run_dir, self._rank, rollout_id)
+        path = trace_path(self._run_dir, self._rank, rollout_id, part)
         with self._timers.measure("profile"):
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from slime.config import Config
 from slime.config.sections.debug import profiled_steps
 from slime.protocols import RolloutBatch, TrainResult
+from slime.roles.groups import trainer_ranks
 from slime.tracking.console import StepLine, progress
 from slime.tracking.events import Events
 from slime.tracking.memory import resident_peak_gib
@@ -25,7 +26,7 @@ class Reporter:
         self.config, self.trackers, self.line = config, trackers, line
         self.timers = Timers()
         apart = 0 if config.cluster.colocate else config.cluster.rollout_num_gpus
-        self._figures = StepFigures(config.world_size + apart)
+        self._figures = StepFigures(trainer_ranks(config) + apart)
         self.events = Events("driver", config.logging.run_dir)
         self._profiled = profiled_steps(config.debug.profile_steps)
 
@@ -39,7 +40,8 @@ class Reporter:
         perf = {**trained.perf, **self.timers.flush()}
         if "perf/trainer_time" in perf:
             # Time outside the ranks: Ray moves their data to them and rank 0's metrics back.
-            inside = perf["perf/trainer_time"] + perf.get("perf/profile_time", 0.0)
+            names = ("trainer_time", "profile_time", "columns_wait_time")
+            inside = sum(perf.get(f"perf/{name}", 0.0) for name in names)
             perf["perf/handover_time"] = perf["perf/train_time"] - inside
         # Computed here, because a rank knows only its own samples.
         perf |= training_speed(

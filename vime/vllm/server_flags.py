@@ -19,6 +19,7 @@ from slime.config import Config, FlagGroup
 from slime.config.fields import nearest
 from slime.config.problems import Problems
 from slime.models import decoder_of
+from slime.roles.groups import several_nodes, trainer_ranks
 from slime.roles.served import frozen_devices
 from slime.rules.listing import Row
 from slime.weight_sync.registry import CHANNELS
@@ -201,8 +202,8 @@ def remarks(config: Config) -> Iterator[str]:
     if config.cluster.device == "cpu" and config.engine.backend_env:
         yield "--vllm-batch-invariant has no effect on CPU engines: vLLM has it on GPUs alone"
     yield from fp8.remarks(config)
-    if config.cluster.actor_num_nodes > 1:
-        yield f"--actor-num-nodes {config.cluster.actor_num_nodes}: several hosts have not been run in this version"
+    if several := several_nodes(config):
+        yield f"{' and '.join(several)}: several hosts have not been run in this version"
     elif config.num_engines and config.nodes_per_engine > 1:
         yield (
             f"engines of {config.nodes_per_engine} nodes: run in this version as processes of one host, on CPUs, and "
@@ -210,8 +211,7 @@ def remarks(config: Config) -> Iterator[str]:
         )
     elif config.cluster.device == "cuda":
         apart = 0 if config.cluster.colocate else config.cluster.rollout_num_gpus
-        gpus = config.world_size + apart + frozen_devices(config)
-        if gpus > MOST_GPUS:
+        if (gpus := trainer_ranks(config) + apart + frozen_devices(config)) > MOST_GPUS:
             yield f"{gpus} GPUs: runs on more than {MOST_GPUS} of a host have not been made in this version"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slime.config.fields import flag
 from slime.config.ranges import COUNT, COUNT_OR_ZERO
@@ -76,3 +76,6 @@ class ClusterConfig:
     train_env_vars: dict[str, object] = flag(  # noqa: RUF009 (flag copies the default)
         {}, "environment variables of the trainer processes, as a JSON object"
     )
+    trainer_roles: list[str] = field(default_factory=list)
+    """No flag. Where the configuration is that of one group of trainer ranks: the roles of the group
+    (`slime.roles.groups`). Empty for the whole run's."""

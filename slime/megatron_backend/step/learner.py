@@ -35,7 +35,7 @@ class Training(Protocol):
     """How a learner is trained on a rollout."""
 
     learner: Learner
-    first_rollout: int
+    first_rollout: float
     """The first rollout that trains it."""
 
     def train(self, rollout_id: int, data: RankData) -> tuple[list[dict[str, float]], dict[str, float]]:

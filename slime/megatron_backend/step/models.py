@@ -22,7 +22,8 @@ from slime.tracking.timers import Timers
 
 
 class Models(dict[str, nn.Module]):
-    """By the name of the role. `learners`: those that are trained, first the policy.
+    """By the name of the role. `learners`: those that are trained, `main` the first of them: the policy, where these
+    ranks have it.
 
     `memory`: which parts of the state leave the device between two trainings, decided from `estimate`.
     """
@@ -35,11 +36,11 @@ class Models(dict[str, nn.Module]):
         }
         frozen = {role.name: _frozen(role, config) for role in roles if not role.trained}
         super().__init__({name: learner.model for name, learner in self.learners.items()} | frozen)
-        self.policy = self.learners[POLICY.name]
+        self.main = next(iter(self.learners.values()))
         self.estimate = estimate(config, hf_config)
         self.memory = decide_residence(config, self.estimate, device_memory(info.device))
         for learner in self.learners.values():
-            learner.reside(self.memory.leaving, frozen.values() if learner is self.policy else ())
+            learner.reside(self.memory.leaving, frozen.values() if learner is self.main else ())
         self._interval, self._timers = config.algorithm.ref_update_interval, timers
 
     def bring(self) -> None:
@@ -58,7 +59,7 @@ class Models(dict[str, nn.Module]):
         reference = self.get(REFERENCE.name)
         if reference is not None and self._interval and (rollout_id + 1) % self._interval == 0:
             with self._timers.measure("ref_model_update"):
-                for kept, trained in zip(unwrapped(reference), unwrapped(self.policy.model), strict=True):
+                for kept, trained in zip(unwrapped(reference), unwrapped(self.main.model), strict=True):
                     kept.load_state_dict(trained.state_dict())
 
     def close(self) -> None:

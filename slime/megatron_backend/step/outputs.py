@@ -14,12 +14,14 @@ from slime.megatron_backend.checkpoint.background import BackgroundSaves
 from slime.megatron_backend.checkpoint.weights import export_hf, save_hf
 from slime.megatron_backend.step.models import Models
 from slime.protocols import WeightUpdate
+from slime.roles import POLICY
 from slime.weight_sync.channel import TrainerPlace
 from slime.weight_sync.publisher import Publisher
 
 
 class Outputs:
-    """One per trainer rank, every call collective. `explained` explains an error of memory in its block.
+    """One per trainer rank, every call collective. `explained` explains an error of memory in its block. Weights for
+    engines leave only ranks that have the policy.
 
     `version`: how many rollouts the current weights were trained on.
     """
@@ -44,7 +46,10 @@ class Outputs:
             keep_files=flags.update_weight_disk_keep_files,
         )
         compare = flags.check_weight_update_equal
-        self._publisher = Publisher.of(flags.update_weight_transport, place, self._export, compare=compare)
+        if models.main.role is POLICY:
+            self._publisher = Publisher.of(
+                flags.update_weight_transport, place, self._export, compare=compare
+            )
 
     def save(self, rollout_id: int) -> None:
         """Checkpoints of all trained roles (and --save-hf) as iteration `rollout_id`; each appears only when complete.
@@ -53,7 +58,7 @@ class Outputs:
         self.finish_save()
         with self._explained(f"saving rollout {rollout_id}"):
             for learner in reversed(self.models.learners.values()):
-                of_policy = learner is self.models.policy and self.config.checkpoint.save_hf
+                of_policy = learner.role is POLICY and self.config.checkpoint.save_hf
                 then = (lambda: self._save_hf(rollout_id)) if of_policy else None
                 learner.save(rollout_id, then, self._background)
 
@@ -72,7 +77,7 @@ class Outputs:
         with self._explained(f"publishing weights {version}"):
             part = self._publisher.next(version, receivers)
             if part is None:
-                self.models.policy.residence.release("parameters", timer="weights_offload")
+                self.models.main.residence.release("parameters", timer="weights_offload")
         return part
 
     def weights_file(self) -> WeightUpdate:
@@ -80,9 +85,9 @@ class Outputs:
         return self._publisher.file(self.version)
 
     def _export(self) -> Iterator[tuple[str, Tensor]]:
-        return export_hf(self.models.policy.model, self.models.policy.residence.read)
+        return export_hf(self.models.main.model, self.models.main.residence.read)
 
     def _save_hf(self, rollout_id: int) -> None:
         assert self.config.checkpoint.save_hf is not None
         out = Path(self.config.checkpoint.save_hf.format(rollout_id=rollout_id))
-        save_hf(self.models.policy.model, self.config.rollout.hf_checkpoint, out)
+        save_hf(self.models.main.model, self.config.rollout.hf_checkpoint, out)

@@ -40,7 +40,7 @@ class PolicyTraining:
     ) -> None:
         self.config, self.args, self.learner, self.batches = config, args, learner, batches
         self.replay, self.audit, self.old = replay, audit, old
-        self.first_rollout = config.critic.num_critic_only_steps
+        self.first_rollout = config.critic.first_of_policy
         self.head = head_of(config, operators.loss_head(config)[0], learner.model, learner.info)
         ahead = None
         if config.algorithm.enable_mtp_training:

@@ -3,12 +3,18 @@
     train(rollout_id, data) -> TrainResult      next_weights(version) -> WeightUpdate | None
     save(rollout_id)                            weights_file()           start_rollout_id    close()
 
+Where other ranks have some of the roles (slime.roles.groups), a step has two calls, with what they fill in between:
+
+    score(rollout_id, data) -> columns          train(rollout_id, data, columns of the others) -> TrainResult
+
 Owns the order of a training step. The maths is in slime.algo and rl_kernel, the parts of a step in this folder's other
 files.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -16,7 +22,6 @@ import torch
 from slime import operators
 from slime.algo.distillation import subtract_penalties
 from slime.algo.losses import loss_of
-from slime.algo.needs import columns_read
 from slime.algo.ppo import compute_advantages_and_returns
 from slime.checkpoints import checkpoint_dir
 from slime.config import Config
@@ -31,7 +36,7 @@ from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.step.audit import Audit
 from slime.megatron_backend.step.batches import Batches
 from slime.megatron_backend.step.head import temperature_of
-from slime.megatron_backend.step.learner import Training
+from slime.megatron_backend.step.learner import Learner, Training
 from slime.megatron_backend.step.models import Models
 from slime.megatron_backend.step.out_of_memory import explained
 from slime.megatron_backend.step.outputs import Outputs
@@ -41,7 +46,8 @@ from slime.megatron_backend.step.routing_replay import Replay
 from slime.megatron_backend.step.scorers import OldLogProbs, scorers_of
 from slime.megatron_backend.step.values import CriticTraining
 from slime.protocols import TrainResult, WeightUpdate
-from slime.roles import CRITIC
+from slime.roles import CRITIC, POLICY
+from slime.roles.groups import name_of, read_by, sent_by
 from slime.rollout.debug_data import save_debug_train_data
 from slime.tracking.memory import resident_peak_gib
 from slime.tracking.profiler import StepProfiler
@@ -62,53 +68,77 @@ class MegatronTrainer:
         self.hf_config = load_hf_config(config.rollout.hf_checkpoint)
         self.timers = Timers.on(self.info.device)
         self.models = Models(config, self.hf_config, self.info, self.timers)
-        self.policy = self.models.policy
         self.start_rollout_id = config.data.start_rollout_id or 0
-        if (resumed := self.policy.resumed) is not None:
+        if (resumed := self.models.main.resumed) is not None:
             self.start_rollout_id = checkpoint_dir.first_rollout(config, resumed["rollout_id"])
         self.outputs = Outputs(config, self.models, self.info.device, self.start_rollout_id, self._explained)
         self.replay = Replay(config, self.info)
         self.batches = Batches(config, self.hf_config, self.info, self.replay, self.timers)
         self.scorers = scorers_of(config, self.args, self.models, self.info, self.batches, self.timers)
-        old = next((scorer for scorer in self.scorers if isinstance(scorer, OldLogProbs)), None)
-        audit = Audit(config, self.info, self.timers, temperature_of(config))
-        self.training = PolicyTraining(
-            *(config, self.args, self.policy, self.batches, self.replay, audit, old)
-        )
-        self.trainings: list[Training] = [self.training]
-        if (critic := self.models.learners.get(CRITIC.name)) is not None:
-            self.trainings.insert(0, CriticTraining(config, critic, self.batches))
-        steps = profiled_steps(config.debug.profile_steps)
-        self.profiler = StepProfiler(steps, config.logging.run_dir, rank, self.timers, self.info.device)
+        self.trainings = self._trainings()
+        steps, name = profiled_steps(config.debug.profile_steps), f"{name_of(config)}-{rank}"
+        self.profiler = StepProfiler(steps, config.logging.run_dir, name, self.timers, self.info.device)
+        self._scored_at: float | None = None
+
+    @property
+    def policy(self) -> Learner:
+        """Of ranks that have the policy."""
+        return self.models.learners[POLICY.name]
+
+    def _trainings(self) -> list[Training]:
+        """How the learners are trained, in order."""
+        config, learners, found = self.config, self.models.learners, list[Training]()
+        if (critic := learners.get(CRITIC.name)) is not None:
+            found.append(CriticTraining(config, critic, self.batches))
+        if (policy := learners.get(POLICY.name)) is not None:
+            old = next((scorer for scorer in self.scorers if isinstance(scorer, OldLogProbs)), None)
+            audit = Audit(config, self.info, self.timers, temperature_of(config))
+            found.append(PolicyTraining(config, self.args, policy, self.batches, self.replay, audit, old))
+        return found
 
     @property
     def progress(self) -> tuple[int, int]:
         """Micro-batches of this rollout that were trained, and all of them."""
         return self.batches.progress
 
-    def train(self, rollout_id: int, data: RankData) -> TrainResult:
-        """All optimizer steps of one rollout over this rank's part of it. Collective over all ranks."""
+    def score(self, rollout_id: int, data: RankData) -> RankData:
+        """The passes of a step alone, before `train` of the same data: the columns that other ranks get. Collective."""
+        doing = self._explained(f"scoring rollout {rollout_id}")
+        with doing, self.profiler.around(rollout_id, "passes"), self.timers.measure("trainer"):
+            self._score(rollout_id, data)
+            filled = data.filled(sent_by(self.config))
+        self._scored_at = time.perf_counter()
+        return filled
+
+    def train(self, rollout_id: int, data: RankData, received: Sequence[RankData] = ()) -> TrainResult:
+        """All optimizer steps of one rollout over this rank's part of it. `received`: what other ranks have filled,
+        after `score`. Collective over all ranks."""
+        waited_s = 0.0 if self._scored_at is None else time.perf_counter() - self._scored_at
         doing = self._explained(f"training rollout {rollout_id}")
         with doing, self.profiler.around(rollout_id), self.timers.measure("trainer"):
-            self.models.bring()
+            if self._scored_at is None:
+                self._score(rollout_id, data)
+            data.receive(received, self.info.device)
+            self._scored_at = None
             try:
                 steps, rollout = self._train(rollout_id, data)
             except DivergedError as error:
                 raise error.with_checkpoint(self.config.checkpoint.save) from None
             # `next_weights` releases the parameters
-            self.policy.residence.release("gradients", "optimizer")
+            self.models.main.residence.release("gradients", "optimizer")
         self.outputs.version = rollout_id + 1
         if self.config.cluster.colocate and self.info.device.type == "cuda":
             torch.cuda.empty_cache()  # the allocator's cached blocks: the engine's keys and values come here
         perf = self.timers.flush()
-        perf |= self.models.metrics(perf)
+        perf |= self.models.metrics(perf) | ({"perf/columns_wait_time": waited_s} if waited_s else {})
         if (resident := resident_peak_gib()) is not None:
             perf["perf/trainer_rss_gib"] = resident
         operated = from_last_stage(self.info, operators.step_metrics())  # other stages have no head
         return TrainResult(steps=steps, rollout=rollout, perf=perf | operated)
 
-    def _train(self, rollout_id: int, data: RankData) -> tuple[list[dict[str, float]], dict[str, float]]:
-        """Metrics of each optimizer step, and means over the rollout. Timers measure every part."""
+    def _score(self, rollout_id: int, data: RankData) -> None:
+        """Move the data to the device and fill the columns of this rank's roles."""
+        self.models.bring()
         with self.timers.measure("data_preprocess"):
             flags = self.config.algorithm
             length = flags.dr_grpo_length if flags.use_dr_grpo else None
@@ -116,11 +146,15 @@ class MegatronTrainer:
             self._hook("rollout_data_postprocess_path", self.args, rollout_id, data)
         for scorer in self.scorers:
             scorer.fill(data)
-        data.reach("scored", columns_read(self.config), "the loss")
+
+    def _train(self, rollout_id: int, data: RankData) -> tuple[list[dict[str, float]], dict[str, float]]:
+        """Metrics of each optimizer step, and means over the rollout. Timers measure every part."""
+        data.reach("scored", read_by(self.config), "the loss")
         with self.timers.measure("advantages"):
             self.add_advantages(data)
         steps, more = self._train_roles(rollout_id, data)
-        if (template := self.config.debug.save_debug_train_data) is not None:
+        template = self.config.debug.save_debug_train_data
+        if template is not None and POLICY.name in self.models:  # the policy's ranks have every column
             save_debug_train_data(template, rollout_id, self.info.rank, data)
         self.replay.forget()
         self.models.update_reference(rollout_id)
@@ -151,13 +185,15 @@ class MegatronTrainer:
             if self.config.megatron.reset_optimizer_states:
                 reset_states(training.learner.optimizer)
             found, of_rollout = training.train(rollout_id, data)
-            if training is not self.training:  # the policy's weights are published first
+            if training.learner is not self.models.main:  # the policy's weights are published first
                 training.learner.residence.release(*PARTS)
             steps = [step | of_step for step, of_step in zip(steps, found, strict=True)]
             more |= of_rollout
         return steps, more
 
     def _rollout_means(self, data: RankData, steps: list[dict[str, float]]) -> dict[str, float]:
+        if POLICY.name not in self.models:
+            return {}
         means = rollout_means(data, self.config, self.info.dp_group)
         if "rollout/log_probs" not in means and "train/log_probs" in steps[0]:
             means["rollout/log_probs"] = steps[0]["train/log_probs"]

@@ -38,7 +38,7 @@ def values_per_token(model: nn.Module, info: ParallelInfo, batch: MicroBatch, ou
 class CriticTraining:
     """One per trainer rank."""
 
-    first_rollout = 0
+    first_rollout: float = 0
 
     def __init__(self, config: Config, learner: Learner, batches: Batches) -> None:
         self.config, self.learner, self.batches = config, learner, batches

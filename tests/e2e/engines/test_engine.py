@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import os
-import signal
 import threading
 import time
 import urllib.request
@@ -20,7 +18,7 @@ from urllib.parse import quote, urlsplit
 import psutil
 import pytest
 import torch
-from engine_fixtures import EOS_ID, Stack, hf_log_probs, publish_checkpoint, server_of, status
+from engine_fixtures import EOS_ID, Stack, hf_log_probs, publish_checkpoint, status
 from process_names import command_line
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -366,35 +364,4 @@ def test_a_corrupted_live_tensor_is_found(stack: Stack) -> None:
     check()
 
 
-def test_sleeping_engines_answer_when_they_wake(stack: Stack) -> None:
-    stack.pool.sleep()
-    found: list[GenerateResult] = []
-    thread = threading.Thread(target=lambda: found.append(stack.generate(PROMPT, seed=2)))
-    thread.start()
-    time.sleep(1.5)
-    assert found == []
-    stack.pool.wake()
-    thread.join()
-    assert found[0].log_probs
-
-
-def test_a_killed_engine_comes_back_with_the_last_weights(stack: Stack) -> None:
-    update = stack.push(stack.other)
-    url = stack.pool.engine_urls[0]
-    found: list[GenerateResult] = []
-    thread = threading.Thread(
-        target=lambda: found.extend(
-            stack.generate_all([PROMPT] * 16, seed=0, max_new_tokens=300, ignore_eos=True, deadline_s=200)
-        )
-    )
-    thread.start()
-    time.sleep(0.2)  # 300 tokens take a second
-    os.kill(server_of(url).pid, signal.SIGKILL)
-    thread.join()
-    assert stack.pool.engine_urls != [url]
-    assert len(found) == 16
-    for result in found[:4]:
-        assert result.weight_versions == [update.version]
-        expected = hf_log_probs(stack.other, PROMPT, result.token_ids, 1.0)
-        torch.testing.assert_close(torch.tensor(result.log_probs), expected, atol=1e-3, rtol=0)
-    stack.pool.check_health()
+from last_cases import *  # noqa: E402, F403 (tests)

@@ -96,7 +96,7 @@ def test_an_engine_that_dies_beside_a_trainer_ends_the_wait_for_it(tmp_path: Pat
     """A flag that is well formed and wrong for this model, while another actor builds a large one."""
     import ray
 
-    from slime.cluster.actors import first_failure_or_all
+    from slime.cluster.calls import first_failure_or_all
     from vime.pool.ray_server import RayEngineServer
 
     @ray.remote(num_cpus=0)

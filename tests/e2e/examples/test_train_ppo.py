@@ -35,15 +35,29 @@ def test_the_example_learns(world: World, monkeypatch: pytest.MonkeyPatch) -> No
     assert steps[31]["train/critic-value_loss"] < 0.2 * steps[0]["train/critic-value_loss"]
 
 
-def test_a_run_that_ended_goes_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rollouts in one run, and two of them in a second start of the command: the same last step."""
+@pytest.fixture(scope="module")
+def whole(world: World) -> dict[int, dict[str, float]]:
+    """The optimizer steps of four rollouts in one run, with both models on one rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT / "examples/bench"))
+        run(ppo(world, "whole", "--num-rollout", "4"), world.root / "whole.out")
+    return rows(world.root / "whole", "train/step")
+
+
+@pytest.mark.parametrize("devices", ["shared", "own"])
+def test_a_run_that_ended_goes_on(
+    world: World, whole: dict[int, dict[str, float]], monkeypatch: pytest.MonkeyPatch, devices: str
+) -> None:
+    """Three rollouts in one run, and the last in a second start of the command: the same steps as in one run, also with
+    the critic on a rank of its own."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples/bench"))
-    folder = str(world.root / "checkpoints")
-    run(ppo(world, "whole", "--num-rollout", "4"), world.root / "whole.out")
+    folder, name = str(world.root / f"checkpoints-{devices}"), f"parts-{devices}"
     for rollouts in ("3", "4"):
-        both = ("--save", folder, "--load", folder, "--num-rollout", rollouts)
-        run(ppo(world, "parts", *both), world.root / f"parts-{rollouts}.out")
-    whole, parts = (rows(world.root / name, "train/step") for name in ("whole", "parts"))
+        flags = ("--save", folder, "--load", folder, "--num-rollout", rollouts, "--critic-devices", devices)
+        printed = run(ppo(world, name, *flags), world.root / f"{name}-{rollouts}.out")
+    assert ("step of the critic's ranks: values (critic) -> train critic\n" in printed) == (devices == "own")
+    assert (world.root / name / "logs/critic-0.log").is_file() == (devices == "own")
+    parts = rows(world.root / name, "train/step")
     assert sorted(parts) == sorted(whole) == list(range(8))
     for step, wanted in whole.items():
         for name in ("train/loss", "train/grad_norm", "train/critic-value_loss", "train/critic-grad_norm"):

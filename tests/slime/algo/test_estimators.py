@@ -73,7 +73,7 @@ def test_a_new_estimator_is_trained_with_a_new_column(root, build, record):
     for sample in samples:
         sample.columns["margin"] = [1 + 0.1 * i for i in range(sample.response_length)]
     trainer = build(advantage_estimator=NEW)
-    assert trainer.training.head.kind is operators.ONE_PASS
+    assert trainer.trainings[-1].head.kind is operators.ONE_PASS
     data = rank_data(trainer.config, samples)
     rewards = dict(zip(data["sample_indices"], data["rewards"], strict=True))
     result = trainer.train(0, data)

@@ -23,6 +23,9 @@ def placement_config(device: str, **flags: Any) -> Config:
         "tensor_model_parallel_size": 1,
         "nvlink_domain_size": None,
         "engine_facts": EngineFacts(),
+        "advantage_estimator": "grpo",
+        "critic_devices": "auto",
+        "critic_num_gpus_per_node": None,
     }
     assert set(flags) <= set(defaults)
     return Config.from_flat({**defaults, **flags})

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from slime.cluster.actors import ActorError, first_failure_or_all, freeze_objects
+from slime.cluster.actors import freeze_objects
+from slime.cluster.calls import ActorError, first_failure_or_all
 from slime.config import Config
 
 

@@ -13,6 +13,7 @@ from slime.cluster import placement
 from slime.cluster.placement import cpu_threads, place
 
 RESOURCE, DEVICE = "CPU", 0.5
+CRITIC = {"advantage_estimator": "ppo"}
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,7 @@ RESOURCE, DEVICE = "CPU", 0.5
         (16, {"actor_num_gpus_per_node": 4, "rollout_num_gpus": 8, "colocate": True}, (4, 2)),
         (16, {"actor_num_nodes": 2, "rollout_num_gpus": 0, "debug_train_only": True}, (8, 16)),
         (2, {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 2}, (1, 1)),
+        (16, {**CRITIC, "critic_num_gpus_per_node": 3, "colocate": True}, (4, 16)),
         (None, {}, (1, 1)),  # a system that does not say
     ],
 )
@@ -59,7 +61,7 @@ def test_engines_stand_behind_the_trainers(cluster):
         placement_config("cpu", actor_num_gpus_per_node=2, rollout_num_gpus=2, rollout_num_gpus_per_engine=2)
     )
     try:
-        assert placed.trainer_bundles == [0, 1] and placed.engine_bundles["policy"] == [[2, 3]]
+        assert placed.trainer_bundles == [[0, 1]] and placed.engine_bundles["policy"] == [[2, 3]]
         assert placed.group.bundle_specs == [{RESOURCE: DEVICE}] * 4
         actor = Actor.options(**placed.options(3)).remote()
         group, resources = ray.get(actor.bundle.remote(), timeout=60)
@@ -76,7 +78,10 @@ def test_colocated_engines_share_the_trainers_devices(cluster):
         )
     )
     try:
-        assert placed.trainer_bundles == [0, 1, 2, 3] and placed.engine_bundles["policy"] == [[0, 1], [2, 3]]
+        assert placed.trainer_bundles == [[0, 1, 2, 3]] and placed.engine_bundles["policy"] == [
+            [0, 1],
+            [2, 3],
+        ]
         assert placed.group.bundle_specs == [{RESOURCE: DEVICE}] * 4
         actors = [Actor.options(**placed.options(0)).remote() for _ in range(2)]
         for _, resources in ray.get([a.bundle.remote() for a in actors], timeout=60):
@@ -88,11 +93,14 @@ def test_colocated_engines_share_the_trainers_devices(cluster):
 @pytest.mark.parametrize(
     ("flags", "trainers", "engines"),
     [
-        ({"debug_train_only": True, "rollout_num_gpus": 0}, [0], []),
-        ({"debug_rollout_only": True, "rollout_num_gpus": 2}, [], [[0], [1]]),
+        ({"debug_train_only": True, "rollout_num_gpus": 0}, [[0]], []),
+        ({**CRITIC, "critic_num_gpus_per_node": 2}, [[0], [2, 3]], [[1]]),
+        ({**CRITIC, "critic_devices": "own", "colocate": True}, [[0], [1]], [[0]]),
+        ({**CRITIC, "critic_num_gpus_per_node": 1, "colocate": True}, [[0]], [[0]]),
+        ({"debug_rollout_only": True, "rollout_num_gpus": 2}, [[]], [[0], [1]]),
     ],
 )
-def test_one_half_alone(cluster, flags, trainers, engines):
+def test_places_of_groups_and_engines(cluster, flags, trainers, engines):
     placed = place(placement_config("cpu", **flags))
     placed.release()
     assert (placed.trainer_bundles, placed.engine_bundles["policy"]) == (trainers, engines)
@@ -138,6 +146,9 @@ def test_a_run_that_does_not_fit_is_told_what_it_needs(cluster):
         f"--actor-num-gpus-per-node) and 2 rollout devices (--rollout-num-gpus), got {got:g} {RESOURCE}s; "
         "ask for fewer or join a larger cluster with RAY_ADDRESS"
     )
+    told = "5 devices .* for 1 trainer ranks .*, 3 critic ranks .--critic-num-nodes x --critic-num-gpus-per-node. and 1"
+    with pytest.raises(ValueError, match=told):
+        place(placement_config("cpu", **CRITIC, critic_num_gpus_per_node=3))
     with pytest.raises(ValueError, match="5 devices .* shared by --colocate"):
         place(placement_config("cpu", actor_num_gpus_per_node=5, rollout_num_gpus=5, colocate=True))
 

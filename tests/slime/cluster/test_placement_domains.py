@@ -208,8 +208,10 @@ def test_a_run_on_two_racks(two_racks):
     flags = {"actor_num_gpus_per_node": 4, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2}
     placed = place(placement_config("cuda", tensor_model_parallel_size=4, **flags))
     try:
-        racks_of_trainer = {placed.gpus[b].facts.domain for b in placed.trainer_bundles}
-        assert len(racks_of_trainer) == 1 and len({placed.gpus[b].node for b in placed.trainer_bundles}) == 2
+        racks_of_trainer = {placed.gpus[b].facts.domain for b in placed.trainer_bundles[0]}
+        assert (
+            len(racks_of_trainer) == 1 and len({placed.gpus[b].node for b in placed.trainer_bundles[0]}) == 2
+        )
         for bundles in placed.engine_bundles["policy"]:
             assert len({placed.gpus[b].node for b in bundles}) == 1
     finally:

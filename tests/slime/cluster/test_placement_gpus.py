@@ -77,7 +77,7 @@ def test_colocated_engines_share_the_gpus_of_neighbouring_trainers(names):
         )
     )
     try:
-        trainers = [start(placed, [bundle]) for bundle in placed.trainer_bundles]
+        trainers = [start(placed, [bundle]) for bundle in placed.trainer_bundles[0]]
         engines = [start(placed, bundles) for bundles in placed.engine_bundles["policy"]]
         seen = ray.get([actor.sees.remote() for actor in [*trainers, *engines]], timeout=60)
         assert seen[:4] == names and seen[4:] == names[0::2]  # Ray shows an engine's actor its first GPU
@@ -92,7 +92,7 @@ def test_an_engine_stands_behind_the_trainers_and_has_its_gpus_for_itself(names)
         placement_config("cuda", actor_num_gpus_per_node=2, rollout_num_gpus=2, rollout_num_gpus_per_engine=2)
     )
     try:
-        actors = [start(placed, [bundle]) for bundle in placed.trainer_bundles]
+        actors = [start(placed, [bundle]) for bundle in placed.trainer_bundles[0]]
         actors.append(start(placed, placed.engine_bundles["policy"][0]))
         seen = ray.get([actor.child_sees.remote() for actor in actors], timeout=60)
         assert seen == [names[0], names[1], ",".join(names[2:])]
@@ -108,7 +108,7 @@ def test_ray_may_leave_the_variable_alone(names, monkeypatch):
     placed = place(placement_config("cuda", actor_num_gpus_per_node=2, rollout_num_gpus=2))
     try:
         env = {"runtime_env": {"env_vars": {NOSET: "1"}}}
-        bundles = [*placed.trainer_bundles, *(first for (first,) in placed.engine_bundles["policy"])]
+        bundles = [*placed.trainer_bundles[0], *(first for (first,) in placed.engine_bundles["policy"])]
         actors = [
             Process.options(**placed.options(bundle), **env).remote(placed.visible([bundle]))
             for bundle in bundles
@@ -126,7 +126,7 @@ def test_two_runs_of_a_node_get_different_gpus(names):
         taken = [gpu.name for placed in both for gpu in placed.gpus]
         assert sorted(taken) == sorted(names)
         for placed in both:
-            order = [*placed.trainer_bundles, *placed.engine_bundles["policy"][0]]
+            order = [*placed.trainer_bundles[0], *placed.engine_bundles["policy"][0]]
             assert sorted(placed.gpus, key=lambda gpu: gpu.order) == [placed.gpus[b] for b in order]
     finally:
         for placed in both:
@@ -152,7 +152,7 @@ def test_order_is_by_node_and_number():
 def test_cpus_have_no_gpus_to_see(names):
     placed = place(placement_config("cpu", actor_num_gpus_per_node=2))
     try:
-        assert (placed.trainer_bundles, placed.engine_bundles["policy"]) == ([0, 1], [[2]])
+        assert (placed.trainer_bundles[0], placed.engine_bundles["policy"]) == ([0, 1], [[2]])
         assert placed.visible([0, 1]) == {}
     finally:
         placed.release()

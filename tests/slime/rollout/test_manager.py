@@ -101,6 +101,16 @@ def test_data_parallel_ranks(build):
     assert len(batch.rank_data[0]["tokens"]) == 2
 
 
+def test_each_group_of_trainer_ranks_has_all_samples(build):
+    """A critic on ranks of its own: the parts of the policy's ranks, then those of the critic's."""
+    flags = {"advantage_estimator": "ppo", "actor_num_gpus_per_node": 1}
+    batch = build(**flags, critic_num_gpus_per_node=2).generate(0)
+    assert [sorted(data["partition"]) for data in batch.rank_data] == [[0, 1, 2, 3], [0, 2], [1, 3]]
+    assert batch.tokens == sum(batch.rank_data[0]["total_lengths"])
+    alike = build(**flags, critic_devices="own").generate(0)
+    assert len(alike.rank_data) == 2 and alike.rank_data[0] is alike.rank_data[1]  # stored once
+
+
 def test_sft_has_no_engine(build, tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]}

@@ -162,12 +162,13 @@ def test_flags_of_slime_scripts_that_need_no_action_leave_a_note(argv):
         ),
         ("--critic-lr 1e-5", "left out with --advantage-estimator grpo, got 1e-05; its advantages come"),
         ("--critic-load x", "left out with --advantage-estimator grpo, got x; its advantages come"),
-        ("--critic-num-nodes 1", "left out in this version, got 1; the critic is trained on the ranks"),
+        ("--critic-num-nodes 2", "left out with --advantage-estimator grpo, got 2; its advantages come"),
         (
             "--critic-num-gpus-per-node 4",
-            "left out in this version, got 4; the critic is trained on the ranks",
+            "left out with --advantage-estimator grpo, got 4; its advantages come",
         ),
-        ("--critic-train-only", "left out in this version, got --critic-train-only; --num-critic-only-steps"),
+        ("--critic-devices own", "left out with --advantage-estimator grpo, got own; its advantages come"),
+        ("--critic-train-only", "left out with --advantage-estimator grpo, got True; its advantages come"),
     ],
 )
 def test_flags_of_slime_scripts_that_would_need_action_are_refused(argv, flags, rule):

@@ -65,7 +65,12 @@ def test_a_step(parts):
     trained = TrainResult(
         steps=[{"train/loss": 0.5}, {"train/loss": 0.25}],
         rollout={"rollout/advantages": 0.0},
-        perf={"perf/trainer_time": 3.0, "perf/actor_train_time": 2.0, "perf/ref_log_probs_time": 0.5},
+        perf={
+            "perf/trainer_time": 2.75,
+            "perf/columns_wait_time": 0.25,
+            "perf/actor_train_time": 2.0,
+            "perf/ref_log_probs_time": 0.5,
+        },
     )
     batch = RolloutBatch([], {"rollout/raw_reward": 0.75}, tokens=800, forward_flops=4e12, ahead_flops=2e12)
     report.step(3, batch, trained)
@@ -76,7 +81,8 @@ def test_a_step(parts):
         "perf/step_time": 8.0,
         "perf/train_wait_time": 4.0,
         "perf/train_time": 3.5,
-        "perf/trainer_time": 3.0,
+        "perf/trainer_time": 2.75,
+        "perf/columns_wait_time": 0.25,
         "perf/actor_train_time": 2.0,
         "perf/actor_train_tok_per_s": 400.0,
         "perf/actor_train_tflops": 3.5,  # 3 x 4 TFLOPs, and 2 of multi-token prediction, by 2 s and 2 ranks

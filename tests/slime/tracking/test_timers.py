@@ -185,13 +185,13 @@ def test_profile_steps_that_trace_nothing_are_refused():
 
 def test_trace_has_the_timers_ranges_of_its_rollouts_alone(tmp_path, capsys):
     timers = Timers()
-    profiler = StepProfiler(range(1, 2), tmp_path, 3, timers, torch.device("cpu"))
+    profiler = StepProfiler(range(1, 2), tmp_path, "trainer-3", timers, torch.device("cpu"))
     times = []
     for rollout_id in range(3):
         with profiler.around(rollout_id), timers.measure("trainer"), timers.measure("forward"):
             torch.ones(8, 4) @ torch.ones(4, 2)
         times.append(timers.flush())
-    path = trace_path(tmp_path, 3, 1)
+    path = trace_path(tmp_path, "trainer-3", 1)
     assert path == tmp_path / "profile" / "trainer-3-rollout-1.json.gz"
     assert list(path.parent.iterdir()) == [path]
     assert capsys.readouterr().out == f"trace of rollout 1: {path}\n"
@@ -207,10 +207,10 @@ def test_trace_has_the_timers_ranges_of_its_rollouts_alone(tmp_path, capsys):
 
 def test_a_rollout_that_fails_leaves_no_trace_and_no_running_profiler(tmp_path):
     timers = Timers()
-    profiler = StepProfiler(range(5), tmp_path, 0, timers, torch.device("cpu"))
+    profiler = StepProfiler(range(5), tmp_path, "trainer-0", timers, torch.device("cpu"))
     with pytest.raises(ZeroDivisionError), profiler.around(0):
         raise ZeroDivisionError
     assert not timers.tracing and not (tmp_path / "profile").exists()
     with profiler.around(1):
         pass
-    assert trace_path(tmp_path, 0, 1).exists()
+    assert trace_path(tmp_path, "trainer-0", 1).exists()

@@ -1,4 +1,4 @@
-"""Plans of pipelines with virtual stages and of engines that spread experts."""
+"""Plans of pipelines with virtual stages, of engines that spread experts, and of a critic on GPUs of its own."""
 
 from __future__ import annotations
 
@@ -34,6 +34,32 @@ def test_plan_shows_the_layers_of_a_pipeline(tmp_path):
         parse_config(
             [*base.split(), *flags.split(), "--use-dynamic-batch-size", "--max-tokens-per-gpu", "64"]
         )
+
+
+def test_plan_of_a_critic_on_gpus_of_its_own(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    (tmp_path / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    base = (
+        f"--hf-checkpoint {tmp_path} --prompt-data {tmp_path}/p.jsonl --num-rollout 1 --rollout-batch-size 32 "
+        "--rollout-max-response-len 64 --colocate --device cuda --actor-num-gpus-per-node 8 --advantage-estimator ppo "
+        "--tensor-model-parallel-size 2 --use-dynamic-batch-size --max-tokens-per-gpu 4096 --global-batch-size 32 "
+        "--offload-train --kl-coef 0.1"
+    ).split()
+    text = describe(parse_config([*base, "--critic-num-nodes", "1", "--critic-num-gpus-per-node", "4"]))
+    for line in (
+        "trainer   1 node x 8 = 8 ranks: tensor parallel 2 x data parallel 4",
+        "critic    1 node x 4 = 4 ranks: tensor parallel 2 x data parallel 2",
+        "step      values (critic) -> train critic",
+        "sent      old_log_probs, ref_log_probs from the trainer's ranks to the critic's, in each step",
+        "sent      values from the critic's ranks to the trainer's, in each step",
+        "needs     12 GPUs; this machine has",
+        "Memory of a critic rank\n  critic weights ",
+        "Loading, per critic rank\n  weights read ",
+    ):
+        assert line in text, line
+    alike = describe(parse_config([*base, "--critic-num-gpus-per-node", "8"]))
+    assert "needs     8 GPUs" in alike and "--critic-devices own gives it devices of its own" in alike
+    assert "Memory of a critic rank" not in alike
 
 
 def moe_flags(tmp_path):

@@ -125,11 +125,11 @@ def test_bitwise_equal_tokens_are_counted(build, samples):
     data = with_facts(trainer.config, samples)
     trainer.train(0, data)
     data = with_facts(trainer.config, samples)
-    with trainer.training.audit.watch(0, data, {}):
+    with trainer.trainings[-1].audit.watch(0, data, {}):
         data.to_device(trainer.info.device, per_token=False)
         trainer.add_advantages(data)
-        trainer.training.optimizer_steps(0, data)
-        mine = dict(trainer.training.audit.found)
+        trainer.trainings[-1].optimizer_steps(0, data)
+        mine = dict(trainer.trainings[-1].audit.found)
     for i, values in mine.items():
         data["rollout_log_probs"][i] = values.clone()
     i = data["sample_indices"].index(0)

@@ -133,6 +133,15 @@ def test_steps_of_the_critic_alone_leave_the_policy(build):
     assert any(not torch.equal(tensor, start[name]) for name, tensor in exported(trainer).items())
 
 
+def test_a_critic_that_is_trained_alone_leaves_the_policy(build):
+    trainer = build(**PPO, critic_train_only=True)
+    start = exported(trainer)
+    for rollout_id in range(2):
+        result, _ = train(trainer, rollout_id)
+        assert all("train/loss" not in step and "train/critic-value_loss" in step for step in result.steps)
+    assert all(torch.equal(tensor, start[name]) for name, tensor in exported(trainer).items())
+
+
 def test_critic_does_not_change_how_the_policy_is_trained(build):
     """The same advantages without a critic: the same steps and the same weights, to the last bit."""
     trainer = build(**PPO)

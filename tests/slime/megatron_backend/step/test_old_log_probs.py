@@ -48,7 +48,7 @@ def trained(
     trainer = MegatronTrainer(config, rank, ranks, init_method=store, local_rank=rank)
     data = rank_data(config, make_samples(), trainer.info.dp_rank, trainer.info.dp_size)
     seen: list[int] = []
-    its_pass = trainer.training.old.its_pass
+    its_pass = trainer.trainings[-1].old.its_pass
     forward = its_pass.over
 
     def counted(data: Any, micro_batches: list[list[int]]) -> Any:
@@ -138,7 +138,7 @@ def test_one_step_needs_no_pass_for_the_audit_and_step_hooks(root):
 def test_a_log_prob_that_is_not_finite_ends_the_run_before_the_first_step(root, build):
     trainer = build(**STEPS)
     data = rank_data(trainer.config, make_samples())
-    its_pass = trainer.training.old.its_pass
+    its_pass = trainer.trainings[-1].old.its_pass
     forward = its_pass.over
 
     def spoiled(*given: Any) -> Any:
@@ -147,7 +147,7 @@ def test_a_log_prob_that_is_not_finite_ends_the_run_before_the_first_step(root, 
         return found
 
     its_pass.over = spoiled
-    trainer.training.optimizer_steps = lambda *_: pytest.fail("trained")
+    trainer.trainings[-1].optimizer_steps = lambda *_: pytest.fail("trained")
     with pytest.raises(FloatingPointError, match="old_log_probs must be finite, got nan in rollout 3"):
         trainer.train(3, data)
 

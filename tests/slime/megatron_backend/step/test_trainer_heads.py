@@ -173,7 +173,7 @@ HEADS = {
 @pytest.mark.parametrize("name", GRADIENT_CASES)
 def test_gradient_is_that_of_the_plain_objective(root, build, name, head):
     trainer = build(clip_grad=0.0, **GRADIENT_CASES[name], **HEADS[head])
-    assert trainer.training.head.kind.name == head
+    assert trainer.trainings[-1].head.kind.name == head
     result, data = train(trainer)
     heads = {"linear_token_loss", "linear_logp", "logp"} & {
         key.split("/")[1] for key in result.perf if key.startswith("rl_kernel/")
@@ -210,5 +210,5 @@ def test_every_head_caps_the_logits(build, capped, head):
     files = {name: str(capped / "policy") for name in ("hf_checkpoint", "load")}
     flags = {"clip_grad": 0.0, **ALL_TERMS, **files, "ref_load": str(capped / "reference")}
     trainer = build(**flags, **HEADS[head])
-    assert trainer.training.head.kind.name == head
+    assert trainer.trainings[-1].head.kind.name == head
     assert_same_step(gradients(trainer), gradients(build(**flags, rlk_fast="off")))

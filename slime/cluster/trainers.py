@@ -1,0 +1,204 @@
+"""The trainer ranks of a run, as the loop and the engine pool call them: one or several groups (`slime.roles.groups`).
+
+one group        train(rollout)
+several          score(rollout) on each -> columns of the one, to the other -> train on each, at the same time
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import ray
+
+from slime.cluster.actors import LIFE, PROGRESS, TrainerActor
+from slime.cluster.calls import Actor, Ref, ask_progress, first_failure_or_all
+from slime.cluster.numa import format_cpus
+from slime.cluster.placement import Placement, cpu_threads, on_one_host
+from slime.cluster.rendezvous import LOOPBACK_ONLY
+from slime.config import Config
+from slime.protocols import TrainResult, WeightUpdate
+from slime.roles.groups import Group, groups_of
+
+
+class TrainerGroup:
+    """The ranks of one group: processes that call each other's collectives. A call runs on every rank."""
+
+    def __init__(self, config: Config, group: Group, placement: Placement, bundles: Sequence[int]) -> None:
+        self.group, self._config = group, config
+        threads = cpu_threads(config)[0] if placement.resource == "CPU" else 0
+        shared = LOOPBACK_ONLY if on_one_host(config) else {}
+        self._calling = threading.Lock()
+        self._names = [f"{group.name}-{rank}" for rank in range(len(bundles))]
+        self.actors: list[Actor] = [
+            ray.remote(concurrency_groups=PROGRESS | LIFE)(TrainerActor)  # type: ignore[call-overload]
+            .options(name=name, **placement.options(bundle))
+            .remote(
+                *(group.config, group.name, rank, threads),
+                {**shared, **placement.visible([bundle])},
+                placement.buses([bundle]),
+            )
+            for rank, (name, bundle) in enumerate(zip(self._names, bundles, strict=True))
+        ]
+        self.lives = self.call(lambda actor, rank: actor.live.remote())
+        # Ranks on one host meet through a private file, because torch's network store checks no key.
+        self._private = None
+        if on_one_host(config):
+            self._private = tempfile.TemporaryDirectory(prefix="vime-rendezvous-", ignore_cleanup_errors=True)
+            init_method = f"file://{self._private.name}/store"
+        else:
+            (init_method,) = first_failure_or_all(config, {self.actors[0].open_port.remote(): self._names[0]})
+        self.building = self.call(lambda actor, rank: actor.build.remote(init_method))
+
+    def take_built(self, built: Sequence[Any]) -> None:
+        """Store the answers of `building`; see `rollout_actor.wait_built`."""
+        self._dp_ranks = [dp_rank for dp_rank, *_ in built]
+        _, self.start_rollout_id, self.decisions, memory, _ = built[0]
+        whose = "" if self.group.name == "trainer" else f"{self.group.name}: "
+        self.memory = [f"{whose}{line}" for line in memory]
+        ranks: dict[str, list[int]] = {}
+        for rank, (*_, remarks) in enumerate(built):
+            for remark in remarks:
+                ranks.setdefault(remark, []).append(rank)
+        self.remarks = [
+            f"{remark}: {self.group.name} ranks {format_cpus(its)}" for remark, its in ranks.items()
+        ]
+
+    def call(self, call: Callable[[Actor, int], Ref]) -> dict[Ref, str]:
+        """Call every rank. A call is a collective, so all ranks must get the calls of several threads in one order."""
+        with self._calling:
+            return {call(actor, rank): self._names[rank] for rank, actor in enumerate(self.actors)}
+
+    def score(self, rollout_id: int, rank_data: Sequence[object]) -> dict[Ref, str]:
+        """The passes alone; see `TrainerActor.score`. `rank_data`: of each data-parallel rank. Sets `columns`, one
+        answer for each of them: other ranks of the model have the same."""
+        data, found = self._of_ranks(rank_data), list[Ref]()
+
+        def score(actor: Actor, rank: int) -> Ref:
+            both: list[Ref] = actor.score.remote(rollout_id, data[rank])
+            found.append(both[1])
+            return both[0]
+
+        calls = self.call(score)
+        dp_size = self.group.config.data_parallel_size
+        self.columns = [found[self._dp_ranks.index(dp_rank)] for dp_rank in range(dp_size)]
+        return calls
+
+    def train(
+        self, rollout_id: int, rank_data: Sequence[object], received: Sequence[Ref] | None = None
+    ) -> dict[Ref, str]:
+        """With `received`, the second half of training, after `score`."""
+        data = self._of_ranks(rank_data) if received is None else [None] * len(self.actors)
+        more = received or ()
+        return self.call(lambda actor, rank: actor.train.remote(rollout_id, data[rank], *more))
+
+    def _of_ranks(self, rank_data: Sequence[object]) -> list[object]:
+        return [rank_data[dp_rank] for dp_rank in self._dp_ranks]
+
+    def stop(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
+        if self._private is not None:
+            self._private.cleanup()
+
+
+class Trainers:
+    """All trainer ranks. Implements slime.protocols.TrainerHandle and WeightSource; a future holds the answer of rank 0
+    of the policy's group."""
+
+    def __init__(self, config: Config, placement: Placement) -> None:
+        self._config = config
+        self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="trainers")
+        self._groups = [
+            TrainerGroup(config, group, placement, bundles)
+            for group, bundles in zip(groups_of(config), placement.trainer_bundles, strict=True)
+        ]
+        self.policy = self._groups[0]
+        self.lives = {ref: name for group in self._groups for ref, name in group.lives.items()}
+        self.building = {ref: name for group in self._groups for ref, name in group.building.items()}
+
+    def take_built(self, built: Sequence[Any]) -> None:
+        """Store the answers of `building`; see `rollout_actor.wait_built`."""
+        for group in self._groups:
+            group.take_built(built[: len(group.actors)])
+            built = built[len(group.actors) :]
+        self.start_rollout_id, self.decisions = self.policy.start_rollout_id, self.policy.decisions
+        self.memory = [line for group in self._groups for line in group.memory]
+        self.remarks = [line for group in self._groups for line in group.remarks]
+
+    def train(self, rollout_id: int, rank_data: list[object]) -> Future[TrainResult]:
+        if len(self._groups) > 1:
+            return self._threads.submit(self._train_groups, rollout_id, rank_data)
+        return self._answer(self.policy.train(rollout_id, rank_data))
+
+    def _train_groups(self, rollout_id: int, rank_data: Sequence[object]) -> TrainResult:
+        scored: dict[TrainerGroup, dict[Ref, str]] = {}
+        for group in self._groups:
+            size = group.group.config.data_parallel_size
+            scored[group] = group.score(rollout_id, rank_data[:size])
+            rank_data = rank_data[size:]
+        calls = {ref: name for refs in scored.values() for ref, name in refs.items()}
+        results: dict[TrainerGroup, Ref] = {}
+        # One that awaits nothing of others trains at once.
+        for group in sorted(self._groups, key=lambda group: len(self._awaited(group))):
+            awaited = self._awaited(group)
+            # A rank gets calls in their order: `progress` would wait with a call that waits for its arguments.
+            self._results({ref: name for other in awaited for ref, name in scored[other].items()})
+            received = [ref for other in awaited for ref in other.columns]
+            trained = group.train(rollout_id, (), received)
+            results[group], calls = next(iter(trained)), calls | trained
+        answers = dict(zip(calls, self._results(calls), strict=True))
+        return merged({group.group: answers[results[group]] for group in self._groups})
+
+    def _awaited(self, group: TrainerGroup) -> list[TrainerGroup]:
+        return [other for other in self._groups if group.group.awaits(other.group)]
+
+    def progress(self) -> tuple[int, int]:
+        parts = [ask_progress(group.actors[0]) for group in self._groups]
+        return sum(done for done, _ in parts), sum(total for _, total in parts)
+
+    def save(self, rollout_id: int) -> Future[None]:
+        """The policy's checkpoint comes last: it is never without the others. (With --async-save, the files of the
+        groups become complete in any order.)"""
+
+        def in_order() -> None:
+            for group in reversed(self._groups):
+                self._results(group.call(lambda actor, rank: actor.save.remote(rollout_id)))
+
+        return self._threads.submit(in_order)
+
+    def finish_save(self) -> Future[None]:
+        calls = [group.call(lambda actor, rank: actor.finish_save.remote()) for group in self._groups]
+        return self._answer({ref: name for of_group in calls for ref, name in of_group.items()})
+
+    def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
+        return self._answer(self.policy.call(lambda actor, _: actor.next_weights.remote(version, receivers)))
+
+    def weights_file(self) -> Future[WeightUpdate]:
+        """The weights after the calls that the ranks run now. Any thread may call this method."""
+        return self._answer(self.policy.call(lambda actor, rank: actor.weights_file.remote()))
+
+    def _answer(self, calls: dict[Ref, str]) -> Future[Any]:
+        return self._threads.submit(lambda: self._results(calls)[0])
+
+    def _results(self, calls: dict[Ref, str]) -> list[Any]:
+        return first_failure_or_all(self._config, calls, self.lives if len(self._groups) > 1 else {})
+
+    def stop(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for group in self._groups:
+            group.stop()
+
+
+def merged(results: Mapping[Group, TrainResult]) -> TrainResult:
+    """The metrics of a rollout from those of each group, first the policy's. The figures of another group, whose times
+    overlap with the policy's, get its name: perf/forward_time -> perf/critic/forward_time."""
+    (_, of_policy), *others = results.items()
+    steps, perf = of_policy.steps, dict(of_policy.perf)
+    for group, result in others:
+        steps = [theirs | ours for theirs, ours in zip(result.steps, steps, strict=True)]
+        perf |= {name.replace("/", f"/{group.name}/", 1): value for name, value in result.perf.items()}
+    return TrainResult(steps, of_policy.rollout, perf)
