@@ -28,6 +28,11 @@ SLEEPING_ENGINE = 1.9 * GIB
 BESIDES_TRAINER = 1.5 * GIB
 """GPU memory of a trainer's CUDA context and libraries."""
 
+COMMUNICATORS = 2.5 * GIB
+"""GPU memory of NCCL's communicators of a trainer whose engines are on other GPUs. On an H100, contexts, libraries and
+the communicators that a Qwen3-4B had made before its first gradient norm took more than 1.5 GiB. With a communicator for
+each of Megatron's groups, used or not, they took 8.3 GiB."""
+
 
 TOO_SMALL = "does not fit"
 """First words of a verdict if the GPU is too small for the trainer or the engine. `vime plan` then ends with status
@@ -138,13 +143,15 @@ def beside_engine(c: Config, e: Estimate, leaving: Collection[str], device_bytes
 def besides_tensors(c: Config) -> float:
     """GPU memory that a training step leaves to others than the trainer's tensors: its CUDA context, NCCL's
     communicators (made when they are first used) and a sleeping engine."""
-    return BESIDES_TRAINER + (SLEEPING_ENGINE if c.cluster.colocate and c.num_engines else 0.0)
+    if not c.num_engines:
+        return BESIDES_TRAINER
+    return BESIDES_TRAINER + (SLEEPING_ENGINE if c.cluster.colocate else COMMUNICATORS)
 
 
 def training(c: Config, e: Estimate, leaving: Collection[str]) -> Moment:
     """The moment of a training step, while the engine on the GPU sleeps and the parts `leaving` come when needed."""
     besides = besides_tensors(c)
-    whose = "its own" if besides == BESIDES_TRAINER else "a sleeping engine's and its own"
+    whose = "a sleeping engine's and its own" if c.cluster.colocate and c.num_engines else "its own"
     peak = e.peak_with(leaving)
     made_of = f"{amount(peak)} of tensors, {whose} {amount(besides)} besides"
     return Moment("while it trains", peak + besides, made_of, ", ".join(lowering(c)))

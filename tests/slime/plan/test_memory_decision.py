@@ -99,13 +99,13 @@ def test_lines_say_what_leaves_and_what_is_short():
 
 
 @pytest.mark.parametrize(
-    "apart",
-    [{"colocate": False, "rollout_num_gpus": 1}, {"debug_train_only": True}],
+    ("apart", "besides"),
+    [({"colocate": False, "rollout_num_gpus": 1}, 4.0), ({"debug_train_only": True}, 1.5)],
     ids=["disaggregated", "alone"],
 )
-def test_a_trainer_with_a_gpu_of_its_own_gets_a_verdict(apart):
-    """Its tensors and 1.5 GiB; no engine sleeps there."""
-    needed = estimate(config(**apart), QWEN3_4B).peak / GIB + 1.5
+def test_a_trainer_with_a_gpu_of_its_own_gets_a_verdict(apart, besides):
+    """Its tensors, 1.5 GiB and the communicators with engines; no engine sleeps there."""
+    needed = estimate(config(**apart), QWEN3_4B).peak / GIB + besides
     leaving, text = decided(needed + 0.01, **apart)
     assert leaving == () and text.endswith(f"\nfits a GPU of {needed + 0.01:.4g} GiB")
     assert f"while it trains {needed:.2f} GiB of" in text and "engine" not in text
