@@ -29,9 +29,9 @@ BESIDES_TRAINER = 1.5 * GIB
 """GPU memory of a trainer's CUDA context and libraries."""
 
 COMMUNICATORS = 2.5 * GIB
-"""GPU memory of NCCL's communicators of a trainer whose engines are on other GPUs. On an H100, contexts, libraries and
-the communicators that a Qwen3-4B had made before its first gradient norm took more than 1.5 GiB. With a communicator for
-each of Megatron's groups, used or not, they took 8.3 GiB."""
+"""GPU memory of NCCL's communicators of a trainer whose engines are on other GPUs. On an H100, context, libraries and
+the communicators that a Qwen3-4B had made before its first gradient norm took more than 1.5 GiB. With a communicator
+for each of Megatron's groups, used or not, they took 8.3 GiB."""
 
 
 TOO_SMALL = "does not fit"

@@ -284,6 +284,8 @@ def test_same_bits_every_time():
     ],
 )
 def test_bad_ids(change, message):
+    if DEVICE == "cuda" and "values from" in message:
+        pytest.skip("reading values of a GPU would wait for it")
     hidden, weight, _, targets, _ = inputs(TINY)
     with pytest.raises(ValueError, match=message):
         linear_logp(hidden, weight, targets, ids=change(ids_of(TINY, targets)))
