@@ -1,0 +1,55 @@
+"""What a folder holds, however deep and whatever its modes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+_PERIOD_S, _REST = 0.2, 20
+
+
+class DiskWatch:
+    """`breach()` walks the folder, at most each 0.2 s and at most 1/20 of the time."""
+
+    def __init__(self, folder: str, disk_bytes: int, files: int) -> None:
+        self.folder, self.disk_bytes, self.files = folder, disk_bytes, files
+        self._next = 0.0
+
+    def breach(self) -> str:
+        """ "disk", "files", or "" within the limits."""
+        now = time.monotonic()
+        if now < self._next:
+            return ""
+        reason = self._walk()
+        took = time.monotonic() - now
+        self._next = now + took + max(_PERIOD_S, _REST * took)
+        return reason
+
+    def _walk(self) -> str:
+        total, count, todo = 0, 0, [self.folder]
+        while todo:
+            for size, below in _entries(todo.pop()):
+                total, count = total + size, count + 1
+                if below:
+                    todo.append(below)
+                if total > self.disk_bytes:
+                    return "disk"
+                # A path that is too long to look into counts as too many folders.
+                if count > self.files or len(below) > 3500:
+                    return "files"
+        return ""
+
+
+def _entries(folder: str) -> list[tuple[int, str]]:
+    """(bytes, path of a folder or "") of what lies in `folder`. Files may vanish meanwhile."""
+    found: list[tuple[int, str]] = []
+    with contextlib.suppress(PermissionError, FileNotFoundError):
+        if not os.access(folder, os.R_OK | os.X_OK):
+            os.chmod(folder, 0o700)
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                found.append((status.st_blocks * 512, entry.path if entry.is_dir(follow_symlinks=False) else ""))
+    return found

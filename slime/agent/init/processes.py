@@ -1,0 +1,152 @@
+"""The processes of a sandbox: which they are, what they hold, how all of them end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Namespace:
+    """This process is process 1 of a process namespace: every other process in it is the sandbox's."""
+
+    def pids(self) -> list[int]:
+        return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+
+    def kill(self) -> None:
+        """End all. Process 1 is not killed by its own signal to everyone."""
+        for _ in range(1000):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+            reap()
+            if not self.pids():
+                return
+            time.sleep(0.002)
+
+
+class Family:
+    """The sandbox's processes are the descendants of this one, which is their subreaper: a process whose parents have
+    ended becomes its child, however often it forked."""
+
+    def __init__(self, uid: int | None) -> None:
+        self.uid = uid
+        """The sandbox's own user, None if it shares this process's user."""
+
+    def pids(self) -> list[int]:
+        found, todo = [], [os.getpid()]
+        while todo:
+            children = _children(todo.pop())
+            found += children
+            todo += children
+        return found
+
+    def kill(self) -> None:
+        """End all. First all are stopped, until no new one appears, so that none can fork while others are killed."""
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            if self.uid is not None:
+                _as_user(self.uid, signal.SIGKILL)
+            seen: set[int] = set()
+            while new := set(self.pids()) - seen:
+                seen |= new
+                send(new, signal.SIGSTOP)
+            send(seen, signal.SIGKILL)
+            reap()
+            if not self.pids():
+                return
+            time.sleep(0.002)
+
+
+def _as_user(uid: int, number: int) -> None:
+    """Signal to every process of the user, which one call of that user does at once, a fork bomb included."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            os.kill(-1, number)
+        finally:
+            os._exit(0)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(child, 0)
+
+
+ended: dict[int, int] = {}
+"""Process to wait status, of those that `reap` met and nobody has asked for yet."""
+
+
+def reap() -> None:
+    """Take the exit of every child that has ended, so that no zombie stays."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            ended[pid] = status
+
+
+def send(pids: set[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def of_command(pids: list[int], leader: int) -> set[int]:
+    """Those of `pids` that the command with this leader started and that did not leave its session, with their
+    descendants."""
+    parent, session = {}, {}
+    for pid in pids:
+        if values := _stat(pid):
+            parent[pid], session[pid] = int(values[1]), int(values[3])
+    members = {pid for pid in session if pid == leader or session[pid] == leader}
+    while True:
+        more = {pid for pid in parent if pid not in members and parent[pid] in members}
+        if not more:
+            return members
+        members |= more
+
+
+def memory_bytes(pids: list[int], limit: int) -> int:
+    """Resident memory of all. Shared pages are counted once, but only where the plain sum is beyond `limit`."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            with open(f"/proc/{pid}/statm") as file:
+                total += int(file.read().split()[1]) * _PAGE
+    if total <= limit:
+        return total
+    return sum(_proportional_bytes(pid) for pid in pids)
+
+
+def _proportional_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            for line in file:
+                if line.startswith("Pss:"):
+                    return int(line.split()[1]) * 1024
+    return 0
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return found
+    for thread in threads:
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += [int(one) for one in file.read().split()]
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name: state, parent, group, session, ..."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,202 @@
+"""Commands of one sandbox: start, limits, end.
+
+A request is one byte with descriptors: a file of JSON, then what it needs. {"op": "exec", "id", "argv", "env", "cwd"}
+comes with stdin, stdout and stderr; {"op": "kill", "id", "reason"} and {"op": "listen", "id", "port"} with nothing. The
+end of the socket, or of the process that holds its other side, ends everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from slime.agent.init import kernel, processes
+from slime.agent.init.disk import DiskWatch
+
+_TICK_S = 0.05
+_FD_LIMIT = 4096
+
+
+@dataclass
+class Command:
+    number: int
+    reason: str = ""
+
+
+class Server:
+    """Serves until the socket ends. One thread, so that a fork is safe."""
+
+    def __init__(
+        self,
+        channel: socket.socket,
+        world: processes.Namespace | processes.Family,
+        settings: dict[str, Any],
+    ) -> None:
+        self.channel, self.world = channel, world
+        self.folder: str = settings["folder"]
+        self.uid: int | None = settings["uid"]
+        self.limits: dict[str, int | None] = settings["limits"]
+        self.disk = DiskWatch(self.folder, self._limit("disk_bytes"), self._limit("files"))
+        self.running: dict[int, Command] = {}
+        self._wake, wakes = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(wakes, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wakes)
+        # A terminal's Ctrl-C is the host process's affair, and of process 1 the kernel asks for a handler.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        finally:
+            self.world.kill()
+
+    def _turn(self) -> bool:
+        ready, _, _ = select.select([self.channel, self._wake], [], [], _TICK_S)
+        if self._wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake, 4096)
+        processes.reap()
+        self._report()
+        if self.channel in ready and not self._serve():
+            return False
+        self._watch()
+        return True
+
+    def _limit(self, name: str) -> int:
+        value = self.limits[name]
+        assert value is not None
+        return value
+
+    def _serve(self) -> bool:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.channel, 1, 8)
+        except ConnectionError:
+            return False
+        if not data:
+            return False
+        try:
+            with os.fdopen(descriptors[0], "rb") as file:
+                file.seek(0)
+                request = json.load(file)
+            if request["op"] == "exec":
+                self._exec(request, descriptors[1:])
+            elif request["op"] == "kill":
+                self._kill(request["id"], request["reason"])
+            else:
+                self._listen(request)
+        finally:
+            for descriptor in descriptors[1:]:
+                os.close(descriptor)
+        return True
+
+    def _send(self, message: dict[str, object], descriptors: tuple[int, ...] = ()) -> None:
+        with contextlib.suppress(ConnectionError):
+            socket.send_fds(self.channel, [json.dumps(message).encode()], descriptors)
+
+    def _exec(self, request: dict[str, Any], streams: list[int]) -> None:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._send({"id": request["id"], "failed": f"fork: {error}"})
+            return
+        if pid == 0:
+            self._become(request, streams)
+        self.running[pid] = Command(request["id"])
+
+    def _become(self, request: dict[str, Any], streams: list[int]) -> None:
+        """In the child: the command, or exit code 126 with the reason on stderr."""
+        try:
+            for target, source in enumerate(streams):
+                # The descriptors that the requests brought are never below 3.
+                os.dup2(source, target)
+            os.closerange(3, _FD_LIMIT)
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            self._set_limits()
+            if self.uid is not None:
+                os.setgroups([])
+                os.setresgid(self.uid, self.uid, self.uid)
+                os.setresuid(self.uid, self.uid, self.uid)
+            kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+            os.umask(0o022)
+            os.chdir(request["cwd"])
+            os.execvpe(request["argv"][0], request["argv"], request["env"])
+        except (OSError, ValueError) as error:
+            os.write(2, f"the sandbox cannot start the command: {error}\n".encode())
+        finally:
+            os._exit(126)
+
+    def _set_limits(self) -> None:
+        limits = {
+            resource.RLIMIT_CPU: self.limits["cpu_s"],
+            resource.RLIMIT_AS: self.limits["address_space_bytes"],
+            resource.RLIMIT_FSIZE: self.limits["disk_bytes"],
+            resource.RLIMIT_NOFILE: self.limits["open_files"],
+            resource.RLIMIT_CORE: 0,
+        }
+        # The kernel counts processes by user; the watch of this process counts the sandbox's own in every case.
+        if self.uid is not None or (isinstance(self.world, processes.Namespace) and _counts_by_namespace()):
+            limits[resource.RLIMIT_NPROC] = self.limits["processes"]
+        for name, value in limits.items():
+            _, hard = resource.getrlimit(name)
+            if value is not None:
+                value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+                resource.setrlimit(name, (value, value))
+
+    def _kill(self, number: int, reason: str) -> None:
+        for pid, command in self.running.items():
+            if command.number == number:
+                command.reason = command.reason or reason
+                # Twice: a process that appeared meanwhile is of a parent that is gone now.
+                for _ in range(2):
+                    processes.send(processes.of_command(self.world.pids(), pid), signal.SIGKILL)
+
+    def _listen(self, request: dict[str, Any]) -> None:
+        try:
+            with socket.create_server(("127.0.0.1", request["port"])) as listener:
+                self._send({"id": request["id"]}, (listener.fileno(),))
+        except OSError as error:
+            self._send({"id": request["id"], "failed": f"port {request['port']}: {error}"})
+
+    def _report(self) -> None:
+        for pid in [pid for pid in self.running if pid in processes.ended]:
+            command, status = self.running.pop(pid), processes.ended[pid]
+            code = os.waitstatus_to_exitcode(status)
+            self._send({"id": command.number, "code": code if code >= 0 else 128 - code, "reason": command.reason})
+        processes.ended.clear()
+
+    def _watch(self) -> None:
+        """Ends everything when all processes together exceed a limit."""
+        pids = self.world.pids()
+        if not pids:
+            return
+        reason = ""
+        if len(pids) > self._limit("processes"):
+            reason = "processes"
+        elif processes.memory_bytes(pids, self._limit("memory_bytes")) > self._limit("memory_bytes"):
+            reason = "memory"
+        else:
+            reason = self.disk.breach()
+        if reason:
+            for command in self.running.values():
+                command.reason = command.reason or reason
+            self.world.kill()
+            self._report()
+
+
+def _counts_by_namespace() -> bool:
+    """Whether the process limit counts a user namespace by itself (Linux 5.14), not all that the user runs."""
+    major, minor = os.uname().release.split(".")[:2]
+    return (int(major), int("".join(filter(str.isdigit, minor)))) >= (5, 14)

@@ -1,0 +1,132 @@
+"""This process's side of the socket to a sandbox's owner, `slime.agent.init`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from slime.agent.sandbox.protocol import SandboxError
+
+Message = dict[str, Any]
+
+
+class Channel:
+    """Requests and their replies, in one event loop. When the other side ends, open requests raise SandboxError."""
+
+    def __init__(self, ours: socket.socket) -> None:
+        ours.setblocking(False)
+        self._socket = ours
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count(1)
+        self._open: dict[int, asyncio.Future[Message]] = {}
+        self.first: asyncio.Future[Message] = self._loop.create_future()
+        """What the owner says when it is ready."""
+        self.closed = False
+        self._loop.add_reader(ours.fileno(), self._read)
+
+    def ask(
+        self, operation: str, descriptors: Sequence[int] = (), **fields: object
+    ) -> tuple[int, asyncio.Future[Message]]:
+        """Send a request: its number, and the future of its reply."""
+        number = next(self._numbers)
+        reply = self._loop.create_future()
+        self._open[number] = reply
+        self._send({"op": operation, "id": number, **fields}, descriptors)
+        return number, reply
+
+    def kill(self, number: int, reason: str) -> None:
+        self._send({"op": "kill", "id": number, "reason": reason}, ())
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+            error = SandboxError("the sandbox's own process has ended; see its limits, or start another sandbox")
+            for future in [self.first, *self._open.values()]:
+                if not future.done():
+                    future.set_exception(error)
+                    # Nobody may be waiting any more.
+                    future.exception()
+            self._open.clear()
+
+    def _send(self, message: Message, descriptors: Sequence[int]) -> None:
+        if self.closed:
+            raise SandboxError("the sandbox is not running; use `async with`, or call start()")
+        body = os.memfd_create("request")
+        try:
+            with os.fdopen(os.dup(body), "wb") as file:
+                file.write(json.dumps(message).encode())
+            socket.send_fds(self._socket, [b"x"], [body, *descriptors])
+        except OSError as error:
+            self.close()
+            raise SandboxError(f"the sandbox's own process has ended: {error}") from error
+        finally:
+            os.close(body)
+
+    def _read(self) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, descriptors = b"", []
+        if not data:
+            self.close()
+            return
+        message: Message = json.loads(data)
+        message["descriptors"] = descriptors
+        future = self._open.pop(message["id"], None) if "id" in message else self.first
+        if future is None or future.done():
+            for descriptor in descriptors:
+                os.close(descriptor)
+        else:
+            future.set_result(message)
+
+
+class Output:
+    """stdout and stderr of a command. Keeps the first `limit` bytes of both together, drops the rest without blocking
+    the command, and calls `full` once."""
+
+    def __init__(self, limit: int) -> None:
+        self.left, self.truncated = limit, False
+        self.full: asyncio.Event = asyncio.Event()
+
+    async def pipe(self) -> tuple[int, Stream]:
+        """(the end to write to, which the caller closes; what arrives)."""
+        reader, writer = os.pipe()
+        stream = Stream(self)
+        stream.transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: stream, os.fdopen(reader, "rb")
+        )
+        return writer, stream
+
+    def take(self, data: bytes) -> bytes:
+        kept = data[: self.left]
+        self.left -= len(kept)
+        if len(kept) < len(data):
+            self.truncated = True
+            self.full.set()
+        return kept
+
+
+class Stream(asyncio.Protocol):
+    transport: asyncio.BaseTransport
+
+    def __init__(self, output: Output) -> None:
+        self.output, self.data = output, bytearray()
+        self.ended = asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        self.data += self.output.take(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended.set()
+
+    def text(self) -> str:
+        return self.data.decode(errors="replace")

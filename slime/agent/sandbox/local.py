@@ -1,0 +1,340 @@
+"""A sandbox on this host: a folder, a user where this process is root, namespaces where the kernel allows them.
+
+docs/security.md says what it holds and what it does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Literal, Self
+
+from slime.agent.sandbox import paths
+from slime.agent.sandbox.channel import Channel, Output
+from slime.agent.sandbox.environment import environment
+from slime.agent.sandbox.forward import Forwarder
+from slime.agent.sandbox.protocol import ExecResult, FileContent, Limits, SandboxError, checked
+from slime.agent.sandbox.users import free_user
+
+logger = logging.getLogger(__name__)
+
+Isolation = Literal["auto", "namespaces", "processes"]
+Network = Literal["none", "loopback", "host"]
+_SOURCE = Path(__file__).resolve().parents[3]
+_START_S, _GRACE_S, _END_S = 60.0, 0.3, 30.0
+_MARKER = "VIME_SANDBOX"
+_warned: set[str] = set()
+
+
+class LocalSandbox:
+    """Commands of a model on this host. `async with LocalSandbox() as sandbox: await sandbox.exec("ls")`.
+
+    `isolation`: "namespaces" fails where the host refuses them, "processes" does without, "auto" (the default) takes
+    them where it can and logs once where it cannot. `network`: "none", "loopback" (`allow_loopback` opens single ports
+    of this host's loopback), "host". Without namespaces every sandbox has the host's network.
+    `folder`: where the sandbox's own folder is made. `hide`: folders of the host that the sandbox shall not see;
+    needs namespaces. `slots`: a semaphore that bounds how many sandboxes run at a time.
+
+    A path of a file is absolute below `folder`, or relative to `workdir`. Every command runs as the same user, whatever
+    `user` says.
+    """
+
+    single_user = True
+
+    def __init__(
+        self,
+        *,
+        limits: Limits | None = None,
+        isolation: Isolation = "auto",
+        network: Network = "none",
+        folder: str | Path | None = None,
+        hide: tuple[str | Path, ...] = (),
+        slots: asyncio.Semaphore | None = None,
+    ) -> None:
+        self.limits, self.network, self.slots = limits or Limits(), network, slots
+        self.isolation: str = isolation
+        """After the start: "namespaces" or "processes"."""
+        self.sandbox_id = f"local-{secrets.token_hex(8)}"
+        self.folder = self.workdir = self.home = ""
+        self._hide, self._parent = hide, folder
+        self._user = free_user()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._forwarders: list[Forwarder] = []
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """SandboxError if it cannot start."""
+        if self.slots:
+            await self.slots.acquire()
+        try:
+            self._make_folder()
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._process = await asyncio.to_thread(self._launch, theirs)
+            self._channel = Channel(ours)
+            message = await asyncio.wait_for(self._channel.first, _START_S)
+            if "failed" in message:
+                raise SandboxError(
+                    f"this host refuses a sandbox with isolation 'namespaces': {message['failed']}; use 'auto'"
+                )
+        except BaseException:
+            await self.close()
+            raise
+        self.isolation = message["ready"]
+        if message["refused"]:
+            _warn_once(message["refused"])
+
+    def _make_folder(self) -> None:
+        # resolved, because the sandbox sees real paths only
+        self.folder = os.path.realpath(tempfile.mkdtemp(prefix="vime-sandbox-", dir=self._parent))
+        self.workdir, self.home = f"{self.folder}/work", f"{self.folder}/home"
+        for place in (self.workdir, self.home, f"{self.folder}/tmp"):
+            os.mkdir(place, 0o700)
+        if self._user is not None:
+            for place in (self.workdir, self.home, f"{self.folder}/tmp", self.folder):
+                os.chown(place, self._user, self._user)
+
+    def _launch(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        settings = {
+            "socket": theirs.fileno(),
+            "folder": self.folder,
+            "uid": self._user,
+            "isolation": self.isolation,
+            "network": self.network == "host",
+            "hidden": [str(place) for place in (Path.home(), tempfile.gettempdir(), *self._hide)],
+            "keep": [os.path.realpath(place) for place in dict.fromkeys([sys.prefix, sys.base_prefix])],
+            "tmp_bytes": self.limits.tmp_bytes,
+            "limits": asdict(self.limits),
+        }
+        code = f"import sys; sys.path.insert(0, {str(_SOURCE)!r}); from slime.agent.init.main import start; start()"
+        with _file_of(json.dumps(settings).encode()) as words:
+            return subprocess.Popen(
+                [sys.executable, "-I", "-S", "-B", "-c", code],
+                pass_fds=[theirs.fileno()],
+                stdin=words,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+                env={"PATH": os.defpath},
+            )
+
+    async def close(self) -> None:
+        """End every process of the sandbox and delete its folder. Any number of times."""
+        for forwarder in self._forwarders:
+            forwarder.close()
+        self._forwarders.clear()
+        process, self._process = self._process, None
+        channel, self._channel = self._channel, None
+        try:
+            if channel:
+                channel.close()
+            if process:
+                await asyncio.shield(asyncio.to_thread(self._end, process))
+        finally:
+            if process and self.slots:
+                self.slots.release()
+            folder, self.folder = self.folder, ""
+            if folder:
+                await asyncio.shield(asyncio.to_thread(_delete, folder))
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if self.isolation != "namespaces":
+            _sweep(self.sandbox_id)
+
+    async def exec(
+        self,
+        cmd: str,
+        *,
+        user: str = "root",
+        env: dict[str, str] | None = None,
+        timeout: float = 120,
+        check: bool = False,
+        cwd: str | None = None,
+        stdin: str | bytes | None = None,
+    ) -> ExecResult:
+        """See protocol.Sandbox. The shell is bash where there is one. A limit of the whole sandbox (memory, processes,
+        disk, files) ends all its processes; time and output end the command and what it started, unless that left its
+        session. SandboxError if the sandbox is not running or ends meanwhile."""
+        if self._channel is None:
+            raise SandboxError("the sandbox is not running; use `async with`, or call start()")
+        place = "/".join([self.folder, *paths.parts_of(self.folder, self.workdir, cwd or ".")])
+        variables = {**environment(self.home, f"{self.folder}/tmp"), _MARKER: self.sandbox_id, **(env or {})}
+        output = Output(self.limits.output_bytes)
+        writers: list[int] = []
+        try:
+            with _file_of(stdin.encode() if isinstance(stdin, str) else stdin or b"") as source:
+                writers.append(os.dup(source.fileno()))
+            out_end, out = await output.pipe()
+            writers.append(out_end)
+            error_end, err = await output.pipe()
+            writers.append(error_end)
+            number, reply = self._channel.ask("exec", writers, argv=_shell(cmd), env=variables, cwd=place)
+        finally:
+            for writer in writers:
+                os.close(writer)
+        try:
+            message = await self._reply(number, reply, output, timeout)
+            with contextlib.suppress(TimeoutError):
+                # A process in the background may hold the pipes for as long as it likes.
+                await asyncio.wait_for(asyncio.gather(out.ended.wait(), err.ended.wait()), _GRACE_S)
+        finally:
+            out.transport.close()
+            err.transport.close()
+        if "failed" in message:
+            raise SandboxError(f"the sandbox cannot start a command: {message['failed']}")
+        reason = message["reason"] or _reason_of(message["code"])
+        return checked(
+            ExecResult(message["code"], out.text(), err.text(), reason, output.truncated), cmd, check
+        )
+
+    async def _reply(
+        self, number: int, reply: asyncio.Future[dict[str, object]], output: Output, timeout: float
+    ) -> dict[str, object]:
+        assert self._channel is not None
+        channel = self._channel
+        full = asyncio.ensure_future(output.full.wait())
+        try:
+            await asyncio.wait([reply, full], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not reply.done():
+                channel.kill(number, "output" if full.done() else "time")
+                await asyncio.wait([reply], timeout=_END_S)
+            if not reply.done():
+                await self.close()
+                raise SandboxError(f"a command did not end within {_END_S:g} s of its kill; the sandbox is closed")
+            return reply.result()
+        except asyncio.CancelledError:
+            if not channel.closed:
+                channel.kill(number, "time")
+            raise
+        finally:
+            full.cancel()
+
+    async def allow_loopback(self, port: int) -> None:
+        """127.0.0.1:`port` in the sandbox becomes that port of this host's loopback, which nothing else of the network
+        does. ValueError with network="none"."""
+        if self.network == "none":
+            raise ValueError('the sandbox must have network="loopback" to reach a port of this host, got "none"')
+        if self.network == "host" or self.isolation != "namespaces":
+            return
+        if self._channel is None:
+            raise SandboxError("the sandbox is not running; use `async with`, or call start()")
+        _, reply = self._channel.ask("listen", port=port)
+        message = await reply
+        if "failed" in message:
+            raise SandboxError(f"the sandbox cannot listen: {message['failed']}")
+        self._forwarders.append(await Forwarder.start(message["descriptors"][0], port))
+
+    def _parts(self, sandbox_path: str) -> list[str]:
+        if not self.folder:
+            raise SandboxError("the sandbox is not running; use `async with`, or call start()")
+        parts = paths.parts_of(self.folder, self.workdir, sandbox_path)
+        if not parts:
+            raise ValueError(f"a file in the sandbox must have a name, got {sandbox_path!r}")
+        return parts
+
+    async def write_file(self, sandbox_path: str, content: FileContent, *, user: str = "root") -> None:
+        """See protocol.Sandbox."""
+        parts = self._parts(sandbox_path)
+        await asyncio.to_thread(paths.write, self.folder, parts, content, self._user)
+
+    async def read_file(self, sandbox_path: str, *, user: str = "root") -> str:
+        """See protocol.Sandbox. ValueError, too, beyond the limit of a command's output."""
+        try:
+            return (await self.read_bytes(sandbox_path)).decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    async def read_bytes(self, sandbox_path: str) -> bytes:
+        """FileNotFoundError if there is no such file."""
+        parts = self._parts(sandbox_path)
+        return await asyncio.to_thread(paths.read, self.folder, parts, self.limits.output_bytes)
+
+    async def upload(self, source: Path, sandbox_path: str = ".") -> None:
+        """Copy a folder of this host into a folder of the sandbox."""
+        parts = paths.parts_of(self.folder, self.workdir, sandbox_path)
+        await asyncio.to_thread(paths.upload, self.folder, parts, source, self._user)
+
+    async def download(self, sandbox_path: str, target: Path) -> int:
+        """Copy the regular files below a folder of the sandbox to `target`; returns how many."""
+        parts = paths.parts_of(self.folder, self.workdir, sandbox_path)
+        return await asyncio.to_thread(paths.download, self.folder, parts, target, self.limits.disk_bytes)
+
+
+def _file_of(data: bytes) -> BinaryIO:
+    """A file in memory, at its start."""
+    file = os.fdopen(os.memfd_create("data"), "w+b")
+    file.write(data)
+    file.seek(0)
+    return file
+
+
+def _shell(cmd: str) -> list[str]:
+    return ["/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh", "-c", cmd]
+
+
+def _reason_of(code: int) -> str:
+    return {128 + signal.SIGXCPU: "cpu", 128 + signal.SIGXFSZ: "file size"}.get(code, "")
+
+
+def _warn_once(refused: str) -> None:
+    if refused not in _warned:
+        _warned.add(refused)
+        logger.warning(
+            "sandboxes of this host run without namespaces, so with its network and its files in view (%s); "
+            "see docs/security.md",
+            refused,
+        )
+
+
+def _sweep(sandbox_id: str) -> None:
+    """Kill processes that lost their owner. Only code that kills the owner and clears its own environment stays."""
+    marker = f"{_MARKER}={sandbox_id}".encode()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        found = [int(name) for name in os.listdir("/proc") if name.isdigit() and marker in _environ(name)]
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            return
+        time.sleep(0.01)
+
+
+def _environ(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def _delete(folder: str) -> None:
+    """rm, because trees deeper than Python's recursion limit are among what is deleted."""
+    if os.getuid():
+        subprocess.run(["chmod", "-R", "u+rwX", "--", folder], stderr=subprocess.DEVNULL, check=False)
+    subprocess.run(["rm", "-rf", "--", folder], check=False)
