@@ -51,5 +51,7 @@ def _entries(folder: str) -> list[tuple[int, str]]:
         for entry in entries:
             with contextlib.suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
-                found.append((status.st_blocks * 512, entry.path if entry.is_dir(follow_symlinks=False) else ""))
+                found.append(
+                    (status.st_blocks * 512, entry.path if entry.is_dir(follow_symlinks=False) else "")
+                )
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -12,6 +13,7 @@ NEWNS, NEWUTS, NEWIPC = 0x00020000, 0x04000000, 0x08000000
 NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
 NOSUID, NODEV, NOEXEC, BIND, REC, PRIVATE = 2, 4, 8, 0x1000, 0x4000, 1 << 18
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+_PR_CAPBSET_DROP, _LAST_CAPABILITY = 24, 63
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY = 442, -100, 0x8000, 1
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 
@@ -32,11 +34,22 @@ def prctl(option: int, value: int) -> None:
     _checked(f"prctl {option}", _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0))
 
 
+def drop_capabilities() -> None:
+    """What this process executes gets none, even as root. Without effect, and without need, where it has none."""
+    for capability in range(_LAST_CAPABILITY + 1):
+        with contextlib.suppress(OSError):
+            prctl(_PR_CAPBSET_DROP, capability)
+
+
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
     _checked(
         f"mount {target}",
         _libc.mount(
-            source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), data.encode() or None
+            source.encode(),
+            target.encode(),
+            kind.encode() or None,
+            ctypes.c_ulong(flags),
+            data.encode() or None,
         ),
     )
 

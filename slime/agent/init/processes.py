@@ -113,20 +113,18 @@ def memory_bytes(pids: list[int], limit: int) -> int:
     """Resident memory of all. Shared pages are counted once, but only where the plain sum is beyond `limit`."""
     total = 0
     for pid in pids:
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            with open(f"/proc/{pid}/statm") as file:
-                total += int(file.read().split()[1]) * _PAGE
+        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/statm") as file:
+            total += int(file.read().split()[1]) * _PAGE
     if total <= limit:
         return total
     return sum(_proportional_bytes(pid) for pid in pids)
 
 
 def _proportional_bytes(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        with open(f"/proc/{pid}/smaps_rollup") as file:
-            for line in file:
-                if line.startswith("Pss:"):
-                    return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup") as file:
+        for line in file:
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
     return 0
 
 
@@ -137,9 +135,8 @@ def _children(pid: int) -> list[int]:
     except OSError:
         return found
     for thread in threads:
-        with contextlib.suppress(OSError):
-            with open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += [int(one) for one in file.read().split()]
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+            found += [int(one) for one in file.read().split()]
     return found
 
 

@@ -125,6 +125,7 @@ class Server:
             for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
             self._set_limits()
+            kernel.drop_capabilities()
             if self.uid is not None:
                 os.setgroups([])
                 os.setresgid(self.uid, self.uid, self.uid)
@@ -148,12 +149,15 @@ class Server:
         }
         # The kernel counts processes by user; the watch of this process counts the sandbox's own in every case.
         if self.uid is not None or (isinstance(self.world, processes.Namespace) and _counts_by_namespace()):
-            limits[resource.RLIMIT_NPROC] = self.limits["processes"]
+            # Beyond the watch's limit, so that a fork bomb is stopped at once and then ended with its reason.
+            limits[resource.RLIMIT_NPROC] = 2 * self._limit("processes")
         for name, value in limits.items():
             _, hard = resource.getrlimit(name)
             if value is not None:
                 value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-                resource.setrlimit(name, (value, value))
+                # At the hard limit of CPU time the kernel kills without saying why.
+                more = value + 5 if name == resource.RLIMIT_CPU else value
+                resource.setrlimit(name, (value, more if hard == resource.RLIM_INFINITY else min(more, hard)))
 
     def _kill(self, number: int, reason: str) -> None:
         for pid, command in self.running.items():
@@ -174,7 +178,9 @@ class Server:
         for pid in [pid for pid in self.running if pid in processes.ended]:
             command, status = self.running.pop(pid), processes.ended[pid]
             code = os.waitstatus_to_exitcode(status)
-            self._send({"id": command.number, "code": code if code >= 0 else 128 - code, "reason": command.reason})
+            self._send(
+                {"id": command.number, "code": code if code >= 0 else 128 - code, "reason": command.reason}
+            )
         processes.ended.clear()
 
     def _watch(self) -> None:

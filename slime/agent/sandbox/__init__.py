@@ -1,6 +1,25 @@
 """Where commands of a model run. The names that plug-ins of slime import are here, too."""
 
+from slime.agent.sandbox.container import ContainerSandbox
 from slime.agent.sandbox.local import LocalSandbox
+from slime.agent.sandbox.plug_ins import (
+    EXIT_TIME_BUDGET_EXCEEDED,
+    ensure_agent_user,
+    exec_and_wait,
+    make_sandbox,
+)
 from slime.agent.sandbox.protocol import ExecResult, FileContent, Limits, Sandbox, SandboxError
 
-__all__ = ["ExecResult", "FileContent", "Limits", "LocalSandbox", "Sandbox", "SandboxError"]
+__all__ = [
+    "EXIT_TIME_BUDGET_EXCEEDED",
+    "ContainerSandbox",
+    "ExecResult",
+    "FileContent",
+    "Limits",
+    "LocalSandbox",
+    "Sandbox",
+    "SandboxError",
+    "ensure_agent_user",
+    "exec_and_wait",
+    "make_sandbox",
+]

@@ -47,7 +47,9 @@ class Channel:
             self.closed = True
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close()
-            error = SandboxError("the sandbox's own process has ended; see its limits, or start another sandbox")
+            error = SandboxError(
+                "the sandbox's own process has ended; see its limits, or start another sandbox"
+            )
             for future in [self.first, *self._open.values()]:
                 if not future.done():
                     future.set_exception(error)

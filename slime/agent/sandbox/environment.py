@@ -13,4 +13,11 @@ def environment(home: str, tmp: str) -> dict[str, str]:
     """What every command gets. This process's Python comes first on PATH."""
     path = dict.fromkeys([os.path.dirname(sys.executable), *_SYSTEM])
     passed = {name: os.environ[name] for name in PASSED if name in os.environ}
-    return {"LANG": "C.UTF-8", **passed, "PATH": ":".join(path), "HOME": home, "TMPDIR": tmp, "USER": "sandbox"}
+    return {
+        "LANG": "C.UTF-8",
+        **passed,
+        "PATH": ":".join(path),
+        "HOME": home,
+        "TMPDIR": tmp,
+        "USER": "sandbox",
+    }

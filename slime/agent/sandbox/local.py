@@ -123,7 +123,7 @@ class LocalSandbox:
             "uid": self._user,
             "isolation": self.isolation,
             "network": self.network == "host",
-            "hidden": [str(place) for place in (Path.home(), tempfile.gettempdir(), *self._hide)],
+            "hidden": [str(place) for place in (os.path.expanduser("~"), tempfile.gettempdir(), *self._hide)],
             "keep": [os.path.realpath(place) for place in dict.fromkeys([sys.prefix, sys.base_prefix])],
             "tmp_bytes": self.limits.tmp_bytes,
             "limits": asdict(self.limits),
@@ -166,6 +166,8 @@ class LocalSandbox:
             process.wait()
         if self.isolation != "namespaces":
             _sweep(self.sandbox_id)
+            if self._user is not None:
+                _delete_of_user(self._user)
 
     async def exec(
         self,
@@ -226,7 +228,9 @@ class LocalSandbox:
                 await asyncio.wait([reply], timeout=_END_S)
             if not reply.done():
                 await self.close()
-                raise SandboxError(f"a command did not end within {_END_S:g} s of its kill; the sandbox is closed")
+                raise SandboxError(
+                    f"a command did not end within {_END_S:g} s of its kill; the sandbox is closed"
+                )
             return reply.result()
         except asyncio.CancelledError:
             if not channel.closed:
@@ -239,7 +243,9 @@ class LocalSandbox:
         """127.0.0.1:`port` in the sandbox becomes that port of this host's loopback, which nothing else of the network
         does. ValueError with network="none"."""
         if self.network == "none":
-            raise ValueError('the sandbox must have network="loopback" to reach a port of this host, got "none"')
+            raise ValueError(
+                'the sandbox must have network="loopback" to reach a port of this host, got "none"'
+            )
         if self.network == "host" or self.isolation != "namespaces":
             return
         if self._channel is None:
@@ -331,6 +337,16 @@ def _environ(pid: str) -> bytes:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return b""
+
+
+def _delete_of_user(user: int) -> None:
+    """What a sandbox without namespaces left in the host's public folders."""
+    for place in ("/tmp", "/var/tmp", "/dev/shm"):
+        with contextlib.suppress(FileNotFoundError):
+            for entry in list(os.scandir(place)):
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.stat(follow_symlinks=False).st_uid == user:
+                        _delete(entry.path)
 
 
 def _delete(folder: str) -> None:

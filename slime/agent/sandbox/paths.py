@@ -74,7 +74,9 @@ def read(root: str, parts: list[str], limit: int) -> bytes:
                 raise ValueError(f"{'/'.join(parts)!r} of the sandbox must be a regular file")
             data = file.read(limit + 1)
     if len(data) > limit:
-        raise ValueError(f"{'/'.join(parts)!r} of the sandbox must have at most {limit} bytes; read it in pieces")
+        raise ValueError(
+            f"{'/'.join(parts)!r} of the sandbox must have at most {limit} bytes; read it in pieces"
+        )
     return data
 
 

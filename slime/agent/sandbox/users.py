@@ -8,14 +8,15 @@ from pathlib import Path
 
 
 def free_user() -> int | None:
-    """A number that no account has; None unless this process is root, which alone may change its user.
+    """A number that no account has; None unless this process is root, which alone may change its user, of a user
+    namespace with more than a few users.
 
     Random, so that sandboxes of other processes on the host have others.
     """
     if os.getuid() != 0:
         return None
     first, last = _unused()
-    return first + secrets.randbelow(last - first)
+    return first + secrets.randbelow(last - first) if last - first > 1000 else None
 
 
 def _unused() -> tuple[int, int]:

@@ -1,0 +1,169 @@
+"""The life of a plug-in's sessions by key: open, answer, finish. Holds no token and parses no body.
+
+A plug-in makes one adapter, serves its `app`, opens a session per sample under a key of its own choice, gives the key
+to the agent, and gets the samples when the agent has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from slime.types import Sample
+
+logger = logging.getLogger(__name__)
+
+_LARGEST_BODY_BYTES = 64 << 20
+
+
+class Sessions(Protocol):
+    """What holds the conversations."""
+
+    def open(self, key: str, *, sampling: dict[str, Any], max_context_tokens: int) -> None:
+        """A new conversation. `max_context_tokens` of 0: the run's own limit."""
+        ...
+
+    async def answer(self, key: str, path: str, request: web.Request) -> web.StreamResponse:
+        """One request of the dialect with this path, answered as its client expects it."""
+        ...
+
+    async def finish(self, key: str, base_sample: Sample) -> list[Sample]:
+        """End it: a sample for each conversation, made from `base_sample`."""
+        ...
+
+    async def drop(self, key: str) -> None:
+        """End it without samples."""
+        ...
+
+
+class BaseAdapter:
+    """`tokenizer`, `sglang_url`, `tool_parser` and `reasoning_parser` are kept for the plug-in: the sessions know those of
+    the run. `sessions` holds the conversations. `debug_callback` and `fork_threshold_tokens` belong to slime's own
+    record of turns, which a session does not have: ValueError for the first, a warning for the second.
+    """
+
+    paths: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        *,
+        tokenizer: object,
+        sglang_url: str,
+        sessions: Sessions | None = None,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        max_turns_per_sid: int | None = None,
+        fork_threshold_tokens: int | None = None,
+        debug_callback: Callable[..., None] | None = None,
+    ) -> None:
+        if debug_callback is not None:
+            raise ValueError("debug_callback must be None: the sessions of this project do not call it")
+        if fork_threshold_tokens is not None:
+            logger.warning("fork_threshold_tokens has no effect: a session never merges conversations")
+        self.tokenizer, self.sglang_url = tokenizer, sglang_url.rstrip("/")
+        self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
+        self.max_turns_per_sid = max_turns_per_sid
+        self._sessions = sessions
+        self._open: set[str] = set()
+        self.closed: set[str] = set()
+        self._turns: Counter[str] = Counter()
+        self.inflight: dict[str, set[asyncio.Task[Any]]] = {}
+        self.app = web.Application(client_max_size=_LARGEST_BODY_BYTES)
+        for path in self.paths:
+            self.app.router.add_post(f"/v1/{path}", self._handle)
+        self.app.router.add_get("/healthz", _healthy)
+        self.app.router.add_get("/v1/models", _healthy)
+
+    @property
+    def sessions(self) -> Sessions:
+        if self._sessions is None:
+            raise RuntimeError(
+                f"{type(self).__name__} must be made with sessions=, got none; or use open_session of this project"
+            )
+        return self._sessions
+
+    def open_session(
+        self, sid: str, *, sampling_defaults: dict[str, Any] | None = None, max_context_tokens: int = 0
+    ) -> None:
+        """ValueError for a key that was used before: its agent could still be talking."""
+        if sid in self._open or sid in self.closed:
+            raise ValueError(f"session_id must be new for each agent, got {sid!r} twice")
+        self.sessions.open(sid, sampling=dict(sampling_defaults or {}), max_context_tokens=max_context_tokens)
+        self._open.add(sid)
+
+    async def shutdown_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
+        """Take no further request; cancel those that are not answered after `wait_timeout` seconds."""
+        self.closed.add(sid)
+        tasks = [task for task in self.inflight.pop(sid, ()) if not task.done()]
+        if tasks:
+            # The app may be served by another thread's loop.
+            waits = asyncio.run_coroutine_threadsafe(_drain(tasks, wait_timeout), tasks[0].get_loop())
+            await asyncio.wrap_future(waits)
+
+    async def finish_session(
+        self,
+        sid: str,
+        *,
+        base_sample: Sample,
+        reward: float = 0.0,
+        extra_metadata: dict[str, Any] | None = None,
+        wait_timeout: float = 5.0,
+    ) -> list[Sample]:
+        """The samples of a session, each with the reward. [] for a session that is finished already."""
+        await self.shutdown_session(sid, wait_timeout=wait_timeout)
+        if sid not in self._open:
+            return []
+        self._open.discard(sid)
+        samples = await self.sessions.finish(sid, base_sample)
+        for sample in samples:
+            sample.reward = reward
+            sample.metadata = {**(sample.metadata or {}), **(extra_metadata or {})}
+        return samples
+
+    async def drop_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
+        """End a session without samples. Nothing for one that is finished already."""
+        await self.shutdown_session(sid, wait_timeout=wait_timeout)
+        if sid in self._open:
+            self._open.discard(sid)
+            await self.sessions.drop(sid)
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        sid = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        sid = sid or request.headers.get("x-api-key", "").strip()
+        if sid in self.closed:
+            return _refusal(503, "the session has ended")
+        if sid not in self._open:
+            return _refusal(401, "no open session has this key")
+        if self.max_turns_per_sid is not None and self._turns[sid] >= self.max_turns_per_sid:
+            return _refusal(429, f"the session has had its max_turns_per_sid={self.max_turns_per_sid} turns")
+        self._turns[sid] += 1
+        task = asyncio.current_task()
+        assert task is not None
+        running = self.inflight.setdefault(sid, set())
+        running.add(task)
+        try:
+            return await self.sessions.answer(sid, request.path.removeprefix("/v1/"), request)
+        finally:
+            running.discard(task)
+
+
+async def _drain(tasks: list[asyncio.Task[Any]], timeout: float) -> None:
+    _, late = await asyncio.wait(tasks, timeout=timeout)
+    for task in late:
+        task.cancel()
+    if late:
+        await asyncio.wait(late)
+
+
+def _refusal(status: int, said: str) -> web.Response:
+    error = {"type": "invalid_request_error", "message": said}
+    return web.json_response({"type": "error", "error": error}, status=status)
+
+
+async def _healthy(request: web.Request) -> web.Response:
+    return web.json_response({"object": "list", "data": []})

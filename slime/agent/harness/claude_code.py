@@ -1,0 +1,51 @@
+"""Claude Code without a terminal. Never run by this project: a test checks its command and files with a stand-in."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+
+from slime.agent.harness.common import (
+    BaseHarness,
+    HarnessContext,
+    environment_of,
+    home_of,
+    install,
+    run_command,
+)
+from slime.agent.sandbox import Sandbox
+
+_FLAGS = "--permission-mode bypassPermissions --output-format stream-json --verbose"
+_EXTRA = "SLIME_AGENT_CC_EXTRA_ARGS"
+
+
+class ClaudeCodeHarness(BaseHarness):
+    name = "claude_code"
+
+    async def install_cli(self, sb: Sandbox) -> None:
+        await install(sb, "claude", "SLIME_AGENT_CC_TARBALL")
+
+    async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
+        """It asks for consent at its first start, which nobody could give."""
+        consent = json.dumps({"hasCompletedOnboarding": True, "bypassPermissionsModeAccepted": True})
+        for file in (".claude.json", ".claude/settings.json"):
+            await sb.write_file(f"{home_of(sb)}/{file}", consent, user="agent")
+
+    async def launch_and_wait(
+        self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float
+    ) -> int:
+        command = f"claude -p {shlex.quote(prompt)} {_FLAGS} {os.environ.get(_EXTRA, '')}".rstrip()
+        env = environment_of(ctx)
+        env = {
+            **env,
+            "ANTHROPIC_AUTH_TOKEN": env.pop("ANTHROPIC_API_KEY"),  # the key would ask for consent
+            "ANTHROPIC_MODEL": ctx.model_label,
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        }
+        return await run_command(
+            sb, workdir=ctx.workdir, start_cmd=command, env=env, time_budget_sec=time_budget_sec
+        )
+
+
+CLAUDE_CODE = ClaudeCodeHarness()

@@ -1,0 +1,57 @@
+"""Codex without a terminal. Never run by this project: a test checks its command and files with a stand-in."""
+
+from __future__ import annotations
+
+import os
+import shlex
+
+from slime.agent.harness.common import (
+    BaseHarness,
+    HarnessContext,
+    environment_of,
+    home_of,
+    install,
+    run_command,
+)
+from slime.agent.sandbox import Sandbox
+
+# The sandbox holds Codex; its own one cannot be nested in it.
+_FLAGS = "--skip-git-repo-check --dangerously-bypass-approvals-and-sandbox --json"
+_EXTRA = "SLIME_AGENT_CODEX_EXTRA_ARGS"
+_CONFIG = """\
+model = "{model}"
+model_provider = "session"
+
+[model_providers.session]
+name = "session"
+base_url = "{base_url}"
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+"""
+
+
+class CodexHarness(BaseHarness):
+    name = "codex"
+
+    async def install_cli(self, sb: Sandbox) -> None:
+        await install(sb, "codex", "SLIME_AGENT_CODEX_TARBALL")
+
+    async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
+        """A provider of its own: the environment alone changes the address of OpenAI's only."""
+        text = _CONFIG.format(model=ctx.model_label, base_url=environment_of(ctx)["OPENAI_BASE_URL"])
+        await sb.write_file(f"{home_of(sb)}/.codex/config.toml", text, user="agent")
+
+    async def launch_and_wait(
+        self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float
+    ) -> int:
+        command = f"codex exec {_FLAGS} {os.environ.get(_EXTRA, '')} {shlex.quote(prompt)}"
+        return await run_command(
+            sb,
+            workdir=ctx.workdir,
+            start_cmd=command,
+            env=environment_of(ctx),
+            time_budget_sec=time_budget_sec,
+        )
+
+
+CODEX = CodexHarness()
