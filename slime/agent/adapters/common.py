@@ -42,8 +42,8 @@ class Sessions(Protocol):
 
 
 class BaseAdapter:
-    """`tokenizer`, `sglang_url`, `tool_parser` and `reasoning_parser` are kept for the plug-in: the sessions know those of
-    the run. `sessions` holds the conversations. `debug_callback` and `fork_threshold_tokens` belong to slime's own
+    """`tokenizer`, `sglang_url`, `tool_parser` and `reasoning_parser` are kept for the plug-in: the sessions know those
+    of the run. `sessions` holds the conversations. `debug_callback` and `fork_threshold_tokens` belong to slime's own
     record of turns, which a session does not have: ValueError for the first, a warning for the second.
     """
 

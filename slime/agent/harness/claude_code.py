@@ -37,9 +37,11 @@ class ClaudeCodeHarness(BaseHarness):
     ) -> int:
         command = f"claude -p {shlex.quote(prompt)} {_FLAGS} {os.environ.get(_EXTRA, '')}".rstrip()
         env = environment_of(ctx)
+        key = env.pop("ANTHROPIC_API_KEY")
         env = {
             **env,
-            "ANTHROPIC_AUTH_TOKEN": env.pop("ANTHROPIC_API_KEY"),  # the key would ask for consent
+            # It asks for consent before it uses a key, and not for a token.
+            "ANTHROPIC_AUTH_TOKEN": key,
             "ANTHROPIC_MODEL": ctx.model_label,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         }

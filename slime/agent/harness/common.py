@@ -91,7 +91,8 @@ async def run_command(
 async def install(sb: Sandbox, program: str, archive_variable: str) -> None:
     """Nothing where the program is already there; else the npm package that the variable names, on the Node of
     SLIME_AGENT_NODE_TARBALL where that is set. ValueError if there is neither."""
-    if (await sb.exec(f"command -v {program}")).exit_code == 0:
+    code, _, _ = await sb.exec(f"command -v {program}")
+    if code == 0:
         return
     archive = os.environ.get(archive_variable)
     if not archive:

@@ -61,13 +61,13 @@ class Server:
             self.world.kill()
 
     def _turn(self) -> bool:
-        ready, _, _ = select.select([self.channel, self._wake], [], [], _TICK_S)
+        ready = select.select([self.channel.fileno(), self._wake], [], [], _TICK_S)[0]
         if self._wake in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake, 4096)
         processes.reap()
         self._report()
-        if self.channel in ready and not self._serve():
+        if self.channel.fileno() in ready and not self._serve():
             return False
         self._watch()
         return True

@@ -20,13 +20,13 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Literal, Self
+from typing import Any, BinaryIO, Literal, Self
 
 from slime.agent.sandbox import paths
-from slime.agent.sandbox.channel import Channel, Output
+from slime.agent.sandbox.channel import Channel, Message, Output
 from slime.agent.sandbox.environment import environment
 from slime.agent.sandbox.forward import Forwarder
-from slime.agent.sandbox.protocol import ExecResult, FileContent, Limits, SandboxError, checked
+from slime.agent.sandbox.protocol import ExecResult, FileContent, Limits, Reason, SandboxError, checked
 from slime.agent.sandbox.users import free_user
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class LocalSandbox:
         self._user = free_user()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
-        self._forwarders: list[Forwarder] = []
+        self._forwarders: dict[int, Forwarder] = {}
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -141,7 +141,7 @@ class LocalSandbox:
 
     async def close(self) -> None:
         """End every process of the sandbox and delete its folder. Any number of times."""
-        for forwarder in self._forwarders:
+        for forwarder in self._forwarders.values():
             forwarder.close()
         self._forwarders.clear()
         process, self._process = self._process, None
@@ -216,11 +216,11 @@ class LocalSandbox:
         )
 
     async def _reply(
-        self, number: int, reply: asyncio.Future[dict[str, object]], output: Output, timeout: float
-    ) -> dict[str, object]:
+        self, number: int, reply: asyncio.Future[Message], output: Output, timeout: float
+    ) -> Message:
         assert self._channel is not None
         channel = self._channel
-        full = asyncio.ensure_future(output.full.wait())
+        full: asyncio.Future[Any] = asyncio.ensure_future(output.full.wait())
         try:
             await asyncio.wait([reply, full], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not reply.done():
@@ -246,7 +246,7 @@ class LocalSandbox:
             raise ValueError(
                 'the sandbox must have network="loopback" to reach a port of this host, got "none"'
             )
-        if self.network == "host" or self.isolation != "namespaces":
+        if self.network == "host" or self.isolation != "namespaces" or port in self._forwarders:
             return
         if self._channel is None:
             raise SandboxError("the sandbox is not running; use `async with`, or call start()")
@@ -254,7 +254,7 @@ class LocalSandbox:
         message = await reply
         if "failed" in message:
             raise SandboxError(f"the sandbox cannot listen: {message['failed']}")
-        self._forwarders.append(await Forwarder.start(message["descriptors"][0], port))
+        self._forwarders[port] = await Forwarder.start(message["descriptors"][0], port)
 
     def _parts(self, sandbox_path: str) -> list[str]:
         if not self.folder:
@@ -304,8 +304,9 @@ def _shell(cmd: str) -> list[str]:
     return ["/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh", "-c", cmd]
 
 
-def _reason_of(code: int) -> str:
-    return {128 + signal.SIGXCPU: "cpu", 128 + signal.SIGXFSZ: "file size"}.get(code, "")
+def _reason_of(code: int) -> Reason:
+    reasons: dict[int, Reason] = {128 + signal.SIGXCPU: "cpu", 128 + signal.SIGXFSZ: "file size"}
+    return reasons.get(code, "")
 
 
 def _warn_once(refused: str) -> None:

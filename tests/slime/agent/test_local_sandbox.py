@@ -358,7 +358,7 @@ def test_the_host_is_read_only_and_hidden_with_namespaces(namespaces_work, tmp_p
     assert not os.path.exists("/etc/x")
 
 
-def test_a_host_that_refuses_namespaces_is_named_once(monkeypatch, caplog):
+def test_a_host_that_refuses_namespaces_is_named_once():
     """The kernel's own refusal: this process tree may have no further user namespace."""
     script = (
         "import asyncio, logging, sys\n"
@@ -372,8 +372,10 @@ def test_a_host_that_refuses_namespaces_is_named_once(monkeypatch, caplog):
     )
     refuse = "echo 0 > /proc/sys/user/max_user_namespaces"
     inner = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "sh", "-c"]
-        + [f'{refuse} && exec "$0" -c "$1"', sys.executable, script],
+        [
+            *("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "sh", "-c"),
+            *(f'{refuse} && exec "$0" -c "$1"', sys.executable, script),
+        ],
         capture_output=True,
         text=True,
         timeout=60,

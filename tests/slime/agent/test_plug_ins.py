@@ -87,7 +87,9 @@ def test_a_program_in_a_sandbox_talks_to_its_session(isolation):
             late = await run_agent(sandbox, "sleep 60", base_url=url, api_key="key-1", time_s=0.3)
             assert late.timed_out
         sample = Sample(prompt="p")
-        samples = await adapter.finish_session("key-1", base_sample=sample, reward=0.5, extra_metadata={"a": 1})
+        samples = await adapter.finish_session(
+            "key-1", base_sample=sample, reward=0.5, extra_metadata={"a": 1}
+        )
         assert [(s.reward, s.metadata) for s in samples] == [(0.5, {"turns": 2, "a": 1})]
         assert await adapter.finish_session("key-1", base_sample=sample) == []
 
