@@ -42,9 +42,12 @@ class Sessions(Protocol):
 
 
 class BaseAdapter:
-    """`tokenizer`, `sglang_url`, `tool_parser` and `reasoning_parser` are kept for the plug-in: the sessions know those
-    of the run. `sessions` holds the conversations. `debug_callback` and `fork_threshold_tokens` belong to slime's own
-    record of turns, which a session does not have: ValueError for the first, a warning for the second.
+    """`sessions` holds the conversations.
+
+    `tokenizer`, `tool_parser`, `reasoning_parser` and `address`, the router's under the name that slime or upstream vime
+    gives it, are kept for the plug-in: the sessions know those of the run. `debug_callback` and
+    `fork_threshold_tokens` belong to slime's own record of turns, which a session does not have: ValueError for the
+    first, a warning for the second.
     """
 
     paths: tuple[str, ...] = ()
@@ -53,19 +56,26 @@ class BaseAdapter:
         self,
         *,
         tokenizer: object,
-        sglang_url: str,
         sessions: Sessions | None = None,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
         max_turns_per_sid: int | None = None,
         fork_threshold_tokens: int | None = None,
         debug_callback: Callable[..., None] | None = None,
+        **address: str,
     ) -> None:
+        if wrong := [name for name in address if not name.endswith("_url")]:
+            raise TypeError(
+                f"{type(self).__name__} has no argument {wrong[0]!r}; see its docstring for those it has"
+            )
         if debug_callback is not None:
-            raise ValueError("debug_callback must be None: the sessions of this project do not call it")
+            raise ValueError(
+                "debug_callback must be None, got a function, which a session would never call; leave it out"
+            )
         if fork_threshold_tokens is not None:
             logger.warning("fork_threshold_tokens has no effect: a session never merges conversations")
-        self.tokenizer, self.sglang_url = tokenizer, sglang_url.rstrip("/")
+        self.tokenizer = tokenizer
+        vars(self).update({name: url.rstrip("/") for name, url in address.items()})
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
         self.max_turns_per_sid = max_turns_per_sid
         self._sessions = sessions
@@ -92,7 +102,7 @@ class BaseAdapter:
     ) -> None:
         """ValueError for a key that was used before: its agent could still be talking."""
         if sid in self._open or sid in self.closed:
-            raise ValueError(f"session_id must be new for each agent, got {sid!r} twice")
+            raise ValueError(f"session_id must be new for each agent, got {sid!r} twice; choose another")
         self.sessions.open(sid, sampling=dict(sampling_defaults or {}), max_context_tokens=max_context_tokens)
         self._open.add(sid)
 

@@ -14,6 +14,8 @@ from slime.agent.sandbox import EXIT_TIME_BUDGET_EXCEEDED, Sandbox, ensure_agent
 __all__ = ["EXIT_TIME_BUDGET_EXCEEDED", "BaseHarness", "HarnessContext", "home_of", "install", "run_command"]
 
 _INSTALL_S = 300
+_HOME = os.path.join("/home", "agent")
+_NODE = "/usr/local/lib/agent-node"
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class BaseHarness(ABC):
 
 def home_of(sb: Sandbox) -> str:
     """Where the program looks for its files."""
-    home: str = getattr(sb, "home", "/home/agent")
+    home: str = getattr(sb, "home", _HOME)
     return home
 
 
@@ -97,13 +99,14 @@ async def install(sb: Sandbox, program: str, archive_variable: str) -> None:
     archive = os.environ.get(archive_variable)
     if not archive:
         raise ValueError(
-            f"{program} must be in the sandbox, or {archive_variable} must name its npm package, got neither"
+            f"{program} must be in the sandbox, or {archive_variable} must name its npm package, got neither; "
+            "take an image that has it, or export the variable"
         )
     node = os.environ.get("SLIME_AGENT_NODE_TARBALL")
     if node:
         await sb.write_file("/tmp/node.tar", Path(node))
-        unpack = "mkdir -p /opt/node && tar -xf /tmp/node.tar -C /opt/node --strip-components=1"
-        await sb.exec(f"{unpack} && ln -sf /opt/node/bin/* /usr/local/bin/", check=True, timeout=_INSTALL_S)
+        unpack = f"mkdir -p {_NODE} && tar -xf /tmp/node.tar -C {_NODE} --strip-components=1"
+        await sb.exec(f"{unpack} && ln -sf {_NODE}/bin/* /usr/local/bin/", check=True, timeout=_INSTALL_S)
     await sb.write_file("/tmp/agent.tgz", Path(archive))
     await sb.exec(
         f"npm install --global --prefix /usr/local /tmp/agent.tgz && command -v {program}",

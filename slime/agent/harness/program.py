@@ -24,7 +24,10 @@ async def reach(sandbox: Sandbox, base_url: str) -> None:
     """Let a sandbox without network reach the one port of this host's loopback that `base_url` names."""
     url = urlsplit(base_url)
     if url.hostname is None or url.port is None:
-        raise ValueError(f"base_url must be like http://127.0.0.1:8000/v1, with its port, got {base_url!r}")
+        raise ValueError(
+            f"base_url must be an address with its port, as http://127.0.0.1:8000/v1, got {base_url!r}; "
+            "give the base_url of a session"
+        )
     if isinstance(sandbox, LocalSandbox) and url.hostname in _LOOPBACK:
         await sandbox.allow_loopback(url.port)
 

@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from slime.agent.init import kernel, namespaces, processes
-from slime.agent.init.serve import Server
+from slime.agent.init.serve import Owner
 
 Settings = dict[str, Any]
 Hides = tuple[str, list[str], list[str], int]
@@ -38,7 +38,7 @@ def start() -> None:
         return
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     channel.send(json.dumps({"ready": "processes", "refused": refused}).encode())
-    Server(channel, processes.Family(settings["uid"]), settings).run()
+    Owner(channel, processes.Family(settings["uid"]), settings).run()
 
 
 def _enter_namespaces(channel: socket.socket, settings: Settings) -> tuple[int, str]:
@@ -47,7 +47,7 @@ def _enter_namespaces(channel: socket.socket, settings: Settings) -> tuple[int, 
     child = os.fork()
     if child:
         os.close(writer)
-        with os.fdopen(reader) as pipe:
+        with os.fdopen(reader, encoding="utf-8") as pipe:
             return child, pipe.read()
     os.close(reader)
     try:
@@ -102,6 +102,6 @@ def _be_first(channel: socket.socket, settings: Settings, writer: int, hides: Hi
         # The programs of the sandbox have no capabilities, so that they cannot look into this process.
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         channel.send(json.dumps({"ready": "namespaces", "refused": ""}).encode())
-        Server(channel, processes.Namespace(), {**settings, "uid": None}).run()
+        Owner(channel, processes.Namespace(), {**settings, "uid": None}).run()
     finally:
         os._exit(0)

@@ -33,9 +33,9 @@ def unshare(network: bool) -> None:
         | (0 if network else kernel.NEWNET)
     )
     # Without this line the kernel lets nobody without privileges write gid_map.
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    Path("/proc/self/setgroups").write_text("deny", encoding="utf-8")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="utf-8")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="utf-8")
 
 
 def hide(folder: str, hidden: list[str], keep: list[str], tmp_bytes: int) -> None:
@@ -71,7 +71,7 @@ def seal(folder: str, tmp_bytes: int, network: bool) -> None:
     # Own namespaces would give the sandbox's code more of the kernel to attack. The line is about this user
     # namespace only; older kernels refuse it.
     with contextlib.suppress(OSError):
-        Path("/proc/sys/user/max_user_namespaces").write_text("0")
+        Path("/proc/sys/user/max_user_namespaces").write_text("0", encoding="utf-8")
     if not network:
         kernel.loopback_up()
     os.chdir(folder)

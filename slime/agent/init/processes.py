@@ -113,7 +113,10 @@ def memory_bytes(pids: list[int], limit: int) -> int:
     """Resident memory of all. Shared pages are counted once, but only where the plain sum is beyond `limit`."""
     total = 0
     for pid in pids:
-        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/statm") as file:
+        with (
+            contextlib.suppress(OSError, ValueError, IndexError),
+            open(f"/proc/{pid}/statm", encoding="utf-8") as file,
+        ):
             total += int(file.read().split()[1]) * _PAGE
     if total <= limit:
         return total
@@ -121,11 +124,24 @@ def memory_bytes(pids: list[int], limit: int) -> int:
 
 
 def _proportional_bytes(pid: int) -> int:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup") as file:
+    with (
+        contextlib.suppress(OSError),
+        open(f"/proc/{pid}/smaps_rollup", encoding="utf-8") as file,
+    ):
         for line in file:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
     return 0
+
+
+def tasks_of_user(uid: int) -> int:
+    """Threads of all processes of the user that are in view."""
+    count = 0
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == uid:
+                count += len(os.listdir(f"/proc/{name}/task"))
+    return count
 
 
 def _children(pid: int) -> list[int]:
@@ -135,7 +151,10 @@ def _children(pid: int) -> list[int]:
     except OSError:
         return found
     for thread in threads:
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+        with (
+            contextlib.suppress(OSError),
+            open(f"/proc/{pid}/task/{thread}/children", encoding="utf-8") as file,
+        ):
             found += [int(one) for one in file.read().split()]
     return found
 
@@ -143,7 +162,7 @@ def _children(pid: int) -> list[int]:
 def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat after the name: state, parent, group, session, ..."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
     except OSError:
         return []

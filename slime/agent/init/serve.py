@@ -22,6 +22,8 @@ from slime.agent.init.disk import DiskWatch
 
 _TICK_S = 0.05
 _FD_LIMIT = 4096
+_SPARE_TASKS = 256
+"""What else the user may start while a command runs, where the sandbox shares its user."""
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Command:
     reason: str = ""
 
 
-class Server:
+class Owner:
     """Serves until the socket ends. One thread, so that a fork is safe."""
 
     def __init__(
@@ -147,10 +149,7 @@ class Server:
             resource.RLIMIT_NOFILE: self.limits["open_files"],
             resource.RLIMIT_CORE: 0,
         }
-        # The kernel counts processes by user; the watch of this process counts the sandbox's own in every case.
-        if self.uid is not None or (isinstance(self.world, processes.Namespace) and _counts_by_namespace()):
-            # Beyond the watch's limit, so that a fork bomb is stopped at once and then ended with its reason.
-            limits[resource.RLIMIT_NPROC] = 2 * self._limit("processes")
+        limits[resource.RLIMIT_NPROC] = self._process_limit()
         for name, value in limits.items():
             _, hard = resource.getrlimit(name)
             if value is not None:
@@ -158,6 +157,15 @@ class Server:
                 # At the hard limit of CPU time the kernel kills without saying why.
                 more = value + 5 if name == resource.RLIMIT_CPU else value
                 resource.setrlimit(name, (value, more if hard == resource.RLIM_INFINITY else min(more, hard)))
+
+    def _process_limit(self) -> int:
+        """What the kernel keeps at once, for a fork bomb outruns any watch: beyond the watch's limit, so that the watch
+        ends it with its reason. The kernel counts all tasks of a user, which may be more than the sandbox's."""
+        limit = 2 * self._limit("processes")
+        own = isinstance(self.world, processes.Namespace) and _counts_by_namespace()
+        if self.uid is not None or own:
+            return limit
+        return limit + processes.tasks_of_user(os.getuid()) + _SPARE_TASKS
 
     def _kill(self, number: int, reason: str) -> None:
         for pid, command in self.running.items():

@@ -59,7 +59,9 @@ class Channel:
 
     def _send(self, message: Message, descriptors: Sequence[int]) -> None:
         if self.closed:
-            raise SandboxError("the sandbox is not running; use `async with`, or call start()")
+            raise SandboxError(
+                "the sandbox must run before it is used, got a closed one; use `async with`, or call start()"
+            )
         body = os.memfd_create("request")
         try:
             with os.fdopen(os.dup(body), "wb") as file:
@@ -67,7 +69,9 @@ class Channel:
             socket.send_fds(self._socket, [b"x"], [body, *descriptors])
         except OSError as error:
             self.close()
-            raise SandboxError(f"the sandbox's own process has ended: {error}") from error
+            raise SandboxError(
+                f"the sandbox's own process has ended ({error}); start another sandbox"
+            ) from error
         finally:
             os.close(body)
 
@@ -91,7 +95,7 @@ class Channel:
             future.set_result(message)
 
 
-class Output:
+class CommandOutput:
     """stdout and stderr of a command. Keeps the first `limit` bytes of both together, drops the rest without blocking
     the command, and calls `full` once."""
 
@@ -120,7 +124,7 @@ class Output:
 class Stream(asyncio.Protocol):
     transport: asyncio.BaseTransport
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: CommandOutput) -> None:
         self.output, self.data = output, bytearray()
         self.ended = asyncio.Event()
 

@@ -15,8 +15,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from slime.agent.sandbox.channel import Output
-from slime.agent.sandbox.protocol import ExecResult, FileContent, Limits, Reason, SandboxError, checked
+from slime.agent.sandbox.channel import CommandOutput
+from slime.agent.sandbox.protocol import (
+    ExecResult,
+    FileContent,
+    Limits,
+    Reason,
+    SandboxError,
+    checked,
+)
 
 _ENGINE_S = 300.0
 _GROUP = "/tmp/.vime-command-"
@@ -74,7 +81,9 @@ class ContainerSandbox:
         )
         if result.exit_code:
             await self.close()
-            raise SandboxError(f"{self.engine[0]} cannot start {self.image!r}: {result.stderr[-400:]}")
+            raise SandboxError(
+                f"{self.engine[0]} cannot start {self.image!r}: {result.stderr[-400:]}; try the same by hand"
+            )
 
     async def close(self) -> None:
         """Remove the container with all its processes. Any number of times."""
@@ -99,7 +108,9 @@ class ContainerSandbox:
     ) -> ExecResult:
         """See protocol.Sandbox."""
         if not self._running:
-            raise SandboxError("the sandbox is not running; use `async with`, or call start()")
+            raise SandboxError(
+                "the sandbox must run before it is used, got a closed one; use `async with`, or call start()"
+            )
         group = _GROUP + secrets.token_hex(8)
         # The values go through the client's environment, because everyone on the host sees a command line.
         names = [word for name in env or {} for word in ("--env", name)]
@@ -157,7 +168,7 @@ class ContainerSandbox:
 
     async def download(self, sandbox_path: str, target: Path) -> int:
         """Copy the regular files below a folder of the container to `target`; returns how many."""
-        output = Output(self.limits.disk_bytes)
+        output = CommandOutput(self.limits.disk_bytes)
         result, data = await self._run(
             output,
             *("exec", "--workdir", self.workdir, self.sandbox_id, "tar", "-c", "-C", sandbox_path, "."),
@@ -176,13 +187,13 @@ class ContainerSandbox:
         stdin: str | bytes | None = None,
         timeout: float = _ENGINE_S,
     ) -> ExecResult:
-        output = Output(self.limits.output_bytes)
+        output = CommandOutput(self.limits.output_bytes)
         result, _ = await self._run(output, *words, env=env, stdin=stdin, timeout=timeout)
         return result
 
     async def _run(
         self,
-        output: Output,
+        output: CommandOutput,
         *words: str,
         env: dict[str, str] | None = None,
         stdin: str | bytes | None = None,

@@ -23,10 +23,17 @@ from types import TracebackType
 from typing import Any, BinaryIO, Literal, Self
 
 from slime.agent.sandbox import paths
-from slime.agent.sandbox.channel import Channel, Message, Output
+from slime.agent.sandbox.channel import Channel, CommandOutput, Message
 from slime.agent.sandbox.environment import environment
 from slime.agent.sandbox.forward import Forwarder
-from slime.agent.sandbox.protocol import ExecResult, FileContent, Limits, Reason, SandboxError, checked
+from slime.agent.sandbox.protocol import (
+    ExecResult,
+    FileContent,
+    Limits,
+    Reason,
+    SandboxError,
+    checked,
+)
 from slime.agent.sandbox.users import free_user
 
 logger = logging.getLogger(__name__)
@@ -97,7 +104,7 @@ class LocalSandbox:
             message = await asyncio.wait_for(self._channel.first, _START_S)
             if "failed" in message:
                 raise SandboxError(
-                    f"this host refuses a sandbox with isolation 'namespaces': {message['failed']}; use 'auto'"
+                    f"this host refuses namespaces to a sandbox ({message['failed']}); use isolation='auto'"
                 )
         except BaseException:
             await self.close()
@@ -184,10 +191,12 @@ class LocalSandbox:
         disk, files) ends all its processes; time and output end the command and what it started, unless that left its
         session. SandboxError if the sandbox is not running or ends meanwhile."""
         if self._channel is None:
-            raise SandboxError("the sandbox is not running; use `async with`, or call start()")
+            raise SandboxError(
+                "the sandbox must run before it is used, got a closed one; use `async with`, or call start()"
+            )
         place = "/".join([self.folder, *paths.parts_of(self.folder, self.workdir, cwd or ".")])
         variables = {**environment(self.home, f"{self.folder}/tmp"), _MARKER: self.sandbox_id, **(env or {})}
-        output = Output(self.limits.output_bytes)
+        output = CommandOutput(self.limits.output_bytes)
         writers: list[int] = []
         try:
             with _file_of(stdin.encode() if isinstance(stdin, str) else stdin or b"") as source:
@@ -209,14 +218,16 @@ class LocalSandbox:
             out.transport.close()
             err.transport.close()
         if "failed" in message:
-            raise SandboxError(f"the sandbox cannot start a command: {message['failed']}")
+            raise SandboxError(
+                f"the sandbox cannot start a command: {message['failed']}; start another sandbox"
+            )
         reason = message["reason"] or _reason_of(message["code"])
         return checked(
             ExecResult(message["code"], out.text(), err.text(), reason, output.truncated), cmd, check
         )
 
     async def _reply(
-        self, number: int, reply: asyncio.Future[Message], output: Output, timeout: float
+        self, number: int, reply: asyncio.Future[Message], output: CommandOutput, timeout: float
     ) -> Message:
         assert self._channel is not None
         channel = self._channel
@@ -229,7 +240,7 @@ class LocalSandbox:
             if not reply.done():
                 await self.close()
                 raise SandboxError(
-                    f"a command did not end within {_END_S:g} s of its kill; the sandbox is closed"
+                    f"a command did not end within {_END_S:g} s of its kill; start another sandbox"
                 )
             return reply.result()
         except asyncio.CancelledError:
@@ -244,24 +255,30 @@ class LocalSandbox:
         does. ValueError with network="none"."""
         if self.network == "none":
             raise ValueError(
-                'the sandbox must have network="loopback" to reach a port of this host, got "none"'
+                'the sandbox must have network="loopback" to reach a port of this host, got "none"; make it with that'
             )
         if self.network == "host" or self.isolation != "namespaces" or port in self._forwarders:
             return
         if self._channel is None:
-            raise SandboxError("the sandbox is not running; use `async with`, or call start()")
+            raise SandboxError(
+                "the sandbox must run before it is used, got a closed one; use `async with`, or call start()"
+            )
         _, reply = self._channel.ask("listen", port=port)
         message = await reply
         if "failed" in message:
-            raise SandboxError(f"the sandbox cannot listen: {message['failed']}")
+            raise SandboxError(
+                f"the sandbox cannot listen on the port: {message['failed']}; end the program of the sandbox that holds it"
+            )
         self._forwarders[port] = await Forwarder.start(message["descriptors"][0], port)
 
     def _parts(self, sandbox_path: str) -> list[str]:
         if not self.folder:
-            raise SandboxError("the sandbox is not running; use `async with`, or call start()")
+            raise SandboxError(
+                "the sandbox must run before it is used, got a closed one; use `async with`, or call start()"
+            )
         parts = paths.parts_of(self.folder, self.workdir, sandbox_path)
         if not parts:
-            raise ValueError(f"a file in the sandbox must have a name, got {sandbox_path!r}")
+            raise ValueError(f"a file in the sandbox must have a name, got {sandbox_path!r}; add it")
         return parts
 
     async def write_file(self, sandbox_path: str, content: FileContent, *, user: str = "root") -> None:

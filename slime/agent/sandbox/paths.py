@@ -71,7 +71,9 @@ def read(root: str, parts: list[str], limit: int) -> bytes:
         with open(_open(parts[-1], flags, folder), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise ValueError(f"{'/'.join(parts)!r} of the sandbox must be a regular file")
+                raise ValueError(
+                    f"{'/'.join(parts)!r} of the sandbox must be a regular file, got another kind; name one"
+                )
             data = file.read(limit + 1)
     if len(data) > limit:
         raise ValueError(

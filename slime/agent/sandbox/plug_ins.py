@@ -43,7 +43,7 @@ async def ensure_agent_user(sb: Sandbox, workdir: str) -> None:
     folder = shlex.quote(workdir)
     await sb.exec(
         "id agent >/dev/null 2>&1 || useradd --create-home --shell /bin/bash agent || exit 1; "
-        f"chown -R agent: /home/agent {folder} || exit 1; "
+        f"chown -R agent: ~agent {folder} || exit 1; "
         "! command -v git >/dev/null || git config --system --add safe.directory '*'",
         user="root",
         check=True,

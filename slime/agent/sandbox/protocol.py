@@ -25,7 +25,7 @@ class ExecResult(tuple[int, str, str]):
 
     reason: Reason
     truncated: bool
-    """Output beyond the limit was dropped."""
+    """CommandOutput beyond the limit was dropped."""
 
     def __new__(
         cls, exit_code: int, stdout: str, stderr: str, reason: Reason = "", truncated: bool = False
@@ -78,7 +78,9 @@ class Limits:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and value <= 0:
-                raise ValueError(f"Limits.{field.name} must be positive, got {value}")
+                raise ValueError(
+                    f"Limits.{field.name} must be positive, got {value}; leave it out for the default"
+                )
 
 
 @runtime_checkable
@@ -117,6 +119,12 @@ class Sandbox(Protocol):
     async def read_file(self, sandbox_path: str, *, user: str = "root") -> str:
         """The text of a file, "" if there is none (the rule of slime). ValueError for a path outside the sandbox."""
         ...
+
+
+def not_running() -> SandboxError:
+    return SandboxError(
+        "the sandbox must run before it is used, got a closed one; use `async with`, or call start()"
+    )
 
 
 def checked(result: ExecResult, cmd: str, check: bool) -> ExecResult:

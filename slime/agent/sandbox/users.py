@@ -21,7 +21,7 @@ def free_user() -> int | None:
 
 def _unused() -> tuple[int, int]:
     """A range far from accounts; in a container with few users, the upper part of what it has."""
-    lines = Path("/proc/self/uid_map").read_text().splitlines()
+    lines = Path("/proc/self/uid_map").read_text(encoding="utf-8").splitlines()
     inside, _, count = (int(word) for word in lines[-1].split())
     end = inside + count
     return (1 << 28, 1 << 30) if end > 1 << 30 else (inside + count // 4, end - 1)

@@ -13,7 +13,7 @@ class RewardConfig:
     """How a response is scored, and how the score becomes training data."""
 
     rm_type: str | None = flag(
-        None, "built-in reward: math, deepscaler, dapo, gsm8k, gpqa, f1, random, zero, remote_rm"
+        None, "built-in reward: math, deepscaler, dapo, gsm8k, gpqa, f1, code, random, zero, remote_rm"
     )
     reward_key: str | None = flag(None, "field of the reward to train on, if the reward is an object")
     eval_reward_key: str | None = flag(

@@ -32,6 +32,7 @@ from slime.rollout.rewards.random_uniform import random_reward
 from slime.rollout.rewards.remote import remote_reward
 from slime.rollout.rewards.special_tokens import answer_text
 from slime.rollout.rewards.text import extract_answer, without_special_text
+from slime.rollout.rewards.unit_tests import code_reward
 from slime.rollout.rewards.zero import zero_reward
 from slime.types import Metadata, Reward, Sample
 from slime.user_code import is_cancelled, remedy, slow_is_logged
@@ -45,6 +46,7 @@ REWARDS: dict[str, Callable[[str, object, Metadata], Reward]] = {
     "f1": f1_reward,
 }
 SAMPLE_REWARDS: dict[str, Callable[[Config, Sample], Awaitable[Reward]]] = {
+    "code": code_reward,
     "random": random_reward,
     "remote_rm": remote_reward,
     "zero": zero_reward,

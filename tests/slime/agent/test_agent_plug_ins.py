@@ -233,7 +233,7 @@ class Recorder(Elsewhere):
     """Runs nothing."""
 
     single_user = True
-    home = "/home/agent"
+    home = "home-of-agent"
 
     def __init__(self):
         self.commands, self.files = [], {}
@@ -272,10 +272,10 @@ def test_claude_code_and_codex_get_their_address_key_and_prompt(monkeypatch):
             assert env["ANTHROPIC_BASE_URL"] == "http://10.0.0.1:18001"
             assert env["ANTHROPIC_AUTH_TOKEN"] == "key" and "ANTHROPIC_API_KEY" not in env
             assert env["ANTHROPIC_MODEL"] == HarnessContext("", "", "").model_label
-            assert "/home/agent/.claude/settings.json" in box.files
+            assert "home-of-agent/.claude/settings.json" in box.files
         else:
             assert "codex exec" in script and env["OPENAI_API_KEY"] == "key"
-            config = box.files["/home/agent/.codex/config.toml"]
+            config = box.files["home-of-agent/.codex/config.toml"]
             assert 'base_url = "http://10.0.0.1:18001/v1"' in config
 
 

@@ -1,0 +1,52 @@
+"""Commands in a local sandbox, and what is left of it afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from slime.agent.sandbox import Limits, LocalSandbox
+
+SMALL = Limits(
+    memory_bytes=256 << 20,
+    address_space_bytes=None,
+    processes=64,
+    disk_bytes=16 << 20,
+    files=500,
+    output_bytes=100_000,
+)
+PYTHON = "/usr/bin/python3"
+DAEMON = "setsid bash -c 'setsid bash -c \"exec -a {name} sleep 1000\" &' >/dev/null 2>&1 </dev/null &"
+
+
+def run(isolation, body, **settings):
+    """`body(sandbox)` in a sandbox; afterwards no process and no folder of it is left."""
+
+    async def main():
+        sandbox = LocalSandbox(isolation=isolation, **{"limits": SMALL, **settings})
+        async with sandbox:
+            folder = sandbox.folder
+            result = await body(sandbox)
+        assert not os.path.exists(folder)
+        assert not left_behind(sandbox.sandbox_id)
+        return result
+
+    return asyncio.run(main())
+
+
+def command(isolation, text, timeout=20, **settings):
+    return run(isolation, lambda sandbox: sandbox.exec(text, timeout=timeout), **settings)
+
+
+def left_behind(marker):
+    """Processes whose environment or command line has the marker."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        for file in ("environ", "cmdline"):
+            try:
+                if marker.encode() in Path(f"/proc/{name}/{file}").read_bytes():
+                    found.append(int(name))
+            except OSError:
+                continue
+    return found
