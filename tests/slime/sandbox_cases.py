@@ -50,3 +50,14 @@ def left_behind(marker):
             except OSError:
                 continue
     return found
+
+
+def titled(name):
+    """How many processes have the name as the first word of their command line."""
+    found = 0
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            found += Path(f"/proc/{pid}/cmdline").read_bytes().startswith(name.encode() + b"\0")
+        except OSError:
+            continue
+    return found

@@ -44,8 +44,8 @@ class Sessions(Protocol):
 class BaseAdapter:
     """`sessions` holds the conversations.
 
-    `tokenizer`, `tool_parser`, `reasoning_parser` and `address`, the router's under the name that slime or upstream vime
-    gives it, are kept for the plug-in: the sessions know those of the run. `debug_callback` and
+    `tokenizer`, `tool_parser`, `reasoning_parser` and `address`, the router's under the name that slime or upstream
+    vime gives it, are kept for the plug-in: the sessions know those of the run. `debug_callback` and
     `fork_threshold_tokens` belong to slime's own record of turns, which a session does not have: ValueError for the
     first, a warning for the second.
     """

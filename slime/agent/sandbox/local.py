@@ -267,7 +267,7 @@ class LocalSandbox:
         message = await reply
         if "failed" in message:
             raise SandboxError(
-                f"the sandbox cannot listen on the port: {message['failed']}; end the program of the sandbox that holds it"
+                f"the sandbox cannot listen: {message['failed']}; end its program that holds the port"
             )
         self._forwarders[port] = await Forwarder.start(message["descriptors"][0], port)
 

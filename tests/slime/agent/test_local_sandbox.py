@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
-from sandbox_cases import SMALL, run
+from sandbox_cases import SMALL, left_behind, run
 
 from slime.agent.sandbox import Limits, LocalSandbox, SandboxError
 
@@ -63,12 +64,12 @@ def test_a_cancelled_command_ends(isolation):
 def test_a_closed_sandbox_says_so():
     async def main():
         sandbox = LocalSandbox()
-        with pytest.raises(SandboxError, match="not running"):
+        with pytest.raises(SandboxError, match="must run before"):
             await sandbox.exec("true")
         async with sandbox:
             pass
         await sandbox.close()
-        with pytest.raises(SandboxError, match="not running"):
+        with pytest.raises(SandboxError, match="must run before"):
             await sandbox.read_file("x")
 
     asyncio.run(main())

@@ -7,7 +7,7 @@ import os
 import time
 
 import pytest
-from sandbox_cases import DAEMON, PYTHON, SMALL, command, left_behind, run
+from sandbox_cases import DAEMON, PYTHON, SMALL, command, left_behind, run, titled
 
 from slime.agent.sandbox import Limits
 
@@ -105,11 +105,10 @@ def test_zombies_are_taken_and_daemons_end_with_the_sandbox(isolation):
         await sandbox.exec(DAEMON.format(name=name), env={"SHELL": "x"})
         # It clears its environment, and its parents are gone.
         await sandbox.exec(f"env -i setsid bash -c 'exec -a {name} sleep 1000 &' >/dev/null 2>&1 &")
-        for _ in range(100):
-            if len(left_behind(name)) >= 2:
-                break
-            await asyncio.sleep(0.1)
-        assert len(left_behind(name)) >= 2
+        end = time.monotonic() + 20
+        while titled(name) != 2:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
         await sandbox.exec("for i in $(seq 20); do (sh -c 'exit 0' &); done; sleep 0.3")
         zombies = (await sandbox.exec("cat /proc/[0-9]*/stat 2>/dev/null | grep ') Z' | grep '(sh)'")).stdout
         assert zombies == ""
