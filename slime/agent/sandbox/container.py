@@ -154,7 +154,7 @@ class ContainerSandbox:
     async def upload(self, source: Path, sandbox_path: str = ".") -> None:
         """Copy a folder of this host into a folder of the container."""
         buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w") as archive:
+        with tarfile.TarFile(fileobj=buffer, mode="w") as archive:
             for path in sorted(source.rglob("*")):
                 if path.is_file() and not path.is_symlink():
                     archive.add(path, str(path.relative_to(source)))
@@ -174,7 +174,7 @@ class ContainerSandbox:
             *("exec", "--workdir", self.workdir, self.sandbox_id, "tar", "-c", "-C", sandbox_path, "."),
         )
         checked(result, f"download {sandbox_path}", True)
-        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        with tarfile.TarFile(fileobj=io.BytesIO(data)) as archive:
             files = [member for member in archive.getmembers() if member.isreg()]
             # "data" refuses names that lead out of the target.
             archive.extractall(target, files, filter="data")
