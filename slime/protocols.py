@@ -73,8 +73,12 @@ class RolloutEngine(Protocol):
         experts_from: int | None = None,
         kept_tokens: int = 0,
         top_tokens: int = 0,
+        session: str | None = None,
     ) -> GenerateResult:
         """Sample one completion; retry transient faults until `deadline_s` seconds have passed, then TimeoutError.
+
+        `session`: requests of one session go to the same engine where the router's policy allows it, for its cache of
+        prefixes.
 
         `experts_from`: `routed_experts` shall hold the tokens from that place on, prompt included, up to the last but
         one (the last was never fed back). None: it stays None. `kept_tokens`: `kept` shall hold sets of at most that

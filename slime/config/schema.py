@@ -30,6 +30,7 @@ from slime.config.sections.megatron import MegatronConfig
 from slime.config.sections.off_policy import OffPolicyConfig
 from slime.config.sections.reward import RewardConfig
 from slime.config.sections.rollout import RolloutConfig
+from slime.config.sections.sessions import SessionsConfig
 from slime.config.sections.train import TrainConfig
 from slime.config.sections.weight_update import WeightUpdateConfig
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED
@@ -41,6 +42,7 @@ SECTIONS: dict[str, type] = {
     "train": TrainConfig,
     "weight_update": WeightUpdateConfig,
     "rollout": RolloutConfig,
+    "sessions": SessionsConfig,
     "engine": EngineConfig,
     "data": DataConfig,
     "evaluation": EvaluationConfig,
@@ -87,6 +89,7 @@ class Config:
     train: TrainConfig
     weight_update: WeightUpdateConfig
     rollout: RolloutConfig
+    sessions: SessionsConfig
     engine: EngineConfig
     data: DataConfig
     evaluation: EvaluationConfig

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from slime.config.schema import Config
 from slime.config.sections.logging import LoggingConfig
 from slime.config.sections.reward import RewardConfig
-from slime.data import kept_tokens
+from slime.data import kept_tokens, session_record
 from slime.roles.served import by_name
 from slime.rollout.base_types import EvalData
 from slime.rollout.on_policy_distillation import source_of
@@ -126,6 +126,7 @@ def sample_metrics(
     for reward, groups_of_it in sorted(_constant_rewards(reward_key, groups).items()):
         metrics[f"zero_std/count_{reward}"] = groups_of_it
     metrics |= _cache_and_speculation(samples) | kept_tokens.figures(samples)
+    metrics |= session_record.figures(samples)
     if logging.log_reward_category:
         categories = Counter(
             s.reward[logging.log_reward_category] for s in samples if isinstance(s.reward, dict)

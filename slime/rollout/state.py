@@ -11,7 +11,7 @@ import threading
 import weakref
 from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -99,6 +99,8 @@ class GenerateState:
         self.sampling_params = rollout_sampling_params(section_of(RolloutConfig, args))
         self.processor = None  # prompts are text
         self.eval_prompts: dict[str, Sequence[Prompt]] = {}
+        self.at_close: list[Callable[[], Awaitable[None]]] = []
+        """Each is awaited in this state's loop before the loop ends."""
         self.busy = False
         self._loop: asyncio.AbstractEventLoop | None = None
         # The samples of a group share their prompt, so each prompt is tokenised once.
@@ -134,6 +136,8 @@ class GenerateState:
         self.events.close()
         if self._loop is None:
             return
+        for end in self.at_close:
+            self.run(_awaited(end))
         for engine in (self.engine, *self.frozen_engines.values()):
             if engine is not None:
                 self.run(engine.close())
@@ -212,6 +216,10 @@ class GenerateState:
 
     def _encode_uncached(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+async def _awaited(end: Callable[[], Awaitable[None]]) -> None:
+    await end()
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -113,7 +113,13 @@ class EngineDouble:
         self._abort = asyncio.Event()
 
     async def generate(
-        self, token_ids: list[int], sampling_params: dict[str, Any], *, seed: int, deadline_s: float
+        self,
+        token_ids: list[int],
+        sampling_params: dict[str, Any],
+        *,
+        seed: int,
+        deadline_s: float,
+        session: str | None = None,
     ) -> GenerateResult:
         text = self.tokenizer.decode(token_ids)
         self.calls.append((text, sampling_params, seed))

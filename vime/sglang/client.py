@@ -57,6 +57,7 @@ class SglangEngineClient(RouterClient):
         experts_from: int | None = None,
         kept_tokens: int = 0,
         top_tokens: int = 0,
+        session: str | None = None,
     ) -> GenerateResult:
         """Sample one completion of `token_ids`, see `slime.protocols.RolloutEngine`.
 
@@ -87,7 +88,7 @@ class SglangEngineClient(RouterClient):
                 "return_logprob": True,
             }
         )
-        answer = await self._until(deadline_s, lambda: self._send(body), prompt_tokens=len(token_ids))
+        answer = await self._until(deadline_s, lambda: self._send(body, session), prompt_tokens=len(token_ids))
         return result_of(answer)
 
     async def score(
@@ -103,15 +104,17 @@ class SglangEngineClient(RouterClient):
             **({"top_logprobs_num": top_k} if top_k else {}),
         }
         body = msgspec.json.encode(asked)
-        answer = await self._until(deadline_s, lambda: self._send(body), prompt_tokens=len(token_ids))
+        answer = await self._until(deadline_s, lambda: self._send(body, None), prompt_tokens=len(token_ids))
         return scores_of(answer, token_ids[start:], top_k)
 
     async def abort_all(self) -> None:
         """Abort every running request on every engine of the router, which has no such route itself."""
         await self._on_all("/abort_request", {"abort_all": True})
 
-    async def _send(self, body: bytes) -> Answer:
+    async def _send(self, body: bytes, session: str | None) -> Answer:
         headers = {"Content-Type": "application/json"}
+        if session is not None:
+            headers["x-smg-routing-key"] = session  # for sglang-router's sticky policies
         try:
             async with self._connections().post(
                 f"{self.router_url}/generate", data=body, headers=headers

@@ -56,6 +56,7 @@ class VllmEngineClient(RouterClient):
         experts_from: int | None = None,
         kept_tokens: int = 0,
         top_tokens: int = 0,
+        session: str | None = None,
     ) -> GenerateResult:
         """Sample one completion of `token_ids`.
 
@@ -75,7 +76,7 @@ class VllmEngineClient(RouterClient):
         if top_tokens:
             shared[TOP_FIELD] = top_tokens
         answer = await self._until(
-            deadline_s, lambda: self._join(token_ids, shared, own), prompt_tokens=len(token_ids)
+            deadline_s, lambda: self._join(token_ids, shared, own, session), prompt_tokens=len(token_ids)
         )
         return result_of(answer, len(token_ids), experts_from)
 
@@ -89,7 +90,7 @@ class VllmEngineClient(RouterClient):
         shared: dict[str, object] = {SCORE_FIELD: start, TOP_FIELD: top_k}
         answer = await self._until(
             deadline_s,
-            lambda: self._join(token_ids, shared, {"max_tokens": 1}),
+            lambda: self._join(token_ids, shared, {"max_tokens": 1}, None),
             prompt_tokens=len(token_ids),
         )
         if answer.error is not None:
@@ -107,14 +108,18 @@ class VllmEngineClient(RouterClient):
         await self._on_all("/abort_requests", {})
 
     def _join(
-        self, token_ids: list[int], shared: dict[str, object], own: dict[str, object]
+        self,
+        token_ids: list[int],
+        shared: dict[str, object],
+        own: dict[str, object],
+        session: str | None,
     ) -> asyncio.Future[SampleAnswer]:
         """Add a sample to the request that leaves when the tasks that are ready now have run."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._send_waiting)
-        key = msgspec.json.encode((token_ids, shared))
-        request = self._waiting.setdefault(key, _Request(token_ids, GroupParams(shared, [])))
+        key = msgspec.json.encode((token_ids, shared, session))
+        request = self._waiting.setdefault(key, _Request(token_ids, GroupParams(shared, []), session))
         future: asyncio.Future[SampleAnswer] = loop.create_future()
         request.samples.each.append(own)
         request.futures.append(future)
@@ -154,6 +159,8 @@ class VllmEngineClient(RouterClient):
             SAMPLES: request.samples,
         }
         headers = {"Content-Type": "application/json"}
+        if request.session is not None:
+            headers["x-session-id"] = request.session  # vllm-router's consistent_hash reads it
         async with self._connections().post(url, data=msgspec.json.encode(body), headers=headers) as response:
             await require_ok(response)
             frames = Frames()
@@ -169,6 +176,7 @@ class _Request:
 
     token_ids: list[int]
     samples: GroupParams
+    session: str | None
     futures: list[asyncio.Future[SampleAnswer]] = field(default_factory=list)
 
 

@@ -1,0 +1,22 @@
+"""Flags of the sessions section: when a conversation of an agent ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.config.fields import flag
+from slime.config.ranges import COUNT, COUNT_OR_ZERO, SECONDS
+
+
+@dataclass(frozen=True)
+class SessionsConfig:
+    """Limits of one session (`slime.sessions`). What has passed a limit ends, and its sample is truncated."""
+
+    session_max_turns: int = flag(100, "maximum number of answers in a session of an agent", range=COUNT)
+    session_max_tokens: int | None = flag(
+        None, "maximum number of tokens that the model writes in a session", range=COUNT
+    )
+    session_max_tool_calls: int | None = flag(
+        None, "maximum number of tool calls in a session", range=COUNT_OR_ZERO
+    )
+    session_deadline_s: float = flag(3600.0, "maximum seconds of a session, its tools included", range=SECONDS)

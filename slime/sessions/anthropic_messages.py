@@ -1,0 +1,147 @@
+"""Anthropic's POST /v1/messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from slime.sessions import dialect
+from slime.sessions.dialect import MODEL, Answer, Body, ChatRequest, Dialect, Event, Refused, Session
+from slime.sessions.messages import assistant, text_of, tool_call
+
+_STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+
+
+def read(body: Body, session: Session) -> ChatRequest:
+    """The request. Refused for what sessions do not serve."""
+    messages: list[Body] = []
+    if system := text_of(body.get("system")):
+        messages.append({"role": "system", "content": system})
+    for entry in dialect.objects(body.get("messages"), "messages"):
+        messages += _assistant(entry) if entry.get("role") == "assistant" else _from_user(entry)
+    tools = [
+        dialect.function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
+        for tool in dialect.objects(body.get("tools") or [], "tools")
+    ]
+    return dialect.request_of(body, messages, tools, "max_tokens", "stop_sequences")
+
+
+def _blocks(entry: Body) -> list[Body]:
+    content = entry.get("content")
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return dialect.objects(content, "content")
+
+
+def _assistant(entry: Body) -> list[Body]:
+    texts, thoughts, calls = [], [], []
+    for block in _blocks(entry):
+        kind = block.get("type")
+        if kind == "tool_use":
+            calls.append(tool_call(block.get("name"), block.get("input"), block.get("id")))
+        elif kind == "thinking":
+            thoughts.append(str(block.get("thinking") or ""))
+        elif kind != "redacted_thinking":
+            texts.append(text_of([block]))
+    return [assistant("".join(texts), calls, "".join(thoughts) or None)]
+
+
+def _from_user(entry: Body) -> list[Body]:
+    """A user's turn: the results of tools first, each a message of its own."""
+    results: list[Body] = []
+    others = []
+    for block in _blocks(entry):
+        if block.get("type") == "tool_result":
+            said = text_of(block.get("content"))
+            results.append(
+                {"role": "tool", "content": said, "tool_call_id": block.get("tool_use_id") or ""}
+            )
+        else:
+            others.append(block)
+    if others:
+        results.append(dialect.simple_message({**entry, "content": others}))
+    return results
+
+
+def _content(answer: Answer) -> list[Body]:
+    reply = answer.reply
+    found: list[Body] = []
+    if reply.reasoning:
+        found.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+    if reply.content or not reply.tool_calls:
+        found.append({"type": "text", "text": reply.content or ""})
+    for call in reply.tool_calls:
+        try:
+            given = json.loads(call.arguments)
+        except ValueError:
+            given = call.arguments
+        found.append(
+            {
+                "type": "tool_use",
+                "id": call.id,
+                "name": call.name,
+                "input": given if isinstance(given, dict) else {"arguments": given},
+            }
+        )
+    return found
+
+
+def _message(answer: Answer, content: list[Body], stop: str | None, output_tokens: int) -> Body:
+    cached = answer.cached_tokens
+    return {
+        "id": f"msg_{answer.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": MODEL,
+        "content": content,
+        "stop_reason": stop,
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": answer.prompt_tokens - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": output_tokens,
+        },
+    }
+
+
+def whole(answer: Answer) -> Body:
+    """The answer as one object."""
+    return _message(answer, _content(answer), _STOP[answer.finish], answer.completion_tokens)
+
+
+def events(answer: Answer, body: Body) -> Iterator[Event]:
+    """The answer as the events of a stream."""
+    yield _named("message_start", message=_message(answer, [], None, 0))
+    for index, block in enumerate(_content(answer)):
+        kind = block["type"]
+        if kind == "tool_use":
+            empty: Body = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        elif kind == "thinking":
+            empty = {**block, "thinking": ""}
+            delta = {"type": "thinking_delta", "thinking": block["thinking"]}
+        else:
+            empty = {**block, "text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
+        yield _named("content_block_start", index=index, content_block=empty)
+        yield _named("content_block_delta", index=index, delta=delta)
+        yield _named("content_block_stop", index=index)
+    stop = {"stop_reason": _STOP[answer.finish], "stop_sequence": None}
+    yield _named("message_delta", delta=stop, usage={"output_tokens": answer.completion_tokens})
+    yield _named("message_stop")
+
+
+def _named(name: str, **fields: object) -> Event:
+    return name, {"type": name, **fields}
+
+
+def failure(refused: Refused) -> Event:
+    """The body of an error."""
+    kind = _ERRORS.get(refused.status, "invalid_request_error")
+    said = f"{refused.reason}: {refused}"
+    return "error", {"type": "error", "error": {"type": kind, "message": said}}
+
+
+MESSAGES = Dialect("messages", read, whole, events, failure)

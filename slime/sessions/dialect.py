@@ -1,0 +1,111 @@
+"""What the three dialects share: reading fields of a body, and server-sent events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from slime.sessions.messages import ChatRequest, Refused, text_of
+from slime.sessions.session import MODEL, Answer, Session
+
+T = TypeVar("T")
+Body: TypeAlias = dict[str, Any]
+"""A JSON object of a client, or one for it."""
+Event: TypeAlias = tuple[str | None, Body]
+"""Name of a server-sent event, and its data."""
+
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "frequency_penalty", "presence_penalty"),
+    *("repetition_penalty", "response_format", "text", "reasoning", "reasoning_effort", "thinking", "logprobs"),
+    *("output_config", "chat_template_kwargs"),
+)
+"""Fields that would change the distribution of the answers, or that are not served."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One route of the server."""
+
+    path: str
+    read: Callable[[Body, Session], ChatRequest]
+    """Refused for a body that it cannot serve."""
+    whole: Callable[[Answer], Body]
+    events: Callable[[Answer, Body], Iterator[Event]]
+    """Of an answer, and the body that asked for it."""
+    failure: Callable[[Refused], Event]
+    """The body of an error, and the name of its event."""
+    last: str = ""
+    """What ends a stream."""
+
+
+def value(body: Body, name: str, kind: type[T], default: T) -> T:
+    """A field of a body; `default` where it is missing or null. Refused for another type."""
+    found = body.get(name)
+    if found is None:
+        return default
+    if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
+        raise Refused("request", f"{name} must be of type {kind.__name__}, got {found!r:.80}")
+    return found
+
+
+def request_of(body: Body, messages: list[Body], tools: list[Body], length: str, stop: str) -> ChatRequest:
+    """The fields that all dialects have. `length` and `stop`: their names for the most tokens and the stop texts."""
+    stops = body.get(stop) or []
+    stops = [stops] if isinstance(stops, str) else stops
+    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
+        raise Refused("request", f"{stop} must be a text or a list of texts, got {stops!r:.80}")
+    most = value(body, length, int, 0)
+    if most < 0:
+        raise Refused("request", f"{length} must be above 0, got {most}")
+    if value(body, "n", int, 1) != 1:
+        raise Refused("request", f"n must be 1, got {body['n']}; ask several times")
+    ignored = [name for name in _SAMPLING if body.get(name) not in (None, False, {}, [])]
+    if body.get("tool_choice") not in (None, "auto", {"type": "auto"}):
+        ignored.append("tool_choice")
+    return ChatRequest(
+        model=value(body, "model", str, ""),
+        messages=messages,
+        tools=tools,
+        max_tokens=most or None,
+        stop=stops,
+        stream=value(body, "stream", bool, False),
+        ignored=ignored,
+    )
+
+
+def objects(values: object, what: str) -> list[Body]:
+    """A list of objects. Refused for anything else."""
+    if not isinstance(values, list) or not all(isinstance(entry, dict) for entry in values):
+        raise Refused("request", f"{what} must be a list of objects, got {values!r:.80}")
+    return values
+
+
+def function_tool(name: object, description: object, parameters: object) -> Body:
+    """A tool as chat templates read it."""
+    if not isinstance(name, str) or not name:
+        raise Refused("request", f"a tool must have a name, got {name!r}; only functions are served")
+    function: Body = {"name": name}
+    if description:
+        function["description"] = description
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def simple_message(entry: Body) -> Body:
+    """A message of a system, developer or user."""
+    role = entry.get("role")
+    if role not in ("system", "developer", "user"):
+        raise Refused("request", f"role must be system, user, assistant or tool, got {role!r}")
+    return {"role": "user" if role == "user" else "system", "content": text_of(entry.get("content"))}
+
+
+def written(event: Event) -> bytes:
+    """A server-sent event."""
+    name, data = event
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
+
+
+__all__ = ["MODEL", "Answer", "Body", "ChatRequest", "Dialect", "Event", "Refused", "Session"]

@@ -1,0 +1,153 @@
+"""Chat messages in one form, whatever dialect they came in: the form that chat templates of Hugging Face read.
+
+A message has `role` (system, user, assistant, tool) and `content` (text). An assistant's may have `tool_calls`
+({"id", "type": "function", "function": {"name", "arguments"}}, arguments as an object where they are JSON) and
+`reasoning_content`. A tool's has `tool_call_id`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from slime.types import Message, Tools
+
+
+class Refused(Exception):
+    """A request that ends its session. `reason` is recorded in the samples; `status` is the HTTP status."""
+
+    def __init__(self, reason: str, said: str, status: int = 400) -> None:
+        super().__init__(said)
+        self.reason, self.status = reason, status
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call that the model wrote. `arguments` is the text that it wrote, which should be JSON."""
+
+    name: str
+    arguments: str
+    id: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer of the model, taken apart."""
+
+    content: str | None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+class ChatParser(Protocol):
+    """Takes the model's text apart. The backend gives it, because it knows the formats of its engine."""
+
+    tools: bool
+    """Whether it finds tool calls."""
+
+    def parse(
+        self, text: str, token_ids: list[int], prompt_ids: list[int], messages: list[Message], tools: Tools
+    ) -> Reply:
+        """`text` and `token_ids`: the answer without its end-of-turn token. `prompt_ids`: what it continues."""
+        ...
+
+
+class PlainParser:
+    """The whole text is the content."""
+
+    tools = False
+
+    def parse(
+        self, text: str, token_ids: list[int], prompt_ids: list[int], messages: list[Message], tools: Tools
+    ) -> Reply:
+        return Reply(text)
+
+
+@dataclass
+class ChatRequest:
+    """What the three dialects ask for."""
+
+    model: str
+    messages: list[Message]
+    tools: Tools = field(default_factory=list)
+    max_tokens: int | None = None
+    stop: list[str] = field(default_factory=list)
+    stream: bool = False
+    ignored: list[str] = field(default_factory=list)
+    """Fields that have no effect, because they would change the distribution that the trainer assumes."""
+
+
+def text_of(content: object, kinds: tuple[str, ...] = ("text", "input_text", "output_text")) -> str:
+    """The text of a message's content: a text, or a list of text parts. Refused for an image and other parts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise Refused("request", f"content must be a text or a list of parts, got {type(content).__name__}")
+    found = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if isinstance(part, str):
+            found.append(part)
+        elif kind in kinds and isinstance(part.get("text"), str):
+            found.append(part["text"])
+        elif "image" in str(kind) or "audio" in str(kind) or "file" in str(kind):
+            raise Refused("media", f"content must be text, got a part of type {kind}; sessions are text only")
+        else:
+            raise Refused("request", f"a content part must be text, got {kind!r}")
+    return "".join(found)
+
+
+def tool_call(name: object, arguments: object, call_id: object) -> dict[str, object]:
+    """A call as templates read it. Arguments that are a JSON object become one."""
+    if not isinstance(name, str) or not name:
+        raise Refused("request", f"a tool call must have a name, got {name!r}")
+    return {
+        "id": str(call_id or ""),
+        "type": "function",
+        "function": {"name": name, "arguments": _object(arguments)},
+    }
+
+
+def assistant(
+    content: str | None, calls: list[dict[str, object]], reasoning: str | None = None
+) -> Message:
+    """An assistant's message. Templates ask whether the key `tool_calls` is there, so an empty list is left out."""
+    message: Message = {"role": "assistant", "content": content or ""}
+    if calls:
+        message["tool_calls"] = calls
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    return message
+
+
+def of_reply(reply: Reply) -> Message:
+    calls = [tool_call(call.name, call.arguments, call.id) for call in reply.tool_calls]
+    return assistant(reply.content, calls, reply.reasoning)
+
+
+def same(ours: Message, theirs: Message) -> bool:
+    """Whether the client's message is the one that we have. Of an assistant's turn, reasoning, the ids of calls and
+    space around the content do not count: clients leave them out, make their own, or strip."""
+    if ours["role"] != theirs["role"]:
+        return False
+    if ours["role"] != "assistant":
+        return bool(ours == theirs)
+    return _said(ours) == _said(theirs)
+
+
+def _said(message: Message) -> tuple[str, list[object]]:
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return message["content"].strip(), calls
+
+
+def _object(arguments: object) -> object:
+    if not isinstance(arguments, str):
+        return arguments if arguments is not None else {}
+    try:
+        value = json.loads(arguments or "{}")
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments

@@ -1,0 +1,116 @@
+"""OpenAI's POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slime.sessions import dialect
+from slime.sessions.dialect import MODEL, Answer, Body, ChatRequest, Dialect, Event, Refused, Session
+from slime.sessions.messages import ToolCall, assistant, text_of, tool_call
+
+
+def read(body: Body, session: Session) -> ChatRequest:
+    """The request. Refused for what sessions do not serve."""
+    entries = dialect.objects(body.get("messages"), "messages")
+    tools = []
+    for tool in dialect.objects(body.get("tools") or [], "tools"):
+        function = dialect.value(tool, "function", dict, {})
+        tools.append(
+            dialect.function_tool(
+                function.get("name"), function.get("description"), function.get("parameters")
+            )
+        )
+    length = "max_completion_tokens" if body.get("max_completion_tokens") else "max_tokens"
+    return dialect.request_of(body, list(map(_message, entries)), tools, length, "stop")
+
+
+def _message(entry: Body) -> Body:
+    role = entry.get("role")
+    if role == "tool":
+        return {
+            "role": "tool",
+            "content": text_of(entry.get("content")),
+            "tool_call_id": entry.get("tool_call_id") or "",
+        }
+    if role != "assistant":
+        return dialect.simple_message(entry)
+    calls = []
+    for call in dialect.objects(entry.get("tool_calls") or [], "tool_calls"):
+        function = dialect.value(call, "function", dict, {})
+        calls.append(tool_call(function.get("name"), function.get("arguments"), call.get("id")))
+    reasoning = entry.get("reasoning_content") or entry.get("reasoning")
+    return assistant(
+        text_of(entry.get("content")), calls, reasoning if isinstance(reasoning, str) else None
+    )
+
+
+def _call(call: ToolCall) -> Body:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _usage(answer: Answer) -> Body:
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+    }
+
+
+def whole(answer: Answer) -> Body:
+    """The answer as one object."""
+    reply = answer.reply
+    message: Body = {"role": "assistant", "content": reply.content}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.tool_calls:
+        message["tool_calls"] = list(map(_call, reply.tool_calls))
+    return {
+        "id": f"chatcmpl-{answer.id}",
+        "object": "chat.completion",
+        "created": answer.created,
+        "model": MODEL,
+        "choices": [{"index": 0, "message": message, "finish_reason": answer.finish, "logprobs": None}],
+        "usage": _usage(answer),
+    }
+
+
+def events(answer: Answer, body: Body) -> Iterator[Event]:
+    """The answer as the chunks of a stream."""
+    reply = answer.reply
+
+    def chunk(delta: Body, finish: str | None = None) -> Event:
+        return None, {
+            "id": f"chatcmpl-{answer.id}",
+            "object": "chat.completion.chunk",
+            "created": answer.created,
+            "model": MODEL,
+            "choices": [{"index": 0, "delta": delta, "finish_reason": finish}],
+        }
+
+    yield chunk({"role": "assistant", "content": ""})
+    if reply.reasoning:
+        yield chunk({"reasoning_content": reply.reasoning})
+    if reply.content:
+        yield chunk({"content": reply.content})
+    for number, call in enumerate(reply.tool_calls):
+        yield chunk({"tool_calls": [{"index": number, **_call(call)}]})
+    yield chunk({}, answer.finish)
+    if dialect.value(body, "stream_options", dict, {}).get("include_usage"):
+        _, last = chunk({})
+        yield None, {**last, "choices": [], "usage": _usage(answer)}
+
+
+def failure(refused: Refused) -> Event:
+    """The body of an error."""
+    code = "context_length_exceeded" if refused.reason == "context" else refused.reason
+    return None, {
+        "error": {"message": str(refused), "type": "invalid_request_error", "param": None, "code": code}
+    }
+
+
+CHAT = Dialect("chat/completions", read, whole, events, failure, last="data: [DONE]\n\n")

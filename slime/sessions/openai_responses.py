@@ -1,0 +1,179 @@
+"""OpenAI's POST /v1/responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slime.sessions import dialect, openai_chat
+from slime.sessions.dialect import MODEL, Answer, Body, ChatRequest, Dialect, Event, Refused, Session
+from slime.sessions.messages import ToolCall, assistant, text_of, tool_call
+
+
+def read(body: Body, session: Session) -> ChatRequest:
+    """The request. `previous_response_id` brings the messages of an earlier answer. Refused for what sessions do not
+    serve."""
+    given = body.get("input")
+    entries = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    messages = _messages(dialect.objects(entries, "input"))
+    if earlier := body.get("previous_response_id"):
+        before = session.messages_of(str(earlier).removeprefix("resp_"))
+        messages = [*(m for m in before if m["role"] != "system" or not body.get("instructions")), *messages]
+    if instructions := text_of(body.get("instructions")):
+        messages.insert(0, {"role": "system", "content": instructions})
+    tools = []
+    for tool in dialect.objects(body.get("tools") or [], "tools"):
+        if tool.get("type") != "function":
+            raise Refused("request", f"tools must be functions, got {tool.get('type')!r}")
+        tools.append(
+            dialect.function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
+        )
+    return dialect.request_of(body, messages, tools, "max_output_tokens", "stop")
+
+
+def _messages(items: list[Body]) -> list[Body]:
+    """Chat messages. The reasoning, text and calls of an answer are items of their own here; together they are one
+    assistant's message."""
+    found: list[Body] = []
+    for item in items:
+        kind = item.get("type") or "message"
+        if kind == "function_call_output":
+            output = text_of(item.get("output"))
+            found.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id") or ""})
+        elif kind == "function_call":
+            call = tool_call(item.get("name"), item.get("arguments"), item.get("call_id"))
+            _join(found, assistant("", [call]))
+        elif kind == "reasoning":
+            parts = [*(item.get("content") or []), *(item.get("summary") or [])]
+            thoughts = text_of(parts, ("reasoning_text", "summary_text"))
+            _join(found, assistant("", [], thoughts))
+        elif kind == "message" and item.get("role") == "assistant":
+            _join(found, assistant(text_of(item.get("content")), []))
+        elif kind == "message":
+            found.append(dialect.simple_message(item))
+        else:
+            raise Refused("request", f"an input item of type {kind!r} is not served")
+    return found
+
+
+def _join(found: list[Body], part: Body) -> None:
+    """Add a part of an assistant's turn to the turn, if it goes on."""
+    if not found or found[-1]["role"] != "assistant":
+        found.append(part)
+        return
+    turn = found[-1]
+    thoughts = turn.get("reasoning_content", "") + part.get("reasoning_content", "")
+    calls = [*turn.get("tool_calls", []), *part.get("tool_calls", [])]
+    found[-1] = assistant(turn["content"] + part["content"], calls, thoughts)
+
+
+def _call(answer: Answer, number: int, call: ToolCall) -> Body:
+    return {
+        "type": "function_call",
+        "id": f"fc_{answer.id}_{number}",
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": call.arguments,
+        "status": "completed",
+    }
+
+
+def _output(answer: Answer) -> list[Body]:
+    reply = answer.reply
+    found: list[Body] = []
+    if reply.reasoning:
+        thought = {"type": "reasoning_text", "text": reply.reasoning}
+        found.append({"type": "reasoning", "id": f"rs_{answer.id}", "summary": [], "content": [thought]})
+    if reply.content or not reply.tool_calls:
+        found.append(
+            {
+                "type": "message",
+                "id": f"msg_{answer.id}",
+                "role": "assistant",
+                "status": "completed",
+                "content": [{"type": "output_text", "text": reply.content or "", "annotations": []}],
+            }
+        )
+    return found + [_call(answer, number, call) for number, call in enumerate(reply.tool_calls)]
+
+
+def _response(answer: Answer, status: str, output: list[Body]) -> Body:
+    cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    return {
+        "id": f"resp_{answer.id}",
+        "object": "response",
+        "created_at": answer.created,
+        "status": status,
+        "model": MODEL,
+        "output": output,
+        "error": None,
+        "incomplete_details": cut,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "temperature": None,
+        "top_p": None,
+        "usage": {
+            "input_tokens": answer.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+            "output_tokens": answer.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+        },
+    }
+
+
+def _status(answer: Answer) -> str:
+    return "incomplete" if answer.finish == "length" else "completed"
+
+
+def whole(answer: Answer) -> Body:
+    """The answer as one object."""
+    return _response(answer, _status(answer), _output(answer))
+
+
+def events(answer: Answer, body: Body) -> Iterator[Event]:
+    """The answer as the events of a stream."""
+    steps: list[Event] = []
+
+    def add(name: str, **fields: object) -> None:
+        steps.append((name, {"type": name, "sequence_number": len(steps), **fields}))
+
+    opened = _response(answer, "in_progress", []) | {"usage": None}
+    add("response.created", response=opened)
+    add("response.in_progress", response=opened)
+    for place, item in enumerate(_output(answer)):
+        at = {"item_id": item["id"], "output_index": place}
+        texts = {} if item["type"] == "function_call" else {"content": []}
+        add(
+            "response.output_item.added",
+            output_index=place,
+            item={**item, "arguments": ""} if not texts else {**item, **texts},
+        )
+        if item["type"] == "function_call":
+            add("response.function_call_arguments.delta", **at, delta=item["arguments"])
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            add("response.function_call_arguments.done", **at, **done)
+        elif item["type"] == "reasoning":
+            (part,) = item["content"]
+            add("response.reasoning_text.delta", **at, content_index=0, delta=part["text"])
+            add("response.reasoning_text.done", **at, content_index=0, text=part["text"])
+        else:
+            (part,) = item["content"]
+            add("response.content_part.added", **at, content_index=0, part={**part, "text": ""})
+            add("response.output_text.delta", **at, content_index=0, delta=part["text"], logprobs=[])
+            add("response.output_text.done", **at, content_index=0, text=part["text"], logprobs=[])
+            add("response.content_part.done", **at, content_index=0, part=part)
+        add("response.output_item.done", output_index=place, item=item)
+    add(f"response.{_status(answer)}", response=whole(answer))
+    yield from steps
+
+
+def failure(refused: Refused) -> Event:
+    """The body of an error."""
+    _, data = openai_chat.failure(refused)
+    return "error", {"type": "error", "sequence_number": 0, **data["error"], **data}
+
+
+RESPONSES = Dialect("responses", read, whole, events, failure)

@@ -1,0 +1,72 @@
+"""Opens a session for the time that an agent runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from weakref import WeakKeyDictionary
+
+from slime.hooks import load_function
+from slime.rollout import state
+from slime.sessions.messages import ChatParser, PlainParser
+from slime.sessions.server import server_of_loop
+from slime.sessions.session import DONE, Session, SessionLimits
+from slime.types import Sample, SamplingParams
+from slime.user_code import is_cancelled
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.asynccontextmanager
+async def open_session(
+    args: Namespace,
+    sample: Sample,
+    sampling_params: SamplingParams | None = None,
+    *,
+    limits: SessionLimits | None = None,
+    parser: ChatParser | None = None,
+) -> AsyncIterator[Session]:
+    """A session of `sample`, which an agent can use until the block ends.
+
+    `sampling_params` default to those of training samples, `limits` to the --session flags, and `parser`, which finds
+    reasoning and tool calls, to the backend's. A session that a limit or a bad request has ended ends the block too: an
+    error of the agent that follows from it is not raised. Any other error is. After the block, `Session.samples` has what
+    became of it.
+    """
+    own = state.of_process(args)
+    server = await server_of_loop(own.at_close)
+    limits = SessionLimits.of(args) if limits is None else limits
+    params = own.sampling_params if sampling_params is None else sampling_params
+    parser = _parser_of(args, own) if parser is None else parser
+    session = Session(args, own, sample, params, limits, parser)
+    server.add(session)
+    try:
+        async with asyncio.timeout(limits.seconds) as clock:
+            yield session
+    except BaseException as error:
+        if clock.expired():
+            session.end("time", f"the session may take {limits.seconds:g} seconds, which have passed")
+        elif is_cancelled(error) or session.ended is None:
+            raise
+        logger.debug("session %s ended: %s", session.id, session.ended, exc_info=error)
+    finally:
+        server.remove(session)
+        session.end(DONE)
+    if session.fault is not None:
+        raise session.fault
+
+
+_parsers: WeakKeyDictionary[state.GenerateState, ChatParser] = WeakKeyDictionary()
+
+
+def _parser_of(args: Namespace, own: state.GenerateState) -> ChatParser:
+    """The parser that the backend gives, one per process; else the plain one."""
+    if own not in _parsers:
+        path: str | None = getattr(args, "chat_parser_path", None)
+        make = PlainParser if path is None else functools.partial(load_function(path), args, own.tokenizer)
+        _parsers[own] = make()
+    return _parsers[own]

@@ -1,0 +1,137 @@
+"""Chat messages -> the tokens that come after those that a session has. Owns where an assistant's turn ends.
+
+A session keeps the tokens of the model as they were sampled. Rendering the whole conversation again would change them:
+templates leave out earlier reasoning, write tool calls in their own way, and a text may be split into other tokens. So
+the conversation is rendered with a mark in the place of the last turn of the model, and only what follows the mark is
+tokenised. What the template puts between the mark and the next message closes the turn; the same conversation without
+the new messages shows how long that is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from slime.data.rows import render_chat
+from slime.sessions.messages import Refused
+from slime.types import Message, Tools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class BoundaryError(Exception):
+    """The template does not show where the last turn of the model ends."""
+
+
+class ChatRenderer:
+    """The chat template of a tokenizer. `options` are --apply-chat-template-kwargs."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: dict[str, object]) -> None:
+        self._tokenizer, self._options = tokenizer, options
+
+    def whole(self, messages: list[Message], tools: Tools) -> list[int]:
+        """The tokens of a conversation, open for the model. Refused when the template raises an error."""
+        return self._encode(self._render(messages, tools, open_turn=True))
+
+    def following(
+        self, known: list[Message], new: list[Message], tools: Tools, last_token: int | None
+    ) -> list[int]:
+        """The tokens after the last turn of `known`, which is the model's: what closes it, `new`, and the opening of
+        the next turn.
+
+        `last_token`: the model's last token if the turn ended with it, None for a turn that was cut off. A template that
+        shows another end, such as <|end|> for gpt-oss's <|return|>, does not add its own. BoundaryError when the end
+        of the turn cannot be found. Refused when the template raises an error.
+        """
+        mark = f"mark{secrets.token_hex(8)}"
+        before = [*known[:-1], _marked(known[-1], mark)]
+        closed = _after(self._render(before, tools, open_turn=False), mark)
+        text = _after(self._render([*before, *new], tools, open_turn=True), mark)
+        closing = self._closing(closed, text)
+        ended = None if last_token is None else self.special.get(last_token)
+        ends = list(self._pattern.finditer(closing))
+        if here := next((match for match in ends if match.group() == ended), None):
+            rest = text[here.end() :]
+        elif ends:
+            rest = text[ends[-1].end() if ended else ends[-1].start() :]
+        else:
+            # The opening of the next message ends the turn, as in GLM-4.5: the model has written it already.
+            rest = text[len(closing) :].removeprefix(ended or "")
+        return self._encode(rest)
+
+    @cached_property
+    def special(self) -> dict[int, str]:
+        """Special tokens by id."""
+        added = self._tokenizer.added_tokens_decoder
+        found = {number: str(token) for number, token in added.items() if token.special}
+        ids, texts = self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens
+        return found | dict(zip(ids, texts, strict=True))
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        texts = sorted(self.special.values(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+
+    def _closing(self, closed: str, text: str) -> str:
+        """The beginning of `text` that closes the turn."""
+        if text.startswith(closed):
+            return closed
+        one, other = self._pattern.search(closed), self._pattern.search(text)
+        if one and other and closed[: one.start()] == text[: other.start()]:
+            return text[: other.end()]
+        raise BoundaryError(f"{closed[:40]!r} became {text[:40]!r}")
+
+    def _render(self, messages: list[Message], tools: Tools, *, open_turn: bool) -> str:
+        options = {**self._options, "add_generation_prompt": open_turn}
+        error: Exception | None = None
+        for write in (_as_object, _as_text):  # DeepSeek's templates take arguments as text only
+            try:
+                written = [_with_arguments(message, write) for message in messages]
+                return render_chat(written, self._tokenizer, options, tools or None)
+            except Exception as raised:  # border: a chat template is a program of the model's author
+                error = error or raised
+        raise Refused("template", f"the chat template must render the messages, got {error}") from error
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _as_object(arguments: object) -> object:
+    """The model may have written no JSON, and templates read the arguments of every turn, though the session keeps the
+    tokens of its own."""
+    return {"arguments": arguments} if isinstance(arguments, str) else arguments
+
+
+def _as_text(arguments: object) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _with_arguments(message: Message, write: Callable[[object], object]) -> Message:
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": write(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _marked(message: Message, mark: str) -> Message:
+    """The model's turn with the mark at its end: in the content, and in the arguments of the calls, of which a template
+    may leave out either."""
+    stand_in: Message = {"role": "assistant", "content": mark}
+    if "tool_calls" in message:
+        stand_in["tool_calls"] = message["tool_calls"]
+    return _with_arguments(stand_in, lambda _: {"value": mark})
+
+
+def _after(text: str, mark: str) -> str:
+    place = text.rfind(mark)
+    if place < 0:
+        raise BoundaryError("the template leaves out the model's last turn")
+    return text[place + len(mark) :]

@@ -1,0 +1,179 @@
+"""The HTTP server of sessions, in the rollout manager's process, on loopback. One per event loop.
+
+    POST /sessions/{id}/v1/chat/completions, /v1/responses, /v1/messages    GET /sessions/{id}/v1/models
+
+A request must carry its session's key, as `Authorization: Bearer KEY` or `x-api-key: KEY`. Statuses are such that
+clients do not try again: a refusal has ended the session. Answers come when they are whole; until then, a stream gets
+comments, so that no client takes it for dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable
+from weakref import WeakKeyDictionary
+
+from aiohttp import web
+
+from slime.sessions.anthropic_messages import MESSAGES
+from slime.sessions.dialect import Body, Dialect, written
+from slime.sessions.messages import ChatRequest, Refused
+from slime.sessions.openai_chat import CHAT
+from slime.sessions.openai_responses import RESPONSES
+from slime.sessions.session import MODEL, Answer, Session
+
+_LARGEST_BODY_BYTES = 64 << 20
+_COMMENT_EVERY_S = 5.0
+
+
+class SessionServer:
+    """Serves the sessions that it was given, each until it is taken away."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=_LARGEST_BODY_BYTES)
+        for dialect in (CHAT, RESPONSES, MESSAGES):
+            app.router.add_post(f"/sessions/{{id}}/v1/{dialect.path}", _Route(self, dialect))
+        app.router.add_get("/sessions/{id}/v1/models", self.models)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=1024).start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def add(self, session: Session) -> None:
+        session.url = f"{self.url}/sessions/{session.id}"
+        self._sessions[session.id] = session
+
+    def remove(self, session: Session) -> None:
+        self._sessions.pop(session.id, None)
+
+    def session_of(self, request: web.Request) -> Session:
+        """The open session of a request with its key. Refused without one, and it is not said which of the two is
+        wrong."""
+        session = self._sessions.get(request.match_info["id"])
+        header = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = (request.headers.get("x-api-key") or header).strip()
+        known = hmac.compare_digest(key.encode(), (session.api_key if session else "").encode())
+        if session is None or not known:
+            raise Refused("key", "no open session has this id and key; it may have ended", 401)
+        return session
+
+    async def models(self, request: web.Request) -> web.Response:
+        try:
+            self.session_of(request)
+        except Refused as refused:
+            return _refusal(CHAT, refused)
+        model = {"id": MODEL, "object": "model", "type": "model", "created": 0, "owned_by": "vime"}
+        return web.json_response({"object": "list", "data": [model], "has_more": False})
+
+
+class _Route:
+    """The handler of a dialect."""
+
+    def __init__(self, server: SessionServer, dialect: Dialect) -> None:
+        self._server, self._dialect = server, dialect
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        session = None
+        try:
+            session = self._server.session_of(request)
+            body, asked = await self._read(request, session)
+            return await self._respond(request, session, body, asked)
+        except Refused as refused:
+            if session is not None:
+                session.end(refused.reason, str(refused))
+            return _refusal(self._dialect, refused)
+        except (asyncio.CancelledError, ConnectionError):
+            if session is not None:
+                session.end("disconnected", "the client closed its connection before it had the answer")
+            raise
+
+    async def _read(self, request: web.Request, session: Session) -> tuple[Body, ChatRequest]:
+        try:
+            body = json.loads(await request.read())
+        except ValueError as error:
+            raise Refused("request", f"the body must be JSON, got {error}") from error
+        except web.HTTPRequestEntityTooLarge as error:
+            raise Refused("request", f"the body may have {_LARGEST_BODY_BYTES} bytes", 413) from error
+        if not isinstance(body, dict):
+            raise Refused("request", f"the body must be an object, got {type(body).__name__}")
+        return body, self._dialect.read(body, session)
+
+    async def _respond(
+        self, request: web.Request, session: Session, body: Body, asked: ChatRequest
+    ) -> web.StreamResponse:
+        """The answer whole or as events. A refusal within the first seconds is an HTTP status, and later an event of the
+        stream."""
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        stream = web.StreamResponse(headers=headers) if asked.stream else None
+        task = asyncio.create_task(session.answer(asked))
+        try:
+            while not (await asyncio.wait({task}, timeout=_COMMENT_EVERY_S))[0]:
+                if stream is not None:
+                    if not stream.prepared:
+                        await stream.prepare(request)
+                    await stream.write(b": waiting\n\n")
+        finally:
+            task.cancel()
+        try:
+            answer = _result(task, session)
+        except Refused as refused:
+            if stream is None or not stream.prepared:
+                raise
+            await stream.write(written(self._dialect.failure(refused)))
+            return stream
+        if stream is None:
+            return web.json_response(self._dialect.whole(answer))
+        if not stream.prepared:
+            await stream.prepare(request)
+        for event in self._dialect.events(answer, body):
+            await stream.write(written(event))
+        await stream.write(self._dialect.last.encode())
+        return stream
+
+
+def _result(task: asyncio.Task[Answer], session: Session) -> Answer:
+    """The answer. Refused when the session ended meanwhile."""
+    if task.cancelled():
+        raise Refused(session.ended or "done", f"the session has ended: {session.ended}", 403)
+    return task.result()
+
+
+def _refusal(dialect: Dialect, refused: Refused) -> web.Response:
+    return web.json_response(dialect.failure(refused)[1], status=refused.status)
+
+
+_servers: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[SessionServer]] = WeakKeyDictionary()
+
+
+async def server_of_loop(at_close: list[Callable[[], Awaitable[None]]]) -> SessionServer:
+    """The server of this event loop. The first call starts it, and adds its end to `at_close`."""
+    loop = asyncio.get_running_loop()
+    if loop not in _servers:
+        _servers[loop] = asyncio.create_task(_started())
+        at_close.append(_stop)
+    return await asyncio.shield(_servers[loop])
+
+
+async def _started() -> SessionServer:
+    server = SessionServer()
+    await server.start()
+    return server
+
+
+async def _stop() -> None:
+    task = _servers.pop(asyncio.get_running_loop(), None)
+    if task is not None:
+        await (await task).stop()

@@ -1,0 +1,330 @@
+"""One conversation of an agent with the engine: its tokens, its limits, and the samples that it becomes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from argparse import Namespace
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.config.schema import section_of
+from slime.config.sections.off_policy import OffPolicyConfig
+from slime.config.sections.rollout import RolloutConfig
+from slime.config.sections.sessions import SessionsConfig
+from slime.data.session_record import KEY, SessionRecord
+from slime.protocols import GenerateResult
+from slime.rollout.facts import note_sampling
+from slime.rollout.generate import request_seed
+from slime.rollout.state import GenerateState
+from slime.sessions.messages import ChatParser, ChatRequest, Refused, Reply, of_reply
+from slime.sessions.rendering import BoundaryError, ChatRenderer
+from slime.sessions.turns import Turn, TurnTree, blank
+from slime.types import Message, Sample, SamplingParams
+
+MODEL = "policy"
+"""The name of the model that sessions serve."""
+DONE = "done"
+_LIMITS = ("turns", "tokens", "tool_calls", "time", "context")
+"""Reasons after which a sample is truncated, as one that reached its number of tokens."""
+_ABORTS = ("aborted", "deadline")
+"""Reasons after which the whole group is drawn again or dropped, as without sessions."""
+_FORBIDDEN = 403
+
+
+@dataclass(frozen=True)
+class SessionLimits:
+    """When a session ends. None for no limit."""
+
+    turns: int | None = None
+    tokens: int | None = None
+    """Of those that the model writes."""
+    tool_calls: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def of(cls, args: Namespace) -> SessionLimits:
+        """Those of the --session flags."""
+        flags = section_of(SessionsConfig, args)
+        return cls(
+            flags.session_max_turns,
+            flags.session_max_tokens,
+            flags.session_max_tool_calls,
+            flags.session_deadline_s,
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client gets, before a dialect writes it."""
+
+    id: str
+    reply: Reply
+    finish: str
+    """stop, length or tool_calls."""
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class Session:
+    """One agent's conversations. `open_session` makes it."""
+
+    def __init__(
+        self,
+        args: Namespace,
+        own: GenerateState,
+        sample: Sample,
+        sampling_params: SamplingParams,
+        limits: SessionLimits,
+        parser: ChatParser,
+    ) -> None:
+        self.id, self.api_key = secrets.token_urlsafe(12), secrets.token_urlsafe(32)
+        self.url = ""
+        self.ended: str | None = None
+        self.said = ""
+        self.fault: Exception | None = None
+        """An error that is not the agent's: of the engine or of this project. It ends the run."""
+        self._args, self._own, self._sample = args, own, sample
+        self._params, self._limits, self._parser = sampling_params, limits, parser
+        self._flags = section_of(RolloutConfig, args)
+        kwargs = sample.apply_chat_template_kwargs
+        self._renderer = ChatRenderer(
+            own.tokenizer, dict(args.apply_chat_template_kwargs if kwargs is None else kwargs)
+        )
+        self._tree = TurnTree()
+        self._answers: dict[str, Turn] = {}
+        self._requests: Counter[int] = Counter()
+        self._in_flight: set[asyncio.Task[Any]] = set()
+        self._tool_calls = self._mismatches = 0
+        self._ignored: set[str] = set()
+
+    @property
+    def base_url(self) -> str:
+        """For OpenAI's clients. Those of Anthropic take `url`."""
+        return f"{self.url}/v1"
+
+    @property
+    def model(self) -> str:
+        """The name under which the policy is served."""
+        return MODEL
+
+    @property
+    def turns(self) -> int:
+        """Number of answers so far."""
+        return len(self._tree.turns)
+
+    def end(self, reason: str, said: str = "") -> None:
+        """No request is answered any more, and those that run are cancelled. The first reason counts."""
+        if self.ended is None:
+            self.ended, self.said = reason, said
+            for task in self._in_flight:
+                if task is not asyncio.current_task():
+                    task.cancel()
+
+    def messages_of(self, answer_id: str) -> list[Message]:
+        """The conversation up to and with an earlier answer. Refused if there is none."""
+        if answer_id not in self._answers:
+            raise Refused("request", f"previous_response_id must be of this session, got {answer_id!r}")
+        return self._answers[answer_id].messages
+
+    async def answer(self, request: ChatRequest) -> Answer:
+        """The model's answer. Refused when the session has ended, or ends with this request. Any other error is kept in
+        `fault`."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._in_flight.add(task)
+        try:
+            return await self._answer(request)
+        except Refused as refusal:
+            self.end(refusal.reason, str(refusal))
+            raise
+        except Exception as error:  # border: it must reach the run, not the agent alone
+            self.fault = error
+            self.end("error", f"{type(error).__name__}: {error}")
+            raise Refused("error", self.said, _FORBIDDEN) from error
+        finally:
+            self._in_flight.discard(task)
+
+    async def _answer(self, request: ChatRequest) -> Answer:
+        self._check(request)
+        self._ignored |= set(request.ignored)
+        prompt, parent, added = self._prompt(request)
+        result = await self._generate(prompt, parent, request)
+        ended = result.finish_reason == "stop" and result.token_ids[-1] in self._renderer.special
+        reply = self._parsed(request, prompt, result, ended=ended)
+        known = len(parent.token_ids) if parent else 0
+        turn = Turn(parent, added, prompt[known:], of_reply(reply), result, ended, _tools_key(request))
+        self._tree.add(turn)
+        self._tool_calls += len(reply.tool_calls)
+        answer = Answer(
+            secrets.token_hex(12),
+            reply,
+            "tool_calls" if reply.tool_calls and ended else result.finish_reason,
+            len(prompt),
+            len(result.token_ids),
+            result.cached_tokens,
+        )
+        self._answers[answer.id] = turn
+        return answer
+
+    def _check(self, request: ChatRequest) -> None:
+        """Refused unless the session may have one more turn, and the request is one that it can answer."""
+        limits, written = self._limits, sum(len(turn.result.token_ids) for turn in self._tree.turns)
+        if self.ended is not None:
+            raise Refused(self.ended, f"the session has ended: {self.ended}. {self.said}", _FORBIDDEN)
+        if self._own.aborted:
+            raise Refused("aborted", "the rollout has all samples that it needs", _FORBIDDEN)
+        for name, used, limit in (
+            ("turns", len(self._tree.turns) + len(self._in_flight) - 1, limits.turns),
+            ("tokens", written, limits.tokens),
+            ("tool_calls", self._tool_calls - 1, limits.tool_calls),
+        ):
+            if limit is not None and used >= limit:
+                raise Refused(name, f"the session may have {limit} {name}, which are used up", _FORBIDDEN)
+        if request.model != MODEL:
+            raise Refused("model", f"the model must be {MODEL}, got {request.model!r}", 404)
+        if not request.messages or request.messages[-1]["role"] == "assistant":
+            raise Refused("request", "the last message must be of a user or a tool")
+        if request.tools and not self._parser.tools:
+            raise Refused(
+                "no_tool_parser",
+                "tools need a parser of the model's tool calls; give its name with the tool-call-parser flag of the "
+                "engine's backend",
+            )
+
+    def _prompt(self, request: ChatRequest) -> tuple[list[int], Turn | None, list[Message]]:
+        """The tokens to continue, the turn that they continue, and the messages that this turn does not have."""
+        turn, known = self._tree.last_known(request.messages, _tools_key(request))
+        if turn is not None:
+            added = request.messages[known:]
+            last = turn.result.token_ids[-1] if turn.ended else None
+            try:
+                new = self._renderer.following(turn.messages, added, request.tools, last)
+                return turn.token_ids + new, turn, added
+            except BoundaryError:
+                self._mismatches += 1
+        return self._renderer.whole(request.messages, request.tools), None, request.messages
+
+    async def _generate(
+        self, prompt: list[int], parent: Turn | None, request: ChatRequest
+    ) -> GenerateResult:
+        engine = self._own.engine
+        assert engine is not None, "a session needs an engine"
+        params = self._sampling(prompt, request)
+        replayed, wanted = section_of(OffPolicyConfig, self._args), dict[str, int]()
+        if replayed.use_rollout_routing_replay:
+            wanted["experts_from"] = parent.known_experts if parent else 0
+        if replayed.replay_kept_tokens:
+            wanted["kept_tokens"] = replayed.replay_kept_tokens
+        name = self._sample.session_id or f"sample/0/{self._sample.index}"
+        place = parent.generated if parent else 0
+        seed = request_seed(self._flags.rollout_seed, name, place, retry=self._requests[place])
+        self._requests[place] += 1
+        deadline_s = self._flags.rollout_deadline_s
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(deadline_s * 1.1 + 0.5):
+                result = await engine.generate(
+                    prompt, params, seed=seed, deadline_s=deadline_s, session=self.id, **wanted
+                )
+        except TimeoutError as error:
+            said = str(error) or "the engine did not answer"
+            self._own.timed_out[self._sample.index] = said
+            raise Refused("deadline", said, _FORBIDDEN) from error
+        except ValueError as error:
+            reason = "context" if "context length" in str(error) else "engine"
+            raise Refused(reason, str(error)) from error
+        self._own.note_request(time.perf_counter() - began, result)
+        if result.finish_reason == "abort" or not result.token_ids:
+            raise Refused("aborted", "the rollout has all samples that it needs", _FORBIDDEN)
+        return result
+
+    def _sampling(self, prompt: list[int], request: ChatRequest) -> SamplingParams:
+        """The run's sampling parameters, with the client's length and stop texts where they end a turn earlier."""
+        params = {name: value for name, value in self._params.items() if name != "max_context_len"}
+        note_sampling(self._args, self._sample, params)
+        written = sum(len(turn.result.token_ids) for turn in self._tree.turns)
+        context = self._params.get("max_context_len", self._flags.rollout_max_context_len)
+        room = None if context is None else context - len(prompt)
+        if room is not None and room <= 0:
+            raise Refused("context", f"the context length is {context} tokens, got a prompt of {len(prompt)}")
+        left = None if self._limits.tokens is None else self._limits.tokens - written
+        lengths = [
+            n for n in (params.get("max_new_tokens"), request.max_tokens, left, room) if n is not None
+        ]
+        if not lengths:
+            raise ValueError(
+                "--rollout-max-response-len must be set, got none; or give --rollout-max-context-len"
+            )
+        own = params.get("stop") or []
+        stop = [*([own] if isinstance(own, str) else own), *request.stop]
+        return params | {"max_new_tokens": min(lengths), "stop": stop or None}
+
+    def _parsed(
+        self, request: ChatRequest, prompt: list[int], result: GenerateResult, *, ended: bool
+    ) -> Reply:
+        ids = result.token_ids[:-1] if ended else result.token_ids
+        text = str(self._own.tokenizer.decode(ids, skip_special_tokens=False))
+        for stop in request.stop:
+            text = text.removesuffix(stop)
+        return self._parser.parse(text, result.token_ids, prompt, request.messages, request.tools)
+
+    def samples(self) -> list[Sample]:
+        """One sample per conversation, in the order of their last turns. At least one: a session without an answer gives
+        a sample that is not trained on, or that the rollout draws again.
+
+        `metadata["session"]` of the first says why the session ended (`slime.data.session_record`).
+        """
+        self.end(DONE)
+        assert self.ended is not None
+        found = [] if self.ended in _ABORTS else self._tree.samples(self._sample)
+        skip = self._flags.rollout_skip_special_tokens
+        for sample, leaf in found:
+            ids = sample.tokens[-sample.response_length :]
+            sample.response = str(self._own.tokenizer.decode(ids, skip_special_tokens=skip))
+            sample.status = self._status(leaf)
+            failed = sample.status is Sample.Status.FAILED
+            sample.remove_sample = sample.remove_sample or failed or not any(sample.loss_mask or [])
+        made = [sample for sample, _ in found] or [self._without_answer()]
+        made[0].metadata[KEY] = SessionRecord(
+            ended=self.ended,
+            said=self.said,
+            turns=self.turns,
+            tool_calls=self._tool_calls,
+            samples=len(made),
+            prefix_mismatch=self._mismatches,
+            ignored=sorted(self._ignored),
+        )
+        return made
+
+    def _status(self, leaf: Turn) -> Sample.Status:
+        if self.ended in _LIMITS or (self.ended == DONE and leaf.result.finish_reason == "length"):
+            return Sample.Status.TRUNCATED
+        return Sample.Status.COMPLETED if self.ended == DONE else Sample.Status.FAILED
+
+    def _without_answer(self) -> Sample:
+        """A sample of a session in which the model wrote nothing. Its one response token only gives it a length."""
+        sample = blank(self._sample)
+        if self.ended in _ABORTS:
+            sample.status = Sample.Status.ABORTED
+            return sample
+        sample.tokens = self._own.prompt_ids(sample)
+        end = self._own.tokenizer.eos_token_id
+        sample.append_response_tokens(tokens=[0 if end is None else end], trainable=False)
+        sample.status, sample.remove_sample = Sample.Status.FAILED, True
+        return sample
+
+    def reward(self, value: float) -> None:
+        """The reward of the newest turn; `turn_rewards` in the metadata of the samples has those of a path."""
+        if not self._tree.turns:
+            raise ValueError("a turn must be there before it gets a reward, got a session without an answer")
+        self._tree.turns[-1].reward = float(value)
+
+
+def _tools_key(request: ChatRequest) -> str:
+    return json.dumps(request.tools, sort_keys=True) if request.tools else ""

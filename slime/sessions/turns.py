@@ -1,0 +1,149 @@
+"""The turns of a session as a tree, and the samples that it becomes.
+
+A turn is one request and its answer. A request that repeats the messages of an earlier turn and its answer, and adds to
+them, continues that turn. A client that rewrites history, asks twice or talks about something else forks the tree. Each
+path from a root to a leaf becomes a sample. An answer is trained on in the first sample that it is part of, so no token
+counts twice.
+
+Shapes: N tokens of a path, L layers of the model, K experts per token.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+from slime.data import kept_tokens
+from slime.protocols import GenerateResult
+from slime.sessions.messages import same
+from slime.types import Message, Sample
+
+
+@dataclass(eq=False)
+class Turn:
+    """One request and its answer."""
+
+    parent: Turn | None
+    added: list[Message]
+    """The messages of the request that the parent does not have."""
+    prompt_ids: list[int]
+    """Their tokens, the opening of the answer included."""
+    reply: Message
+    result: GenerateResult
+    ended: bool
+    """The model ended the turn with a special token."""
+    tools_key: str = ""
+    """Of a root: the tools, which are a part of its prompt."""
+    children: list[Turn] = field(default_factory=list)
+    reward: float | None = None
+
+    @property
+    def path(self) -> list[Turn]:
+        """The turns from the root to this one."""
+        turns, turn = [self], self.parent
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the whole path."""
+        return [token for turn in self.path for token in (*turn.prompt_ids, *turn.result.token_ids)]
+
+    @property
+    def messages(self) -> list[Message]:
+        """Of the whole path, the answer included."""
+        return [message for turn in self.path for message in (*turn.added, turn.reply)]
+
+    @property
+    def generated(self) -> int:
+        """Number of tokens of the path that the model wrote."""
+        return sum(len(turn.result.token_ids) for turn in self.path)
+
+    @property
+    def known_experts(self) -> int:
+        """Number of tokens of the path whose experts are known."""
+        rows = (turn.result.routed_experts for turn in self.path)
+        return sum(len(x) for x in rows if x is not None)
+
+
+class TurnTree:
+    """All turns of a session, in the order in which they were answered."""
+
+    def __init__(self) -> None:
+        self._roots: list[Turn] = []
+        self.turns: list[Turn] = []
+
+    def add(self, turn: Turn) -> None:
+        (turn.parent.children if turn.parent else self._roots).append(turn)
+        self.turns.append(turn)
+
+    def last_known(self, messages: list[Message], tools_key: str) -> tuple[Turn | None, int]:
+        """The deepest turn whose messages and answer `messages` repeat, and how many messages these are."""
+        best: tuple[Turn | None, int] = (None, 0)
+        waiting = [(turn, 0) for turn in self._roots if turn.tools_key == tools_key]
+        while waiting:
+            turn, start = waiting.pop()
+            known = [*turn.added, turn.reply]
+            end = start + len(known)
+            if end > len(messages) or not all(map(same, known, messages[start:end])):
+                continue
+            # of two that are equally deep, the newer: a client that asked twice went on with what it got last
+            if end >= best[1]:
+                best = turn, end
+            waiting += [(child, end) for child in turn.children]
+        return best
+
+    @property
+    def leaves(self) -> list[Turn]:
+        return [turn for turn in self.turns if not turn.children]
+
+    def samples(self, sample: Sample) -> list[tuple[Sample, Turn]]:
+        """One sample per leaf, with the facts of `sample`, and the leaf."""
+        trained: set[int] = set()
+        found = []
+        for leaf in self.leaves:
+            found.append((_sample_of(leaf.path, sample, trained), leaf))
+            trained |= {id(turn) for turn in leaf.path}
+        return found
+
+
+def blank(sample: Sample) -> Sample:
+    """The sample before its generation, with a metadata record of its own."""
+    fresh = copy.copy(sample)
+    fresh.tokens, fresh.response, fresh.response_length = [], "", 0
+    fresh.loss_mask, fresh.rollout_log_probs, fresh.rollout_routed_experts = None, None, None
+    fresh.rollout_top_p_token_ids = fresh.rollout_top_p_token_offsets = None
+    fresh.weight_versions, fresh.columns = [], {}
+    fresh.spec_info, fresh.prefix_cache_info = Sample.SpecInfo(), Sample.PrefixCacheInfo()
+    fresh.status, fresh.metadata = Sample.Status.PENDING, dict(sample.metadata)
+    return fresh
+
+
+def _sample_of(path: list[Turn], given: Sample, trained: set[int]) -> Sample:
+    sample = blank(given)
+    sample.tokens = list(path[0].prompt_ids)
+    for number, turn in enumerate(path):
+        if number:
+            sample.append_response_tokens(tokens=turn.prompt_ids, trainable=False)
+        _append(sample, turn.result, again=id(turn) in trained)
+    return sample
+
+
+def _append(sample: Sample, result: GenerateResult, *, again: bool) -> None:
+    """Add an answer. `again`: another sample trains on it, and its counts are there."""
+    if again:
+        sample.append_response_tokens(tokens=result.token_ids, trainable=False)
+    else:
+        sample.append_response_tokens(
+            tokens=result.token_ids, log_probs=result.log_probs, columns=result.columns
+        )
+        cached = {"cached_tokens": result.cached_tokens, "prompt_tokens": result.prompt_tokens}
+        sample.prefix_cache_info.add(cached)
+    if result.kept is not None and not again:
+        kept_tokens.append(sample, *result.kept)
+    if result.routed_experts is not None:
+        sample.append_routed_experts(result.routed_experts)
+    for version in result.weight_versions if result.token_ids else []:
+        sample.add_weight_version(version)

@@ -1,0 +1,102 @@
+"""An engine that says what a test wants, a parser of Qwen's tool calls, and a session in an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rollout_double import EngineDouble, make_args, make_state, make_tokenizer
+
+from slime.protocols import GenerateResult
+from slime.sessions import Session, SessionLimits, open_session
+from slime.sessions.messages import Reply, ToolCall
+from slime.types import Sample
+
+TOOLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{% if m.role == 'tool' %}<tool_response>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "{% if m.role == 'tool' %}</tool_response>{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+END = "<|im_end|>"
+
+
+class Scripted(EngineDouble):
+    """Writes `script(prompt)`, one token a byte. A text without END was cut off. `gate`, if set, holds answers back."""
+
+    def __init__(self, script: Callable[[str], str]) -> None:
+        super().__init__(make_tokenizer(TOOLS))
+        self.script = script
+        self.gate: asyncio.Event | None = None
+        self.prompts: list[list[int]] = []
+        self.sessions: set[str | None] = set()
+
+    async def generate(
+        self,
+        token_ids: list[int],
+        sampling_params: dict[str, Any],
+        *,
+        seed: int,
+        deadline_s: float,
+        session: str | None = None,
+    ) -> GenerateResult:
+        self.prompts.append(token_ids)
+        self.sessions.add(session)
+        prompt = self.tokenizer.decode(token_ids)
+        self.calls.append((prompt, sampling_params, seed))
+        if self.gate is not None:
+            await self.gate.wait()
+        said = self.script(prompt)
+        ids = self.tokenizer.encode(said, add_special_tokens=False)
+        ids, cut = ids[: sampling_params["max_new_tokens"]], len(ids) > sampling_params["max_new_tokens"]
+        reason = "length" if cut or not said.endswith(END) else "stop"
+        values = [-0.01 * (n + 1) for n in range(len(ids))]
+        text = self.tokenizer.decode(ids)
+        return GenerateResult(ids, values, text, reason, [self.version], len(token_ids), len(token_ids) // 2)
+
+
+class QwenParser:
+    """Reasoning in <think>, calls in <tool_call>."""
+
+    tools = True
+
+    def parse(self, text: str, token_ids: Any, prompt_ids: Any, messages: Any, tools: Any) -> Reply:
+        thoughts, found, rest = text.rpartition("</think>")
+        reasoning = thoughts.removeprefix("<think>") if found else None
+        calls = [json.loads(body) for body in re.findall(r"<tool_call>(.*?)</tool_call>", rest)]
+        content = re.sub(r"<tool_call>.*?</tool_call>", "", rest)
+        made = tuple(
+            ToolCall(call["name"], json.dumps(call["arguments"]), f"call_{n}") for n, call in enumerate(calls)
+        )
+        return Reply(content or None, reasoning, made)
+
+
+def converse(
+    agent: Callable[[Session], Awaitable[Any]],
+    script: Callable[[str], str],
+    *,
+    limits: SessionLimits | None = None,
+    prepare: Callable[[Scripted, Any], Any] | None = None,
+    **flags: Any,
+) -> tuple[list[Sample], Scripted]:
+    """Run `agent` with a session, and return the samples and the engine."""
+    args = make_args(**{"rollout_max_response_len": 400, **flags})
+    engine = Scripted(script)
+    state = make_state(args, engine.tokenizer)
+    state.engine = engine
+    if prepare is not None:
+        prepare(engine, state)
+
+    async def run() -> list[Sample]:
+        sample = Sample(prompt=[{"role": "user", "content": "go"}], index=7, session_id="rollout/7")
+        async with open_session(args, sample, limits=limits, parser=QwenParser()) as session:
+            await agent(session)
+        return session.samples()
+
+    return state.run(run()), engine
