@@ -137,20 +137,16 @@ def events(answer: Answer, body: Body) -> Iterator[Event]:
     """The answer as the events of a stream."""
     steps: list[Event] = []
 
-    def add(name: str, **fields: object) -> None:
-        steps.append((name, {"type": name, "sequence_number": len(steps), **fields}))
+    def add(kind: str, **fields: object) -> None:
+        steps.append((kind, {"type": kind, "sequence_number": len(steps), **fields}))
 
     opened = _response(answer, "in_progress", []) | {"usage": None}
     add("response.created", response=opened)
     add("response.in_progress", response=opened)
     for place, item in enumerate(_output(answer)):
         at = {"item_id": item["id"], "output_index": place}
-        texts = {} if item["type"] == "function_call" else {"content": []}
-        add(
-            "response.output_item.added",
-            output_index=place,
-            item={**item, "arguments": ""} if not texts else {**item, **texts},
-        )
+        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        add("response.output_item.added", output_index=place, item={**item, **empty})
         if item["type"] == "function_call":
             add("response.function_call_arguments.delta", **at, delta=item["arguments"])
             done = {"arguments": item["arguments"], "name": item["name"]}

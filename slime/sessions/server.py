@@ -39,7 +39,7 @@ class SessionServer:
     async def start(self) -> None:
         app = web.Application(client_max_size=_LARGEST_BODY_BYTES)
         for dialect in (CHAT, RESPONSES, MESSAGES):
-            app.router.add_post(f"/sessions/{{id}}/v1/{dialect.path}", _Route(self, dialect))
+            app.router.add_post(f"/sessions/{{id}}/v1/{dialect.path}", _Route(self, dialect).handle)
         app.router.add_get("/sessions/{id}/v1/models", self.models)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1)
         await self._runner.setup()
@@ -85,7 +85,7 @@ class _Route:
     def __init__(self, server: SessionServer, dialect: Dialect) -> None:
         self._server, self._dialect = server, dialect
 
-    async def __call__(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request: web.Request) -> web.StreamResponse:
         session = None
         try:
             session = self._server.session_of(request)
@@ -98,6 +98,10 @@ class _Route:
         except (asyncio.CancelledError, ConnectionError):
             if session is not None:
                 session.end("disconnected", "the client closed its connection before it had the answer")
+            raise
+        except Exception as error:
+            if session is not None:
+                session.fail(error)
             raise
 
     async def _read(self, request: web.Request, session: Session) -> tuple[Body, ChatRequest]:

@@ -126,6 +126,11 @@ class Session:
                 if task is not asyncio.current_task():
                     task.cancel()
 
+    def fail(self, error: Exception) -> None:
+        """End with an error that is not the agent's."""
+        self.fault = error
+        self.end("error", f"{type(error).__name__}: {error}")
+
     def messages_of(self, answer_id: str) -> list[Message]:
         """The conversation up to and with an earlier answer. Refused if there is none."""
         if answer_id not in self._answers:
@@ -144,8 +149,7 @@ class Session:
             self.end(refusal.reason, str(refusal))
             raise
         except Exception as error:  # border: it must reach the run, not the agent alone
-            self.fault = error
-            self.end("error", f"{type(error).__name__}: {error}")
+            self.fail(error)
             raise Refused("error", self.said, _FORBIDDEN) from error
         finally:
             self._in_flight.discard(task)
