@@ -41,7 +41,7 @@ async def open_session(
     server = await server_of_loop(own.at_close)
     limits = SessionLimits.of(args) if limits is None else limits
     params = own.sampling_params if sampling_params is None else sampling_params
-    parser = _parser_of(args, own) if parser is None else parser
+    parser = await _parser_of(args, own) if parser is None else parser
     session = Session(args, own, sample, params, limits, parser)
     server.add(session)
     try:
@@ -60,13 +60,14 @@ async def open_session(
         raise session.fault
 
 
-_parsers: WeakKeyDictionary[state.GenerateState, ChatParser] = WeakKeyDictionary()
+_parsers: WeakKeyDictionary[state.GenerateState, asyncio.Task[ChatParser]] = WeakKeyDictionary()
 
 
-def _parser_of(args: Namespace, own: state.GenerateState) -> ChatParser:
-    """The parser that the backend gives, one per process; else the plain one."""
+async def _parser_of(args: Namespace, own: state.GenerateState) -> ChatParser:
+    """The parser that the backend gives, one per process; else the plain one. Made in a thread, because it may import
+    the engine's project."""
     if own not in _parsers:
         path: str | None = getattr(args, "chat_parser_path", None)
         make = PlainParser if path is None else functools.partial(load_function(path), args, own.tokenizer)
-        _parsers[own] = make()
-    return _parsers[own]
+        _parsers[own] = asyncio.create_task(asyncio.to_thread(make))
+    return await asyncio.shield(_parsers[own])

@@ -19,4 +19,9 @@ def _router(spec: RouterSpec) -> VllmRouter:
 class VllmEnginePool(ServerPool):
     """EnginePool over vLLM servers behind vllm-router."""
 
+    @property
+    def facts(self) -> dict[str, object]:
+        """And where sessions find the parser of the model's text."""
+        return {**super().facts, "chat_parser_path": "vime.vllm.chat_parser.make_parser"}
+
     kind = Kind(VllmControl, VllmEngineClient, _router, VllmServer, "/list_workers", health_prefix)

@@ -26,6 +26,7 @@ from gateway_cases import *  # noqa: F403 (tests)
 from process_names import command_line
 from safetensors.torch import load_file
 from score_cases import *  # noqa: F403 (tests)
+from session_cases import *  # noqa: F403 (tests)
 
 from slime import http
 from slime.protocols import GenerateResult

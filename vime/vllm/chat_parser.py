@@ -1,0 +1,91 @@
+"""Reasoning and tool calls in the model's text, found by vLLM's own parsers.
+
+--vllm-tool-call-parser and --vllm-reasoning-parser name them, as for vLLM's chat endpoint. vLLM is imported by the first
+session that needs them.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from slime.sessions.messages import ChatParser, PlainParser, Reply, ToolCall
+from slime.types import Message, Tools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm.parser.abstract_parser import Parser
+
+_HARMONY = "openai_gptoss"
+"""The reasoning parser of gpt-oss, whose text vLLM reads with a parser of its own."""
+
+
+def make_parser(args: Namespace, tokenizer: PreTrainedTokenizerBase) -> ChatParser:
+    """The parser that the flags in the `args` of a hook name; without a name, the text is the content. ValueError for a
+    name that vLLM does not have, and for a tokenizer that lacks the tokens of the format."""
+    tools: str | None = getattr(args, "vllm_tool_call_parser", None)
+    reasoning: str | None = getattr(args, "vllm_reasoning_parser", None)
+    if not tools and not reasoning:
+        return PlainParser()
+    return VllmChatParser(tokenizer, tools, reasoning, dict(args.apply_chat_template_kwargs or {}))
+
+
+class VllmChatParser:
+    """A `slime.sessions.messages.ChatParser`."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: str | None,
+        reasoning: str | None,
+        template_kwargs: dict[str, object],
+    ) -> None:
+        from vllm.parser import ParserManager
+
+        self._tokenizer, self._kwargs = tokenizer, template_kwargs
+        self.tools = tools is not None
+        try:
+            made = ParserManager.get_parser(
+                tool_parser_name=tools,
+                reasoning_parser_name=reasoning,
+                enable_auto_tools=True,
+                is_harmony=reasoning == _HARMONY,
+            )
+            assert made is not None
+            self._class: type[Parser] = made
+            self._new([])
+        except Exception as error:  # border: each parser of vLLM checks the tokenizer in its own way
+            raise ValueError(
+                f"--vllm-tool-call-parser and --vllm-reasoning-parser must fit the model's tokenizer, got {tools} and "
+                f"{reasoning}: {error}"
+            ) from error
+
+    def _new(self, tools: Tools) -> Parser:
+        """A parser keeps what it has read, so each answer gets its own."""
+        return self._class(self._tokenizer, tools, chat_template_kwargs=self._kwargs)
+
+    def parse(
+        self, text: str, token_ids: list[int], prompt_ids: list[int], messages: list[Message], tools: Tools
+    ) -> Reply:
+        """What vLLM's chat endpoint would answer."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        asked = [{"role": "user", "content": ""}]
+        request = ChatCompletionRequest(messages=asked, tools=tools or None)
+        parser = self._new(request.tools or [])
+        if hasattr(parser, "set_prompt_token_ids"):
+            parser.set_prompt_token_ids(prompt_ids)
+        reasoning, content, calls = parser.parse(
+            text, request, enable_auto_tools=True, model_output_token_ids=token_ids
+        )
+        made = tuple(
+            ToolCall(call.name, _text(call.arguments), call.id or f"call_{secrets.token_hex(12)}")
+            for call in calls or ()
+        )
+        return Reply(content, reasoning or None, made)
+
+
+def _text(arguments: object) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
