@@ -28,6 +28,7 @@ TESTS = Path("tests/slime/algo")
 HAND_TESTS = {
     "estimators": {
         "grpo": "test_advantage.py::test_grpo_spreads_the_reward_over_all_tokens",
+        "grpo_turn": "test_group_estimators.py::test_grpo_turn_adds_the_advantage_of_the_turn",
         "gspo": "test_policy_loss.py::test_gspo_uses_one_ratio_a_sequence",
         "cispo": "test_policy_loss.py::test_cispo_keeps_the_gradient_of_clipped_tokens",
         "reinforce_plus_plus": "test_advantage.py::test_reinforce_plus_plus_discounts_from_the_last_trained_token",

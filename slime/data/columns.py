@@ -199,6 +199,7 @@ _TABLE = (
     Column(
         "chosen_tokens", "response", "estimator", np.float32, carried="training", mean=True
     ),  # clip_cov, kl_cov
+    Column("turn_advantages", "response", "batch", np.float32),  # only for an estimator that reads it
     Column("kl", "response", "estimator", np.float32, flag="kl_coef", mean=True),  # zeros without the flag
     Column("opd_reverse_kl", "response", "estimator", np.float32, mean=True),
     Column(

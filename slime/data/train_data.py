@@ -25,6 +25,7 @@ from slime.data.rank_data import RankData
 from slime.data.siblings import plan_together
 from slime.hooks import load_function
 from slime.models.decoder import Hf
+from slime.data.turn_rewards import turn_advantages
 from slime.types import Sample, TrainData
 
 Key: TypeAlias = tuple[str, int]
@@ -136,6 +137,8 @@ def convert_samples_to_train_data(config: Config, args: Namespace, samples: list
     if on_policy and "group_rewards" in estimator_of(config.algorithm).reads:
         shaped = [r + overlong_penalty(config, sample) for r, sample in zip(raw, samples, strict=True)]
         data["group_rewards"] = group_rewards(samples, shaped)
+    if on_policy and "turn_advantages" in estimator_of(config.algorithm).reads:
+        data["turn_advantages"] = turn_advantages(samples)
     for column in COLUMNS.values():
         if column.origin == "sample" and column.on(config):
             values = column.of_samples(samples)

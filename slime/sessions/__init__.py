@@ -1,9 +1,9 @@
 """Conversations of agents with the engine: an unmodified client talks over HTTP, and its tokens become samples.
 
-    async def generate(args, sample, sampling_params):
-        async with open_session(args, sample, sampling_params) as session:
-            await my_agent(session.base_url, session.api_key, session.model, sample.prompt)
-        return session.samples()
+async def generate(args, sample, sampling_params):
+    async with open_session(args, sample, sampling_params) as session:
+        await my_agent(session.base_url, session.api_key, session.model, sample.prompt)
+    return session.samples()
 """
 
 from slime.sessions.opening import open_session

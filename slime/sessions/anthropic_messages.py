@@ -54,9 +54,7 @@ def _from_user(entry: Body) -> list[Body]:
     for block in _blocks(entry):
         if block.get("type") == "tool_result":
             said = text_of(block.get("content"))
-            results.append(
-                {"role": "tool", "content": said, "tool_call_id": block.get("tool_use_id") or ""}
-            )
+            results.append({"role": "tool", "content": said, "tool_call_id": block.get("tool_use_id") or ""})
         else:
             others.append(block)
     if others:

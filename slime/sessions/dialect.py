@@ -17,8 +17,25 @@ Event: TypeAlias = tuple[str | None, Body]
 """Name of a server-sent event, and its data."""
 
 _SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "frequency_penalty", "presence_penalty"),
-    *("repetition_penalty", "response_format", "text", "reasoning", "reasoning_effort", "thinking", "logprobs"),
+    *(
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "logit_bias",
+        "frequency_penalty",
+        "presence_penalty",
+    ),
+    *(
+        "repetition_penalty",
+        "response_format",
+        "text",
+        "reasoning",
+        "reasoning_effort",
+        "thinking",
+        "logprobs",
+    ),
     *("output_config", "chat_template_kwargs"),
 )
 """Fields that would change the distribution of the answers, or that are not served."""

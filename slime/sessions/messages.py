@@ -111,9 +111,7 @@ def tool_call(name: object, arguments: object, call_id: object) -> dict[str, obj
     }
 
 
-def assistant(
-    content: str | None, calls: list[dict[str, object]], reasoning: str | None = None
-) -> Message:
+def assistant(content: str | None, calls: list[dict[str, object]], reasoning: str | None = None) -> Message:
     """An assistant's message. Templates ask whether the key `tool_calls` is there, so an empty list is left out."""
     message: Message = {"role": "assistant", "content": content or ""}
     if calls:

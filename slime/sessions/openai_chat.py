@@ -39,9 +39,7 @@ def _message(entry: Body) -> Body:
         function = dialect.value(call, "function", dict, {})
         calls.append(tool_call(function.get("name"), function.get("arguments"), call.get("id")))
     reasoning = entry.get("reasoning_content") or entry.get("reasoning")
-    return assistant(
-        text_of(entry.get("content")), calls, reasoning if isinstance(reasoning, str) else None
-    )
+    return assistant(text_of(entry.get("content")), calls, reasoning if isinstance(reasoning, str) else None)
 
 
 def _call(call: ToolCall) -> Body:

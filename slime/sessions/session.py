@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 import time
 from argparse import Namespace
@@ -214,9 +215,7 @@ class Session:
                 self._mismatches += 1
         return self._renderer.whole(request.messages, request.tools), None, request.messages
 
-    async def _generate(
-        self, prompt: list[int], parent: Turn | None, request: ChatRequest
-    ) -> GenerateResult:
+    async def _generate(self, prompt: list[int], parent: Turn | None, request: ChatRequest) -> GenerateResult:
         engine = self._own.engine
         assert engine is not None, "a session needs an engine"
         params = self._sampling(prompt, request)
@@ -258,9 +257,7 @@ class Session:
         if room is not None and room <= 0:
             raise Refused("context", f"the context length is {context} tokens, got a prompt of {len(prompt)}")
         left = None if self._limits.tokens is None else self._limits.tokens - written
-        lengths = [
-            n for n in (params.get("max_new_tokens"), request.max_tokens, left, room) if n is not None
-        ]
+        lengths = [n for n in (params.get("max_new_tokens"), request.max_tokens, left, room) if n is not None]
         if not lengths:
             raise ValueError(
                 "--rollout-max-response-len must be set, got none; or give --rollout-max-context-len"
@@ -278,12 +275,17 @@ class Session:
             text = text.removesuffix(stop)
         return self._parser.parse(text, result.token_ids, prompt, request.messages, request.tools)
 
-    def samples(self) -> list[Sample]:
+    def samples(self, reward: float | None = None) -> list[Sample]:
         """One sample per conversation, in the order of their last turns. At least one: a session without an answer gives
         a sample that is not trained on, or that the rollout draws again.
 
-        `metadata["session"]` of the first says why the session ended (`slime.data.session_record`).
+        `reward` is that of all of them; without one, the run's reward function scores them together. A reward that is not
+        finite becomes 0, and the samples are not trained on. `metadata["session"]` of the first says why the session
+        ended (`slime.data.session_record`).
         """
+        if reward is not None and not math.isfinite(reward):
+            self.ended, self.said = "reward", f"a reward must be a finite number, got {reward}"
+            reward = 0.0
         self.end(DONE)
         assert self.ended is not None
         found = [] if self.ended in _ABORTS else self._tree.samples(self._sample)
@@ -294,7 +296,8 @@ class Session:
             sample.status = self._status(leaf)
             failed = sample.status is Sample.Status.FAILED
             sample.remove_sample = sample.remove_sample or failed or not any(sample.loss_mask or [])
-        made = [sample for sample, _ in found] or [self._without_answer()]
+            sample.reward = reward
+        made = [sample for sample, _ in found] or [self._without_answer(reward)]
         made[0].metadata[KEY] = SessionRecord(
             ended=self.ended,
             said=self.said,
@@ -311,11 +314,12 @@ class Session:
             return Sample.Status.TRUNCATED
         return Sample.Status.COMPLETED if self.ended == DONE else Sample.Status.FAILED
 
-    def _without_answer(self) -> Sample:
+    def _without_answer(self, reward: float | None) -> Sample:
         """A sample of a session in which the model wrote nothing. Its one response token only gives it a length."""
         sample = blank(self._sample)
+        sample.reward = reward
         if self.ended in _ABORTS:
-            sample.status = Sample.Status.ABORTED
+            sample.status, sample.reward = Sample.Status.ABORTED, None
             return sample
         sample.tokens = self._own.prompt_ids(sample)
         end = self._own.tokenizer.eos_token_id
@@ -324,7 +328,8 @@ class Session:
         return sample
 
     def reward(self, value: float) -> None:
-        """The reward of the newest turn; `turn_rewards` in the metadata of the samples has those of a path."""
+        """The reward of the newest turn. `metadata["turn_rewards"]` has those of all turns that a sample trains on, for
+        --advantage-estimator grpo_turn; a turn without one has 0."""
         if not self._tree.turns:
             raise ValueError("a turn must be there before it gets a reward, got a session without an answer")
         self._tree.turns[-1].reward = float(value)

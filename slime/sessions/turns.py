@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 
-from slime.data import kept_tokens
+from slime.data import kept_tokens, turn_rewards
 from slime.protocols import GenerateResult
 from slime.sessions.messages import same
 from slime.types import Message, Sample
@@ -128,6 +128,9 @@ def _sample_of(path: list[Turn], given: Sample, trained: set[int]) -> Sample:
         if number:
             sample.append_response_tokens(tokens=turn.prompt_ids, trainable=False)
         _append(sample, turn.result, again=id(turn) in trained)
+    rewards = [turn.reward for turn in path if id(turn) not in trained]
+    if any(reward is not None for reward in rewards):
+        sample.metadata[turn_rewards.KEY] = [reward or 0.0 for reward in rewards]
     return sample
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from slime.algo.estimators.cispo import CISPO
 from slime.algo.estimators.grpo import GRPO
+from slime.algo.estimators.grpo_turn import GRPO_TURN
 from slime.algo.estimators.gspo import GSPO
 from slime.algo.estimators.pass_at_k import PASS_AT_K
 from slime.algo.estimators.ppo import PPO
@@ -22,6 +23,7 @@ ESTIMATORS: dict[str, Estimator] = {
     record.name: record
     for record in (
         GRPO,
+        GRPO_TURN,
         GSPO,
         CISPO,
         REINFORCE_PLUS_PLUS,

@@ -19,4 +19,6 @@ class SessionsConfig:
     session_max_tool_calls: int | None = flag(
         None, "maximum number of tool calls in a session", range=COUNT_OR_ZERO
     )
-    session_deadline_s: float = flag(3600.0, "maximum seconds of a session, its tools included", range=SECONDS)
+    session_deadline_s: float = flag(
+        3600.0, "maximum seconds of a session, its tools included", range=SECONDS
+    )

@@ -89,7 +89,9 @@ def check(sample: Sample, checkpoint: Path, version: int) -> None:
     expected = hf_log_probs(checkpoint, sample.tokens[:start], sample.tokens[start:], 1.0)
     trained = [i for i, on in enumerate(sample.loss_mask or []) if on]
     assert len(trained) >= TURNS and sample.rollout_log_probs is not None
-    assert [sample.rollout_log_probs[i] for i in trained] == pytest.approx(expected[trained].tolist(), abs=1e-4)
+    assert [sample.rollout_log_probs[i] for i in trained] == pytest.approx(
+        expected[trained].tolist(), abs=1e-4
+    )
     assert sample.prefix_cache_info.prefix_cache_hit_rate > 0.2
 
 

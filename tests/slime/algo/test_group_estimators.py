@@ -84,3 +84,34 @@ def test_pass_at_k_refuses_a_group_of_one():
     alone = converted("pass_at_k", [sample(0, 0, 1.0), sample(1, 1, 0.0)])
     with pytest.raises(ValueError, match="--pass-at-k must be from 2 to the rollouts of a group, got 1"):
         advantages(alone, "pass_at_k")
+
+
+def in_turns(index, rewards, reward=0.0):
+    """Two turns of two tokens with a tool's token between them."""
+    made = sample(index, 0, reward)
+    made.tokens, made.response_length = [1, 5, 6, 7, 8, 9], 5
+    made.loss_mask, made.rollout_log_probs = [1, 1, 0, 1, 1], [-1.0] * 5
+    made.metadata = {} if rewards is None else {"turn_rewards": rewards}
+    return made
+
+
+def test_grpo_turn_adds_the_advantage_of_the_turn():
+    samples = [in_turns(0, [1.0, 0.0], 1.0), in_turns(1, [0.0, 2.0], 0.0)]
+    data = converted("grpo_turn", samples)
+    # from turn 0 on: 1 and 2, from turn 1 on: 0 and 2; of two numbers, the normalized ones are -+ 1 / sqrt(2)
+    first, second = data["turn_advantages"]
+    half = 2**-0.5
+    assert first == pytest.approx([-half, -half, 0, -half, -half], abs=1e-4)
+    assert second == pytest.approx([half, half, 0, half, half], abs=1e-4)
+    given = SimpleNamespace(advantage_estimator="grpo_turn", normalize_advantages=False)
+    response = Response(0.5, torch.ones(5), torch.zeros(5), {"turn_advantages": torch.tensor(first)})
+    assert compute_advantages(given, [response])[0][0].tolist() == pytest.approx([0.5 + a for a in first])
+
+
+def test_turn_rewards_are_one_per_turn():
+    assert (
+        converted("grpo_turn", [in_turns(0, None), in_turns(1, None)])["turn_advantages"] == [[0.0] * 5] * 2
+    )
+    for wrong in ([1.0], [1.0, float("nan")]):
+        with pytest.raises(ValueError, match="one finite number per turn"):
+            converted("grpo_turn", [in_turns(0, wrong), in_turns(1, None)])

@@ -14,7 +14,10 @@ from slime.sessions import Session
 from slime.types import Sample
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
-CHAT_TOOL: Any = {"type": "function", "function": {"name": "add", "description": "sum", "parameters": PARAMETERS}}
+CHAT_TOOL: Any = {
+    "type": "function",
+    "function": {"name": "add", "description": "sum", "parameters": PARAMETERS},
+}
 FLAT_TOOL: Any = {"type": "function", "name": "add", "description": "sum", "parameters": PARAMETERS}
 MESSAGES_TOOL: Any = {"name": "add", "description": "sum", "input_schema": PARAMETERS}
 THOUGHT = "<think>I add</think>"
@@ -121,13 +124,17 @@ def test_a_client_calls_a_tool_and_all_tokens_are_in_the_sample(talk: Any, strea
     calls, answer = (engine.tokenizer.encode(text) for text in (THOUGHT + CALL + END, "it is 3" + END))
     assert second[: len(first) + len(calls)] == first + calls  # the thoughts too, which templates leave out
     assert sample.tokens == second + answer
-    trained = [t for t, on in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if on]
+    trained = [
+        t for t, on in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if on
+    ]
     assert trained == calls + answer
     values = [v for v, on in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if on]
     assert values == [-0.01 * (n + 1) for text in (calls, answer) for n in range(len(text))]
     assert sample.status is Sample.Status.COMPLETED and sample.weight_versions == [0]
     between = engine.tokenizer.decode(second[len(first) + len(calls) :])
-    assert between == "\n<|im_start|>user\n<tool_response>3</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        between == "\n<|im_start|>user\n<tool_response>3</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
     record = sample.metadata["session"]
     assert (record["ended"], record["turns"], record["tool_calls"]) == ("done", 2, 1)
     assert (record["samples"], record["prefix_mismatch"]) == (1, 0)

@@ -18,8 +18,33 @@ from slime.sessions.messages import ChatRequest, Reply, ToolCall, assistant, too
 from slime.sessions.session import MODEL, Session, SessionLimits
 from slime.types import Sample
 
-TOOL: Any = {"type": "function", "function": {"name": "add", "description": "sums", "parameters": {"type": "object", "properties": {"a": {"type": "integer", "description": "one"}}}}}
-WORDS = ["the", "sum", "\n", "\n\n", " ", "is", "{x}", '"q"', "été", "数", "</think>", "{{ y }}", "1+1", "<tool_call>", "a\tb", "\\n", "'s"]
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "sums",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer", "description": "one"}}},
+    },
+}
+WORDS = [
+    "the",
+    "sum",
+    "\n",
+    "\n\n",
+    " ",
+    "is",
+    "{x}",
+    '"q"',
+    "été",
+    "数",
+    "</think>",
+    "{{ y }}",
+    "1+1",
+    "<tool_call>",
+    "a\tb",
+    "\\n",
+    "'s",
+]
 
 
 def tokenizer_of(chat: Format, template: str) -> PreTrainedTokenizerFast:
@@ -87,7 +112,11 @@ class Conversation:
         found = []
         for token in whole:
             piece = self.tokenizer.convert_ids_to_tokens(token)
-            if len(piece) > 1 and token not in self.tokenizer.added_tokens_decoder and self.rng.random() < 0.3:
+            if (
+                len(piece) > 1
+                and token not in self.tokenizer.added_tokens_decoder
+                and self.rng.random() < 0.3
+            ):
                 found += self.tokenizer.convert_tokens_to_ids(list(piece))
             else:
                 found.append(token)
@@ -102,7 +131,9 @@ class Conversation:
     def next_messages(self) -> list[dict[str, Any]]:
         """The client's own copy of the answer, and what it adds."""
         rng, chat, reply = self.rng, self.chat, self.reply
-        calls = [tool_call(call.name, call.arguments, rng.choice([call.id, "own"])) for call in reply.tool_calls]
+        calls = [
+            tool_call(call.name, call.arguments, rng.choice([call.id, "own"])) for call in reply.tool_calls
+        ]
         content = reply.content
         if content is not None and rng.random() < 0.3:
             content = content.strip()
@@ -126,7 +157,9 @@ class Conversation:
 
 async def talk(conversation: Conversation, args: Any, state: Any) -> None:
     rng, chat = conversation.rng, conversation.chat
-    session = Session(args, state, Sample(prompt="", index=0), {"max_new_tokens": 999}, SessionLimits(), conversation)
+    session = Session(
+        args, state, Sample(prompt="", index=0), {"max_new_tokens": 999}, SessionLimits(), conversation
+    )
     messages: list[dict[str, Any]] = [{"role": "user", "content": text(rng, 8)}]
     if rng.random() < 0.5:
         messages.insert(0, {"role": "system", "content": text(rng, 8)})

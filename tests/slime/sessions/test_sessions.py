@@ -13,6 +13,7 @@ import pytest
 from rollout_double import make_args
 from session_double import CALL, END, converse
 
+from slime.data.turn_rewards import turn_advantages
 from slime.sessions import Session, SessionLimits
 from slime.types import Sample
 
@@ -51,7 +52,11 @@ def test_a_rewritten_history_forks_and_no_token_is_trained_twice() -> None:
         await ask(session, [user("say five")])  # and began anew
 
     samples, engine = converse(agent, repeat)
-    assert [trained(s, engine) for s in samples] == ["one<|im_end|>two<|im_end|>three<|im_end|>", "four<|im_end|>", "five<|im_end|>"]
+    assert [trained(s, engine) for s in samples] == [
+        "one<|im_end|>two<|im_end|>three<|im_end|>",
+        "four<|im_end|>",
+        "five<|im_end|>",
+    ]
     first, second, third = (engine.tokenizer.decode(s.tokens) for s in samples)
     shared = first.index("say two")
     assert second[:shared] == first[:shared] and "zwei" in second and "say one" not in third
@@ -148,7 +153,11 @@ def test_a_bad_request_ends_its_sample_with_the_reason(reason: str) -> None:
     async def agent(session: Session) -> None:
         await ask(session, [user("say fine")])
         with pytest.raises(openai.APIStatusError) as caught:
-            await ask(session, BAD[reason].get("messages", [user("say no")]), **{k: v for k, v in BAD[reason].items() if k != "messages"})
+            await ask(
+                session,
+                BAD[reason].get("messages", [user("say no")]),
+                **{k: v for k, v in BAD[reason].items() if k != "messages"},
+            )
         assert caught.value.status_code in (400, 404) and caught.value.code == reason
         with pytest.raises(openai.PermissionDeniedError, match="the session has ended"):
             await ask(session, [user("say again")])
@@ -196,9 +205,13 @@ def test_a_key_is_for_its_own_open_session() -> None:
     closed: list[tuple[str, str]] = []
 
     async def refused(session: Session, key: str, **headers: str) -> None:
-        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=key, default_headers=headers) as client:
+        async with openai.AsyncOpenAI(
+            base_url=session.base_url, api_key=key, default_headers=headers
+        ) as client:
             with pytest.raises(openai.AuthenticationError):
-                await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
+                await client.chat.completions.create(
+                    model="policy", messages=[{"role": "user", "content": "x"}]
+                )
         async with anthropic.AsyncAnthropic(base_url=session.url, api_key=key) as client:
             with pytest.raises(anthropic.AuthenticationError):
                 await client.messages.create(model="policy", max_tokens=9, messages=[user("x")])
@@ -276,3 +289,31 @@ def test_a_long_answer_keeps_the_stream_alive_and_a_late_refusal_is_an_event(
 
 def test_flags_are_the_limits() -> None:
     assert SessionLimits.of(make_args()) == SessionLimits(100, None, None, 3600.0)
+
+
+def test_rewards_of_turns_go_to_the_sample_that_trains_on_them() -> None:
+    async def agent(session: Session) -> None:
+        begin = [user("say one"), said("one"), user("say two")]
+        await ask(session, begin[:1])
+        session.reward(0.5)
+        await ask(session, begin)
+        await ask(session, [*begin[:2], user("say three")])
+        session.reward(2)
+
+    samples, _ = converse(agent, repeat)
+    assert [s.metadata.get("turn_rewards") for s in samples] == [[0.5, 0.0], [2.0]]
+    assert [len(turns) for turns in turn_advantages(samples)] == [s.response_length for s in samples]
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 0.5])
+def test_a_reward_that_is_not_finite_ends_its_sample_alone(reward: float) -> None:
+    async def agent(session: Session) -> None:
+        await ask(session, [user("say fine")])
+        made.extend(session.samples(reward))
+
+    made: list[Sample] = []
+    converse(agent, repeat)
+    (sample,) = made
+    good = reward == 0.5
+    assert sample.metadata["session"]["ended"] == ("done" if good else "reward")
+    assert sample.reward == (0.5 if good else 0.0) and sample.remove_sample is not good

@@ -1,0 +1,30 @@
+"""GRPO with rewards of single turns (2505.11821): a token gets the advantage of its response and that of its turn."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from slime.algo.estimators.record import Estimator, Response, same_for_all_tokens
+from slime.algo.surrogates import CLIPPED
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _response_and_turn(args: Namespace, response: Response) -> tuple[Tensor, Tensor]:
+    """`A_t = r + turn_advantages_t`, fp32 (`slime.data.turn_rewards`)."""
+    same, _ = same_for_all_tokens(args, response)
+    found = same + response.columns["turn_advantages"].to(same)
+    return found, found
+
+
+GRPO_TURN = Estimator(
+    "grpo_turn",
+    "`A_t = r + a_turn(t)`, where the rewards from a turn on are normalized among the same turns of the group",
+    CLIPPED,
+    _response_and_turn,
+    group="mean and std",
+    reads=frozenset({"turn_advantages"}),
+    source="2505.11821",
+)

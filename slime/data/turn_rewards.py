@@ -1,0 +1,70 @@
+"""Rewards of single turns -> one advantage per token.
+
+A turn is a run of trained tokens; between two turns are tokens of tools or users. `metadata["turn_rewards"]` of a sample
+has one reward per turn (`slime.sessions.Session.reward`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+
+import rl_kernel
+from slime.types import Sample
+
+KEY = "turn_rewards"
+"""In `Sample.metadata`."""
+
+
+def turn_advantages(samples: list[Sample]) -> list[list[float]]:
+    """For each response token, the advantage of its turn among the same turns of the group; 0 for tokens that are not
+    trained on and for samples without rewards of turns.
+
+    Maths: `G_k = r[k:].sum()`, `A_k = (G_k - G_k[group].mean()) / (G_k[group].std() + 1e-6)`, over the samples of the
+    group that have a turn k. ValueError for a number of rewards that is not the number of turns, and for one that is
+    not finite.
+    """
+    returns: list[list[float]] = []
+    for sample in samples:
+        given, turns = sample.metadata.get(KEY), _turns(sample)
+        rewards = [0.0] * turns if given is None else [float(reward) for reward in given]
+        if len(rewards) != turns or not all(map(math.isfinite, rewards)):
+            raise ValueError(
+                f"metadata {KEY} must have one finite number per turn, got {given} for {turns} turns of sample "
+                f"{sample.index} of group {sample.group_index}"
+            )
+        returns.append(list(itertools.accumulate(reversed(rewards)))[::-1])
+    places = [
+        (sample.group_index, k) for sample, g in zip(samples, returns, strict=True) for k in range(len(g))
+    ]
+    if not places:
+        return [[0.0] * sample.response_length for sample in samples]
+    number = {place: i for i, place in enumerate(dict.fromkeys(places))}
+    flat = iter(
+        rl_kernel.group_advantage(
+            torch.tensor([g for of_sample in returns for g in of_sample]),
+            torch.tensor([number[place] for place in places]),
+            rollout_ids=torch.arange(len(places)),
+            normalize_std=True,
+        ).tolist()
+    )
+    return [_spread(sample, [next(flat) for _ in g]) for sample, g in zip(samples, returns, strict=True)]
+
+
+def _mask(sample: Sample) -> list[int]:
+    return sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+
+
+def _turns(sample: Sample) -> int:
+    return sum(bool(trained) for trained, _ in itertools.groupby(_mask(sample)))
+
+
+def _spread(sample: Sample, advantages: list[float]) -> list[float]:
+    """The advantage of its turn for each token."""
+    found: list[float] = []
+    turns = iter(advantages)
+    for trained, run in itertools.groupby(_mask(sample)):
+        found += [next(turns) if trained else 0.0] * len(list(run))
+    return found
