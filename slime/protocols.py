@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
 import numpy as np
 
@@ -58,6 +58,14 @@ class ScoreResult:
     their log-probs, float32 [n, K]."""
     weight_versions: list[int] = field(default_factory=list)
     """The versions live when the request entered and left the engine (one entry when equal)."""
+
+
+class ReplayFields(TypedDict, total=False):
+    """Arguments of `RolloutEngine.generate` for what the trainer replays."""
+
+    experts_from: int
+    kept_tokens: int
+    top_tokens: int
 
 
 class RolloutEngine(Protocol):

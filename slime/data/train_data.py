@@ -23,9 +23,9 @@ from slime.data.columns import COLUMNS, Column, present
 from slime.data.packing import Schedule, plan_steps
 from slime.data.rank_data import RankData
 from slime.data.siblings import plan_together
+from slime.data.turn_rewards import turn_advantages
 from slime.hooks import load_function
 from slime.models.decoder import Hf
-from slime.data.turn_rewards import turn_advantages
 from slime.types import Sample, TrainData
 
 Key: TypeAlias = tuple[str, int]
@@ -134,11 +134,8 @@ def convert_samples_to_train_data(config: Config, args: Namespace, samples: list
     if on_policy:
         raw, rewards = post_process_rewards(config, args, samples)
     data: TrainData = {"rewards": rewards, "raw_reward": raw}
-    if on_policy and "group_rewards" in estimator_of(config.algorithm).reads:
-        shaped = [r + overlong_penalty(config, sample) for r, sample in zip(raw, samples, strict=True)]
-        data["group_rewards"] = group_rewards(samples, shaped)
-    if on_policy and "turn_advantages" in estimator_of(config.algorithm).reads:
-        data["turn_advantages"] = turn_advantages(samples)
+    if on_policy:
+        data |= _for_estimator(config, samples, raw)
     for column in COLUMNS.values():
         if column.origin == "sample" and column.on(config):
             values = column.of_samples(samples)
@@ -159,6 +156,18 @@ def convert_samples_to_train_data(config: Config, args: Namespace, samples: list
     number: dict[Key, int] = {}
     data["rollout_ids"] = [number.setdefault(key, len(number)) for key in keys]
     data["rollout_mask_sums"] = [float(mask_sums[key]) for key in keys]
+    return data
+
+
+def _for_estimator(config: Config, samples: list[Sample], raw: list[float]) -> TrainData:
+    """The columns of a batch that only the run's estimator reads."""
+    reads = estimator_of(config.algorithm).reads
+    data: TrainData = {}
+    if "group_rewards" in reads:
+        shaped = [r + overlong_penalty(config, sample) for r, sample in zip(raw, samples, strict=True)]
+        data["group_rewards"] = group_rewards(samples, shaped)
+    if "turn_advantages" in reads:
+        data["turn_advantages"] = turn_advantages(samples)
     return data
 
 

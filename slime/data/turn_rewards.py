@@ -1,7 +1,7 @@
 """Rewards of single turns -> one advantage per token.
 
-A turn is a run of trained tokens; between two turns are tokens of tools or users. `metadata["turn_rewards"]` of a sample
-has one reward per turn (`slime.sessions.Session.reward`).
+A turn is a run of trained tokens; between two turns are tokens of tools or users. `metadata["turn_rewards"]` of a
+sample has one reward per turn (`slime.sessions.Session.reward`).
 """
 
 from __future__ import annotations

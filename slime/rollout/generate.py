@@ -22,7 +22,7 @@ from slime.config.sections.reward import RewardConfig
 from slime.config.sections.rollout import RolloutConfig
 from slime.data import kept_tokens, top_tokens
 from slime.hooks import load_function
-from slime.protocols import GenerateResult
+from slime.protocols import GenerateResult, ReplayFields
 from slime.rollout import state
 from slime.rollout.facts import note_sampling
 from slime.rollout.on_policy_distillation import teach
@@ -85,7 +85,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
     if budget <= 0:
         sample.status = Sample.Status.TRUNCATED
         return sample
-    wanted = _wanted(args, sample)
+    wanted = wanted_of(args, sample.known_experts)
     stream = state.random_stream(sample)
     requests = own.requests[stream]
     seed = request_seed(
@@ -126,12 +126,12 @@ def _of_evaluation(args: Namespace) -> Namespace:
     return args
 
 
-def _wanted(args: Namespace, sample: Sample) -> dict[str, int]:
-    """What the engine shall tell beside tokens and log-probs."""
+def wanted_of(args: Namespace, known_experts: int) -> ReplayFields:
+    """What the engine shall tell beside tokens and log-probs. `known_experts`: of the tokens whose experts are known."""
     replayed, centred = section_of(OffPolicyConfig, args), section_of(AlgorithmConfig, args)
-    wanted: dict[str, int] = {}
+    wanted = ReplayFields()
     if replayed.use_rollout_routing_replay:
-        wanted["experts_from"] = sample.known_experts
+        wanted["experts_from"] = known_experts
     if replayed.replay_kept_tokens:
         wanted["kept_tokens"] = replayed.replay_kept_tokens
     if centred.centred_ids:
@@ -165,7 +165,7 @@ def _take(
     result: GenerateResult,
     own: state.GenerateState,
     params: SamplingParams,
-    wanted: dict[str, int],
+    wanted: ReplayFields,
 ) -> None:
     continued = sample.response_length > 0
     sample.append_response_tokens(

@@ -143,7 +143,7 @@ def events(answer: Answer, body: Body) -> Iterator[Event]:
     add("response.in_progress", response=opened)
     for place, item in enumerate(_output(answer)):
         at = {"item_id": item["id"], "output_index": place}
-        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        empty: Body = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         add("response.output_item.added", output_index=place, item={**item, **empty})
         if item["type"] == "function_call":
             add("response.function_call_arguments.delta", **at, delta=item["arguments"])

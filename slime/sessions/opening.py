@@ -34,8 +34,8 @@ async def open_session(
 
     `sampling_params` default to those of training samples, `limits` to the --session flags, and `parser`, which finds
     reasoning and tool calls, to the backend's. A session that a limit or a bad request has ended ends the block too: an
-    error of the agent that follows from it is not raised. Any other error is. After the block, `Session.samples` has what
-    became of it.
+    error of the agent that follows from it is not raised. Any other error is. After the block, `Session.samples` has
+    what became of it.
     """
     own = state.of_process(args)
     server = await server_of_loop(own.at_close)

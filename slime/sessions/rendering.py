@@ -44,9 +44,9 @@ class ChatRenderer:
         """The tokens after the last turn of `known`, which is the model's: what closes it, `new`, and the opening of
         the next turn.
 
-        `last_token`: the model's last token if the turn ended with it, None for a turn that was cut off. A template that
-        shows another end, such as <|end|> for gpt-oss's <|return|>, does not add its own. BoundaryError when the end
-        of the turn cannot be found. Refused when the template raises an error.
+        `last_token`: the model's last token if the turn ended with it, None for a turn that was cut off. A template
+        that shows another end, such as <|end|> for gpt-oss's <|return|>, does not add its own. BoundaryError when the
+        end of the turn cannot be found. Refused when the template raises an error.
         """
         mark = f"mark{secrets.token_hex(8)}"
         before = [*known[:-1], _marked(known[-1], mark)]

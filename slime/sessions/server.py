@@ -118,8 +118,8 @@ class _Route:
     async def _respond(
         self, request: web.Request, session: Session, body: Body, asked: ChatRequest
     ) -> web.StreamResponse:
-        """The answer whole or as events. A refusal within the first seconds is an HTTP status, and later an event of the
-        stream."""
+        """The answer whole or as events. A refusal within the first seconds is an HTTP status, and later an event of
+        the stream."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         stream = web.StreamResponse(headers=headers) if asked.stream else None
         task = asyncio.create_task(session.answer(asked))

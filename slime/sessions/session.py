@@ -17,7 +17,7 @@ from slime.config.sections.off_policy import OffPolicyConfig
 from slime.config.sections.rollout import RolloutConfig
 from slime.config.sections.sessions import SessionsConfig
 from slime.data.session_record import KEY, SessionRecord
-from slime.protocols import GenerateResult
+from slime.protocols import GenerateResult, ReplayFields
 from slime.rollout.facts import note_sampling
 from slime.rollout.generate import request_seed
 from slime.rollout.state import GenerateState
@@ -219,7 +219,7 @@ class Session:
         engine = self._own.engine
         assert engine is not None, "a session needs an engine"
         params = self._sampling(prompt, request)
-        replayed, wanted = section_of(OffPolicyConfig, self._args), dict[str, int]()
+        replayed, wanted = section_of(OffPolicyConfig, self._args), ReplayFields()
         if replayed.use_rollout_routing_replay:
             wanted["experts_from"] = parent.known_experts if parent else 0
         if replayed.replay_kept_tokens:
@@ -276,12 +276,12 @@ class Session:
         return self._parser.parse(text, result.token_ids, prompt, request.messages, request.tools)
 
     def samples(self, reward: float | None = None) -> list[Sample]:
-        """One sample per conversation, in the order of their last turns. At least one: a session without an answer gives
-        a sample that is not trained on, or that the rollout draws again.
+        """One sample per conversation, in the order of their last turns. At least one: a session without an answer
+        gives a sample that is not trained on, or that the rollout draws again.
 
-        `reward` is that of all of them; without one, the run's reward function scores them together. A reward that is not
-        finite becomes 0, and the samples are not trained on. `metadata["session"]` of the first says why the session
-        ended (`slime.data.session_record`).
+        `reward` is that of all of them; without one, the run's reward function scores them together. A reward that is
+        not finite becomes 0, and the samples are not trained on. `metadata["session"]` of the first says why the
+        session ended (`slime.data.session_record`).
         """
         if reward is not None and not math.isfinite(reward):
             self.ended, self.said = "reward", f"a reward must be a finite number, got {reward}"

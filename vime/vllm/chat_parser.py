@@ -1,7 +1,7 @@
 """Reasoning and tool calls in the model's text, found by vLLM's own parsers.
 
---vllm-tool-call-parser and --vllm-reasoning-parser name them, as for vLLM's chat endpoint. vLLM is imported by the first
-session that needs them.
+--vllm-tool-call-parser and --vllm-reasoning-parser name them, as for vLLM's chat endpoint. vLLM is imported by the
+first session that needs them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 from argparse import Namespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from slime.sessions.messages import ChatParser, PlainParser, Reply, ToolCall
 from slime.types import Message, Tools
@@ -17,6 +17,7 @@ from slime.types import Message, Tools
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm.parser.abstract_parser import Parser
+    from vllm.tokenizers import TokenizerLike
 
 _HARMONY = "openai_gptoss"
 """The reasoning parser of gpt-oss, whose text vLLM reads with a parser of its own."""
@@ -64,7 +65,9 @@ class VllmChatParser:
 
     def _new(self, tools: Tools) -> Parser:
         """A parser keeps what it has read, so each answer gets its own."""
-        return self._class(self._tokenizer, tools, chat_template_kwargs=self._kwargs)
+        # vLLM's protocol of tokenizers is narrower than transformers' class, which its own server passes
+        tokenizer = cast("TokenizerLike", self._tokenizer)
+        return self._class(tokenizer, tools, chat_template_kwargs=self._kwargs)
 
     def parse(
         self, text: str, token_ids: list[int], prompt_ids: list[int], messages: list[Message], tools: Tools
@@ -72,8 +75,8 @@ class VllmChatParser:
         """What vLLM's chat endpoint would answer."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        asked = [{"role": "user", "content": ""}]
-        request = ChatCompletionRequest(messages=asked, tools=tools or None)
+        body = {"messages": [{"role": "user", "content": ""}], "tools": tools or None}
+        request = ChatCompletionRequest.model_validate(body)
         parser = self._new(request.tools or [])
         if hasattr(parser, "set_prompt_token_ids"):
             parser.set_prompt_token_ids(prompt_ids)

@@ -1,8 +1,8 @@
 """The chat formats of five families: a template in our words, and the same format written down once more in Python.
 
-The facts are those of the templates that the models are published with: Qwen3 (Qwen/Qwen3-8B), GLM-4.5 (zai-org/GLM-4.5),
-Llama 3.1 (meta-llama/Llama-3.1-8B-Instruct), SmolLM2 (HuggingFaceTB/SmolLM2-135M-Instruct), gpt-oss
-(openai/gpt-oss-20b, openai.com/harmony). TRL ships four of them; where it is installed, the drift test takes those too.
+The facts are those of the templates that the models are published with: Qwen3 (Qwen/Qwen3-8B), GLM-4.5
+(zai-org/GLM-4.5), Llama 3.1 (meta-llama/Llama-3.1-8B-Instruct), SmolLM2 (HuggingFaceTB/SmolLM2-135M-Instruct) and
+gpt-oss (openai/gpt-oss-20b). TRL ships four of them; where it is installed, the drift test takes those too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ QWEN3 = """\
 
 GLM = """\
 {{- '[gMASK]<sop>' }}
-{%- if tools %}{{- '<|system|>\\nTools:' }}{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}{%- endif %}
+{%- if tools %}
+    {{- '<|system|>\\nTools:' }}{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+{%- endif %}
 {%- set ns = namespace(user=-1) %}
 {%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.user = loop.index0 %}{%- endif %}{%- endfor %}
 {%- for m in messages %}
@@ -76,7 +78,9 @@ GLM = """\
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
 
 LLAMA3 = """\
-{%- macro turn(role, text) %}{{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' + text + '<|eot_id|>' }}{%- endmacro %}
+{%- macro turn(role, text) %}
+    {{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' + text + '<|eot_id|>' }}
+{%- endmacro %}
 {{- bos_token }}
 {%- set system = messages[0].content | trim if messages[0].role == 'system' else '' %}
 {%- set rest = messages[1:] if messages[0].role == 'system' else messages %}

@@ -274,11 +274,13 @@ def test_a_long_answer_keeps_the_stream_alive_and_a_late_refusal_is_an_event(
         engines[0].gate = asyncio.Event()
         body = {"model": "policy", "messages": [user("say hi")], "stream": True}
         headers = {"x-api-key": session.api_key}
-        async with aiohttp.ClientSession(headers=headers) as client:
-            async with client.post(f"{session.base_url}/chat/completions", json=body) as answer:
-                found.append((await answer.content.readline()).decode())
-                session.end("time", "over")
-                found.append((await answer.text()).strip())
+        async with (
+            aiohttp.ClientSession(headers=headers) as client,
+            client.post(f"{session.base_url}/chat/completions", json=body) as answer,
+        ):
+            found.append((await answer.content.readline()).decode())
+            session.end("time", "over")
+            found.append((await answer.text()).strip())
 
     engines: list[Any] = []
     converse(agent, repeat, prepare=lambda engine, _: engines.append(engine))

@@ -1,0 +1,110 @@
+"""Requests per second of sessions, compared with the same requests to the engine's client.
+
+    python benchmarks/session_speed.py [--sessions 256] [--turns 4] [--tokens 16]
+
+One vLLM engine on CPU with a tiny random model, behind its router. `raw`: each session's requests go to the client with
+token ids, next to what the turn before wrote. `sessions`: an OpenAI client per session, over HTTP. Both wait for each
+answer before the next turn. The order alternates, and the first pair warms up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests/e2e"), str(ROOT / "tests/slime"), str(ROOT / "tests/e2e/engines")]
+
+from engine_fixtures import Stack  # noqa: E402
+from rollout_double import make_args  # noqa: E402
+from session_cases import TEMPLATE  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
+
+from slime.rollout.state import GenerateState  # noqa: E402
+from slime.sessions import open_session  # noqa: E402
+from slime.types import Sample  # noqa: E402
+
+QUESTION = "what is 12 + 34 and why is it not 13 + 34"
+AGAIN = "and 5 more"
+
+
+class Load:
+    """The requests of both ways, over one engine."""
+
+    def __init__(self, state: GenerateState, turns: int, tokens: int) -> None:
+        self.state, self.turns = state, turns
+        self.params = state.sampling_params | {"max_new_tokens": tokens, "ignore_eos": True}
+
+    async def raw(self, index: int) -> None:
+        render, encode = self.state.tokenizer.apply_chat_template, self.state.tokenizer.encode
+        asked = {"tokenize": False, "add_generation_prompt": True}
+        ids = encode(render([{"role": "user", "content": f"{index} {QUESTION}"}], **asked))
+        more = encode("<|im_end|>" + render([{"role": "user", "content": AGAIN}], **asked))
+        assert self.state.engine is not None
+        for turn in range(self.turns):
+            seed = index * 100 + turn
+            result = await self.state.engine.generate(ids, self.params, seed=seed, deadline_s=300)
+            ids = [*ids, *result.token_ids, *more]
+
+    async def session(self, index: int) -> None:
+        sample = Sample(prompt="", index=index)
+        async with (
+            open_session(self.state.args, sample, self.params) as session,
+            openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client,
+        ):
+            said: list[Any] = [{"role": "user", "content": f"{index} {QUESTION}"}]
+            for _ in range(self.turns):
+                answer = await client.chat.completions.create(model=session.model, messages=said)
+                said.append(answer.choices[0].message.model_dump(exclude_none=True))
+                said.append({"role": "user", "content": AGAIN})
+        (made,) = session.samples()
+        assert made.metadata["session"]["turns"] == self.turns
+
+    async def rate(self, name: str, sessions: int) -> float:
+        began = time.perf_counter()
+        await asyncio.gather(*(getattr(self, name)(i) for i in range(sessions)))
+        return sessions * self.turns / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Requests per second of sessions and of the engine's client."
+    )
+    parser.add_argument("--sessions", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        stack = Stack(Path(folder))
+        stack.pool.start()
+        stack.push(stack.checkpoint)
+        tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint, chat_template=TEMPLATE)
+        hook_args: Any = make_args(rollout_deadline_s=300.0)
+        hook_args.rollout_state = state = GenerateState(hook_args, stack.pool.client(), tokenizer)
+        load = Load(state, args.turns, args.tokens)
+        try:
+            rates: dict[str, list[float]] = {"raw": [], "session": []}
+            for repeat in range(args.repeats + 1):
+                for name in sorted(rates, reverse=bool(repeat % 2)):
+                    rate = state.run(load.rate(name, args.sessions))
+                    if repeat:
+                        rates[name].append(rate)
+        finally:
+            state.close()
+            stack.pool.stop()
+    raw, session = (statistics.median(rates[name]) for name in ("raw", "session"))
+    print({name: [round(x, 1) for x in found] for name, found in rates.items()})
+    print(f"{args.sessions} sessions: raw {raw:.1f}/s, sessions {session:.1f}/s, ratio {session / raw:.2f}")
+
+
+if __name__ == "__main__":
+    main()
