@@ -27,6 +27,7 @@ TITLES = {
     "train": "Trainer",
     "weight_update": "Weight transfer",
     "rollout": "Rollout: sampling and its hooks",
+    "sessions": "Sessions of agents",
     "engine": "Engines",
     "data": "Data and batch sizes",
     "evaluation": "Evaluation",

@@ -33,7 +33,7 @@ def turn_advantages(samples: list[Sample]) -> list[list[float]]:
         if len(rewards) != turns or not all(map(math.isfinite, rewards)):
             raise ValueError(
                 f"metadata {KEY} must have one finite number per turn, got {given} for {turns} turns of sample "
-                f"{sample.index} of group {sample.group_index}"
+                f"{sample.index} of group {sample.group_index}; give 0 to a turn without one"
             )
         returns.append(list(itertools.accumulate(reversed(rewards)))[::-1])
     places = [

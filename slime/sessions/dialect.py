@@ -63,7 +63,7 @@ def value(body: Body, name: str, kind: type[T], default: T) -> T:
     if found is None:
         return default
     if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
-        raise Refused("request", f"{name} must be of type {kind.__name__}, got {found!r:.80}")
+        raise Refused("request", f"{name} must be of type {kind.__name__}, got {found!r:.80}; fix the client")
     return found
 
 
@@ -72,10 +72,12 @@ def request_of(body: Body, messages: list[Body], tools: list[Body], length: str,
     stops = body.get(stop) or []
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
-        raise Refused("request", f"{stop} must be a text or a list of texts, got {stops!r:.80}")
+        raise Refused(
+            "request", f"{stop} must be a text or a list of texts, got {stops!r:.80}; fix the client"
+        )
     most = value(body, length, int, 0)
     if most < 0:
-        raise Refused("request", f"{length} must be above 0, got {most}")
+        raise Refused("request", f"{length} must be above 0, got {most}; leave it out")
     if value(body, "n", int, 1) != 1:
         raise Refused("request", f"n must be 1, got {body['n']}; ask several times")
     ignored = [name for name in _SAMPLING if body.get(name) not in (None, False, {}, [])]
@@ -95,7 +97,7 @@ def request_of(body: Body, messages: list[Body], tools: list[Body], length: str,
 def objects(values: object, what: str) -> list[Body]:
     """A list of objects. Refused for anything else."""
     if not isinstance(values, list) or not all(isinstance(entry, dict) for entry in values):
-        raise Refused("request", f"{what} must be a list of objects, got {values!r:.80}")
+        raise Refused("request", f"{what} must be a list of objects, got {values!r:.80}; fix the client")
     return values
 
 
@@ -114,7 +116,9 @@ def simple_message(entry: Body) -> Body:
     """A message of a system, developer or user."""
     role = entry.get("role")
     if role not in ("system", "developer", "user"):
-        raise Refused("request", f"role must be system, user, assistant or tool, got {role!r}")
+        raise Refused(
+            "request", f"role must be system, user, assistant or tool, got {role!r}; fix the client"
+        )
     return {"role": "user" if role == "user" else "system", "content": text_of(entry.get("content"))}
 
 

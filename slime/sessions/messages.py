@@ -85,7 +85,10 @@ def text_of(content: object, kinds: tuple[str, ...] = ("text", "input_text", "ou
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise Refused("request", f"content must be a text or a list of parts, got {type(content).__name__}")
+        raise Refused(
+            "request",
+            f"content must be a text or a list of parts, got {type(content).__name__}; fix the client",
+        )
     found = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -96,14 +99,14 @@ def text_of(content: object, kinds: tuple[str, ...] = ("text", "input_text", "ou
         elif "image" in str(kind) or "audio" in str(kind) or "file" in str(kind):
             raise Refused("media", f"content must be text, got a part of type {kind}; sessions are text only")
         else:
-            raise Refused("request", f"a content part must be text, got {kind!r}")
+            raise Refused("request", f"a content part must be text, got {kind!r}; leave it out")
     return "".join(found)
 
 
 def tool_call(name: object, arguments: object, call_id: object) -> dict[str, object]:
     """A call as templates read it. Arguments that are a JSON object become one."""
     if not isinstance(name, str) or not name:
-        raise Refused("request", f"a tool call must have a name, got {name!r}")
+        raise Refused("request", f"a tool call must have a name, got {name!r}; fix the client")
     return {
         "id": str(call_id or ""),
         "type": "function",

@@ -23,7 +23,7 @@ def read(body: Body, session: Session) -> ChatRequest:
     tools = []
     for tool in dialect.objects(body.get("tools") or [], "tools"):
         if tool.get("type") != "function":
-            raise Refused("request", f"tools must be functions, got {tool.get('type')!r}")
+            raise Refused("request", f"tools must be functions, got {tool.get('type')!r}; leave others out")
         tools.append(dialect.function_tool(tool.get("name"), tool.get("description"), tool.get("parameters")))
     return dialect.request_of(body, messages, tools, "max_output_tokens", "stop")
 

@@ -84,7 +84,7 @@ class ChatRenderer:
         one, other = self._pattern.search(closed), self._pattern.search(text)
         if one and other and closed[: one.start()] == text[: other.start()]:
             return text[: other.end()]
-        raise BoundaryError(f"{closed[:40]!r} became {text[:40]!r}")
+        raise BoundaryError
 
     def _render(self, messages: list[Message], tools: Tools, *, open_turn: bool) -> str:
         options = {**self._options, "add_generation_prompt": open_turn}
@@ -95,7 +95,10 @@ class ChatRenderer:
                 return render_chat(written, self._tokenizer, options, tools or None)
             except Exception as raised:  # border: a chat template is a program of the model's author
                 error = error or raised
-        raise Refused("template", f"the chat template must render the messages, got {error}") from error
+        raise Refused(
+            "template",
+            f"the chat template must render the messages, got {error}; check their roles and their order",
+        ) from error
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -133,5 +136,5 @@ def _marked(message: Message, mark: str) -> Message:
 def _after(text: str, mark: str) -> str:
     place = text.rfind(mark)
     if place < 0:
-        raise BoundaryError("the template leaves out the model's last turn")
+        raise BoundaryError
     return text[place + len(mark) :]

@@ -112,7 +112,7 @@ class _Route:
         except web.HTTPRequestEntityTooLarge as error:
             raise Refused("request", f"the body may have {_LARGEST_BODY_BYTES} bytes", 413) from error
         if not isinstance(body, dict):
-            raise Refused("request", f"the body must be an object, got {type(body).__name__}")
+            raise Refused("request", f"the body must be an object, got {type(body).__name__}; fix the client")
         return body, self._dialect.read(body, session)
 
     async def _respond(

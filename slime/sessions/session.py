@@ -135,7 +135,9 @@ class Session:
     def messages_of(self, answer_id: str) -> list[Message]:
         """The conversation up to and with an earlier answer. Refused if there is none."""
         if answer_id not in self._answers:
-            raise Refused("request", f"previous_response_id must be of this session, got {answer_id!r}")
+            raise Refused(
+                "request", f"previous_response_id must be of this session, got {answer_id!r}; leave it out"
+            )
         return self._answers[answer_id].messages
 
     async def answer(self, request: ChatRequest) -> Answer:
@@ -192,7 +194,9 @@ class Session:
             if limit is not None and used >= limit:
                 raise Refused(name, f"the session may have {limit} {name}, which are used up", _FORBIDDEN)
         if request.model != MODEL:
-            raise Refused("model", f"the model must be {MODEL}, got {request.model!r}", 404)
+            raise Refused(
+                "model", f"the model must be {MODEL}, got {request.model!r}; ask for session.model", 404
+            )
         if not request.messages or request.messages[-1]["role"] == "assistant":
             raise Refused("request", "the last message must be of a user or a tool")
         if request.tools and not self._parser.tools:
@@ -284,7 +288,10 @@ class Session:
         session ended (`slime.data.session_record`).
         """
         if reward is not None and not math.isfinite(reward):
-            self.ended, self.said = "reward", f"a reward must be a finite number, got {reward}"
+            self.ended, self.said = (
+                "reward",
+                f"a reward must be a finite number, got {reward}; check what the agent gives",
+            )
             reward = 0.0
         self.end(DONE)
         assert self.ended is not None
@@ -331,7 +338,9 @@ class Session:
         """The reward of the newest turn. `metadata["turn_rewards"]` has those of all turns that a sample trains on, for
         --advantage-estimator grpo_turn; a turn without one has 0."""
         if not self._tree.turns:
-            raise ValueError("a turn must be there before it gets a reward, got a session without an answer")
+            raise ValueError(
+                "a turn must be there before it gets a reward, got a session without an answer; ask first"
+            )
         self._tree.turns[-1].reward = float(value)
 
 

@@ -60,7 +60,7 @@ class VllmChatParser:
         except Exception as error:  # border: each parser of vLLM checks the tokenizer in its own way
             raise ValueError(
                 f"--vllm-tool-call-parser and --vllm-reasoning-parser must fit the model's tokenizer, got {tools} and "
-                f"{reasoning}: {error}"
+                f"{reasoning}: {error}; take the names that vLLM has for the family of the model"
             ) from error
 
     def _new(self, tools: Tools) -> Parser:
