@@ -2,9 +2,10 @@
 
     python benchmarks/session_speed.py [--sessions 256] [--turns 4] [--tokens 16]
 
-One vLLM engine on CPU with a tiny random model, behind its router. `raw`: each session's requests go to the client with
-token ids, next to what the turn before wrote. `sessions`: an OpenAI client per session, over HTTP. Both wait for each
-answer before the next turn. The order alternates, and the first pair warms up.
+One vLLM engine on CPUs with a tiny random model. `vllm`: OpenAI's client and the chat endpoint of the engine itself.
+`sessions`: the same client and a session, which adds ids, log-probs and the router. `tokens`: the engine's client with
+token ids, without HTTP in front and without a chat template. Each waits for an answer before the next turn. The order
+alternates, and the first round warms up.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,11 +41,15 @@ AGAIN = "and 5 more"
 class Load:
     """The requests of both ways, over one engine."""
 
-    def __init__(self, state: GenerateState, turns: int, tokens: int) -> None:
-        self.state, self.turns = state, turns
+    def __init__(self, state: GenerateState, engine_url: str, turns: int, tokens: int) -> None:
+        self.state, self.engine_url, self.turns = state, engine_url, turns
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        connections = openai.DefaultAsyncHttpxClient(limits=limits)
+        self.client = openai.AsyncOpenAI(base_url=engine_url, api_key="none", http_client=connections)
         self.params = state.sampling_params | {"max_new_tokens": tokens, "ignore_eos": True}
 
-    async def raw(self, index: int) -> None:
+    async def tokens(self, index: int) -> None:
+        """The engine's client with token ids."""
         render, encode = self.state.tokenizer.apply_chat_template, self.state.tokenizer.encode
         asked = {"tokenize": False, "add_generation_prompt": True}
         ids = encode(render([{"role": "user", "content": f"{index} {QUESTION}"}], **asked))
@@ -54,17 +60,25 @@ class Load:
             result = await self.state.engine.generate(ids, self.params, seed=seed, deadline_s=300)
             ids = [*ids, *result.token_ids, *more]
 
-    async def session(self, index: int) -> None:
+    async def chat(self, client: openai.AsyncOpenAI, index: int, **fields: Any) -> None:
+        said: list[Any] = [{"role": "user", "content": f"{index} {QUESTION}"}]
+        for _ in range(self.turns):
+            answer = await client.chat.completions.create(model="policy", messages=said, **fields)
+            said.append(answer.choices[0].message.model_dump(exclude_none=True))
+            said.append({"role": "user", "content": AGAIN})
+
+    async def vllm(self, index: int) -> None:
+        """OpenAI's client and vLLM's own chat endpoint."""
+        client = self.client.with_options(base_url=f"{self.engine_url}/v1", api_key=Stack.key)
+        fields = {"max_tokens": self.params["max_new_tokens"], "extra_body": {"ignore_eos": True}}
+        await self.chat(client, index, **fields)
+
+    async def sessions(self, index: int) -> None:
+        """OpenAI's client and a session."""
         sample = Sample(prompt="", index=index)
-        async with (
-            open_session(self.state.args, sample, self.params) as session,
-            openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client,
-        ):
-            said: list[Any] = [{"role": "user", "content": f"{index} {QUESTION}"}]
-            for _ in range(self.turns):
-                answer = await client.chat.completions.create(model=session.model, messages=said)
-                said.append(answer.choices[0].message.model_dump(exclude_none=True))
-                said.append({"role": "user", "content": AGAIN})
+        async with open_session(self.state.args, sample, self.params) as session:
+            client = self.client.with_options(base_url=session.base_url, api_key=session.api_key)
+            await self.chat(client, index)
         (made,) = session.samples()
         assert made.metadata["session"]["turns"] == self.turns
 
@@ -85,25 +99,29 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         stack = Stack(Path(folder))
+        (stack.checkpoint / "chat_template.jinja").write_text(TEMPLATE)
         stack.pool.start()
         stack.push(stack.checkpoint)
         tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint, chat_template=TEMPLATE)
         hook_args: Any = make_args(rollout_deadline_s=300.0)
         hook_args.rollout_state = state = GenerateState(hook_args, stack.pool.client(), tokenizer)
-        load = Load(state, args.turns, args.tokens)
+        load = Load(state, stack.pool.engine_urls[0], args.turns, args.tokens)
         try:
-            rates: dict[str, list[float]] = {"raw": [], "session": []}
+            rates: dict[str, list[float]] = {"vllm": [], "sessions": [], "tokens": []}
             for repeat in range(args.repeats + 1):
                 for name in sorted(rates, reverse=bool(repeat % 2)):
                     rate = state.run(load.rate(name, args.sessions))
+                    print(f"{name}: {rate:.1f} requests per second", flush=True)
                     if repeat:
                         rates[name].append(rate)
         finally:
             state.close()
             stack.pool.stop()
-    raw, session = (statistics.median(rates[name]) for name in ("raw", "session"))
     print({name: [round(x, 1) for x in found] for name, found in rates.items()})
-    print(f"{args.sessions} sessions: raw {raw:.1f}/s, sessions {session:.1f}/s, ratio {session / raw:.2f}")
+    vllm, sessions, tokens = (statistics.median(rates[name]) for name in ("vllm", "sessions", "tokens"))
+    print(f"{args.sessions} sessions of {args.turns} turns: {sessions:.1f} requests per second")
+    print(f"vLLM's chat endpoint: {vllm:.1f}, ratio {sessions / vllm:.2f}")
+    print(f"the engine's client: {tokens:.1f}, ratio {sessions / tokens:.2f}")
 
 
 if __name__ == "__main__":
