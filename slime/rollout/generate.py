@@ -127,7 +127,8 @@ def _of_evaluation(args: Namespace) -> Namespace:
 
 
 def wanted_of(args: Namespace, known_experts: int) -> ReplayFields:
-    """What the engine shall tell beside tokens and log-probs. `known_experts`: of the tokens whose experts are known."""
+    """What the engine shall tell beside tokens and log-probs. `known_experts`: the number of tokens whose experts are
+    known."""
     replayed, centred = section_of(OffPolicyConfig, args), section_of(AlgorithmConfig, args)
     wanted = ReplayFields()
     if replayed.use_rollout_routing_replay:

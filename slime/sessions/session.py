@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.config.schema import section_of
-from slime.config.sections.off_policy import OffPolicyConfig
 from slime.config.sections.rollout import RolloutConfig
 from slime.config.sections.sessions import SessionsConfig
+from slime.data import kept_tokens
 from slime.data.session_record import KEY, SessionRecord
-from slime.protocols import GenerateResult, ReplayFields
+from slime.protocols import GenerateResult
 from slime.rollout.facts import note_sampling
-from slime.rollout.generate import request_seed
-from slime.rollout.state import GenerateState
+from slime.rollout.generate import EVALUATION, request_seed, wanted_of
+from slime.rollout.state import GenerateState, random_stream
 from slime.sessions.messages import ChatParser, ChatRequest, Refused, Reply, of_reply
 from slime.sessions.rendering import BoundaryError, ChatRenderer
 from slime.sessions.turns import Turn, TurnTree, blank
@@ -223,14 +223,10 @@ class Session:
         engine = self._own.engine
         assert engine is not None, "a session needs an engine"
         params = self._sampling(prompt, request)
-        replayed, wanted = section_of(OffPolicyConfig, self._args), ReplayFields()
-        if replayed.use_rollout_routing_replay:
-            wanted["experts_from"] = parent.known_experts if parent else 0
-        if replayed.replay_kept_tokens:
-            wanted["kept_tokens"] = replayed.replay_kept_tokens
-        name = self._sample.session_id or f"sample/0/{self._sample.index}"
+        wanted = wanted_of(self._args, parent.known_experts if parent else 0)
+        stream = random_stream(self._sample)
         place = parent.generated if parent else 0
-        seed = request_seed(self._flags.rollout_seed, name, place, retry=self._requests[place])
+        seed = request_seed(self._flags.rollout_seed, stream, place, retry=self._requests[place])
         self._requests[place] += 1
         deadline_s = self._flags.rollout_deadline_s
         began = time.perf_counter()
@@ -241,12 +237,16 @@ class Session:
                 )
         except TimeoutError as error:
             said = str(error) or "the engine did not answer"
-            self._own.timed_out[self._sample.index] = said
+            self._own.timed_out[stream] = said
             raise Refused("deadline", said, _FORBIDDEN) from error
         except ValueError as error:
             reason = "context" if "context length" in str(error) else "engine"
             raise Refused(reason, str(error)) from error
-        self._own.note_request(time.perf_counter() - began, result)
+        if "kept_tokens" in wanted:
+            cut = 0 < params.get("top_k", -1) <= wanted["kept_tokens"]
+            kept_tokens.check_answer(self._sample, result, cut=cut)
+        if not stream.startswith(EVALUATION):
+            self._own.note_request(time.perf_counter() - began, result)
         if result.finish_reason == "abort" or not result.token_ids:
             raise Refused("aborted", "the rollout has all samples that it needs", _FORBIDDEN)
         return result

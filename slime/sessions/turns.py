@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 
-from slime.data import kept_tokens, turn_rewards
+from slime.data import kept_tokens, top_tokens, turn_rewards
 from slime.protocols import GenerateResult
 from slime.sessions.messages import same
 from slime.types import Message, Sample
@@ -115,6 +115,7 @@ def blank(sample: Sample) -> Sample:
     fresh.tokens, fresh.response, fresh.response_length = [], "", 0
     fresh.loss_mask, fresh.rollout_log_probs, fresh.rollout_routed_experts = None, None, None
     fresh.rollout_top_p_token_ids = fresh.rollout_top_p_token_offsets = None
+    fresh.rollout_topk_token_ids = fresh.rollout_topk_log_probs = None
     fresh.weight_versions, fresh.columns = [], {}
     fresh.spec_info, fresh.prefix_cache_info = Sample.SpecInfo(), Sample.PrefixCacheInfo()
     fresh.status, fresh.metadata = Sample.Status.PENDING, dict(sample.metadata)
@@ -146,6 +147,8 @@ def _append(sample: Sample, result: GenerateResult, *, again: bool) -> None:
         sample.prefix_cache_info.add(cached)
     if result.kept is not None and not again:
         kept_tokens.append(sample, *result.kept)
+    if result.top is not None and not again:
+        top_tokens.append(sample, result.top)
     if result.routed_experts is not None:
         sample.append_routed_experts(result.routed_experts)
     for version in result.weight_versions if result.token_ids else []:

@@ -88,7 +88,9 @@ class SglangEngineClient(RouterClient):
                 "return_logprob": True,
             }
         )
-        answer = await self._until(deadline_s, lambda: self._send(body, session), prompt_tokens=len(token_ids))
+        answer = await self._until(
+            deadline_s, lambda: self._send(body, session), prompt_tokens=len(token_ids)
+        )
         return result_of(answer)
 
     async def score(
