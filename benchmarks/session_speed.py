@@ -99,7 +99,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         stack = Stack(Path(folder))
-        (stack.checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+        (stack.checkpoint / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
         stack.pool.start()
         stack.push(stack.checkpoint)
         tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint, chat_template=TEMPLATE)

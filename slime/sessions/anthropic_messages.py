@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 from slime.sessions import dialect
-from slime.sessions.dialect import MODEL, Answer, Body, ChatRequest, Dialect, Event, Refused, Session
+from slime.sessions.dialect import MODEL, Body, ChatRequest, Dialect, Event, ModelAnswer, Refused, Session
 from slime.sessions.messages import assistant, text_of, tool_call
 
 _STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -62,7 +62,7 @@ def _from_user(entry: Body) -> list[Body]:
     return results
 
 
-def _content(answer: Answer) -> list[Body]:
+def _content(answer: ModelAnswer) -> list[Body]:
     reply = answer.reply
     found: list[Body] = []
     if reply.reasoning:
@@ -85,7 +85,7 @@ def _content(answer: Answer) -> list[Body]:
     return found
 
 
-def _message(answer: Answer, content: list[Body], stop: str | None, output_tokens: int) -> Body:
+def _message(answer: ModelAnswer, content: list[Body], stop: str | None, output_tokens: int) -> Body:
     cached = answer.cached_tokens
     return {
         "id": f"msg_{answer.id}",
@@ -104,12 +104,12 @@ def _message(answer: Answer, content: list[Body], stop: str | None, output_token
     }
 
 
-def whole(answer: Answer) -> Body:
+def whole(answer: ModelAnswer) -> Body:
     """The answer as one object."""
     return _message(answer, _content(answer), _STOP[answer.finish], answer.completion_tokens)
 
 
-def events(answer: Answer, body: Body) -> Iterator[Event]:
+def events(answer: ModelAnswer, body: Body) -> Iterator[Event]:
     """The answer as the events of a stream."""
     yield _named("message_start", message=_message(answer, [], None, 0))
     for index, block in enumerate(_content(answer)):

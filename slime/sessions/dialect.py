@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from slime.sessions.messages import ChatRequest, Refused, text_of
-from slime.sessions.session import MODEL, Answer, Session
+from slime.sessions.session import MODEL, ModelAnswer, Session
 
 T = TypeVar("T")
 Body: TypeAlias = dict[str, Any]
@@ -48,8 +48,8 @@ class Dialect:
     path: str
     read: Callable[[Body, Session], ChatRequest]
     """Refused for a body that it cannot serve."""
-    whole: Callable[[Answer], Body]
-    events: Callable[[Answer, Body], Iterator[Event]]
+    whole: Callable[[ModelAnswer], Body]
+    events: Callable[[ModelAnswer, Body], Iterator[Event]]
     """Of an answer, and the body that asked for it."""
     failure: Callable[[Refused], Event]
     """The body of an error, and the name of its event."""
@@ -129,4 +129,4 @@ def written(event: Event) -> bytes:
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
 
 
-__all__ = ["MODEL", "Answer", "Body", "ChatRequest", "Dialect", "Event", "Refused", "Session"]
+__all__ = ["MODEL", "ModelAnswer", "Body", "ChatRequest", "Dialect", "Event", "Refused", "Session"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slime.sessions import dialect
-from slime.sessions.dialect import MODEL, Answer, Body, ChatRequest, Dialect, Event, Refused, Session
+from slime.sessions.dialect import MODEL, Body, ChatRequest, Dialect, Event, ModelAnswer, Refused, Session
 from slime.sessions.messages import ToolCall, assistant, text_of, tool_call
 
 
@@ -50,7 +50,7 @@ def _call(call: ToolCall) -> Body:
     }
 
 
-def _usage(answer: Answer) -> Body:
+def _usage(answer: ModelAnswer) -> Body:
     return {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.completion_tokens,
@@ -59,7 +59,7 @@ def _usage(answer: Answer) -> Body:
     }
 
 
-def whole(answer: Answer) -> Body:
+def whole(answer: ModelAnswer) -> Body:
     """The answer as one object."""
     reply = answer.reply
     message: Body = {"role": "assistant", "content": reply.content}
@@ -77,7 +77,7 @@ def whole(answer: Answer) -> Body:
     }
 
 
-def events(answer: Answer, body: Body) -> Iterator[Event]:
+def events(answer: ModelAnswer, body: Body) -> Iterator[Event]:
     """The answer as the chunks of a stream."""
     reply = answer.reply
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slime.sessions import dialect, openai_chat
-from slime.sessions.dialect import MODEL, Answer, Body, ChatRequest, Dialect, Event, Refused, Session
+from slime.sessions.dialect import MODEL, Body, ChatRequest, Dialect, Event, ModelAnswer, Refused, Session
 from slime.sessions.messages import ToolCall, assistant, text_of, tool_call
 
 
@@ -64,7 +64,7 @@ def _join(found: list[Body], part: Body) -> None:
     found[-1] = assistant(turn["content"] + part["content"], calls, thoughts)
 
 
-def _call(answer: Answer, number: int, call: ToolCall) -> Body:
+def _call(answer: ModelAnswer, number: int, call: ToolCall) -> Body:
     return {
         "type": "function_call",
         "id": f"fc_{answer.id}_{number}",
@@ -75,7 +75,7 @@ def _call(answer: Answer, number: int, call: ToolCall) -> Body:
     }
 
 
-def _output(answer: Answer) -> list[Body]:
+def _output(answer: ModelAnswer) -> list[Body]:
     reply = answer.reply
     found: list[Body] = []
     if reply.reasoning:
@@ -94,7 +94,7 @@ def _output(answer: Answer) -> list[Body]:
     return found + [_call(answer, number, call) for number, call in enumerate(reply.tool_calls)]
 
 
-def _response(answer: Answer, status: str, output: list[Body]) -> Body:
+def _response(answer: ModelAnswer, status: str, output: list[Body]) -> Body:
     cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
     return {
         "id": f"resp_{answer.id}",
@@ -122,16 +122,16 @@ def _response(answer: Answer, status: str, output: list[Body]) -> Body:
     }
 
 
-def _status(answer: Answer) -> str:
+def _status(answer: ModelAnswer) -> str:
     return "incomplete" if answer.finish == "length" else "completed"
 
 
-def whole(answer: Answer) -> Body:
+def whole(answer: ModelAnswer) -> Body:
     """The answer as one object."""
     return _response(answer, _status(answer), _output(answer))
 
 
-def events(answer: Answer, body: Body) -> Iterator[Event]:
+def events(answer: ModelAnswer, body: Body) -> Iterator[Event]:
     """The answer as the events of a stream."""
     steps: list[Event] = []
 

@@ -22,7 +22,7 @@ from slime.sessions.dialect import Body, Dialect, written
 from slime.sessions.messages import ChatRequest, Refused
 from slime.sessions.openai_chat import CHAT
 from slime.sessions.openai_responses import RESPONSES
-from slime.sessions.session import MODEL, Answer, Session
+from slime.sessions.session import MODEL, ModelAnswer, Session
 
 _LARGEST_BODY_BYTES = 64 << 20
 _COMMENT_EVERY_S = 5.0
@@ -148,7 +148,7 @@ class _Route:
         return stream
 
 
-def _result(task: asyncio.Task[Answer], session: Session) -> Answer:
+def _result(task: asyncio.Task[ModelAnswer], session: Session) -> ModelAnswer:
     """The answer. Refused when the session ended meanwhile."""
     if task.cancelled():
         raise Refused(session.ended or "done", f"the session has ended: {session.ended}", 403)

@@ -59,7 +59,7 @@ class SessionLimits:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ModelAnswer:
     """What a client gets, before a dialect writes it."""
 
     id: str
@@ -140,7 +140,7 @@ class Session:
             )
         return self._answers[answer_id].messages
 
-    async def answer(self, request: ChatRequest) -> Answer:
+    async def answer(self, request: ChatRequest) -> ModelAnswer:
         """The model's answer. Refused when the session has ended, or ends with this request. Any other error is kept in
         `fault`."""
         task = asyncio.current_task()
@@ -157,7 +157,7 @@ class Session:
         finally:
             self._in_flight.discard(task)
 
-    async def _answer(self, request: ChatRequest) -> Answer:
+    async def _answer(self, request: ChatRequest) -> ModelAnswer:
         self._check(request)
         self._ignored |= set(request.ignored)
         prompt, parent, added = self._prompt(request)
@@ -168,7 +168,7 @@ class Session:
         turn = Turn(parent, added, prompt[known:], of_reply(reply), result, ended, _tools_key(request))
         self._tree.add(turn)
         self._tool_calls += len(reply.tool_calls)
-        answer = Answer(
+        answer = ModelAnswer(
             secrets.token_hex(12),
             reply,
             "tool_calls" if reply.tool_calls and ended else result.finish_reason,
