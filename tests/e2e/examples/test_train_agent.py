@@ -8,7 +8,7 @@ import pytest
 from test_train_algorithms import mean, series
 from train_fixtures import ROOT, World, make_world, rows, run, samples, vime
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
