@@ -30,6 +30,8 @@ class GenerateResult:
     cached_tokens: int = 0
     queue_s: float | None = None
     """How long the request waited in the engine before that first computed. None where the engine does not say."""
+    preemptions: int = 0
+    """How often the engine gave its memory to another request and computed it again. 0 where it does not say."""
     decode_tokens_per_s: float | None = None
     """Its speed after the first token. None where the engine does not say."""
     routed_experts: np.ndarray | None = None

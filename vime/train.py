@@ -29,6 +29,7 @@ from slime.cluster.ray_watch import RayWatch, leave, parts
 from slime.cluster.watchdog import Watchdog, remove
 from slime.config import Config
 from slime.data.files import prompt_files
+from slime.data.mixing import data_sets
 from slime.disk_space import Room
 from slime.operators import decide, headline
 from slime.protocols import EnginePool
@@ -116,7 +117,7 @@ def _record(text: str, log: Path) -> None:
 
 def _inputs(config: Config) -> list[Path]:
     """The files whose content decides what a run learns, but for the weights, which are too large to read twice."""
-    data = [] if config.data.prompt_data is None else prompt_files(config.data.prompt_data)
+    data = [file for one in data_sets(config.data) for file in prompt_files(one.path)]
     return [*data, Path(config.rollout.hf_checkpoint) / "config.json"]
 
 

@@ -84,6 +84,8 @@ class FlagSpec:
     help: str
     many: bool = False
     """Whether the flag has a list of values."""
+    bare: bool = False
+    """Whether one value is not made a list, as for `str | list[str]`."""
     append: bool = False
     """Whether repeated uses are collected."""
     choices: tuple[object, ...] | None = None
@@ -101,7 +103,8 @@ class FlagSpec:
         if self.kind is bool:
             return self._parse_bool(values, typed)
         if self.many:
-            return [self._parse_one(v, typed) for v in values]
+            found = [self._parse_one(v, typed) for v in values]
+            return found[0] if self.bare and len(found) == 1 else found
         if len(values) != 1:
             raise ValueError(
                 f"{typed} must be followed by one value, got {len(values)}: {' '.join(values) or 'none'}"
@@ -137,22 +140,25 @@ def specs_of(section: type) -> dict[str, FlagSpec]:
     for f in dataclasses.fields(section):
         if "help" not in f.metadata:
             continue
-        kind, many, absent = _kind_of(hints[f.name])
+        kind, many, absent, bare = _kind_of(hints[f.name])
         if kind in (int, float) and not (f.metadata["range"] or f.metadata["choices"]):
             raise TypeError(
                 f"{section.__name__}.{f.name} is a number without a range of slime/config/ranges.py"
             )
         default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
         filled = default is None and not absent
-        specs[f.name] = FlagSpec(f.name, kind, default, many=many, filled=filled, **f.metadata)
+        specs[f.name] = FlagSpec(f.name, kind, default, many=many, bare=bare, filled=filled, **f.metadata)
     return specs
 
 
-def _kind_of(hint: object) -> tuple[type, bool, bool]:
-    """(type of one value, whether it is a list, whether it may be absent) of an annotation."""
-    absent = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    if absent:
-        hint = next(a for a in typing.get_args(hint) if a is not type(None))
-    many = typing.get_origin(hint) is list
-    kind = typing.get_args(hint)[0] if many else typing.get_origin(hint) or hint
-    return typing.cast("type", kind), many, absent
+def _kind_of(hint: object) -> tuple[type, bool, bool, bool]:
+    """(type of one value, whether it is a list, whether it may be absent, whether one value may stand without its list)
+    of an annotation."""
+    parts = [hint]
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        parts = list(typing.get_args(hint))
+    present = [part for part in parts if part is not type(None)]
+    one = present[-1]  # of `str | list[str]` the list
+    many = typing.get_origin(one) is list
+    kind = typing.get_args(one)[0] if many else typing.get_origin(one) or one
+    return typing.cast("type", kind), many, len(present) < len(parts), many and len(present) > 1

@@ -6,12 +6,12 @@ Owns the position in the data and the numbering of groups and samples, and saves
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
+import math
 import os
-import random
 from argparse import Namespace
-from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,7 +20,10 @@ from slime.algo.losses import loss_of
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config.schema import Config, section_of
 from slime.config.sections.data import DataConfig
+from slime.config.sections.reward import RewardConfig
 from slime.config.sections.rollout import RolloutConfig
+from slime.data.curriculum import PROMPT, PassRates
+from slime.data.mixing import DataSet, Joined, Mixture, Order, data_sets
 from slime.data.prompts import Context, LabelCheck, Prompts, load_prompts, prompt_limit
 from slime.data.rows import Columns
 from slime.data.tokenizer import load_tokenizer
@@ -39,25 +42,30 @@ SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 class PromptDataSource:
     """Groups of `--n-samples-per-prompt` samples, first from the buffer and then from `--prompt-data`.
 
-    Deterministic: epoch e visits the prompts in file order, or with --rollout-shuffle in the order
-    `random.Random(rollout_seed + e).shuffle(range(len(prompts)))`. `Sample.index` and `Sample.group_index`
-    count up over the whole run and never repeat. With --disable-rollout-global-dataset, the samples are empty and the
+    Deterministic: `slime.data.mixing` says which prompt comes next, and `slime.data.curriculum` what --curriculum
+    leaves out. Samples of a data set with a name have it in `metadata["data_source"]`, unless their row has a value
+    there. `Sample.index` and `Sample.group_index` count up over the whole run and never repeat. With --disable-rollout-global-dataset, the samples are empty and the
     rollout function supplies its own prompts. Without --prompt-data it has only the groups that `add_samples` gave.
     """
 
     def __init__(self, args: Namespace) -> None:
         self.args = args
         self.buffer: list[SampleGroup] = []
-        self.prompts: Sequence[Prompt] = []
         rollout, data = section_of(RolloutConfig, args), section_of(DataConfig, args)
+        found: list[tuple[DataSet, Prompts]] = []
         if data.prompt_data and not data.disable_rollout_global_dataset:
-            self.prompts = load_training_prompts(Config.of_args(args), self.label_check(args))
-        self.epoch = 0
-        self.position = 0
+            found = load_training_prompts(Config.of_args(args), self.label_check(args))
+        self.data_sets = [one for one, _ in found]
+        self.prompts = Joined([prompts for _, prompts in found])
+        seed, shuffle = rollout.rollout_seed, rollout.rollout_shuffle
+        self.orders = [Order(len(prompts), seed=seed, shuffle=shuffle) for _, prompts in found]
+        weights = [float(len(prompts)) if one.weight is None else one.weight for one, prompts in found]
+        self.mixture = Mixture(self.orders, weights, [str(one.name) for one in self.data_sets], seed)
+        keep = data.curriculum
+        self.pass_rates = None if keep is None else PassRates(len(self.prompts), keep, seed)
         self.next_group_index = 0
         self.next_index = 0
-        self._order: tuple[int, Sequence[int]] | None = None
-        self._buffer_filter = pop_first
+        self._buffer_filter = pop_oldest if rollout.buffer_sort_by_staleness else pop_first
         if rollout.buffer_filter_path:
             self._buffer_filter = load_function(rollout.buffer_filter_path, flag="--buffer-filter-path")
 
@@ -66,8 +74,28 @@ class PromptDataSource:
         return None
 
     def __len__(self) -> int:
-        """Number of prompts of one epoch."""
+        """Number of prompts of all data sets."""
         return len(self.prompts)
+
+    @property
+    def epoch(self) -> int:
+        """Of the first data set."""
+        return self.orders[0].epoch if self.orders else 0
+
+    @property
+    def position(self) -> int:
+        """In the epoch of the first data set."""
+        return self.orders[0].position if self.orders else 0
+
+    def observe(self, groups: Sequence[SampleGroup]) -> None:
+        """Record the rewards of finished groups for --curriculum. Each group counts once, however often it is
+        given."""
+        if self.pass_rates is not None:
+            self.pass_rates.observe(groups, section_of(RewardConfig, self.args).reward_key)
+
+    def take_metrics(self) -> dict[str, float]:
+        """What --curriculum has recorded, and has left out since the last call."""
+        return {} if self.pass_rates is None else self.pass_rates.take_metrics()
 
     def get_samples(self, num_groups: int) -> list[SampleGroup]:
         """The next `num_groups` groups. Groups from the buffer come first, with the tokens that they have."""
@@ -94,7 +122,15 @@ class PromptDataSource:
         """Position, numbering and buffered samples as plain values, copied from this object. `outstanding`: groups that
         come before the buffer."""
         buffer = [*outstanding, *self.buffer]
+        more: dict[str, object] = {}
+        if len(self.orders) > 1:
+            every = zip(self.data_sets, self.orders, self.mixture.weights, strict=True)
+            more["data_sets"] = [[one.name, order.size, weight] for one, order, weight in every]
+            more["orders"] = [[order.epoch, order.position, order.drawn] for order in self.orders]
+        if self.pass_rates is not None:
+            more["pass_rates"] = self.pass_rates.state_dict()
         return {
+            **more,
             "version": _VERSION,
             "num_prompts": len(self.prompts),
             "rollout_seed": self.args.rollout_seed,
@@ -114,14 +150,20 @@ class PromptDataSource:
             "num_prompts": "the number of prompts in --prompt-data",
             "rollout_seed": "--rollout-seed",
             "rollout_shuffle": "--rollout-shuffle",
+            "data_sets": "name, number of prompts and weight of each data set of --prompt-data",
         }
         for key, name in names.items():
-            if state.get(key) != now[key]:
+            if state.get(key) != now.get(key):
                 raise ValueError(
-                    f"{name} must be what {where} was written with ({state.get(key)}), got {now[key]}; "
+                    f"{name} must be what {where} was written with ({state.get(key)}), got {now.get(key)}; "
                     "restore it, or start the data anew with --start-rollout-id 0 and another --save"
                 )
-        self.epoch, self.position = state["epoch"], state["position"]
+        epoch, position = state["epoch"], state["position"]
+        saved = state.get("orders", [[epoch, position, epoch * len(self) + position]])
+        for order, place in zip(self.orders, saved, strict=False):
+            order.epoch, order.position, order.drawn = place
+        if self.pass_rates is not None and "pass_rates" in state:
+            self.pass_rates.load_state_dict(state["pass_rates"])
         self.next_group_index, self.next_index = state["next_group_index"], state["next_index"]
         self.buffer = [
             [Sample.from_dict(sample) for sample in group] for group in copy.deepcopy(state["buffer"])
@@ -177,6 +219,11 @@ class PromptDataSource:
                 f"{path} must hold the data position that slime saved, got {type(error).__name__}: {error}; restore "
                 "it, or start the data anew with --start-rollout-id 0 and another --save"
             ) from error
+        if len(self.orders) > 1:
+            raise ValueError(
+                f"--prompt-data must be one data set to continue {path}, got {len(self.orders)}; start the data anew "
+                "with --start-rollout-id 0 and another --save"
+            )
         groups = saved.get("sample_group_index", index // self.args.n_samples_per_prompt)
         if not position <= len(self.prompts):
             raise ValueError(
@@ -211,29 +258,26 @@ class PromptDataSource:
             raise ValueError(
                 "--prompt-data must name a prompt file, got none; or pass --disable-rollout-global-dataset"
             )
-        if self.position == len(self.prompts):
-            self.epoch += 1
-            self.position = 0
-        if self._order is None or self._order[0] != self.epoch:
-            self._order = self.epoch, self._shuffled()
-        prompt = self.prompts[self._order[1][self.position]]
-        self.position += 1
-        return prompt
+        number, rates = self.mixture.next(), self.pass_rates
+        first = self.prompts.starts[number]
 
-    def _shuffled(self) -> Sequence[int]:
-        """The order of this epoch, which a checkpoint continues. 10 million prompts take 40 MB and about 4 s."""
-        if not self.args.rollout_shuffle:
-            return range(len(self.prompts))
-        order = array("I", range(len(self.prompts)))
-        random.Random(self.args.rollout_seed + self.epoch).shuffle(order)
-        return order
+        def passes_over(place: int, epoch: int) -> bool:
+            return rates is not None and rates.passes_over(first + place, epoch)
+
+        index = first + self.orders[number].next(passes_over)
+        prompt, added = self.prompts[index], dict[str, Any]()
+        if (name := self.data_sets[number].name) is not None:
+            added["data_source"] = name
+        if rates is not None:
+            added[PROMPT] = index
+        return dataclasses.replace(prompt, metadata={**added, **prompt.metadata}) if added else prompt
 
 
 def load_training_prompts(
     c: Config, check_label: LabelCheck | None, *, most_bytes: int | None = None
-) -> Prompts:
-    """The prompts of --prompt-data with the columns, the template and the limits of a run's flags. `most_bytes`: see
-    `load_prompts`. Without --hf-checkpoint, no prompt is rendered or counted."""
+) -> list[tuple[DataSet, Prompts]]:
+    """The prompts of each data set of --prompt-data with the columns, the template and the limits of a run's flags.
+    `most_bytes`: see `load_prompts`. Without --hf-checkpoint, no prompt is rendered or counted."""
     data, checkpoint = c.data, c.rollout.hf_checkpoint
     if not data.prompt_data:
         raise ValueError(
@@ -259,9 +303,9 @@ def load_training_prompts(
         apply_chat_template=data.apply_chat_template,
         apply_chat_template_kwargs=dict(data.apply_chat_template_kwargs),
     )
-    return load_prompts(
-        data.prompt_data,
-        columns,
+    read = functools.partial(
+        load_prompts,
+        columns=columns,
         tokenizer=tokenizer() if data.apply_chat_template or limit is not None else None,
         max_prompt_len=limit,
         context=context,
@@ -269,6 +313,7 @@ def load_training_prompts(
         conversations=c.rollout.rollout_function_path == SFT_ROLLOUT,
         most_bytes=most_bytes,
     )
+    return [(one, read(one.path)) for one in data_sets(data)]
 
 
 def pop_first(
@@ -278,6 +323,22 @@ def pop_first(
     taken = buffer[:num_samples]
     del buffer[:num_samples]
     return taken
+
+
+def pop_oldest(
+    args: Namespace, rollout_id: int | None, buffer: list[SampleGroup], num_samples: int
+) -> list[SampleGroup]:
+    """With --buffer-sort-by-staleness: returns the groups with tokens of the oldest weights or, where these are not
+    known, of the earliest rollout. Groups without tokens come last. The order of equal ones stays."""
+    buffer.sort(key=_oldest_tokens)
+    return pop_first(args, rollout_id, buffer, num_samples)
+
+
+def _oldest_tokens(group: SampleGroup) -> tuple[float, float]:
+    """The oldest weights and the earliest rollout of a group's tokens; infinity where there are none."""
+    versions = [int(v) for sample in group for v in sample.weight_versions if str(v).isdecimal()]
+    rollouts = [s.metadata["start_rollout_id"] for s in group if "start_rollout_id" in s.metadata]
+    return min(versions, default=math.inf), min(rollouts, default=math.inf)
 
 
 def _state_path(root: str, rollout_id: int) -> Path:

@@ -6,10 +6,10 @@ from argparse import Namespace
 
 from slime.algo.losses import loss_of
 from slime.config.schema import Config
-from slime.data.source import PromptDataSource, pop_first
+from slime.data.source import PromptDataSource, pop_first, pop_oldest
 from slime.rollout.rewards.labels import LabelCheck, label_check
 
-__all__ = ["RolloutDataSourceWithBuffer", "pop_first"]
+__all__ = ["RolloutDataSourceWithBuffer", "pop_first", "pop_oldest"]
 
 
 class RolloutDataSourceWithBuffer(PromptDataSource):

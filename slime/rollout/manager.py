@@ -181,7 +181,11 @@ class RolloutManager:
             output = call_rollout_fn(
                 self.rollout_function, self.args, rollout_id, self.data_source, evaluation=False
             )
-        return output.samples, output.metrics or {}, self.facts
+        metrics = output.metrics or {}
+        if observe := getattr(self.data_source, "observe", None):  # a plug-in's data source may lack it
+            observe(output.samples)
+            metrics = {**metrics, **self.data_source.take_metrics()}
+        return output.samples, metrics, self.facts
 
     @contextmanager
     def _naming_checkpoint(self) -> Iterator[None]:

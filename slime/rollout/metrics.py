@@ -16,6 +16,7 @@ from slime.config.schema import Config
 from slime.config.sections.logging import LoggingConfig
 from slime.config.sections.reward import RewardConfig
 from slime.data import kept_tokens, session_record
+from slime.data.mixing import data_sets
 from slime.roles.served import by_name
 from slime.rollout.base_types import EvalData
 from slime.rollout.on_policy_distillation import source_of
@@ -41,6 +42,8 @@ def rollout_metrics(c: Config, groups: list[SampleGroup], rollout_time_s: float)
     metrics = {f"rollout/{name}": value for name, value in sample_metrics(c.logging, key, groups).items()}
     metrics["rollout/raw_reward"] = statistics.fmean(sample.reward_value(key) for sample in samples)
     metrics |= {f"rollout/{name}": value for name, value in teacher_metrics(c, samples).items()}
+    if any(one.name for one in data_sets(c.data)):
+        metrics |= {f"rollout/{name}": value for name, value in data_source_metrics(key, groups).items()}
     if c.logging.log_passrate:
         rewards = [[sample.reward_value(key) for sample in group] for group in groups]
         metrics |= {f"rollout/passrate/{name}": value for name, value in pass_rate(rewards).items()}
@@ -48,6 +51,20 @@ def rollout_metrics(c: Config, groups: list[SampleGroup], rollout_time_s: float)
         f"perf/{name}": value
         for name, value in perf_metrics(c.cluster.rollout_num_gpus, samples, rollout_time_s).items()
     }
+    return metrics
+
+
+def data_source_metrics(reward_key: str | None, groups: list[SampleGroup]) -> dict[str, float]:
+    """raw_reward/{source} and group_share/{source} of each `data_source` of the samples' metadata: the mean reward, and
+    the share of the groups."""
+    each: dict[str, list[SampleGroup]] = {}
+    for group in groups:
+        each.setdefault(str(group[0].metadata.get("data_source")), []).append(group)
+    metrics = {}
+    for source, its in sorted(each.items()):
+        rewards = [sample.reward_value(reward_key) for group in its for sample in group]
+        metrics[f"raw_reward/{source}"] = statistics.fmean(rewards)
+        metrics[f"group_share/{source}"] = len(its) / len(groups)
     return metrics
 
 

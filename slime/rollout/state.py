@@ -25,6 +25,7 @@ from slime.config.sections.rollout import RolloutConfig
 from slime.data.rows import render_chat
 from slime.data.tokenizer import opened, opening_ids
 from slime.protocols import GenerateResult, RolloutEngine
+from slime.rollout.stream.concurrency import Concurrency
 from slime.tracking.events import Events
 from slime.types import Prompt, Sample, SampleGroup, SamplingParams
 from slime.user_code import watch_loop
@@ -63,7 +64,7 @@ class GenerateState:
     """One per rollout manager. `engine` is None if no sample is generated (SFT, replay of saved samples).
     `frozen_engines`: those of the run's frozen models, by their names (`slime.roles.served`).
 
-    `semaphore` limits the samples in generation to `server_concurrency` per engine. `aborted` makes running
+    `semaphore` limits the samples in generation to `server_concurrency` per engine, or adapts. `aborted` makes running
     generations stop. `timed_out` maps the random stream of a sample to the reason why it passed its deadline.
     `request_figures` maps a metric to its values, one per request since `take_figures`. `requests` counts the requests
     of a random stream by the tokens before them, so that a sample that starts again draws another response.
@@ -85,8 +86,8 @@ class GenerateState:
         self.tokenizer = tokenizer
         cluster = section_of(ClusterConfig, args)
         engines = max(1, (cluster.rollout_num_gpus or 1) // cluster.rollout_num_gpus_per_engine)
-        self.concurrency = section_of(EngineConfig, args).server_concurrency * engines
-        self.semaphore = asyncio.Semaphore(self.concurrency)
+        limit = section_of(EngineConfig, args)
+        self.semaphore = Concurrency(limit.server_concurrency * engines, adapts=limit.adapts_concurrency)
         self.aborted = False
         self.timed_out: dict[str, str] = {}
         self.request_figures: dict[str, list[float]] = {}
@@ -188,10 +189,12 @@ class GenerateState:
     def note_request(self, seconds: float, result: GenerateResult) -> None:
         """Record the times of a completed request under slime's metric names. Values that the engine did not report
         are left out. `seconds` is the time from request to response, with retries and the router."""
+        self.semaphore.note(seconds, result)
         figures = {
             "request/e2e_latency": seconds,
             "request/queue_time": result.queue_s,
             "decode/throughput": result.decode_tokens_per_s,
+            "request/concurrency_limit": self.semaphore.limit if self.semaphore.adapts else None,
         }
         for name, value in figures.items():
             if value is not None:

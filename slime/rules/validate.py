@@ -6,13 +6,11 @@ Every error gives the flag, the rule, the values found and what to do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from slime.checkpoints.hf_config import check_checkpoint_shapes, largest_token_id, read_hf_config
 from slime.config.fields import spelled
 from slime.config.problems import Problems, given
 from slime.config.schema import Config
-from slime.data.files import find_source
 from slime.hooks import load_function
 from slime.models import Decoder, decoder_of
 from slime.models.decoder import Hf
@@ -29,7 +27,13 @@ from slime.rules.cluster import (
     check_offload,
     check_parallel_sizes,
 )
-from slime.rules.debug import check_length, check_profile_steps, check_train_data_file
+from slime.rules.data import (
+    check_curriculum,
+    check_files,
+    check_length,
+    check_profile_steps,
+    check_train_data_file,
+)
 from slime.rules.distillation import check_distillation, check_teacher
 from slime.rules.experts import check_expert_flags
 from slime.rules.flags import own_flags
@@ -277,22 +281,6 @@ def _intervals(c: Config) -> None:
     problems.report()
 
 
-def _files(c: Config) -> None:
-    problems = Problems()
-    paths: dict[str, Sequence[str | None]] = {
-        "--prompt-data": [c.data.prompt_data],
-        "--eval-prompt-data": (c.evaluation.eval_prompt_data or [])[1::2],
-    }
-    for name, files in paths.items():
-        for path in filter(None, files):
-            problems.check(find_source, path, name)
-    if c.evaluation.eval_config is not None and not Path(c.evaluation.eval_config).exists():
-        problems.add(
-            f"--eval-config must name a file that exists, got {c.evaluation.eval_config}; check the path"
-        )
-    problems.report()
-
-
 def _model(c: Config) -> Hf:
     return read_hf_config(given(c.rollout.hf_checkpoint))
 
@@ -377,7 +365,8 @@ TOGETHER: tuple[Rule, ...] = (
     check_length,
     check_profile_steps,
     check_train_data_file,
-    _files,
+    check_files,
+    check_curriculum,
     check_directories,
     check_teacher,
     _hooks,

@@ -157,7 +157,9 @@ def _facts(record: Record, pairs: Sequence[Pair]) -> Iterator[tuple[str, str]]:
     yield "Benchmark", f"{record.name}{preset}; `{switch.field}` is {sides}"
     flags = flags_of(first.config)
     if flags.get("prompt_data"):
-        file = "/".join(Path(flags["prompt_data"]).parts[-3:])
+        values = flags["prompt_data"]
+        paths = [values] if isinstance(values, str) else values
+        file = " ".join("/".join(Path(path).parts[-3:]) for path in paths)
         yield (
             "Rollouts",
             f"{flags['rollout_batch_size']} prompts x {flags['n_samples_per_prompt']} answers of at most "

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from slime.config import Config
 from slime.config.sections.data import DataConfig
+from slime.data.mixing import DataSet
 from slime.data.prompts import Prompts
 from slime.data.source import load_training_prompts
 from slime.data.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -61,15 +62,32 @@ def prompts(c: Config) -> Iterator[str]:
 
 
 def _training(c: Config, read: Config) -> Iterator[str]:
-    batch, part = c.data.rollout_batch_size, ""
+    batch, name, part = c.data.rollout_batch_size, c.data.prompt_data, ""
     if c.data.data_source_path == DataConfig.data_source_path:
         found = load_training_prompts(read, training_label_check(read), most_bytes=PLANNED_BYTES)
-        number, part = len(found) + found.unread, _part_of(found)
+        sizes = [len(its) + its.unread for _, its in found]
+        number, part = sum(sizes), _part_of(found[0][1])
+        if len(found) > 1:
+            yield from _mixed(found, sizes, batch)
+            name, part = "all data sets", ""
     else:
         number = len(load_function(c.data.data_source_path, flag="--data-source-path")(c.namespace()))
-    yield f"{c.data.prompt_data}: {plural(number, 'prompt')} = {number / batch:.4g} rollouts an epoch{part}"
+    yield f"{name}: {plural(number, 'prompt')} = {number / batch:.4g} rollouts an epoch{part}"
     if c.data.num_rollout is None:
         yield f"--num-epoch {c.data.num_epoch} = {_rollouts(c, number)} rollouts"
+
+
+def _mixed(found: Sequence[tuple[DataSet, Prompts]], sizes: Sequence[int], batch: int) -> Iterator[str]:
+    """A line for each of several data sets: its share, and after how many rollouts it begins again."""
+    weights = [
+        size if one.weight is None else one.weight for (one, _), size in zip(found, sizes, strict=True)
+    ]
+    for (one, its), size, weight in zip(found, sizes, weights, strict=True):
+        share = weight / sum(weights)
+        yield (
+            f"{one.name} {one.path}: {plural(size, 'prompt')}, {share:.3g} of each batch, again after "
+            f"{size / (share * batch):.4g} rollouts{_part_of(its)}"
+        )
 
 
 def _part_of(found: Prompts) -> str:

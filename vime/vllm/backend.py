@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config import Config, FlagGroup
 from slime.config.fields import FlagSpec
-from slime.config.sections.engine import EngineFacts
+from slime.config.sections.engine import EngineFacts, int_or_auto
 from slime.config.unsupported import Unsupported
 from slime.protocols import WeightSource
 from slime.roles.served import ServedModel
@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 
 ENGINE_SHARE = 0.92
 """vLLM's own --gpu-memory-utilization."""
-CONCURRENCY = FlagSpec("vllm_server_concurrency", int, 512, "maximum number of requests in flight per engine")
+CONCURRENCY = FlagSpec(
+    "vllm_server_concurrency",
+    int_or_auto,
+    512,
+    "maximum number of requests in flight per engine; auto starts with 512, rises while requests start at once, and "
+    "falls when they wait in the engines or are preempted",
+)
 INVARIANT = FlagSpec(
     "vllm_batch_invariant",
     bool,
@@ -136,6 +142,8 @@ class VllmBackend:
         """The engine section. Hooks find vLLM's arguments in their `args` as vllm_NAME."""
         args = given.get("backend_args", {})
         concurrency = own.get(CONCURRENCY.name, CONCURRENCY.default)
+        if adapts := concurrency == "auto":
+            concurrency = CONCURRENCY.default  # a number, because hooks compute with it
         hooks = {name: entry.default for name, entry in UNSUPPORTED.items()}
         hooks |= {name: spec.default for name, spec in NO_EFFECT.items() if spec.default is not None}
         hooks |= {
@@ -150,6 +158,7 @@ class VllmBackend:
         return {
             **given,
             "server_concurrency": concurrency,
+            "adapts_concurrency": adapts,
             "router_ip": own.get(ROUTER_IP.name),
             "router_port": own.get(ROUTER_PORT.name),
             "backend_env": {"VLLM_BATCH_INVARIANT": "1"} if own.get(INVARIANT.name) else {},

@@ -236,6 +236,7 @@ def result_of(answer: SampleAnswer, prompt_tokens: int, experts_from: int | None
         prompt_tokens=answer.prompt_tokens,
         cached_tokens=answer.cached_tokens,
         queue_s=answer.queue_s,
+        preemptions=answer.preemptions,
         decode_tokens_per_s=answer.decode_tokens_per_s,
         routed_experts=rows,
         speculation=answer.speculation,

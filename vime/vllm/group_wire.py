@@ -36,6 +36,7 @@ class SampleAnswer(msgspec.Struct, array_like=True):
     Of a request with SCORE_FIELD, `log_probs` are those of the prompt. `top_ids`, int32, and `top_log_probs`, float32
     nats, have the same number of the most probable tokens for each place.
     `kept_ids`, `kept_counts`: int32, the ids that sampling kept, and how many of each token.
+    `preemptions`: how often the engine took its memory away, where that counts them.
     `speculation`: number of passes of the model, of drafted and of accepted tokens, where the engine counts them.
     """
 
@@ -56,6 +57,7 @@ class SampleAnswer(msgspec.Struct, array_like=True):
     kept_counts: bytes = b""
     top_ids: bytes = b""
     top_log_probs: bytes = b""
+    preemptions: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -5,17 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config.fields import flag
-from slime.config.ranges import COUNT, COUNT_OR_ZERO
+from slime.config.ranges import COUNT, COUNT_OR_ZERO, UNIT
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """rollout_batch_size * n_samples_per_prompt = global_batch_size * num_steps_per_rollout."""
 
-    prompt_data: str | None = flag(
+    prompt_data: str | list[str] | None = flag(  # noqa: RUF009
         None,
         "prompt file (jsonl, json, parquet, csv, arrow), folder of such files, or hub dataset NAME[:CONFIG[:SPLIT]]; "
-        "path@[start:end] takes a part of its rows",
+        "path@[start:end] takes a part of its rows; NAME=PATH NAME=PATH ... mixes several",
+    )
+    prompt_data_weights: list[str] | None = flag(  # noqa: RUF009
+        None,
+        "NAME=WEIGHT of each data set of --prompt-data: its share of the prompts (default: its number of prompts)",
+    )
+    curriculum: float | None = flag(
+        None,
+        "probability with which a prompt whose last group had equal rewards, and so no advantage, is drawn again in a "
+        "later epoch (default: every prompt is drawn in every epoch)",
+        range=UNIT,
     )
     input_key: str = flag("input", "column of the prompt")
     label_key: str | None = flag(None, "column of the label; a.b means field b of column a")

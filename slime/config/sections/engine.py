@@ -41,6 +41,11 @@ class EngineFacts:
         return self.flag_of.get(name, name)
 
 
+def int_or_auto(text: str) -> int | str:
+    """The value of --vllm-server-concurrency."""
+    return text if text == "auto" else int(text)
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """What the backend makes of its flags."""
@@ -48,6 +53,8 @@ class EngineConfig:
     rollout_backend: str = flag(DEFAULT_BACKEND, "rollout engine")
     server_concurrency: int = 512
     """Maximum number of requests in flight per engine."""
+    adapts_concurrency: bool = False
+    """That is the first maximum, and what requests report changes it (`slime.rollout.stream.concurrency`)."""
     engine_facts: EngineFacts = field(default_factory=EngineFacts)
     backend_args: Values = field(default_factory=dict)
     """Typed values that the user gave, by the engine's own names."""

@@ -61,6 +61,10 @@ class RolloutConfig:
         None, "fn(rollout_id, args, data, extra) -> bool"
     )
     buffer_filter_path: str | None = flag(None, "fn(args, rollout_id, buffer, num_samples) -> groups")
+    buffer_sort_by_staleness: bool = flag(
+        False,
+        "take the groups with the oldest tokens from the buffer first; a --buffer-filter-path decides itself",
+    )
     rollout_data_postprocess_path: str | None = flag(
         None, "fn(args, rollout_id, rollout_data) on each trainer rank"
     )

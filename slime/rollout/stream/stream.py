@@ -277,6 +277,8 @@ class Stream:
         numbers = [number_of(drawn.given) for drawn in cut]
         over_limit = int(metrics.get("rollout/staleness/over_limit", 0))
         self.state.events.add("batch", rollout=self.rollout_id, groups=numbers, over_limit=over_limit)
+        if observe := getattr(self.data_source, "observe", None):  # a plug-in's data source may lack it
+            observe(sorted(self.finished, key=index_of))
         if path := self.flags.rollout_sample_filter_path:
             load_function(path, flag="--rollout-sample-filter-path")(self.args, groups)
         if path := self.flags.rollout_all_samples_process_path:

@@ -12,7 +12,7 @@ import torch
 
 from slime.config import Config
 from slime.config.sections.debug import profiled_steps
-from slime.rules.debug import check_profile_steps
+from slime.rules.data import check_profile_steps
 from slime.tracking import Timers
 from slime.tracking.memory import PeakMemory, resident_peak_gib
 from slime.tracking.percentiles import StepFigures

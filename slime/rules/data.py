@@ -1,10 +1,56 @@
-"""Rules of debug flags, and of the length of a run."""
+"""Rules of the data, of the length of a run, and of debug flags."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from slime.algo.losses import loss_of
 from slime.config.fields import spelled
+from slime.config.problems import Problems
 from slime.config.schema import Config
 from slime.config.sections.debug import profiled_steps
+from slime.data.files import find_source
+from slime.data.mixing import data_sets
+from slime.hooks import load_function
+
+
+def check_files(c: Config) -> None:
+    """Each file of prompts exists, and each data set has a name and a weight."""
+    problems = Problems()
+    for one in data_sets(c.data):
+        problems.check(find_source, one.path, "--prompt-data")
+    for path in (c.evaluation.eval_prompt_data or [])[1::2]:
+        problems.check(find_source, path, "--eval-prompt-data")
+    if c.evaluation.eval_config is not None and not Path(c.evaluation.eval_config).exists():
+        problems.add(
+            f"--eval-config must name a file that exists, got {c.evaluation.eval_config}; check the path"
+        )
+    problems.report()
+
+
+def check_curriculum(c: Config) -> None:
+    """--curriculum compares the rewards of a group of prompts that a data source knows."""
+    data = c.data
+    if data.curriculum is None:
+        return
+    problems = Problems()
+    if data.n_samples_per_prompt < 2:
+        problems.add(
+            "--n-samples-per-prompt must be 2 or more with --curriculum, got 1; one reward says nothing of an advantage"
+        )
+    if not loss_of(c.algorithm).rewarded:
+        problems.add(
+            f"--curriculum must be left out without rewards, got it with --loss-type {c.algorithm.loss_type}"
+        )
+    if not data.prompt_data or data.disable_rollout_global_dataset:
+        problems.add("--prompt-data must be given with --curriculum, got none")
+    source = load_function(data.data_source_path, flag="--data-source-path")
+    if not hasattr(source, "observe"):
+        problems.add(
+            f"--data-source-path must have observe(groups) with --curriculum, got {data.data_source_path}; derive the "
+            "class from slime.rollout.data_source.RolloutDataSourceWithBuffer"
+        )
+    problems.report()
 
 
 def check_length(c: Config) -> None:
