@@ -16,3 +16,10 @@ def odd_share(args: Any, sample: Any, **kwargs: Any) -> float:
 def odd_first(args: Any, sample: Any, **kwargs: Any) -> float:
     """1 if the id of the first token is odd, else 0: a group may have one reward, unlike with `odd_share`."""
     return float(sample.response_length > 0 and sample.tokens[-sample.response_length] % 2)
+
+
+def odd_first_of_half(args: Any, sample: Any, **kwargs: Any) -> float:
+    """`odd_first` for labels of which `label % 4` is 2 or 3. The others always get 0 or always get 1, so their groups have
+    no advantage."""
+    kind = int(sample.label) % 4
+    return odd_first(args, sample) if kind > 1 else float(kind)

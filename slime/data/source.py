@@ -44,8 +44,9 @@ class PromptDataSource:
 
     Deterministic: `slime.data.mixing` says which prompt comes next, and `slime.data.curriculum` what --curriculum
     leaves out. Samples of a data set with a name have it in `metadata["data_source"]`, unless their row has a value
-    there. `Sample.index` and `Sample.group_index` count up over the whole run and never repeat. With --disable-rollout-global-dataset, the samples are empty and the
-    rollout function supplies its own prompts. Without --prompt-data it has only the groups that `add_samples` gave.
+    there. `Sample.index` and `Sample.group_index` count up over the whole run and never repeat. With
+    --disable-rollout-global-dataset, the samples are empty and the rollout function supplies its own prompts. Without
+    --prompt-data it has only the groups that `add_samples` gave.
     """
 
     def __init__(self, args: Namespace) -> None:

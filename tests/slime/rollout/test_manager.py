@@ -78,6 +78,35 @@ def test_a_rollout(build):
     assert prompts(manager.generate(1))[::2] == ["c len=3 :", "d len=4 :"]
 
 
+def test_the_curriculum_sees_the_groups_that_a_filter_drops(build, tmp_path):
+    """Prompts a and b get equal rewards and are dropped. The second epoch leaves them out."""
+    named = write_lines(
+        tmp_path / "named.jsonl",
+        [{"input": f"{c} len=1 :", "label": str(i)} for i, c in enumerate("abcd")],
+    )
+    filters = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    manager = build(
+        prompt_data=f"letters={named}",
+        curriculum=0.0,
+        custom_rm_path="test_manager.first_two_equal",
+        dynamic_sampling_filter_path=filters,
+    )
+    first, second = manager.generate(0), manager.generate(1)
+    assert prompts(first)[::2] == prompts(second)[::2] == ["c len=1 :", "d len=1 :"]
+    assert first.metrics["rollout/dynamic_filter/drop_zero_std_1.0"] == 2
+    assert first.metrics["rollout/curriculum/seen"] == 4
+    assert first.metrics["rollout/curriculum/solved"] == 0.5
+    assert first.metrics["rollout/curriculum/passed_over"] == 0
+    assert second.metrics["rollout/curriculum/passed_over"] == 2
+    assert "rollout/dynamic_filter/drop_zero_std_1.0" not in second.metrics
+    assert second.metrics["rollout/raw_reward/letters"] == 0.5
+    assert second.metrics["rollout/group_share/letters"] == 1
+
+
+async def first_two_equal(args, sample):
+    return 1.0 if sample.prompt[0] in "ab" else float(sample.index % 2)
+
+
 def test_samples_that_fill_no_step_are_no_work(build):
     """Four samples, steps of three: the fourth is generated and not trained on."""
     batch = build(global_batch_size=3).generate(0)

@@ -45,6 +45,16 @@ def test_hooks_find_the_backends_arguments_and_a_saved_file_loads(tmp_path):
     assert Config.from_dict(json.loads((tmp_path / "saved.json").read_text())) == c
 
 
+def test_a_concurrency_that_adapts_is_a_number_for_hooks(tmp_path):
+    for flag in ("--vllm-server-concurrency", "--sglang-server-concurrency"):
+        c = backends.parse_config([*good_argv(tmp_path), flag, "auto"])
+        assert (c.engine.server_concurrency, c.engine.adapts_concurrency) == (512, True)
+        assert c.namespace().vllm_server_concurrency == 512
+    assert not backends.parse_config(good_argv(tmp_path)).engine.adapts_concurrency
+    with pytest.raises(ValueError, match="--vllm-server-concurrency must be of type int_or_auto, got 'most'"):
+        backends.parse_config([*good_argv(tmp_path), "--vllm-server-concurrency", "most"])
+
+
 def test_concurrency_must_be_above_zero(tmp_path):
     with pytest.raises(ValueError, match="--vllm-server-concurrency must be above 0, got 0"):
         backends.parse_config([*good_argv(tmp_path), "--vllm-server-concurrency", "0"])

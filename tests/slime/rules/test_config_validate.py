@@ -302,6 +302,21 @@ RULES = [
         "--eval-prompt-data aime absent.jsonl",
         "--eval-prompt-data must name an existing file, got absent.jsonl",
     ),
+    ("--prompt-data a=absent.jsonl b=x", "--prompt-data must name an existing file, got absent.jsonl"),
+    (
+        "--prompt-data a=x a=y",
+        "--prompt-data must give each data set a name of its own, got a more than once",
+    ),
+    ("--prompt-data-weights a=1", "--prompt-data-weights must have one weight for each NAME=PATH"),
+    ("--curriculum 2", "--curriculum must lie in [0, 1], got 2"),
+    (
+        "--curriculum 0.1 --n-samples-per-prompt 1 --global-batch-size 4",
+        "--n-samples-per-prompt must be 2 or more",
+    ),
+    (
+        "--curriculum 0.1 --data-source-path slime.types.Sample",
+        "--data-source-path must have observe(groups)",
+    ),
     (
         "--prompt-data absent.jsonl@[0:10]",
         "--prompt-data must name an existing file, got absent.jsonl",

@@ -119,3 +119,30 @@ def test_no_rollout_needs_an_evaluation(model, tmp_path):
     alone = parse_config([*flags(model, data), *evaluated, "--debug-train-only"])
     assert alone.evaluation.eval_interval is None
     assert "--eval-interval 3 has no effect: without engines nothing is evaluated" in alone.notes
+
+
+def test_several_data_sets(model, tmp_path, capsys):
+    """A plan has a line for each, and refuses a wrong row of any."""
+    easy = write_lines(tmp_path / "easy.jsonl", [GOOD] * 3)
+    hard = write_lines(tmp_path / "hard.jsonl", [GOOD] * 5)
+    words = flags(model, f"easy={easy}")
+    place = words.index("--prompt-data") + 2
+    words[place:place] = [f"hard={hard}", "--prompt-data-weights", "easy=1", "hard=3"]
+    config = parse_config(words)
+    assert config.data.prompt_data == [f"easy={easy}", f"hard={hard}"]
+    assert list(prompts(config))[:3] == [
+        f"easy {easy}: 3 prompts, 0.25 of each batch, again after 12 rollouts",
+        f"hard {hard}: 5 prompts, 0.75 of each batch, again after 6.667 rollouts",
+        "all data sets: 8 prompts = 8 rollouts an epoch",
+    ]
+    write_lines(tmp_path / "hard.jsonl", [GOOD, {**GOOD, "label": ""}])
+    for read in (with_data, lambda c: list(prompts(c))):
+        with pytest.raises(ValueError, match=r"hard\.jsonl:2: column 'label'"):
+            read(config)
+    assert main(["plan", *words]) == 2 and "hard.jsonl:2: " in capsys.readouterr().err
+
+
+def test_one_file_stays_a_plain_value(model, tmp_path):
+    """Hooks and data sources of plug-ins read it as a path."""
+    data = write_lines(tmp_path / "d.jsonl", [GOOD])
+    assert parse_config(flags(model, data)).namespace().prompt_data == data
