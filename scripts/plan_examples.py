@@ -39,6 +39,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 LAYOUTS, AFTER = "planned", "planned algorithms"
 """Names of the two tables in their marks."""
 ALGORITHMS = {
+    "curriculum": "config.yaml",
     "dapo": "config.yaml",
     "dpo": "dpo.yaml",
     "mismatch-correction": "config.yaml",

@@ -19,7 +19,7 @@ def odd_first(args: Any, sample: Any, **kwargs: Any) -> float:
 
 
 def odd_first_of_half(args: Any, sample: Any, **kwargs: Any) -> float:
-    """`odd_first` for labels of which `label % 4` is 2 or 3. The others always get 0 or always get 1, so their groups have
-    no advantage."""
+    """`odd_first` if `label % 4` is 2 or 3. Other labels always get 0 or always get 1, so their groups have no
+    advantage."""
     kind = int(sample.label) % 4
     return odd_first(args, sample) if kind > 1 else float(kind)

@@ -40,10 +40,11 @@ def check_curriculum(c: Config) -> None:
         )
     if not loss_of(c.algorithm).rewarded:
         problems.add(
-            f"--curriculum must be left out without rewards, got it with --loss-type {c.algorithm.loss_type}"
+            f"--curriculum must be left out without rewards, got it with --loss-type {c.algorithm.loss_type}; take it "
+            "out"
         )
     if not data.prompt_data or data.disable_rollout_global_dataset:
-        problems.add("--prompt-data must be given with --curriculum, got none")
+        problems.add("--prompt-data must be given with --curriculum, got none; name a file")
     source = load_function(data.data_source_path, flag="--data-source-path")
     if not hasattr(source, "observe"):
         problems.add(

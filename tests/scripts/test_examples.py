@@ -69,7 +69,7 @@ def test_the_page_of_an_algorithm_is_short_and_names_its_test_and_curve(name):
     assert tests and all(name in (plan_examples.EXAMPLES.parent / test).read_text() for test in tests)
 
 
-@pytest.mark.parametrize("name", ["dapo", "rloo", "mismatch-correction"])
+@pytest.mark.parametrize("name", ["curriculum", "dapo", "rloo", "mismatch-correction"])
 def test_algorithms_are_planned_after_a_layout(tmp_path, name):
     """No note says that a flag has no effect, and the layout stays as it was planned."""
     model = plan_examples.write_model("qwen3-4b", tmp_path)

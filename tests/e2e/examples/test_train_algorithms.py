@@ -27,11 +27,13 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def example(world: World, monkeypatch: pytest.MonkeyPatch, name: str, *own: str) -> str:
+def example(
+    world: World, monkeypatch: pytest.MonkeyPatch, name: str, *own: str, data: str = "train.jsonl"
+) -> str:
     """The output of an example's files after the tiny layout. Its first three rollouts are those of random weights."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples/bench"))
     files = [str(ROOT / "examples" / file) for file in ("tiny.yaml", *(f"{name}/{file}" for file in own))]
-    model = ("--hf-checkpoint", str(world.model), "--prompt-data", str(world.data / "train.jsonl"))
+    model = ("--hf-checkpoint", str(world.model), "--prompt-data", str(world.data / data))
     command = vime("train", "--config", *files, *model, "--run-dir", str(world.root / name))
     printed = run(command, world.root / f"{name}.out")
     rewards = series(world, name, "rollout/raw_reward")
@@ -80,3 +82,22 @@ def test_rollouts_ahead_learn_and_lose_no_group(world: World, monkeypatch: pytes
     ledger = read_ledger(world.root / name)
     assert ledger.is_exact and ledger.groups_trained == 16 * 16 and ledger.over_limit == 0
     assert not any(ledger.dropped.values())
+
+
+@pytest.mark.slow
+def test_curriculum_spends_its_groups_on_prompts_with_an_advantage(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the 64 prompts never have one. An epoch without a curriculum is four rollouts."""
+    name = "curriculum"
+    example(world, monkeypatch, name, "config.yaml", "tiny.yaml", data="train.jsonl@[0:64]")
+    found = rows(world.root / name, "rollout/step")
+    idle = [
+        sum(value for metric, value in row.items() if metric.startswith("rollout/zero_std/")) / 16
+        for _, row in sorted(found.items())
+    ]
+    print([round(x, 2) for x in idle])
+    assert len(idle) == 20 and mean(idle[:4]) > 0.45 and mean(idle[4:]) < 0.35
+    passed_over = series(world, name, "rollout/curriculum/passed_over")
+    assert sum(passed_over[:4]) == 0 and min(passed_over[4:]) > 0
+    assert mean(series(world, name, "rollout/raw_reward")[-3:]) > 0.7

@@ -219,7 +219,7 @@ def _answer_of(
         kept_counts=kept_counts,
         top_ids=top_ids,
         top_log_probs=top_log_probs,
-        preemptions=getattr(times, "num_preemptions", 0),  # since vLLM 0.32
+        preemptions=getattr(times, "num_preemptions", 0),  # not in every version
     )
 
 
