@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config import Config, FlagGroup
 from slime.config.fields import FlagSpec
-from slime.config.sections.engine import EngineFacts, int_or_auto
+from slime.config.sections.engine import EngineFacts
 from slime.config.unsupported import Unsupported
 from slime.protocols import WeightSource
 from slime.roles.served import ServedModel
@@ -26,6 +26,12 @@ from vime.vllm.server import VllmServer, VllmSpec
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
     from slime.protocols import EnginePool
+
+
+def int_or_auto(text: str) -> int | str:
+    """The value of --vllm-server-concurrency."""
+    return text if text == "auto" else int(text)
+
 
 ENGINE_SHARE = 0.92
 """vLLM's own --gpu-memory-utilization."""

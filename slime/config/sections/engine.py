@@ -41,11 +41,6 @@ class EngineFacts:
         return self.flag_of.get(name, name)
 
 
-def int_or_auto(text: str) -> int | str:
-    """The value of --vllm-server-concurrency."""
-    return text if text == "auto" else int(text)
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     """What the backend makes of its flags."""

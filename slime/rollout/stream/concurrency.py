@@ -1,6 +1,6 @@
 """How many samples may be in generation at once: a constant, or a limit that follows what requests report.
 
-With `--vllm-server-concurrency auto` the limit rises while it is what holds requests back, and falls when requests wait
+With `adapts_concurrency` the limit rises while it is what holds requests back, and falls when requests wait
 inside the engines or are preempted there (additive increase, multiplicative decrease; Chiu and Jain,
 10.1016/0169-7552(89)90019-6).
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Literal
 
 from slime.protocols import GenerateResult
 
@@ -85,8 +84,3 @@ class Concurrency(asyncio.Semaphore):
         for _ in range(limit - self.limit):
             self.release()
         self.limit = limit
-
-
-def concurrency(text: str) -> int | Literal["auto"]:
-    """The value of a --*-server-concurrency flag."""
-    return "auto" if text == "auto" else int(text)
