@@ -109,6 +109,11 @@ class GenerateState:
         global _newest
         _newest = weakref.ref(self)
 
+    @property
+    def concurrency(self) -> int:
+        """The limit of samples in generation."""
+        return self.semaphore.limit
+
     def __deepcopy__(self, memo: dict[int, object]) -> GenerateState:
         """Returns this object: hooks deep-copy `args`, and the engine and the loop must stay the same."""
         return self
