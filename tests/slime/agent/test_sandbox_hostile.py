@@ -12,6 +12,7 @@ from sandbox_cases import DAEMON, PYTHON, SMALL, command, left_behind, run, titl
 from slime.agent.sandbox import Limits
 
 
+@pytest.mark.slow  # a limit that fails takes the machine with it
 def test_a_fork_bomb_ends(isolation):
     before = time.monotonic()
     result = command(isolation, "bomb() { bomb | bomb & }; bomb; sleep 30", timeout=10)
@@ -19,6 +20,7 @@ def test_a_fork_bomb_ends(isolation):
     assert time.monotonic() - before < 9
 
 
+@pytest.mark.slow
 def test_a_python_fork_bomb_that_leaves_its_session_ends(isolation):
     bomb = "import os\nwhile True:\n    try:\n        os.fork() or os.setsid()\n    except OSError:\n        pass"
     result = command(isolation, f"{PYTHON} -c '{bomb}'", timeout=10)

@@ -117,6 +117,7 @@ def test_a_host_that_refuses_namespaces_is_named_once():
     assert inner.stderr.count("run without namespaces") == 1
 
 
+@pytest.mark.slow
 def test_without_root_and_namespaces_all_processes_end(tmp_path):
     """The weakest case: the sandbox shares the user of this process."""
     script = (
