@@ -28,8 +28,8 @@ from slime.cluster import calls, placement, ray_start, rollout_actor, trainers
 from slime.cluster.ray_watch import RayWatch, leave, parts
 from slime.cluster.watchdog import Watchdog, remove
 from slime.config import Config
+from slime.data.drawing.mixing import data_sets
 from slime.data.files import prompt_files
-from slime.data.mixing import data_sets
 from slime.disk_space import Room
 from slime.operators import decide, headline
 from slime.protocols import EnginePool

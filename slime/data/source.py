@@ -22,8 +22,8 @@ from slime.config.schema import Config, section_of
 from slime.config.sections.data import DataConfig
 from slime.config.sections.reward import RewardConfig
 from slime.config.sections.rollout import RolloutConfig
-from slime.data.curriculum import PROMPT, PassRates
-from slime.data.mixing import DataSet, Joined, Mixture, Order, data_sets
+from slime.data.drawing.curriculum import PROMPT, PassRates
+from slime.data.drawing.mixing import DataSet, Joined, Mixture, Order, data_sets
 from slime.data.prompts import Context, LabelCheck, Prompts, load_prompts, prompt_limit
 from slime.data.rows import Columns
 from slime.data.tokenizer import load_tokenizer
@@ -42,9 +42,9 @@ SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 class PromptDataSource:
     """Groups of `--n-samples-per-prompt` samples, first from the buffer and then from `--prompt-data`.
 
-    Deterministic: `slime.data.mixing` says which prompt comes next, and `slime.data.curriculum` what --curriculum
-    leaves out. Samples of a data set with a name have it in `metadata["data_source"]`, unless their row has a value
-    there. `Sample.index` and `Sample.group_index` count up over the whole run and never repeat. With
+    Deterministic: `slime.data.drawing.mixing` says which prompt comes next, and `slime.data.drawing.curriculum` what
+    --curriculum leaves out. Samples of a data set with a name have it in `metadata["data_source"]`, unless their row
+    has a value there. `Sample.index` and `Sample.group_index` count up over the whole run and never repeat. With
     --disable-rollout-global-dataset, the samples are empty and the rollout function supplies its own prompts. Without
     --prompt-data it has only the groups that `add_samples` gave.
     """

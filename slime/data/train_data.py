@@ -19,11 +19,11 @@ from slime.algo.estimators import estimator_of
 from slime.algo.losses import loss_of
 from slime.config.schema import Config
 from slime.data import kept_tokens, routed_experts, top_tokens
+from slime.data.agents.turn_rewards import turn_advantages
 from slime.data.columns import COLUMNS, Column, present
 from slime.data.packing import Schedule, plan_steps
 from slime.data.rank_data import RankData
 from slime.data.siblings import plan_together
-from slime.data.turn_rewards import turn_advantages
 from slime.hooks import load_function
 from slime.models.decoder import Hf
 from slime.types import Sample, TrainData

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from slime.config.schema import Config
 from slime.config.sections.logging import LoggingConfig
 from slime.config.sections.reward import RewardConfig
-from slime.data import kept_tokens, session_record
-from slime.data.mixing import data_sets
+from slime.data import kept_tokens
+from slime.data.agents import session_record
+from slime.data.drawing.mixing import data_sets
 from slime.roles.served import by_name
 from slime.rollout.base_types import EvalData
 from slime.rollout.on_policy_distillation import source_of

@@ -9,8 +9,8 @@ from slime.config.fields import spelled
 from slime.config.problems import Problems
 from slime.config.schema import Config
 from slime.config.sections.debug import profiled_steps
+from slime.data.drawing.mixing import data_sets
 from slime.data.files import find_source
-from slime.data.mixing import data_sets
 from slime.hooks import load_function
 
 

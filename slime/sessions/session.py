@@ -16,7 +16,7 @@ from slime.config.schema import section_of
 from slime.config.sections.rollout import RolloutConfig
 from slime.config.sections.sessions import SessionsConfig
 from slime.data import kept_tokens
-from slime.data.session_record import KEY, SessionRecord
+from slime.data.agents.session_record import KEY, SessionRecord
 from slime.protocols import GenerateResult
 from slime.rollout.facts import note_sampling
 from slime.rollout.generate import EVALUATION, request_seed, wanted_of
@@ -285,7 +285,7 @@ class Session:
 
         `reward` is that of all of them; without one, the run's reward function scores them together. A reward that is
         not finite becomes 0, and the samples are not trained on. `metadata["session"]` of the first says why the
-        session ended (`slime.data.session_record`).
+        session ended (`slime.data.agents.session_record`).
         """
         if reward is not None and not math.isfinite(reward):
             self.ended, self.said = (

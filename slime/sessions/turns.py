@@ -13,7 +13,8 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 
-from slime.data import kept_tokens, top_tokens, turn_rewards
+from slime.data import kept_tokens, top_tokens
+from slime.data.agents import turn_rewards
 from slime.protocols import GenerateResult
 from slime.sessions.messages import same
 from slime.types import Message, Sample

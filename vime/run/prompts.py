@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from slime.config import Config
 from slime.config.sections.data import DataConfig
-from slime.data.mixing import DataSet
+from slime.data.drawing.mixing import DataSet
 from slime.data.prompts import Prompts
 from slime.data.source import load_training_prompts
 from slime.data.tokenizer import load_tokenizer, tokenizer_fingerprint

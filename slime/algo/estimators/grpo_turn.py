@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _response_and_turn(args: Namespace, response: Response) -> tuple[Tensor, Tensor]:
-    """`A_t = r + turn_advantages_t`, fp32 (`slime.data.turn_rewards`)."""
+    """`A_t = r + turn_advantages_t`, fp32 (`slime.data.agents.turn_rewards`)."""
     same, _ = same_for_all_tokens(args, response)
     found = same + response.columns["turn_advantages"].to(same)
     return found, found

@@ -10,8 +10,8 @@ import pytest
 from rollout_double import make_args, write_lines
 
 from slime.config.sections.data import DataConfig
-from slime.data.curriculum import PassRates
-from slime.data.mixing import data_sets
+from slime.data.drawing.curriculum import PassRates
+from slime.data.drawing.mixing import data_sets
 from slime.data.source import PromptDataSource, pop_oldest
 from slime.rollout.metrics import data_source_metrics
 from slime.types import Sample

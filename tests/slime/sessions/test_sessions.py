@@ -13,7 +13,7 @@ import pytest
 from rollout_double import make_args
 from session_double import CALL, END, converse
 
-from slime.data.turn_rewards import turn_advantages
+from slime.data.agents.turn_rewards import turn_advantages
 from slime.sessions import Session, SessionLimits
 from slime.types import Sample
 
