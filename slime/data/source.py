@@ -179,7 +179,8 @@ class PromptDataSource:
         if self.args.save is None:
             return
         path = _state_path(self.args.save, rollout_id)
-        text = json.dumps(self.state_dict(outstanding), default=_refuse)
+        state = self.state_dict(outstanding) if outstanding else self.state_dict()  # a plug-in's may take none
+        text = json.dumps(state, default=_refuse)
         scratch = path.with_suffix(f".{os.getpid()}.tmp")
         with Room("--save", path.parent, "the data position"):
             path.parent.mkdir(parents=True, exist_ok=True)
