@@ -179,7 +179,9 @@ class PromptDataSource:
         if self.args.save is None:
             return
         path = _state_path(self.args.save, rollout_id)
-        state = self.state_dict(outstanding) if outstanding else self.state_dict()  # a plug-in's may take none
+        state = (
+            self.state_dict(outstanding) if outstanding else self.state_dict()
+        )  # a plug-in's may take none
         text = json.dumps(state, default=_refuse)
         scratch = path.with_suffix(f".{os.getpid()}.tmp")
         with Room("--save", path.parent, "the data position"):

@@ -116,7 +116,10 @@ while True:
 def test_lines_of_killed_processes_are_whole(tmp_path: Path) -> None:
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, name, str(tmp_path)]) for name in ("a", "b")]
     path = tmp_path / EVENTS_FILE
-    while not path.is_file() or path.stat().st_size < 2_000_000:
+    begun: set[bytes] = set()
+    while len(begun) < 2 or path.stat().st_size < 2_000_000:
+        lines = path.read_bytes().splitlines() if len(begun) < 2 and path.is_file() else []
+        begun |= {name for name in (b"a", b"b") if any(b'"source": "%s"' % name in line for line in lines)}
         assert all(writer.poll() is None for writer in writers)
     for writer in writers:
         os.kill(writer.pid, signal.SIGKILL)

@@ -116,11 +116,21 @@ NEWER = {
     "get_file_store_init_method": "utils/network_utils.py",
     "BlockWiseTorchFP8ScaledMMLinearKernel": "model_executor/kernels/linear/scaled_mm/pytorch.py",
     "isa": f"{_MOE}/experts/cpu_moe.py",
+    "num_preemptions": "v1/metrics/stats.py",
+    "set_prompt_token_ids": "parser/abstract_parser.py",
     "spec_decode_metrics": "outputs.py",
 }
 """Names that the oldest vLLM lacks, and that the code does without."""
 _OF_OTHERS = {"__name__", "__wrapped__", "name", "tie_word_embeddings", "get_shape"}
-_OURS = {"aux_output_connector", "in_turn", "keeps", "piece", "wraps"}
+_OURS = {
+    "aux_output_connector",
+    "in_turn",
+    "keeps",
+    "piece",
+    "vllm_reasoning_parser",
+    "vllm_tool_call_parser",
+    "wraps",
+}
 _OWN_OPTIONS = {"batch_invariant", "server_concurrency", "weight_sync_mode"}
 """Flags with vLLM's prefix that are no flags of its server."""
 _LIVE = ("live_weights", "live_experts", "live_quantised", "draft", "weight_receiver")

@@ -21,7 +21,15 @@ from slime.rollout.rewards import REWARDS
 from slime.rollout.rewards.labels import _CHECKS, label_check
 
 COLUMNS = Columns("prompt", "label")
-GOOD = {"math": "1/2", "deepscaler": "x", "dapo": 34, "gsm8k": "#### 18", "gpqa": "C", "f1": "a cat"}
+GOOD = {
+    "math": "1/2",
+    "deepscaler": "x",
+    "dapo": 34,
+    "gsm8k": "#### 18",
+    "gpqa": "C",
+    "f1": "a cat",
+    "code": "x",
+}
 NO_LABELS = [[1], {"a": 1}, True, "", "  ", math.nan, math.inf, -math.inf]
 WRONG = {
     **dict.fromkeys(GOOD, NO_LABELS),
