@@ -21,15 +21,7 @@ from slime.rollout.rewards import REWARDS
 from slime.rollout.rewards.labels import _CHECKS, label_check
 
 COLUMNS = Columns("prompt", "label")
-GOOD = {
-    "math": "1/2",
-    "deepscaler": "x",
-    "dapo": 34,
-    "gsm8k": "#### 18",
-    "gpqa": "C",
-    "f1": "a cat",
-    "code": "x",
-}
+GOOD = {"math": "1/2", "deepscaler": "x", "dapo": 34, "gsm8k": "#### 18", "gpqa": "C", "f1": "a cat"}
 NO_LABELS = [[1], {"a": 1}, True, "", "  ", math.nan, math.inf, -math.inf]
 WRONG = {
     **dict.fromkeys(GOOD, NO_LABELS),
@@ -46,7 +38,7 @@ def load(path: Path, rows: list, name: str | None, **args):
 
 
 def test_each_reward_has_a_check():
-    assert set(_CHECKS) == set(REWARDS) == set(GOOD)
+    assert set(_CHECKS) - {"code"} == set(REWARDS) == set(GOOD)  # labels of `code`: test_rewards_code.py
 
 
 @pytest.mark.parametrize(("name", "label"), [(name, label) for name in WRONG for label in WRONG[name]])
