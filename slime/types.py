@@ -144,8 +144,7 @@ class Sample:
     rollout_top_p_token_ids: list[int] | None = None
     rollout_top_p_token_offsets: list[int] | None = None
     rollout_topk_token_ids: np.ndarray | None = field(default=None, compare=False)
-    rollout_topk_log_probs: np.ndarray | None = field(default=None, compare=False)
-    """Of the engine's likeliest tokens, see `slime.data.top_tokens`."""
+    rollout_topk_log_probs: np.ndarray | None = field(default=None, compare=False)  # data.top_tokens
     rollout_routed_experts: np.ndarray | None = field(default=None, compare=False)
     """The experts that the engine used for each token except the last, an unsigned integer array [len(tokens) - 1,
     layers, experts per token]. Only with --use-rollout-routing-replay."""

@@ -117,8 +117,8 @@ class TrainerActor:
 
     @ray.method(num_returns=2)
     def score(self, rollout_id: int, data: TrainData) -> tuple[None, TrainData]:
-        """The first half of training, where a run has several groups of ranks. Apart from its end, so that the driver
-        need not read it: what the others get."""
+        """The passes before training, where a run has several groups of ranks. Returns None, for which the driver
+        waits, and the columns for the other groups, which Ray sends to their ranks and not to the driver."""
         self.scored = unpack_columns(data)
         return None, pack_columns(self.trainer.score(rollout_id, self.scored))
 

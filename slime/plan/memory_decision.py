@@ -29,9 +29,9 @@ BESIDES_TRAINER = 1.5 * GIB
 """GPU memory of a trainer's CUDA context and libraries."""
 
 COMMUNICATORS = 2.5 * GIB
-"""GPU memory of NCCL's communicators of a trainer whose engines are on other GPUs. On an H100, context, libraries and
-the communicators that a Qwen3-4B had made before its first gradient norm took more than 1.5 GiB. With a communicator
-for each of Megatron's groups, used or not, they took 8.3 GiB."""
+"""GPU memory of NCCL's communicators of a trainer whose engines are on other GPUs. Chosen, not measured. On an H100, a
+Qwen3-4B failed at its first gradient norm with 1.5 GiB for context, libraries and communicators together. With one
+communicator for each of Megatron's groups, used or not, they took 8.3 GiB."""
 
 
 TOO_SMALL = "does not fit"
@@ -141,8 +141,8 @@ def beside_engine(c: Config, e: Estimate, leaving: Collection[str], device_bytes
 
 
 def besides_tensors(c: Config) -> float:
-    """GPU memory that a training step leaves to others than the trainer's tensors: its CUDA context, NCCL's
-    communicators (made when they are first used) and a sleeping engine."""
+    """GPU memory that a training step needs beside the trainer's tensors: for the CUDA context, for NCCL's
+    communicators (they are made when they are first used), and for a sleeping engine."""
     if not c.num_engines:
         return BESIDES_TRAINER
     return BESIDES_TRAINER + (SLEEPING_ENGINE if c.cluster.colocate else COMMUNICATORS)

@@ -23,8 +23,7 @@ from slime.roles.groups import several_nodes, trainer_ranks
 from slime.roles.served import frozen_devices
 from slime.rules.listing import Row
 from slime.weight_sync.registry import CHANNELS
-from vime.vllm import fp8
-from vime.vllm import versions as vllm_versions
+from vime.vllm import fp8, versions
 from vime.vllm.cpu import engine as cpu_engine
 
 _ADDRESS = "engines listen where the engine pool places them"
@@ -79,7 +78,7 @@ def vllm_parser() -> argparse.ArgumentParser:
                     raise ValueError(message)
 
             make_parser: Callable[..., FlexibleArgumentParser] = Parser
-            return vllm_versions.make_arg_parser(make_parser(allow_abbrev=False, add_help=False))
+            return versions.make_arg_parser(make_parser(allow_abbrev=False, add_help=False))
     except ImportError as error:
         raise ValueError(
             f"vLLM must be installed to check --vllm-* flags, got {error}; run scripts/setup.sh"
@@ -191,8 +190,8 @@ ROUTER = PrefixOwner("router_", "vllm-router", "router", ROUTER_RESERVED, router
 
 def remarks(config: Config) -> Iterator[str]:
     """Notes on the engines, for the user. ValueError when the installed vLLM is too old."""
-    version = vllm_versions.installed()
-    if config.num_engines and version is not None and (remark := vllm_versions.check(version)):
+    version = versions.installed()
+    if config.num_engines and version is not None and (remark := versions.check(version)):
         yield remark
     if config.cluster.device == "cpu" and "gpu_memory_utilization" in config.engine.backend_args:
         yield (

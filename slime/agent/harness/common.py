@@ -16,6 +16,8 @@ __all__ = ["EXIT_TIME_BUDGET_EXCEEDED", "BaseHarness", "HarnessContext", "home_o
 _INSTALL_S = 300
 _HOME = os.path.join("/home", "agent")
 _NODE = "/usr/local/lib/agent-node"
+_NODE_FILE = "/tmp/node.tar"  # ok: a path in the sandbox
+_AGENT_FILE = "/tmp/agent.tgz"  # ok: a path in the sandbox
 
 
 @dataclass(frozen=True)
@@ -104,12 +106,12 @@ async def install(sb: Sandbox, program: str, archive_variable: str) -> None:
         )
     node = os.environ.get("SLIME_AGENT_NODE_TARBALL")
     if node:
-        await sb.write_file("/tmp/node.tar", Path(node))
-        unpack = f"mkdir -p {_NODE} && tar -xf /tmp/node.tar -C {_NODE} --strip-components=1"
+        await sb.write_file(_NODE_FILE, Path(node))
+        unpack = f"mkdir -p {_NODE} && tar -xf {_NODE_FILE} -C {_NODE} --strip-components=1"
         await sb.exec(f"{unpack} && ln -sf {_NODE}/bin/* /usr/local/bin/", check=True, timeout=_INSTALL_S)
-    await sb.write_file("/tmp/agent.tgz", Path(archive))
+    await sb.write_file(_AGENT_FILE, Path(archive))
     await sb.exec(
-        f"npm install --global --prefix /usr/local /tmp/agent.tgz && command -v {program}",
+        f"npm install --global --prefix /usr/local {_AGENT_FILE} && command -v {program}",
         check=True,
         timeout=_INSTALL_S,
     )

@@ -26,7 +26,7 @@ from slime.agent.sandbox.protocol import (
 )
 
 _ENGINE_S = 300.0
-_GROUP = "/tmp/.vime-command-"
+_GROUP = "/tmp/.vime-command-"  # ok: a path in the sandbox
 
 
 class ContainerSandbox:

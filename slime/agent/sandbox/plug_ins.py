@@ -77,7 +77,9 @@ async def exec_and_wait(
         output = await sb.read_file(out_file, user=user) if out_file and want_output else result.stdout
         code = EXIT_TIME_BUDGET_EXCEEDED if result.timed_out else result.exit_code
         return code, output if want_output else ""
-    script, output_file, done = f"/tmp/{tag}.sh", out_file or f"/tmp/{tag}.out", f"/tmp/{tag}.done"
+    folder = "/tmp"  # ok: a path in the sandbox
+    output_file = out_file or f"{folder}/{tag}.out"
+    script, done = f"{folder}/{tag}.sh", f"{folder}/{tag}.done"
     await sb.write_file(script, f"{start}{{\n{cmd}\n}}\n", user=user)
     inner = f"bash {script} > {shlex.quote(output_file)} 2>&1; echo $? > {done}.part; mv {done}.part {done}"
     await sb.exec(

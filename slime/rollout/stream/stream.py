@@ -142,8 +142,11 @@ class Stream:
         return not self.runs_ahead or not any(map(self.is_short_of, range(self.flags.max_staleness + 1)))
 
     def is_short_of(self, batches: int) -> bool:
-        """Whether the next `batches` batches have no room for the groups that would be too old after them, and this
-        batch could have one more of these if it waited."""
+        """Whether this batch must wait for old groups.
+
+        Some groups will be too old after `batches` more batches. It must wait if more of them are left than these
+        batches have room for, one of them still runs, and this batch would have a younger group in its place.
+        """
         oldest = self.rollout_id + batches - self.flags.max_staleness
         chosen = self.chosen()
         late = [drawn for drawn in self.running.values() if drawn.version <= oldest]

@@ -80,12 +80,12 @@ def test_a_run_is_told_of_its_version(tmp_path, monkeypatch):
         "64",
     ]
     assert not [note for note in parse_config(argv).notes if "vLLM" in note]
-    monkeypatch.setattr(flags.vllm_versions, "installed", lambda: "0.99.1")
+    monkeypatch.setattr(flags.versions, "installed", lambda: "0.99.1")
     assert "vLLM 0.99.1 is newer than 0.33" in parse_config(argv).notes[-1]
-    monkeypatch.setattr(flags.vllm_versions, "installed", lambda: "0.25.0")
+    monkeypatch.setattr(flags.versions, "installed", lambda: "0.25.0")
     with pytest.raises(ValueError, match="vLLM must be 0.26 or newer, got 0.25.0"):
         parse_config(argv)
-    monkeypatch.setattr(flags.vllm_versions, "installed", lambda: None)  # `vime plan` works without vLLM
+    monkeypatch.setattr(flags.versions, "installed", lambda: None)  # `vime plan` works without vLLM
     assert not [note for note in parse_config(argv).notes if "vLLM" in note]
 
 
