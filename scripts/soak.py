@@ -130,13 +130,13 @@ def strike(kind: str, driver: int) -> float | None:
     return None
 
 
-def note_memory(soak: Soak) -> None:
-    step = soak.trained()
+def note_memory(run: Soak) -> None:
+    step = run.trained()
     for name in ("driver", "manager", "trainer"):
         with contextlib.suppress(psutil.Error):
             sizes = [process.memory_info().rss >> 20 for process in processes(FAULTS[name])]
             if sizes:
-                soak.memory_mib.setdefault(step, {})[name] = max(sizes)
+                run.memory_mib.setdefault(step, {})[name] = max(sizes)
 
 
 def flags(work: Path, run_dir: Path, steps: int, staleness: int) -> list[str]:
@@ -154,7 +154,7 @@ def flags(work: Path, run_dir: Path, steps: int, staleness: int) -> list[str]:
     ]
 
 
-def soak(soak: Soak, plan: list[tuple[int, str]], steps: int) -> None:
+def run_under_faults(soak: Soak, plan: list[tuple[int, str]], steps: int) -> None:
     """Run to `steps`, and cause each fault of `plan`, (step, name), when its step was reached."""
     run = soak.start()
     waiting: Strike | None = None
@@ -236,10 +236,10 @@ def main(argv: list[str]) -> int:
     gap = (arguments.steps - 8) / len(names)
     plan = [(4 + int(gap * (i + chance.random())), kind) for i, kind in enumerate(names)]
     command = [sys.executable, "-P", "-m", "vime", "train"]
-    one = Soak(run_dir, [*command, *flags(work, run_dir, arguments.steps, arguments.staleness)])
+    soak = Soak(run_dir, [*command, *flags(work, run_dir, arguments.steps, arguments.staleness)])
     _adopt_orphans()
     try:
-        soak(one, plan, arguments.steps)
+        run_under_faults(soak, plan, arguments.steps)
     except RuntimeError as error:
         print(f"soak: {error}", file=sys.stderr)
         return 1
@@ -247,11 +247,11 @@ def main(argv: list[str]) -> int:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
-    text, good = report(one, arguments.worst_s)
+    text, good = report(soak, arguments.worst_s)
     print(text)
     if arguments.out:
-        record = {"steps": arguments.steps, "strikes": [asdict(s) for s in one.strikes], "report": text}
-        record["memory_mib"] = one.memory_mib
+        record = {"steps": arguments.steps, "strikes": [asdict(s) for s in soak.strikes], "report": text}
+        record["memory_mib"] = soak.memory_mib
         arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0 if good else 1
 
