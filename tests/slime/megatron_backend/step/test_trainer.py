@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import re
 import weakref
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,10 +15,12 @@ import pytest
 import torch
 import trainer_cases as cases
 import transformers
+from rank_processes import on_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 from trainer_cases import exported, hf_log_probs, make_samples, rank_data, train
 
+from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.weight_sync.file_channel import tensor_digest
 
 LR = 0.5
@@ -309,26 +314,43 @@ def test_weights_that_are_not_finite_end_the_run_where_they_arise(build, when):
         trainer.train(3, data)
 
 
-def test_a_closed_trainer_frees_its_threads_files_and_model_at_once(build):
-    """Without the garbage collector, whose turn may be late, and which leaves frozen objects alone."""
-    train(build())
-    build.end()  # what torch starts once per process is there
+def held() -> tuple[int, list[str]]:
+    """Threads of this process, and what its open files are."""
     process = psutil.Process()
-    before = process.num_threads(), process.num_fds()
+    with os.scandir("/proc/self/fd") as entries:
+        targets = [os.readlink(entry.path) for entry in entries]
+    return process.num_threads(), sorted(re.sub(r"\d+", "N", target) for target in targets)
+
+
+def close_and_count(_: int, root: Path, stores: Path) -> None:
+    def built(name: str, **flags: Any) -> MegatronTrainer:
+        config = cases.make_config(root, weight_dir=str(stores / "weights"), **flags)
+        return MegatronTrainer(config, 0, 1, init_method=f"file://{stores / name}")
+
+    first = built("first")
+    train(first)
+    first.close()  # what torch starts once per process is there
     gc.collect()
     gc.disable()
-    try:
-        trainer = build(use_kl_loss=True, kl_loss_coef=0.1)
-        train(trainer)
-        assert process.num_threads() > before[0] + 30 and process.num_fds() > before[1] + 30
-        kept = [
-            weakref.ref(model.get_parameter(name))
-            for model in (trainer.policy.model, trainer.models["reference"])
-            for name, _ in [next(model.named_parameters())]
-        ]
-        trainer.close()
-        assert (process.num_threads(), process.num_fds()) == before
-        assert [parameter() for parameter in kept] == [None, None]
-        trainer.close()
-    finally:
-        gc.enable()
+    before = held()
+    trainer = built("second", use_kl_loss=True, kl_loss_coef=0.1)
+    train(trainer)
+    threads, files = held()
+    assert threads > before[0] + 30 and len(files) > len(before[1]) + 30
+    kept = [
+        weakref.ref(model.get_parameter(name))
+        for model in (trainer.policy.model, trainer.models["reference"])
+        for name, _ in [next(model.named_parameters())]
+    ]
+    trainer.close()
+    assert held() == before
+    assert [parameter() for parameter in kept] == [None, None]
+    trainer.close()
+
+
+def test_a_closed_trainer_frees_its_threads_files_and_model_at_once(root, tmp_path):
+    """Without the garbage collector, whose turn may be late, and which leaves frozen objects alone.
+
+    In a process of its own: what earlier tests left running in this one opens files at any time.
+    """
+    on_ranks(close_and_count, root, tmp_path, ranks=1)
