@@ -341,7 +341,7 @@ class Sample:
             got = "none" if self.rollout_log_probs is None else len(self.rollout_log_probs)
             raise ValueError(
                 f"rollout_log_probs must have one entry per response token, got {got} "
-                f"for {self.response_length} tokens of {who}"
+                f"for {self.response_length} tokens of {who}; take them from the engine's answer"
             )
         if not all(map(math.isfinite, self.rollout_log_probs)):
             position = next(i for i, v in enumerate(self.rollout_log_probs) if not math.isfinite(v))

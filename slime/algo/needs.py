@@ -63,6 +63,22 @@ def read_by_advantages(c: Config) -> frozenset[str]:
     return read & (estimator_of(algorithm).reads | of_surrogate | {name for name, on in flags.items() if on})
 
 
+def needs_sampled_log_probs(c: Config) -> bool:
+    """Whether training needs the log-probs of the engine, `rollout_log_probs`: for a correction or the audit, or because
+    older weights may have sampled. Without them, the trainer's own are those of the policy that sampled."""
+    wanted = c.off_policy
+    return bool(
+        wanted.use_rollout_logprobs
+        or wanted.use_tis
+        or wanted.use_rs
+        or wanted.get_mismatch_metrics
+        or wanted.custom_tis_function_path
+        or c.kernels.rlk_consistency != "off"
+        or c.rollout.max_staleness
+        or c.rollout.partial_rollout
+    )
+
+
 def needs_old_log_probs(c: Config) -> bool:
     """Whether an extra pass computes log-probs of the old policy before the first step: of all samples if
     `before_first_step`, else of those of later steps."""

@@ -6,6 +6,8 @@ Shapes: S samples, R response tokens of one sample, L prompt + response tokens o
 
 from __future__ import annotations
 
+import functools
+import logging
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ import torch
 import rl_kernel
 from slime.algo.estimators import estimator_of
 from slime.algo.losses import loss_of
+from slime.algo.needs import needs_sampled_log_probs
 from slime.config.schema import Config
 from slime.data import kept_tokens, routed_experts, top_tokens
 from slime.data.agents.turn_rewards import turn_advantages
@@ -27,6 +30,8 @@ from slime.data.siblings import plan_together
 from slime.hooks import load_function
 from slime.models.decoder import Hf
 from slime.types import Sample, TrainData
+
+logger = logging.getLogger(__name__)
 
 Key: TypeAlias = tuple[str, int]
 """What samples of one rollout have in common."""
@@ -126,10 +131,9 @@ def convert_samples_to_train_data(config: Config, args: Namespace, samples: list
         made: TrainData = hook(args, samples)
         return made
     on_policy = loss_of(config.algorithm).rewarded
+    sampled = on_policy and _has_sampled_log_probs(config, samples)
     for sample in samples:
-        sample.check(
-            require_log_probs=on_policy, require_experts=config.off_policy.use_rollout_routing_replay
-        )
+        sample.check(require_log_probs=sampled, require_experts=config.off_policy.use_rollout_routing_replay)
     raw, rewards = [0.0] * len(samples), [0.0] * len(samples)
     if on_policy:
         raw, rewards = post_process_rewards(config, args, samples)
@@ -157,6 +161,23 @@ def convert_samples_to_train_data(config: Config, args: Namespace, samples: list
     data["rollout_ids"] = [number.setdefault(key, len(number)) for key in keys]
     data["rollout_mask_sums"] = [float(mask_sums[key]) for key in keys]
     return data
+
+
+def _has_sampled_log_probs(config: Config, samples: list[Sample]) -> bool:
+    """False if no sample has log-probs of the engine, as from some generate functions of slime, and training can do
+    without (`needs_sampled_log_probs`). A part of the samples without them is an error."""
+    if needs_sampled_log_probs(config) or any(sample.rollout_log_probs is not None for sample in samples):
+        return True
+    _note_missing_log_probs()
+    return False
+
+
+@functools.cache
+def _note_missing_log_probs() -> None:
+    logger.warning(
+        "the generate function fills no rollout_log_probs: this run cannot compare the engine's log-probs with the "
+        "trainer's; take them from the engine's answer"
+    )
 
 
 def _for_estimator(config: Config, samples: list[Sample], raw: list[float]) -> TrainData:

@@ -63,7 +63,7 @@ def check_directories(c: Config) -> None:
 
 def check_saving(c: Config) -> None:
     """What is done with checkpoints needs a folder for them."""
-    for name in ("exit_signal_handler", "max_actor_ckpt_to_keep"):
+    for name in ("exit_signal_handler", "max_actor_ckpt_to_keep", "save_hf"):
         if c.value_of(name) and c.checkpoint.save is None:
             raise ValueError(
                 f"--save must be given with {spelled(name)}, got none; name the folder of checkpoints"

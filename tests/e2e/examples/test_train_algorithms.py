@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -31,7 +32,8 @@ def example(
     world: World, monkeypatch: pytest.MonkeyPatch, name: str, *own: str, data: str = "train.jsonl"
 ) -> str:
     """The output of an example's files after the tiny layout. Its first three rollouts are those of random weights."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples/bench"))
+    modules = [str(ROOT / "examples" / folder) for folder in ("bench", name)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(modules))
     files = [str(ROOT / "examples" / file) for file in ("tiny.yaml", *(f"{name}/{file}" for file in own))]
     model = ("--hf-checkpoint", str(world.model), "--prompt-data", str(world.data / data))
     command = vime("train", "--config", *files, *model, "--run-dir", str(world.root / name))
@@ -47,6 +49,19 @@ def test_rloo_learns(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "step: ref_log_probs (reference) -> train policy\n" in printed
     rewards = series(world, "rloo", "rollout/raw_reward")
     assert len(rewards) == 12 and mean(rewards[-3:]) > 0.8
+
+
+def test_two_roles_of_one_policy_learn_what_each_is_rewarded_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opposite rewards: one behaviour for both roles would get 0.5 from each."""
+    name = "multi-agent"
+    example(world, monkeypatch, name, "config.yaml", "tiny.yaml")
+    for role in ("solver", "critic"):
+        rewards = series(world, name, f"rollout/raw_reward/{role}")
+        print(role, [round(x, 2) for x in rewards])
+        assert len(rewards) == 14 and mean(rewards[:3]) < 0.6 and mean(rewards[-3:]) > 0.8
+    assert max(series(world, name, "train/train_rollout_logprob_abs_diff")) < 1e-4
 
 
 @pytest.mark.slow

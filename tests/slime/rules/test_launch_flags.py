@@ -307,7 +307,7 @@ def test_schedules(argv):
 
 
 def test_what_is_done_with_checkpoints_needs_a_folder(argv):
-    for flags in ("--exit-signal-handler", "--max-actor-ckpt-to-keep 2"):
+    for flags in ("--exit-signal-handler", "--max-actor-ckpt-to-keep 2", "--save-hf folder"):
         with pytest.raises(ValueError, match=f"--save must be given with {flags.split()[0]}, got none"):
             parse_args([*argv, *flags.split()])
     with pytest.raises(ValueError, match="--weight-dir must be given with --update-weight-disk-keep-files"):
