@@ -60,6 +60,7 @@ PART_COLOURS = dict(
 )
 LINES: tuple[Any, ...] = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P")
+PART = "rollout/raw_reward/"
 MAX_BARS = 60
 LONG = 150  # a line with at least this many points is smoothed
 KL_LINES = (
@@ -146,6 +147,10 @@ def draw_lines(axes: Axes, runs: Sequence[RunMetrics], lines: Sequence[tuple[str
 def draw_reward(axes: Axes, runs: Sequence[RunMetrics]) -> None:
     handles: dict[str, Artist] = {}
     names = sorted({name for run in runs for name in run.eval_names()})
+    parts = {
+        name for run in runs for name in run.series if name.startswith(PART)
+    }  # data sets, roles of a plug-in
+    names += sorted(parts)
     for r, run in enumerate(runs):
         if "rollout/raw_reward" in run.series:
             steps, values = run.series["rollout/raw_reward"].steps, run.series["rollout/raw_reward"].values
@@ -165,9 +170,11 @@ def draw_reward(axes: Axes, runs: Sequence[RunMetrics]) -> None:
                 "linestyle": "--",
             }
             look |= {"markersize": 7, "linewidth": 1}
+            if name in parts:
+                look = {"linestyle": LINES[1 + i % 3], "linewidth": 1.5}
             colour = _colour(runs, r, i + 1)
             axes.plot(run.series[name].steps, run.series[name].values, color=colour, **look)
-            label = name.removeprefix("eval/") + " (evaluation)"
+            label = name.removeprefix(PART) if name in parts else f"{name.removeprefix('eval/')} (evaluation)"
             handles[name] = Line2D([], [], color=_proxy(runs, colour), label=label, **look)
     axes.set_xlabel("rollout")
     axes.set_ylabel("mean reward")

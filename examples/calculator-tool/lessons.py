@@ -34,7 +34,9 @@ def lesson(prompt: str, label: str, calls: bool) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("prompts", type=Path, help="JSON lines with `prompt` and `label`")
     parser.add_argument("lessons", type=Path, help="file to write")
     args = parser.parse_args()

@@ -57,8 +57,8 @@ async def score(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
 
 
 async def score_untrained(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
-    """For weights without training, which neither solve nor judge: the share of the solver's tokens whose id is odd, and
-    of the critic's whose id is even. To get both, the policy has to see from the prompt which role it has."""
+    """For weights without training, which neither solve nor judge: the share of odd ids among the solver's tokens, and
+    of even ids among the critic's. To get both, the policy has to see from the prompt which role it has."""
     rewards = []
     for sample in samples:
         response = sample.tokens[-sample.response_length :]
@@ -79,9 +79,7 @@ def advantages(args: Any, samples: list[Sample]) -> tuple[list[float], list[floa
     return raw, rl_kernel.group_advantage(torch.tensor(raw), torch.tensor(groups)).tolist()
 
 
-def log(
-    rollout_id: int, args: Any, samples: list[Sample], metrics: dict[str, float], seconds: float
-) -> bool:
+def log(rollout_id: int, args: Any, samples: list[Sample], metrics: dict[str, float], seconds: float) -> bool:
     """Add each role's mean reward to the metrics. False: vime logs them."""
     for role in (SOLVER, CRITIC):
         its = [float(s.reward) for s in samples if s.metadata["role"] == role]

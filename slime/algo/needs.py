@@ -64,8 +64,8 @@ def read_by_advantages(c: Config) -> frozenset[str]:
 
 
 def needs_sampled_log_probs(c: Config) -> bool:
-    """Whether training needs the log-probs of the engine, `rollout_log_probs`: for a correction or the audit, or because
-    older weights may have sampled. Without them, the trainer's own are those of the policy that sampled."""
+    """Whether training needs the engine's `rollout_log_probs`: for a correction or the audit, or because older weights
+    may have sampled. Otherwise the trainer's own old log-probs are those of the policy that sampled."""
     wanted = c.off_policy
     return bool(
         wanted.use_rollout_logprobs

@@ -1,5 +1,5 @@
-"""The hooks of examples/calculator-tool and examples/multi-agent, with an engine that says what a test wants. Whole runs of
-them: tests/e2e/examples/test_train_agent.py."""
+"""The hooks of examples/calculator-tool and examples/multi-agent, with an engine that says what a test wants. Whole
+runs of them are in tests/e2e/examples."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def test_what_the_calculator_says_is_not_trained_on() -> None:
     wrote = len(CALCULATION) - len(END) + 1, len("46") + 1
     assert sum(made.loss_mask) == sum(wrote) and made.loss_mask[: wrote[0]] == [1] * wrote[0]
     assert made.loss_mask[-wrote[1] :] == [1] * wrote[1] and "46" in made.response
-    assert all((value == 0) == (not on) for value, on in zip(made.rollout_log_probs, made.loss_mask, strict=True))
+    assert all(
+        (value == 0) == (not on) for value, on in zip(made.rollout_log_probs, made.loss_mask, strict=True)
+    )
 
 
 def test_a_wrong_call_is_an_answer_and_a_model_that_only_calls_gets_nothing() -> None:
@@ -171,8 +173,12 @@ def test_samples_without_log_probs_train_where_nothing_reads_these(caplog: pytes
     for flag in ("use_tis", "max_staleness", "get_mismatch_metrics"):
         config, args = border()
         setattr(args, flag, 1)
-        with pytest.raises(ValueError, match="rollout_log_probs must .* got none .*; take them from the engine"):
+        with pytest.raises(
+            ValueError, match="rollout_log_probs must .* got none .*; take them from the engine"
+        ):
             convert_samples_to_train_data(config.of_args(args), args, made)
     made[0].rollout_log_probs = [-1.0] * made[0].response_length
-    with pytest.raises(ValueError, match="rollout_log_probs must have one entry per response token, got none"):
+    with pytest.raises(
+        ValueError, match="rollout_log_probs must have one entry per response token, got none"
+    ):
         convert_samples_to_train_data(*border(), made)
