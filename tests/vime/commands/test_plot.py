@@ -202,6 +202,22 @@ def test_axes_hold_the_recorded_numbers(tmp_path):
     assert np.allclose(tops, run.series["perf/step_time"].values)
 
 
+def test_rewards_of_parts_have_lines_of_their_own(tmp_path):
+    from matplotlib.figure import Figure
+
+    parts = {"rollout/raw_reward/solver": 0.75, "rollout/raw_reward/critic": 0.25}
+    rows = [
+        {"step_key": "rollout/step", "step": i, "rollout/raw_reward": 0.5, "eval/gsm8k": 0.1, **parts}
+        for i in range(3)
+    ]
+    axes = Figure().subplots()
+    plot.draw_reward(axes, [load_run(write_lines(tmp_path / "run", *rows))])
+    drawn = {line.get_linestyle(): line.get_ydata().tolist() for line in axes.lines[-2:]}
+    assert sorted(drawn.values()) == [[0.25] * 3, [0.75] * 3]
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["training (bold: mean over 3)", "gsm8k (evaluation)", "critic", "solver"]
+
+
 def test_zero_difference_stays_on_the_log_axis(tmp_path):
     from matplotlib.figure import Figure
 
