@@ -46,18 +46,18 @@ def test_a_model_learns_from_right_answers_to_call_the_calculator(
     run([sys.executable, str(folder / "lessons.py"), prompts, str(lessons)], root / "lessons.out")
     saved = ("--save", str(root / "checkpoint"), "--save-hf", str(warm), "--run-dir", str(root / "sft"))
     model = ("--hf-checkpoint", str(world.model), "--prompt-data", str(lessons))
-    run(vime("train", "--config", str(folder / "sft.yaml"), *model, *saved), root / "sft.out")
+    run(vime("train", "--config", str(folder / "sft.yaml"), *model, *saved), root / "sft.out", timeout_s=400)
     monkeypatch.setenv("PYTHONPATH", str(folder))
     files = [str(ROOT / "examples" / file) for file in ("tiny.yaml", "calculator-tool/tiny.yaml")]
     saved = ("--run-dir", str(run_dir), "--save-debug-rollout-data", str(run_dir / "samples/{rollout_id}.pt"))
     model = ("--hf-checkpoint", str(warm), "--prompt-data", prompts)
-    run(vime("train", "--config", *files, *model, *saved), root / "run.out")
+    run(vime("train", "--config", *files, *model, *saved), root / "run.out", timeout_s=400)
     rewards = series(world, "calculator/run", "rollout/raw_reward")
     drawn = [samples(run_dir, number) for number in range(len(rewards))]
     called = [mean([s["metadata"]["session"]["tool_calls"] > 0 for s in its]) for its in drawn]
     print([round(x, 2) for x in rewards], [round(x, 2) for x in called])
-    assert mean(rewards[:3]) < 0.5 and mean(rewards[-3:]) > 0.7
-    assert mean(called[:3]) < 0.5 and mean(called[-3:]) > 0.85
+    assert mean(rewards[:3]) < 0.4 and mean(rewards[-3:]) > 0.6
+    assert mean(called[:3]) < 0.65 and mean(called[-3:]) > 0.9
     for sample in drawn[-1]:
         heard = sample["response"].count("<|im_start|>tool\n")
         masked = len(sample["loss_mask"]) - sum(sample["loss_mask"])

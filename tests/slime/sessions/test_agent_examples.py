@@ -59,7 +59,7 @@ def parser(args: Any, tokenizer: Any) -> QwenParser:
 def asked(script: Any) -> Sample:
     """The sample of the question 12+34= with an engine that answers by `script`."""
     args = make_args(rollout_max_response_len=200)
-    args.chat_parser_path = "test_examples.parser"
+    args.chat_parser_path = "test_agent_examples.parser"
     engine = Scripted(script)
     state = make_state(args, engine.tokenizer)
     state.engine = engine
@@ -164,7 +164,7 @@ async def three_agents(args: Any, sample: Sample, sampling_params: dict[str, Any
 
 
 def test_samples_without_log_probs_train_where_nothing_reads_these(caplog: pytest.LogCaptureFixture) -> None:
-    made = fanned_out("test_examples.three_agents")
+    made = fanned_out("test_agent_examples.three_agents")
     assert len(made) == 12 and all(s.rollout_log_probs is None for s in made)
     data = convert_samples_to_train_data(*border(), made)
     assert "rollout_log_probs" not in data and data["rollout_mask_sums"] == [6.0] * 12
