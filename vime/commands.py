@@ -3,6 +3,7 @@
 COMMANDS = {
     "train": "run a training job from the flags of a launch script",
     "plan": "check the same flags and show what they mean; starts nothing",
+    "engines": "list|add|remove RUN_DIR: show the engines of a run, change them while it goes on",
     "serve": "engine|router HOST:PORT: start an engine or a router that a run uses by its address",
     "config": "print the flags of --config files as YAML or as a shell array",
     "doctor": "check whether this machine has what a run needs; --json",
@@ -17,13 +18,14 @@ COMMANDS = {
     "completion": "a script that completes commands and flags in bash or zsh",
 }
 
-WORK = {"train", "serve", "export", "audit", "plot", "bench"}
+WORK = {"train", "engines", "serve", "export", "audit", "plot", "bench"}
 """Subcommands whose purpose is more than what they print."""
 
 MODULES = {
     "bench": "vime.bench.command",
     "config": "vime.show_config",
     "doctor": "vime.doctor.command",
+    "engines": "vime.members.command",
     "flags": "vime.list_flags",
 }
 """Subcommand -> its module, if that is not vime.NAME."""

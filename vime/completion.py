@@ -60,6 +60,7 @@ BODY = """_vime() {{
     fi
     case ${{COMP_WORDS[1]}} in
     completion) values="bash zsh" ;;
+    engines) values="list add remove" ;;
     bench) values="op module e2e report plan" ;;
     {flag_commands})
         case $before in

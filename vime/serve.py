@@ -71,6 +71,11 @@ def make(kind: str, config: Config, key: str, host: str, port: int) -> VllmServe
             )
         )
     external.check_weights(config)
+    if config.weight_update.weight_dir is None:
+        raise ValueError(
+            "--weight-dir must be given with vime serve engine, got none; name the folder that the run publishes its "
+            "weights in, weight_update.weight_dir in its config.json"
+        )
     return VllmServer(
         VllmSpec(**flags.engine_settings(config), run_key=key, log_path=log, host=host, port=port)
     )

@@ -37,6 +37,8 @@ from slime.roles.served import POLICY, served_models
 CORES_PER_CPU_DEVICE = 0.5
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _PLACEMENT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 60, 120
+_MORE_TIMEOUT_S = 10
+"""Ray takes a moment to see that devices are free."""
 
 
 def on_one_host(config: Config) -> bool:
@@ -209,6 +211,35 @@ def place(config: Config) -> Placement:
     return placed
 
 
+def place_engine(config: Config, model: str) -> Placement:
+    """Reserve free devices for one more engine of a model, while the run goes on. `config` is from
+    `vime.pool.served.config_of`. ValueError if they are not free."""
+    size = config.cluster.rollout_num_gpus_per_engine
+    resource = "GPU" if config.cluster.device == "cuda" else "CPU"
+    amount = 1.0 if resource == "GPU" else CORES_PER_CPU_DEVICE
+    existing: float = ray.cluster_resources().get(resource, 0.0)  # type: ignore[no-untyped-call]
+    try:
+        group = _reserve(resource, amount, size, existing, _MORE_TIMEOUT_S)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{error}; join a larger cluster, end what uses its devices, or remove an engine first"
+        ) from error
+    try:
+        nodes = _nodes_of(group, size)
+        gpus = _gpus_of(group, size) if resource == "GPU" else []
+        order = sorted(range(size), key=lambda bundle: nodes[bundle].order)
+        if gpus:
+            order, domains = _ordered(gpus, [size], config.cluster.nvlink_domain_size)
+            if config.cluster.nvlink_domain_size or any(gpu.facts.domain for gpu in gpus):
+                _require_one_domain(_size_flag(model), config.engine_tensor_parallel, domains)
+        placed = Placement(group, resource, [], {model: [order]}, 1.0, nodes, gpus)
+        _require_nodes(placed, config.cluster.num_gpus_per_node)
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return placed
+
+
 def _told(config: Config, places: _Places) -> str:
     """What needs the devices, and the flags of their numbers, for an error."""
     groups = () if config.debug.debug_rollout_only else groups_of(config)
@@ -244,14 +275,16 @@ def _cut(bundles: list[int], size: int) -> list[list[int]]:
     return [bundles[start : start + size] for start in range(0, len(bundles), size)]
 
 
-def _reserve(resource: str, amount: float, devices: int, existing: float) -> PlacementGroup:
+def _reserve(
+    resource: str, amount: float, devices: int, existing: float, timeout_s: int = _PLACEMENT_TIMEOUT_S
+) -> PlacementGroup:
     """A group of `devices` bundles with `amount` each. RuntimeError if the devices are not free in time."""
     group: PlacementGroup = placement_group([{resource: amount}] * devices, strategy="PACK")
-    if not group.wait(_PLACEMENT_TIMEOUT_S):
+    if not group.wait(timeout_s):
         remove_placement_group(group)
         free = ray.available_resources().get(resource, 0.0)  # type: ignore[no-untyped-call]
         raise RuntimeError(
-            f"{devices} devices must be free within {_PLACEMENT_TIMEOUT_S} s, got only {free:g} of {existing:g} "
+            f"{devices} devices must be free within {timeout_s} s, got only {free:g} of {existing:g} "
             f"{resource}s; another job holds the rest"
         )
     return group
@@ -313,6 +346,10 @@ def _require_one_domain(flag: str, size: int, domains: Sequence[Hashable]) -> No
     )
 
 
+def _size_flag(model: str) -> str:
+    return "--rollout-num-gpus-per-engine" if model == POLICY else "--opd-teacher-num-gpus-per-engine"
+
+
 def _require_nodes(placed: Placement, per_node: int) -> None:
     """ValueError if an engine spans more nodes than it needs. The server process on a node sees the GPUs of that node
     only, and vLLM needs the same number of GPUs on each node."""
@@ -320,7 +357,6 @@ def _require_nodes(placed: Placement, per_node: int) -> None:
         (name, i, each) for name, every in placed.engine_bundles.items() for i, each in enumerate(every)
     ]
     for name, index, bundles in engines:
-        flag = "--rollout-num-gpus-per-engine" if name == POLICY else "--opd-teacher-num-gpus-per-engine"
         parts, each = placed.by_node(bundles), min(len(bundles), per_node)
         if any(len(part) != each for part in parts):
             on = ", ".join(f"{len(part)} on {placed.nodes[part[0]].address}" for part in parts)
@@ -328,7 +364,7 @@ def _require_nodes(placed: Placement, per_node: int) -> None:
             if each < len(bundles):
                 where = f"{len(bundles) // each} whole nodes (--num-gpus-per-node {each})"
             raise ValueError(
-                f"the GPUs of an engine ({flag} {len(bundles)}) must be {where}, got "
+                f"the GPUs of an engine ({_size_flag(name)} {len(bundles)}) must be {where}, got "
                 f"engine {index} with {on}; give every node a multiple of {each} GPUs of trainers and of engines, or "
                 "use smaller engines"
             )

@@ -42,6 +42,11 @@ class RolloutActor(RolloutManager):
         """See `GenerateState.allow`."""
         self.state.allow(rollout_id, version)
 
+    @ray.method(concurrency_group="progress")
+    def set_engines(self, count: int) -> None:
+        """See `GenerateState.set_engines`."""
+        self.state.set_engines(count)
+
     @ray.method(concurrency_group="evaluation")
     def evaluate_beside(self, rollout_id: int) -> dict[str, float]:
         """`evaluate`, while a rollout may run."""
@@ -85,6 +90,10 @@ class RolloutGroup:
 
     def evaluate(self, rollout_id: int) -> Future[dict[str, float]]:
         return self._threads[1].submit(self._result, self._actor.evaluate_beside.remote(rollout_id))
+
+    def set_engines(self, count: int) -> None:
+        """That many engines of the policy serve from now on."""
+        self._actor.set_engines.remote(count)
 
     def _result(self, ref: Ref) -> Any:
         return first_failure_or_all(self._config, {ref: "rollout"}, self._lives)[0]

@@ -169,6 +169,15 @@ class GenerateState:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._news.set)
 
+    def set_engines(self, count: int) -> None:
+        """That many engines serve from now on: the limit of samples in generation follows. Every thread may call
+        this."""
+        first = section_of(EngineConfig, self.args).server_concurrency * count
+        if self._loop is None:
+            self.semaphore.scale(first)
+        else:
+            self._loop.call_soon_threadsafe(self.semaphore.scale, first)
+
     async def changed(self, tasks: Iterable[asyncio.Future[Any]]) -> None:
         """Return when one of the tasks has ended or `allow` was called."""
         news = asyncio.ensure_future(self._news.wait())

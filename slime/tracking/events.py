@@ -7,6 +7,9 @@
 | driver | start | rollout | a run starts, or resumes at this rollout |
 | driver | step | rollout | the rollout was trained, and its line is in metrics.jsonl |
 | driver | checkpoint | rollout | the checkpoint after it is complete, or its files are being written |
+| engines | door | socket, host, pid | a run starts its engines; where `vime engines` reaches it |
+| engines | engine | model, engine, state, and of one that starts: address, place | see `vime.members.table` |
+| engines | weights | model, engines, version | these engines have loaded that version |
 | rollout | drawn | groups, version | generation starts; the weights of the engines |
 | rollout | dropped | groups, reason | they will not be trained |
 | rollout | put_back | groups | they return to the data source with their tokens |

@@ -141,6 +141,16 @@ class WeightTransfer:
         self._last: WeightUpdate | None = None
 
     @property
+    def version(self) -> int | None:
+        """Of the last published weights; None before the first."""
+        return None if self._last is None else self._last.version
+
+    @property
+    def has_source(self) -> bool:
+        """Whether a trainer's weights go to these engines."""
+        return self._source is not None
+
+    @property
     def is_trainers_turn(self) -> bool:
         """Whether the trainer has the devices' memory: an engine that starts now would not find its share."""
         return self.state is State.ASLEEP and self._gives_memory

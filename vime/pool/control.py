@@ -98,6 +98,14 @@ class Control(Protocol):
     def weight_version(self) -> int: ...
     def is_healthy(self, timeout_s: float) -> bool: ...
 
+    def model(self) -> str:
+        """The folder of the checkpoint that it was started with."""
+        ...
+
+    def running(self) -> int | None:
+        """Its requests that have not ended. None where it does not say."""
+        ...
+
 
 MakeControl = Callable[[str, str], Control]
 """The control of the server at a URL, with the run's key."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +50,11 @@ def given_key() -> str:
             f"characters, got {len(key)}; export {KEY_VARIABLE}=$(openssl rand -hex 32) for them and for the run"
         )
     return key
+
+
+def key_of(config: Config) -> str:
+    """The run's key: the given one, also where an engine that was started apart may join later, or a new one."""
+    return given_key() if uses(config) or KEY_VARIABLE in os.environ else secrets.token_hex(32)
 
 
 def split(address: str, typed: str) -> Address:
@@ -109,6 +115,24 @@ def check_weights(config: Config) -> None:
             f"--weight-dir must be given with {ENGINES}, got none; name a folder that trainer and engines share, the "
             "same one for `vime serve engine`"
         )
+
+
+def require_joinable(config: Config, url: str, *, trained: bool) -> None:
+    """ValueError unless the engine at `url` may join a run that goes on. `trained`: weights go to it."""
+    address = urlsplit(url).netloc
+    if KEY_VARIABLE not in os.environ:
+        raise ValueError(
+            f"{KEY_VARIABLE} must have been given to a run that takes in an engine started apart, got {address} and a "
+            f"key that only this run knows; export {KEY_VARIABLE} for the run and for the engine"
+        )
+    transport = config.weight_update.update_weight_transport
+    if trained and (transport != "disk" or config.cluster.colocate):
+        raise ValueError(
+            f"an engine that was started apart must get its weights as files, got --update-weight-transport {transport}"
+            f"{' and --colocate' if config.cluster.colocate else ''}; start the run with --update-weight-transport disk"
+        )
+    if (problem := _problem(url, given_key(), "/health", "the engine of --address")) is not None:
+        raise ValueError(problem)
 
 
 def require_reachable(config: Config, path: str = "/health") -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +13,11 @@ from slime.cluster import placement
 from slime.config import Config
 from slime.protocols import WeightSource
 from slime.roles.served import ServedModel
+from slime.tracking.events import Events
 from vime.pool import external
 from vime.pool.engine_server import EngineSpec
+from vime.pool.places import LOOPBACK, Place, Places
 from vime.pool.pool import ServerPool
-from vime.pool.ray_server import Seat, make_servers
 from vime.pool.router import RouterSpec
 
 if TYPE_CHECKING:
@@ -38,28 +37,32 @@ def make_pool(
 ) -> ServerPool:
     """The engines of `model` and their router; `config` is from `vime.pool.served.config_of`. `make_spec` gets the
     fields of an engine's spec that every engine has. `dtype` and `gives_memory`: see ServerPool."""
-    run_key = external.given_key() if external.uses(config) else secrets.token_hex(32)
+    run_key = external.key_of(config)
     logs = Path(config.logging.run_dir).resolve() / "logs"
     prefix = f"{model.name}-" if model.frozen else ""
     # Loopback, unless a cluster was joined: then engines may be on other nodes and listen at their node's address.
     joined = bool(os.environ.get("RAY_ADDRESS"))
     node_address: Callable[[], str] = ray.util.get_node_ip_address
-    host = node_address() if joined else "127.0.0.1"
-    specs = [
-        make_spec(
+    host = node_address() if joined else LOOPBACK
+
+    def spec_of(index: int) -> EngineSpec:
+        return make_spec(
             run_key=run_key,
             host=host,
             cpu_threads=placement.cpu_threads(config)[1] if config.cluster.device == "cpu" else 0,
             numa_binding=config.cluster.numa_binding,
             # An engine on a trainer's GPU measures what memory is left.
             waits=source is not None and config.cluster.colocate and config.cluster.device == "cuda",
-            index=i,
-            log_path=str(logs / f"{prefix}engine-{i}.log"),
+            index=index,
+            log_path=str(logs / f"{prefix}engine-{index}.log"),
         )
-        for i in range(config.num_engines)
-    ]
-    seats = [_seats(placed, bundles, joined) for bundles in placed.engine_bundles[model.name]]
-    elsewhere = external.addresses(config)
+
+    parts = pool.kind
+    places = Places(
+        config, model.name, spec_of, parts.server, parts.control, joined, colocated=config.cluster.colocate
+    )
+    apart: list[external.Address] = external.addresses(config)
+    own = [Place(placed, bundles) for bundles in placed.engine_bundles[model.name]]
     router = RouterSpec(
         run_key=run_key,
         log_path=str(logs / f"{prefix}router.log"),
@@ -68,15 +71,13 @@ def make_pool(
         request_timeout_s=config.rollout.rollout_deadline_s,
         **({"host": host} | external.router_settings(config)),
     )
-    parts = pool.kind
     return pool(
-        specs,
+        [places.add(place) for place in (apart or own)],
         router,
-        spawn=lambda spec: (
-            external.ExternalEngine(replace(spec, **elsewhere[spec.index]), parts.control)
-            if elsewhere
-            else make_servers(spec, seats[spec.index], here=not joined, server=parts.server)
-        ),
+        spawn=places.spawn,
+        places=places,
+        events=Events("engines", config.logging.run_dir),
+        model=model.name,
         source=source,
         health_check_interval_s=config.fault_tolerance.rollout_health_check_interval,
         health_check_timeout_s=config.fault_tolerance.rollout_health_check_timeout,
@@ -84,16 +85,3 @@ def make_pool(
         dtype=dtype,
         gives_memory=gives_memory,
     )
-
-
-def _seats(placed: Placement, bundles: Sequence[int], joined: bool) -> list[Seat]:
-    """Where the server processes of the engine on `bundles` run, one per node."""
-    return [
-        Seat(
-            placed.nodes[part[0]].address if joined else "127.0.0.1",
-            placed.visible(part),
-            placed.buses(part),
-            placed.options(part[0]),
-        )
-        for part in placed.by_node(bundles)
-    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 from slime.weight_sync.variables import ENGINE_VARIABLE
@@ -41,6 +42,7 @@ class Member:
         self.control = control("", spec.run_key)
         self.serving = False
         self.starting = False
+        self.leaving = False  # it gets no new requests, takes part in updates, and is not replaced
         self.doomed = False  # a control call failed: the server is replaced even if it answers again
         self.restarts = 0
         self.last_health_check = time.monotonic()
@@ -50,6 +52,11 @@ class Member:
     def name(self) -> str:
         """The name of the server that is in this place now."""
         return f"engine-{self.place}-{self.starts}"
+
+    @property
+    def title(self) -> str:
+        """What users call it, in all its servers: the name of its log."""
+        return Path(self.spec.log_path).stem
 
     @property
     def workers(self) -> int:

@@ -15,16 +15,22 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from slime.protocols import RolloutEngine, WeightSource
+from slime.roles.served import POLICY
+from slime.tracking.events import Events
 from slime.weight_sync.transfer import Engine, WeightTransfer
+from vime.pool.changes import Changes
 from vime.pool.control import ControlError, MakeControl, PauseMode
 from vime.pool.engine_server import EngineServer, EngineSpec
 from vime.pool.health_watch import HealthWatch
 from vime.pool.member import Member, Spawn
 from vime.pool.process import Started, require_running
 from vime.pool.router import RouterServer, RouterSpec
+
+if TYPE_CHECKING:
+    from vime.pool.places import Places
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.25
@@ -66,6 +72,9 @@ class ServerPool:
         pause_mode: PauseMode = "keep",
         gives_memory: bool = False,
         source: WeightSource | None = None,
+        places: Places | None = None,
+        events: Events | None = None,
+        model: str = POLICY,
         max_restarts: int = 3,
         health_check_interval_s: float = 30.0,
         health_check_timeout_s: float = 30.0,
@@ -73,9 +82,8 @@ class ServerPool:
     ) -> None:
         if not specs:
             raise ValueError("an engine pool must have engines, got none; check --rollout-num-gpus")
-        self._members = [
-            Member(spec, place, pause_mode, self.kind.control) for place, spec in enumerate(specs)
-        ]
+        self._pause_mode: PauseMode = pause_mode
+        self._members = [self._member(spec) for spec in specs]
         self._router = self.kind.router(router)
         self._spawn: Spawn = self.kind.server if spawn is None else spawn
         self._dtype = dtype
@@ -91,6 +99,19 @@ class ServerPool:
             self._members, self._stopping, health_check_interval_s + health_check_timeout_s
         )
         self._monitor = threading.Thread(target=self._watch, name="engine-monitor", daemon=True)
+        self._model, self._places = model, places
+        self._events = Events("engines", None) if events is None else events
+        self.changes = Changes(
+            self._members,
+            self._transfer,
+            self._router,
+            places,
+            self._stopping,
+            self._member,
+            self._launch,
+            self._admit,
+            self._record,
+        )
 
     @property
     def router_url(self) -> str:
@@ -138,7 +159,7 @@ class ServerPool:
         try:
             self._router.start()
             for member in self._members:
-                member.launch(self._spawn)
+                self._launch(member)
             if meanwhile is not None:
                 started: list[Started] = [self._router]
                 started += [member.handle for member in self._members if member.handle]
@@ -148,8 +169,7 @@ class ServerPool:
             # One after the other and in this thread, so that Ctrl-C ends the wait; the servers start side by side.
             for member in self._members:
                 self._wait_ready(member)
-                self._router.add(member.control.url)
-                member.serving = True
+                self._admit(member)
         except BaseException:
             self.stop()
             raise
@@ -164,6 +184,8 @@ class ServerPool:
         """
         with self._transfer.lock:
             self._transfer.publish(version)
+            titles = [member.title for member in self._serving()]
+            self._events.add("weights", model=self._model, engines=titles, version=version)
             self.allow_restarts()
 
     def allow_restarts(self) -> None:
@@ -233,7 +255,9 @@ class ServerPool:
             while not self._stopping.wait(_POLL_S):
                 if self._router.poll() is not None:
                     self._restart_router()
-                for member in self._members:
+                for member in [*self._members]:
+                    if member.starting or member.leaving:  # they are in `changes`
+                        continue
                     if not self._transfer.is_trainers_turn and self._is_due_and_dead(member):
                         self._restart(member)
         except Exception as error:  # the border of this thread: the driver sees it at check_health
@@ -255,6 +279,8 @@ class ServerPool:
         """Replace a dead server; a replacement that dies before it serves counts as the next death."""
         while not self._stopping.is_set():
             tail = self._take_out(member)
+            if tail is None:
+                return
             member.restarts += 1
             if member.restarts > self._max_restarts:
                 raise RuntimeError(
@@ -277,11 +303,14 @@ class ServerPool:
                 logger.warning("engine %s serves again", member.control.url)
                 return
 
-    def _take_out(self, member: Member) -> str:
-        """Out of the router, process ended; the last lines of its log."""
+    def _take_out(self, member: Member) -> str | None:
+        """Out of the router, process ended; the last lines of its log. None if it leaves the run at this moment."""
         assert member.handle is not None
         with self._transfer.lock:
+            if member.leaving:
+                return None
             member.serving = False
+            self._record(member, "dead")
             try:
                 self._router.remove(member.control.url)
             except (RuntimeError, OSError, http.client.HTTPException) as error:
@@ -298,7 +327,7 @@ class ServerPool:
                 if self._transfer.is_trainers_turn:
                     raise RuntimeError("no engine may start while the trainer has the memory")
                 member.starting = True
-                member.launch(self._spawn)
+                self._launch(member)
             self._wait_ready(member)
             self._transfer.join(member, functools.partial(self._admit, member))
         finally:
@@ -307,6 +336,18 @@ class ServerPool:
     def _admit(self, member: Member) -> None:
         self._router.add(member.control.url)
         member.doomed, member.serving = False, True
+        self._record(member, "serving", version=self._transfer.version)
+
+    def _member(self, spec: EngineSpec) -> Member:
+        return Member(spec, spec.index, self._pause_mode, self.kind.control)
+
+    def _launch(self, member: Member) -> None:
+        member.launch(self._spawn)
+        place = self._places.where(member.spec.index) if self._places else ""
+        self._record(member, "starting", address=member.control.url, place=place)
+
+    def _record(self, member: Member, state: str, **more: object) -> None:
+        self._events.add("engine", model=self._model, engine=member.title, state=state, **more)
 
     def _restart_router(self) -> None:
         logger.warning("the router died and is restarted; its last log lines:\n%s", self._router.tail_log())
@@ -315,7 +356,8 @@ class ServerPool:
             self._router.start()
             self._router.wait_ready()
             for member in self._serving():
-                self._router.add(member.control.url)
+                if not member.leaving:
+                    self._router.add(member.control.url)
 
     @staticmethod
     def _each(members: Sequence[Member], act: Callable[[Member], None]) -> None:

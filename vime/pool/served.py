@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from slime.config import Config, FlagGroup
 from slime.protocols import EnginePool, RolloutEngine
-from slime.roles.served import ServedModel
+from slime.roles.served import POLICY, ServedModel
 from slime.rollout_backend import RolloutBackend
 
 
@@ -77,6 +77,11 @@ class ServedModels:
 
     def __init__(self, policy: EnginePool, frozen: Mapping[str, EnginePool]) -> None:
         self._policy, self._frozen = policy, dict(frozen)
+
+    @property
+    def pools(self) -> Mapping[str, EnginePool]:
+        """By the name of the served model."""
+        return {POLICY: self._policy, **self._frozen}
 
     @property
     def facts(self) -> Mapping[str, object]:

@@ -85,5 +85,13 @@ class SglangControl:
         """Whether /health answers 200 within `timeout_s`. SGLang generates a token for it when it is idle."""
         return answers(self.url, self._run_key, "/health", timeout_s=timeout_s)
 
+    def model(self) -> str:
+        """The folder of the checkpoint that the server was started with."""
+        _, answer = request(self.url, self._run_key, "GET", "/model_info", timeout_s=_QUICK_S)
+        return str(json.loads(answer)["model_path"])
+
+    def running(self) -> None:
+        """Not said: SGLang's servers count requests only with --enable-metrics."""
+
     def _post(self, path: str, body: object, *, timeout_s: float = _QUICK_S) -> bytes:
         return request(self.url, self._run_key, "POST", path, body, timeout_s=timeout_s)[1]

@@ -14,6 +14,7 @@ from vime.pool.control import ControlError, PauseMode, answers, request
 from vime.vllm.versions import finish_body
 from vime.vllm.worker.middleware import NEW_VERSION_HEADER, VERSIONS_HEADER
 
+_GAUGES = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
 _QUICK_S = 30.0
 _SLOW_S = 600.0
 
@@ -76,6 +77,17 @@ class VllmControl:
     def is_healthy(self, timeout_s: float) -> bool:
         """Whether /health answers 200 within `timeout_s`."""
         return answers(self.url, self._run_key, "/health", timeout_s=timeout_s)
+
+    def model(self) -> str:
+        """The folder of the checkpoint that the server was started with."""
+        _, answer = request(self.url, self._run_key, "GET", "/v1/models", timeout_s=_QUICK_S)
+        return str(json.loads(answer)["data"][0]["root"])
+
+    def running(self) -> int:
+        """Requests that compute or wait, from the server's own gauges."""
+        _, page = request(self.url, self._run_key, "GET", "/metrics", timeout_s=_QUICK_S)
+        lines = (line for line in page.decode().splitlines() if line.startswith(_GAUGES))
+        return round(sum(float(line.split()[-1]) for line in lines))
 
     def _post(
         self,

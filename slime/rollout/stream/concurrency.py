@@ -78,6 +78,11 @@ class Concurrency(asyncio.Semaphore):
             self.resize(next_limit(self.limit, self.first, self.seen))
             self.seen = Window()
 
+    def scale(self, first: int) -> None:
+        """Other engines serve, whose limit at a start would be `first`: the present limit changes in proportion."""
+        self.resize(max(self.limit * first // self.first, 1))
+        self.first = first
+
     def resize(self, limit: int) -> None:
         """Let `limit` samples in at once."""
         self._owed += max(0, self.limit - limit)

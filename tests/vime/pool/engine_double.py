@@ -2,7 +2,8 @@
 real ones.
 
 It runs behind the real RunKeyMiddleware in uvicorn. Every request is appended to LOG as one line "METHOD path body".
-POST /die ends it at once, POST /refuse PATH makes a route answer 500 from then on. Buckets that are broadcast it takes
+POST /die ends it at once, POST /refuse PATH makes a route answer 500 from then on, and POST /answer {"path", "text"}
+has it answer text. Buckets that are broadcast it takes
 as an engine does, and with MODULE, which adds a weight channel, every part; the digests of what it holds when an update
 is finished are appended as one line "HOLDS {...}".
 POST /doom {"part": which of them, from 1, "when"} has it killed there: before it takes the part (reach), while the
@@ -87,6 +88,7 @@ def main(port: int, log: Path, module: str | None = None) -> None:
     if module:
         import_module(module)
     refused: set[str] = set()
+    answers: dict[str, bytes] = {}
     receiver = Receiver()
 
     async def app(scope: dict, receive: object, send: object) -> None:
@@ -102,6 +104,8 @@ def main(port: int, log: Path, module: str | None = None) -> None:
             os._exit(3)
         if path == "/refuse":
             refused.add(json.loads(body))
+        if path == "/answer":
+            answers.update({json.loads(body)["path"]: json.loads(body)["text"].encode()})
         dies = False
         if path == "/doom":
             receiver.doom = json.loads(body)
@@ -113,7 +117,7 @@ def main(port: int, log: Path, module: str | None = None) -> None:
             with log.open("a") as file:
                 file.write(f"HOLDS {json.dumps(receiver.held, sort_keys=True)}\n")
             receiver.held = {}
-        answer = b'{"success": true}' if path not in refused else b"told to refuse"
+        answer = answers.get(path, b'{"success": true}') if path not in refused else b"told to refuse"
         status = 200 if path not in refused else 500
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(answer)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -33,9 +33,9 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:
         time.sleep(0.05)
 
 
-def die(url: str) -> None:
+def die(url: str, key: str = KEY) -> None:
     with pytest.raises((OSError, http.client.HTTPException)):
-        VllmControl(url, KEY)._post("/die", {})
+        VllmControl(url, key)._post("/die", {})
 
 
 class Trainer:

@@ -1,0 +1,106 @@
+"""`vime engines list|add|remove RUN_DIR`: shows the engines of a run, and changes them while it goes on.
+
+`list` reads the run's events, also of a run that has ended or is on another host. `add` and `remove` ask the run's
+driver at its socket (vime.members.door), so they run on the driver's host, as its user.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime.roles.served import POLICY
+from vime.members.table import Fleet, read_fleet, table
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0, or 1 if the run could not do what it was asked. ValueError for what the user can put right."""
+    args = _parser().parse_args(argv)
+    fleet = read_fleet(args.run_dir)
+    if args.action == "list":
+        return _list(fleet)
+    asked: dict[str, object] = {"do": args.action}
+    if args.action == "add":
+        if args.count < 1:
+            raise ValueError(f"--count must be at least 1, got {args.count}")
+        asked |= {"model": args.model, "count": args.count, "address": args.address}
+    else:
+        if args.wait_s < 0:
+            raise ValueError(f"--wait-s must not be below 0, got {args.wait_s:g}")
+        asked |= {"engine": args.engine, "wait_s": args.wait_s}
+    return _ask(fleet, args.run_dir, asked)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="vime engines", allow_abbrev=False)
+    actions = parser.add_subparsers(dest="action", required=True)
+    shown = actions.add_parser("list", help="a table of the engines of a run that goes on or has ended")
+    add = actions.add_parser("add", help="start more engines, or take in one that was started apart")
+    remove = actions.add_parser("remove", help="let an engine finish its requests, and end it")
+    for each in (shown, add, remove):
+        each.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    how = add.add_mutually_exclusive_group()
+    how.add_argument("--count", type=int, default=1, help="engines to start on free places (default 1)")
+    how.add_argument("--address", metavar="HOST:PORT", help="an engine of `vime serve engine`")
+    add.add_argument("--model", default=POLICY, help="the served model that gets them (default policy)")
+    remove.add_argument("engine", metavar="ENGINE", help="its name or its HOST:PORT")
+    remove.add_argument(
+        "--wait-s", type=float, default=60.0, help="seconds for its requests to end (default 60)"
+    )
+    return parser
+
+
+def _list(fleet: Fleet) -> int:
+    here = fleet.host == socket.gethostname()
+    door = _knock(fleet) if here else None
+    if door is not None:
+        door.close()
+    print(*table(fleet, ended=here and door is None), sep="\n")
+    if not here:
+        print(
+            f"the run's driver is process {fleet.pid} on {fleet.host}; only there is seen whether it goes on"
+        )
+    return 0
+
+
+def _knock(fleet: Fleet) -> socket.socket | None:
+    """A connection to the run's driver; None if the run has ended."""
+    door = socket.socket(socket.AF_UNIX)
+    try:
+        door.connect(fleet.socket)
+    except (FileNotFoundError, ConnectionRefusedError):
+        door.close()
+        return None
+    except PermissionError as error:
+        door.close()
+        raise ValueError(
+            f"vime engines must be run by the user of the run, got no permission for {fleet.socket}"
+        ) from error
+    return door
+
+
+def _ask(fleet: Fleet, run_dir: Path, asked: dict[str, object]) -> int:
+    if fleet.host != socket.gethostname():
+        raise ValueError(
+            f"vime engines {asked['do']} must be run on the host of the run's driver, {fleet.host}, got "
+            f"{socket.gethostname()}"
+        )
+    door = _knock(fleet)
+    if door is None:
+        raise ValueError(f"RUN_DIR must be that of a run that goes on, got {run_dir}, whose run has ended")
+    with door, contextlib.suppress(ConnectionResetError):
+        door.sendall(json.dumps(asked).encode() + b"\n")
+        with door.makefile("r", encoding="utf-8") as lines:
+            for line in lines:
+                ((kind, text),) = json.loads(line).items()
+                if kind == "refused":
+                    raise ValueError(text)
+                print(f"vime engines: {text}" if kind == "failed" else text, flush=True)
+                if kind != "say":
+                    return int(kind == "failed")
+    print("vime engines: the run ended before it answered", flush=True)
+    return 1

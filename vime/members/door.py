@@ -1,0 +1,141 @@
+"""Where `vime engines` reaches a run: a unix socket in the run's temporary folder, which only its user can enter.
+
+The client sends one line of JSON, {"do": "add" | "remove", ...}. The answer is lines {"say": text} while the work goes
+on, and at the end {"done": text}, {"refused": text} for what the user can put right, or {"failed": text}. The driver
+does the work, one request after the other, while the loop goes on. The run's events say where the socket is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypedDict
+
+from slime.protocols import EnginePool
+from slime.roles.served import POLICY
+from slime.tracking.events import Events
+from vime.pool.pool import ServerPool
+
+logger = logging.getLogger(__name__)
+_LONGEST = 65536
+_SEND_S = 5.0
+
+
+class Request(TypedDict, total=False):
+    """What the command asks for. `model`: the served model that gets engines."""
+
+    do: str
+    model: str
+    count: int
+    address: str | None
+    engine: str
+    wait_s: float
+
+
+class Door:
+    """Takes requests from now on, and does them once `open` was called. `tell` gets the number of the policy's engines
+    that take new requests, whenever it changes."""
+
+    def __init__(
+        self, run_dir: str | None, pools: Mapping[str, EnginePool], tell: Callable[[int], None]
+    ) -> None:
+        self._pools = {name: pool for name, pool in pools.items() if isinstance(pool, ServerPool)}
+        if POLICY in self._pools:
+            self._pools[POLICY].changes.tell = tell
+        self._is_open = self._is_closed = False
+        self._turn = threading.Lock()
+        self.path = Path(tempfile.mkdtemp(prefix="door-")) / "engines.sock"
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(str(self.path))
+        self._socket.listen()
+        events = Events("engines", run_dir)
+        if self._pools:
+            events.add("door", socket=str(self.path), host=socket.gethostname(), pid=os.getpid())
+        events.close()
+        threading.Thread(target=self._listen, name="door", daemon=True).start()
+
+    def open(self) -> None:
+        """The engines serve: they may change."""
+        self._is_open = True
+
+    def close(self) -> None:
+        """Take no more requests. What is being done ends with the pools."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+            self.path.parent.rmdir()
+
+    def _listen(self) -> None:
+        while not self._is_closed:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="door-request", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """One request. A client that leaves does not stop what it has asked for."""
+        with connection, contextlib.suppress(OSError):
+            if _user_of(connection) not in (os.getuid(), 0):
+                return
+            connection.settimeout(_SEND_S)
+            with connection.makefile("rb") as lines:
+                line = lines.readline(_LONGEST)
+            if not line:  # the client only looked whether the run goes on
+                return
+
+            def send(kind: str, text: str) -> None:
+                with contextlib.suppress(OSError):
+                    connection.sendall(json.dumps({kind: text}).encode() + b"\n")
+
+            try:
+                with self._turn:
+                    done = self._do(json.loads(line), lambda text: send("say", text))
+            except ValueError as error:
+                send("refused", str(error))
+            except Exception as error:  # the border of this thread: the client tells the user
+                logger.warning("vime engines failed: %s", error)
+                send("failed", f"{error}")
+            else:
+                send("done", done)
+
+    def _do(self, asked: Request, say: Callable[[str], None]) -> str:
+        if not self._is_open:
+            raise ValueError(
+                "a run must serve before its engines change, got one that starts; try again later"
+            )
+        if asked["do"] == "remove":
+            pool = self._pools[self._model_of(asked["engine"])]
+            return pool.changes.remove(asked["engine"], asked["wait_s"], say)
+        if asked["model"] not in self._pools:
+            raise ValueError(
+                f"--model must be one of {', '.join(self._pools)}, got {asked['model']}; `vime engines list` shows them"
+            )
+        changes, address = self._pools[asked["model"]].changes, asked["address"]
+        titles = changes.add(asked["count"], say) if address is None else changes.take_in(address, say)
+        return f"{' and '.join(titles)} joined; a run that resumes has its configured engines alone"
+
+    def _model_of(self, engine: str) -> str:
+        """The model of an engine. The policy for an unknown one: its pool says so."""
+        for name, pool in self._pools.items():
+            if pool.changes.has(engine):
+                return name
+        return POLICY
+
+
+def _user_of(connection: socket.socket) -> int:
+    """The user of the process at the other end."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    user: int = struct.unpack("3i", raw)[1]
+    return user

@@ -1,0 +1,204 @@
+"""Engines that join and leave a pool while the run goes on (`vime engines add` and `remove`).
+
+    add:     a free place -> a server -> the present weights -> the router -> it serves
+    remove:  out of the router -> its requests end -> out of the pool -> its server ends -> its place is free
+
+An engine that joins takes the same way as one that restarts. An engine that leaves takes part in weight updates until
+it has no requests, or its time is up. Requests that are left begin again at another engine, as after a death.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime.weight_sync.transfer import WeightTransfer
+from vime.pool import external
+from vime.pool.engine_server import EngineSpec
+from vime.pool.member import Member
+from vime.pool.router import RouterServer
+
+if TYPE_CHECKING:
+    from vime.pool.places import Places
+
+logger = logging.getLogger(__name__)
+_LOOK_S = 0.5
+_FAULTS = (ValueError, RuntimeError, OSError, http.client.HTTPException)
+
+Say = Callable[[str], None]
+"""Gets a line for the user who waits."""
+
+
+@dataclass
+class Changes:
+    """`make` makes the pool's entry of a new engine, which `launch` starts. `admit` lets it serve. `record` writes an
+    event of an engine. `tell` gets the number of engines that take new requests, whenever it changes."""
+
+    members: list[Member]
+    transfer: WeightTransfer
+    router: RouterServer
+    places: Places | None
+    stopping: threading.Event
+    make: Callable[[EngineSpec], Member]
+    launch: Callable[[Member], None]
+    admit: Callable[[Member], None]
+    record: Callable[..., None]
+    tell: Callable[[int], None] = lambda count: None
+
+    def add(self, count: int, say: Say) -> list[str]:
+        """Start that many engines on free places; returns their names when they serve. ValueError, before anything
+        starts, if there are too few places; RuntimeError if a server does not serve."""
+        return self._join(self._places().take(count), say)
+
+    def take_in(self, address: str, say: Say) -> list[str]:
+        """An engine that was started apart joins; returns its name. ValueError if it cannot be used."""
+        places = self._places()
+        where = external.split(address, "--address")
+        url = f"http://{where['host']}:{where['port']}"
+        if any(member.control.url == url for member in self.members):
+            raise ValueError(f"--address must be that of another engine, got {address}, which is in the run")
+        external.require_joinable(places.config, url, trained=self.transfer.has_source)
+        self._require_model(places, url)
+        return self._join([places.add(where)], say)
+
+    def remove(self, title: str, wait_s: float, say: Say) -> str:
+        """The engine with this name or address leaves, after at most `wait_s` seconds for its requests; returns what
+        was done. ValueError if it does not serve, or if no other one does."""
+        places = self._places()
+        with self.transfer.lock:
+            member = self._find(title)
+            others = sum(other.serving and not other.leaving for other in self.members) - 1
+            if not others:
+                raise ValueError(
+                    f"a run must keep one engine that serves, got {title}, the last one; add one first"
+                )
+            self.router.remove(member.control.url)
+            member.leaving = True
+            self.record(member, "leaving")
+        self.tell(others)
+        say(f"{member.title} gets no new requests")
+        left = self._drain(member, wait_s)
+        with self.transfer.lock:
+            member.serving = False
+            self.members.remove(member)
+        member.stop()
+        apart = places.is_apart(member.spec.index)
+        places.give_back(member.spec.index)
+        self.record(member, "removed")
+        kept = "it was started apart, and runs on" if apart else "its server has ended, and its place is free"
+        return f"{member.title} has left{left}; {kept}"
+
+    def has(self, title: str) -> bool:
+        """Whether an engine of this pool has that name or address."""
+        return any(_is(member, title) for member in self.members)
+
+    def _places(self) -> Places:
+        if self.places is None:
+            raise ValueError("engines must have places to join and leave, got a pool without them")
+        return self.places
+
+    def _find(self, title: str) -> Member:
+        for member in filter(lambda member: _is(member, title), self.members):
+            if member.leaving:
+                raise ValueError(f"ENGINE must serve to be removed, got {title}, which is leaving already")
+            if not member.serving:
+                raise ValueError(
+                    f"ENGINE must serve to be removed, got {title}, which is starting; try again when it serves"
+                )
+            return member
+        known = ", ".join(f"{member.title} at {member.control.url}" for member in self.members)
+        raise ValueError(f"ENGINE must be one of {known}, got {title}; `vime engines list` shows them")
+
+    def _drain(self, member: Member, wait_s: float) -> str:
+        """Wait until the engine has no requests. Returns what the user must know of those that are left."""
+        end = time.monotonic() + wait_s
+        quiet = 0
+        while not self.stopping.is_set():
+            try:
+                running = member.control.running()
+            except _FAULTS as error:
+                logger.warning("engine %s did not answer while it left: %s", member.control.url, error)
+                return ", without an answer; its requests begin again elsewhere"
+            if running is None:
+                return "; its engine does not say what runs, so its requests begin again elsewhere"
+            quiet = 0 if running else quiet + 1
+            if quiet == 2:  # a request may have been between router and engine
+                return ""
+            if time.monotonic() >= end:
+                return f" after {wait_s:g} s; {running} requests begin again elsewhere"
+            time.sleep(_LOOK_S)
+        return ""
+
+    def _require_model(self, places: Places, url: str) -> None:
+        checkpoint = places.config.rollout.hf_checkpoint
+        try:
+            served = places.control(url, places.make_spec(0).run_key).model()
+        except (*_FAULTS, KeyError) as error:
+            raise ValueError(f"the engine at {url} must say which model it serves, got: {error}") from error
+        if served != checkpoint and _settings(served) != _settings(checkpoint):
+            raise ValueError(
+                f"the engine at {url} must serve the model of this run, {checkpoint}, got {served}; start it with the "
+                "flags of the run"
+            )
+
+    def _join(self, specs: Sequence[EngineSpec], say: Say) -> list[str]:
+        """Start the engines side by side. RuntimeError when all are done and one of them does not serve."""
+        members = [self.make(spec) for spec in specs]
+        with self.transfer.lock:
+            for member in members:
+                member.starting = True
+            self.members.extend(members)
+        with ThreadPoolExecutor(len(members)) as threads:
+            failed = [
+                text for text in threads.map(lambda member: self._bring_in(member, say), members) if text
+            ]
+        if failed:
+            raise RuntimeError("; ".join(failed))
+        return [member.title for member in members]
+
+    def _bring_in(self, member: Member, say: Say) -> str | None:
+        """None once the engine serves, or why it does not. Then nothing of it is left."""
+        try:
+            self.launch(member)
+            if self.stopping.is_set():  # `stop` has not seen this server
+                raise RuntimeError("the run ends")
+            assert member.handle is not None
+            say(f"{member.title} starts at {member.control.url}; log: {member.spec.log_path}")
+            member.handle.wait_ready()
+            say(f"{member.title} gets the weights")
+            self.transfer.join(member, lambda: self.admit(member))
+        except Exception as error:  # the border of this engine's thread
+            logger.warning("engine %s did not join: %s", member.title, error)
+            with self.transfer.lock:
+                member.serving = False
+                self.members.remove(member)
+            member.stop()
+            self._places().give_back(member.spec.index)
+            self.record(member, "failed")
+            return f"{member.title} did not join: {error}"
+        finally:
+            member.starting = False
+        self.tell(sum(other.serving and not other.leaving for other in self.members))
+        say(f"{member.title} serves")
+        return None
+
+
+def _is(member: Member, title: str) -> bool:
+    address = title.removeprefix("http://").rstrip("/")
+    return title == member.title or f"http://{address}" == member.control.url
+
+
+def _settings(checkpoint: str) -> object:
+    """The configuration of a model in a folder that this host sees."""
+    try:
+        return json.loads((Path(checkpoint) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return checkpoint
