@@ -221,8 +221,10 @@ def place_engine(config: Config, model: str) -> Placement:
     try:
         group = _reserve(resource, amount, size, existing, _MORE_TIMEOUT_S)
     except RuntimeError as error:
+        free = ray.available_resources().get(resource, 0.0)  # type: ignore[no-untyped-call]
         raise ValueError(
-            f"{error}; join a larger cluster, end what uses its devices, or remove an engine first"
+            f"one more engine must find {size} free devices ({size * amount:g} {resource}s) in {_MORE_TIMEOUT_S} s, "
+            f"got {free:g} of {existing:g} {resource}s; remove another engine first, or join a larger cluster"
         ) from error
     try:
         nodes = _nodes_of(group, size)

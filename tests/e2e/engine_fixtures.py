@@ -67,6 +67,18 @@ def publish_checkpoint(checkpoint: Path, directory: Path, version: int, *, check
     return FileChannel(directory).publish(state.items(), version, checksums=checksums)
 
 
+def metric(url: str, key: str, name: str) -> float:
+    """The counter or gauge `name` of the engine at `url`."""
+    _, page = request(url, key, "GET", "/metrics", timeout_s=30)
+    lines = [line for line in page.decode().splitlines() if line.startswith(f"vllm:{name}{{")]
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+def answered(url: str, key: str) -> float:
+    """Requests that the engine at `url` has answered."""
+    return metric(url, key, "request_success_total")
+
+
 class Stack:
     """A pool of one engine, and two sets of weights for it: the checkpoint's weights and other weights."""
 
@@ -95,9 +107,7 @@ class Stack:
 
     def metric(self, name: str) -> float:
         """The engine's own counter or gauge `name`."""
-        _, page = request(self.control.url, self.key, "GET", "/metrics", timeout_s=30)
-        lines = [line for line in page.decode().splitlines() if line.startswith(f"vllm:{name}{{")]
-        return sum(float(line.split()[-1]) for line in lines)
+        return metric(self.control.url, self.key, name)
 
     def push(self, checkpoint: Path, *, checksums: bool = True) -> WeightUpdate:
         self.version += 1

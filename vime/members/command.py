@@ -26,11 +26,13 @@ def main(argv: Sequence[str]) -> int:
     asked: dict[str, object] = {"do": args.action}
     if args.action == "add":
         if args.count < 1:
-            raise ValueError(f"--count must be at least 1, got {args.count}")
+            raise ValueError(
+                f"--count must be at least 1, got {args.count}; give the number of engines to start"
+            )
         asked |= {"model": args.model, "count": args.count, "address": args.address}
     else:
         if args.wait_s < 0:
-            raise ValueError(f"--wait-s must not be below 0, got {args.wait_s:g}")
+            raise ValueError(f"--wait-s must not be below 0, got {args.wait_s:g}; give seconds")
         asked |= {"engine": args.engine, "wait_s": args.wait_s}
     return _ask(fleet, args.run_dir, asked)
 
@@ -78,7 +80,7 @@ def _knock(fleet: Fleet) -> socket.socket | None:
     except PermissionError as error:
         door.close()
         raise ValueError(
-            f"vime engines must be run by the user of the run, got no permission for {fleet.socket}"
+            f"vime engines must be run by the user of the run, got no permission for {fleet.socket}; take that user"
         ) from error
     return door
 
@@ -87,11 +89,13 @@ def _ask(fleet: Fleet, run_dir: Path, asked: dict[str, object]) -> int:
     if fleet.host != socket.gethostname():
         raise ValueError(
             f"vime engines {asked['do']} must be run on the host of the run's driver, {fleet.host}, got "
-            f"{socket.gethostname()}"
+            f"{socket.gethostname()}; log in there"
         )
     door = _knock(fleet)
     if door is None:
-        raise ValueError(f"RUN_DIR must be that of a run that goes on, got {run_dir}, whose run has ended")
+        raise ValueError(
+            f"RUN_DIR must be that of a run that goes on, got {run_dir}, whose run has ended; resume it first"
+        )
     with door, contextlib.suppress(ConnectionResetError):
         door.sendall(json.dumps(asked).encode() + b"\n")
         with door.makefile("r", encoding="utf-8") as lines:

@@ -64,7 +64,10 @@ class Changes:
         where = external.split(address, "--address")
         url = f"http://{where['host']}:{where['port']}"
         if any(member.control.url == url for member in self.members):
-            raise ValueError(f"--address must be that of another engine, got {address}, which is in the run")
+            raise ValueError(
+                f"--address must be that of another engine, got {address}, which is in the run; "
+                "start one at another address"
+            )
         external.require_joinable(places.config, url, trained=self.transfer.has_source)
         self._require_model(places, url)
         return self._join([places.add(where)], say)
@@ -102,13 +105,17 @@ class Changes:
 
     def _places(self) -> Places:
         if self.places is None:
-            raise ValueError("engines must have places to join and leave, got a pool without them")
+            raise ValueError(
+                "engines must have places to join and leave, got a pool without them; report this as a bug"
+            )
         return self.places
 
     def _find(self, title: str) -> Member:
         for member in filter(lambda member: _is(member, title), self.members):
             if member.leaving:
-                raise ValueError(f"ENGINE must serve to be removed, got {title}, which is leaving already")
+                raise ValueError(
+                    f"ENGINE must serve to be removed, got {title}, which leaves already; wait for it"
+                )
             if not member.serving:
                 raise ValueError(
                     f"ENGINE must serve to be removed, got {title}, which is starting; try again when it serves"
@@ -142,7 +149,9 @@ class Changes:
         try:
             served = places.control(url, places.make_spec(0).run_key).model()
         except (*_FAULTS, KeyError) as error:
-            raise ValueError(f"the engine at {url} must say which model it serves, got: {error}") from error
+            raise ValueError(
+                f"the engine at {url} must say which model it serves, got: {error}; start it with `vime serve engine`"
+            ) from error
         if served != checkpoint and _settings(served) != _settings(checkpoint):
             raise ValueError(
                 f"the engine at {url} must serve the model of this run, {checkpoint}, got {served}; start it with the "
@@ -169,7 +178,9 @@ class Changes:
         try:
             self.launch(member)
             if self.stopping.is_set():  # `stop` has not seen this server
-                raise RuntimeError("the run ends")
+                raise RuntimeError(
+                    "an engine must join before its run ends, got a run that ends; add it when the run goes on again"
+                )
             assert member.handle is not None
             say(f"{member.title} starts at {member.control.url}; log: {member.spec.log_path}")
             member.handle.wait_ready()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from engine_fixtures import Stack, hf_log_probs, server_of
+from engine_fixtures import Stack, answered, hf_log_probs, server_of
 from rollout_double import make_args
 from transformers import AutoTokenizer
 
@@ -18,6 +20,8 @@ from slime.protocols import RolloutEngine
 from slime.rollout.state import GenerateState
 from slime.sessions import Session, open_session
 from slime.types import Sample
+from vime.pool.router import RouterSpec
+from vime.vllm.pool import VllmEnginePool
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
@@ -124,3 +128,77 @@ def test_a_session_survives_its_engine(tmp_path: Path) -> None:
         stack.pool.stop()
     sample.prefix_cache_info.cached_tokens += 10**6  # the new engine's cache was empty
     check(sample, stack.checkpoint, stack.version)
+
+
+@pytest.mark.slow
+def test_a_session_keeps_its_engine_of_two_until_that_dies(tmp_path: Path) -> None:
+    """With --router-policy consistent_hash. The cache of prefixes shows it, as each session begins with other words."""
+    stack = Stack(tmp_path)
+    first = stack.pool._members[0].spec
+    other = replace(first, index=1, log_path=str(tmp_path / "other.log"))
+    router = RouterSpec(
+        run_key=Stack.key, log_path=str(tmp_path / "router.log"), argv=("--policy", "consistent_hash")
+    )
+    stack.pool.stop()
+    stack.pool = VllmEnginePool([first, other], router, source=stack, health_check_interval_s=5)
+    stack.pool.start()
+    try:
+        stack.push(stack.checkpoint)
+        here, there = stack.pool.engine_urls
+
+        async def turn(session: Session, number: int, said: list[Any], alive: list[str]) -> str:
+            """The engine that answered, by the engines' own counts."""
+            before = await asyncio.to_thread(counts, alive)
+            said.append(
+                {"role": "user", "content": f"{number} * {number}, " + QUESTION if not said else "and 5"}
+            )
+            async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+                answer = await client.chat.completions.create(model="policy", messages=said)
+            said.append(answer.choices[0].message.model_dump(exclude_none=True))
+            after = await asyncio.to_thread(counts, alive)
+            (found,) = [url for url in alive if after[url] > before[url]]
+            assert after[found] == before[found] + 1
+            return found
+
+        async def run(args: Any) -> tuple[list[Sample], list[str]]:
+            made, homes = [], []
+            async with AsyncExitStack() as entered:
+                all_said: list[list[Any]] = [[] for _ in range(8)]
+                sessions = [
+                    await entered.enter_async_context(open_session(args, Sample(prompt="", index=i)))
+                    for i in range(8)
+                ]
+                for i, session in enumerate(sessions):
+                    homes.append(await turn(session, i, all_said[i], [here, there]))
+                for i, session in enumerate(sessions):
+                    assert await turn(session, i, all_said[i], [here, there]) == homes[i]
+                await asyncio.to_thread(server_of(there).kill)
+                for i, session in enumerate(sessions):
+                    assert await turn(session, i, all_said[i], [here]) == here
+                assert stack.pool.engine_urls == [here], "the other engine is not back yet"
+            for session in sessions:
+                made += session.samples()
+            return made, homes
+
+        tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint, chat_template=TEMPLATE)
+        args = make_args(rollout_max_response_len=16, rollout_deadline_s=90.0)
+        args.rollout_state = state = GenerateState(args, stack.pool.client(), tokenizer)
+        try:
+            made, homes = state.run(run(args))
+        finally:
+            state.close()
+    finally:
+        stack.pool.stop()
+    assert set(homes) == {here, there}, "eight sessions, so both engines had some"
+    rates: dict[str, list[float]] = {here: [], there: []}
+    for sample, home in zip(made, homes, strict=True):
+        rates[home].append(sample.prefix_cache_info.prefix_cache_hit_rate)
+        if home == there:
+            sample.prefix_cache_info.cached_tokens += 10**6  # its last turn began with an empty cache
+        check(sample, stack.checkpoint, stack.version)
+    print(f"hit rates: {rates[here]}, and with the last turn elsewhere {rates[there]}")
+    assert min(rates[here]) > max(rates[there]) > 0.1
+
+
+def counts(urls: list[str]) -> dict[str, float]:
+    return {url: answered(url, Stack.key) for url in urls}

@@ -10,7 +10,7 @@ import ray
 from placement_cases import placement_config, with_teachers
 
 from slime.cluster import placement
-from slime.cluster.placement import cpu_threads, place
+from slime.cluster.placement import cpu_threads, place, place_engine
 
 RESOURCE, DEVICE = "CPU", 0.5
 CRITIC = {"advantage_estimator": "ppo"}
@@ -166,3 +166,23 @@ def test_devices_held_by_another_job(cluster, monkeypatch):
     finally:
         other.release()
     place(placement_config("cpu", actor_num_gpus_per_node=3)).release()  # the one that failed holds nothing
+
+
+def test_an_engine_that_joins_takes_devices_that_are_free(cluster):
+    """Two of four devices are taken: two engines of one device may join, and one more when one has left."""
+    config = placement_config("cpu", actor_num_gpus_per_node=1, rollout_num_gpus=1)
+    placed = place(config)
+    joined = [place_engine(config, "policy") for _ in range(2)]
+    try:
+        assert [each.engine_bundles for each in joined] == [{"policy": [[0]]}] * 2
+        assert len({each.group.id for each in (placed, *joined)}) == 3
+        with pytest.raises(
+            ValueError,
+            match="one more engine must find 1 free devices .0.5 CPUs. in 10 s, got 0 of 2 CPUs",
+        ):
+            place_engine(config, "policy")
+        joined.pop().release()
+        joined.append(place_engine(config, "policy"))
+    finally:
+        for each in (placed, *joined):
+            each.release()

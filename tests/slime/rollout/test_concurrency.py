@@ -99,3 +99,27 @@ def test_a_lower_limit_acts_as_running_samples_end():
         assert limit.locked()
 
     asyncio.run(run())
+
+
+def test_the_limit_follows_the_number_of_engines():
+    async def run():
+        limit = Concurrency(4)
+        for _ in range(4):
+            await limit.acquire()
+        limit.scale(2)  # one of two engines has left: none of the four is ended for it
+        limit.release()
+        limit.release()
+        assert limit.limit == 2 and limit.locked()
+        limit.scale(6)
+        assert limit.limit == limit.first == 6 and not limit.locked()
+        limit.release()
+        limit.release()
+        for _ in range(6):
+            await limit.acquire()
+        assert limit.locked()
+        adapted = Concurrency(512, adapts=True)
+        adapted.resize(100)
+        adapted.scale(1024)
+        assert (adapted.limit, adapted.first) == (200, 1024)
+
+    asyncio.run(run())

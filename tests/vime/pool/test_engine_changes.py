@@ -174,6 +174,18 @@ def test_what_may_not_join(
     """Each leaves the run as it was."""
     run = start(1)
     run.publish()
+    assert os.stat(run.door.path.parent).st_mode & 0o777 == 0o700
+    for sent in (b"", b"no json\n", b'{"do": "dance"}\n', b"[]\n"):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(run.door.path))
+            client.sendall(sent)
+            client.shutdown(socket.SHUT_WR)
+            answer = client.makefile().read()
+        assert (answer == "") == (sent == b"") and answer.count("\n") <= 1
+    run.door._is_open = False
+    with pytest.raises(ValueError, match="must serve before its engines change"):
+        ask(run, "add")
+    run.door.open()
     monkeypatch.setattr("vime.pool.places.place_engine", no_place)
     with pytest.raises(ValueError, match="2 devices must be free"):
         ask(run, "add", "--count", "3")  # there are two places
@@ -252,21 +264,3 @@ def test_an_engine_that_was_started_apart_joins_and_outlives_the_run(
         assert apart.poll() is None and run.pool._router.engines() == [run.url(0)]
     finally:
         apart.stop()
-
-
-def test_the_door_answers_its_user_and_outlives_bad_clients(start: Callable[..., Run]) -> None:
-    run = start(1)
-    assert os.stat(run.door.path.parent).st_mode & 0o777 == 0o700
-    for sent in (b"", b"no json\n", b'{"do": "dance"}\n', b"[]\n"):
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(run.door.path))
-            client.sendall(sent)
-            client.shutdown(socket.SHUT_WR)
-            answer = client.makefile().read()
-        assert (answer == "") == (sent == b"") and answer.count("\n") <= 1
-    run.door._is_open = False
-    with pytest.raises(ValueError, match="must serve before its engines change"):
-        ask(run, "add")
-    run.door.open()
-    with pytest.raises(ValueError, match="must keep one engine"):
-        ask(run, "remove", "engine-0")
