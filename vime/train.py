@@ -227,5 +227,5 @@ def _start_engines(
     door = Door(config.logging.run_dir, pool.pools, rollout.set_engines)
     watch.callback(door.close)
     pool.start(functools.partial(rollout_actor.wait_built, config, trainer, rollout))
-    door.open()
+    door.unlock()
     return pool, rollout

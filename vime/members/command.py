@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.roles.served import POLICY
-from vime.members.table import Fleet, read_fleet, table
+from vime.members.table import RunEngines, read_fleet, table
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _list(fleet: Fleet) -> int:
+def _list(fleet: RunEngines) -> int:
     here = fleet.host == socket.gethostname()
     door = _knock(fleet) if here else None
     if door is not None:
@@ -69,7 +69,7 @@ def _list(fleet: Fleet) -> int:
     return 0
 
 
-def _knock(fleet: Fleet) -> socket.socket | None:
+def _knock(fleet: RunEngines) -> socket.socket | None:
     """A connection to the run's driver; None if the run has ended."""
     door = socket.socket(socket.AF_UNIX)
     try:
@@ -85,7 +85,7 @@ def _knock(fleet: Fleet) -> socket.socket | None:
     return door
 
 
-def _ask(fleet: Fleet, run_dir: Path, asked: dict[str, object]) -> int:
+def _ask(fleet: RunEngines, run_dir: Path, asked: dict[str, object]) -> int:
     if fleet.host != socket.gethostname():
         raise ValueError(
             f"vime engines {asked['do']} must be run on the host of the run's driver, {fleet.host}, got "

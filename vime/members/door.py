@@ -29,7 +29,7 @@ _LONGEST = 65536
 _SEND_S = 5.0
 
 
-class Request(TypedDict, total=False):
+class Asked(TypedDict, total=False):
     """What the command asks for. `model`: the served model that gets engines."""
 
     do: str
@@ -41,8 +41,8 @@ class Request(TypedDict, total=False):
 
 
 class Door:
-    """Takes requests from now on, and does them once `open` was called. `tell` gets the number of the policy's engines
-    that take new requests, whenever it changes."""
+    """Takes requests from now on, and does them after `unlock`. `tell` gets the number of the policy's engines that take
+    new requests, whenever it changes."""
 
     def __init__(
         self, run_dir: str | None, pools: Mapping[str, EnginePool], tell: Callable[[int], None]
@@ -50,7 +50,7 @@ class Door:
         self._pools = {name: pool for name, pool in pools.items() if isinstance(pool, ServerPool)}
         if POLICY in self._pools:
             self._pools[POLICY].changes.tell = tell
-        self._is_open = self._is_closed = False
+        self._is_unlocked = self._is_closed = False
         self._turn = threading.Lock()
         self.path = Path(tempfile.mkdtemp(prefix="door-")) / "engines.sock"
         self._socket = socket.socket(socket.AF_UNIX)
@@ -62,9 +62,9 @@ class Door:
         events.close()
         threading.Thread(target=self._listen, name="door", daemon=True).start()
 
-    def open(self) -> None:
+    def unlock(self) -> None:
         """The engines serve: they may change."""
-        self._is_open = True
+        self._is_unlocked = True
 
     def close(self) -> None:
         """Take no more requests. What is being done ends with the pools."""
@@ -110,8 +110,8 @@ class Door:
             else:
                 send("done", done)
 
-    def _do(self, asked: Request, say: Callable[[str], None]) -> str:
-        if not self._is_open:
+    def _do(self, asked: Asked, say: Callable[[str], None]) -> str:
+        if not self._is_unlocked:
             raise ValueError(
                 "a run must serve before its engines change, got one that starts; try again later"
             )

@@ -22,7 +22,7 @@ ENDED = "ended"
 
 
 @dataclass
-class Engine:
+class EngineRecord:
     """One engine of a run."""
 
     name: str
@@ -37,13 +37,13 @@ class Engine:
 
 
 @dataclass
-class Fleet:
+class RunEngines:
     """The engines of the last run in a directory, and where its door is."""
 
     socket: str = ""
     host: str = ""
     pid: int = 0
-    engines: dict[str, Engine] = field(default_factory=dict)
+    engines: dict[str, EngineRecord] = field(default_factory=dict)
 
     def add(self, event: dict[str, object]) -> None:
         """One event; other kinds than those of engines change nothing."""
@@ -60,7 +60,7 @@ class Fleet:
 
     def _change(self, event: dict[str, object]) -> None:
         name = str(event["engine"])
-        engine = self.engines.setdefault(name, Engine(name, str(event["model"])))
+        engine = self.engines.setdefault(name, EngineRecord(name, str(event["model"])))
         engine.state = str(event["state"])
         if engine.state == "starting":
             engine.address, engine.place = str(event["address"]), str(event["place"])
@@ -69,12 +69,12 @@ class Fleet:
             engine.version = cast("int | None", event["version"])
 
 
-def read_fleet(run_dir: Path) -> Fleet:
+def read_fleet(run_dir: Path) -> RunEngines:
     """The engines of a run that has ended or goes on. ValueError for a directory without a run, or a run without
     engines."""
     if not run_dir.is_dir():
         raise ValueError(f"RUN_DIR must be a directory, got {run_dir}; name the --run-dir of a run")
-    fleet = Fleet()
+    fleet = RunEngines()
     for event in read_events(run_dir):
         if event is not None:
             fleet.add(event)
@@ -86,7 +86,7 @@ def read_fleet(run_dir: Path) -> Fleet:
     return fleet
 
 
-def table(fleet: Fleet, *, ended: bool) -> list[str]:
+def table(fleet: RunEngines, *, ended: bool) -> list[str]:
     """Lines for a person. `ended`: the run has ended, and its engines with it."""
     rows = [("engine", "model", "state", "weights", "address", "started", "place")]
     for engine in fleet.engines.values():

@@ -16,7 +16,7 @@ from slime.roles.served import ServedModel
 from slime.tracking.events import Events
 from vime.pool import external
 from vime.pool.engine_server import EngineSpec
-from vime.pool.places import LOOPBACK, Place, Places
+from vime.pool.places import LOOPBACK, EnginePlace, Places
 from vime.pool.pool import ServerPool
 from vime.pool.router import RouterSpec
 
@@ -57,12 +57,9 @@ def make_pool(
             log_path=str(logs / f"{prefix}engine-{index}.log"),
         )
 
-    parts = pool.kind
-    places = Places(
-        config, model.name, spec_of, parts.server, parts.control, joined, colocated=config.cluster.colocate
-    )
-    apart: list[external.Address] = external.addresses(config)
-    own = [Place(placed, bundles) for bundles in placed.engine_bundles[model.name]]
+    parts, colocated = pool.kind, config.cluster.colocate
+    places = Places(config, model.name, spec_of, parts.server, parts.control, joined, colocated)
+    own = [EnginePlace(placed, bundles) for bundles in placed.engine_bundles[model.name]]
     router = RouterSpec(
         run_key=run_key,
         log_path=str(logs / f"{prefix}router.log"),
@@ -72,7 +69,7 @@ def make_pool(
         **({"host": host} | external.router_settings(config)),
     )
     return pool(
-        [places.add(place) for place in (apart or own)],
+        [places.add(place) for place in (external.addresses(config) or own)],
         router,
         spawn=places.spawn,
         places=places,

@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Place:
+class EnginePlace:
     """The bundles of one engine in a placement group. `lent`: the group is that engine's alone."""
 
     placed: Placement
@@ -43,13 +43,13 @@ class Places:
     control: MakeControl
     joined: bool
     colocated: bool
-    taken: dict[int, Place | external.Address] = field(default_factory=dict)
+    taken: dict[int, EnginePlace | external.Address] = field(default_factory=dict)
     """By the engine's index."""
-    free: list[Place] = field(default_factory=list)
+    free: list[EnginePlace] = field(default_factory=list)
     count: int = 0
     """Engines so far. An index is used once, so that each engine has a log of its own."""
 
-    def add(self, place: Place | external.Address) -> EngineSpec:
+    def add(self, place: EnginePlace | external.Address) -> EngineSpec:
         """The spec of a new engine in `place`."""
         index, self.count = self.count, self.count + 1
         self.taken[index] = place
@@ -66,7 +66,7 @@ class Places:
         try:
             while len(found) < count:
                 placed = place_engine(self.config, self.model)
-                found.append(Place(placed, placed.engine_bundles[self.model][0], lent=True))
+                found.append(EnginePlace(placed, placed.engine_bundles[self.model][0], lent=True))
         except BaseException:
             for place in found:
                 if place.lent:
@@ -78,7 +78,7 @@ class Places:
     def give_back(self, index: int) -> None:
         """The engine has ended: another one may have its place."""
         place = self.taken.pop(index)
-        if isinstance(place, Place):
+        if isinstance(place, EnginePlace):
             if place.lent:
                 place.placed.release()
             else:
@@ -87,18 +87,18 @@ class Places:
     def spawn(self, spec: EngineSpec) -> EngineHandle:
         """The server of an engine, not started yet."""
         place = self.taken[spec.index]
-        if not isinstance(place, Place):
+        if not isinstance(place, EnginePlace):
             return external.ExternalEngine(replace(spec, **place), self.control)
         return make_servers(spec, self._seats(place), here=not self.joined, server=self.server)
 
     def is_apart(self, index: int) -> bool:
         """Whether the engine was started apart: this run does not end it."""
-        return not isinstance(self.taken[index], Place)
+        return not isinstance(self.taken[index], EnginePlace)
 
     def where(self, index: int) -> str:
         """The place of an engine in words."""
         place = self.taken[index]
-        if not isinstance(place, Place):
+        if not isinstance(place, EnginePlace):
             return f"started apart, at {place['host']}"
         parts = []
         for part in place.placed.by_node(place.bundles):
@@ -107,7 +107,7 @@ class Places:
             parts.append(f"{host} GPU {names}" if names else host)
         return " + ".join(parts)
 
-    def _seats(self, place: Place) -> list[Seat]:
+    def _seats(self, place: EnginePlace) -> list[Seat]:
         """Where the server processes of the engine run, one per node."""
         placed = place.placed
         return [

@@ -130,64 +130,70 @@ def test_a_session_survives_its_engine(tmp_path: Path) -> None:
     check(sample, stack.checkpoint, stack.version)
 
 
-@pytest.mark.slow
-def test_a_session_keeps_its_engine_of_two_until_that_dies(tmp_path: Path) -> None:
-    """With --router-policy consistent_hash. The cache of prefixes shows it, as each session begins with other words."""
-    stack = Stack(tmp_path)
+class Talk:
+    """A session whose turns are taken one by one."""
+
+    def __init__(self, session: Session, number: int) -> None:
+        self.session, self.number = session, number
+        self.said: list[Any] = []
+
+    async def turn(self, alive: list[str]) -> str:
+        """The engine of `alive` that answered, by the engines' own counts."""
+        before = await asyncio.to_thread(counts, alive)
+        text = "and 5 more" if self.said else f"{self.number} * {self.number}, {QUESTION}"
+        self.said.append({"role": "user", "content": text})
+        async with openai.AsyncOpenAI(base_url=self.session.base_url, api_key=self.session.api_key) as client:
+            answer = await client.chat.completions.create(model="policy", messages=self.said)
+        self.said.append(answer.choices[0].message.model_dump(exclude_none=True))
+        after = await asyncio.to_thread(counts, alive)
+        (found,) = [url for url in alive if after[url] > before[url]]
+        assert after[found] == before[found] + 1
+        return found
+
+
+def counts(urls: list[str]) -> dict[str, float]:
+    return {url: answered(url, Stack.key) for url in urls}
+
+
+def two_engines(root: Path) -> Stack:
+    """A stack with two engines behind a router that keeps a session at its engine, started."""
+    stack = Stack(root)
     first = stack.pool._members[0].spec
-    other = replace(first, index=1, log_path=str(tmp_path / "other.log"))
-    router = RouterSpec(
-        run_key=Stack.key, log_path=str(tmp_path / "router.log"), argv=("--policy", "consistent_hash")
-    )
+    other = replace(first, index=1, log_path=str(root / "other.log"))
+    argv = ("--policy", "consistent_hash")
+    router = RouterSpec(run_key=Stack.key, log_path=str(root / "router.log"), argv=argv)
     stack.pool.stop()
     stack.pool = VllmEnginePool([first, other], router, source=stack, health_check_interval_s=5)
     stack.pool.start()
+    return stack
+
+
+@pytest.mark.slow
+def test_a_session_keeps_its_engine_of_two_until_that_dies(tmp_path: Path) -> None:
+    """The cache of prefixes shows it, as each session begins with other words."""
+    stack = two_engines(tmp_path)
+    here, there = stack.pool.engine_urls
+    homes: list[str] = []
+
+    async def run(args: Any) -> list[Sample]:
+        async with AsyncExitStack() as entered:
+            opened = [open_session(args, Sample(prompt="", index=i)) for i in range(8)]
+            talks = [Talk(await entered.enter_async_context(one), i) for i, one in enumerate(opened)]
+            homes.extend([await talk.turn([here, there]) for talk in talks])
+            assert [await talk.turn([here, there]) for talk in talks] == homes
+            await asyncio.to_thread(server_of(there).kill)
+            assert {await talk.turn([here]) for talk in talks} == {here}
+            assert stack.pool.engine_urls == [here], "the other engine is not back yet"
+        return [sample for talk in talks for sample in talk.session.samples()]
+
+    tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint, chat_template=TEMPLATE)
+    args = make_args(rollout_max_response_len=16, rollout_deadline_s=90.0)
+    args.rollout_state = state = GenerateState(args, stack.pool.client(), tokenizer)
     try:
         stack.push(stack.checkpoint)
-        here, there = stack.pool.engine_urls
-
-        async def turn(session: Session, number: int, said: list[Any], alive: list[str]) -> str:
-            """The engine that answered, by the engines' own counts."""
-            before = await asyncio.to_thread(counts, alive)
-            said.append(
-                {"role": "user", "content": f"{number} * {number}, " + QUESTION if not said else "and 5"}
-            )
-            async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
-                answer = await client.chat.completions.create(model="policy", messages=said)
-            said.append(answer.choices[0].message.model_dump(exclude_none=True))
-            after = await asyncio.to_thread(counts, alive)
-            (found,) = [url for url in alive if after[url] > before[url]]
-            assert after[found] == before[found] + 1
-            return found
-
-        async def run(args: Any) -> tuple[list[Sample], list[str]]:
-            made, homes = [], []
-            async with AsyncExitStack() as entered:
-                all_said: list[list[Any]] = [[] for _ in range(8)]
-                sessions = [
-                    await entered.enter_async_context(open_session(args, Sample(prompt="", index=i)))
-                    for i in range(8)
-                ]
-                for i, session in enumerate(sessions):
-                    homes.append(await turn(session, i, all_said[i], [here, there]))
-                for i, session in enumerate(sessions):
-                    assert await turn(session, i, all_said[i], [here, there]) == homes[i]
-                await asyncio.to_thread(server_of(there).kill)
-                for i, session in enumerate(sessions):
-                    assert await turn(session, i, all_said[i], [here]) == here
-                assert stack.pool.engine_urls == [here], "the other engine is not back yet"
-            for session in sessions:
-                made += session.samples()
-            return made, homes
-
-        tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint, chat_template=TEMPLATE)
-        args = make_args(rollout_max_response_len=16, rollout_deadline_s=90.0)
-        args.rollout_state = state = GenerateState(args, stack.pool.client(), tokenizer)
-        try:
-            made, homes = state.run(run(args))
-        finally:
-            state.close()
+        made = state.run(run(args))
     finally:
+        state.close()
         stack.pool.stop()
     assert set(homes) == {here, there}, "eight sessions, so both engines had some"
     rates: dict[str, list[float]] = {here: [], there: []}
@@ -198,7 +204,3 @@ def test_a_session_keeps_its_engine_of_two_until_that_dies(tmp_path: Path) -> No
         check(sample, stack.checkpoint, stack.version)
     print(f"hit rates: {rates[here]}, and with the last turn elsewhere {rates[there]}")
     assert min(rates[here]) > max(rates[there]) > 0.1
-
-
-def counts(urls: list[str]) -> dict[str, float]:
-    return {url: answered(url, Stack.key) for url in urls}

@@ -3,9 +3,7 @@ engines change while it trains: one joins, one that was started apart joins, and
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -39,6 +37,7 @@ from vime.vllm.router import VllmRouter
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 KEY = secrets.token_hex(32)
+LIMIT = "perf/request/concurrency_limit/mean"
 
 
 @pytest.fixture(scope="module")
@@ -105,106 +104,97 @@ def test_two_runs_with_an_engine_and_a_router_of_their_own(world: World, tmp_pat
         assert answers(control.url, KEY, "/health", timeout_s=30)
 
 
-def engines(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(vime("engines", *argv), capture_output=True, text=True, timeout=280, check=False)
+def engines(*argv: str, refused: str = "") -> str:
+    """What `vime engines` prints; with `refused`, a part of its error."""
+    done = subprocess.run(vime("engines", *argv), capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == (2 if refused else 0) and refused in done.stderr, done
+    return done.stdout
 
 
-def url_of(run_dir: Path, name: str) -> str:
-    return read_fleet(run_dir).engines[name].address
+class ChangingRun:
+    """A run of one trainer and one engine, and what its tests ask of it."""
+
+    def __init__(self, world: World, transport: str) -> None:
+        self.run_dir, self.transport = world.root / transport, transport
+        checkpoint = str(self.run_dir / "checkpoint")
+        self.flags = [
+            *world.grpo(transport, rollouts=100_000),
+            *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"),
+            *("--save", checkpoint, "--load", checkpoint, "--exit-signal-handler"),
+            *("--update-weight-transport", transport, "--vllm-server-concurrency", "auto"),
+        ]
+
+    def steps(self) -> int:
+        return max(rows(self.run_dir, "train/step"), default=-1)
+
+    def go_on(self, launch: Launch) -> None:
+        """Three more steps."""
+        last = self.steps()
+        launch.wait_for(lambda: self.steps() >= last + 3, "three more steps", 240)
+
+    def answer(self, launch: Launch, *names: str) -> None:
+        """Each of these engines answers requests of the next steps."""
+        urls = [read_fleet(self.run_dir).engines[name].address for name in names]
+        before = [answered(url, KEY) for url in urls]
+        self.go_on(launch)
+        after = [answered(url, KEY) for url in urls]
+        assert all(b < a for b, a in zip(before, after, strict=True)), (names, before, after)
+
+    def take_in(self, launch: Launch, root: Path) -> None:
+        """An engine that was started apart joins and leaves."""
+        run_dir = str(self.run_dir)
+        address = f"127.0.0.1:{free_port('127.0.0.1')}"
+        if self.transport == "nccl":
+            engines("add", run_dir, "--address", address, refused="--update-weight-transport nccl")
+            return
+        engines("add", run_dir, "--address", address, refused=f"must answer at {address}")
+        own = ["--weight-dir", str(published_weights(self.run_dir)), "--run-dir", str(root / "apart")]
+        command = with_key(vime("serve", "engine", address, *self.flags, *own))
+        with launched(command, root / "apart.out") as serving:
+            wait_for_line(serving, "engine serves at 127.0.0.1")
+            engines("add", run_dir, "--address", address)
+            self.answer(launch, "engine-1", "engine-2")
+            engines("remove", run_dir, address)
+            assert VllmControl(f"http://{address}", KEY).is_healthy(30)
+
+    def assert_right_weights(self) -> None:
+        """All that was trained on is from the present weights, whichever engine made it."""
+        trained = rows(self.run_dir, "train/step")
+        assert sorted(trained) == list(range(len(trained)))
+        for step, row in trained.items():
+            assert row["train/train_rollout_logprob_abs_diff"] < 1e-5, (step, row)
+            drawn = samples(self.run_dir, step)
+            assert len(drawn) == PROMPTS * SAMPLES and all(s["weight_versions"] == [step] for s in drawn)
 
 
 @pytest.mark.parametrize("transport", ["disk", "nccl"])
 def test_engines_join_and_leave_a_run(world: World, transport: str) -> None:
-    """All that is trained on comes from the present weights, whichever engine made it, and no group is lost."""
-    run_dir, checkpoint = world.root / transport, world.root / transport / "checkpoint"
-    flags = [
-        *world.grpo(transport, rollouts=100_000),
-        "--actor-num-gpus-per-node",
-        "1",
-        "--rollout-num-gpus",
-        "1",
-    ]
-    flags += ["--save", str(checkpoint), "--load", str(checkpoint), "--exit-signal-handler"]
-    flags += ["--update-weight-transport", transport, "--vllm-server-concurrency", "auto"]
-
-    def steps() -> int:
-        return max(rows(run_dir, "train/step"), default=-1)
-
-    with ExitStack() as stack:
-        launch = stack.enter_context(launched(with_key(vime("train", *flags)), run_dir.with_suffix(".out")))
-
-        def go_on(what: str) -> None:
-            """Three more steps."""
-            last = steps()
-            launch.wait_for(lambda: steps() >= last + 3, f"steps after {what}", 120)
-
-        def both_answer(*names: str) -> None:
-            before = [answered(url_of(run_dir, name), KEY) for name in names]
-            go_on("a count")
-            after = [answered(url_of(run_dir, name), KEY) for name in names]
-            assert all(b < a for b, a in zip(before, after, strict=True)), (names, before, after)
-
-        launch.wait_for(lambda: steps() >= 1, "the second step", 240)
-        refused = engines("remove", str(run_dir), "engine-0")
-        assert (refused.returncode, "the last one" in refused.stderr) == (2, True), refused
-        added = engines("add", str(run_dir))
-        assert added.returncode == 0, added
-        both_answer("engine-0", "engine-1")
-        joined = steps()
-        served = ["127.0.0.1:" + str(free_port("127.0.0.1")), *flags]
-        apart = engines("add", str(run_dir), "--address", served[0])
-        assert apart.returncode == 2, apart
-        if transport == "nccl":
-            assert "--update-weight-transport nccl" in apart.stderr
-        else:
-            assert f"must answer at {served[0]}" in apart.stderr
-            served += [
-                "--weight-dir",
-                str(published_weights(run_dir)),
-                "--run-dir",
-                str(world.root / "apart"),
-            ]
-            serving = stack.enter_context(
-                launched(with_key(vime("serve", "engine", *served)), world.root / "apart.out")
-            )
-            serving.wait_for(lambda: "engine serves at" in serving.output, "the engine apart", 240)
-            apart = engines("add", str(run_dir), "--address", served[0])
-            assert apart.returncode == 0, apart
-            both_answer("engine-1", "engine-2")
-            assert engines("remove", str(run_dir), served[0]).returncode == 0
-            assert VllmControl(f"http://{served[0]}", KEY).is_healthy(30)
-        removed = engines("remove", str(run_dir), "engine-0")
-        assert (removed.returncode, "its place is free" in removed.stdout) == (0, True), removed
-        go_on("the first engine has left")
-        listed = engines("list", str(run_dir)).stdout.splitlines()
-        assert [line.split()[:3] for line in listed[1:]][:2] == [
-            ["engine-0", "policy", "removed"],
-            ["engine-1", "policy", "serving"],
-        ]
+    """No group is lost, also when the run resumes, with its one engine."""
+    run = ChangingRun(world, transport)
+    run_dir = str(run.run_dir)
+    with launched(with_key(vime("train", *run.flags)), run.run_dir.with_suffix(".out")) as launch:
+        launch.wait_for(lambda: run.steps() >= 1, "the second step", 280)
+        engines("remove", run_dir, "engine-0", refused="the last one")
+        engines("add", run_dir)
+        run.answer(launch, "engine-0", "engine-1")
+        run.take_in(launch, world.root)
+        assert "its place is free" in engines("remove", run_dir, "engine-0")
+        run.go_on(launch)
+        listed = [line.split()[:3] for line in engines("list", run_dir).splitlines()]
+        assert listed[1:3] == [["engine-0", "policy", "removed"], ["engine-1", "policy", "serving"]]
         launch.process.send_signal(signal.SIGTERM)
         assert launch.finish(120) == 128 + signal.SIGTERM
         assert "died" not in launch.output and "Traceback" not in launch.output, launch.output[-3000:]
-    last = steps()
-    assert sorted(rows(run_dir, "train/step")) == list(range(last + 1)) and joined < last
-    for step, row in rows(run_dir, "train/step").items():
-        assert row["train/train_rollout_logprob_abs_diff"] < 1e-5, (step, row)
-        drawn = samples(run_dir, step)
-        assert len(drawn) == PROMPTS * SAMPLES and all(s["weight_versions"] == [step] for s in drawn), step
-    limits = {row["rollout/request/concurrency_limit/mean"] for row in rows(run_dir, "rollout/step").values()}
+    engines("add", run_dir, refused="whose run has ended")
+    limits = {row[LIMIT] for row in rows(run.run_dir, "rollout/step").values()}
     assert {512.0, 1024.0} <= limits, limits
-    ended = engines("add", str(run_dir))
-    assert (ended.returncode, "whose run has ended" in ended.stderr) == (2, True), ended
 
-    again = [*flags, "--num-rollout", str(last + 2)]
-    with launched(vime("train", *again), run_dir.with_suffix(".again")) as launch:
-        assert launch.finish(240) == 0, launch.output[-3000:]
-    assert list(read_fleet(run_dir).engines) == ["engine-0"], "a run that resumes has its configured engines"
-    ledger = read_ledger(run_dir)
-    assert (
-        ledger.is_exact
-        and ledger.starts == 2
-        and not ledger.dropped.total()
-        and len(ledger.trained) == last + 2
-    )
-    assert re.search(r'"kind": "engine".*"state": "removed"', (run_dir / "events.jsonl").read_text())
-    assert json.loads((run_dir / "config.json").read_text())["cluster"]["rollout_num_gpus"] == 1
+    last = run.steps()
+    again = [*run.flags, "--num-rollout", str(last + 3)]
+    with launched(vime("train", *again), run.run_dir.with_suffix(".again")) as launch:
+        assert launch.finish(280) == 0, launch.output[-3000:]
+    assert list(read_fleet(run.run_dir).engines) == ["engine-0"]
+    run.assert_right_weights()
+    ledger = read_ledger(run.run_dir)
+    assert ledger.is_exact and ledger.starts == 2 and not ledger.dropped.total()
+    assert len(ledger.trained) == last + 3

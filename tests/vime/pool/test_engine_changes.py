@@ -22,7 +22,7 @@ from vime.members import command
 from vime.members.door import Door
 from vime.members.table import read_fleet, table
 from vime.pool.control import request
-from vime.pool.places import Place, Places
+from vime.pool.places import EnginePlace, Places
 from vime.pool.process import free_port
 from vime.pool.router import RouterSpec
 from vime.pool.run_key import KEY_VARIABLE
@@ -50,8 +50,8 @@ class Run:
             )
 
         self.places = Places(self.config, "policy", spec_of, DoubleServer, VllmControl, False, False)
-        specs = [self.places.add(Place(placed, [i])) for i in range(count)]
-        self.places.free = [Place(placed, [i]) for i in range(count, 3)]
+        specs = [self.places.add(EnginePlace(placed, [i])) for i in range(count)]
+        self.places.free = [EnginePlace(placed, [i]) for i in range(count, 3)]
         router = RouterSpec(run_key=KEY * 4, log_path=str(root / "logs" / "router.log"))
         self.pool = VllmEnginePool(
             specs,
@@ -66,7 +66,7 @@ class Run:
         )
         self.door = Door(str(root), {"policy": self.pool}, self.told.append)
         self.pool.start()
-        self.door.open()
+        self.door.unlock()
 
     def publish(self) -> None:
         self.trainer.parts = file_parts
@@ -182,10 +182,10 @@ def test_what_may_not_join(
             client.shutdown(socket.SHUT_WR)
             answer = client.makefile().read()
         assert (answer == "") == (sent == b"") and answer.count("\n") <= 1
-    run.door._is_open = False
+    run.door._is_unlocked = False
     with pytest.raises(ValueError, match="must serve before its engines change"):
         ask(run, "add")
-    run.door.open()
+    run.door.unlock()
     monkeypatch.setattr("vime.pool.places.place_engine", no_place)
     with pytest.raises(ValueError, match="2 devices must be free"):
         ask(run, "add", "--count", "3")  # there are two places
