@@ -41,8 +41,8 @@ class Asked(TypedDict, total=False):
 
 
 class Door:
-    """Takes requests from now on, and does them after `unlock`. `tell` gets the number of the policy's engines that take
-    new requests, whenever it changes."""
+    """Takes requests from now on, and does them after `unlock`. `tell` hears how many of the policy's engines take
+    new requests, whenever that changes."""
 
     def __init__(
         self, run_dir: str | None, pools: Mapping[str, EnginePool], tell: Callable[[int], None]
