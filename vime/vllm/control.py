@@ -14,7 +14,7 @@ from vime.pool.control import ControlError, PauseMode, answers, request
 from vime.vllm.versions import finish_body
 from vime.vllm.worker.middleware import NEW_VERSION_HEADER, VERSIONS_HEADER
 
-_GAUGES = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+GAUGES = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
 _QUICK_S = 30.0
 _SLOW_S = 600.0
 
@@ -86,7 +86,7 @@ class VllmControl:
     def running(self) -> int:
         """Requests that compute or wait, from the server's own gauges."""
         _, page = request(self.url, self._run_key, "GET", "/metrics", timeout_s=_QUICK_S)
-        lines = (line for line in page.decode().splitlines() if line.startswith(_GAUGES))
+        lines = (line for line in page.decode().splitlines() if line.startswith(GAUGES))
         return round(sum(float(line.split()[-1]) for line in lines))
 
     def _post(
