@@ -17,14 +17,18 @@ Hook: TypeAlias = Callable[..., Any]
 """A function or class of the user. Its signature is that of its flag, which no type can check."""
 
 
+class MissingHookError(ValueError):
+    """The path is well formed, but its module or its name cannot be imported."""
+
+
 def load_function(path: str, flag: str = "hook path") -> Hook:
     """The function or class at the dotted path "package.module.name".
 
-    Errors contain `flag` as the user typed it ("--custom-rm-path"). ValueError if the path is not dotted, its
-    module cannot be found (the module must be on PYTHONPATH), the module has no such name, or the name is not
-    callable. An exception inside the user's module is chained to a ValueError with the flag, so that the user sees
-    the difference between a faulty hook and a missing hook. An import of the user's module that does not exist below
-    `slime` or `vime` comes with the closest name that does.
+    Errors contain `flag` as the user typed it ("--custom-rm-path"). ValueError if the path is not dotted or the name is
+    not callable; MissingHookError if the module cannot be imported (it must be on PYTHONPATH) or has no such name. An
+    exception inside the user's module is chained to a ValueError with the flag, so that the user sees the difference
+    between a faulty hook and a missing hook. An import of the user's module that does not exist below `slime` or `vime`
+    comes with the closest name that does.
     """
     module_name, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
     if not module_name or not all(part.isidentifier() for part in path.split(".")):
@@ -35,12 +39,12 @@ def load_function(path: str, flag: str = "hook path") -> Hook:
         missing = isinstance(error, ModuleNotFoundError) and error.name is not None
         if missing and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             remedy = nearest(module_name) or _add_its_folder(module_name)
-            raise ValueError(
+            raise MissingHookError(
                 f"{flag} must name a module that can be imported, got {path!r}: there is no module "
                 f"{error.name!r}; {remedy}"
             ) from error
         hint = _near_import(error)
-        raise ValueError(
+        raise MissingHookError(
             f"{flag} must name a module that can be imported, got {path!r}: {error}"
             + (f"; {hint}" if hint else "")
         ) from error
@@ -52,7 +56,7 @@ def load_function(path: str, flag: str = "hook path") -> Hook:
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, [key for key in vars(module) if not key.startswith("_")], n=1)
         hint = f"did you mean {module_name}.{near[0]}?" if near else f"{module_name} defines no such name"
-        raise ValueError(f"{flag} must name a function of {module_name}, got {name!r}; {hint}")
+        raise MissingHookError(f"{flag} must name a function of {module_name}, got {name!r}; {hint}")
     function: object = getattr(module, name)
     if not callable(function):
         kind = type(function).__name__

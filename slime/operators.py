@@ -50,6 +50,9 @@ LOGITS = Head("logp")
 NATIVE = Head("native")
 """Megatron's logits and plain PyTorch, with no operator."""
 
+PROVIDER = Head("provider")
+"""Logits, and the function of --selected-logprob-provider."""
+
 VALUES = Head("value head", has_logits=False)
 """One value per token, of a reward model, with no operator."""
 
@@ -76,16 +79,20 @@ class Decision:
 def loss_head(config: Config) -> tuple[Head, str]:
     """The head of the training loss, and why the head is not the one-pass operator ("" if the head is).
 
-    A loss that needs whole sequences cannot be computed block by block of tokens. The head is NATIVE with --rlk-fast
-    off, for a custom loss, and when --rl-kernel-ops has no operator for log-probs.
+    A loss that needs whole sequences cannot be computed block by block of tokens. A provider comes before every
+    operator. The head is NATIVE with --rlk-fast off, for a custom loss, and when --rl-kernel-ops has no operator for
+    log-probs.
     """
     if loss_of(config.algorithm).head == "value":
         return VALUES, f"--loss-type {config.algorithm.loss_type} reads values"
     if POLICY not in roles_of(config):
         return VALUES, "these ranks do not have the policy"
+    reads_logits = loss_of(config.algorithm).objective is None
+    if (provider := config.kernels.selected_logprob_provider) and not reads_logits:
+        return PROVIDER, f"--selected-logprob-provider {provider}"
     if config.kernels.rlk_fast == "off":
         return NATIVE, "--rlk-fast off"
-    if loss_of(config.algorithm).objective is None:
+    if reads_logits:
         return NATIVE, "--custom-loss-function-path takes logits"
     reason = whole_sequences(config)
     for head in HEADS:
@@ -99,6 +106,8 @@ def loss_head(config: Config) -> tuple[Head, str]:
 
 def pass_head(config: Config) -> Head:
     """The head for log-probs without a gradient, of the old policy and of the reference model."""
+    if config.kernels.selected_logprob_provider:
+        return PROVIDER
     if config.kernels.rlk_fast == "off":
         return NATIVE
     listed = (head for head in HEADS if not head.in_one_pass and head.name in config.kernels.rl_kernel_ops)

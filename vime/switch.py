@@ -5,7 +5,12 @@
     VIME_RLK_CONSISTENCY=MODE     --rlk-consistency MODE
     VIME_RL_KERNEL_OPS=A,B        --rl-kernel-ops A,B
 
-A flag for the same setting has priority.
+A flag for the same setting has priority. Upstream vime's launcher has two variables of its own. A flag or a variable
+above that says otherwise is an error, because upstream has no order between them:
+
+    RL_KERNEL_MODE=off|auto|strict    --rlk-fast off|auto|strict
+    RL_KERNEL_MODE=audit              --rlk-fast strict --rlk-consistency audit
+    RL_KERNEL_ALIGNED=0               accepted. 1 is an error: no setting here is its equal
 """
 
 from __future__ import annotations
@@ -21,8 +26,17 @@ FLAG_OF = {
     "VIME_RLK_CONSISTENCY": "rlk_consistency",
     "VIME_RL_KERNEL_OPS": "rl_kernel_ops",
 }
+MODES = {
+    "off": {"rlk_fast": "off"},
+    "auto": {"rlk_fast": "auto"},
+    "audit": {"rlk_fast": "strict", "rlk_consistency": "audit"},
+    "strict": {"rlk_fast": "strict"},
+}
+"""RL_KERNEL_MODE of upstream's launcher -> the flags that mean the same. Both strict and audit run without fallback."""
 SAME = {"enable_rl_kernel": "rlk_fast", "rl_kernel_strict": "rlk_fast"}
 """Other spellings of a flag."""
+MEANS = {"enable_rl_kernel": "auto", "rl_kernel_strict": "strict"}
+"""The value of such a spelling."""
 
 
 def from_environment(
@@ -30,8 +44,8 @@ def from_environment(
 ) -> tuple[list[FlagGroup], list[str]]:
     """`groups` with the flags from the environment, and a note for each variable.
 
-    ValueError if two variables contradict each other, or VIME_RL_KERNEL is neither yes nor no. The flag's own check
-    covers other values. Its error then names the variable.
+    ValueError if two variables contradict each other, or upstream's variable contradicts a flag, or VIME_RL_KERNEL is
+    neither yes nor no. The flag's own check covers other values. Its error then names the variable.
     """
     typed = {SAME.get(group.name, group.name): group.typed for group in groups}
     added: dict[str, FlagGroup] = {}
@@ -49,7 +63,39 @@ def from_environment(
             raise ValueError(f"{variable} must agree with {before.typed}, got {text}; unset one of them")
         added[name] = FlagGroup(variable, name, [value])
         remarks[name] = f"{variable}={text} is taken as {spelled(name)} {value}"
+    _add_upstreams(groups, environ, added, remarks)
     return list(added.values()), list(remarks.values())
+
+
+def _add_upstreams(
+    groups: list[FlagGroup], environ: Mapping[str, str], added: dict[str, FlagGroup], remarks: dict[str, str]
+) -> None:
+    """Add the flags of upstream's variables to `added`, and their notes to `remarks`."""
+    if aligned := environ.get("RL_KERNEL_ALIGNED"):
+        if aligned != "0":
+            raise ValueError(
+                f"RL_KERNEL_ALIGNED must be 0 or unset, got {aligned}; this version does not align the engine's "
+                "arithmetic with the trainer's, and --rlk-consistency measures the difference"
+            )
+        remarks["RL_KERNEL_ALIGNED"] = "RL_KERNEL_ALIGNED=0 has no effect, as no run is aligned"
+    mode = environ.get("RL_KERNEL_MODE")
+    if not mode:
+        return
+    if mode not in MODES:
+        raise ValueError(
+            f"RL_KERNEL_MODE must be one of {', '.join(MODES)}, got {mode!r}; check the spelling"
+        )
+    given = {SAME.get(group.name, group.name): group for group in (*added.values(), *groups)}
+    for name, value in MODES[mode].items():
+        group = given.get(name)
+        if group is None:
+            added[name] = FlagGroup("RL_KERNEL_MODE", name, [value])
+        elif (said := MEANS.get(group.name) or " ".join(group.values)) != value:
+            raise ValueError(
+                f"RL_KERNEL_MODE={mode} must agree with {group.typed}, got {said} and not {value}; unset one of them"
+            )
+    flags = " ".join(f"{spelled(name)} {value}" for name, value in MODES[mode].items())
+    remarks["RL_KERNEL_MODE"] = f"RL_KERNEL_MODE={mode} is taken as {flags}"
 
 
 def _mode(variable: str, text: str) -> str:

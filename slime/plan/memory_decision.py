@@ -256,6 +256,8 @@ def lowering(c: Config) -> list[str]:
         )
     if not loss_head(c)[0].has_logits:
         flags.append(f"--rl-kernel-workspace-mib (now {c.kernels.rl_kernel_workspace_mib})")
+    elif c.kernels.selected_logprob_provider:
+        flags.append(f"--selected-logprob-provider (now {c.kernels.selected_logprob_provider})")
     else:
         flags.append(f"--rlk-fast auto (now {c.kernels.rlk_fast})")
     if c.megatron.use_distributed_optimizer and on_device(c):

@@ -15,7 +15,7 @@ from slime.config import Config
 from slime.models import Layer
 from slime.models.decoder import Hf
 from slime.models.selection import Selection
-from slime.operators import NATIVE, VALUES, loss_head
+from slime.operators import NATIVE, PROVIDER, VALUES, loss_head
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params, stage_layers
 from slime.plan.stages import micro_batch_group, stages_of
@@ -325,7 +325,7 @@ def head_memory(c: Config, shape: Shape, tokens: int) -> tuple[float, str]:
             return rows + tokens * columns * 8, how
         workspace = c.kernels.rl_kernel_workspace_mib * 2**20
         return workspace + rows, f"--rl-kernel-workspace-mib + {amount(rows)} of hidden states"
-    each = native_logit_bytes(c) if head == NATIVE else 2 * size  # logits and their gradient
+    each = native_logit_bytes(c) if head in (NATIVE, PROVIDER) else 2 * size  # logits and their gradient
     return tokens * columns * each, f"{count(tokens)} tokens x {columns:.0f} columns x {each} B"
 
 
@@ -336,7 +336,8 @@ def native_logit_bytes(c: Config) -> int:
     float32. Then the float32 logits z stay, and with a temperature also the logits before the division. The entropy
     adds `z - max`, its exp, and their product: 4 + 12 B. Cross entropy works in place. If the loss has the entropy,
     its softmax and log-probs stay, and its gradient (the product of two temporaries) exists together with the cross
-    entropy's: 2 x 4 + 3 x 4 + 4 B. The memory of a --custom-loss-function-path is not known.
+    entropy's: 2 x 4 + 3 x 4 + 4 B. The memory of a --custom-loss-function-path is not known, nor that of a
+    --selected-logprob-provider.
     """
     size = BYTES[c.megatron.params_dtype]
     if not loss_of(c.algorithm).entropy:

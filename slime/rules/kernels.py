@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from slime.algo.losses import loss_of
 from slime.config.fields import nearest
 from slime.config.problems import given
 from slime.config.schema import Config
 from slime.config.sections.kernels import OPERATORS
+from slime.hooks import MissingHookError, load_function
+
+PROVIDER = "--selected-logprob-provider"
 
 
 def check_kernels(c: Config) -> None:
@@ -23,6 +28,7 @@ def check_kernels(c: Config) -> None:
         )
     if c.kernels.enable_rl_kernel and c.kernels.rlk_fast == "off":
         raise ValueError("--enable-rl-kernel must not stand beside --rlk-fast off; leave one out")
+    _check_provider(c)
     if c.kernels.rlk_consistency != "off" and (
         not loss_of(c.algorithm).rewarded or c.debug.debug_rollout_only
     ):
@@ -36,3 +42,35 @@ def check_kernels(c: Config) -> None:
             "log-probs of a trainer "
             "and an engine"
         )
+
+
+def _check_provider(c: Config) -> None:
+    """A provider must be a function, and in mode strict it must be there. In mode auto, `provider_notes` says if it is
+    not."""
+    path, mode = c.kernels.selected_logprob_provider, c.kernels.selected_logprob_provider_mode
+    if path is None:
+        if mode != "auto":
+            raise ValueError(
+                f"{PROVIDER}-mode {mode} must stand beside {PROVIDER}, got none; name the provider"
+            )
+        return
+    try:
+        load_function(path, PROVIDER)
+    except MissingHookError as error:
+        if mode == "strict":
+            raise ValueError(
+                f"{error}; {PROVIDER}-mode auto would use the trainer's own log-probs"
+            ) from error
+
+
+def provider_notes(c: Config) -> Iterator[str]:
+    """A note for a provider that a run in mode auto cannot import."""
+    path = c.kernels.selected_logprob_provider
+    if path is None or c.kernels.selected_logprob_provider_mode == "strict":
+        return
+    try:
+        load_function(path, PROVIDER)
+    except MissingHookError as error:
+        yield f"the trainer's own log-probs are used: {error}"
+    except ValueError:
+        return  # an error of `check_kernels`

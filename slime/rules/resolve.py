@@ -18,6 +18,7 @@ from slime.hardware import HARDWARE
 from slime.rules.algorithm import compares_alone, makes_groups
 from slime.rules.checkpoint import remarks as read_remarks
 from slime.rules.cluster import critic_notes
+from slime.rules.kernels import provider_notes
 from slime.rules.megatron import never_run, same_result
 from slime.rules.off_policy import mismatch_notes
 from slime.rules.packages import package_notes
@@ -276,5 +277,6 @@ def _remarks(c: Config) -> Iterator[str]:
     if version is not None and (remark := megatron_versions.check(version)):
         yield remark
     yield from package_notes(c)
+    yield from provider_notes(c)
     yield from never_run(c.megatron.overrides)
     yield from read_remarks(c)

@@ -50,3 +50,13 @@ class KernelsConfig:
         "run if it is too large",
         choices=("off", "audit", "strict"),
     )
+    selected_logprob_provider: str = flag(
+        None,
+        "import path of `fn(request) -> result`, which computes log-probs and entropy in place of the trainer",
+    )
+    selected_logprob_provider_mode: str = flag(
+        "auto",
+        "auto: the trainer's own log-probs where the provider cannot be imported or says that it is unavailable; "
+        "strict: that is an error, and so is a result without identity or gradient",
+        choices=("auto", "strict"),
+    )

@@ -21,7 +21,7 @@ from slime.algo.token_columns import HookView
 from slime.data.packing import MicroBatch
 from slime.data.token_slice import run_bounds
 from slime.megatron_backend.parallel import ParallelInfo
-from slime.megatron_backend.step.head import whole
+from slime.megatron_backend.step.heads.head import whole
 
 Bounds = tuple[int, int]
 PerToken = TypeVar("PerToken", Tensor, list[float])

@@ -15,6 +15,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from slime.algo import ppo
+from slime.algo.selected_log_probs import (
+    ContextParallelLayout,
+    Pair,
+    SelectedLogprobRequest,
+    compute_selected_logprobs,
+)
 from slime.megatron_backend.step.context_parallel import response_bounds
 from slime.types import TrainData
 
@@ -61,7 +67,8 @@ def get_log_probs_and_entropy(
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """(an empty tensor, {"log_probs": [r_i] per sample, "entropy": the same if asked for}), fp32 nats.
 
-    The first value is slime's place for a loss. Arguments as in `get_responses`.
+    The first value is slime's place for a loss. Arguments as in `get_responses`, but `args` is read: it may name a
+    --selected-logprob-provider.
     """
     chunks = list(
         get_responses(
@@ -73,13 +80,27 @@ def get_log_probs_and_entropy(
         )
     )
     tokens = torch.cat([of_sample for _, of_sample in chunks])
-    group = parallel_state.get_tensor_model_parallel_group()
-    log_probs, entropy = ppo.calculate_log_probs_and_entropy(logits, tokens, group, with_entropy=with_entropy)
+    ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    request = SelectedLogprobRequest(
+        logits=logits,
+        target_ids=tokens,
+        tensor_parallel_group=parallel_state.get_tensor_model_parallel_group(),
+        context_parallel=ContextParallelLayout(ranks, rank, "zigzag" if ranks > 1 else "single"),
+        with_entropy=with_entropy,
+        with_entropy_grad=with_entropy,
+        chunk_size=-1,
+    )
+    log_probs, entropy = compute_selected_logprobs(args=args, request=request, native=_by_logp)
     rows = [len(of_sample) for _, of_sample in chunks]
-    out = {"log_probs": list(log_probs.split(rows))}
+    out = {"log_probs": list(log_probs[:, 0].split(rows))}
     if entropy is not None:
         out["entropy"] = list(entropy.split(rows))
     return logits.new_empty(0), out
+
+
+def _by_logp(logits: Tensor, tokens: Tensor, group: object, *, with_entropy: bool, **_: object) -> Pair:
+    log_probs, entropy = ppo.calculate_log_probs_and_entropy(logits, tokens, group, with_entropy=with_entropy)
+    return log_probs[:, None], entropy
 
 
 def compute_advantages_and_returns(args: Namespace, rollout_data: TrainData) -> None:

@@ -23,7 +23,7 @@ from slime.megatron_backend.checkpoint.weights import load_weights
 from slime.megatron_backend.model.gpt import build_model, parts_of
 from slime.megatron_backend.model.optimizer import build_optimizer, close_optimizer, finish_grads
 from slime.megatron_backend.parallel import ParallelInfo
-from slime.megatron_backend.step.head import MicroBatchLoss
+from slime.megatron_backend.step.heads.head import MicroBatchLoss
 from slime.megatron_backend.step.loss import reduce_metrics
 from slime.megatron_backend.step.pipeline import from_last_stage, run_stages
 from slime.megatron_backend.step.residence import Residence

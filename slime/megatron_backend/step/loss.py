@@ -18,7 +18,7 @@ from slime.data.columns import present
 from slime.data.packing import MicroBatch
 from slime.hooks import load_function
 from slime.megatron_backend.step.context_parallel import hook_view
-from slime.megatron_backend.step.head import LmHead, MicroBatchLoss
+from slime.megatron_backend.step.heads.head import LmHead, MicroBatchLoss
 from slime.megatron_backend.step.native import EntropyUse
 from slime.megatron_backend.step.prediction import Predictions
 from slime.tracking.timers import Timers

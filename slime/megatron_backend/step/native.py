@@ -50,15 +50,20 @@ def log_probs_and_entropy(
     return -vocab_parallel_cross_entropy(logits[:, None], targets[:, None])[:, 0], values
 
 
-def cut_to(logits: Tensor, kept: KeptTokens, start: int) -> Tensor:
-    """A copy of `logits` [R, V_local], columns from id `start` on, with PADDING_LOGIT for ids that a cut token did not
-    keep."""
+def kept_columns(kept: KeptTokens, like: Tensor, start: int) -> Tensor:
+    """bool [R, V_local] beside the logits `like`, columns from id `start` on: those that sampling kept. All of a token
+    that was not cut."""
     token = torch.repeat_interleave(kept.offsets.diff())
     column = kept.ids.long() - start
-    here = (column >= 0) & (column < logits.shape[-1])
-    keep = torch.zeros_like(logits, dtype=torch.bool)
+    here = (column >= 0) & (column < like.shape[-1])
+    keep = torch.zeros_like(like, dtype=torch.bool)
     keep[token[here], column[here]] = True
-    return logits.masked_fill(kept.truncated[:, None] & ~keep, PADDING_LOGIT)
+    return keep | ~kept.truncated[:, None]
+
+
+def cut_to(logits: Tensor, keep: Tensor) -> Tensor:
+    """A copy of `logits` [R, V_local] with PADDING_LOGIT where `keep` is false."""
+    return logits.masked_fill(~keep, PADDING_LOGIT)
 
 
 def entropies(logits: Tensor, *, temperature: float, entropy: EntropyUse) -> Tensor | None:

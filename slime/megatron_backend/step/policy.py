@@ -16,7 +16,8 @@ from slime.hooks import load_function
 from slime.megatron_backend.model.gpt import parts_of
 from slime.megatron_backend.step.audit import Audit
 from slime.megatron_backend.step.batches import Batches
-from slime.megatron_backend.step.head import MicroBatchLoss, head_of
+from slime.megatron_backend.step.heads import head_of
+from slime.megatron_backend.step.heads.head import MicroBatchLoss
 from slime.megatron_backend.step.learner import Learner
 from slime.megatron_backend.step.loss import LossSetup, micro_batch_loss
 from slime.megatron_backend.step.prediction import Predictions

@@ -25,7 +25,7 @@ from slime.data.token_slice import TokenSlice
 from slime.megatron_backend.model.attention import packed_layout
 from slime.megatron_backend.model.gpt import HiddenGPTModel, hidden_of, last_part, output_weight
 from slime.megatron_backend.model.rows import Rows, take
-from slime.megatron_backend.step.head import LmHead
+from slime.megatron_backend.step.heads.head import LmHead
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from slime.megatron_backend.checkpoint.weights import load_weights
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.step.head import lm_head
+from slime.megatron_backend.step.heads import lm_head
 from slime.megatron_backend.step.routing_replay import Replay
 from slime.megatron_backend.step.scorers import column_of_data, log_probs_of
 from slime.types import Sample, TrainData
@@ -51,8 +51,8 @@ def replay_log_probs(
                 operators.pass_head(config),
                 model,
                 info,
+                config.kernels,
                 temperature=config.rollout.rollout_temperature,
-                workspace_bytes=config.kernels.rl_kernel_workspace_mib * 2**20,
             )
             replay, found = Replay(config, info), {}
 

@@ -27,7 +27,8 @@ from slime.hooks import load_function
 from slime.megatron_backend.model.gpt import parts_of, vocab_range
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.megatron_backend.step.batches import Batches
-from slime.megatron_backend.step.head import LmHead, head_of, whole
+from slime.megatron_backend.step.heads import head_of
+from slime.megatron_backend.step.heads.head import LmHead, whole
 from slime.megatron_backend.step.pipeline import run_forward, tensors_from_last_stage
 from slime.megatron_backend.step.values import values_per_token
 from slime.roles import POLICY, TEACHER, Role, roles_of

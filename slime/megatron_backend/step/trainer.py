@@ -35,7 +35,7 @@ from slime.megatron_backend.model.optimizer import reset_states
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.step.audit import Audit
 from slime.megatron_backend.step.batches import Batches
-from slime.megatron_backend.step.head import temperature_of
+from slime.megatron_backend.step.heads import temperature_of
 from slime.megatron_backend.step.learner import Learner, Training
 from slime.megatron_backend.step.models import Models
 from slime.megatron_backend.step.out_of_memory import explained

@@ -14,7 +14,7 @@ from slime.megatron_backend.model.gpt import hidden_of, values_of
 from slime.megatron_backend.model.rows import Rows, take
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.megatron_backend.step.batches import Batches
-from slime.megatron_backend.step.head import MicroBatchLoss, whole
+from slime.megatron_backend.step.heads.head import MicroBatchLoss, whole
 from slime.megatron_backend.step.learner import Learner
 
 READS = ("loss_masks", "loss_denominators", "values", "returns")

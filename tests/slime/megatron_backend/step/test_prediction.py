@@ -16,13 +16,14 @@ from torch.nn.functional import rms_norm
 
 from slime import operators
 from slime.checkpoints.hf_config import read_hf_config
+from slime.config.sections.kernels import KernelsConfig
 from slime.data.ahead import look_ahead, unshared
 from slime.data.packing import MicroBatch, pack
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
 from slime.megatron_backend.model.attention import packed_layout
 from slime.megatron_backend.model.gpt import build_model, stage_output, unwrap
 from slime.megatron_backend.parallel import ParallelInfo, destroy_parallel, init_parallel
-from slime.megatron_backend.step.head import lm_head
+from slime.megatron_backend.step.heads import lm_head
 from slime.megatron_backend.step.prediction import Predictions
 
 FACTOR = 0.3
@@ -82,7 +83,9 @@ def loaded(directory: Path, **config: Any) -> nn.Module:
 def our_loss(model: nn.Module, ranks: ParallelInfo, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
     """(the decoder's output, loss, metric)."""
     output = stage_output(model, batch.tokens, packed_layout(batch.part, "cpu"))
-    head = lm_head(operators.ONE_PASS, model, ranks, temperature=0.7, workspace_bytes=2**20)
+    head = lm_head(
+        operators.ONE_PASS, model, ranks, KernelsConfig(rl_kernel_workspace_mib=1), temperature=0.7
+    )
     return output, *Predictions(head, FACTOR).loss(batch, output)
 
 

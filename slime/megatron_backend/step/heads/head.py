@@ -1,9 +1,8 @@
 """The LM head: the last stage's output -> log-probs, entropy and loss. The only place where hidden states meet the
 output layer's weight.
 
-`lm_head` builds the class of a kind that `slime.operators` chose. Only response positions reach the head: hidden [P, H]
--> hidden[rows] [r, H] -> rl_kernel, or logits [r, V_local] for an operator or a hook that reads logits. The native
-kind alone computes logits [P, V_local] of all positions.
+Only response positions reach the head: hidden [P, H] -> hidden[rows] [r, H] -> rl_kernel, or logits [r, V_local] for an
+operator, a provider or a hook that reads logits. The native kind alone computes logits [P, V_local] of all positions.
 
 Shapes: P packed tokens, H hidden, V_local vocabulary rows of this tensor-parallel rank, R response tokens of the
 micro-batch, r response tokens of this context-parallel rank.
@@ -24,9 +23,8 @@ from torch import Tensor, nn
 import rl_kernel
 from rl_kernel.token_ids import Top
 from slime import operators
-from slime.algo.losses import loss_of
 from slime.algo.token_columns import Losses
-from slime.config import Config
+from slime.config.sections.kernels import KernelsConfig
 from slime.data import kept_tokens
 from slime.data.packing import MicroBatch
 from slime.megatron_backend.model.gpt import (
@@ -87,10 +85,10 @@ class LmHead(ABC):
     kind: ClassVar[operators.Head]
 
     def __init__(
-        self, model: nn.Module, ranks: ParallelInfo, *, temperature: float, workspace_bytes: int
+        self, model: nn.Module, ranks: ParallelInfo, kernels: KernelsConfig, *, temperature: float
     ) -> None:
-        self.model, self.ranks = model, ranks
-        self.temperature, self.workspace_bytes = temperature, workspace_bytes
+        self.model, self.ranks, self.kernels = model, ranks, kernels
+        self.temperature, self.workspace_bytes = temperature, kernels.rl_kernel_workspace_mib * 2**20
 
     @abstractmethod
     def local_log_probs(
@@ -151,7 +149,10 @@ class LmHead(ABC):
 
         Columns that pad the vocabulary hold -1e30 or less and so have probability 0. Differentiable.
         """
-        logits = capped(self._response_logits(batch, output), logit_cap(self.model)).float()
+        return self._logits_of(self._hidden(batch, output))
+
+    def _logits_of(self, hidden: Tensor) -> Tensor:
+        logits = capped(self._raw_logits(hidden), logit_cap(self.model)).float()
         return native.mask_padding(logits, *vocab_range(self.model)) / self.temperature
 
     def top(self, batch: MicroBatch, output: Tensor, count: int) -> tuple[Tensor, Top]:
@@ -166,10 +167,10 @@ class LmHead(ABC):
         hidden = hidden_of(self.model, output)
         return take(hidden, Rows.of(batch.rows, len(hidden)))
 
-    def _response_logits(self, batch: MicroBatch, output: Tensor) -> Tensor:
-        """Logits [r, V_local] of the response positions in the model's dtype, with the columns that pad the vocabulary.
+    def _raw_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [r, V_local] of hidden states [r, H] in the model's dtype, with the columns that pad the vocabulary.
         No prompt token and no padding token reaches the head."""
-        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(self._hidden(batch, output))
+        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
         return torch.nn.functional.linear(hidden, output_weight(self.model))
 
     def _of_ids(self, batch: MicroBatch, output: Tensor, ids: Tensor | None) -> Tensor | None:
@@ -293,7 +294,7 @@ class LogitsHead(LmHead):
     ) -> Values:
         return _values(
             rl_kernel.logp(
-                self._response_logits(batch, output),
+                self._raw_logits(self._hidden(batch, output)),
                 batch.targets,
                 temperature=self.temperature,
                 return_entropy=entropy != "none",
@@ -322,7 +323,7 @@ class NativeHead(LmHead):
             return *native.log_probs_and_entropy(
                 logits, batch.targets, temperature=self.temperature, entropy=entropy
             ), of_ids
-        cut = native.cut_to(logits, kept, start)
+        cut = native.cut_to(logits, native.kept_columns(kept, logits, start))
         values = native.entropies(logits, temperature=self.temperature, entropy=entropy)
         log_probs, _ = native.log_probs_and_entropy(
             cut, batch.targets, temperature=self.temperature, entropy="none"
@@ -339,28 +340,6 @@ class ValueTokens(LmHead):
         self, batch: MicroBatch, output: Tensor, entropy: EntropyUse, ids: Tensor | None = None
     ) -> Values:
         return values_of(self.model, self._hidden(batch, output)), None, None
-
-
-_CLASSES = {head.kind: head for head in (OnePassHead, LinearHead, LogitsHead, NativeHead, ValueTokens)}
-
-
-def lm_head(
-    kind: operators.Head, model: nn.Module, ranks: ParallelInfo, *, temperature: float, workspace_bytes: int
-) -> LmHead:
-    """The head of `model` that computes as `kind` says. `temperature` divides the logits; `workspace_bytes` bounds the
-    memory of the kinds without logits."""
-    return _CLASSES[kind](model, ranks, temperature=temperature, workspace_bytes=workspace_bytes)
-
-
-def head_of(config: Config, kind: operators.Head, model: nn.Module, ranks: ParallelInfo) -> LmHead:
-    """The head of `model` with the temperature and the workspace of a run."""
-    workspace_bytes = config.kernels.rl_kernel_workspace_mib * 2**20
-    return lm_head(kind, model, ranks, temperature=temperature_of(config), workspace_bytes=workspace_bytes)
-
-
-def temperature_of(config: Config) -> float:
-    """What logits are divided by: the engine samples from that distribution. 1 for given responses."""
-    return config.rollout.rollout_temperature if loss_of(config.algorithm).rewarded else 1.0
 
 
 def _values(out: Tensor | tuple[Tensor, ...], entropy: EntropyUse, of_ids: Tensor | None = None) -> Values:

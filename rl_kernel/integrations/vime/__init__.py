@@ -1,0 +1,1 @@
+"""Upstream vime: `linear_logp.provider` is for its flag --selected-logprob-provider."""
