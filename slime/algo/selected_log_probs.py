@@ -73,7 +73,8 @@ class SelectedLogprobRequest:
 
     `hidden` [T, H] and `lm_head_weight` [V_local, H] come together or not at all: the inputs of
     `logits = hidden @ lm_head_weight.T / temperature`, with `lm_head_bias` [V_local] if there is one. `hidden` is equal
-    on all tensor-parallel ranks, and so must be its gradient: a provider that reads it sums the gradient over the group.
+    on all tensor-parallel ranks, and so must be its gradient: a provider that reads it sums its gradient over the
+    group.
     `vocab_start_index` is the id of the first column. Ids from `real_vocab_size` on are padding.
 
     Raises:

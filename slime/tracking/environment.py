@@ -21,6 +21,7 @@ from slime.config.secrets import MASK, is_secret, mask_secrets
 ENVIRONMENT_FILE = "environment.json"
 _ENV_PREFIXES = (
     "VIME_",
+    "RL_KERNEL_",
     "VLLM_",
     "NCCL_",
     "GLOO_",

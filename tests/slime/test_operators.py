@@ -31,6 +31,7 @@ def chosen(config):
     return {d.operator: d.chosen for d in operators.decide(config, "cpu")}
 
 
+PROVIDER = ("--selected-logprob-provider", "math.fsum")
 CUSTOM = ("--custom-tis-function-path", "math.fsum", "--use-tis")
 
 
@@ -57,6 +58,14 @@ CUSTOM = ("--custom-tis-function-path", "math.fsum", "--use-tis")
         (("--rl-kernel-ops", "logp"), "logp", "linear_token_loss is not in --rl-kernel-ops"),
         (("--rl-kernel-ops", "ratio_kl"), "native", "no operator for log-probs is in --rl-kernel-ops"),
         (("--rlk-fast", "off"), "native", "--rlk-fast off"),
+        (PROVIDER, "provider", "--selected-logprob-provider math.fsum"),
+        ((*PROVIDER, "--rlk-fast", "off"), "provider", "--selected-logprob-provider math.fsum"),
+        ((*PROVIDER, "--advantage-estimator", "gspo"), "provider", "--selected-logprob-provider math.fsum"),
+        (
+            (*PROVIDER, "--loss-type", "custom_loss", "--custom-loss-function-path", "math.fsum"),
+            "native",
+            "--custom-loss-function-path takes logits",
+        ),
     ],
 )  # fmt: skip
 def test_head_of_the_loss(configured, flags, head, reason):
@@ -66,7 +75,12 @@ def test_head_of_the_loss(configured, flags, head, reason):
 
 @pytest.mark.parametrize(
     ("flags", "head"),
-    [((), "linear_logp"), (("--rl-kernel-ops", "logp"), "logp"), (("--rlk-fast", "off"), "native")],
+    [
+        ((), "linear_logp"),
+        (("--rl-kernel-ops", "logp"), "logp"),
+        (("--rlk-fast", "off"), "native"),
+        (PROVIDER, "provider"),
+    ],
 )
 def test_head_of_passes_without_gradient(configured, flags, head):
     assert operators.pass_head(configured(*flags)).name == head
@@ -192,3 +206,34 @@ def test_off_counts_nothing(configured, switched):
     operators.install(configured("--rlk-fast", "off"))
     rl_kernel.group_advantage(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]))
     assert operators.step_metrics() == {}
+
+
+def test_a_run_says_its_provider(configured):
+    config = configured(*PROVIDER)
+    assert operators.headline(config) == (
+        "--rlk-fast auto, the loss has its log-probs from provider: --selected-logprob-provider math.fsum"
+    )
+    assert chosen(config)["linear_token_loss"] == chosen(config)["linear_logp"] == "not called"
+
+
+def test_a_provider_that_is_not_there(configured):
+    """In mode auto the run says so at its start, in mode strict it is an error, as what can never be one in both."""
+    flags = ("--selected-logprob-provider", "no_such_module.provider")
+    notes = [note for note in configured(*flags).notes if "provider" in note]
+    assert len(notes) == 1 and notes[0].startswith(
+        "the trainer's own log-probs are used: --selected-logprob-provider"
+    )
+    for bad in (
+        (*flags, "--selected-logprob-provider-mode", "strict"),
+        ("--selected-logprob-provider", "math.no_such_name", "--selected-logprob-provider-mode", "strict"),
+        ("--selected-logprob-provider", "provider"),
+        ("--selected-logprob-provider", "math.pi"),
+    ):
+        with pytest.raises(ValueError, match="--selected-logprob-provider must"):
+            configured(*bad)
+    with pytest.raises(ValueError, match="--selected-logprob-provider-mode strict must stand beside"):
+        configured("--selected-logprob-provider-mode", "strict")
+    with pytest.raises(
+        ValueError, match="--selected-logprob-provider-mode must be one of auto, strict, got fast"
+    ):
+        configured(*PROVIDER, "--selected-logprob-provider-mode", "fast")

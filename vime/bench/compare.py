@@ -17,7 +17,7 @@ PER_PAIR = ("seed", "rollout_seed")
 """Configuration: what one pair of repeats may have otherwise than the next, both of its runs alike."""
 OF_A_RUN = (
     *("time", "command", "directory", "host.name"),
-    *("variables.VIME_RL_KERNEL", "variables.VIME_RLK_FAST"),
+    *("variables.VIME_RL_KERNEL", "variables.VIME_RLK_FAST", "variables.RL_KERNEL_MODE"),
 )
 """Environment: what differs from run to run by itself, or is the switch, which the configuration says."""
 KERNEL_SWITCHES = ("rlk_fast", "rl_kernel_ops")

@@ -38,8 +38,8 @@ class Request(Protocol):
 
 @dataclass(frozen=True)
 class Selected:
-    """The result, with the names of upstream's SelectedLogprobResult: log-probs [T, 1] and entropy [T] or None, in nats,
-    float32 (float64 for float64 inputs)."""
+    """The result, with the names of upstream's SelectedLogprobResult: log-probs [T, 1] and entropy [T] or None, in
+    nats, float32 (float64 for float64 inputs)."""
 
     selected_logprobs: Tensor
     entropy: Tensor | None
@@ -69,13 +69,13 @@ def provider(request: Request) -> Selected:
 
     With `hidden`, `lm_head_weight` and `temperature` the operator is `linear_logp`, and the logits are not read. It
     rounds logits to the dtype of the weight and returns the gradient of `hidden` summed over the group. The operator is
-    `logp` on the logits if one of the three is missing, if there is a keep mask, or if the logits need a gradient that
-    neither `hidden` nor the weight would pass on. The softmax is over the columns of all ranks of
-    `tensor_parallel_group`, without ids from `real_vocab_size` on. Collectives and determinism are those of the operator.
+    `logp` on the logits if one of the three is missing, if there is a keep mask, or if the logits need a gradient and
+    `hidden` has none to pass on. The softmax is over the columns of all ranks of `tensor_parallel_group`, without ids
+    from `real_vocab_size` on. Collectives and determinism are those of the operator.
 
     Raises:
-        Unavailable: a dtype or a group that the operators do not take, or the strict mode of rl_kernel where the kernels
-            cannot run.
+        Unavailable: a dtype or a group that the operators do not take, or the strict mode of rl_kernel where the
+            kernels cannot run.
         ValueError: wrong shapes, shards, targets or temperatures, as the operator says.
     """
     layer = _layer(request)
@@ -112,7 +112,7 @@ def _layer(request: Request) -> Layer | None:
     temperature = getattr(request, "temperature", None)
     if hidden is None or weight is None or temperature is None or request.log_prob_keep_mask is not None:
         return None
-    if request.logits.requires_grad and not (hidden.requires_grad or weight.requires_grad):
+    if request.logits.requires_grad and not hidden.requires_grad:
         return None
     if isinstance(temperature, Tensor):
         temperature = temperature.reshape(-1).expand(len(hidden))

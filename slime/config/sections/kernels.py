@@ -50,7 +50,7 @@ class KernelsConfig:
         "run if it is too large",
         choices=("off", "audit", "strict"),
     )
-    selected_logprob_provider: str = flag(
+    selected_logprob_provider: str | None = flag(
         None,
         "import path of `fn(request) -> result`, which computes log-probs and entropy in place of the trainer",
     )

@@ -54,3 +54,54 @@ def test_a_flag_wins(flag):
 def test_contradictions(environ, message):
     with pytest.raises(ValueError, match=message):
         added(environ)
+
+
+@pytest.mark.parametrize(
+    ("mode", "flags"),
+    [
+        ("off", {"rlk_fast": ["off"]}),
+        ("auto", {"rlk_fast": ["auto"]}),
+        ("audit", {"rlk_fast": ["strict"], "rlk_consistency": ["audit"]}),
+        ("strict", {"rlk_fast": ["strict"]}),
+    ],
+)
+def test_the_mode_of_upstreams_launcher(mode, flags):
+    found, remarks = added({"RL_KERNEL_MODE": mode})
+    assert found == flags
+    same = " ".join(f"{spelled(name)} {value}" for name, (value,) in flags.items())
+    assert remarks == [f"RL_KERNEL_MODE={mode} is taken as {same}"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "argv", "flags"),
+    [
+        ({"RL_KERNEL_MODE": "strict"}, ("--rlk-fast", "strict"), {}),
+        ({"RL_KERNEL_MODE": "strict"}, ("--rl-kernel-strict",), {}),
+        ({"RL_KERNEL_MODE": "auto"}, ("--enable-rl-kernel",), {}),
+        ({"RL_KERNEL_MODE": "audit"}, ("--rlk-fast", "strict"), {"rlk_consistency": ["audit"]}),
+        ({"RL_KERNEL_MODE": "off", "VIME_RL_KERNEL": "0"}, (), {"rlk_fast": ["off"]}),
+        ({"RL_KERNEL_MODE": ""}, (), {}),
+        ({"RL_KERNEL_ALIGNED": "0"}, (), {}),
+    ],
+)
+def test_upstreams_variables_beside_others_that_agree(environ, argv, flags):
+    found, remarks = added(environ, *argv)
+    assert found == flags
+    assert bool(remarks) is any(environ.values())
+
+
+@pytest.mark.parametrize(
+    ("environ", "argv", "message"),
+    [
+        ({"RL_KERNEL_MODE": "off"}, ("--rlk-fast", "auto"), "RL_KERNEL_MODE=off must agree with --rlk-fast, got auto"),
+        ({"RL_KERNEL_MODE": "off"}, ("--enable-rl-kernel",), "agree with --enable-rl-kernel, got auto and not off"),
+        ({"RL_KERNEL_MODE": "auto"}, ("--rl-kernel-strict",), "agree with --rl-kernel-strict, got strict and not auto"),
+        ({"RL_KERNEL_MODE": "audit"}, ("--rlk-consistency", "off"), "agree with --rlk-consistency, got off"),
+        ({"RL_KERNEL_MODE": "strict", "VIME_RLK_FAST": "auto"}, (), "agree with VIME_RLK_FAST, got auto and"),
+        ({"RL_KERNEL_MODE": "fast"}, (), "RL_KERNEL_MODE must be one of off, auto, audit, strict, got 'fast'"),
+        ({"RL_KERNEL_ALIGNED": "1"}, (), "RL_KERNEL_ALIGNED must be 0 or unset, got 1"),
+    ],
+)  # fmt: skip
+def test_upstreams_variables_that_contradict(environ, argv, message):
+    with pytest.raises(ValueError, match=message):
+        added(environ, *argv)
