@@ -59,7 +59,8 @@ def _check_provider(c: Config) -> None:
     except MissingHookError as error:
         if mode == "strict":
             raise ValueError(
-                f"{error}; {PROVIDER}-mode auto would use the trainer's own log-probs"
+                f"{PROVIDER} must name a function that is there in mode strict, got {path!r}: {error}; or take "
+                f"{PROVIDER}-mode auto, which uses the trainer's own log-probs"
             ) from error
 
 

@@ -123,17 +123,18 @@ def _check_served(request: Request, layer: Layer | None) -> None:
     group, ids = request.tensor_parallel_group, request.target_ids.dtype
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise Unavailable(
-            f"tensor_parallel_group must be a group of torch.distributed, got {type(group).__name__}"
+            f"tensor_parallel_group must be a group of torch.distributed, got {type(group).__name__}; "
+            "give the tensor-parallel group, or None for one rank"
         )
     if ids not in INTEGERS:
-        raise Unavailable(f"target_ids must be int64 or int32, got {dtype_name(ids)}")
+        raise Unavailable(f"target_ids must be int64 or int32, got {dtype_name(ids)}; give them as int64")
     inputs = {"logits": request.logits}
     if layer is not None:
         inputs = {"hidden": layer.hidden, "lm_head_weight": layer.weight}
     for name, value in inputs.items():
         if value.dtype not in FLOATS:
             wanted = ", ".join(dtype_name(dtype) for dtype in FLOATS)
-            raise Unavailable(f"{name} must be one of {wanted}, got {dtype_name(value.dtype)}")
+            raise Unavailable(f"{name} must be one of {wanted}, got {dtype_name(value.dtype)}; convert it")
 
 
 def _choice(request: Request, layer: Layer | None) -> Choice:
