@@ -83,10 +83,8 @@ FULL_RECOMPUTE = {
     "overrides": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 }
 OVERLAP = {"overrides": {"overlap_grad_reduce": True}}
-PROVIDER = {
-    "selected_logprob_provider": "rl_kernel.integrations.vime.linear_logp.provider",
-    "selected_logprob_provider_mode": "strict",
-}
+PROVIDER = {"selected_logprob_provider": "rl_kernel.integrations.vime.linear_logp.provider"}
+PROVIDER["selected_logprob_provider_mode"] = "strict"
 TWO: dict[str, dict[str, Any]] = {
     "dp": POLICY_FLAGS,
     "dp-per-token": POLICY_FLAGS | {"calculate_per_token_loss": True, "use_distributed_optimizer": False},
@@ -98,7 +96,6 @@ TWO: dict[str, dict[str, Any]] = {
     "sp-native": POLICY_FLAGS | SEQUENCE | NATIVE,
     "sp-linear_logp": POLICY_FLAGS | SEQUENCE | {"rl_kernel_ops": ["linear_logp"]},
     "sp-logp": POLICY_FLAGS | SEQUENCE | {"rl_kernel_ops": ["logp"]},
-    "tp-provider": POLICY_FLAGS | TENSOR | PROVIDER,
     "sp-provider": POLICY_FLAGS | SEQUENCE | PROVIDER,
     "sp-custom-provider": CUSTOM_FLAGS | SEQUENCE | PROVIDER,
     "cp": POLICY_FLAGS | CONTEXT,
@@ -147,8 +144,7 @@ PLUG_INS = {"cp-sequence", "cp-mismatch"}
 """Examples of hooks that gather and slice over context parallelism (examples/plugins)."""
 
 SHORT = {"dp", "tp-custom", "cp", "cp-empty", "pp", "pp-gspo", "pp-sp"} | PLUG_INS
-SHORT |= {"sp-provider", "cp-provider"}
-SHORT |= {"tp-sapo", "cp-gmpo", "dp-clip_cov", "dp-kl_cov", "pp-rloo"}
+SHORT |= {"sp-provider", "cp-provider", "tp-sapo", "cp-gmpo", "dp-clip_cov", "dp-kl_cov", "pp-rloo"}
 """The layouts of the short suite: every kind of parallelism, alone and with another one; the others run with --all."""
 
 
