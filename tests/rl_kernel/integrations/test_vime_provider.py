@@ -257,7 +257,7 @@ def of_a_rank(rank: int, folder: str) -> None:
 
 
 def test_two_tensor_parallel_ranks(tmp_path):
-    mp.start_processes(of_a_rank, args=(str(tmp_path),), nprocs=2, start_method="fork")
+    mp.spawn(of_a_rank, args=(str(tmp_path),), nprocs=2)
 
 
 def test_it_imports_nothing_of_a_trainer():
