@@ -2,6 +2,7 @@
 
     python benchmarks/stream_speed.py --out stream_cpu.json
     python benchmarks/stream_speed.py --staleness 0,1 --seeds 1 --rollouts 8        a short trial
+    python benchmarks/stream_speed.py --tis --rollouts 100 --out rewards.json      final rewards of older samples
     python benchmarks/stream_speed.py --show stream_cpu.json                        the table of a record
 
 A tiny model, one engine and one trainer rank on the same cores. The lengths of responses are log-normal, with p99 at 20
@@ -11,6 +12,9 @@ the end of the second step to the end of the last one.
 
 `bound` is what the same queue gives in a simulation: each token takes the engine the time that it took in the run of
 staleness 0, whatever else runs, and training takes what it took there.
+
+With --tis, the trainer computes the old log-probs, and --use-tis corrects for the weights that sampled each token. Its
+table has rewards: the mean of the last ten rollouts, and the first rollout above 0.9.
 """
 
 from __future__ import annotations
@@ -34,9 +38,13 @@ sys.path.insert(0, str(REPOSITORY / "examples" / "bench"))
 from lengths import length_of  # noqa: E402
 
 PROMPTS, ANSWERS, LIMIT, WARM_UP = 16, 4, 768, 2
+LAST, GOAL = 10, 0.9
+"""Rollouts whose mean reward is the final one with --tis, and the reward whose first rollout is in its table."""
 
 
-def command(tiny: Path, run_dir: Path, staleness: int, seed: int, rollouts: int) -> list[str]:
+def command(
+    tiny: Path, run_dir: Path, staleness: int, seed: int, rollouts: int, *, tis: bool = False
+) -> list[str]:
     return [
         *(sys.executable, "-P", "-m", "vime", "train", "--device", "cpu", "--rollout-num-gpus", "1"),
         *("--hf-checkpoint", str(tiny / "base"), "--prompt-data", str(tiny / "train.jsonl")),
@@ -46,19 +54,22 @@ def command(tiny: Path, run_dir: Path, staleness: int, seed: int, rollouts: int)
         *("--n-samples-per-prompt", str(ANSWERS), "--rollout-max-response-len", str(LIMIT)),
         *("--num-steps-per-rollout", "1", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"),
         *("--actor-num-gpus-per-node", "1", "--lr", "1e-3", "--adam-beta2", "0.95", "--weight-decay", "0"),
-        *("--use-rollout-logprobs", "--max-staleness", str(staleness), "--seed", str(seed)),
+        *("--use-tis" if tis else "--use-rollout-logprobs", "--max-staleness", str(staleness)),
+        *("--seed", str(seed)),
         *("--rollout-seed", str(seed), "--run-dir", str(run_dir)),
     ]
 
 
-def measure(tiny: Path, run_dir: Path, staleness: int, seed: int, rollouts: int) -> dict[str, Any]:
+def measure(
+    tiny: Path, run_dir: Path, staleness: int, seed: int, rollouts: int, *, tis: bool
+) -> dict[str, Any]:
     """One run: tokens per second, seconds of the parts of a step, rewards."""
     run_dir.mkdir(parents=True)
     paths = [str(REPOSITORY), str(REPOSITORY / "examples" / "bench")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with (run_dir / "output.log").open("w", encoding="utf-8") as log:
         subprocess.run(
-            command(tiny, run_dir, staleness, seed, rollouts),
+            command(tiny, run_dir, staleness, seed, rollouts, tis=tis),
             check=True,
             stdout=log,
             stderr=log,
@@ -78,6 +89,7 @@ def measure(tiny: Path, run_dir: Path, staleness: int, seed: int, rollouts: int)
         "age": statistics.mean(row.get("rollout/staleness/mean", 0.0) for row in counted),
         "oldest": max(row.get("rollout/staleness/max", 0.0) for row in counted),
         "reward": statistics.mean(row["rollout/raw_reward"] for row in rows[-3:]),
+        "rewards": [row["rollout/raw_reward"] for row in rows],
     }
 
 
@@ -139,6 +151,23 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def reward_table(record: dict[str, Any]) -> str:
+    """One row for each staleness of a record with --tis."""
+    runs = record["runs"]
+    lines = [
+        f"{'staleness':>9} {'final reward, each seed':>26} {'mean':>6} {'rollout above ' + str(GOAL):>20}"
+    ]
+    for staleness in sorted({run["staleness"] for run in runs}):
+        curves = [run["rewards"] for run in runs if run["staleness"] == staleness]
+        finals = [statistics.mean(curve[-LAST:]) for curve in curves]
+        firsts = [next((i for i, reward in enumerate(curve) if reward > GOAL), None) for curve in curves]
+        lines.append(
+            f"{staleness:>9} {' '.join(f'{final:.4f}' for final in finals):>26} {statistics.mean(finals):>6.4f}"
+            f" {' '.join('never' if first is None else str(first) for first in firsts):>20}"
+        )
+    return "\n".join(lines)
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -147,6 +176,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rollouts", type=int, default=24)
     parser.add_argument("--work", type=Path, default=Path("runs/stream_speed"), help="a new folder")
+    parser.add_argument("--tis", action="store_true", help="correct for older weights, and compare rewards")
     parser.add_argument("--note", default="", help="what else ran on the machine, for the record")
     parser.add_argument("--out", type=Path, help="a JSON file for the record")
     parser.add_argument(
@@ -154,7 +184,8 @@ def main(argv: list[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     if arguments.show:
-        print(table(json.loads(arguments.show.read_text(encoding="utf-8"))))
+        record = json.loads(arguments.show.read_text(encoding="utf-8"))
+        print(reward_table(record) if record.get("tis") else table(record))
         return 0
     levels = [int(level) for level in arguments.staleness.split(",")]
     if 0 not in levels or arguments.rollouts <= WARM_UP:
@@ -172,7 +203,8 @@ def main(argv: list[str]) -> int:
     for seed in range(arguments.seeds):
         for staleness in levels if seed % 2 == 0 else reversed(levels):
             folder = work / f"staleness-{staleness}-seed-{seed}"
-            runs.append(measure(work / "tiny", folder, staleness, seed, arguments.rollouts))
+            made = measure(work / "tiny", folder, staleness, seed, arguments.rollouts, tis=arguments.tis)
+            runs.append(made)
             print(json.dumps(runs[-1]), flush=True)
     waits = [run["parts_s"] for run in runs if run["staleness"] == 0]
     longest = statistics.mean(
@@ -187,6 +219,7 @@ def main(argv: list[str]) -> int:
     record = {
         "machine": describe(torch.device("cpu"), ["benchmarks/stream_speed.py", *argv], None),
         "note": arguments.note,
+        "tis": arguments.tis,
         "prompts": PROMPTS,
         "answers": ANSWERS,
         "token_s": token_s,
@@ -196,7 +229,7 @@ def main(argv: list[str]) -> int:
     }
     if arguments.out:
         arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(table(record))
+    print(reward_table(record) if record["tis"] else table(record))
     return 0
 
 

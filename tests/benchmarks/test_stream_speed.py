@@ -41,6 +41,26 @@ def test_the_table_compares_runs_of_one_seed():
     assert "1.50 1.50" in lines[2] and " 1.75 " in lines[2] and "0.500 0.500" in lines[2]
 
 
+def test_the_table_of_rewards_has_the_last_rollouts_and_the_first_good_one():
+    slow = [0.5, 0.8, *[0.95] * 10]
+    runs = [
+        {"staleness": staleness, "seed": seed, "rewards": curve}
+        for staleness, seed, curve in ((0, 0, [0.95] * 12), (4, 0, slow), (4, 1, [0.5] * 12))
+    ]
+    lines = stream_speed.reward_table({"runs": runs}).splitlines()
+    assert lines[1].split() == ["0", "0.9500", "0.9500", "0"]
+    assert lines[2].split() == ["4", "0.9500", "0.5000", "0.7250", "2", "never"]
+
+
+def test_older_samples_are_corrected_with_tis(tmp_path):
+    for tis, used, other in (
+        (True, "--use-tis", "--use-rollout-logprobs"),
+        (False, "--use-rollout-logprobs", "--use-tis"),
+    ):
+        argv = stream_speed.command(tmp_path, tmp_path, 4, 0, 3, tis=tis)
+        assert used in argv and other not in argv
+
+
 def test_staleness_0_is_needed_for_the_ratios(capsys):
     assert stream_speed.main(["--staleness", "1,4"]) == 2
     assert "--staleness must include 0" in capsys.readouterr().err
