@@ -13,6 +13,10 @@ import numpy as np
 from slime.types import SampleGroup, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
+VERSIONS = "token_versions"
+"""The column (`slime.data.columns`) with the version of the weights that sampled each token."""
+UNKNOWN_VERSION = -2
+"""In that column: of a token that no engine sampled, or whose engine does not say."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class GenerateResult:
     text: str
     finish_reason: FinishReason
     weight_versions: list[int]
-    """The versions live when the request entered and left the engine (one entry when equal)."""
+    """Of the weights that sampled the tokens, oldest first (one entry when it is one version)."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     queue_s: float | None = None
@@ -47,6 +51,19 @@ class GenerateResult:
     them."""
     speculation: tuple[int, int, int] | None = None
     """Passes that checked a draft, drafted tokens, accepted tokens. None where the engine does not say."""
+    version_starts: list[int] | None = None
+    """The first token of each of `weight_versions`. None where the engine does not say."""
+
+    @property
+    def token_columns(self) -> dict[str, list[float]]:
+        """`columns`, and `VERSIONS` where the version of each token is known."""
+        starts = [0] if len(self.weight_versions) == 1 else self.version_starts
+        if starts is None:
+            return self.columns
+        ends = [*starts[1:], len(self.token_ids)]
+        pieces = zip(self.weight_versions, starts, ends, strict=True)
+        versions: list[float] = [version for version, start, end in pieces for _ in range(start, end)]
+        return {**self.columns, VERSIONS: versions}
 
 
 @dataclass(frozen=True)

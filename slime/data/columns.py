@@ -18,6 +18,7 @@ from torch import Tensor
 from slime.config.schema import Config
 from slime.data import kept_tokens, routed_experts, top_tokens
 from slime.data.token_slice import TokenSlice
+from slime.protocols import UNKNOWN_VERSION, VERSIONS
 from slime.types import Sample, TrainData
 
 Kind = Literal["response", "sequence", "ragged", "sample"]
@@ -56,9 +57,9 @@ class Column:
     """Its entry of one sample, for origin sample. Without it: the engine's values under this name
     (`Sample.columns`)."""
     optional: bool = False
-    """All samples have it or none. Otherwise it is there."""
+    """All samples have it or none. Otherwise it is there. With a `default`, some samples may have it."""
     default: float | None = None
-    """Replaces the engine's values that no one gave."""
+    """Replaces the engine's values that no one gave, if some token of the batch has one."""
     flag: str = ""
     """The field of the configuration that turns the column on, "" for always."""
     carried: Carried = "never"
@@ -85,6 +86,11 @@ class Column:
         present = sum(value is not None for value in values)
         if not self.optional or present == len(values):
             return values
+        if present and self.default is not None:
+            return [
+                [self.default] * sample.response_length if value is None else value
+                for sample, value in zip(samples, values, strict=True)
+            ]
         if present:
             raise ValueError(
                 f"{self.name} must be set on all samples or none, got {present} of {len(values)}"
@@ -111,6 +117,15 @@ def _loss_mask(sample: Sample) -> list[int]:
     if sample.remove_sample:
         return [0] * sample.response_length
     return list(sample.loss_mask or [1] * sample.response_length)
+
+
+def token_versions(sample: Sample) -> list[int]:
+    """The version of the weights that sampled each response token, `UNKNOWN_VERSION` for a token without one. Empty for
+    a sample without versions, and for one whose response a hook has made longer or shorter."""
+    found = sample.columns.get(VERSIONS, [])
+    if len(found) != sample.response_length:
+        return []
+    return [UNKNOWN_VERSION if version is None else int(version) for version in found]
 
 
 def _part(read: Callable[[Sample], top_tokens.Top | None], place: int) -> Callable[[Sample], object]:
@@ -194,6 +209,16 @@ _TABLE = (
     Column(  # 1 for the tokens of a chosen response, -1 of a rejected one
         "preference", "response", "sample", np.float32, optional=True, carried="training"
     ),
+    Column(
+        VERSIONS,
+        "response",
+        "sample",
+        np.int32,
+        lambda s: token_versions(s) or None,
+        optional=True,
+        default=UNKNOWN_VERSION,
+        carried="training",
+    ),
     Column("advantages", "response", "estimator", np.float32, carried="training", mean=True),
     Column("returns", "response", "estimator", np.float32, mean=True),
     Column(
@@ -229,7 +254,11 @@ COLUMNS: dict[str, Column] = {column.name: column for column in _TABLE}
 
 def of_engine(data: TrainData, i: int) -> dict[str, list[float | None]]:
     """`Sample.columns` of sample i again: its values of the columns that an engine fills by name."""
-    named = (c.name for c in present(data, "response") if c.origin == "sample" and c.read is None)
+    named = (
+        c.name
+        for c in present(data, "response")
+        if c.origin == "sample" and (c.read is None or c.name == VERSIONS)
+    )
     return {name: data[name][i].tolist() for name in named}
 
 

@@ -170,7 +170,7 @@ def _take(
 ) -> None:
     continued = sample.response_length > 0
     sample.append_response_tokens(
-        tokens=result.token_ids, log_probs=result.log_probs, text=result.text, columns=result.columns
+        tokens=result.token_ids, log_probs=result.log_probs, text=result.text, columns=result.token_columns
     )
     if "kept_tokens" in wanted:
         kept_tokens.check_answer(sample, result, cut=0 < params.get("top_k", -1) <= wanted["kept_tokens"])

@@ -142,7 +142,7 @@ def _append(sample: Sample, result: GenerateResult, *, again: bool) -> None:
         sample.append_response_tokens(tokens=result.token_ids, trainable=False)
     else:
         sample.append_response_tokens(
-            tokens=result.token_ids, log_probs=result.log_probs, columns=result.columns
+            tokens=result.token_ids, log_probs=result.log_probs, columns=result.token_columns
         )
         cached = {"cached_tokens": result.cached_tokens, "prompt_tokens": result.prompt_tokens}
         sample.prefix_cache_info.add(cached)

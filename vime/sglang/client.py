@@ -128,7 +128,11 @@ class SglangEngineClient(RouterClient):
 
 
 class _VersionSpan(TypedDict):
+    """The tokens [start, end) were sampled by the weights `version`."""
+
     version: str | int
+    start: int
+    end: int
 
 
 _Row = tuple[float | None, int, str | None]
@@ -137,7 +141,7 @@ _Row = tuple[float | None, int, str | None]
 
 class _Meta(msgspec.Struct):
     """`meta_info`. `input_*`: of the prompt, without a log-prob for the first row. `weight_versions`: spans of tokens
-    with their version (SGLang), or the versions alone (vime's vLLM)."""
+    with their version."""
 
     finish_reason: dict[str, object]
     output_token_logprobs: list[_Row] = []  # none: aborted in the queue
@@ -146,7 +150,7 @@ class _Meta(msgspec.Struct):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     weight_version: str | int = _UNNAMED
-    weight_versions: list[_VersionSpan | int] | None = None
+    weight_versions: list[_VersionSpan] | None = None
 
 
 class Answer(msgspec.Struct):
@@ -184,7 +188,9 @@ def result_of(answer: Answer) -> GenerateResult:
             f"the engine must give one log-prob per token, got {len(rows)} for {len(answer.output_ids)} tokens; check "
             "that it is SGLang 0.5.23 or newer"
         )
-    live = _versions(meta)
+    live, starts = _versions(meta), None
+    if meta.weight_versions:
+        starts = [span["start"] for span in meta.weight_versions]
     log_probs = _values(rows)
     require_finite(log_probs, live[-1])
     return GenerateResult(
@@ -193,6 +199,7 @@ def result_of(answer: Answer) -> GenerateResult:
         text=answer.text,
         finish_reason=_FINISH[reason],
         weight_versions=live,
+        version_starts=starts,
         prompt_tokens=meta.prompt_tokens,
         cached_tokens=meta.cached_tokens,
     )
@@ -225,8 +232,9 @@ def _values(rows: list[_Row]) -> npt.NDArray[np.float32]:
 
 def _versions(meta: _Meta) -> list[int]:
     """The versions that the tokens come from, oldest first."""
-    spans: list[_VersionSpan | int] = meta.weight_versions or [{"version": meta.weight_version}]
-    return [number_of(span["version"] if isinstance(span, dict) else span) for span in spans]
+    return [number_of(span["version"]) for span in meta.weight_versions or ()] or [
+        number_of(meta.weight_version)
+    ]
 
 
 def number_of(version: str | int) -> int:

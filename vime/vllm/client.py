@@ -233,6 +233,7 @@ def result_of(answer: SampleAnswer, prompt_tokens: int, experts_from: int | None
         text=answer.text,
         finish_reason=_FINISH[answer.finish_reason],
         weight_versions=live,
+        version_starts=answer.version_starts,
         prompt_tokens=answer.prompt_tokens,
         cached_tokens=answer.cached_tokens,
         queue_s=answer.queue_s,

@@ -36,6 +36,7 @@ class SampleAnswer(msgspec.Struct, array_like=True):
     Of a request with SCORE_FIELD, `log_probs` are those of the prompt. `top_ids`, int32, and `top_log_probs`, float32
     nats, have the same number of the most probable tokens for each place.
     `kept_ids`, `kept_counts`: int32, the ids that sampling kept, and how many of each token.
+    `version_starts`: the first token of each of `weight_versions`.
     `preemptions`: how often the engine took its memory away, where that counts them.
     `speculation`: number of passes of the model, of drafted and of accepted tokens, where the engine counts them.
     """
@@ -58,6 +59,7 @@ class SampleAnswer(msgspec.Struct, array_like=True):
     top_ids: bytes = b""
     top_log_probs: bytes = b""
     preemptions: int = 0
+    version_starts: list[int] = []
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -77,8 +77,8 @@ class RolloutConfig:
     )
     stale_samples: str = flag(
         "drop",
-        "samples beyond --max-staleness, which over-sampling may leave behind: drop their group, mask "
-        "them (they still count in their group), or keep them for --use-tis to correct; they are counted in any case",
+        "tokens beyond --max-staleness, which over-sampling may leave behind: drop their group, mask "
+        "them (the sample still counts in its group), or keep them for --use-tis to correct; all are counted",
         choices=("drop", "mask", "keep"),
     )
     rollout_external_engine_addrs: list[str] | None = flag(  # noqa: RUF009

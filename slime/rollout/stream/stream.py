@@ -38,6 +38,7 @@ from slime.rollout.filter_hub.base_types import (
 )
 from slime.rollout.metrics import statistics_of
 from slime.rollout.state import GenerateState, rollout_sampling_params
+from slime.rollout.stream import ages
 from slime.rollout.stream.groups import Drawn, index_of, number_of, restarted
 from slime.types import Sample, SampleGroup
 
@@ -296,18 +297,11 @@ class Stream:
         return sorted(cut, key=lambda drawn: index_of(drawn.group))
 
     def staleness(self, cut: list[Drawn]) -> dict[str, float]:
-        """How many weight updates the samples are behind. Samples beyond --max-staleness are counted, and with
+        """How many weight updates the batch is behind. Tokens beyond --max-staleness are counted, and with
         --stale-samples mask they are not trained on."""
-        ages, expired = [], 0
-        for drawn in cut:
-            for sample in drawn.group:
-                known = [version for version in sample.weight_versions if isinstance(version, int)]
-                ages.append(max(0, self.rollout_id - min(known, default=drawn.version)))
-                if ages[-1] > self.flags.max_staleness:
-                    expired += 1
-                    sample.remove_sample |= self.flags.stale_samples == "mask"
-        figures = {"mean": sum(ages) / len(ages), "max": float(max(ages)), "over_limit": float(expired)}
-        return {f"rollout/staleness/{name}": value for name, value in figures.items()}
+        masks = self.flags.stale_samples == "mask"
+        found = ages.figures(cut, self.rollout_id, self.flags.max_staleness, masks=masks)
+        return {f"rollout/staleness/{name}": value for name, value in found.items()}
 
     async def end_rest(self) -> dict[str, float]:
         """Abort the running groups, and put them back or discard them."""

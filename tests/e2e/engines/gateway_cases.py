@@ -90,7 +90,8 @@ def test_tokens_and_log_probs_are_those_of_our_own_client(stack: Stack, url: str
         assert given["text"] == ours.text
         assert meta["finish_reason"]["type"] == ours.finish_reason
         assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(PROMPT), len(ours.token_ids))
-        assert (meta["weight_version"], meta["weight_versions"]) == (stack.version, ours.weight_versions)
+        span = {"version": stack.version, "start": 0, "end": len(ours.token_ids)}
+        assert (meta["weight_version"], meta["weight_versions"]) == (stack.version, [span])
         assert 0 <= meta["cached_tokens"] < len(PROMPT) and meta["e2e_latency"] > 0
         if temperature:
             expected = hf_log_probs(stack.checkpoint, PROMPT, ours.token_ids, temperature)

@@ -292,21 +292,29 @@ def test_an_update_changes_weights_and_version(served: Served) -> None:
     close_to_model(back, served.stack.checkpoint, 1.0)
 
 
-def test_a_sample_during_an_update_names_both_versions(served: Served) -> None:
-    async def run() -> tuple[GenerateResult, int]:
-        running = asyncio.create_task(served.sample_async((1,), PROMPT, max_new_tokens=490, ignore_eos=True))
+def test_each_token_of_a_sample_during_an_update_names_its_version(served: Served) -> None:
+    """The first tokens have the log-probs of the old weights and their version, the others those of the new weights."""
+
+    async def run() -> tuple[list[GenerateResult], int]:
+        running = asyncio.create_task(
+            served.sample_async((1, 2), PROMPT, max_new_tokens=490, ignore_eos=True)
+        )
         await served.generating()
         version = await asyncio.to_thread(served.publish, served.stack.other)
-        return (await running)[0], version
+        return await running, version
 
-    result, version = asyncio.run(run())
-    assert result.weight_versions == [version - 1, version]
-    assert (result.finish_reason, len(result.token_ids)) == ("length", 490)
-    old = hf_log_probs(served.stack.checkpoint, PROMPT, result.token_ids, 1.0)
-    new = hf_log_probs(served.stack.other, PROMPT, result.token_ids, 1.0)
-    given = torch.tensor(result.log_probs)
-    is_old, is_new = (given - old).abs() < 1e-3, (given - new).abs() < 1e-3
-    assert is_old[0] and is_new[-1] and bool((is_old | is_new).all())
+    results, version = asyncio.run(run())
+    for result in results:
+        assert result.weight_versions == [version - 1, version]
+        assert (result.finish_reason, len(result.token_ids)) == ("length", 490)
+        versions = result.token_columns["token_versions"]
+        old_tokens = versions.index(version)
+        assert old_tokens > 0 and versions == [version - 1] * old_tokens + [version] * (490 - old_tokens)
+        given = torch.tensor(result.log_probs)
+        old = hf_log_probs(served.stack.checkpoint, PROMPT, result.token_ids, 1.0)
+        new = hf_log_probs(served.stack.other, PROMPT, result.token_ids, 1.0)
+        assert (given - old).abs()[:old_tokens].max() < 1e-3
+        assert (given - new).abs()[old_tokens:].max() < 1e-3
     served.publish(served.stack.checkpoint)
 
 

@@ -285,8 +285,10 @@ def test_an_update_during_a_request_is_seen_in_it(stack: Stack) -> None:
     given = torch.tensor(result.log_probs)
     old = (given - hf_log_probs(stack.other, PROMPT, result.token_ids, 1.0)).abs()
     new = (given - hf_log_probs(stack.checkpoint, PROMPT, result.token_ids, 1.0)).abs()
-    switch = int((old < 1e-3).long().cumprod(0).sum())
+    versions = result.token_columns["token_versions"]
+    switch = versions.index(update.version)
     assert 0 < switch < 480
+    assert versions == [update.version - 1] * switch + [update.version] * (480 - switch)
     assert old[:switch].max() < 1e-3
     assert new[switch:].max() < 1e-3
 

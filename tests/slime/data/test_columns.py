@@ -22,7 +22,7 @@ from slime.data.token_slice import token_slice
 from slime.data.train_data import make_rank_data
 from slime.data.transport import pack_columns, unpack_columns
 from slime.megatron_backend.step.audit import samples_of
-from slime.protocols import GenerateResult
+from slime.protocols import UNKNOWN_VERSION, VERSIONS, GenerateResult
 from slime.rollout import facts
 from slime.rollout.generate import generate
 from slime.rollout.state import GenerateState
@@ -80,7 +80,8 @@ def test_a_field_of_the_engine_reaches_the_micro_batch(margin, cp_size):
         arrived = unpack_columns(pickle.loads(pickle.dumps(pack_columns(data))))
         assert [x.dtype for x in arrived["margin"]] == [torch.float32] * 2
         for place, again in samples_of(arrived, 2):
-            assert again.columns == {"margin": expected(samples[place])}
+            versions = [0.0 if value >= 0 else UNKNOWN_VERSION for value in expected(samples[place])]
+            assert again.columns == {"margin": expected(samples[place]), VERSIONS: versions}
         names = columns.carried(arrived, Config.of_args(args), training=True, policy=True)
         assert "margin" in names and "margin" in columns.reported(arrived, Config.of_args(args), "response")
         assert columns.carried(arrived, Config.of_args(args), training=False, policy=True) == []

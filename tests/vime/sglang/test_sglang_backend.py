@@ -183,12 +183,16 @@ def answer(**meta: Any) -> Answer:
 
 
 @pytest.mark.parametrize(
-    ("meta", "versions"),
+    ("meta", "versions", "of_tokens"),
     [
-        ({}, [-1]),
-        ({"weight_version": "default"}, [-1]),
-        ({"weight_version": "4"}, [4]),
-        ({"weight_version": 4, "weight_versions": [3, 4]}, [3, 4]),
+        ({}, [-1], [-1, -1]),
+        ({"weight_version": "default"}, [-1], [-1, -1]),
+        ({"weight_version": "4"}, [4], [4, 4]),
+        (
+            {"weight_version": 4, "weight_versions": [{"version": 4, "start": 0, "end": 2}]},
+            [4],
+            [4, 4],
+        ),
         (
             {
                 "weight_version": "4",
@@ -198,12 +202,14 @@ def answer(**meta: Any) -> Answer:
                 ],
             },
             [-1, 4],
+            [-1, 4],
         ),
     ],
 )
-def test_the_versions_of_an_answer(meta: dict[str, Any], versions: list[int]) -> None:
+def test_the_versions_of_an_answer(meta: dict[str, Any], versions: list[int], of_tokens: list[int]) -> None:
     result = result_of(answer(prompt_tokens=6, cached_tokens=2, **meta))
     assert result.weight_versions == versions
+    assert result.token_columns == {"token_versions": of_tokens}
     assert (result.token_ids, result.log_probs, result.text) == ([3, 4], [-0.5, -0.25], "ab")
     assert (result.finish_reason, result.prompt_tokens, result.cached_tokens) == ("stop", 6, 2)
 

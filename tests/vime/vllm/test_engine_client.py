@@ -93,7 +93,9 @@ def test_slime_names_become_vllm_names() -> None:
 
 def test_an_answer_becomes_a_record() -> None:
     more = {"queue_s": 0.25, "decode_tokens_per_s": 50.0, "speculation": (2, 4, 1)}
-    assert result(changed(weight_versions=[3, 4], **more)) == GenerateResult(
+    found = result(changed(weight_versions=[3, 4], version_starts=[0, 1], **more))
+    assert found.token_columns == {"token_versions": [3, 4, 4]}
+    assert found == GenerateResult(
         token_ids=[8, 10, 2],
         log_probs=[-0.5, -0.25, 0.0],
         text="46",
@@ -104,6 +106,7 @@ def test_an_answer_becomes_a_record() -> None:
         queue_s=0.25,
         decode_tokens_per_s=50.0,
         speculation=(2, 4, 1),
+        version_starts=[0, 1],
     )
 
 

@@ -21,6 +21,7 @@ from vime.vllm.group_wire import KEPT_FIELD, SCORE_FIELD, TOP_FIELD, GroupParams
 from vime.vllm.versions import refusals
 from vime.vllm.worker.asgi import Message, Receive, Send
 from vime.vllm.worker.routed_experts import START_FIELD
+from vime.vllm.worker.token_versions import spans_of
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
@@ -94,8 +95,8 @@ async def answer(
 ) -> None:
     """Sample what `body` asks for and send each sample's frame when it is finished.
 
-    `engine`: vLLM's AsyncLLM. `versions`: the weight versions live since the request arrived. The request ends when the
-    client goes away. A request that vLLM refuses is answered with 400 and the reason.
+    `engine`: vLLM's AsyncLLM. `versions`: the weight versions live since the request arrived. The request
+    ends when the client goes away. A request that vLLM refuses is answered with 400 and the reason.
     """
     bad_request: tuple[type[Exception], ...] = (*refusals(), TypeError, msgspec.DecodeError)
     try:
@@ -166,7 +167,7 @@ async def _sample(
             finished.put_nowait(_scores_of(output, place, versions(), request.score_from))
             return
         wanted = request.wants_experts, request.kept_tokens, request.top_tokens
-        finished.put_nowait(_answer_of(output, place, versions(), *wanted))
+        finished.put_nowait(_answer_of(output, place, *wanted))
     except refusals() as error:
         finished.put_nowait(SampleAnswer(place, error=str(error)))
     except Exception as error:  # the border of a task: `_send_frames` raises it
@@ -176,7 +177,6 @@ async def _sample(
 def _answer_of(
     output: RequestOutput,
     place: int,
-    versions: list[int],
     wants_experts: bool,
     kept_tokens: int = 0,
     top_tokens: int = 0,
@@ -197,6 +197,7 @@ def _answer_of(
         decoded = len(completion.token_ids) - 1
         if decoded > 0 and 0 < times.first_token_ts < times.last_token_ts:
             speed = decoded / (times.last_token_ts - times.first_token_ts)
+    spans = spans_of(completion)
     experts = None
     if wants_experts and completion.routed_experts is not None:
         file = io.BytesIO()
@@ -208,7 +209,7 @@ def _answer_of(
         np.maximum(np.asarray(values, np.float32), LOWEST).tobytes(),  # keeps NaN
         completion.text,
         completion.finish_reason,
-        versions,
+        [span.version for span in spans],
         len(output.prompt_token_ids or ()),
         output.num_cached_tokens or 0,
         queue_s,
@@ -220,6 +221,7 @@ def _answer_of(
         top_ids=top_ids,
         top_log_probs=top_log_probs,
         preemptions=getattr(times, "num_preemptions", 0),  # not in every version
+        version_starts=[span.start for span in spans],
     )
 
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 import hmac
 import os
 
-from vime.pool.control import CHECKPOINT_VERSION
 from vime.pool.run_key import KEY_VARIABLE, health_prefix
 from vime.sglang_api.request import ROUTES, WRAPPED
 from vime.vllm.group_wire import SAMPLES
 from vime.vllm.worker.asgi import App, Message, Receive, Scope, Send
+from vime.vllm.worker.token_versions import TokenVersions
 
 VERSIONS_HEADER = "x-weight-versions"
 NEW_VERSION_HEADER = "x-new-weight-version"
@@ -52,7 +52,9 @@ class RunKeyMiddleware:
         if not self.run_key:
             raise ValueError(f"{KEY_VARIABLE} must not be empty; the engine pool sets it")
         self.prefix = health_prefix(self.run_key)
-        self.versions = [CHECKPOINT_VERSION]
+        self.token_versions = TokenVersions()
+        self.token_versions.install()
+        self.versions = self.token_versions.live
         self.running: dict[str, str] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,7 +96,7 @@ class RunKeyMiddleware:
 
             llm = scope["app"].state.engine_client
             ours = sglang_routes.ServedEngine(
-                llm, lambda: self.versions[arrived:], self.running, self._set_version
+                llm, lambda: self.versions[arrived:], self.running, self.token_versions.change
             )
             await sglang_routes.answer(
                 ours, route, bytes(body), receive, self._annotate(scope, send), routed=routed
@@ -114,16 +116,12 @@ class RunKeyMiddleware:
         async def annotated(message: Message) -> None:
             if message["type"] == "http.response.start":
                 if new and scope["path"] == "/finish_weight_update" and message["status"] == 200:
-                    self._set_version(int(new[0]))
+                    await self.token_versions.change(scope["app"].state.engine_client, int(new[0]))
                 live = ",".join(str(version) for version in self.versions[arrived:])
                 message["headers"] = [*message["headers"], (VERSIONS_HEADER.encode(), live.encode())]
             await send(message)
 
         return annotated
-
-    def _set_version(self, version: int) -> None:
-        if version != self.versions[-1]:
-            self.versions.append(version)
 
 
 async def _refuse(scope: Scope, send: Send) -> None:

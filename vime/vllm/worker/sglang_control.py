@@ -56,7 +56,7 @@ class Controlled:
 
     llm: AsyncLLM
     version: Callable[[], int]
-    set_version: Callable[[int], None]
+    set_version: Callable[[AsyncLLM, int], Awaitable[None]]
     abort_all: Callable[[], Awaitable[None]] = field(repr=False)
 
 
@@ -130,7 +130,7 @@ async def _load(engine: Controlled, folder: str, version: int | None) -> tuple[b
     except Exception as error:  # the border of the engine's process, whose errors have no other type
         return False, f"the weights of {folder} must be loadable, got: {error}"
     if version is not None:
-        engine.set_version(version)
+        await engine.set_version(engine.llm, version)
     return True, f"the weights of {folder} are loaded"
 
 

@@ -11,7 +11,7 @@ import asyncio
 import base64
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
@@ -24,6 +24,7 @@ from vime.vllm.versions import installed, refusals
 from vime.vllm.worker import routed_experts, sglang_control
 from vime.vllm.worker.asgi import Receive, Send
 from vime.vllm.worker.group_route import LOWEST
+from vime.vllm.worker.token_versions import spans_of
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -43,7 +44,7 @@ class ServedEngine:
     llm: AsyncLLM
     versions: Callable[[], list[int]]
     running: dict[str, str]
-    set_version: Callable[[int], None]
+    set_version: Callable[[AsyncLLM, int], Awaitable[None]]
 
 
 async def answer(
@@ -247,15 +248,15 @@ class _Job:
     def of(self, output: RequestOutput) -> dict[str, object]:
         completion = output.outputs[0]
         ids = [] if self.scored else list(completion.token_ids)
-        live = self.engine.versions()
+        spans = spans_of(completion)
         meta: dict[str, object] = {
             "id": self.rid,
             "finish_reason": _finish(completion, ids),
             "prompt_tokens": len(self.prompt),
             "completion_tokens": len(ids),
             "cached_tokens": output.num_cached_tokens or 0,
-            "weight_version": live[-1],
-            "weight_versions": live,
+            "weight_version": spans[-1].version,
+            "weight_versions": [span._asdict() for span in spans],
             "e2e_latency": time.perf_counter() - self.began,
         }
         wanted = self.wanted

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.engine.output_processor import RequestState
 
 from vime.pool.run_key import health_prefix
 from vime.vllm.worker.middleware import RunKeyMiddleware
@@ -19,6 +21,9 @@ class ProtectedApp:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("VIME_RUN_KEY", KEY)
+        monkeypatch.setattr(RequestState, "_new_completion_output", RequestState._new_completion_output)
+        processor = SimpleNamespace(request_states={})
+        self.llm = SimpleNamespace(output_handler=None, output_processor=processor)
         self.reached: list[str] = []
         self.status = 200
         self.hold = asyncio.Event()
@@ -40,6 +45,7 @@ class ProtectedApp:
             sent.append(message)
 
         scope = {"type": kind, "path": path, "raw_path": path.encode(), "headers": headers}
+        scope["app"] = SimpleNamespace(state=SimpleNamespace(engine_client=self.llm))
         if kind == "http":
             scope["method"] = method
 
@@ -129,8 +135,8 @@ def test_a_request_held_over_two_updates_names_three_versions(app: ProtectedApp)
         app.hold.clear()
         slow = asyncio.create_task(app.ask("/v1/completions", AUTHORIZED, "POST"))
         await asyncio.sleep(0)
-        app.middleware._set_version(1)
-        app.middleware._set_version(2)
+        for version in (1, 2):
+            await app.middleware.token_versions.change(app.llm, version)
         app.hold.set()
         return (await slow)[1][b"x-weight-versions"]
 

@@ -21,6 +21,7 @@ from vime.vllm.client import result_of
 from vime.vllm.group_wire import KEPT_FIELD, SAMPLES, TOP_FIELD
 from vime.vllm.versions import refusals
 from vime.vllm.worker.group_route import LOWEST, GroupRequest, _answer_of, answer
+from vime.vllm.worker.token_versions import Span, attach
 
 
 def body(
@@ -70,13 +71,14 @@ def test_what_sampling_kept_of_each_token() -> None:
     )  # more ids have the rest
     flat.append_fast([5, 5, 6], [0.0, 0.0, cut], iter([1, 1, 2]), iter([None] * 3))
     made = CompletionOutput(0, "text", [7, 3, 5], None, flat, finish_reason="length")
+    attach(made, [Span(1, 0, 3)])
     given = RequestOutput("name", None, [1], None, [made], True)
-    sent = _answer_of(given, 0, [1], False, 3)
+    sent = _answer_of(given, 0, False, 3)
     assert np.frombuffer(sent.log_probs, np.float32).tolist() == pytest.approx([half, -1.5, 0.0])
     assert sent.kept_ids is not None
     found = [np.frombuffer(x, np.int32).tolist() for x in (sent.kept_ids, sent.kept_counts)]
     assert found == [[7, 9, 5], [2, 0, 1]]
-    assert _answer_of(given, 0, [1], False).kept_ids is None
+    assert _answer_of(given, 0, False).kept_ids is None
 
 
 def test_the_likeliest_ids_of_each_token() -> None:
@@ -84,7 +86,8 @@ def test_the_likeliest_ids_of_each_token() -> None:
     flat.append_fast([7, 7, 9, 4], [-0.5, -0.5, -1.5, -2.0], iter([1, 1, 2, 3]), iter([None] * 4))
     flat.append_fast([3, 8, 9, 2], [-4.0, -1.0, -1.2, float("-inf")], iter([9, 1, 2, 3]), iter([None] * 4))
     made = CompletionOutput(0, "text", [7, 3], None, flat, finish_reason="length")
-    sent = _answer_of(RequestOutput("name", None, [1], None, [made], True), 0, [1], False, 0, 3)
+    attach(made, [Span(1, 0, 2)])
+    sent = _answer_of(RequestOutput("name", None, [1], None, [made], True), 0, False, 0, 3)
     found = result_of(sent, 1, None).top
     assert found is not None and found[0].tolist() == [[7, 9, 4], [8, 9, 2]]
     assert found[1].tolist() == pytest.approx(np.array([[-0.5, -1.5, -2.0], [-1.0, -1.2, LOWEST]]))
@@ -99,30 +102,35 @@ def output(log_probs: list[float], times: RequestStateStats | None = None) -> Re
     ids = list(range(len(log_probs)))
     rows = np.ones((len(ids) + 1, 2, 1), np.uint8)
     made = CompletionOutput(0, "text", ids, None, flat, routed_experts=rows, finish_reason="length")
+    attach(made, [Span(4, 0, 1), Span(5, 1, len(ids))])
     return RequestOutput("name", None, [7, 8], None, [made], True, metrics=times, num_cached_tokens=1)
 
 
 def test_log_probs_stay_as_they_are_but_for_minus_infinity() -> None:
-    sent = _answer_of(output([-0.5, float("-inf"), float("nan")]), 3, [4, 5], False)
+    sent = _answer_of(output([-0.5, float("-inf"), float("nan")]), 3, False)
     assert np.frombuffer(sent.token_ids, np.int32).tolist() == [0, 1, 2]
     values = np.frombuffer(sent.log_probs, np.float32)
     assert values[:2].tolist() == [-0.5, LOWEST] and np.isnan(values[2])
-    assert (sent.place, sent.weight_versions, sent.prompt_tokens, sent.cached_tokens) == (3, [4, 5], 2, 1)
+    assert (sent.place, sent.prompt_tokens, sent.cached_tokens) == (3, 2, 1)
+    assert (sent.weight_versions, sent.version_starts) == ([4, 5], [0, 1])
+    assert result_of(_answer_of(output([-0.5, -1.0, -2.0]), 3, False), 2, None).token_columns == {
+        "token_versions": [4, 5, 5]
+    }
 
 
 def test_experts_travel_only_where_they_were_asked_for() -> None:
-    assert _answer_of(output([-0.5]), 0, [0], False).experts is None
-    sent = _answer_of(output([-0.5]), 0, [0], True).experts
+    assert _answer_of(output([-0.5]), 0, False).experts is None
+    sent = _answer_of(output([-0.5]), 0, True).experts
     assert sent is not None and np.load(io.BytesIO(sent)).shape == (2, 2, 1)
 
 
 def test_times_are_in_seconds_and_missing_where_vllm_has_none() -> None:
     times = RequestStateStats(queued_ts=10.0, scheduled_ts=10.25, first_token_ts=11.0, last_token_ts=13.0)
-    sent = _answer_of(output([-0.5] * 5, times), 0, [0], False)
+    sent = _answer_of(output([-0.5] * 5, times), 0, False)
     assert (sent.queue_s, sent.decode_tokens_per_s) == (0.25, 2.0)
-    short = _answer_of(output([-0.5], times), 0, [0], False)
+    short = _answer_of(output([-0.5], times), 0, False)
     assert (short.queue_s, short.decode_tokens_per_s) == (0.25, None), "one token has no time between tokens"
-    silent = _answer_of(output([-0.5]), 0, [0], False)
+    silent = _answer_of(output([-0.5]), 0, False)
     assert (silent.queue_s, silent.decode_tokens_per_s) == (None, None)
 
 

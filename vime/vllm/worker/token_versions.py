@@ -1,0 +1,108 @@
+"""Which weights sampled each token of an answer.
+
+Weights change while the engine is paused. At that moment every request has as many tokens as the weights before have
+sampled for it: `TokenVersions.change` notes that number at vLLM's record of the request, and a wrapped function of vLLM
+puts the notes into the answer. vLLM 0.32 has spans of its own, but 0.26 has none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from vime.pool.control import CHECKPOINT_VERSION
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine import FinishReason
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
+    from vllm.v1.engine.output_processor import RequestState
+
+_NOTES = "vime_versions"
+"""Attribute of a RequestState: (version, number of tokens when it ended) of each change. Of a CompletionOutput: its
+spans."""
+
+
+class Span(NamedTuple):
+    """The tokens [start, end) of an answer were sampled by the weights `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+def spans_of(completion: CompletionOutput) -> list[Span]:
+    """The spans of an answer, in order, without gaps and without empty ones. One empty span where it has no tokens."""
+    found: list[Span] = getattr(completion, _NOTES)
+    return found
+
+
+def attach(completion: CompletionOutput, found: list[Span]) -> None:
+    """Put spans into an answer."""
+    setattr(completion, _NOTES, found)
+
+
+def spans(notes: Sequence[tuple[int, int]], version: int, tokens: int) -> list[Span]:
+    """The spans of `tokens` tokens, of which the weights `version` sampled the last ones."""
+    found, start = list[Span](), 0
+    for of, end in (*notes, (version, tokens)):
+        end = min(end, tokens)
+        if end > start:
+            found.append(Span(of, start, end))
+            start = end
+    return found or [Span(version, 0, 0)]
+
+
+class TokenVersions:
+    """The versions of a server's weights, oldest first, in `live`. One in a process: it wraps a function of vLLM."""
+
+    def __init__(self) -> None:
+        self.live = [CHECKPOINT_VERSION]
+
+    def install(self) -> None:
+        """Have vLLM's answers carry spans. In place of those of another object before."""
+        from vllm.v1.engine.output_processor import RequestState
+
+        live = self.live
+        vllms = getattr(RequestState._new_completion_output, "wraps", RequestState._new_completion_output)
+
+        def new_completion_output(
+            self: RequestState,
+            token_ids: list[int],
+            finish_reason: FinishReason | None,
+            stop_reason: int | str | None,
+        ) -> CompletionOutput:
+            made: CompletionOutput = vllms(self, token_ids, finish_reason, stop_reason)
+            notes = getattr(self, _NOTES, ())
+            attach(made, spans(notes, live[-1], len(made.token_ids)))
+            return made
+
+        new_completion_output.wraps = vllms  # type: ignore[attr-defined]
+        RequestState._new_completion_output = new_completion_output  # type: ignore[method-assign]
+
+    async def change(self, engine: AsyncLLM, version: int) -> None:
+        """Make `version` the live one. The engine is paused, and samples no token meanwhile."""
+        if version == self.live[-1]:
+            return
+        await _processed(engine)
+        for state in engine.output_processor.request_states.values():
+            if state.detokenizer is not None:
+                notes = getattr(state, _NOTES, ())
+                setattr(state, _NOTES, (*notes, (self.live[-1], state.detokenizer.num_output_tokens())))
+        self.live.append(version)
+
+
+async def _processed(engine: AsyncLLM) -> None:
+    """Return when vLLM has counted all tokens that the engine's process has sent. They came before the answer to the
+    pause, but vLLM takes them from a queue in a task of its own. It takes them in order: an empty output at the end has
+    been taken when those before it are counted."""
+    from vllm.v1.engine import EngineCoreOutputs
+
+    if engine.output_handler is None:
+        return
+    queue = cast("AsyncMPClient", engine.engine_core).outputs_queue
+    queue.put_nowait(EngineCoreOutputs())
+    while not queue.empty() and not engine.output_handler.done():
+        await asyncio.sleep(0)
