@@ -13,7 +13,6 @@ from train_data_cases import border
 
 from slime.algo.policy_loss import policy_loss
 from slime.algo.token_columns import TokenColumns
-from slime.config import Config
 from slime.data import columns
 from slime.data.columns import token_versions
 from slime.data.packing import pack
@@ -171,7 +170,7 @@ def test_tokens_of_several_versions_are_corrected_by_their_own_log_probs():
     }
     log_probs = old.clone().requires_grad_()
     loss, sums, _ = policy_loss(
-        Config().namespace(use_tis=True),
+        config.namespace(use_tis=True),
         TokenColumns(
             log_probs=log_probs,
             entropy=torch.zeros(14),
