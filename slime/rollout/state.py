@@ -165,7 +165,8 @@ class GenerateState:
     def allow(self, rollout_id: int, version: int) -> None:
         """Groups of rollouts up to `rollout_id` may be started, and the engines have the weights `version`. Every
         thread may call this."""
-        self.allowed, self.version = max(self.allowed, rollout_id), version
+        self.version = version  # first: a group that is allowed from now on has these weights
+        self.allowed = max(self.allowed, rollout_id)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._news.set)
 

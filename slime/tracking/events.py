@@ -13,7 +13,7 @@
 | rollout | drawn | groups, version | generation starts; the weights of the engines |
 | rollout | dropped | groups, reason | they will not be trained |
 | rollout | put_back | groups | they return to the data source with their tokens |
-| rollout | batch | rollout, groups, over_limit | they are the batch; samples older than --max-staleness |
+| rollout | batch | rollout, groups, over_limit | they are the batch; samples older than allowed |
 | rollout | position | rollout | the data position after the batch is saved |
 
 `slime.tracking.ledger` reads them.

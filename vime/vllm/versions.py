@@ -17,6 +17,7 @@ worker's base class     wants trainer_send_weights of all   sending is a class o
                         backends                            a factory, and nobody's duty
 /finish_weight_update   reads no body                       reads {"weight_version": text}      `finish_body`; what
                                                                                                 counts is our header
+version of each token   not told                            CompletionOutput.weight_versions    `token_versions`
 /weight_info            does not exist                      the version of the weights          not asked: middleware
 /weight_checker         does not exist                      checksums of what each worker has   not asked: workers
                                                                                                 compare by themselves

@@ -101,6 +101,8 @@ class Stream:
         data = section_of(DataConfig, self.args)
         self.target, self.group_size = data.rollout_batch_size, data.n_samples_per_prompt
         self.runs_ahead = Config.of_args(self.args).rollouts_ahead > 0
+        # a group of --partial-rollout ends in a later rollout
+        self.age_limit = max(self.flags.max_staleness, int(self.flags.partial_rollout))
         path = self.flags.dynamic_sampling_filter_path
         self.filter = load_function(path, flag="--dynamic-sampling-filter-path") if path else None
         self.rollout_id = rollout_id
@@ -185,18 +187,15 @@ class Stream:
         self.state.events.add("drawn", groups=[number_of(group) for group in groups], version=version)
 
     def is_stale(self, group: SampleGroup) -> bool:
-        """Whether a complete group from the buffer has waited longer than --max-staleness allows.
-
-        --partial-rollout needs a staleness of one rollout. A group with an unfinished sample is never stale, because
-        it continues with the current weights.
+        """Whether a complete group from the buffer has waited longer than `age_limit`. A group with an unfinished
+        sample is never stale, because it continues with the current weights. Its old tokens are counted (`staleness`).
         """
         started: list[int] = [
             s.metadata["start_rollout_id"] for s in group if "start_rollout_id" in s.metadata
         ]
         if not started or any(s.status not in generate.FINISHED for s in group):
             return False
-        allowed = max(self.flags.max_staleness, 1)
-        return self.rollout_id - min(started) > allowed
+        return self.rollout_id - min(started) > max(self.age_limit, 1)
 
     def expire(self) -> None:
         """With --stale-samples drop, drop the groups that are too old for this batch."""
@@ -275,7 +274,7 @@ class Stream:
         for figure, values in self.state.take_figures().items():
             metrics |= {f"perf/{figure}/{name}": value for name, value in statistics_of(values).items()}
         cut = self.cut()
-        if self.runs_ahead:
+        if self.age_limit:
             metrics |= self.staleness(cut)
         groups = [drawn.group for drawn in cut]
         numbers = [number_of(drawn.given) for drawn in cut]
@@ -297,10 +296,10 @@ class Stream:
         return sorted(cut, key=lambda drawn: index_of(drawn.group))
 
     def staleness(self, cut: list[Drawn]) -> dict[str, float]:
-        """How many weight updates the batch is behind. Tokens beyond --max-staleness are counted, and with
+        """How many weight updates the batch is behind. Tokens beyond `age_limit` are counted, and with
         --stale-samples mask they are not trained on."""
         masks = self.flags.stale_samples == "mask"
-        found = ages.figures(cut, self.rollout_id, self.flags.max_staleness, masks=masks)
+        found = ages.figures(cut, self.rollout_id, self.age_limit, masks=masks)
         return {f"rollout/staleness/{name}": value for name, value in found.items()}
 
     async def end_rest(self) -> dict[str, float]:

@@ -358,6 +358,8 @@ def test_asynchronous_data_parallel_run_keeps_within_its_staleness(world: World)
     assert sorted(trained) == sorted(generated) == list(range(ROLLOUTS))
     assert sum(v for row in generated.values() for k, v in row.items() if "drop_zero_std" in k) > 0
     assert {row["rollout/staleness/max"] for row in generated.values()} == {0, 1}
+    for name in ("token_over_limit_frac", "token_unknown_frac"):
+        assert {row[f"rollout/staleness/{name}"] for row in generated.values()} == {0}
     seen = []
     for rollout_id in range(ROLLOUTS):
         drawn = samples(run_dir, rollout_id)
@@ -367,6 +369,8 @@ def test_asynchronous_data_parallel_run_keeps_within_its_staleness(world: World)
             versions = sample["weight_versions"]
             assert versions == sorted(versions) and versions[-1] <= rollout_id
             assert versions[0] >= rollout_id - 1, (rollout_id, versions)
+            of_tokens = sample["columns"]["token_versions"]
+            assert list(dict.fromkeys(of_tokens)) == versions and len(of_tokens) == sample["response_length"]
         rewards = torch.tensor([s["reward"] for s in drawn]).reshape(PROMPTS, SAMPLES)
         assert (rewards.std(dim=1) > 0).all()
     assert len(seen) == len(set(seen)), "a sample was trained on twice"

@@ -152,20 +152,38 @@ def test_stragglers_are_aborted_and_discarded():
 
 def test_partial_rollout_continues_in_the_next_rollout():
     args, source = setup(["a", "slow len=4 :", "b", "c"], over_sampling_batch_size=3, partial_rollout=True)
+    args.rollout_state.engine.version = 5
     output = generate(args, source, rollout_id=5)
     assert prompts_of(output.samples) == ["a", "b"] and output.metrics["rollout/partial/groups_put_back"] == 1
     (group,) = source.buffer
     assert [(s.response, s.status, s.reward) for s in group] == [("ab", STATUS.ABORTED, None)] * 2
     assert group[0].metadata["start_rollout_id"] == 5
 
-    args.rollout_state.engine.version = 1
+    args.rollout_state.engine.version = 6
     args.over_sampling_batch_size = 2
     output = generate(args, source, rollout_id=6)
     assert prompts_of(output.samples) == ["slow len=4 :", "c"]
     for sample in output.samples[0]:
-        assert (sample.response, sample.weight_versions) == ("abcd<|im_end|>", [0, 1])
+        assert (sample.response, sample.weight_versions) == ("abcd<|im_end|>", [5, 6])
+        assert sample.columns["token_versions"] == [5, 5, 6, 6, 6]
         assert sample.session_id == f"rollout/{sample.index}"
         sample.check()
+    ages = {name.removeprefix("rollout/staleness/"): value for name, value in output.metrics.items()}
+    assert (ages["mean"], ages["max"], ages["over_limit"], ages["token_mean"]) == (0.5, 1, 0, 2 / 9)
+
+
+def test_tokens_of_a_partial_rollout_beyond_its_limit_are_counted_and_masked():
+    """Of five tokens of the group that was cut off two rollouts ago, two are older than one rollout."""
+    args, source = setup(["a", "slow len=4 :", "b"], over_sampling_batch_size=3, partial_rollout=True)
+    args.stale_samples = "mask"
+    generate(args, source, rollout_id=0)
+    source.prompts += ["c"]
+    args.over_sampling_batch_size, args.rollout_state.engine.version = 2, 2
+    output = generate(args, source, rollout_id=2)
+    assert prompts_of(output.samples) == ["slow len=4 :", "c"]
+    assert [s.loss_mask for s in output.samples[0]] == [[0, 0, 1, 1, 1]] * 2
+    assert output.metrics["rollout/staleness/over_limit"] == 2
+    assert output.metrics["rollout/staleness/token_over_limit_frac"] == 2 / 9
 
 
 def test_a_waiting_sample_is_not_started_after_the_abort():
