@@ -168,7 +168,7 @@ def reward_table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str]) -> int:
+def arguments_of(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -182,7 +182,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--show", type=Path, metavar="FILE", help="print the table of a record, and run nothing"
     )
-    arguments = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    arguments = arguments_of(argv)
     if arguments.show:
         record = json.loads(arguments.show.read_text(encoding="utf-8"))
         print(reward_table(record) if record.get("tis") else table(record))
