@@ -128,7 +128,10 @@ def arguments(function: Any) -> list[str]:
 def engine() -> Any:
     """Has the methods of vLLM's engine client and their arguments, and nothing else."""
     double = create_autospec(AsyncLLM, instance=True)
-    double.output_processor = SimpleNamespace(request_states={"one": None}, parent_requests={})
+    double.output_handler = None
+    double.output_processor = SimpleNamespace(
+        request_states={"one": SimpleNamespace(detokenizer=None)}, parent_requests={}
+    )
     double.reset_prefix_cache.return_value = True
     double.wake_up.return_value = True
     return double
