@@ -2,7 +2,7 @@
 
 Weights change while the engine is paused. At that moment every request has as many tokens as the weights before have
 sampled for it: `TokenVersions.change` notes that number at vLLM's record of the request, and a wrapped function of vLLM
-puts the notes into the answer. vLLM 0.32 has spans of its own, but 0.26 has none.
+puts the notes into the answer. Newer versions of vLLM have spans of their own, the oldest that we run has none.
 """
 
 from __future__ import annotations
