@@ -10,6 +10,8 @@ times the median (examples/bench/lengths.py); the reward is the share of odd tok
 The first two rollouts of a run do not count: tokens per second are the response tokens of the others by the time from
 the end of the second step to the end of the last one.
 
+`idle` is the share of that time in which engine, manager and trainer had nothing to do; stream_picture.py draws it.
+
 `bound` is what the same queue gives in a simulation: each token takes the engine the time that it took in the run of
 staleness 0, whatever else runs, and training takes what it took there.
 
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from stream_picture import PARTS, idle_shares
 
 from rl_kernel.benchmarks.machine import describe
 
@@ -88,6 +91,7 @@ def measure(
         "parts_s": {name: statistics.mean(row[f"perf/{name}_time"] for row in counted) for name in names},
         "age": statistics.mean(row.get("rollout/staleness/mean", 0.0) for row in counted),
         "oldest": max(row.get("rollout/staleness/max", 0.0) for row in counted),
+        "idle": idle_shares(run_dir, WARM_UP),
         "reward": statistics.mean(row["rollout/raw_reward"] for row in rows[-3:]),
         "rewards": [row["rollout/raw_reward"] for row in rows],
     }
@@ -131,7 +135,7 @@ def table(record: dict[str, Any]) -> str:
     base = {run["seed"]: run["tokens_per_s"] for run in runs if run["staleness"] == 0}
     lines.append(
         f"{'staleness':>9} {'tokens/s':>9} {'ratio, each seed':>24} {'bound':>6} {'age':>5} {'oldest':>6}"
-        f" {'waits':>6} {'trains':>6} {'reward, each seed':>24}"
+        f" {'waits':>6} {'trains':>6} {'reward, each seed':>24} {'idle: ' + ', '.join(PARTS):>30}"
     )
     for staleness in sorted({run["staleness"] for run in runs}):
         found = [run for run in runs if run["staleness"] == staleness]
@@ -142,11 +146,16 @@ def table(record: dict[str, Any]) -> str:
             name: statistics.mean(run["parts_s"][name] for run in found) for name in ("train_wait", "train")
         }
         ratios = " ".join(f"{run['tokens_per_s'] / base[run['seed']]:.2f}" for run in found)
+        idle = ", ".join(
+            f"{100 * statistics.mean(run['idle'][part] for run in found):.0f}%"
+            for part in PARTS
+            if all("idle" in run for run in found)  # older records lack it
+        )
         rewards = " ".join(f"{run['reward']:.3f}" for run in found)
         lines.append(
             f"{staleness:>9} {mean['tokens_per_s']:>9.0f} {ratios:>24} {record['bounds'][str(staleness)]:>6.2f}"
             f" {mean['age']:>5.2f} {max(run['oldest'] for run in found):>6.0f} {parts['train_wait']:>5.2f}s"
-            f" {parts['train']:>5.2f}s {rewards:>24}"
+            f" {parts['train']:>5.2f}s {rewards:>24} {idle:>30}".rstrip()
         )
     return "\n".join(lines)
 

@@ -1,142 +1,113 @@
 """A long asynchronous run of the tiny model on a CPU, under seeded faults: how fast it recovers, and what is lost.
 
-    bash scripts/soak.sh                        500 steps, a fault every 12 steps on average
-    bash scripts/soak.sh --steps 40             each fault once
+    bash scripts/soak.sh                                        500 steps, the last 200 without faults
+    bash scripts/soak.sh --steps 40 --every 3 --quiet-steps 0   each fault once
 
-Faults: SIGKILL of the engine, the router, the rollout manager, a trainer rank, the driver, and Ray's raylet and
-gcs_server; an engine that is stopped for some seconds. A run that ends is started again at once, by the same command.
-The recovery is the time from a fault to the end of the first step whose batch was cut after it. At the end, the ledger
-of the run (`vime doctor RUN_DIR`) must have no group that was lost or trained twice, and no sample older than
---max-staleness. Exit status 1 if it has, or if a recovery takes longer than --worst-s.
+scripts/lib/soak_faults.py lists the faults. A run that ends is started again at once, by the same command. Every
+request goes through a proxy of the soak, and the run directory is a small disk of its own.
+
+The recovery is the time from a fault to the end of the step after which no group from before the fault can still run:
+the first step whose batch was cut after the fault, and --max-staleness more. After a restart, batches count from then.
+
+The soak passes (exit status 0) if the ledger of the run (`vime doctor RUN_DIR`) has no group that was lost or trained
+twice and no sample older than --max-staleness, every planned fault was caused, the median and the longest recovery are
+short enough, and the memory, open files and threads of no part grow by more than the allowance, see
+scripts/lib/soak_parts.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import ctypes
 import os
 import random
-import re
+import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from slime.tracking.events import EVENTS_FILE, read_events
-from slime.tracking.ledger import read_ledger
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-FAULTS = {
-    "engine": r"-m vime\.vllm\.serve vllm\.entrypoints",
-    "router": r"vime\.vllm\.router_main",
-    "manager": r"^ray::RolloutActor",
-    "trainer": r"^ray::TrainerActor",
-    "driver": r"-P -m vime train",
-    "raylet": r"raylet/raylet ",
-    "gcs": r"gcs/gcs_server ",
-    "stopped engine": r"-m vime\.vllm\.serve vllm\.entrypoints",
-}
-"""Name -> the command line of the process."""
-STOPPED_S = 8.0
+sys.path.insert(0, str(REPOSITORY / "scripts/lib"))
+sys.path.insert(0, str(REPOSITORY / "examples/bench"))
+from soak_faults import FAULTS, Place, mount_small_disk, unmount  # noqa: E402
+from soak_parts import Reading, readings  # noqa: E402
+from soak_proxy import Proxy  # noqa: E402
+from soak_report import Strike, Task, make_record, markdown, write  # noqa: E402
+
 QUIET_S = 120.0
 """A run that makes no step for so long ends the soak."""
-
-
-@dataclass
-class Strike:
-    """One fault. `recovery_s`: to the end of the next step; None until then."""
-
-    kind: str
-    step: int
-    time: float
-    recovery_s: float | None = None
-    restarted: bool = False
+LATE_END_S = 60.0
+"""A run that ends so soon after the last fault ends because of it."""
+DEADLINE_S = 40.0
+"""--rollout-deadline-s: a lost reply costs so much. An engine must restart in less."""
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
 @dataclass
 class Soak:
-    """`memory_mib`: step -> the largest resident sets of driver, manager and trainer."""
+    """A run under faults, and what was seen of it."""
 
     run_dir: Path
     command: list[str]
+    task: Task
+    proxy: Proxy
     strikes: list[Strike] = field(default_factory=list)
-    memory_mib: dict[int, dict[str, int]] = field(default_factory=dict)
+    readings: list[Reading] = field(default_factory=list)
     starts: int = 0
+    _read_step: int = -1
 
     def start(self) -> subprocess.Popen[bytes]:
         self.starts += 1
         with (self.run_dir.parent / "output.log").open("ab") as log:
-            paths = [str(REPOSITORY), str(REPOSITORY / "examples" / "bench")]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+            paths = [REPOSITORY, REPOSITORY / "examples/bench", REPOSITORY / "scripts/lib"]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
             return subprocess.Popen(
                 self.command, stdout=log, stderr=log, env=environment, start_new_session=True
             )
 
-    def times(self, kind: str) -> list[tuple[int, float]]:
-        """(rollout, time) of the events of a kind, in their order."""
-        if not (self.run_dir / EVENTS_FILE).is_file():
-            return []
-        events = [event for event in read_events(self.run_dir) if event and event["kind"] == kind]
-        return [(int(str(event["rollout"])), float(str(event["time"]))) for event in events]
+    def look(self) -> Progress:
+        """What the run's events say now, and a reading of its parts after a new step."""
+        progress = Progress()
+        if (self.run_dir / EVENTS_FILE).is_file():
+            for event in read_events(self.run_dir):
+                if event and event["kind"] in ("step", "batch"):
+                    at = int(str(event["rollout"])), float(str(event["time"]))
+                    (progress.steps if event["kind"] == "step" else progress.batches).append(at)
+        if progress.trained != self._read_step:
+            self._read_step = progress.trained
+            self.readings += readings(progress.trained)
+        return progress
 
+
+@dataclass
+class Progress:
+    """(rollout, time) of the ends of steps and of the batches that were cut."""
+
+    steps: list[tuple[int, float]] = field(default_factory=list)
+    batches: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
     def trained(self) -> int:
         """The newest rollout that was trained, and 1 more."""
-        steps = self.times("step")
-        return steps[-1][0] + 1 if steps else 0
+        return self.steps[-1][0] + 1 if self.steps else 0
 
-    def recovered(self, strike: Strike) -> float | None:
-        """When the first step ended whose batch was cut after a fault."""
-        cut = [(rollout, time) for rollout, time in self.times("batch") if time > strike.time]
-        return min(
-            (
-                end
-                for rollout, time in cut
-                for trained, end in self.times("step")
-                if trained == rollout and end > time
-            ),
-            default=None,
-        )
-
-
-def processes(pattern: str) -> list[psutil.Process]:
-    """Processes of this soak with such a command line."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if re.search(pattern, " ".join(process.cmdline())):
-                found.append(process)
-    return found
-
-
-def strike(kind: str, driver: int) -> float | None:
-    """Cause a fault, and return its time. None if no such process runs."""
-    found = [psutil.Process(driver)] if kind == "driver" else processes(FAULTS[kind])
-    for process in found[:1]:
-        with contextlib.suppress(psutil.Error):
-            if kind != "stopped engine":
-                process.kill()
-                return time.time()
-            process.suspend()
-            struck = time.time()
-            time.sleep(STOPPED_S)
-            process.resume()
-            return struck
-    return None
-
-
-def note_memory(run: Soak) -> None:
-    step = run.trained()
-    for name in ("driver", "manager", "trainer"):
-        with contextlib.suppress(psutil.Error):
-            sizes = [process.memory_info().rss >> 20 for process in processes(FAULTS[name])]
-            if sizes:
-                run.memory_mib.setdefault(step, {})[name] = max(sizes)
+    def recovered(self, since: float, more: int) -> float | None:
+        """When the step ended that is `more` after the first one whose batch was cut after `since`."""
+        cut = [(rollout, at) for rollout, at in self.batches if at > since]
+        ends = {}
+        for rollout, at in cut:
+            if end := next((end for trained, end in self.steps if trained == rollout and end > at), None):
+                ends.setdefault(rollout, end)
+        return sorted(ends.values())[more] if len(ends) > more else None
 
 
 def flags(work: Path, run_dir: Path, steps: int, staleness: int) -> list[str]:
@@ -144,7 +115,8 @@ def flags(work: Path, run_dir: Path, steps: int, staleness: int) -> list[str]:
         *("--device", "cpu", "--rollout-num-gpus", "1", "--actor-num-gpus-per-node", "1"),
         *("--hf-checkpoint", str(work / "tiny/base"), "--prompt-data", str(work / "tiny/train.jsonl")),
         *("--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--rollout-shuffle"),
-        *("--custom-generate-function-path", "lengths.generate", "--custom-rm-path", "untrained.odd_share"),
+        *("--custom-generate-function-path", "soak_generate.generate"),
+        *("--custom-rm-path", "untrained.odd_share", "--rollout-deadline-s", str(DEADLINE_S)),
         *("--num-rollout", str(steps), "--rollout-batch-size", "8", "--n-samples-per-prompt", "4"),
         *("--num-steps-per-rollout", "1", "--rollout-max-response-len", "128"),
         *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "2048", "--lr", "1e-4"),
@@ -154,114 +126,172 @@ def flags(work: Path, run_dir: Path, steps: int, staleness: int) -> list[str]:
     ]
 
 
-def run_under_faults(soak: Soak, plan: list[tuple[int, str]], steps: int) -> None:
-    """Run to `steps`, and cause each fault of `plan`, (step, name), when its step was reached."""
-    run = soak.start()
-    waiting: Strike | None = None
-    moved, seen = time.time(), 0
-    while True:
-        time.sleep(0.25)
-        ended = len(soak.times("step"))
-        if ended > seen:
-            seen, moved = ended, time.time()
-            note_memory(soak)
-        if waiting and (end := soak.recovered(waiting)) is not None:
-            waiting.recovery_s = end - waiting.time
-            print(f"step {waiting.step}: {waiting.kind}: {waiting.recovery_s:.1f} s", flush=True)
-            waiting = None
-        if run.poll() is not None:
-            if soak.trained() >= steps:
-                return
-            if waiting is None:
-                raise RuntimeError(f"the run ended with {run.returncode} without a fault: see output.log")
-            waiting.restarted = True
-            run = soak.start()
-        elif plan and waiting is None and ended and soak.trained() >= plan[0][0]:
-            step, kind = plan.pop(0)
-            time.sleep(random.uniform(0.0, 0.5))
-            if (struck := strike(kind, run.pid)) is not None:
-                waiting = Strike(kind, step, struck)
-                soak.strikes.append(waiting)
-        if time.time() - moved > QUIET_S:
-            raise RuntimeError(f"no step for {QUIET_S:.0f} s after {waiting}: see output.log")
+class Runner:
+    """Runs to the last step, and causes each fault of the plan, (step, name), when its step was reached."""
+
+    def __init__(self, soak: Soak, plan: list[tuple[int, str]]) -> None:
+        self.soak, self.plan = soak, plan
+        self.run = soak.start()
+        self.waiting: Strike | None = None
+        self.ending: tuple[float, Callable[[], None]] | None = None
+        """When the present fault ends, and how."""
+
+    def until_done(self) -> None:
+        moved, seen = time.time(), 0
+        while True:
+            time.sleep(0.25)
+            progress = self.soak.look()
+            if len(progress.steps) > seen:
+                seen, moved = len(progress.steps), time.time()
+            self._end_fault(time.time())
+            self._note_recovery(progress)
+            if self.run.poll() is not None:
+                if progress.trained >= self.soak.task.steps and self.run.returncode == 0:
+                    return
+                self._start_again()
+                moved = time.time()
+            elif self._is_due(progress):
+                self._strike(*self.plan[0])
+            if time.time() - moved > QUIET_S:
+                raise RuntimeError(f"no step for {QUIET_S:.0f} s after {self.waiting}: see output.log")
+
+    def _is_due(self, progress: Progress) -> bool:
+        """Whether the next fault of the plan may come. Faults do not overlap."""
+        idle = self.waiting is None and bool(progress.steps) and bool(self.plan)
+        return idle and progress.trained >= self.plan[0][0]
+
+    def _strike(self, step: int, kind: str) -> None:
+        time.sleep(random.uniform(0.0, 0.5))  # at any moment of a step
+        fault, place = (
+            FAULTS[kind],
+            Place(self.soak.run_dir, psutil.Process(self.run.pid), self.soak.proxy),
+        )
+        hit = self.soak.proxy.hit
+        now = time.time()
+        if not fault.begin(place):
+            return  # the process is starting: at the next look
+        self.plan.pop(0)
+        self.waiting = Strike(kind, step, now, replies_before=hit)
+        self.soak.strikes.append(self.waiting)
+        self.ending = now + fault.holds_s, lambda: fault.end(place)
+
+    def _end_fault(self, now: float) -> None:
+        if self.ending and now >= self.ending[0]:
+            self.ending[1]()
+            self.ending = None
+
+    def _note_recovery(self, progress: Progress) -> None:
+        if (strike := self.waiting) is None or self.ending:
+            return
+        end = progress.recovered(strike.restarted or strike.time, self.soak.task.staleness)
+        if end is None:
+            return
+        strike.recovery_s = end - strike.time
+        strike.replies = self.soak.proxy.hit - strike.replies_before
+        restarted = ", restarted" if strike.restarted else ""
+        print(f"step {strike.step}: {strike.kind}: {strike.recovery_s:.1f} s{restarted}", flush=True)
+        self.waiting = None
+
+    def _start_again(self) -> None:
+        """After a fault only: a run that ends by itself has failed."""
+        self._end_fault(float("inf"))
+        last = self.soak.strikes[-1] if self.soak.strikes else None
+        if last is None or (self.waiting is None and time.time() - last.time > LATE_END_S):
+            raise RuntimeError(f"the run ended with {self.run.returncode} without a fault: see output.log")
+        self.waiting = last
+        last.recovery_s, last.restarted = None, time.time()
+        self.run = self.soak.start()
 
 
-def report(soak: Soak, worst_s: float) -> tuple[str, bool]:
-    """Lines for people, and whether all is well."""
-    ledger = read_ledger(soak.run_dir)
-    times = [strike.recovery_s for strike in soak.strikes if strike.recovery_s is not None]
-    lines = [
-        f"{len(soak.strikes)} faults, {soak.starts} starts; recovery: median {statistics.median(times or [0]):.1f} s, "
-        f"worst {max(times, default=0):.1f} s"
-    ]
-    for kind in FAULTS:
-        found = [s.recovery_s for s in soak.strikes if s.kind == kind and s.recovery_s is not None]
-        if found:
-            lines.append(f"  {kind:<15} {len(found)} times, median {statistics.median(found):.1f} s")
-    lines.append(
-        f"groups: {ledger.groups_trained} trained, {ledger.again} drawn again, lost {ledger.lost or 'none'}, "
-        f"in two batches {sorted(ledger.twice) or 'none'}; samples too old: {ledger.over_limit}"
-    )
-    good = ledger.is_exact and not ledger.over_limit and max(times, default=0) <= worst_s
-    return "\n".join(lines), good and len(times) == len(soak.strikes)
+def make_plan(arguments: argparse.Namespace, kinds: list[str]) -> list[tuple[int, str]]:
+    """Each fault equally often, in random order, at random steps before the last ones."""
+    chance = random.Random(arguments.seed)
+    struck = arguments.steps - arguments.quiet_steps - 8
+    rounds = max(1, round(struck / arguments.every / len(kinds)))
+    names = [kind for _ in range(rounds) for kind in chance.sample(kinds, len(kinds))]
+    return [(4 + int(struck / len(names) * (i + chance.random())), kind) for i, kind in enumerate(names)]
 
 
-def main(argv: list[str]) -> int:
+def parsed(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--every", type=float, default=12.0, help="mean number of steps between two faults")
+    parser.add_argument(
+        "--quiet-steps", type=int, default=200, help="the last steps, without faults, which show the memory"
+    )
     parser.add_argument("--seed", type=int, default=0, help="decides the faults and their steps")
     parser.add_argument("--faults", help=f"of {', '.join(FAULTS)}, with commas; default: all")
     parser.add_argument("--staleness", type=int, default=1)
+    parser.add_argument("--median-s", type=float, default=15.0, help="the longest median recovery")
     parser.add_argument("--worst-s", type=float, default=60.0, help="the longest recovery that passes")
     parser.add_argument("--work", type=Path, default=Path("runs/soak"), help="a new folder")
-    parser.add_argument("--out", type=Path, help="a JSON file for the record")
+    parser.add_argument("--note", default="", help="what else ran on the machine, for the record")
+    parser.add_argument("--out", type=Path, help="a name for the record: NAME.json and NAME.md")
     arguments = parser.parse_args(argv)
     kinds = arguments.faults.split(",") if arguments.faults else list(FAULTS)
     if unknown := set(kinds) - FAULTS.keys():
         parser.error(f"--faults must be of {', '.join(FAULTS)}, got {unknown.pop()}")
+    if (arguments.work / "run").exists():
+        parser.error(f"--work must be a new folder, got {arguments.work} with a run; name another")
+    if arguments.steps - arguments.quiet_steps < 8 + 2 * len(kinds):
+        parser.error(
+            f"--steps must leave {8 + 2 * len(kinds)} steps before the last --quiet-steps, got {arguments.steps} and "
+            f"{arguments.quiet_steps}"
+        )
+    return arguments, kinds
+
+
+def main(argv: list[str]) -> int:
+    arguments, kinds = parsed(argv)
     work = arguments.work.resolve()
     run_dir = work / "run"
-    if run_dir.exists():
-        parser.error(f"--work must be a new folder, got {work} with a run; name another")
     if not (work / "tiny/base/config.json").is_file():
         script = str(REPOSITORY / "scripts/make_tiny_model.py")
         subprocess.run([sys.executable, script, str(work / "tiny")], check=True)
-    chance = random.Random(arguments.seed)
-    random.seed(arguments.seed)
-    rounds = max(1, round(arguments.steps / arguments.every / len(kinds)))
-    names = [kind for _ in range(rounds) for kind in chance.sample(kinds, len(kinds))]
-    gap = (arguments.steps - 8) / len(names)
-    plan = [(4 + int(gap * (i + chance.random())), kind) for i, kind in enumerate(names)]
+    left_out = {}
+    if refused := mount_small_disk(run_dir):
+        print(f"soak: LEFT OUT: full disk: {refused}", file=sys.stderr)
+        left_out["full disk"] = refused
+    plan = make_plan(arguments, [kind for kind in kinds if kind not in left_out])
+    task = Task(
+        argv, arguments.steps, arguments.staleness, arguments.median_s, arguments.worst_s, arguments.note
+    )
     command = [sys.executable, "-P", "-m", "vime", "train"]
-    soak = Soak(run_dir, [*command, *flags(work, run_dir, arguments.steps, arguments.staleness)])
-    _adopt_orphans()
+    command += flags(work, run_dir, arguments.steps, arguments.staleness)
+    random.seed(arguments.seed)
+    # Processes whose parent was killed become children of this one, so that it finds and ends them.
+    ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0)
+    soak = Soak(run_dir, command, task, Proxy(work))
+    broken = None
     try:
-        run_under_faults(soak, plan, arguments.steps)
-    except RuntimeError as error:
-        print(f"soak: {error}", file=sys.stderr)
-        return 1
+        Runner(soak, plan).until_done()
+    except (RuntimeError, KeyboardInterrupt) as error:
+        broken = str(error) or type(error).__name__
     finally:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
-    text, good = report(soak, arguments.worst_s)
-    print(text)
+    soak.proxy.close()
+    record = make_record(run_dir, task, soak.strikes, soak.readings, soak.starts, plan, left_out, broken)
+    if not left_out:
+        keep(run_dir, work / "kept")
+    print(markdown(record))
     if arguments.out:
-        record = {"steps": arguments.steps, "strikes": [asdict(s) for s in soak.strikes], "report": text}
-        record["memory_mib"] = soak.memory_mib
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return 0 if good else 1
+        write(record, arguments.out)
+    return 1 if record["failures"] else 0
 
 
-def _adopt_orphans() -> None:
-    """Processes whose parent was killed become children of this one, so that it finds and ends them."""
-    import ctypes
-
-    subreaper = 36  # PR_SET_CHILD_SUBREAPER
-    ctypes.CDLL(None, use_errno=True).prctl(subreaper, 1, 0, 0, 0)
+def keep(run_dir: Path, to: Path) -> None:
+    """Copy the run's records from the small disk, without its checkpoints, and give the disk back."""
+    shutil.copytree(run_dir, to, ignore=shutil.ignore_patterns("checkpoint", "filler"))
+    for _ in range(50):  # killed processes may hold files for a moment
+        try:
+            return unmount(run_dir)
+        except subprocess.CalledProcessError:
+            time.sleep(0.2)
+    unmount(run_dir)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,7 @@ class RolloutManager:
         metrics["perf/make_data_time"] = time.perf_counter() - began - seconds
         if (resident := resident_peak_gib()) is not None:
             metrics["perf/rollout_rss_gib"] = resident
+        self.state.events.add("handed", rollout=rollout_id)
         return self._batch(rank_data, metrics, ranks)
 
     def _save_position(self, rollout_id: int) -> None:

@@ -10,7 +10,7 @@ from slime.config.sections.debug import profiled_steps
 from slime.protocols import RolloutBatch, TrainResult
 from slime.roles.groups import trainer_ranks
 from slime.tracking.console import StepLine, progress
-from slime.tracking.events import Events
+from slime.tracking.events import STEP_PARTS, Events
 from slime.tracking.memory import resident_peak_gib
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
 from slime.tracking.percentiles import StepFigures
@@ -58,7 +58,8 @@ class Reporter:
             perf["perf/driver_rss_gib"] = resident
         metrics = {**batch.metrics, **trained.rollout, **perf, "rollout/step": rollout_id}
         self.trackers.log(metrics, rollout_id, "rollout/step")
-        self.events.add("step", rollout=rollout_id)
+        seconds = {f"{name}_s": round(perf.get(f"perf/{name}_time", 0.0), 4) for name in STEP_PARTS}
+        self.events.add("step", rollout=rollout_id, **seconds)
         first = rollout_id * self.config.data.num_steps_per_rollout
         for offset, step in enumerate(trained.steps):
             self.trackers.log({**step, "train/step": first + offset}, first + offset, "train/step")

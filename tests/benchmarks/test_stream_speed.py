@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 
+import matplotlib.image
 import pytest
+import stream_picture
 import stream_speed
 from lengths import MEDIAN, length_of
+
+from slime.tracking.events import Events
 
 
 def test_lengths_have_a_heavy_tail():
@@ -34,11 +39,44 @@ def test_the_table_compares_runs_of_one_seed():
         {
             **{"staleness": staleness, "seed": seed, "tokens_per_s": speed, "tokens": 1.0, "parts_s": parts},
             **{"age": float(staleness), "oldest": float(staleness), "reward": 0.5},
+            "idle": {"engine": 0.4, "manager": 0.9, "trainer": 0.5},
         }
         for staleness, seed, speed in ((0, 0, 100.0), (1, 0, 150.0), (1, 1, 300.0), (0, 1, 200.0))
     ]
     lines = stream_speed.table({"runs": runs, "bounds": {"0": 1.0, "1": 1.75}}).splitlines()
     assert "1.50 1.50" in lines[2] and " 1.75 " in lines[2] and "0.500 0.500" in lines[2]
+    assert lines[2].endswith(" 40%, 90%, 50%")
+    older = [{name: value for name, value in run.items() if name != "idle"} for run in runs]
+    assert (
+        stream_speed.table({"runs": older, "bounds": {"0": 1.0, "1": 1.75}}).splitlines()[2].endswith("0.500")
+    )
+
+
+def test_idle_time_and_its_picture(tmp_path, monkeypatch):
+    """Two steps: 2 s without groups of 10 s, a batch that takes 1 s to hand over, 4 s of training and sending."""
+    clock = iter([100.0, 100.0, 101.0, 106.0, 106.0, 107.0, 108.0, 109.0, 110.0])
+    monkeypatch.setattr("slime.tracking.events.time.time", lambda: next(clock))
+    folder = tmp_path / "staleness-0-seed-0"
+    events = Events("any", str(folder))
+    events.add("start", rollout=0)
+    events.add("step", rollout=0, train_s=0.0, update_weights_s=0.0)
+    events.add("drawn", groups=[0, 1], version=0)  # at 1 s of the run
+    events.add("ended", groups=[0])
+    events.add("batch", rollout=1, groups=[0, 1])
+    events.add("handed", rollout=1)
+    events.add("drawn", groups=[2], version=0)
+    events.add("ended", groups=[1, 2])
+    events.add("step", rollout=1, train_s=3.0, update_weights_s=1.0)
+    events.close()
+    idle = stream_picture.idle_shares(folder, 1)
+    assert idle == pytest.approx({"engine": 0.2, "manager": 0.9, "trainer": 0.6})
+    record = {"bounds": {"0": 1.0}, "runs": [{"seed": 0, "staleness": 0, "tokens_per_s": 5.0}]}
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    out = tmp_path / "idle.png"
+    argv = [str(tmp_path / "record.json"), "--work", str(tmp_path), "--warm-up", "1", "--out", str(out)]
+    assert stream_picture.main(argv) == 0
+    height, width, _ = matplotlib.image.imread(out).shape
+    assert height > 300 and width > 1000
 
 
 def test_the_table_of_rewards_has_the_last_rollouts_and_the_first_good_one():

@@ -180,11 +180,16 @@ class Stream:
             if self.is_stale(group):
                 self.drop("stale", group)
                 continue
-            work = generate.generate_and_rm_group(
-                self.args, group, rollout_sampling_params(self.flags), rollout_id=self.rollout_id
-            )
-            self.running[asyncio.create_task(work)] = Drawn(group, version, [])
+            self.running[asyncio.create_task(self.generate(group))] = Drawn(group, version, [])
         self.state.events.add("drawn", groups=[number_of(group) for group in groups], version=version)
+
+    async def generate(self, group: SampleGroup) -> SampleGroup:
+        """The group with its responses and rewards."""
+        params = rollout_sampling_params(self.flags)
+        try:
+            return await generate.generate_and_rm_group(self.args, group, params, rollout_id=self.rollout_id)
+        finally:
+            self.state.events.add("ended", groups=[number_of(group)])
 
     def is_stale(self, group: SampleGroup) -> bool:
         """Whether a complete group from the buffer has waited longer than `age_limit`. A group with an unfinished

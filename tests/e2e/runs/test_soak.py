@@ -8,17 +8,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from soak_faults import FAULTS
 
 ROOT = Path(__file__).parents[3]
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_every_fault_once_loses_no_group_and_trains_none_twice(tmp_path: Path) -> None:
+    """Recoveries may take long here: other tests run on the same cores."""
     record = tmp_path / "soak.json"
-    command = [sys.executable, str(ROOT / "scripts/soak.py"), "--steps", "64", "--every", "8"]
-    where = ["--work", str(tmp_path / "work"), "--out", str(record), "--worst-s", "120"]
-    done = subprocess.run([*command, *where], capture_output=True, text=True, timeout=1100)
+    command = [sys.executable, str(ROOT / "scripts/soak.py"), "--steps", "40", "--every", "3"]
+    command += ["--quiet-steps", "0", "--median-s", "120", "--worst-s", "300"]
+    where = ["--work", str(tmp_path / "work"), "--out", str(record)]
+    done = subprocess.run([*command, *where], capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stdout + done.stderr
-    strikes = json.loads(record.read_text(encoding="utf-8"))["strikes"]
-    assert len({strike["kind"] for strike in strikes}) == 8
-    assert {s["kind"] for s in strikes if s["restarted"]} >= {"trainer", "manager", "driver"}
+    soak = json.loads(record.read_text(encoding="utf-8"))
+    assert {strike["kind"] for strike in soak["strikes"]} | soak["left_out"].keys() == FAULTS.keys()
+    ended = {strike["kind"] for strike in soak["strikes"] if strike["restarted"]}
+    assert ended >= {"trainer", "manager", "driver", "raylet", "gcs"} and not ended & {"engine", "router"}

@@ -24,6 +24,7 @@ from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.rules import parse_args
+from slime.tracking.events import Events, read_events
 from slime.tracking.trackers import JsonlTracker
 from slime.weight_sync.file_channel import FileChannel
 from vime.run.disk_space import require_disk_space
@@ -159,6 +160,23 @@ def test_metrics_and_the_data_position(disk):
     source = object.__new__(PromptDataSource)
     source.args, source.state_dict = SimpleNamespace(save=str(folder)), lambda: {"buffer": "x" * 9999}
     refused(lambda: source.save(3), "--save", folder / "rollout")
+
+
+def test_an_event_that_fills_the_disk_damages_no_other(disk):
+    """The kernel writes the part that fits, and says so; the line goes on with the next event."""
+    folder = disk(64 * 1024)
+    events = Events("driver", str(folder))
+    events.add("start", rollout=0)
+    text = refused(lambda: events.add("step", rollout=0, text="x" * 70_000), "--run-dir", folder)
+    events.close()
+    assert "must have room for the run's events, got 'No space left on device'" in text
+    cut = (folder / "events.jsonl").read_bytes()
+    assert len(cut) == 64 * 1024 and not cut.endswith(b"\n")
+    os.truncate(folder / "events.jsonl", 50_000)  # in place of a second file that is removed
+    (events := Events("driver", str(folder))).add("start", rollout=7)
+    events.close()
+    kinds = [event and (event["kind"], event["rollout"]) for event in read_events(folder)]
+    assert kinds == [("start", 0), None, ("start", 7)]
 
 
 def test_a_run_asks_for_room_before_it_starts(tmp_path, disk):

@@ -1,0 +1,195 @@
+"""The parts of a run as the operating system sees them: memory, open files, threads, and how they grow.
+
+A part is one process with all its children. Its memory is that of `Pss_Anon` and `Pss_Shmem` of the kernel: what it has
+allocated. Pages that several processes share count once in total. Pages of files, such as libraries, do not count: how
+many of them a process seems to have depends on what else runs.
+
+The growth of a part is a straight line through the smallest value of every ten steps, with a level for each process
+that the part had and one slope for all. The smallest value leaves out what a step allocates and frees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+PARTS = {
+    "driver": r"^\S+ -P -m vime train ",
+    "manager": r"^ray::RolloutActor",
+    "trainer": r"^ray::TrainerActor",
+    "engine": r"^\S+ -m vime\.vllm\.serve vllm\.entrypoints",
+    "router": r"^\S+ -m vime\.vllm\.router_main",
+    "raylet": r"^\S*raylet/raylet ",
+    "gcs": r"^\S*gcs/gcs_server ",
+}
+"""Name -> the command line of its first process."""
+MEASURED = ("driver", "manager", "trainer", "engine", "router")
+WARM_UP_STEPS = 50
+"""The first steps of a process do not count: caches and memory pools fill, the engine touches its cache of keys and
+values for the first time."""
+BLOCK_STEPS = 10
+FEWEST_BLOCKS = 10
+"""With fewer blocks of all processes of a part together, its growth is not judged."""
+ALLOWED_PERCENT = 1.0
+"""Growth of memory per 100 steps."""
+ALLOWED_COUNT = 2.0
+"""Growth of open files and of threads per 100 steps."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One part after one step. `process`: distinguishes the processes that a part had one after the other."""
+
+    step: int
+    part: str
+    process: int
+    memory_kib: int
+    files: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Per 100 steps, with two standard errors."""
+
+    value: float
+    uncertainty: float
+
+    def exceeds(self, allowed: float) -> bool:
+        """Whether it is above `allowed` by more than its own uncertainty explains."""
+        return self.value - self.uncertainty > allowed
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Of one part. `memory` is in percent of `memory_mib`, the mean; `blocks` of ten steps were counted. Without
+    enough of them there are no slopes."""
+
+    part: str
+    processes: int
+    blocks: int
+    memory_mib: float
+    memory: Slope | None
+    files: Slope | None
+    threads: Slope | None
+
+    @property
+    def is_too_fast(self) -> bool:
+        return any(
+            slope is not None and slope.exceeds(allowed)
+            for slope, allowed in (
+                (self.memory, ALLOWED_PERCENT),
+                (self.files, ALLOWED_COUNT),
+                (self.threads, ALLOWED_COUNT),
+            )
+        )
+
+
+def growth(found: Iterable[Reading], part: str) -> Growth:
+    """How `part` grew over all its processes, each after its first steps."""
+    readings = [one for one in found if one.part == part]
+    lives: dict[int, list[Reading]] = defaultdict(list)
+    for one in readings:
+        lives[one.process].append(one)
+    blocks: dict[tuple[int, int], list[Reading]] = defaultdict(list)
+    for process, life in lives.items():
+        first = min(one.step for one in life)
+        for one in life:
+            if one.step - first >= WARM_UP_STEPS:
+                blocks[process, one.step // BLOCK_STEPS].append(one)
+    mean = statistics.mean(one.memory_kib for one in readings) / 1024 if readings else 0.0
+    slopes: dict[str, Slope] = {}
+    if len(blocks) >= FEWEST_BLOCKS:
+        for name, unit in (("memory_kib", mean * 1024 / 100), ("files", 1.0), ("threads", 1.0)):
+            lowest = [
+                (process, block * BLOCK_STEPS, min(getattr(one, name) for one in of) / unit)
+                for (process, block), of in blocks.items()
+            ]
+            slopes[name] = slope_of(lowest)
+    return Growth(
+        part,
+        len(lives),
+        len(blocks),
+        mean,
+        slopes.get("memory_kib"),
+        slopes.get("files"),
+        slopes.get("threads"),
+    )
+
+
+def slope_of(points: Sequence[tuple[int, int, float]]) -> Slope:
+    """Least squares over (process, step, value): a level for each process, one slope for all."""
+    by_process: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for process, step, value in points:
+        by_process[process].append((step, value))
+    pairs = []
+    for of in by_process.values():
+        middle, level = (statistics.mean(column) for column in zip(*of, strict=True))
+        pairs += [(step - middle, value - level) for step, value in of]
+    spread = sum(x * x for x, _ in pairs)
+    if not spread:
+        return Slope(0.0, math.inf)
+    slope = sum(x * y for x, y in pairs) / spread
+    left = sum((y - slope * x) ** 2 for x, y in pairs)
+    freedom = len(points) - len(by_process) - 1
+    error = math.sqrt(left / freedom / spread) if freedom > 0 else math.inf
+    return Slope(100 * slope, 200 * error)
+
+
+def processes_of(part: str) -> list[psutil.Process]:
+    """The first processes of a part, among the descendants of this process."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if re.search(PARTS[part], " ".join(process.cmdline())):
+                found.append(process)
+    return found
+
+
+def with_children(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return [process, *process.children(recursive=True)]
+    return [process]
+
+
+def readings(step: int, parts: Iterable[str] = MEASURED) -> list[Reading]:
+    """All parts now. A part that is starting or gone has no reading."""
+    table = [(process, _command(process)) for process in psutil.Process().children(recursive=True)]
+    out = []
+    for part in parts:
+        first = next((process for process, command in table if re.search(PARTS[part], command)), None)
+        if first is None:
+            continue
+        with contextlib.suppress(psutil.Error, OSError):
+            # the driver's descendants are the other parts
+            family = [first] if part == "driver" else with_children(first)
+            out.append(
+                Reading(
+                    step=step,
+                    part=part,
+                    process=first.pid,
+                    memory_kib=sum(allocated_kib(process.pid) for process in family),
+                    files=sum(process.num_fds() for process in family),
+                    threads=sum(process.num_threads() for process in family),
+                )
+            )
+    return out
+
+
+def allocated_kib(pid: int) -> int:
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii", errors="replace")
+    return sum(int(size) for size in re.findall(r"^Pss_(?:Anon|Shmem): +(\d+) kB", text, re.MULTILINE))
+
+
+def _command(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
