@@ -44,7 +44,7 @@ from soak_proxy import Proxy  # noqa: E402
 from soak_report import Strike, Task, make_record, markdown, write  # noqa: E402
 
 QUIET_S = 120.0
-"""A run that makes no step for so long ends the soak."""
+"""A run that makes no step for so long, and for twice the longest recovery that passes, ends the soak."""
 LATE_END_S = 60.0
 """A run that ends so soon after the last fault ends because of it."""
 DEADLINE_S = 40.0
@@ -152,8 +152,8 @@ class Runner:
                 moved = time.time()
             elif self._is_due(progress):
                 self._strike(*self.plan[0])
-            if time.time() - moved > QUIET_S:
-                raise RuntimeError(f"no step for {QUIET_S:.0f} s after {self.waiting}: see output.log")
+            if (quiet_s := time.time() - moved) > max(QUIET_S, 2 * self.soak.task.worst_s):
+                raise RuntimeError(f"no step for {quiet_s:.0f} s after {self.waiting}: see output.log")
 
     def _is_due(self, progress: Progress) -> bool:
         """Whether the next fault of the plan may come. Faults do not overlap."""
@@ -265,6 +265,7 @@ def main(argv: list[str]) -> int:
     ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0)
     soak = Soak(run_dir, command, task, Proxy(work))
     broken = None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended from outside, it still says what it saw
     try:
         Runner(soak, plan).until_done()
     except (RuntimeError, KeyboardInterrupt) as error:
