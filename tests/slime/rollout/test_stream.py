@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from slime.rollout import vllm_rollout
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.stream import stream
+from slime.tracking.events import read_events
 from slime.types import Sample
 
 ONE = "hold=1 :"
@@ -75,6 +77,32 @@ def test_a_batch_takes_what_finishes_first_and_the_rest_goes_on():
     )
     output = third()
     assert prompts_of(output) == ["e", "f"] and output.metrics["rollout/staleness/max"] == 1
+
+
+def test_events_say_how_long_each_group_generates(tmp_path):
+    """The first group is held while the others end."""
+    run = Run([ONE, "b", "c", "d", "e", "f"], run_dir=str(tmp_path))
+    first, second = run.ask(0, 0), run.ask(1, 0)
+    first()
+    assert until(lambda: run.engine.running == 2)  # both samples of the group that is held
+    assert [group for kind, group in told(tmp_path) if kind == "ended"].count(0) == 0
+    run.engine.released.add("1")
+    second()
+    run.state.close()
+    kinds = told(tmp_path)
+    for group in range(4):
+        drawn, ended = kinds.index(("drawn", group)), kinds.index(("ended", group))
+        assert drawn < ended < kinds.index(("batch", group))
+
+
+def told(run_dir: Path) -> list[tuple[str, int]]:
+    """(kind, group) of the events about groups."""
+    return [
+        (str(event["kind"]), group)
+        for event in read_events(run_dir)
+        if event is not None
+        for group in event.get("groups", ())
+    ]
 
 
 def test_a_batch_waits_for_old_groups_that_later_batches_have_no_room_for():

@@ -9,6 +9,7 @@ import pytest
 from slime.config import Config
 from slime.protocols import RolloutBatch, TrainResult
 from slime.tracking.console import StepLine
+from slime.tracking.events import STEP_PARTS, read_events
 from slime.tracking.report import Reporter
 from slime.tracking.timers import Timers
 from slime.tracking.trackers import Trackers
@@ -104,6 +105,22 @@ def test_a_step(parts):
     ]
     line = screen.getvalue().splitlines()[-1]
     assert line.split()[:2] == ["3/9", "0.750"] and "2.5e-01" in line  # the last step's loss
+
+
+def test_the_event_of_a_step_has_the_times_of_its_parts(tmp_path):
+    ranks = {"num_steps_per_rollout": 1, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}
+    config = Config.from_flat({"run_dir": str(tmp_path), **ranks})
+    report, clock = Reporter(config, Trackers([]), StepLine(total=9, stream=io.StringIO())), Clock()
+    report.timers = Timers(clock)
+    with report.timers.measure("step"):
+        for name, seconds in (("train_wait", 4.0), ("train", 3.5), ("update_weights", 0.25)):
+            with report.timers.measure(name):
+                clock.now += seconds
+    report.step(3, RolloutBatch([], {}, tokens=800, forward_flops=4e12), TrainResult([{}], {}, {}))
+    report.close()
+    (event,) = read_events(tmp_path)
+    assert event is not None and event["kind"] == "step" and event["rollout"] == 3
+    assert [event[f"{name}_s"] for name in STEP_PARTS] == [4.0, 3.5, 0.25]
 
 
 def test_percentiles_leave_out_the_first_and_traced_steps(parts):
