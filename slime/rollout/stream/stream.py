@@ -168,8 +168,11 @@ class Stream:
         return batches * self.target - len(self.ready) - len(self.running)
 
     def draw(self, room: int) -> None:
-        """Start generation of the next --over-sampling-batch-size groups of the data source."""
-        wanted = self.flags.over_sampling_batch_size or (room if self.runs_ahead else self.target)
+        """Start generation of the next --over-sampling-batch-size groups of the data source. With rollouts ahead and no
+        over-sampling it is `room` groups: those beyond it would be too old before a batch has a place for them."""
+        wanted = self.flags.over_sampling_batch_size or self.target
+        if self.runs_ahead and wanted <= self.target:
+            wanted = room
         groups = self.data_source.get_samples(wanted)
         if not groups:
             raise ValueError(

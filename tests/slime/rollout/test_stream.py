@@ -126,11 +126,13 @@ def test_no_more_groups_are_drawn_than_the_loop_has_asked_for():
     asked()
 
 
-def test_dropped_groups_are_replaced_one_by_one():
-    run = Run(["x", "x", "c", "d", "e", "f"], dynamic_sampling_filter_path="test_stream.drop_x")
+@pytest.mark.parametrize("default", [None, 2])  # --over-sampling-batch-size: of a plug-in's args, of a run
+def test_dropped_groups_are_replaced_one_by_one(default):
+    flags = {"dynamic_sampling_filter_path": "test_stream.drop_x", "over_sampling_batch_size": default}
+    run = Run(["x", "b", "c", "d", "e", "f"], **flags)
     first, second = run.ask(0, 0), run.ask(1, 0)
-    assert prompts_of(first()) + prompts_of(second()) == ["c", "d", "e", "f"]
-    assert run.source.drawn == 6
+    assert prompts_of(first()) + prompts_of(second()) == ["b", "c", "d", "e"]
+    assert run.source.drawn == 5
 
 
 @pytest.mark.parametrize("policy", ["drop", "mask", "keep"])
