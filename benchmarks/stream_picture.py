@@ -117,7 +117,7 @@ def draw(record: dict[str, Any], runs: dict[int, Activity], out: Path) -> None:
         _timeline(axes, runs[staleness], window)
         idle = ", ".join(f"{part} {100 * runs[staleness].idle(part):.0f}%" for part in PARTS)
         name = "synchronous" if staleness == 0 else f"--max-staleness {staleness}"
-        axes.set_title(f"{name}: idle over the whole run: {idle}", loc="left", fontsize=9, fontweight="bold")
+        axes.set_title(f"{name}: idle, all steps: {idle}", loc="left", fontsize=9, fontweight="bold")
     panels[len(levels) - 1].set_xlabel("seconds", fontsize=8)
     _speeds(panels[-1], record, levels)
     figure.savefig(out, dpi=140)
@@ -164,7 +164,7 @@ def _speeds(axes: Axes, record: dict[str, Any], levels: Sequence[int]) -> None:
     axes.tick_params(axis="x", labelsize=8)
     axes.tick_params(axis="y", length=0)
     axes.set_title(
-        "Tokens per second, synchronous = 1. Blue: measured, mean and each seed. Grey: the bound of the queue alone",
+        "Tokens per second, synchronous = 1. Blue: measured (line: a seed). Grey: bound of the queue",
         loc="left",
         fontsize=9,
         fontweight="bold",

@@ -28,6 +28,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def table(record: dict[str, Any]) -> str:
     base = {run["seed"]: run["tokens_per_s"] for run in runs if run["staleness"] == 0}
     lines.append(
         f"{'staleness':>9} {'tokens/s':>9} {'ratio, each seed':>24} {'bound':>6} {'age':>5} {'oldest':>6}"
-        f" {'waits':>6} {'trains':>6} {'reward, each seed':>24} {'idle: ' + ', '.join(PARTS):>30}"
+        f" {'waits':>6} {'trains':>6} {'reward, each seed':>24}"
     )
     for staleness in sorted({run["staleness"] for run in runs}):
         found = [run for run in runs if run["staleness"] == staleness]
@@ -146,18 +147,23 @@ def table(record: dict[str, Any]) -> str:
             name: statistics.mean(run["parts_s"][name] for run in found) for name in ("train_wait", "train")
         }
         ratios = " ".join(f"{run['tokens_per_s'] / base[run['seed']]:.2f}" for run in found)
-        idle = ", ".join(
-            f"{100 * statistics.mean(run['idle'][part] for run in found):.0f}%"
-            for part in PARTS
-            if all("idle" in run for run in found)  # older records lack it
-        )
         rewards = " ".join(f"{run['reward']:.3f}" for run in found)
         lines.append(
             f"{staleness:>9} {mean['tokens_per_s']:>9.0f} {ratios:>24} {record['bounds'][str(staleness)]:>6.2f}"
             f" {mean['age']:>5.2f} {max(run['oldest'] for run in found):>6.0f} {parts['train_wait']:>5.2f}s"
-            f" {parts['train']:>5.2f}s {rewards:>24} {idle:>30}".rstrip()
+            f" {parts['train']:>5.2f}s {rewards:>24}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *idle_lines(runs)])
+
+
+def idle_lines(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """One line for each staleness of a record that has idle times."""
+    lines = []
+    for staleness in sorted({run["staleness"] for run in runs if "idle" in run}):
+        found = [run["idle"] for run in runs if run["staleness"] == staleness]
+        shares = (f"{part} {100 * statistics.mean(idle[part] for idle in found):.0f}%" for part in PARTS)
+        lines.append(f"idle at staleness {staleness}: {', '.join(shares)}")
+    return lines
 
 
 def reward_table(record: dict[str, Any]) -> str:
