@@ -35,7 +35,7 @@ MEASURED = ("driver", "manager", "trainer", "engine", "router")
 WARM_UP_STEPS = 50
 """The first steps of a process do not count: caches and memory pools fill, the engine touches its cache of keys and
 values for the first time."""
-BLOCK_STEPS = 10
+BLOCK_STEPS, FEWEST_READINGS = 10, 3
 FEWEST_BLOCKS = 10
 """With fewer blocks of all processes of a part together, its growth is not judged."""
 ALLOWED_PERCENT = 1.0
@@ -105,6 +105,8 @@ def growth(found: Iterable[Reading], part: str) -> Growth:
         for one in life:
             if one.step - first >= WARM_UP_STEPS:
                 blocks[process, one.step // BLOCK_STEPS].append(one)
+    # the smallest of one or two readings may be that of the middle of a step
+    blocks = {where: of for where, of in blocks.items() if len(of) >= FEWEST_READINGS}
     mean = statistics.mean(one.memory_kib for one in readings) / 1024 if readings else 0.0
     slopes: dict[str, Slope] = {}
     if len(blocks) >= FEWEST_BLOCKS:
