@@ -117,7 +117,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
     return sample
 
 
-def _of_evaluation(args: Namespace) -> Namespace:
+def of_evaluation(args: Namespace) -> Namespace:
     """`args` without the records of tokens that only training reads."""
     off_policy, algorithm = section_of(OffPolicyConfig, args), section_of(AlgorithmConfig, args)
     if off_policy.use_rollout_routing_replay or algorithm.use_score_centering:
@@ -217,7 +217,7 @@ async def generate_and_rm(
     """
     flags = section_of(RolloutConfig, args)
     if evaluation:
-        args = _of_evaluation(args)
+        args = of_evaluation(args)
     own = GenerateState(args)
     finished = sample.status in FINISHED
     if flags.partial_rollout and flags.mask_offpolicy_in_partial_rollout and sample.response_length:

@@ -124,18 +124,22 @@ class GenerateState:
         The whole run uses one loop, because the engine's connections belong to it. Interrupting the caller cancels
         the coroutine.
         """
+        future = self.submit(coroutine)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def submit(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
+        """Run the coroutine in this state's own loop, and return at once. Every thread may call this."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             thread = threading.Thread(target=_run_loop, args=(self._loop,), name="rollout", daemon=True)
             thread.start()
             watch_loop(self._loop, thread)
             http.keep_connections(self._loop)
-        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
         """Close the engine's connections and end the loop. After that, `run` no longer works."""
@@ -269,8 +273,8 @@ def run_in_process(coroutine: Coroutine[object, object, T]) -> T:
     return asyncio.run_coroutine_threadsafe(coroutine, _own_loop).result()
 
 
-def of_process(args: Namespace) -> GenerateState:
-    """The state of `args`, or this process's own for arguments that a hook made itself."""
+def of_process(args: Namespace | None = None) -> GenerateState:
+    """The state of `args`, or this process's own for arguments that a hook made itself, and without arguments."""
     state: GenerateState | None = getattr(args, "rollout_state", None) or (_newest() if _newest else None)
     if state is None:
         raise RuntimeError(

@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 from slime.hooks import load_function
 from slime.rollout import state
 from slime.sessions.messages import ChatParser, PlainParser
-from slime.sessions.server import server_of_loop
-from slime.sessions.session import DONE, Session, SessionLimits
+from slime.sessions.server import SessionServer, server_of_loop
+from slime.sessions.session import DONE, MODEL, Session, SessionLimits
 from slime.types import Sample, SamplingParams
 from slime.user_code import is_cancelled
 
@@ -38,18 +38,15 @@ async def open_session(
     what became of it.
     """
     own = state.of_process(args)
-    server = await server_of_loop(own.at_close)
     limits = SessionLimits.of(args) if limits is None else limits
     params = own.sampling_params if sampling_params is None else sampling_params
-    parser = await _parser_of(args, own) if parser is None else parser
-    session = Session(args, own, sample, params, limits, parser)
-    server.add(session)
+    server, session = await begin(args, own, sample, params, limits, parser=parser)
     try:
         async with asyncio.timeout(limits.seconds) as clock:
             yield session
     except BaseException as error:
         if clock.expired():
-            session.end("time", f"the session may take {limits.seconds:g} seconds, which have passed")
+            session.end("time", limits.too_late)
         elif is_cancelled(error) or session.ended is None:
             raise
         logger.debug("session %s ended: %s", session.id, session.ended, exc_info=error)
@@ -58,6 +55,24 @@ async def open_session(
         session.end(DONE)
     if session.fault is not None:
         raise session.fault
+
+
+async def begin(
+    args: Namespace,
+    own: state.GenerateState,
+    sample: Sample,
+    params: SamplingParams,
+    limits: SessionLimits,
+    *,
+    parser: ChatParser | None = None,
+    model: str | None = MODEL,
+) -> tuple[SessionServer, Session]:
+    """A session, and the server that serves it until it is taken away. To be awaited in the loop of `own`."""
+    server = await server_of_loop(own.at_close)
+    parser = await _parser_of(args, own) if parser is None else parser
+    session = Session(args, own, sample, params, limits, parser, model)
+    server.add(session)
+    return server, session
 
 
 _parsers: WeakKeyDictionary[state.GenerateState, asyncio.Task[ChatParser]] = WeakKeyDictionary()

@@ -41,6 +41,7 @@ class SessionServer:
         for dialect in (CHAT, RESPONSES, MESSAGES):
             app.router.add_post(f"/sessions/{{id}}/v1/{dialect.path}", _Route(self, dialect).handle)
         app.router.add_get("/sessions/{id}/v1/models", self.models)
+        app.router.add_post("/sessions/{id}/v1/messages/count_tokens", _Route(self, MESSAGES).count)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=1024).start()
@@ -103,6 +104,15 @@ class _Route:
             if session is not None:
                 session.fail(error)
             raise
+
+    async def count(self, request: web.Request) -> web.Response:
+        """How many tokens the messages of a request have. It is no turn, and a refusal does not end the session."""
+        try:
+            session = self._server.session_of(request)
+            _, asked = await self._read(request, session)
+            return web.json_response({"input_tokens": session.count(asked)})
+        except Refused as refused:
+            return _refusal(self._dialect, refused)
 
     async def _read(self, request: web.Request, session: Session) -> tuple[Body, ChatRequest]:
         try:

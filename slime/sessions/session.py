@@ -46,6 +46,11 @@ class SessionLimits:
     tool_calls: int | None = None
     seconds: float | None = None
 
+    @property
+    def too_late(self) -> str:
+        """What is said when the time is over."""
+        return f"the session may take {self.seconds:g} seconds, which have passed"
+
     @classmethod
     def of(cls, args: Namespace) -> SessionLimits:
         """Those of the --session flags."""
@@ -83,7 +88,9 @@ class Session:
         sampling_params: SamplingParams,
         limits: SessionLimits,
         parser: ChatParser,
+        model: str | None = MODEL,
     ) -> None:
+        """`model`: the one name that clients may ask for; None for any."""
         self.id, self.api_key = secrets.token_urlsafe(12), secrets.token_urlsafe(32)
         self.url = ""
         self.ended: str | None = None
@@ -92,6 +99,7 @@ class Session:
         """An error that is not the agent's: of the engine or of this project. It ends the run."""
         self._args, self._own, self._sample = args, own, sample
         self._params, self._limits, self._parser = sampling_params, limits, parser
+        self._model = model
         self._flags = section_of(RolloutConfig, args)
         kwargs = sample.apply_chat_template_kwargs
         self._renderer = ChatRenderer(
@@ -139,6 +147,10 @@ class Session:
                 "request", f"previous_response_id must be of this session, got {answer_id!r}; leave it out"
             )
         return self._answers[answer_id].messages
+
+    def count(self, request: ChatRequest) -> int:
+        """The number of tokens of a conversation, rendered anew. Refused where the template raises an error."""
+        return len(self._renderer.whole(request.messages, request.tools))
 
     async def answer(self, request: ChatRequest) -> ModelAnswer:
         """The model's answer. Refused when the session has ended, or ends with this request. Any other error is kept in
@@ -193,10 +205,9 @@ class Session:
         ):
             if limit is not None and used >= limit:
                 raise Refused(name, f"the session may have {limit} {name}, which are used up", _FORBIDDEN)
-        if request.model != MODEL:
-            raise Refused(
-                "model", f"the model must be {MODEL}, got {request.model!r}; ask for session.model", 404
-            )
+        if self._model is not None and request.model != self._model:
+            said = f"the model must be {self._model}, got {request.model!r}; ask for session.model"
+            raise Refused("model", said, 404)
         if not request.messages or request.messages[-1]["role"] == "assistant":
             raise Refused("request", "the last message must be of a user or a tool")
         if request.tools and not self._parser.tools:
@@ -278,6 +289,13 @@ class Session:
         for stop in request.stop:
             text = text.removesuffix(stop)
         return self._parser.parse(text, result.token_ids, prompt, request.messages, request.tools)
+
+    def adopt(self, sample: Sample) -> None:
+        """Make the samples from this one instead of the one that the session was opened with."""
+        opened, self._sample = self._sample, sample
+        sample.metadata = {**(sample.metadata or {}), **opened.metadata}
+        if (said := self._own.timed_out.pop(random_stream(opened), None)) is not None:
+            self._own.timed_out[random_stream(sample)] = said
 
     def samples(self, reward: float | None = None) -> list[Sample]:
         """One sample per conversation, in the order of their last turns. At least one: a session without an answer

@@ -14,11 +14,13 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
+from slime.sessions.keyed import KeyedSessions
 from slime.types import Sample
 
 logger = logging.getLogger(__name__)
 
 _LARGEST_BODY_BYTES = 64 << 20
+_NO_TURN = ("messages/count_tokens",)
 
 
 class Sessions(Protocol):
@@ -40,9 +42,13 @@ class Sessions(Protocol):
         """End it without samples."""
         ...
 
+    async def close(self) -> None:
+        """Close what the loop that served an application opened."""
+        ...
+
 
 class BaseAdapter:
-    """`sessions` holds the conversations.
+    """`sessions` holds the conversations; without it, those of this process's rollout do (`slime.sessions.keyed`).
 
     `tokenizer`, `tool_parser`, `reasoning_parser` and `address`, the router's under the name that slime or upstream
     vime gives it, are kept for the plug-in: the sessions know those of the run. `debug_callback` and
@@ -78,7 +84,7 @@ class BaseAdapter:
         vars(self).update({name: url.rstrip("/") for name, url in address.items()})
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
         self.max_turns_per_sid = max_turns_per_sid
-        self._sessions = sessions
+        self.sessions: Sessions = KeyedSessions() if sessions is None else sessions
         self._open: set[str] = set()
         self.closed: set[str] = set()
         self._turns: Counter[str] = Counter()
@@ -86,25 +92,24 @@ class BaseAdapter:
         self.app = web.Application(client_max_size=_LARGEST_BODY_BYTES)
         for path in self.paths:
             self.app.router.add_post(f"/v1/{path}", self._handle)
+        self.app.on_cleanup.append(self._close)
         self.app.router.add_get("/healthz", _healthy)
         self.app.router.add_get("/v1/models", _healthy)
-
-    @property
-    def sessions(self) -> Sessions:
-        if self._sessions is None:
-            raise RuntimeError(
-                f"{type(self).__name__} must be made with sessions=, got none; or use open_session of this project"
-            )
-        return self._sessions
 
     def open_session(
         self, sid: str, *, sampling_defaults: dict[str, Any] | None = None, max_context_tokens: int = 0
     ) -> None:
-        """ValueError for a key that was used before: its agent could still be talking."""
-        if sid in self._open or sid in self.closed:
-            raise ValueError(f"session_id must be new for each agent, got {sid!r} twice; choose another")
+        """ValueError for a key that is in use. One that is finished is free again: a group that is drawn a second time
+        keeps its `session_id`s."""
+        if sid in self._open:
+            raise ValueError(
+                f"session_id must be new for each agent, got {sid!r} while its session is open; choose another, or "
+                "finish that session first"
+            )
         self.sessions.open(sid, sampling=dict(sampling_defaults or {}), max_context_tokens=max_context_tokens)
         self._open.add(sid)
+        self.closed.discard(sid)
+        self._turns.pop(sid, None)
 
     async def shutdown_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
         """Take no further request; cancel those that are not answered after `wait_timeout` seconds."""
@@ -119,19 +124,24 @@ class BaseAdapter:
         self,
         sid: str,
         *,
-        base_sample: Sample,
+        base_sample: Sample | None = None,
         reward: float = 0.0,
         extra_metadata: dict[str, Any] | None = None,
         wait_timeout: float = 5.0,
     ) -> list[Sample]:
-        """The samples of a session, each with the reward. [] for a session that is finished already."""
+        """The samples of a session, each with the reward. [] for a session that is finished already, and without
+        `base_sample`, which only ends it."""
+        if base_sample is None:
+            await self.drop_session(sid, wait_timeout=wait_timeout)
+            return []
         await self.shutdown_session(sid, wait_timeout=wait_timeout)
         if sid not in self._open:
             return []
         self._open.discard(sid)
         samples = await self.sessions.finish(sid, base_sample)
         for sample in samples:
-            sample.reward = reward
+            if sample.status is not Sample.Status.ABORTED:  # it is drawn again, without a reward
+                sample.reward = reward
             sample.metadata = {**(sample.metadata or {}), **(extra_metadata or {})}
         return samples
 
@@ -142,6 +152,9 @@ class BaseAdapter:
             self._open.discard(sid)
             await self.sessions.drop(sid)
 
+    async def _close(self, app: web.Application) -> None:
+        await self.sessions.close()
+
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         sid = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         sid = sid or request.headers.get("x-api-key", "").strip()
@@ -149,15 +162,19 @@ class BaseAdapter:
             return _refusal(503, "the session has ended")
         if sid not in self._open:
             return _refusal(401, "no open session has this key")
-        if self.max_turns_per_sid is not None and self._turns[sid] >= self.max_turns_per_sid:
-            return _refusal(429, f"the session has had its max_turns_per_sid={self.max_turns_per_sid} turns")
-        self._turns[sid] += 1
+        path = request.path.removeprefix("/v1/")
+        if path not in _NO_TURN:
+            if self.max_turns_per_sid is not None and self._turns[sid] >= self.max_turns_per_sid:
+                return _refusal(
+                    429, f"the session has had its max_turns_per_sid={self.max_turns_per_sid} turns"
+                )
+            self._turns[sid] += 1
         task = asyncio.current_task()
         assert task is not None
         running = self.inflight.setdefault(sid, set())
         running.add(task)
         try:
-            return await self.sessions.answer(sid, request.path.removeprefix("/v1/"), request)
+            return await self.sessions.answer(sid, path, request)
         finally:
             running.discard(task)
 

@@ -11,7 +11,13 @@ class OpenAIAdapter(BaseAdapter):
     paths = ("chat/completions", "responses")
 
 
-class AnthropicAdapter(BaseAdapter):
-    """Messages."""
+class ResponsesAdapter(BaseAdapter):
+    """Responses alone."""
 
-    paths = ("messages",)
+    paths = ("responses",)
+
+
+class AnthropicAdapter(BaseAdapter):
+    """Messages, and how many tokens they have."""
+
+    paths = ("messages", "messages/count_tokens")

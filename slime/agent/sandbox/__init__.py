@@ -1,6 +1,7 @@
 """Where commands of a model run. The names that plug-ins of slime import are here, too."""
 
 from slime.agent.sandbox.container import ContainerSandbox
+from slime.agent.sandbox.e2b import E2BSandbox
 from slime.agent.sandbox.local import LocalSandbox
 from slime.agent.sandbox.plug_ins import (
     EXIT_TIME_BUDGET_EXCEEDED,
@@ -13,6 +14,7 @@ from slime.agent.sandbox.protocol import ExecResult, FileContent, Limits, Sandbo
 __all__ = [
     "EXIT_TIME_BUDGET_EXCEEDED",
     "ContainerSandbox",
+    "E2BSandbox",
     "ExecResult",
     "FileContent",
     "Limits",

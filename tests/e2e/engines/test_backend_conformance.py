@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 import torch
+from agent_cases import *  # noqa: F403 (tests)
 from engine_fixtures import Stack, hf_log_probs, hf_model, publish_checkpoint
 from gateway_cases import *  # noqa: F403 (tests)
 from process_names import command_line

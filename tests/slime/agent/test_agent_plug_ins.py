@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import aiohttp
 import pytest
@@ -16,13 +17,17 @@ from slime.agent.harness.common import BaseHarness, HarnessContext
 from slime.agent.sandbox import (
     EXIT_TIME_BUDGET_EXCEEDED,
     ContainerSandbox,
+    E2BSandbox,
     LocalSandbox,
     Sandbox,
+    SandboxError,
+    e2b,
     ensure_agent_user,
     exec_and_wait,
     make_sandbox,
     plug_ins,
 )
+from slime.rollout import state
 from slime.types import Sample
 
 CLIENT = """
@@ -53,6 +58,9 @@ class Conversations:
 
     async def drop(self, key):
         self.dropped.append(key)
+
+    async def close(self):
+        self.closed = True
 
 
 def served(adapter):
@@ -130,19 +138,21 @@ def test_an_adapter_keeps_the_life_of_its_sessions():
             with pytest.raises(aiohttp.ClientError):
                 await slow
             assert await post(client, "c") == 503
-            with pytest.raises(ValueError, match="must be new"):
-                adapter.open_session("c")
+            adapter.open_session("c")  # as for a group that is drawn again
+            conversations.delay_s = 0
+            assert await post(client, "c") == 200
 
     try:
         asyncio.run(main())
     finally:
         handle.stop()
-    assert conversations.dropped == ["c"]
+    assert conversations.dropped == ["c"] and conversations.closed
 
 
-def test_an_adapter_without_sessions_says_what_is_missing():
+def test_an_adapter_without_a_rollout_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(state, "_newest", None)
     adapter = SameAdapter(tokenizer=None, sglang_url="http://x", tool_parser="qwen25", reasoning_parser=None)
-    with pytest.raises(RuntimeError, match="sessions="):
+    with pytest.raises(RuntimeError, match="while a rollout runs"):
         adapter.open_session("a")
     with pytest.raises(ValueError, match="debug_callback"):
         OpenAIAdapter(tokenizer=None, sglang_url="http://x", debug_callback=print)
@@ -223,10 +233,86 @@ def test_make_sandbox_reads_the_environment(monkeypatch):
     monkeypatch.setenv(plug_ins.BACKEND, f"{__name__}.Elsewhere")
     other = make_sandbox("image")
     assert isinstance(other, Sandbox) and other.image == "image"
-    for wrong in ("", "e2b"):
+    monkeypatch.setenv(plug_ins.BACKEND, "e2b")
+    service = make_sandbox("image", timeout=60)
+    assert isinstance(service, E2BSandbox) and service.timeout == 60
+    for wrong in ("", "kubernetes"):
         monkeypatch.setenv(plug_ins.BACKEND, wrong)
-        with pytest.raises(ValueError, match="must be docker, podman, local or"):
+        with pytest.raises(ValueError, match="must be docker, podman, e2b, local or"):
             make_sandbox("image")
+
+
+class Service:
+    """The package `e2b`, over a local sandbox. `calls` are those that its AsyncSandbox gets."""
+
+    class SandboxException(Exception): ...
+
+    class TimeoutException(SandboxException): ...
+
+    class NotFoundException(SandboxException): ...
+
+    class CommandExitException(SandboxException):
+        def __init__(self, code, stdout, stderr):
+            self.exit_code, self.stdout, self.stderr = code, stdout, stderr
+
+    def __init__(self):
+        self.calls, self.local = [], LocalSandbox()
+        self.AsyncSandbox = self.commands = self.files = self
+        self.sandbox_id = "sb-1"
+
+    async def create(self, template=None, timeout=None, metadata=None):
+        self.calls.append((template, timeout, metadata))
+        await self.local.start()
+        return self
+
+    async def kill(self):
+        await self.local.close()
+
+    async def run(self, cmd, background=None, envs=None, user=None, cwd=None, timeout=60):
+        if cmd == "lost":
+            raise self.SandboxException("the sandbox is gone")
+        result = await self.local.exec(cmd, env=envs, timeout=timeout, cwd=cwd)
+        if result.timed_out:
+            raise self.TimeoutException("late")
+        if result.exit_code:
+            raise self.CommandExitException(*result)
+        return self.CommandExitException(*result)
+
+    async def write(self, path, data, user=None, request_timeout=None):
+        await self.local.write_file(path, data)
+
+    async def read(self, path, user=None):
+        if not (text := await self.local.read_file(path)):
+            raise self.NotFoundException(path)
+        return text
+
+
+def test_an_e2b_sandbox_speaks_to_the_package(monkeypatch):
+    async def main():
+        with pytest.raises(ValueError, match="pip install e2b"):
+            await E2BSandbox("image").__aenter__()
+        service = Service()
+        monkeypatch.setitem(sys.modules, "e2b", service)
+        monkeypatch.setenv(e2b.IMAGE_KEY, "image-of")
+        async with E2BSandbox("image", timeout=60) as sandbox:
+            assert isinstance(sandbox, Sandbox) and sandbox.sandbox_id == "sb-1"
+            await sandbox.write_file("a.txt", b"text")
+            assert await sandbox.read_file("a.txt") == "text" and await sandbox.read_file("b") == ""
+            assert await sandbox.exec("echo $A", env={"A": "1"}) == (0, "1\n", "")
+            assert await sandbox.exec("echo bad >&2; exit 3") == (3, "", "bad\n")
+            with pytest.raises(RuntimeError, match="exit=3"):
+                await sandbox.exec("exit 3", check=True)
+            assert (await sandbox.exec("sleep 60", timeout=0.3)).timed_out
+            with pytest.raises(SandboxError, match="is gone"):
+                await sandbox.exec("lost")
+        with pytest.raises(SandboxError, match="must run"):
+            await sandbox.exec("true")
+        monkeypatch.delenv(e2b.IMAGE_KEY)
+        async with E2BSandbox("template"):
+            pass
+        assert service.calls == [(None, 60, {"image-of": "image"}), ("template", 3600, None)]
+
+    asyncio.run(main())
 
 
 class Recorder(Elsewhere):

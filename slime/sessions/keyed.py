@@ -1,0 +1,130 @@
+"""Sessions by keys that a plug-in chooses: what `slime.agent.adapters` talks to unless it is given something else.
+
+An adapter's application runs in a thread and loop of its own. Sessions live in the rollout's loop, whose server has an
+address for each. So a request goes on to that address, and the answer comes back piece by piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import aiohttp
+from aiohttp import web
+
+from slime.rollout import state
+from slime.rollout.generate import EVALUATION, of_evaluation
+from slime.sessions.opening import begin
+from slime.sessions.server import SessionServer
+from slime.sessions.session import DONE, Session, SessionLimits
+from slime.types import Sample
+
+_KEPT_HEADERS = ("Content-Type", "Cache-Control")
+
+
+@dataclass
+class _Opened:
+    own: state.GenerateState
+    begun: Future[tuple[SessionServer, Session]]
+    timer: asyncio.TimerHandle | None = None
+
+    async def session(self) -> Session:
+        return (await asyncio.wrap_future(self.begun))[1]
+
+
+class KeyedSessions:
+    """`slime.agent.adapters.Sessions` over the sessions of this process's rollout. Every thread may call it.
+
+    The flags of the rollout apply, as in `open_session`. A client may ask for any name of a model, because programs
+    that a plug-in starts have names of their own.
+    """
+
+    def __init__(self) -> None:
+        self._opened: dict[str, _Opened] = {}
+        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession]
+        self._clients = WeakKeyDictionary()
+
+    def open(self, key: str, *, sampling: dict[str, Any], max_context_tokens: int) -> None:
+        """RuntimeError without a rollout in this process."""
+        own = state.of_process()
+        args: Namespace = of_evaluation(own.args) if key.startswith(EVALUATION) else own.args
+        params = {**own.sampling_params, **sampling}
+        if max_context_tokens:
+            params["max_context_len"] = max_context_tokens
+        # the key is the sample's session_id wherever the plug-in follows slime; it decides the seeds
+        sample = Sample(prompt="", session_id=key)
+        limits = SessionLimits.of(args)
+        begun = own.submit(begin(args, own, sample, params, limits, model=None))
+        self._opened[key] = opened = _Opened(own, begun)
+        if limits.seconds is not None:
+            own.submit(_limit(opened, limits))
+
+    async def answer(self, key: str, path: str, request: web.Request) -> web.StreamResponse:
+        """One request of the dialect with this path, answered by the session. Cancelling it ends the session, as a
+        client that closes its connection does."""
+        session = await self._opened[key].session()
+        body = await request.read()
+        headers = {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"}
+        post = self._client().post(f"{session.base_url}/{path}", data=body, headers=headers)
+        async with post as answered:
+            kept = {name: answered.headers[name] for name in _KEPT_HEADERS if name in answered.headers}
+            if kept.get("Content-Type") != "text/event-stream":
+                return web.Response(body=await answered.read(), status=answered.status, headers=kept)
+            response = web.StreamResponse(status=answered.status, headers=kept)
+            await response.prepare(request)
+            async for piece in answered.content.iter_any():
+                await response.write(piece)
+            return response
+
+    async def finish(self, key: str, base_sample: Sample) -> list[Sample]:
+        """End it: a sample for each conversation, made from `base_sample`. Raises the fault that ended it."""
+        session = await self._end(key)
+        if session.fault is not None:
+            raise session.fault
+        session.adopt(base_sample)
+        return session.samples()
+
+    async def drop(self, key: str) -> None:
+        """End it without samples."""
+        await self._end(key)
+
+    async def close(self) -> None:
+        """Close the connections of this loop."""
+        client = self._clients.pop(asyncio.get_running_loop(), None)
+        if client is not None:
+            await client.close()
+
+    async def _end(self, key: str) -> Session:
+        opened = self._opened.pop(key)
+        return await asyncio.wrap_future(opened.own.submit(_ended(opened)))
+
+    def _client(self) -> aiohttp.ClientSession:
+        """The connections of the loop that asks."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            connector = aiohttp.TCPConnector(limit=0)
+            timeout = aiohttp.ClientTimeout(total=None)
+            self._clients[loop] = aiohttp.ClientSession(
+                connector=connector, timeout=timeout, trust_env=False, auto_decompress=False
+            )
+        return self._clients[loop]
+
+
+async def _limit(opened: _Opened, limits: SessionLimits) -> None:
+    session = await opened.session()
+    assert limits.seconds is not None
+    loop = asyncio.get_running_loop()
+    opened.timer = loop.call_later(limits.seconds, session.end, "time", limits.too_late)
+
+
+async def _ended(opened: _Opened) -> Session:
+    server, session = await asyncio.wrap_future(opened.begun)
+    if opened.timer is not None:
+        opened.timer.cancel()
+    server.remove(session)
+    session.end(DONE)
+    return session
