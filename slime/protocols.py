@@ -17,6 +17,8 @@ VERSIONS = "token_versions"
 """The column (`slime.data.columns`) with the version of the weights that sampled each token."""
 UNKNOWN_VERSION = -2
 """In that column: of a token that no engine sampled, or whose engine does not say."""
+OnTokens = Callable[[int, list[int], list[float]], None]
+"""Called with the place of the first of some new tokens in the completion, their ids and their log-probs."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,9 @@ class ReplayFields(TypedDict, total=False):
 class RolloutEngine(Protocol):
     """A served model. Implementations are picklable: they travel to the rollout manager's process."""
 
+    streams: bool
+    """Whether `generate` takes `on_tokens`. Otherwise a completion comes when it is whole."""
+
     async def generate(
         self,
         token_ids: list[int],
@@ -101,11 +106,15 @@ class RolloutEngine(Protocol):
         kept_tokens: int = 0,
         top_tokens: int = 0,
         session: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> GenerateResult:
         """Sample one completion; retry transient faults until `deadline_s` seconds have passed, then TimeoutError.
 
         `session`: requests of one session go to the same engine where the router's policy allows it, for its cache of
         prefixes.
+
+        `on_tokens` gets tokens while the completion is made, which changes neither them nor the result. The last ones
+        may come with the result alone. After a fault the places begin at 0 again, and the tokens may be others.
 
         `experts_from`: `routed_experts` shall hold the tokens from that place on, prompt included, up to the last but
         one (the last was never fed back). None: it stays None. `kept_tokens`: `kept` shall hold sets of at most that

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 
 from slime.sessions import dialect
-from slime.sessions.dialect import MODEL, Body, ChatRequest, Dialect, Event, ModelAnswer, Refused, Session
+from slime.sessions.dialect import (
+    MODEL,
+    Body,
+    ChatRequest,
+    Dialect,
+    Event,
+    LiveAnswer,
+    ModelAnswer,
+    Refused,
+    Session,
+)
 from slime.sessions.messages import assistant, text_of, tool_call
 
 _STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -85,8 +95,7 @@ def _content(answer: ModelAnswer) -> list[Body]:
     return found
 
 
-def _message(answer: ModelAnswer, content: list[Body], stop: str | None, output_tokens: int) -> Body:
-    cached = answer.cached_tokens
+def _message(answer: LiveAnswer | ModelAnswer, content: list[Body], stop: str | None, usage: Body) -> Body:
     return {
         "id": f"msg_{answer.id}",
         "type": "message",
@@ -95,40 +104,73 @@ def _message(answer: ModelAnswer, content: list[Body], stop: str | None, output_
         "content": content,
         "stop_reason": stop,
         "stop_sequence": None,
-        "usage": {
-            "input_tokens": answer.prompt_tokens - cached,
-            "cache_read_input_tokens": cached,
-            "cache_creation_input_tokens": 0,
-            "output_tokens": output_tokens,
-        },
+        "usage": usage,
     }
+
+
+def _usage(prompt_tokens: int, cached: int, output_tokens: int) -> Body:
+    return {
+        "input_tokens": prompt_tokens - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": output_tokens,
+    }
+
+
+def _usage_of(answer: ModelAnswer) -> Body:
+    return _usage(answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens)
 
 
 def whole(answer: ModelAnswer) -> Body:
     """The answer as one object."""
-    return _message(answer, _content(answer), _STOP[answer.finish], answer.completion_tokens)
+    return _message(answer, _content(answer), _STOP[answer.finish], _usage_of(answer))
 
 
-def events(answer: ModelAnswer, body: Body) -> Iterator[Event]:
-    """The answer as the events of a stream."""
-    yield _named("message_start", message=_message(answer, [], None, 0))
-    for index, block in enumerate(_content(answer)):
-        kind = block["type"]
-        if kind == "tool_use":
-            empty: Body = {**block, "input": {}}
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        elif kind == "thinking":
-            empty = {**block, "thinking": ""}
-            delta = {"type": "thinking_delta", "thinking": block["thinking"]}
-        else:
-            empty = {**block, "text": ""}
-            delta = {"type": "text_delta", "text": block["text"]}
-        yield _named("content_block_start", index=index, content_block=empty)
-        yield _named("content_block_delta", index=index, delta=delta)
-        yield _named("content_block_stop", index=index)
+async def events(live: LiveAnswer, body: Body) -> AsyncIterator[list[Event]]:
+    """The answer as the events of a stream. What came from the cache is known at its end."""
+    text: Body = {"type": "text", "text": ""}
+    started = False
+    async for piece in live.texts():
+        found = [_delta(0, {**text, "text": piece})]
+        if not started:
+            opened = _message(live, [], None, _usage(live.prompt_tokens, 0, 0))
+            start = _named("content_block_start", index=0, content_block=text)
+            found = [_named("message_start", message=opened), start, *found]
+            started = True
+        yield found
+    answer = await live.answer()
+    blocks, found = _content(answer), []
+    if started:
+        rest = live.rest(answer)
+        found = [_delta(0, {**text, "text": rest})] if rest else []
+        found.append(_named("content_block_stop", index=0))
+    else:
+        opened = _message(live, [], None, _usage(answer.prompt_tokens, answer.cached_tokens, 0))
+        found.append(_named("message_start", message=opened))
+    for index, block in enumerate(blocks):
+        if index or not started:
+            found += _block(index, block)
     stop = {"stop_reason": _STOP[answer.finish], "stop_sequence": None}
-    yield _named("message_delta", delta=stop, usage={"output_tokens": answer.completion_tokens})
-    yield _named("message_stop")
+    found.append(_named("message_delta", delta=stop, usage=_usage_of(answer)))
+    yield [*found, _named("message_stop")]
+
+
+def _block(index: int, block: Body) -> list[Event]:
+    empty: Body = {**block, **{"tool_use": {"input": {}}}.get(block["type"], {block["type"]: ""})}
+    return [
+        _named("content_block_start", index=index, content_block=empty),
+        _delta(index, block),
+        _named("content_block_stop", index=index),
+    ]
+
+
+def _delta(index: int, block: Body) -> Event:
+    kind = block["type"]
+    if kind == "tool_use":
+        delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+    else:
+        delta = {"type": f"{kind}_delta", kind: block[kind]}
+    return _named("content_block_delta", index=index, delta=delta)
 
 
 def _named(name: str, **fields: object) -> Event:

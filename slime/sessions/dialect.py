@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from slime.sessions.messages import ChatRequest, Refused, text_of
-from slime.sessions.session import MODEL, ModelAnswer, Session
+from slime.sessions.live import LiveAnswer
+from slime.sessions.messages import ChatRequest, ModelAnswer, Refused, text_of
+from slime.sessions.session import MODEL, Session
 
 T = TypeVar("T")
 Body: TypeAlias = dict[str, Any]
@@ -49,8 +50,8 @@ class Dialect:
     read: Callable[[Body, Session], ChatRequest]
     """Refused for a body that it cannot serve."""
     whole: Callable[[ModelAnswer], Body]
-    events: Callable[[ModelAnswer, Body], Iterator[Event]]
-    """Of an answer, and the body that asked for it."""
+    events: Callable[[LiveAnswer, Body], AsyncIterator[list[Event]]]
+    """Of an answer, and the body that asked for it: those that there are at one time. Refused when the session ends."""
     failure: Callable[[Refused], Event]
     """The body of an error, and the name of its event."""
     last: str = ""
@@ -129,4 +130,14 @@ def written(event: Event) -> bytes:
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
 
 
-__all__ = ["MODEL", "ModelAnswer", "Body", "ChatRequest", "Dialect", "Event", "Refused", "Session"]
+__all__ = [
+    "MODEL",
+    "ModelAnswer",
+    "Body",
+    "ChatRequest",
+    "Dialect",
+    "Event",
+    "LiveAnswer",
+    "Refused",
+    "Session",
+]

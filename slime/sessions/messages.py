@@ -40,11 +40,27 @@ class Reply:
     tool_calls: tuple[ToolCall, ...] = ()
 
 
+@dataclass(frozen=True)
+class ModelAnswer:
+    """What a client gets, before a dialect writes it."""
+
+    id: str
+    reply: Reply
+    finish: str
+    """stop, length or tool_calls."""
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    created: int
+
+
 class ChatParser(Protocol):
     """Takes the model's text apart. The backend gives it, because it knows the formats of its engine."""
 
     tools: bool
     """Whether it finds tool calls."""
+    plain: bool
+    """Whether the content is the text, so that a client may see the text before the answer is whole."""
 
     def parse(
         self, text: str, token_ids: list[int], prompt_ids: list[int], messages: list[Message], tools: Tools
@@ -56,7 +72,7 @@ class ChatParser(Protocol):
 class PlainParser:
     """The whole text is the content."""
 
-    tools = False
+    tools, plain = False, True
 
     def parse(
         self, text: str, token_ids: list[int], prompt_ids: list[int], messages: list[Message], tools: Tools

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 
 from slime.sessions import dialect
-from slime.sessions.dialect import MODEL, Body, ChatRequest, Dialect, Event, ModelAnswer, Refused, Session
+from slime.sessions.dialect import (
+    MODEL,
+    Body,
+    ChatRequest,
+    Dialect,
+    Event,
+    LiveAnswer,
+    ModelAnswer,
+    Refused,
+    Session,
+)
 from slime.sessions.messages import ToolCall, assistant, text_of, tool_call
 
 
@@ -77,30 +87,35 @@ def whole(answer: ModelAnswer) -> Body:
     }
 
 
-def events(answer: ModelAnswer, body: Body) -> Iterator[Event]:
+async def events(live: LiveAnswer, body: Body) -> AsyncIterator[list[Event]]:
     """The answer as the chunks of a stream."""
-    reply = answer.reply
 
     def chunk(delta: Body, finish: str | None = None) -> Event:
         return None, {
-            "id": f"chatcmpl-{answer.id}",
+            "id": f"chatcmpl-{live.id}",
             "object": "chat.completion.chunk",
-            "created": answer.created,
+            "created": live.created,
             "model": MODEL,
             "choices": [{"index": 0, "delta": delta, "finish_reason": finish}],
         }
 
-    yield chunk({"role": "assistant", "content": ""})
+    found = [chunk({"role": "assistant", "content": ""})]
+    async for text in live.texts():
+        yield [*found, chunk({"content": text})]
+        found = []
+    answer = await live.answer()
+    reply = answer.reply
     if reply.reasoning:
-        yield chunk({"reasoning_content": reply.reasoning})
-    if reply.content:
-        yield chunk({"content": reply.content})
+        found.append(chunk({"reasoning_content": reply.reasoning}))
+    if rest := live.rest(answer):
+        found.append(chunk({"content": rest}))
     for number, call in enumerate(reply.tool_calls):
-        yield chunk({"tool_calls": [{"index": number, **_call(call)}]})
-    yield chunk({}, answer.finish)
+        found.append(chunk({"tool_calls": [{"index": number, **_call(call)}]}))
+    found.append(chunk({}, answer.finish))
     if dialect.value(body, "stream_options", dict, {}).get("include_usage"):
         _, last = chunk({})
-        yield None, {**last, "choices": [], "usage": _usage(answer)}
+        found.append((None, {**last, "choices": [], "usage": _usage(answer)}))
+    yield found
 
 
 def failure(refused: Refused) -> Event:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 
 from slime.sessions import dialect, openai_chat
-from slime.sessions.dialect import MODEL, Body, ChatRequest, Dialect, Event, ModelAnswer, Refused, Session
+from slime.sessions.dialect import (
+    MODEL,
+    Body,
+    ChatRequest,
+    Dialect,
+    Event,
+    LiveAnswer,
+    ModelAnswer,
+    Refused,
+    Session,
+)
 from slime.sessions.messages import ToolCall, assistant, text_of, tool_call
 
 
@@ -82,19 +92,23 @@ def _output(answer: ModelAnswer) -> list[Body]:
         thought = {"type": "reasoning_text", "text": reply.reasoning}
         found.append({"type": "reasoning", "id": f"rs_{answer.id}", "summary": [], "content": [thought]})
     if reply.content or not reply.tool_calls:
-        found.append(
-            {
-                "type": "message",
-                "id": f"msg_{answer.id}",
-                "role": "assistant",
-                "status": "completed",
-                "content": [{"type": "output_text", "text": reply.content or "", "annotations": []}],
-            }
-        )
+        found.append(_text_item(answer, reply.content or ""))
     return found + [_call(answer, number, call) for number, call in enumerate(reply.tool_calls)]
 
 
-def _response(answer: ModelAnswer, status: str, output: list[Body]) -> Body:
+def _text_item(answer: LiveAnswer | ModelAnswer, text: str) -> Body:
+    return {
+        "type": "message",
+        "id": f"msg_{answer.id}",
+        "role": "assistant",
+        "status": "completed",
+        "content": [{"type": "output_text", "text": text, "annotations": []}],
+    }
+
+
+def _response(
+    answer: LiveAnswer | ModelAnswer, status: str, output: list[Body], cached: int, written: int
+) -> Body:
     cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
     return {
         "id": f"resp_{answer.id}",
@@ -114,10 +128,10 @@ def _response(answer: ModelAnswer, status: str, output: list[Body]) -> Body:
         "top_p": None,
         "usage": {
             "input_tokens": answer.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": answer.cached_tokens},
-            "output_tokens": answer.completion_tokens,
+            "input_tokens_details": {"cached_tokens": cached},
+            "output_tokens": written,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+            "total_tokens": answer.prompt_tokens + written,
         },
     }
 
@@ -128,40 +142,76 @@ def _status(answer: ModelAnswer) -> str:
 
 def whole(answer: ModelAnswer) -> Body:
     """The answer as one object."""
-    return _response(answer, _status(answer), _output(answer))
+    counts = answer.cached_tokens, answer.completion_tokens
+    return _response(answer, _status(answer), _output(answer), *counts)
 
 
-def events(answer: ModelAnswer, body: Body) -> Iterator[Event]:
+async def events(live: LiveAnswer, body: Body) -> AsyncIterator[list[Event]]:
     """The answer as the events of a stream."""
-    steps: list[Event] = []
-
-    def add(kind: str, **fields: object) -> None:
-        steps.append((kind, {"type": kind, "sequence_number": len(steps), **fields}))
-
-    opened = _response(answer, "in_progress", []) | {"usage": None}
-    add("response.created", response=opened)
-    add("response.in_progress", response=opened)
+    steps = _Steps()
+    opened = _response(live, "in_progress", [], 0, 0) | {"usage": None}
+    steps.add("response.created", response=opened)
+    steps.add("response.in_progress", response=opened)
+    started = False
+    async for text in live.texts():
+        if not started:
+            steps.open(0, _text_item(live, ""))
+            started = True
+        steps.text(0, f"msg_{live.id}", text)
+        yield steps.take()
+    answer = await live.answer()
     for place, item in enumerate(_output(answer)):
         at = {"item_id": item["id"], "output_index": place}
-        empty: Body = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        add("response.output_item.added", output_index=place, item={**item, **empty})
+        if not started:
+            steps.open(place, item)
         if item["type"] == "function_call":
-            add("response.function_call_arguments.delta", **at, delta=item["arguments"])
+            steps.add("response.function_call_arguments.delta", **at, delta=item["arguments"])
             done = {"arguments": item["arguments"], "name": item["name"]}
-            add("response.function_call_arguments.done", **at, **done)
+            steps.add("response.function_call_arguments.done", **at, **done)
         elif item["type"] == "reasoning":
             (part,) = item["content"]
-            add("response.reasoning_text.delta", **at, content_index=0, delta=part["text"])
-            add("response.reasoning_text.done", **at, content_index=0, text=part["text"])
+            steps.add("response.reasoning_text.delta", **at, content_index=0, delta=part["text"])
+            steps.add("response.reasoning_text.done", **at, content_index=0, text=part["text"])
         else:
             (part,) = item["content"]
-            add("response.content_part.added", **at, content_index=0, part={**part, "text": ""})
-            add("response.output_text.delta", **at, content_index=0, delta=part["text"], logprobs=[])
-            add("response.output_text.done", **at, content_index=0, text=part["text"], logprobs=[])
-            add("response.content_part.done", **at, content_index=0, part=part)
-        add("response.output_item.done", output_index=place, item=item)
-    add(f"response.{_status(answer)}", response=whole(answer))
-    yield from steps
+            steps.text(place, item["id"], live.rest(answer))
+            steps.add("response.output_text.done", **at, content_index=0, text=part["text"], logprobs=[])
+            steps.add("response.content_part.done", **at, content_index=0, part=part)
+        steps.add("response.output_item.done", output_index=place, item=item)
+        started = False
+    steps.add(f"response.{_status(answer)}", response=whole(answer))
+    yield steps.take()
+
+
+class _Steps:
+    """Events of one stream with their numbers."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._waiting: list[Event] = []
+
+    def add(self, kind: str, **fields: object) -> None:
+        self._waiting.append((kind, {"type": kind, "sequence_number": self._number, **fields}))
+        self._number += 1
+
+    def open(self, place: int, item: Body) -> None:
+        """Begin an item of the output, and the part of a message."""
+        empty: Body = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        self.add("response.output_item.added", output_index=place, item={**item, **empty})
+        if item["type"] == "message":
+            part = {**item["content"][0], "text": ""}
+            at = {"item_id": item["id"], "output_index": place, "content_index": 0}
+            self.add("response.content_part.added", **at, part=part)
+
+    def text(self, place: int, item_id: str, text: str) -> None:
+        if text:
+            at = {"item_id": item_id, "output_index": place, "content_index": 0}
+            self.add("response.output_text.delta", **at, delta=text, logprobs=[])
+
+    def take(self) -> list[Event]:
+        """Those that were not taken yet."""
+        taken, self._waiting = self._waiting, []
+        return taken
 
 
 def failure(refused: Refused) -> Event:

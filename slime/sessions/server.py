@@ -3,8 +3,8 @@
     POST /sessions/{id}/v1/chat/completions, /v1/responses, /v1/messages    GET /sessions/{id}/v1/models
 
 A request must carry its session's key, as `Authorization: Bearer KEY` or `x-api-key: KEY`. Statuses are such that
-clients do not try again: a refusal has ended the session. Answers come when they are whole; until then, a stream gets
-comments, so that no client takes it for dead.
+clients do not try again: a refusal has ended the session. A stream gets text as the model writes it where engine and
+parser can give it, and comments while there is none, so that no client takes it for dead.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
 from slime.sessions.anthropic_messages import MESSAGES
-from slime.sessions.dialect import Body, Dialect, written
+from slime.sessions.dialect import Body, Dialect, Event, written
+from slime.sessions.live import LiveAnswer
 from slime.sessions.messages import ChatRequest, Refused
 from slime.sessions.openai_chat import CHAT
 from slime.sessions.openai_responses import RESPONSES
-from slime.sessions.session import MODEL, ModelAnswer, Session
+from slime.sessions.session import MODEL, Session
 
 _LARGEST_BODY_BYTES = 64 << 20
 _COMMENT_EVERY_S = 5.0
@@ -128,41 +129,50 @@ class _Route:
     async def _respond(
         self, request: web.Request, session: Session, body: Body, asked: ChatRequest
     ) -> web.StreamResponse:
-        """The answer whole or as events. A refusal within the first seconds is an HTTP status, and later an event of
-        the stream."""
-        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        stream = web.StreamResponse(headers=headers) if asked.stream else None
-        task = asyncio.create_task(session.answer(asked))
+        """The answer whole or as events."""
+        live = LiveAnswer(lambda: session.ended)
+        task = asyncio.create_task(session.answer(asked, live))
+        live.follow(task)
         try:
-            while not (await asyncio.wait({task}, timeout=_COMMENT_EVERY_S))[0]:
-                if stream is not None:
-                    if not stream.prepared:
-                        await stream.prepare(request)
-                    await stream.write(b": waiting\n\n")
+            if asked.stream:
+                return await self._stream(request, session, self._dialect.events(live, body))
+            return web.json_response(self._dialect.whole(await live.answer()))
         finally:
             task.cancel()
+
+    async def _stream(
+        self, request: web.Request, session: Session, events: AsyncIterator[list[Event]]
+    ) -> web.StreamResponse:
+        """Send events as they come, and comments while none comes. A refusal before anything was sent is raised, and
+        later an event of the stream."""
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        stream = web.StreamResponse(headers=headers)
+        coming = asyncio.ensure_future(_next(events))
         try:
-            answer = _result(task, session)
+            while True:
+                came, _ = await asyncio.wait({coming}, timeout=_COMMENT_EVERY_S)
+                piece = b": waiting\n\n"
+                if came:
+                    if (found := coming.result()) is None:
+                        break
+                    piece = b"".join(map(written, found))
+                    coming = asyncio.ensure_future(_next(events))
+                if not stream.prepared:
+                    await stream.prepare(request)
+                await stream.write(piece)
+            await stream.write(self._dialect.last.encode())
         except Refused as refused:
-            if stream is None or not stream.prepared:
+            if not stream.prepared:
                 raise
+            session.end(refused.reason, str(refused))
             await stream.write(written(self._dialect.failure(refused)))
-            return stream
-        if stream is None:
-            return web.json_response(self._dialect.whole(answer))
-        if not stream.prepared:
-            await stream.prepare(request)
-        for event in self._dialect.events(answer, body):
-            await stream.write(written(event))
-        await stream.write(self._dialect.last.encode())
+        finally:
+            coming.cancel()
         return stream
 
 
-def _result(task: asyncio.Task[ModelAnswer], session: Session) -> ModelAnswer:
-    """The answer. Refused when the session ended meanwhile."""
-    if task.cancelled():
-        raise Refused(session.ended or "done", f"the session has ended: {session.ended}", 403)
-    return task.result()
+async def _next(events: AsyncIterator[list[Event]]) -> list[Event] | None:
+    return await anext(events, None)
 
 
 def _refusal(dialect: Dialect, refused: Refused) -> web.Response:

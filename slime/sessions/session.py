@@ -9,7 +9,7 @@ import secrets
 import time
 from argparse import Namespace
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from slime.config.schema import section_of
@@ -17,11 +17,12 @@ from slime.config.sections.rollout import RolloutConfig
 from slime.config.sections.sessions import SessionsConfig
 from slime.data import kept_tokens
 from slime.data.agents.session_record import KEY, SessionRecord
-from slime.protocols import GenerateResult
+from slime.protocols import GenerateResult, OnTokens
 from slime.rollout.facts import note_sampling
 from slime.rollout.generate import EVALUATION, request_seed, wanted_of
 from slime.rollout.state import GenerateState, random_stream
-from slime.sessions.messages import ChatParser, ChatRequest, Refused, Reply, of_reply
+from slime.sessions.live import LiveAnswer, TextSoFar
+from slime.sessions.messages import ChatParser, ChatRequest, ModelAnswer, Refused, Reply, of_reply
 from slime.sessions.rendering import BoundaryError, ChatRenderer
 from slime.sessions.turns import Turn, TurnTree, blank
 from slime.types import Message, Sample, SamplingParams
@@ -61,20 +62,6 @@ class SessionLimits:
             flags.session_max_tool_calls,
             flags.session_deadline_s,
         )
-
-
-@dataclass(frozen=True)
-class ModelAnswer:
-    """What a client gets, before a dialect writes it."""
-
-    id: str
-    reply: Reply
-    finish: str
-    """stop, length or tool_calls."""
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    created: int = field(default_factory=lambda: int(time.time()))
 
 
 class Session:
@@ -152,14 +139,14 @@ class Session:
         """The number of tokens of a conversation, rendered anew. Refused where the template raises an error."""
         return len(self._renderer.whole(request.messages, request.tools))
 
-    async def answer(self, request: ChatRequest) -> ModelAnswer:
+    async def answer(self, request: ChatRequest, live: LiveAnswer | None = None) -> ModelAnswer:
         """The model's answer. Refused when the session has ended, or ends with this request. Any other error is kept in
-        `fault`."""
+        `fault`. `live` gets the text while it is written, where the engine and the parser can give it."""
         task = asyncio.current_task()
         assert task is not None
         self._in_flight.add(task)
         try:
-            return await self._answer(request)
+            return await self._answer(request, live or LiveAnswer())
         except Refused as refusal:
             self.end(refusal.reason, str(refusal))
             raise
@@ -169,11 +156,12 @@ class Session:
         finally:
             self._in_flight.discard(task)
 
-    async def _answer(self, request: ChatRequest) -> ModelAnswer:
+    async def _answer(self, request: ChatRequest, live: LiveAnswer) -> ModelAnswer:
         self._check(request)
         self._ignored |= set(request.ignored)
         prompt, parent, added = self._prompt(request)
-        result = await self._generate(prompt, parent, request)
+        live.prompt_tokens = len(prompt)
+        result = await self._generate(prompt, parent, request, live)
         ended = result.finish_reason == "stop" and result.token_ids[-1] in self._renderer.special
         reply = self._parsed(request, prompt, result, ended=ended)
         known = len(parent.token_ids) if parent else 0
@@ -181,12 +169,13 @@ class Session:
         self._tree.add(turn)
         self._tool_calls += len(reply.tool_calls)
         answer = ModelAnswer(
-            secrets.token_hex(12),
+            live.id,
             reply,
             "tool_calls" if reply.tool_calls and ended else result.finish_reason,
             len(prompt),
             len(result.token_ids),
             result.cached_tokens,
+            live.created,
         )
         self._answers[answer.id] = turn
         return answer
@@ -230,11 +219,18 @@ class Session:
                 self._mismatches += 1
         return self._renderer.whole(request.messages, request.tools), None, request.messages
 
-    async def _generate(self, prompt: list[int], parent: Turn | None, request: ChatRequest) -> GenerateResult:
+    async def _generate(
+        self, prompt: list[int], parent: Turn | None, request: ChatRequest, live: LiveAnswer
+    ) -> GenerateResult:
         engine = self._own.engine
         assert engine is not None, "a session needs an engine"
         params = self._sampling(prompt, request)
         wanted = wanted_of(self._args, parent.known_experts if parent else 0)
+        shown: dict[str, OnTokens] = {}
+        if request.stream and engine.streams and self._parser.plain:
+            hold = max(map(len, request.stop), default=0)
+            live.show(TextSoFar(self._own.tokenizer, self._renderer.special, hold))
+            shown = {"on_tokens": live.on_tokens}
         stream = random_stream(self._sample)
         place = parent.generated if parent else 0
         seed = request_seed(self._flags.rollout_seed, stream, place, retry=self._requests[place])
@@ -244,7 +240,7 @@ class Session:
         try:
             async with asyncio.timeout(deadline_s * 1.1 + 0.5):
                 result = await engine.generate(
-                    prompt, params, seed=seed, deadline_s=deadline_s, session=self.id, **wanted
+                    prompt, params, seed=seed, deadline_s=deadline_s, session=self.id, **wanted, **shown
                 )
         except TimeoutError as error:
             said = str(error) or "the engine did not answer"
@@ -260,6 +256,7 @@ class Session:
             self._own.note_request(time.perf_counter() - began, result)
         if result.finish_reason == "abort" or not result.token_ids:
             raise Refused("aborted", "the rollout has all samples that it needs", _FORBIDDEN)
+        live.check(result)
         return result
 
     def _sampling(self, prompt: list[int], request: ChatRequest) -> SamplingParams:

@@ -103,6 +103,8 @@ class EngineDouble:
     sampling params, seed) of each request.
     """
 
+    streams = False
+
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
         self.version = 0

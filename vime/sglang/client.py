@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from slime.protocols import FinishReason, GenerateResult, ScoreResult
+from slime.protocols import FinishReason, GenerateResult, OnTokens, ScoreResult
 from slime.rollout.sampling import checked
 from vime.pool.control import CHECKPOINT_VERSION
 from vime.pool.router_client import RouterClient, Transient, check_start, require_finite, require_ok, scored
@@ -47,6 +47,8 @@ _UNNAMED = "default"
 class SglangEngineClient(RouterClient):
     """RolloutEngine over sglang-router at `router_url`, e.g. "http://127.0.0.1:3000"."""
 
+    streams = False
+
     async def generate(
         self,
         token_ids: list[int],
@@ -58,6 +60,7 @@ class SglangEngineClient(RouterClient):
         kept_tokens: int = 0,
         top_tokens: int = 0,
         session: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> GenerateResult:
         """Sample one completion of `token_ids`, see `slime.protocols.RolloutEngine`.
 

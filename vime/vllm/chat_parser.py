@@ -36,6 +36,8 @@ def make_parser(args: Namespace, tokenizer: PreTrainedTokenizerBase) -> ChatPars
 class VllmChatParser:
     """A `slime.sessions.messages.ChatParser`."""
 
+    plain = False
+
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,

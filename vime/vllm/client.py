@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from slime.protocols import FinishReason, GenerateResult, ScoreResult
+from slime.protocols import FinishReason, GenerateResult, OnTokens, ScoreResult
 from slime.rollout.sampling import checked
 from vime.pool.router_client import RouterClient, Transient, check_start, require_finite, require_ok, scored
 from vime.sglang_api.sampling_names import NAMES
@@ -22,6 +22,7 @@ from vime.vllm.group_wire import (
     KEPT_FIELD,
     SAMPLES,
     SCORE_FIELD,
+    STREAM_FIELD,
     TOP_FIELD,
     Frames,
     GroupParams,
@@ -37,6 +38,8 @@ _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "
 
 class VllmEngineClient(RouterClient):
     """RolloutEngine over vllm-router at `router_url`, e.g. "http://127.0.0.1:3000"."""
+
+    streams = True
 
     def __init__(self, router_url: str, run_key: str) -> None:
         super().__init__(router_url, run_key)
@@ -57,6 +60,7 @@ class VllmEngineClient(RouterClient):
         kept_tokens: int = 0,
         top_tokens: int = 0,
         session: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> GenerateResult:
         """Sample one completion of `token_ids`.
 
@@ -75,8 +79,12 @@ class VllmEngineClient(RouterClient):
             shared[KEPT_FIELD] = kept_tokens
         if top_tokens:
             shared[TOP_FIELD] = top_tokens
+        if on_tokens is not None:
+            shared[STREAM_FIELD] = True
         answer = await self._until(
-            deadline_s, lambda: self._join(token_ids, shared, own, session), prompt_tokens=len(token_ids)
+            deadline_s,
+            lambda: self._join(token_ids, shared, own, session, on_tokens),
+            prompt_tokens=len(token_ids),
         )
         return result_of(answer, len(token_ids), experts_from)
 
@@ -113,6 +121,7 @@ class VllmEngineClient(RouterClient):
         shared: dict[str, object],
         own: dict[str, object],
         session: str | None,
+        on_tokens: OnTokens | None = None,
     ) -> asyncio.Future[SampleAnswer]:
         """Add a sample to the request that leaves when the tasks that are ready now have run."""
         loop = asyncio.get_running_loop()
@@ -123,6 +132,7 @@ class VllmEngineClient(RouterClient):
         future: asyncio.Future[SampleAnswer] = loop.create_future()
         request.samples.each.append(own)
         request.futures.append(future)
+        request.parts.append(_Parts(on_tokens))
         return future
 
     def _send_waiting(self) -> None:
@@ -166,7 +176,9 @@ class VllmEngineClient(RouterClient):
             frames = Frames()
             async for piece in response.content.iter_any():
                 for answer in frames.feed(piece):
-                    if not request.futures[answer.place].done():
+                    if answer.more:
+                        request.parts[answer.place].add(answer)
+                    elif not request.futures[answer.place].done():
                         request.futures[answer.place].set_result(answer)
 
 
@@ -178,6 +190,21 @@ class _Request:
     samples: GroupParams
     session: str | None
     futures: list[asyncio.Future[SampleAnswer]] = field(default_factory=list)
+    parts: list[_Parts] = field(default_factory=list)
+
+
+@dataclass
+class _Parts:
+    """The tokens that a sample has so far."""
+
+    on_tokens: OnTokens | None
+    known: int = 0
+
+    def add(self, answer: SampleAnswer) -> None:
+        ids = np.frombuffer(answer.token_ids, np.int32).tolist()
+        if self.on_tokens is not None:
+            self.on_tokens(self.known, ids, np.frombuffer(answer.log_probs, np.float32).tolist())
+        self.known += len(ids)
 
 
 def _end_with(task: asyncio.Task[None], futures: list[asyncio.Future[SampleAnswer]], _: object) -> None:

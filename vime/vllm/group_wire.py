@@ -1,4 +1,5 @@
-"""What travels between the client and an engine for a group of samples: one request, one frame per finished sample.
+"""What travels between the client and an engine for a group of samples: one request, one frame per finished sample, and
+before it, where these are asked for, frames with the sample's tokens so far.
 
 The request is a /v1/completions body, which vllm-router balances, with the field `SAMPLES`: a `GroupParams` record with
 vLLM's sampling parameters, those that all samples share and those of each sample (`seed`, `max_tokens`). The answer is
@@ -19,6 +20,8 @@ SCORE_FIELD = "vime_score_from"
 """A shared parameter of a request for log-probs of the prompt: the first place."""
 TOP_FIELD = "vime_top"
 """A shared parameter: how many of the most probable tokens of each place the answers shall hold."""
+STREAM_FIELD = "vime_stream"
+"""A shared parameter: whether frames with tokens come before a sample is finished."""
 MARK = b"vime"
 """What a frame begins with. The router calls every stream text/event-stream, so the content type tells nothing."""
 _HEAD_BYTES = len(MARK) + 4
@@ -30,7 +33,9 @@ class GroupParams(msgspec.Struct):
 
 
 class SampleAnswer(msgspec.Struct, array_like=True):
-    """One finished sample. `place`: its place in the request. `token_ids`: int32, `log_probs`: float32 nats.
+    """One finished sample, or with `more` the tokens of a sample since its last frame.
+
+    `place`: its place in the request. `token_ids`: int32, `log_probs`: float32 nats.
 
     `error` is set where the engine refuses the sample; every other field is then empty. `experts`: an .npy file.
     Of a request with SCORE_FIELD, `log_probs` are those of the prompt. `top_ids`, int32, and `top_log_probs`, float32
@@ -60,6 +65,7 @@ class SampleAnswer(msgspec.Struct, array_like=True):
     top_log_probs: bytes = b""
     preemptions: int = 0
     version_starts: list[int] = []
+    more: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder()

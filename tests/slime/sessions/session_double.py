@@ -10,9 +10,9 @@ from typing import Any
 
 from rollout_double import EngineDouble, make_args, make_state, make_tokenizer
 
-from slime.protocols import GenerateResult
+from slime.protocols import GenerateResult, OnTokens
 from slime.sessions import Session, SessionLimits, open_session
-from slime.sessions.messages import Reply, ToolCall
+from slime.sessions.messages import ChatParser, Reply, ToolCall
 from slime.types import Sample
 
 TOOLS = (
@@ -28,12 +28,14 @@ END = "<|im_end|>"
 
 
 class Scripted(EngineDouble):
-    """Writes `script(prompt)`, one token a byte. A text without END was cut off. `gate`, if set, holds answers back."""
+    """Writes `script(prompt)`, one token a byte. A text without END was cut off. `gate`, if set, holds answers back.
+    With `streams`, `shown` is awaited after each token."""
 
     def __init__(self, script: Callable[[str], str]) -> None:
         super().__init__(make_tokenizer(TOOLS))
         self.script = script
         self.gate: asyncio.Event | None = None
+        self.shown: Callable[[int], Awaitable[Any]] = lambda _: asyncio.sleep(0)
         self.prompts: list[list[int]] = []
         self.sessions: set[str | None] = set()
 
@@ -45,6 +47,7 @@ class Scripted(EngineDouble):
         seed: int,
         deadline_s: float,
         session: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> GenerateResult:
         self.prompts.append(token_ids)
         self.sessions.add(session)
@@ -58,13 +61,16 @@ class Scripted(EngineDouble):
         reason = "length" if cut or not said.endswith(END) else "stop"
         values = [-0.01 * (n + 1) for n in range(len(ids))]
         text = self.tokenizer.decode(ids)
+        for place in range(len(ids) if on_tokens else 0):
+            on_tokens(place, ids[place : place + 1], values[place : place + 1])
+            await self.shown(place)
         return GenerateResult(ids, values, text, reason, [self.version], len(token_ids), len(token_ids) // 2)
 
 
 class QwenParser:
     """Reasoning in <think>, calls in <tool_call>."""
 
-    tools = True
+    tools, plain = True, False
 
     def parse(self, text: str, token_ids: Any, prompt_ids: Any, messages: Any, tools: Any) -> Reply:
         thoughts, found, rest = text.rpartition("</think>")
@@ -83,6 +89,7 @@ def converse(
     *,
     limits: SessionLimits | None = None,
     prepare: Callable[[Scripted, Any], Any] | None = None,
+    parser: ChatParser | None = None,
     **flags: Any,
 ) -> tuple[list[Sample], Scripted]:
     """Run `agent` with a session, and return the samples and the engine."""
@@ -95,7 +102,7 @@ def converse(
 
     async def run() -> list[Sample]:
         sample = Sample(prompt=[{"role": "user", "content": "go"}], index=7, session_id="rollout/7")
-        async with open_session(args, sample, limits=limits, parser=QwenParser()) as session:
+        async with open_session(args, sample, limits=limits, parser=parser or QwenParser()) as session:
             await agent(session)
         return session.samples()
 

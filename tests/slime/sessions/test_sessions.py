@@ -109,7 +109,7 @@ LIMITS = {
     "turns": SessionLimits(turns=2),
     "tokens": SessionLimits(tokens=9),
     "tool_calls": SessionLimits(tool_calls=1),
-    "time": SessionLimits(seconds=0.4),
+    "time": SessionLimits(seconds=1.5),
 }
 
 

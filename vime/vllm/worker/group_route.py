@@ -10,14 +10,23 @@ from __future__ import annotations
 import asyncio
 import io
 import math
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
 import msgspec
 import numpy as np
 
-from vime.vllm.group_wire import KEPT_FIELD, SCORE_FIELD, TOP_FIELD, GroupParams, SampleAnswer, frame
+from vime.vllm.group_wire import (
+    KEPT_FIELD,
+    SCORE_FIELD,
+    STREAM_FIELD,
+    TOP_FIELD,
+    GroupParams,
+    SampleAnswer,
+    frame,
+)
 from vime.vllm.versions import refusals
 from vime.vllm.worker.asgi import Message, Receive, Send
 from vime.vllm.worker.routed_experts import START_FIELD
@@ -32,6 +41,8 @@ LOWEST = -9999.0
 """What stands for minus infinity, as in vLLM's own answers."""
 MISSING = 1e-3
 """A set of ids with less of the probability than all but this is not whole: the distribution was not cut to it."""
+PART_S = 0.02
+"""The least time between two frames of a sample that is not finished."""
 Finished = asyncio.Queue[SampleAnswer | BaseException]
 """What the samples of a request gave so far."""
 
@@ -62,13 +73,14 @@ class GroupRequest:
         kept = shared.pop(KEPT_FIELD, 0)
         self.kept_tokens = min(kept, vocabulary) if isinstance(kept, int) else 0
         self.score_from = shared.pop(SCORE_FIELD, None)
+        self.streams = shared.pop(STREAM_FIELD, False) is True
         top = shared.pop(TOP_FIELD, 0)
         self.top_tokens = min(top, vocabulary) if isinstance(top, int) else 0
         most = max(self.kept_tokens, self.top_tokens)
         ours: dict[str, object] = {
             "logprobs": most if self.score_from is None else None,
             "prompt_logprobs": None if self.score_from is None else self.top_tokens,
-            "output_kind": RequestOutputKind.FINAL_ONLY,
+            "output_kind": RequestOutputKind.CUMULATIVE if self.streams else RequestOutputKind.FINAL_ONLY,
             "skip_clone": True,
         }
         make: Callable[..., SamplingParams] = SamplingParams.from_optional
@@ -124,7 +136,8 @@ class _ClientGoneError(Exception):
 
 
 async def _send_frames(finished: Finished, count: int, send: Send) -> None:
-    """Send `count` answers, those that finished together in one piece. Raises an exception that is in the queue."""
+    """Send frames until `count` samples are finished, those of one time in one piece. Raises an exception that is in
+    the queue."""
     started = False
     while count:
         found, answers = [await finished.get()], list[SampleAnswer]()
@@ -139,7 +152,7 @@ async def _send_frames(finished: Finished, count: int, send: Send) -> None:
         if not started:
             await send(_start(200, b"application/octet-stream"))
             started = True
-        count -= len(answers)
+        count -= sum(not answer.more for answer in answers)
         piece = b"".join(map(frame, answers))
         await send({"type": "http.response.body", "body": piece, "more_body": count > 0})
 
@@ -162,7 +175,7 @@ async def _sample(
 
     try:
         outputs = engine.generate(tokens_input(request.prompt), request.samples[place], name)
-        output = [one async for one in outputs][-1]  # FINAL_ONLY: there is one
+        output = await _last(outputs, place, request.streams, finished)
         if isinstance(request.score_from, int):
             finished.put_nowait(_scores_of(output, place, versions(), request.score_from))
             return
@@ -174,6 +187,34 @@ async def _sample(
         finished.put_nowait(error)
 
 
+async def _last(
+    outputs: AsyncIterator[RequestOutput], place: int, streams: bool, finished: Finished
+) -> RequestOutput:
+    """The finished output. With `streams`, each output has all tokens so far, and a frame has those that are new."""
+    known, next_s = 0, 0.0
+    async for output in outputs:
+        now = time.monotonic()
+        if not streams or output.finished or now < next_s:
+            continue
+        completion = output.outputs[0]
+        end = len(completion.token_ids)
+        values = _log_probs(completion, known, end)  # the engine's list may be longer than its tokens already
+        finished.put_nowait(SampleAnswer(place, _ids(completion.token_ids[known:]), values, more=True))
+        known, next_s = end, now + PART_S
+    return output
+
+
+def _ids(token_ids: Sequence[int]) -> bytes:
+    return np.asarray(token_ids, np.int32).tobytes()
+
+
+def _log_probs(completion: CompletionOutput, start: int = 0, end: int | None = None) -> bytes:
+    """float32, of the sampled tokens from `start` on. NaN stays."""
+    flat = cast("FlatLogprobs | None", completion.logprobs)
+    values = [flat.logprobs[first] for first in flat.start_indices[start:end]] if flat is not None else []
+    return np.maximum(np.asarray(values, np.float32), LOWEST).tobytes()
+
+
 def _answer_of(
     output: RequestOutput,
     place: int,
@@ -183,7 +224,6 @@ def _answer_of(
 ) -> SampleAnswer:
     completion, times = output.outputs[0], output.metrics
     flat = cast("FlatLogprobs | None", completion.logprobs)
-    values = [flat.logprobs[first] for first in flat.start_indices] if flat is not None else []
     kept_ids, kept_counts = None, b""
     if kept_tokens and flat is not None:
         kept_ids, kept_counts = _kept(flat)
@@ -205,8 +245,8 @@ def _answer_of(
         experts = file.getvalue()
     return SampleAnswer(
         place,
-        np.asarray(completion.token_ids, np.int32).tobytes(),
-        np.maximum(np.asarray(values, np.float32), LOWEST).tobytes(),  # keeps NaN
+        _ids(completion.token_ids),
+        _log_probs(completion),
         completion.text,
         completion.finish_reason,
         [span.version for span in spans],

@@ -1,0 +1,130 @@
+"""An answer while the model writes it: its tokens so far, and their text as far as later tokens cannot change it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Container, Sequence
+from typing import TYPE_CHECKING
+
+from slime.protocols import GenerateResult
+from slime.sessions.messages import ModelAnswer, Refused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_HALF = "\ufffd"
+"""What a decoder shows for bytes that are not yet a character."""
+
+
+class TextSoFar:
+    """Tokens in, text out: a beginning of what `decode` makes of all tokens.
+
+    A special token stays back until another token follows it, because one that ends the turn is no text. So do the last
+    `hold` characters, which may be the beginning of a text that stops the answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: Container[int], hold: int = 0) -> None:
+        self._tokenizer, self._special, self._hold = tokenizer, special, hold
+        self._ids: list[int] = []
+        self._start = self._read = 0
+        """The tokens of [start, read) have been read. They are decoded again, because spaces may depend on them."""
+        self._held = ""
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """The new text."""
+        self._ids += token_ids
+        end = len(self._ids)
+        if end and self._ids[-1] in self._special:
+            end -= 1
+        before = self._decode(self._ids[self._start : self._read])
+        text = self._decode(self._ids[self._start : end])
+        if end > self._read and len(text) > len(before) and not text.endswith(_HALF):
+            self._held += text[len(before) :]
+            self._start, self._read = self._read, end
+        cut = len(self._held) - self._hold
+        if cut <= 0:
+            return ""
+        out, self._held = self._held[:cut], self._held[cut:]
+        return out
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+
+class LiveAnswer:
+    """One answer, from the request to its end. `follow` begins it; a stream of events reads `texts`, then `answer`."""
+
+    def __init__(self, ended: Callable[[], str | None] = lambda: None) -> None:
+        """`ended`: why the session has ended."""
+        self._ended = ended
+        self.id, self.created = secrets.token_hex(12), int(time.time())
+        self.prompt_tokens = 0
+        self.sent = ""
+        """The text that was handed out."""
+        self._task: asyncio.Task[ModelAnswer] | None = None
+        self._text: TextSoFar | None = None
+        self._ids: list[int] = []
+        self._ready = ""
+        self._news = asyncio.Event()
+
+    def follow(self, task: asyncio.Task[ModelAnswer]) -> None:
+        """`task` makes the answer."""
+        self._task = task
+        task.add_done_callback(lambda _: self._news.set())
+
+    def show(self, text: TextSoFar) -> None:
+        """Hand out text from now on. Without this call, `texts` is empty."""
+        self._text = text
+
+    def on_tokens(self, place: int, token_ids: list[int], log_probs: list[float]) -> None:
+        """`slime.protocols.OnTokens`. Tokens that come again, because another engine took the request over, are no
+        news."""
+        if self._text is None or place + len(token_ids) <= len(self._ids):
+            return
+        new = token_ids[len(self._ids) - place :]
+        self._ids += new
+        self._ready += self._text.add(new)
+        if self._ready:
+            self._news.set()
+
+    def check(self, result: GenerateResult) -> None:
+        """Refused if the client has seen other tokens than those of the result: an engine died, and the next one wrote
+        something else. The sample goes back to the rollout."""
+        if result.token_ids[: len(self._ids)] != self._ids:
+            raise Refused(
+                "aborted", "an engine ended in the middle of an answer that was being streamed", 403
+            )
+
+    async def texts(self) -> AsyncIterator[str]:
+        """The text in pieces, until the answer is whole. What is left then has `rest`."""
+        assert self._task is not None
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._task.done():
+                return
+            piece, self._ready = self._ready, ""
+            self.sent += piece
+            yield piece
+
+    async def answer(self) -> ModelAnswer:
+        """The whole answer. Refused when the session ended meanwhile."""
+        assert self._task is not None
+        await asyncio.wait({self._task})
+        if self._task.cancelled():
+            reason = self._ended() or "done"
+            raise Refused(reason, f"the session has ended: {reason}", 403)
+        return self._task.result()
+
+    def rest(self, answer: ModelAnswer) -> str:
+        """What the content has beyond `sent`. Refused where that is no beginning of the content."""
+        content = answer.reply.content or ""
+        if not content.startswith(self.sent):
+            raise Refused(
+                "engine",
+                f"the text of an answer must begin as it was streamed, got {content[:80]!r} after {self.sent[:80]!r}; "
+                "ask without stream",
+            )
+        return content[len(self.sent) :]
