@@ -55,12 +55,14 @@ class ModelAnswer:
 
 
 class ChatParser(Protocol):
-    """Takes the model's text apart. The backend gives it, because it knows the formats of its engine."""
+    """Takes the model's text apart. The backend gives it, because it knows the formats of its engine.
+
+    One with an attribute `plain` that is true says that the content is the text: a client may see the text before the
+    answer is whole.
+    """
 
     tools: bool
     """Whether it finds tool calls."""
-    plain: bool
-    """Whether the content is the text, so that a client may see the text before the answer is whole."""
 
     def parse(
         self, text: str, token_ids: list[int], prompt_ids: list[int], messages: list[Message], tools: Tools

@@ -227,7 +227,7 @@ class Session:
         params = self._sampling(prompt, request)
         wanted = wanted_of(self._args, parent.known_experts if parent else 0)
         shown: dict[str, OnTokens] = {}
-        if request.stream and engine.streams and self._parser.plain:
+        if request.stream and engine.streams and getattr(self._parser, "plain", False):
             hold = max(map(len, request.stop), default=0)
             live.show(TextSoFar(self._own.tokenizer, self._renderer.special, hold))
             shown = {"on_tokens": live.on_tokens}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -63,7 +64,10 @@ async def messages(session: Session) -> None:
 
 
 def converse(
-    engine: RolloutEngine, checkpoint: Path, agents: list[Callable[[Session], Awaitable[None]]]
+    engine: RolloutEngine,
+    checkpoint: Path,
+    agents: list[Callable[[Session], Awaitable[None]]],
+    **sampling: Any,
 ) -> list[Sample]:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, chat_template=TEMPLATE)
     args = make_args(rollout_max_response_len=16, rollout_deadline_s=90.0)
@@ -71,7 +75,7 @@ def converse(
 
     async def one(index: int, agent: Callable[[Session], Awaitable[None]]) -> Sample:
         sample = Sample(prompt="", index=index, session_id=f"rollout/{index}")
-        async with open_session(args, sample) as session:
+        async with open_session(args, sample, state.sampling_params | sampling) as session:
             await agent(session)
         (made,) = session.samples()
         return made
@@ -104,6 +108,49 @@ def test_clients_of_all_dialects_make_samples(served: Any) -> None:
     checkpoint = served.stack.checkpoint
     for sample in converse(served.pool.client(), checkpoint, [chat, responses, messages]):
         check(sample, checkpoint, served.stack.version)
+
+
+def test_a_stream_shows_the_answer_early_and_its_end_ends_the_request(served: Any) -> None:
+    """Streamed or not, the same tokens. A client that goes away in the middle frees the engine."""
+    streams = served.pool.client().streams
+    pieces: list[int] = []
+
+    async def streamed(session: Session, stop_after: int = 0) -> None:
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+            said: Any = [{"role": "user", "content": QUESTION}]
+            count = 0
+            async for chunk in await client.chat.completions.create(
+                model="policy", messages=said, stream=True
+            ):
+                count += bool(chunk.choices[0].delta.content)
+                if count == stop_after > 0:
+                    return
+            pieces.append(count)
+
+    async def whole(session: Session) -> None:
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+            await client.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": QUESTION}]
+            )
+
+    async def gone(session: Session) -> None:
+        await streamed(session, stop_after=1)
+        while session.ended is None:
+            await asyncio.sleep(0.02)
+
+    checkpoint, params = served.stack.checkpoint, {"ignore_eos": True, "max_new_tokens": 200}
+    (one,), (other,) = (
+        converse(served.pool.client(), checkpoint, [agent], **params) for agent in (streamed, whole)
+    )
+    assert (one.tokens, one.rollout_log_probs) == (other.tokens, other.rollout_log_probs)
+    assert one.response_length == 200 and (pieces[0] > 5 if streams else pieces == [1])
+    if streams:
+        before = served.stack.metric("generation_tokens_total")
+        (left,) = converse(served.pool.client(), checkpoint, [gone], **params | {"max_new_tokens": 250})
+        assert left.metadata["session"]["ended"] == "disconnected" and left.remove_sample
+        while served.stack.metric("num_requests_running"):
+            time.sleep(0.02)
+        assert served.stack.metric("generation_tokens_total") < before + 250
 
 
 @pytest.mark.slow
