@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import statistics
 import sys
 import tempfile
@@ -105,6 +106,8 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint, chat_template=TEMPLATE)
         hook_args: Any = make_args(rollout_deadline_s=300.0)
         hook_args.rollout_state = state = GenerateState(hook_args, stack.pool.client(), tokenizer)
+        gc.collect()
+        gc.freeze()  # as in the rollout manager's process
         load = Load(state, stack.pool.engine_urls[0], args.turns, args.tokens)
         try:
             rates: dict[str, list[float]] = {"vllm": [], "sessions": [], "tokens": []}

@@ -139,6 +139,23 @@ def test_an_agent_that_never_ends_is_ended(reason: str) -> None:
         assert len(sample.tokens) <= 260
 
 
+def test_a_tool_that_hangs_ends_its_session_alone() -> None:
+    """By the time of the session, which cancels the agent. The turn before stays, and so does the session beside it."""
+    hung: list[bool] = []
+
+    async def agent(session: Session) -> None:
+        await ask(session, [user("say fine")])
+        try:
+            await asyncio.sleep(600)
+        finally:
+            hung.append(True)
+
+    (sample,), engine = converse(agent, repeat, limits=SessionLimits(seconds=1.5))
+    assert sample.metadata["session"]["ended"] == "time" and sample.status is Sample.Status.TRUNCATED
+    assert hung == [True] and trained(sample, engine) == f"fine{END}"
+    sample.check()
+
+
 PICTURE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]
 BAD: dict[str, dict[str, Any]] = {
     "media": {"messages": [{"role": "user", "content": PICTURE}]},
