@@ -14,12 +14,14 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from slime.sessions.keyed import KeyedSessions
+from slime.hooks import load_function
 from slime.types import Sample
 
 logger = logging.getLogger(__name__)
 
 _LARGEST_BODY_BYTES = 64 << 20
+_SESSIONS = "slime.sessions.keyed.KeyedSessions"
+"""A path, because rewards of the rollout run programs in sandboxes, and sessions need the rollout."""
 _NO_TURN = ("messages/count_tokens",)
 
 
@@ -84,7 +86,7 @@ class BaseAdapter:
         vars(self).update({name: url.rstrip("/") for name, url in address.items()})
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
         self.max_turns_per_sid = max_turns_per_sid
-        self.sessions: Sessions = KeyedSessions() if sessions is None else sessions
+        self.sessions: Sessions = load_function(_SESSIONS)() if sessions is None else sessions
         self._open: set[str] = set()
         self.closed: set[str] = set()
         self._turns: Counter[str] = Counter()
