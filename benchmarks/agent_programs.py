@@ -157,8 +157,8 @@ def well(name: str, samples: list[Sample], code: int, said: str) -> bool:
     trained = sum(sum(sample.loss_mask or []) for sample in samples)
     print(
         f"{name}: exit code {code}, ended {record['ended']}, {record['turns']} turns, "
-        f"{record['tool_calls']} tool calls, {record['samples']} samples, prefix mismatches {record['prefix_mismatch']}, {tokens} tokens, "
-        f"{trained} of the model",
+        f"{record['tool_calls']} tool calls, {record['samples']} samples, "
+        f"prefix mismatches {record['prefix_mismatch']}, {tokens} tokens, {trained} of the model",
         flush=True,
     )
     for sample in samples:
