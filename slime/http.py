@@ -25,7 +25,7 @@ _LOOK_S = 30.0
 
 @dataclass
 class OwnServers:
-    """The servers of this run, and the headers with the run's key for them."""
+    """The servers of one model of this run, and the headers with the key for them."""
 
     urls: Sequence[str] = ()
     """Their addresses."""
@@ -57,15 +57,17 @@ def _urls(listed: dict[str, Any]) -> list[str]:
     return [worker["url"] for worker in listed["workers"]]
 
 
-_own = OwnServers()
+_own: tuple[OwnServers, ...] = ()
 _kept: WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession | None] = WeakKeyDictionary()
 
 
-def set_own_servers(own: OwnServers) -> None:
-    """From now on, requests of this process to `own` carry the run's key, and any library reaches `own` directly."""
+def set_own_servers(*own: OwnServers) -> None:
+    """From now on, requests of this process to `own`, one for each model of the run, carry the model's key, and any
+    library reaches `own` directly."""
     global _own
     _own = own
-    bypass_proxy(os.environ, (host for url in own.urls if (host := urlsplit(url).hostname)))
+    urls = [url for each in own for url in each.urls]
+    bypass_proxy(os.environ, (host for url in urls if (host := urlsplit(url).hostname)))
 
 
 def bypass_proxy(environ: MutableMapping[str, str], hosts: Iterable[str]) -> None:
@@ -146,7 +148,9 @@ async def _try(
     end = loop.time() + deadline_s
     for attempt in range(1, max_retries + 2):
         try:
-            own = await _own.headers_for(session, url)
+            own: Mapping[str, str] = {}
+            for each in _own:
+                own = own or await each.headers_for(session, url)
             # A redirect must not carry the run's key to wherever it leads.
             sent = {**content, "headers": {**own, **headers}, "allow_redirects": not own}
             return await _once(session, method, url, sent, end - loop.time())

@@ -55,7 +55,7 @@ def make_pools(config: Config, placed: Placement, source: WeightSource | None) -
             frozen[model.name] = pool
         else:
             policy = pool
-    return ServedModels(policy, frozen)
+    return ServedModels(policy, frozen, config.engine.policy_name)
 
 
 def require_reachable(config: Config) -> None:

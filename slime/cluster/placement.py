@@ -202,7 +202,7 @@ def place(config: Config) -> Placement:
         }
         share = 0.5 if config.cluster.colocate else 1.0
         placed = Placement(group, resource, trainers, engines, share, nodes, gpus)
-        _require_nodes(placed, config.cluster.num_gpus_per_node)
+        _require_nodes(placed, config)
         if config.cluster.nvlink_domain_size or any(gpu.facts.domain for gpu in gpus):
             _require_domains(config, places, domains)
     except BaseException:
@@ -233,9 +233,9 @@ def place_engine(config: Config, model: str) -> Placement:
         if gpus:
             order, domains = _ordered(gpus, [size], config.cluster.nvlink_domain_size)
             if config.cluster.nvlink_domain_size or any(gpu.facts.domain for gpu in gpus):
-                _require_one_domain(_size_flag(model), config.engine_tensor_parallel, domains)
+                _require_one_domain(_size_flag(config, model), config.engine_tensor_parallel, domains)
         placed = Placement(group, resource, [], {model: [order]}, 1.0, nodes, gpus)
-        _require_nodes(placed, config.cluster.num_gpus_per_node)
+        _require_nodes(placed, config)
     except BaseException:
         remove_placement_group(group)
         raise
@@ -249,11 +249,15 @@ def _told(config: Config, places: _Places) -> str:
         f"{group.ranks} {group.name} ranks (--{group.flags}-num-nodes x --{group.flags}-num-gpus-per-node)"
         for group in groups
     )
-    of_policy, *frozen = [len(each.places) for each in places.engines.values()]
+    of_policy = len(places.engines[POLICY].places)
     shared = ", shared by --colocate" if config.cluster.colocate else ""
-    teachers = f", and {sum(frozen)} of teachers (--opd-teacher-num-gpus)" if frozen else ""
+    frozen = "".join(
+        f", and {model.devices} of {model.name} ({model.own_flags['--rollout-num-gpus']})"
+        for model in served_models(config)
+        if model.frozen
+    )
     return (
-        f"{ranks or 'no trainer rank'} and {of_policy} rollout devices (--rollout-num-gpus){shared}{teachers}"
+        f"{ranks or 'no trainer rank'} and {of_policy} rollout devices (--rollout-num-gpus){shared}{frozen}"
     )
 
 
@@ -348,16 +352,18 @@ def _require_one_domain(flag: str, size: int, domains: Sequence[Hashable]) -> No
     )
 
 
-def _size_flag(model: str) -> str:
-    return "--rollout-num-gpus-per-engine" if model == POLICY else "--opd-teacher-num-gpus-per-engine"
+def _size_flag(config: Config, model: str) -> str:
+    flag = "--rollout-num-gpus-per-engine"
+    return next((one.own_flags.get(flag, flag) for one in served_models(config) if one.name == model), flag)
 
 
-def _require_nodes(placed: Placement, per_node: int) -> None:
+def _require_nodes(placed: Placement, config: Config) -> None:
     """ValueError if an engine spans more nodes than it needs. The server process on a node sees the GPUs of that node
     only, and vLLM needs the same number of GPUs on each node."""
     engines = [
         (name, i, each) for name, every in placed.engine_bundles.items() for i, each in enumerate(every)
     ]
+    per_node = config.cluster.num_gpus_per_node
     for name, index, bundles in engines:
         parts, each = placed.by_node(bundles), min(len(bundles), per_node)
         if any(len(part) != each for part in parts):
@@ -366,7 +372,7 @@ def _require_nodes(placed: Placement, per_node: int) -> None:
             if each < len(bundles):
                 where = f"{len(bundles) // each} whole nodes (--num-gpus-per-node {each})"
             raise ValueError(
-                f"the GPUs of an engine ({_size_flag(name)} {len(bundles)}) must be {where}, got "
+                f"the GPUs of an engine ({_size_flag(config, name)} {len(bundles)}) must be {where}, got "
                 f"engine {index} with {on}; give every node a multiple of {each} GPUs of trainers and of engines, or "
                 "use smaller engines"
             )

@@ -160,5 +160,6 @@ def _kind_of(hint: object) -> tuple[type, bool, bool, bool]:
     present = [part for part in parts if part is not type(None)]
     one = present[-1]  # of `str | list[str]` the list
     many = typing.get_origin(one) is list
-    kind = typing.get_args(one)[0] if many else typing.get_origin(one) or one
+    value = typing.get_args(one)[0] if many else one
+    kind = typing.get_origin(value) or value
     return typing.cast("type", kind), many, len(present) < len(parts), many and len(present) > 1

@@ -1,4 +1,5 @@
-"""The models that the engines of a run serve, each as one record: the policy, and the frozen teachers.
+"""The models that the engines of a run serve, each as one record: the policy, and frozen models such as teachers and
+judges.
 
 Placement, `vime plan` and the engine pools loop over these records; no other code knows how many models there are.
 """
@@ -6,8 +7,9 @@ Placement, `vime plan` and the engine pools loop over these records; no other co
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from slime.config.fields import spelled
 from slime.config.schema import Config
@@ -15,7 +17,10 @@ from slime.config.schema import Config
 POLICY = "policy"
 DEFAULT = "default"
 """The name of the teacher of samples that name no other."""
+FLAG = "--frozen-model"
 _NAMED = re.compile(r"([\w.-]+)=(.+)")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+_TEACHER = "teacher"
 
 
 @dataclass(frozen=True)
@@ -39,11 +44,38 @@ class ServedModel:
     """The most log-probs that a request may ask for at one place."""
     temperature: float = 1.0
     """Its logits are divided by it."""
+    file: str = ""
+    """What describes it, for messages: a file, or --frozen-model. Empty: flags of its own."""
+
+    @property
+    def own_flags(self) -> Mapping[str, str]:
+        """The policy's flags -> what sets the same for this model, for messages."""
+        if not self.frozen:
+            return {}
+        if not self.file:
+            return _OF_TEACHERS
+        of = f"of {self.name} in {self.file}"
+        return {
+            "--rollout-num-gpus-per-engine": f"num_gpus_per_engine {of}",
+            "--rollout-num-gpus": f"num_gpus {of}",
+            **dict.fromkeys(("--vllm-", "--sglang-"), f"overrides {of}: "),
+            "--hf-checkpoint": f"model_path {of}",
+        }
+
+
+_OF_TEACHERS = {
+    "--rollout-num-gpus-per-engine": "--opd-teacher-num-gpus-per-engine",
+    "--rollout-num-gpus": "--opd-teacher-num-gpus",
+    "--hf-checkpoint": "--opd-teacher-model",
+    "--rollout-backend": "--opd-type",
+    "--vllm-": "--opd-teacher-engine-args ",
+    "--sglang-": "--opd-teacher-engine-args ",
+}
 
 
 def served_models(c: Config) -> tuple[ServedModel, ...]:
-    """The models of a run, the policy first. None where only the trainer runs. ValueError for names that are not
-    unique."""
+    """The models of a run, the policy first. None where only the trainer runs. ValueError for entries of --frozen-model
+    that are none, and for names that are not unique."""
     if not c.num_engines:
         return ()
     apart, size = bool(c.rollout.rollout_external_engine_addrs), c.cluster.rollout_num_gpus_per_engine
@@ -55,15 +87,26 @@ def served_models(c: Config) -> tuple[ServedModel, ...]:
         size,
         top_tokens=c.off_policy.replay_kept_tokens,
     )
-    return (policy, *_teachers(c))
+    return (policy, *_teachers(c).values(), *listed(c))
 
 
-def _teachers(c: Config) -> tuple[ServedModel, ...]:
+def teachers(c: Config) -> dict[str, ServedModel]:
+    """Source -> teacher of it, for the teachers that engines of the run serve: --opd-teacher-model, and the frozen
+    models with the names teacher and teacher-SOURCE."""
+    if not c.distillation.use_opd:
+        return {}
+    return _teachers(c) | {
+        source: model for model in listed(c) if (source := source_of_name(model.name)) is not None
+    }
+
+
+def _teachers(c: Config) -> dict[str, ServedModel]:
+    """Those with flags of their own."""
     flags = c.distillation
     size = flags.opd_teacher_num_gpus_per_engine
-    return tuple(
-        ServedModel(
-            teacher(name),
+    return {
+        source: ServedModel(
+            f"{_TEACHER}-{source}",
             checkpoint,
             flags.opd_type or "",
             flags.opd_teacher_num_gpus or size,
@@ -73,13 +116,70 @@ def _teachers(c: Config) -> tuple[ServedModel, ...]:
             top_tokens=flags.opd_top_k,
             temperature=c.rollout.rollout_temperature,
         )
-        for name, checkpoint in by_name("opd_teacher_model", flags.opd_teacher_model).items()
+        for source, checkpoint in by_name("opd_teacher_model", flags.opd_teacher_model).items()
+    }
+
+
+def listed(c: Config) -> list[ServedModel]:
+    """The frozen models of --frozen-model, in its order."""
+    found: list[ServedModel] = []
+    taken = {POLICY, c.engine.policy_name, *(model.name for model in _teachers(c).values())}
+    for entry in c.engine.frozen_model:
+        model = _frozen(c, entry)
+        if model.name in taken:
+            raise ValueError(
+                f"name of a model in {model.file} must be given once, got {model.name} again or as a name of the "
+                "policy's; choose another name"
+            )
+        taken.add(model.name)
+        found.append(model)
+    return found
+
+
+_ENTRIES: dict[str, type] = {
+    "name": str,
+    "model_path": str,
+    "num_gpus": int,
+    "num_gpus_per_engine": int,
+    "args": list,
+    "file": str,
+}
+
+
+def _frozen(c: Config, entry: Mapping[str, Any]) -> ServedModel:
+    """The record of one --frozen-model."""
+    file = entry.get("file", FLAG)
+    for key, value in entry.items():
+        if key not in _ENTRIES or not isinstance(value, _ENTRIES[key]):
+            kinds = ", ".join(f"{name} ({kind.__name__})" for name, kind in _ENTRIES.items())
+            raise ValueError(f"{file} must have the entries {kinds}, got {key}: {value}; correct it")
+    name, path = entry.get("name", ""), entry.get("model_path", "")
+    if not _NAME.fullmatch(name) or not path:
+        raise ValueError(
+            f"{file} must have a name of letters, digits, dots and dashes and a model_path for each frozen model, got "
+            f"{name!r} and {path!r}; add them"
+        )
+    size = entry.get("num_gpus_per_engine", 1)
+    teaches = c.distillation.use_opd and source_of_name(name) is not None
+    return ServedModel(
+        name,
+        path,
+        c.engine.rollout_backend,
+        entry.get("num_gpus", size),
+        size,
+        frozen=True,
+        args=tuple(map(str, entry.get("args", ()))),
+        top_tokens=c.distillation.opd_top_k if teaches else 0,
+        temperature=c.rollout.rollout_temperature if teaches else 1.0,
+        file=file,
     )
 
 
-def teacher(name: str) -> str:
-    """The name of the served model of a teacher."""
-    return f"teacher-{name}"
+def source_of_name(name: str) -> str | None:
+    """Of which source the model of this name is the teacher. None for another model."""
+    if name == _TEACHER:
+        return DEFAULT
+    return name.removeprefix(f"{_TEACHER}-") if name.startswith(f"{_TEACHER}-") else None
 
 
 def frozen_devices(c: Config) -> int:

@@ -27,6 +27,7 @@ from slime.rollout import state
 from slime.rollout.facts import note_sampling
 from slime.rollout.on_policy_distillation import teach
 from slime.rollout.rewards import async_rm, batched_async_rm
+from slime.rollout.rewards.finite import remove_unless_finite
 from slime.rollout.sample_hooks import accepted, apply_rollout_sample_hooks
 from slime.types import FINISH_STATUS, Sample, SampleGroup, SamplingParams
 from slime.user_code import is_cancelled, remedy
@@ -237,13 +238,15 @@ async def generate_and_rm(
     if not evaluation:
         with _blame("--use-opd", sample):
             await teach(args, result if isinstance(result, list) else [result])
-    if section_of(RewardConfig, args).group_rm:
+    rewards, made = section_of(RewardConfig, args), result if isinstance(result, list) else [result]
+    if rewards.group_rm:
         return result
-    waiting = [s for s in (result if isinstance(result, list) else [result]) if _wants_reward(s)]
+    waiting = [s for s in made if _wants_reward(s)]
     if isinstance(result, list):
         await _score_together(args, waiting)
     elif waiting:
         result.reward = await async_rm(args, result)
+    remove_unless_finite(made, rewards.reward_key)
     return result
 
 
@@ -275,8 +278,10 @@ async def generate_and_rm_group(
         for sample in group
     )
     flat = [s for one in done for s in (one if isinstance(one, list) else [one])]
-    if section_of(RewardConfig, args).group_rm and not any(s.status is Sample.Status.ABORTED for s in flat):
+    rewards = section_of(RewardConfig, args)
+    if rewards.group_rm and not any(s.status is Sample.Status.ABORTED for s in flat):
         await _score_together(args, [s for s in flat if _wants_reward(s)])
+        remove_unless_finite(flat, rewards.reward_key)
     return flat
 
 

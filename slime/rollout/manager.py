@@ -63,7 +63,7 @@ class RolloutManager:
         further = [group.config.data_parallel_size for group in groups_of(config)[1:]]
         self.dp_sizes = [dp_size, *further]
         """Of each group of trainer ranks, first that of the policy."""
-        http.set_own_servers(http.OwnServers(**facts.get("own_servers", {})))
+        http.set_own_servers(*(http.OwnServers(**fields) for fields in facts.get("own_servers", ())))
         others: Mapping[str, RolloutEngine] = facts.get("frozen_engines", {})
         hidden = ("own_servers", "frozen_engines")
         self.args = config.namespace(**{name: value for name, value in facts.items() if name not in hidden})

@@ -18,9 +18,10 @@ from slime.config.sections.reward import RewardConfig
 from slime.data import kept_tokens
 from slime.data.agents import session_record
 from slime.data.drawing.mixing import data_sets
-from slime.roles.served import by_name
+from slime.roles.served import by_name, teachers
 from slime.rollout.base_types import EvalData
 from slime.rollout.on_policy_distillation import source_of
+from slime.rollout.rewards import finite
 from slime.types import Sample, SampleGroup, SpeculationCounts
 
 _REPEATED_CHARS, _REPEATED_TIMES, _LONGEST_UNIT = 100, 4, 200
@@ -76,7 +77,7 @@ def teacher_metrics(c: Config, samples: list[Sample]) -> dict[str, float]:
     opd_reverse_kl, of all teachers, comes from the trainer, whose log-probs may differ a little from the sampler's.
     """
     flags = c.distillation
-    sources = list(by_name("opd_teacher_model", flags.opd_teacher_model or flags.opd_teacher_url))
+    sources = list(teachers(c) or by_name("opd_teacher_url", flags.opd_teacher_url))
     each: dict[str, list[Sample]] = {}
     for sample in samples if sources else ():
         each.setdefault(source_of(flags, sample, sources), []).append(sample)
@@ -144,7 +145,7 @@ def sample_metrics(
     for reward, groups_of_it in sorted(_constant_rewards(reward_key, groups).items()):
         metrics[f"zero_std/count_{reward}"] = groups_of_it
     metrics |= _cache_and_speculation(samples) | kept_tokens.figures(samples)
-    metrics |= session_record.figures(samples)
+    metrics |= session_record.figures(samples) | finite.figures(samples)
     if logging.log_reward_category:
         categories = Counter(
             s.reward[logging.log_reward_category] for s in samples if isinstance(s.reward, dict)

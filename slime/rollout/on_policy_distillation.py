@@ -16,12 +16,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slime.config.schema import section_of
+from slime.config.schema import Config, section_of
 from slime.config.sections.distillation import DistillationConfig
 from slime.config.sections.reward import RewardConfig
 from slime.config.sections.rollout import RolloutConfig
 from slime.protocols import ScoreResult
-from slime.roles.served import DEFAULT, by_name, teacher
+from slime.roles.served import DEFAULT, by_name, teachers
 from slime.rollout import state
 from slime.rollout.teachers.servers import SERVERS, Scorer
 from slime.types import Sample
@@ -92,11 +92,9 @@ def source_of(flags: DistillationConfig, sample: Sample, sources: Sequence[str])
     )
 
 
-def teachers_of(args: Namespace) -> dict[str, str]:
-    """Source -> directory or URL of the teacher. ValueError without any."""
+def urls_of(args: Namespace) -> dict[str, str]:
+    """Source -> URL of the teacher's server. ValueError without any."""
     flags = section_of(DistillationConfig, args)
-    if flags.opd_teacher_model:
-        return by_name("opd_teacher_model", flags.opd_teacher_model)
     urls = by_name("opd_teacher_url", flags.opd_teacher_url)
     if not urls and (url := section_of(RewardConfig, args).rm_url):
         urls = {DEFAULT: url}
@@ -109,18 +107,21 @@ def teachers_of(args: Namespace) -> dict[str, str]:
 
 
 async def _teach(args: Namespace, sample: Sample) -> None:
-    flags, teachers = section_of(DistillationConfig, args), teachers_of(args)
-    source = source_of(flags, sample, list(teachers))
+    flags, of_run = section_of(DistillationConfig, args), teachers(Config.of_args(args))
     scorer: Scorer
-    if flags.opd_teacher_model:
-        scorer, shown = state.of_process(args).frozen_engines[teacher(source)], teachers[source]
+    if of_run:
+        source = source_of(flags, sample, list(of_run))
+        model = of_run[source]
+        scorer, shown = state.of_process(args).served(model.name), model.checkpoint
+        engines = model.devices // model.devices_per_engine
     else:
-        server = SERVERS[flags.opd_type or "sglang"](teachers[source])
-        scorer, shown = server, server.url
+        urls = urls_of(args)
+        source = source_of(flags, sample, list(urls))
+        server = SERVERS[flags.opd_type or "sglang"](urls[source])
+        scorer, shown, engines = server, server.url, 1
     if not sample.response_length:
         sample.teacher_log_probs = []
         return
-    engines = (flags.opd_teacher_num_gpus or 1) // flags.opd_teacher_num_gpus_per_engine or 1
     of_loop = _slots.setdefault(asyncio.get_running_loop(), {})
     async with of_loop.setdefault(source, asyncio.Semaphore(_MAX_REQUESTS * engines)):
         result = await scorer.score(

@@ -109,6 +109,16 @@ class GenerateState:
         global _newest
         _newest = weakref.ref(self)
 
+    def served(self, name: str) -> RolloutEngine:
+        """The engine client of the run's frozen model `name` (--vllm-config), for hooks: `generate` and `score` of
+        token ids. ValueError for another name."""
+        if name not in self.frozen_engines:
+            raise ValueError(
+                f"name must be one of the run's frozen models, {sorted(self.frozen_engines)}, got {name!r}; add it "
+                "to the file of --vllm-config or --sglang-config"
+            )
+        return self.frozen_engines[name]
+
     @property
     def concurrency(self) -> int:
         """The limit of samples in generation."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from slime.checkpoints.checkpoint_dir import is_hf_directory
 from slime.config.fields import spelled
 from slime.config.problems import given
 from slime.config.schema import Config
@@ -12,6 +13,7 @@ from slime.hardware import HARDWARE
 from slime.roles import CRITIC, roles_of
 from slime.roles.critic import wanted_devices
 from slime.roles.groups import groups_of, trainer_ranks
+from slime.roles.served import served_models
 
 _FIX = "lower it, or set --nvlink-domain-size to what NVLink connects"
 
@@ -132,3 +134,25 @@ def check_offload(c: Config) -> None:
         raise ValueError(
             "--offload-train must not be combined with --nccl-ub, whose buffers are registered with NCCL; leave one out"
         )
+
+
+def check_frozen_models(c: Config) -> None:
+    """Frozen models have whole engines, engines larger than a node have whole nodes, and their weights are there."""
+    for model in (model for model in served_models(c) if model.frozen):
+        size, node = model.devices_per_engine, c.cluster.num_gpus_per_node
+        flag, each = model.own_flags["--rollout-num-gpus"], model.own_flags["--rollout-num-gpus-per-engine"]
+        if size < 1 or model.devices < 1 or model.devices % size:
+            raise ValueError(
+                f"{flag} must be a multiple of {each}, got {model.devices} and {size}; each frozen model gets whole "
+                "engines: take a multiple"
+            )
+        if size > node and size % node:
+            raise ValueError(
+                f"{each} must be a multiple of --num-gpus-per-node when it is larger, got {size} and {node}; use "
+                f"{size // node * node} or {(size // node + 1) * node}"
+            )
+        if not is_hf_directory(model.checkpoint):
+            raise ValueError(
+                f"{model.own_flags['--hf-checkpoint']} must name a Hugging Face directory, got {model.checkpoint}, "
+                "which has no config.json of a model; check the path"
+            )

@@ -17,7 +17,7 @@ from slime.models import decoder_of
 from slime.models.decoder import Hf
 from slime.plan.stages import check_stages
 from slime.roles import TEACHER, roles_of
-from slime.roles.served import by_name
+from slime.roles.served import by_name, teachers
 from slime.rules.heads import check_heads
 
 
@@ -87,10 +87,21 @@ def _check_served(c: Config) -> None:
             )
     by_name("opd_teacher_url", flags.opd_teacher_url)
     models = by_name("opd_teacher_model", flags.opd_teacher_model)
-    if models and flags.opd_teacher_url:
+    in_files = [model for model in teachers(c).values() if model.file]
+    kinds = {
+        "--opd-teacher-model": len(models),
+        "--opd-teacher-url": len(flags.opd_teacher_url or ()),
+        **{f"{model.name} in {model.file}": 1 for model in in_files[:1]},
+    }
+    if len(found := [f"{many} of {kind}" for kind, many in kinds.items() if many]) > 1:
         raise ValueError(
-            f"--opd-teacher-model and --opd-teacher-url must not be combined, got {len(models)} and "
-            f"{len(flags.opd_teacher_url)}; a run has teachers of one kind"
+            f"{' and '.join(kind for kind, many in kinds.items() if many)} must not be combined, got "
+            f"{' and '.join(found)}; a run has teachers of one kind"
+        )
+    if in_files and flags.opd_type != c.engine.rollout_backend:
+        raise ValueError(
+            f"--opd-type must be {c.engine.rollout_backend} with {in_files[0].name} in {in_files[0].file}, got "
+            f"{flags.opd_type}; models of a file have engines of --rollout-backend"
         )
     for name in ("opd_teacher_num_gpus", "opd_teacher_num_gpus_per_engine", "opd_teacher_engine_args"):
         if not models and (value := c.value_of(name)) != specs_of(DistillationConfig)[name].default:
@@ -98,8 +109,8 @@ def _check_served(c: Config) -> None:
                 f"--opd-teacher-model must be given with {spelled(name)}, got only {value}; it is for engines of the "
                 "run"
             )
-    if models:
-        _check_engines(c)
+    if models or in_files:
+        _check_temperature(c)
         return
     brought = c.rollout.custom_generate_function_path or c.rollout.rollout_sample_hook_path
     hooked = brought or c.reward.custom_rm_path or c.reward.custom_reward_post_process_path
@@ -111,23 +122,11 @@ def _check_served(c: Config) -> None:
         )
 
 
-def _check_engines(c: Config) -> None:
-    """The devices of the teachers' engines, and the temperature at which they can score."""
-    flags = c.distillation
-    size, node = flags.opd_teacher_num_gpus_per_engine, c.cluster.num_gpus_per_node
-    if (flags.opd_teacher_num_gpus or size) % size:
+def _check_temperature(c: Config) -> None:
+    """The temperature at which engines of the run can score."""
+    if c.distillation.opd_type == "sglang" and c.rollout.rollout_temperature != 1:
         raise ValueError(
-            "--opd-teacher-num-gpus must be a multiple of --opd-teacher-num-gpus-per-engine, got "
-            f"{flags.opd_teacher_num_gpus} and {size}; each teacher gets whole engines: take a multiple"
-        )
-    if size > node and size % node:
-        raise ValueError(
-            "--opd-teacher-num-gpus-per-engine must be a multiple of --num-gpus-per-node when it is larger, got "
-            f"{size} and {node}; use {size // node * node} or {(size // node + 1) * node}"
-        )
-    if flags.opd_type == "sglang" and c.rollout.rollout_temperature != 1:
-        raise ValueError(
-            "--rollout-temperature must be 1 with --opd-teacher-model and --opd-type sglang, got "
+            "--rollout-temperature must be 1 with teachers of the run and --opd-type sglang, got "
             f"{c.rollout.rollout_temperature}; SGLang's log-probs of given tokens are at temperature 1, and their "
             "difference would be no KL: use --opd-type vllm, whose logits are divided by the temperature"
         )
@@ -173,10 +172,9 @@ def check_teacher(c: Config) -> None:
         raise ValueError(
             f"--opd-top-k must be at most the model's vocab_size, got {c.distillation.opd_top_k} and {rows}; lower it"
         )
-    for source, its in by_name("opd_teacher_model", c.distillation.opd_teacher_model).items():
-        if Path(its) != Path(mine):
-            _check_directory(its)
-            flag = f"--opd-teacher-model {source}"
+    for source, model in teachers(c).items():
+        if Path(its := model.checkpoint) != Path(mine) and is_hf_directory(its):
+            flag = model.own_flags["--hf-checkpoint"] if model.file else f"--opd-teacher-model {source}"
             _check_vocabulary(flag, mine, its, read_hf_config(mine), read_hf_config(its))
     if TEACHER not in roles_of(c) or c.distillation.opd_teacher_load is None:
         return
@@ -196,14 +194,6 @@ def check_teacher(c: Config) -> None:
         raise ValueError(
             f"--no-share-prompts must be given for a teacher whose layers have a state, got {its}; the state after "
             "a prompt that samples share is not kept: give the flag"
-        )
-
-
-def _check_directory(its: str) -> None:
-    if not is_hf_directory(its):
-        raise ValueError(
-            f"--opd-teacher-model must name Hugging Face directories, got {its}, which has no config.json of a model; "
-            "check the path"
         )
 
 

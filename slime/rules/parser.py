@@ -19,7 +19,7 @@ from slime.config.problems import Problems
 from slime.config.schema import Config
 from slime.config.sections.engine import DEFAULT_BACKEND
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED, check_unsupported
-from slime.roles.served import by_name
+from slime.roles.served import by_name, listed
 from slime.rules.backend import BackendFlags, NoBackend
 from slime.rules.flags import own_flags
 from slime.rules.resolve import resolve
@@ -75,7 +75,7 @@ def _local_models(config: Config, download: bool) -> Config:
         "ref_load": config.checkpoint.ref_load,
         "opd_teacher_load": config.distillation.opd_teacher_load,
     }
-    local: dict[str, str | list[str]] = {
+    local: dict[str, str | list[str] | list[Values]] = {
         field: local_checkpoint(name, spelled(field), download=download)
         for field, name in names.items()
         if name is not None
@@ -85,6 +85,15 @@ def _local_models(config: Config, download: bool) -> Config:
             f"{source}={local_checkpoint(name, '--opd-teacher-model', download=download)}"
             for source, name in by_name("opd_teacher_model", models).items()
         ]
+    local["frozen_model"] = [
+        entry
+        | {
+            "model_path": local_checkpoint(
+                model.checkpoint, model.own_flags["--hf-checkpoint"], download=download
+            )
+        }
+        for entry, model in zip(config.engine.frozen_model, listed(config), strict=True)
+    ]
     return config.with_values(**local)
 
 

@@ -15,6 +15,7 @@ from slime.config.fields import Values
 from slime.config.schema import SECTIONS, Config
 from slime.config.sections.kernels import OPERATORS
 from slime.hardware import HARDWARE
+from slime.roles.served import teachers
 from slime.rules.algorithm import compares_alone, makes_groups
 from slime.rules.checkpoint import remarks as read_remarks
 from slime.rules.cluster import critic_notes
@@ -252,7 +253,7 @@ def _remarks(c: Config) -> Iterator[str]:
             "--use-kl-loss with --kl-loss-coef 0 only reports the KL and needs a reference pass in each rollout; "
             "leave it out to save that pass"
         )
-    apart = c.distillation.opd_type != "megatron" and not c.distillation.opd_teacher_model
+    apart = c.distillation.opd_type != "megatron" and not teachers(c)
     if c.distillation.use_opd and apart and c.rollout.rollout_temperature != 1:
         yield (
             f"--opd-type {c.distillation.opd_type}: the server's log-probs are at temperature 1, and the policy's at "

@@ -23,6 +23,7 @@ from slime.rules.checkpoint import check_directories, check_saving
 from slime.rules.cluster import (
     check_critic_devices,
     check_domains,
+    check_frozen_models,
     check_hardware,
     check_offload,
     check_parallel_sizes,
@@ -352,6 +353,7 @@ TOGETHER: tuple[Rule, ...] = (
     _batch_equation,
     _micro_batches,
     *ALGORITHM,
+    check_frozen_models,
     check_distillation,
     check_off_policy,
     check_kept_tokens,

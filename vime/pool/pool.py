@@ -126,7 +126,7 @@ class ServerPool:
     def facts(self) -> dict[str, object]:
         """What hooks find in their `args`: the address of the router's gateway, and the dtype that engines compute in.
 
-        `own_servers` are the servers of the run for slime.http.OwnServers.
+        `own_servers` are the fields of slime.http.OwnServers for them.
         """
         spec = self._router.spec
         headers = {"Authorization": f"Bearer {spec.run_key}"}
@@ -135,12 +135,14 @@ class ServerPool:
             **{f"{engine}_router_port": spec.gateway_port for engine in ("vllm", "sglang")},
             "vllm_router_headers": headers,
             "router_url": spec.gateway_url,
-            "own_servers": {
-                "urls": [spec.gateway_url, spec.url],
-                "headers": headers,
-                "workers": spec.url + self.kind.workers,
-                "worker_path": self.kind.worker_path(spec.run_key),
-            },
+            "own_servers": [
+                {
+                    "urls": [spec.gateway_url, spec.url],
+                    "headers": headers,
+                    "workers": spec.url + self.kind.workers,
+                    "worker_path": self.kind.worker_path(spec.run_key),
+                }
+            ],
             "rollout_engine_dtype": self._dtype,
         }
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from slime.config import Config, FlagGroup
+from slime.config.fields import spelled
 from slime.protocols import EnginePool, RolloutEngine
 from slime.roles.served import POLICY, ServedModel
 from slime.rollout_backend import RolloutBackend
@@ -23,11 +24,12 @@ def config_of(config: Config, model: ServedModel, backend: RolloutBackend) -> Co
     if not model.frozen:
         return config
     engine = backend.owners[0]
+    policys = spelled(engine.prefix)
     groups = []
     for typed in model.args:
         name, given, value = typed.partition("=")
         field = engine.prefix + name.removeprefix("--").replace("-", "_")
-        shown = f"--opd-teacher-engine-args {typed}"
+        shown = f"{model.own_flags[policys]}{typed}"
         groups.append(FlagGroup(shown, field, [value] if given else []))
     own = {
         "backend_args": {},
@@ -57,26 +59,18 @@ Start = Callable[[Callable[[Callable[[], None]], object]], None]
 
 def in_own_flags(text: str, model: ServedModel) -> str:
     """A message about the engines of `model` with the flags that they have in place of the policy's."""
-    if model.frozen:
-        for policys, own in _FLAGS.items():
-            text = text.replace(policys, own)
+    for policys, own in model.own_flags.items():
+        text = text.replace(policys, own)
     return text
-
-
-_FLAGS = {
-    "--rollout-num-gpus-per-engine": "--opd-teacher-num-gpus-per-engine",
-    "--rollout-backend": "--opd-type",
-    "--vllm-": "--opd-teacher-engine-args ",
-    "--sglang-": "--opd-teacher-engine-args ",
-}
 
 
 class ServedModels:
     """EnginePool of the policy and of frozen models. The loop drives the policy's engines; all of them are started,
     supervised and ended together."""
 
-    def __init__(self, policy: EnginePool, frozen: Mapping[str, EnginePool]) -> None:
-        self._policy, self._frozen = policy, dict(frozen)
+    def __init__(self, policy: EnginePool, frozen: Mapping[str, EnginePool], name: str = "default") -> None:
+        """`name`: of the policy, for hooks."""
+        self._policy, self._frozen, self._name = policy, dict(frozen), name
 
     @property
     def pools(self) -> Mapping[str, EnginePool]:
@@ -85,10 +79,20 @@ class ServedModels:
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """Those of the policy's engines, and `frozen_engines`: what requests to each frozen model go to, by its
-        name."""
-        clients = {name: pool.client() for name, pool in self._frozen.items()}
-        return {**self._policy.facts, "frozen_engines": clients}
+        """Those of the policy's engines; `frozen_engines`: what requests to each frozen model go to, by its name; and,
+        for hooks, the routers of all models: `model_routers` (name -> URL), and `vllm_model_routers` and
+        `sglang_model_routers` (name -> (address, port))."""
+        frozen = {name: pool.facts for name, pool in self._frozen.items()}
+        each = {self._name: self._policy.facts, **frozen} if self._policy.facts else {}
+        routers = {name: (its["vllm_router_ip"], its["vllm_router_port"]) for name, its in each.items()}
+        return {
+            **self._policy.facts,
+            "frozen_engines": {name: pool.client() for name, pool in self._frozen.items()},
+            "own_servers": [server for its in each.values() for server in its["own_servers"]],  # type: ignore[attr-defined]
+            "model_routers": {name: its["router_url"] for name, its in each.items()},
+            "vllm_model_routers": routers,
+            "sglang_model_routers": routers,
+        }
 
     def client(self) -> RolloutEngine | None:
         return self._policy.client()

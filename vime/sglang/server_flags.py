@@ -15,6 +15,7 @@ from slime.config.fields import FlagSpec
 from slime.config.problems import Problems
 from slime.config.unsupported import Unsupported
 from vime.sglang.control import CHANNEL
+from vime.sglang_api import config_file
 from vime.vllm.backend import UNSUPPORTED as OF_SLIMES_ROUTER
 from vime.vllm.backend import WITHOUT_ROUTER
 from vime.vllm.server_flags import ROUTER_RESERVED, PrefixOwner, RaisingParser
@@ -29,7 +30,7 @@ RESERVED = {
     **dict.fromkeys(("model_path", "model", "weight_version"), _MODEL),
     **dict.fromkeys(("tp_size", "tp", "tensor_parallel_size", "pp_size", "pipeline_parallel_size"), _SIZE),
     **dict.fromkeys(("dp_size", "dp", "data_parallel_size", "nnodes", "node_rank", "dist_init_addr"), _SIZE),
-    "config": "slime's file of several models has no counterpart here; give the flags themselves",
+    "config": "give the flags themselves",
     "device": "use --device",
     "trust_remote_code": "use --trust-remote-code",
     "skip_tokenizer_init": "the answers must have their text",
@@ -97,22 +98,27 @@ SGLANG = _AsTheyStand()
 
 
 def translate(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
-    """slime's flags of the router under the router's own names. ValueError for flags of vLLM."""
-    problems = Problems()
-    made = [group for group in groups if not group.name.startswith("vllm_")]
-    for group in groups:
-        if group not in made:
-            problems.add(
-                f"{group.typed} must be left out with --rollout-backend sglang; it is a flag of vLLM: use --sglang-*"
-            )
-    problems.report()
-    notes = []
+    """slime's flags of the router under the router's own names, and those of --sglang-config. ValueError for flags of
+    vLLM."""
+    _require_sglangs(groups)
+    made, notes = config_file.expand(groups, lambda of_frozen: translate(of_frozen)[0])
+    _require_sglangs(made)
     for place, group in enumerate(made):
         if group.name in RENAMED:
             typed = "--" + RENAMED[group.name].replace("_", "-")
             made[place] = FlagGroup(typed, RENAMED[group.name], group.values)
             notes.append(f"{group.typed} becomes {typed}")
     return made, notes
+
+
+def _require_sglangs(groups: list[FlagGroup]) -> None:
+    problems = Problems()
+    for group in groups:
+        if group.name.startswith("vllm_"):
+            problems.add(
+                f"{group.typed} must be left out with --rollout-backend sglang; it is a flag of vLLM: use --sglang-*"
+            )
+    problems.report()
 
 
 def check_concurrency(config: Config) -> None:

@@ -1,18 +1,35 @@
-"""`--sglang-config FILE` of slime: one model in equal groups becomes flags, every other layout is an error.
+"""`--vllm-config FILE` and `--sglang-config FILE`: the models of a run from one file, in slime's form, become flags.
 
-vLLM engines of a run are equal, and all of them get the trainer's weights.
+    vllm:                            or sglang: the key says whose flags the overrides are
+      - name: actor
+        server_groups: [{worker_type: regular, num_gpus: 4, overrides: {max-model-len: 8192}}]
+      - name: judge
+        model_path: Qwen/Qwen3-8B
+        update_weights: false
+        num_gpus_per_engine: 2
+        server_groups: [{worker_type: regular, num_gpus: 2}]
+
+The model that gets the trainer's weights becomes the flags of the policy's engines, each other one a --frozen-model.
+The engines of a model are equal. Other layouts are errors.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from slime.config.config_file import FlagGroup, yaml_group
+from slime.config.fields import spelled
 
-FLAG = "sglang_config"
+FLAGS = ("sglang_config", "vllm_config")
+KEYS = ("sglang", "vllm")
+Spell = Callable[[list[FlagGroup]], list[FlagGroup]]
+"""Flags of an engine as the run's backend spells them."""
 _MODEL = {"name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups"}
 _GROUP = {"worker_type", "num_gpus", "num_gpus_per_engine", "overrides"}
 _SIZES = ("rollout_num_gpus", "rollout_num_gpus_per_engine")
@@ -24,93 +41,182 @@ _TYPES = {
 }
 
 
-def expand(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
-    """`groups` with the flags that the file stands for, and a note. ValueError that names the entry that vLLM lacks."""
-    given = [group for group in groups if group.name == FLAG]
+@dataclass(frozen=True)
+class _Model:
+    """A model of the file."""
+
+    name: str
+    path: str | None
+    updated: bool | None
+    """`update_weights`; None where the file does not say it."""
+    devices: int
+    size: int | None
+    """Devices of an engine."""
+    overrides: list[FlagGroup]
+
+
+def expand(groups: list[FlagGroup], spell: Spell) -> tuple[list[FlagGroup], list[str]]:
+    """`groups` with the flags that the file stands for, and a note. ValueError that names what the run cannot have."""
+    given = [group for group in groups if group.name in FLAGS]
     if not given:
         return groups, []
     file = given[-1]
-    if len(file.values) != 1:
-        raise ValueError(
-            f"{file.typed} must name one YAML file, got {' '.join(file.values) or 'none'}; give one path"
-        )
+    if len(file.values) != 1 or len({group.name for group in given}) > 1:
+        got = " ".join(group.values[0] for group in given if group.values)
+        raise ValueError(f"{file.typed} must name one YAML file, got {got or 'none'}; give one path")
+    path = file.values[0]
     own = {group.name: group.values for group in groups}
-    made = [group for group in _flags(Path(file.values[0]), own) if own.get(group.name) != group.values]
+    models = _models(file.typed, Path(path))
+    policy = _policy(path, models, own)
+    total = [str(sum(model.devices for model in models))]
+    if len(models) > 1 and own.get("rollout_num_gpus") == total:  # slime's meaning: those of all models
+        del own["rollout_num_gpus"]
+    made = [group for group in _policys_flags(policy) if own.get(group.name) != group.values]
     for group in made:
         if group.name in _SIZES and group.name in own:
             raise ValueError(
-                f"{group.typed} must equal the entries of {file.values[0]}, got {' '.join(own[group.name])} and "
+                f"{group.typed} must equal the entries of {path}, got {' '.join(own[group.name])} and "
                 f"{group.values[0]}; change one of them"
             )
+    made += [_frozen(path, model, spell) for model in models if model is not policy]
     became = " ".join(token for group in made for token in group.tokens) or "nothing more"
-    note = f"{file.typed} {file.values[0]} becomes {became}"
-    return [*(group for group in groups if group.name != FLAG), *made], [note]
+    replaced = {*FLAGS, *({group.name for group in made} & {"rollout_num_gpus"})}
+    return [*(group for group in groups if group.name not in replaced), *made], [
+        f"{file.typed} {path} becomes {became}"
+    ]
 
 
-def _flags(path: Path, own: dict[str, list[str]]) -> list[FlagGroup]:
-    """The flags of one file."""
-    model = _model(path)
-    if (served := model.get("model_path")) not in (None, *own.get("hf_checkpoint", [])):
-        raise ValueError(f"model_path in {path} must be that of --hf-checkpoint, got {served}; leave it out")
-    if model.get("update_weights") is False:
+def _policy(path: str, models: list[_Model], own: dict[str, list[str]]) -> _Model:
+    """The one model that gets the trainer's weights: the one that says so or has the policy's checkpoint."""
+    mine = own.get("hf_checkpoint", [])
+    policys = [
+        model
+        for model in models
+        if model.updated or (model.updated is None and (len(models) == 1 or model.path in (None, *mine)))
+    ]
+    if len(policys) != 1:
+        names = ", ".join(model.name for model in policys)
         raise ValueError(
-            f"update_weights in {path} must be true, got false; engines get the trainer's weights"
+            f"{path} must have one model with update_weights: true, which gets the trainer's weights, got "
+            f"{len(policys)}{f' ({names})' if names else ''}; set it for the policy, and to false for the others"
         )
-    entries = model.get("server_groups") or model.get("engine_groups") or []
-    if not entries:
+    if (policy := policys[0]).path not in (None, *mine):
         raise ValueError(
-            f"server_groups in {path} must have a group, got none; give worker_type and num_gpus"
+            f"model_path of {policy.name} in {path} must be that of --hf-checkpoint, got {policy.path}; leave it out"
         )
-    total, sizes, overrides = 0, set(), []
-    for entry in entries:
-        _known(entry, _GROUP, f"a group of {path}")
-        if (kind := entry.get("worker_type")) != "regular":
+    return policy
+
+
+def _policys_flags(policy: _Model) -> list[FlagGroup]:
+    flags = [yaml_group("policy_name", policy.name), yaml_group("rollout_num_gpus", policy.devices)]
+    flags += [] if policy.size is None else [yaml_group("rollout_num_gpus_per_engine", policy.size)]
+    return flags + policy.overrides
+
+
+def _frozen(path: str, model: _Model, spell: Spell) -> FlagGroup:
+    """A frozen model as a flag."""
+    args = []
+    for group in spell(model.overrides):
+        name = group.name.removeprefix("vllm_").removeprefix("sglang_").replace("_", "-")
+        if not group.name.startswith(("vllm_", "sglang_")) or len(group.values) > 1:
             raise ValueError(
-                f"worker_type in {path} must be regular, got {kind} ({_TYPES.get(str(kind), 'unknown')}); keep one "
-                "model in regular groups"
+                f"overrides of {model.name} in {path} must be flags of its engines with one value, got "
+                f"{' '.join(group.tokens)}; remove it"
             )
-        total += int(entry["num_gpus"])
-        sizes.add(entry.get("num_gpus_per_engine") or model.get("num_gpus_per_engine"))
-        overrides.append(entry.get("overrides") or {})
-    if len(sizes) > 1 or any(one != overrides[0] for one in overrides):
+        args.append("=".join([name, *group.values]))
+    if model.path is None:
         raise ValueError(
-            f"the groups of {path} must have the same num_gpus_per_engine and overrides, got {len(entries)} different "
-            "ones; all engines of a run are equal: keep one group"
+            f"model_path of {model.name} in {path} must be given, got none; its weights come from there"
         )
-    (size,) = sizes
-    flags = [yaml_group("rollout_num_gpus", total)]
-    flags += [] if size is None else [yaml_group("rollout_num_gpus_per_engine", size)]
-    given = {key.replace("-", "_"): value for key, value in overrides[0].items() if key != "model_path"}
-    return flags + [yaml_group(f"sglang_{key}", value) for key, value in given.items()]
+    entry = {
+        "name": model.name,
+        "model_path": model.path,
+        "num_gpus": model.devices,
+        "num_gpus_per_engine": model.size or 1,
+        "args": args,
+        "file": path,
+    }
+    return FlagGroup(spelled("frozen_model"), "frozen_model", [json.dumps(entry)])
 
 
-def _model(path: Path) -> dict[str, Any]:
-    """The one model of the file."""
+def _models(flag: str, path: Path) -> list[_Model]:
+    """The models of the file."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(
-            f"--sglang-config must name a file, got {path} ({error.strerror}); check the path"
-        ) from error
+        raise ValueError(f"{flag} must name a file, got {path} ({error.strerror}); check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} must be valid YAML, got: {error}") from error
-    models = content.get("sglang") if isinstance(content, dict) else None
-    if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
+    keys = [key for key in KEYS if isinstance(content, dict) and list(content) == [key]]
+    models = content[keys[0]] if keys else None
+    if not models or not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
         raise ValueError(
-            f"{path} must have a list of models under sglang, got {str(content)[:80]}; see slime's docs"
+            f"{path} must have a list of models under {' or '.join(KEYS)}, got {str(content)[:80]}; see "
+            "docs/served-models.md"
         )
-    if len(models) != 1:
-        names = ", ".join(str(model.get("name")) for model in models)
+    found = [_model(path, keys[0], model) for model in models]
+    if len(names := {model.name for model in found}) < len(found):
         raise ValueError(
-            f"{path} must have one model, got {len(models)} ({names}); serve frozen models yourself, and name their "
-            "addresses in your hooks"
+            f"{path} must have one model of each name, got {len(found)} models with the names "
+            f"{', '.join(sorted(names))}; rename one"
         )
-    _known(models[0], _MODEL, f"the model of {path}")
-    return dict(models[0])
+    return found
 
 
-def _known(entry: dict[str, object], names: set[str], what: str) -> None:
-    if unknown := sorted(set(entry) - names):
+def _model(path: Path, key: str, model: dict[str, Any]) -> _Model:
+    """One entry of the list."""
+    _known(model, _MODEL, f"a model of {path}")
+    name = str(model.get("name", "default"))
+    entries = model.get("server_groups") or model.get("engine_groups") or []
+    if not entries:
+        raise ValueError(
+            f"server_groups of {name} in {path} must have a group, got none; give worker_type and num_gpus"
+        )
+    for entry in entries:
+        _known(entry, _GROUP, f"a group of {name} in {path}")
+        if (kind := entry.get("worker_type")) != "regular":
+            raise ValueError(
+                f"worker_type of {name} in {path} must be regular, got {kind} ({_TYPES.get(str(kind), 'unknown')}); "
+                "keep each model in regular groups"
+            )
+    sizes = [entry.get("num_gpus_per_engine") or model.get("num_gpus_per_engine") for entry in entries]
+    for what, number in [
+        *(("num_gpus", entry.get("num_gpus")) for entry in entries),
+        *(("num_gpus_per_engine", size) for size in sizes if size is not None),
+    ]:
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(
+                f"{what} of {name} in {path} must be an integer above 0, got {number}; correct it"
+            )
+    overrides = [dict(entry.get("overrides") or {}) for entry in entries]
+    if len(set(sizes)) > 1 or any(one != overrides[0] for one in overrides):
+        raise ValueError(
+            f"the groups of {name} in {path} must have the same num_gpus_per_engine and overrides, got {len(entries)} "
+            "different ones; one update of the weights is cut for engines of one size, and the router sends every "
+            "engine as many requests: all engines of a model are equal: keep one group"
+        )
+    inside = overrides[0].pop("model_path", None)
+    return _Model(
+        name,
+        model.get("model_path") or inside,
+        model.get("update_weights"),
+        sum(entry["num_gpus"] for entry in entries),
+        sizes[0],
+        [group for name, value in overrides[0].items() for group in _override(key, name, value)],
+    )
+
+
+def _override(key: str, name: str, value: object) -> list[FlagGroup]:
+    """A flag of the engine. SGLang's switches are off without their flag; vLLM's have one that turns them off."""
+    name = name.replace("-", "_")
+    if value is None or (value is False and key == "sglang"):
+        return []
+    return [yaml_group(f"{key}_no_{name}", True) if value is False else yaml_group(f"{key}_{name}", value)]
+
+
+def _known(entry: object, names: set[str], what: str) -> None:
+    unknown = sorted(set(entry) - names) if isinstance(entry, dict) else [str(entry)]
+    if unknown:
         raise ValueError(
             f"{what} must have no other entries than {sorted(names)}, got {', '.join(unknown)}; remove them"
         )

@@ -14,7 +14,7 @@ from slime.config.fields import nearest
 from slime.config.problems import Problems
 from slime.config.sections.cluster import ClusterConfig
 from slime.hardware import HARDWARE
-from vime.sglang_api import config_file as sglang_config
+from vime.sglang_api import config_file
 from vime.sglang_api.tables import ANY, ENGINE_DECIDES, MAPPED, REFUSED, RENAMED
 
 PREFIX = "sglang_"
@@ -28,10 +28,10 @@ def translate_sglang(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str
     notes: list[str] = []
     speculative: dict[str, FlagGroup] = {}
     problems = Problems()
-    if (expanded := problems.check(sglang_config.expand, groups)) is not None:
+    if (expanded := problems.check(config_file.expand, groups, _spelled)) is not None:
         groups, notes = expanded
     else:
-        groups = [group for group in groups if group.name != sglang_config.FLAG]
+        groups = [group for group in groups if group.name not in config_file.FLAGS]
     spread = _spread(groups)
     for group in groups:
         if not group.name.startswith(PREFIX):
@@ -57,13 +57,17 @@ def translate_sglang(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str
     return out, notes
 
 
+def _spelled(groups: list[FlagGroup]) -> list[FlagGroup]:
+    return translate_sglang(groups)[0]
+
+
 def targets() -> dict[str, str]:
     """SGLang flag name (no prefix, underscores) -> what it becomes, in words; for `vime flags`."""
     rows = {name: "--" + target.replace("_", "-") for name, target in RENAMED.items()}
     rows |= {name: "--" + target.replace("_", "-") for name, (target, _) in MAPPED.items()}
     rows |= {name: f"nothing: {why}" for name, why in ENGINE_DECIDES.items()}
     rows |= {name: doc for name, (_, doc) in SPECIAL.items()}
-    rows["config"] = "the flags of one model in equal groups"
+    rows["config"] = "the flags of the policy, and a --frozen-model for each other model"
     rows |= {f"speculative_{name}": "an entry of --vllm-speculative-config" for name in SPECULATIVE}
     return rows
 

@@ -7,6 +7,7 @@ The backend owns the flags of its engines and of its router. It checks them and 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from slime.config.fields import Values, flag
 
@@ -46,6 +47,13 @@ class EngineConfig:
     """What the backend makes of its flags."""
 
     rollout_backend: str = flag(DEFAULT_BACKEND, "rollout engine")
+    policy_name: str = flag("default", "name of the trained model in the `args` of hooks (`get_model_url`)")
+    frozen_model: list[dict[str, Any]] = flag(  # noqa: RUF009
+        [],
+        "a model that engines of the run serve beside the policy, with the weights of its checkpoint: JSON with name, "
+        "model_path, num_gpus, num_gpus_per_engine and args; may be repeated; --vllm-config writes it",
+        append=True,
+    )
     server_concurrency: int = 512
     """Maximum number of requests in flight per engine."""
     adapts_concurrency: bool = False

@@ -11,7 +11,6 @@ import contextlib
 import difflib
 import functools
 import inspect
-import math
 import numbers
 from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -141,11 +140,12 @@ async def _call(border: str, function: Hook, *arguments: object, **kwargs: objec
 
 
 def _checked(flags: RewardConfig, reward: object) -> Reward:
-    """A finite number as float, or a dict with a finite `--reward-key` entry. No NaN reaches training."""
+    """A number as float, or a dict with a number as its `--reward-key` entry. Who sets the reward of a sample keeps
+    NaN from training (`finite.remove_unless_finite`)."""
     value: object = reward.get(flags.reward_key, 0.0) if isinstance(reward, dict) else reward
-    if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
+    if not isinstance(value, numbers.Real | np.bool_):
         kind = type(value).__name__
-        raise ValueError(f"a reward must be a finite number or a dict of them, got {value!r} of type {kind}")
+        raise ValueError(f"a reward must be a number or a dict of numbers, got {value!r} of type {kind}")
     return reward if isinstance(reward, dict) else float(value)
 
 

@@ -103,7 +103,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack = Stack(tmp_path_factory.mktemp("conformance"))
     stack.pool.start()
     stack.push(stack.checkpoint)
-    http.set_own_servers(http.OwnServers(**stack.pool.facts["own_servers"]))
+    http.set_own_servers(http.OwnServers(**stack.pool.facts["own_servers"][0]))
     yield stack
     http.set_own_servers(http.OwnServers())
     stack.pool.stop()

@@ -147,7 +147,7 @@ class Engine:
 
 def test_each_source_has_its_teacher() -> None:
     engines = {"teacher-math": Engine(-1.0), "teacher-default": Engine(-2.0)}
-    own = Namespace(frozen_engines=engines)
+    own = Namespace(served=engines.__getitem__)
     given = Namespace(
         use_opd=True,
         opd_type="vllm",

@@ -97,7 +97,7 @@ def teacher_of(folder: Path, **changes: object) -> list[str]:
         ),
         (
             "--use-opd --opd-type vllm --opd-teacher-url m=http://a --opd-teacher-model b",
-            "--opd-teacher-model and --opd-teacher-url must not be combined, got 1 and 1",
+            "--opd-teacher-model and --opd-teacher-url must not be combined, got 1 of --opd-teacher-model and 1 of --opd-teacher-url",
         ),
         (
             "--use-opd --opd-type vllm --rm-url http://a --opd-teacher-num-gpus 2",
@@ -114,7 +114,7 @@ def teacher_of(folder: Path, **changes: object) -> list[str]:
         ),
         (
             "--use-opd --opd-type sglang --opd-teacher-model a --rollout-temperature 0.7",
-            "--rollout-temperature must be 1 with --opd-teacher-model and --opd-type sglang, got 0.7",
+            "--rollout-temperature must be 1 with teachers of the run and --opd-type sglang, got 0.7",
         ),
         (
             "--use-opd --opd-type vllm --rm-url http://a --opd-top-k 65",
@@ -122,7 +122,7 @@ def teacher_of(folder: Path, **changes: object) -> list[str]:
         ),
         (
             "--use-opd --opd-type vllm --opd-teacher-model nowhere",
-            "--opd-teacher-model must name Hugging Face directories, got nowhere",
+            "--opd-teacher-model must name a Hugging Face directory, got nowhere",
         ),
     ],
 )

@@ -75,7 +75,7 @@ def test_a_teacher_on_sglang(tmp_path: Path) -> None:
             ("--opd-teacher-engine-args", "max-len=1"),
             "--opd-teacher-engine-args max-len=1 is not a flag of vLLM",
         ),
-        (("--opd-teacher-engine-args", "model=x"), "model=x must be left out; engines serve --hf-checkpoint"),
+        (("--opd-teacher-engine-args", "model=x"), "model=x must be left out; engines serve --opd-teacher-model"),
         (
             ("--opd-teacher-num-gpus-per-engine", "3"),
             "the engines of teacher-math must fit their model, got: --opd-teacher-num-gpus-per-engine must divide",

@@ -79,7 +79,7 @@ def test_flags_reach_sglang_as_they_stand(tmp_path: Path) -> None:
             "--sglang-api-key must be left out; every server of a run gets the run's own key",
         ),
         ("--sglang-tp-size 2", "--sglang-tp-size must be left out; an engine splits each layer"),
-        ("--sglang-config x.yaml", "--sglang-config must be left out"),
+        ("--sglang-config x.yaml", "--sglang-config must name a file, got x.yaml (No such file"),
         ("--sglang-mem-fraction-static x", "--sglang-mem-fraction-static must be a number, got x"),
         ("--sglang-server-concurrency 0", "--sglang-server-concurrency must be above 0, got 0"),
         ("--sglang-router-ip 127.0.0.1", "the run starts its own sglang-router"),

@@ -1,0 +1,34 @@
+"""Rewards that are no finite numbers, such as NaN of a judge: the sample is not trained on, and counted.
+
+Its reward becomes 0, which the group's statistics include, as for every sample with `remove_sample`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from slime.types import Sample
+
+KEY = "removed"
+"""In `Sample.metadata`: {"reason": ..., "said": ...} of a sample that is not trained on."""
+REASON = "reward"
+
+
+def remove_unless_finite(samples: Iterable[Sample], key: str | None) -> None:
+    """Set `remove_sample` of samples whose reward (its entry `key`, for a record) is not finite. Samples without a reward
+    stay as they are."""
+    for sample in samples:
+        record = sample.reward if isinstance(sample.reward, dict) else {key: sample.reward}
+        if (value := record.get(key)) is None or math.isfinite(value):
+            continue
+        sample.metadata[KEY] = {"reason": REASON, "said": f"a reward must be finite, got {value}"}
+        sample.remove_sample = True
+        sample.reward = {**sample.reward, key: 0.0} if isinstance(sample.reward, dict) else 0.0
+
+
+def figures(samples: Iterable[Sample]) -> dict[str, float]:
+    """removed/{reason}: the number of samples. Empty without any."""
+    reasons = Counter(sample.metadata[KEY]["reason"] for sample in samples if KEY in sample.metadata)
+    return {f"removed/{reason}": float(count) for reason, count in sorted(reasons.items())}
