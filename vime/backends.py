@@ -60,6 +60,12 @@ def make_pools(config: Config, placed: Placement, source: WeightSource | None) -
 
 def require_reachable(config: Config) -> None:
     """What the engines of all models need is there: see `RolloutBackend.require_reachable`."""
+    if config.engine.prefill_num_servers:
+        raise ValueError(
+            f"--prefill-num-servers must be left out of a run in this version, got "
+            f"{config.engine.prefill_num_servers}; the router takes no engine for prefill or decode while it serves, "
+            "so none could restart: keep regular engines"
+        )
     for model, backend, own in models_of(config):
         try:
             backend.require_reachable(own)

@@ -96,10 +96,16 @@ def _engines_line(c: Config, model: ServedModel) -> str:
     spread = f", each {c.nodes_per_engine} processes on {c.nodes_per_engine} nodes of {c.cluster.num_gpus_per_node}"
     return (
         f"{name:<9} {plural(c.num_engines, f'{facts.project} server')} x {each} {c.cluster.device}"
-        f"{spread if c.nodes_per_engine > 1 else ''}, behind one {facts.router}"
+        f"{spread if c.nodes_per_engine > 1 else ''}{'' if model.frozen else _split(c)}, behind one {facts.router}"
         f"{', started apart' if c.rollout.rollout_external_engine_addrs else ''}"
         f"{f', with the weights of {model.checkpoint}' if model.frozen else ''}"
     )
+
+
+def _split(c: Config) -> str:
+    """The number of engines of each kind, where there are two."""
+    prefill = c.engine.prefill_num_servers
+    return f", {prefill} for prefill and {c.num_engines - prefill} for decode" if prefill else ""
 
 
 def _places(c: Config, trains: bool) -> int:

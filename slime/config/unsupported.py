@@ -46,7 +46,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
         False, "old log-probs come from --use-rollout-logprobs or the recompute pass"
     ),
     # rollout and data
-    "prefill_num_servers": Unsupported(None, "separate prefill servers are not supported yet"),
     "multimodal_keys": Unsupported(None, "images and audio are not supported yet"),
     # algorithm
     "use_stateless_adam": Unsupported(False, "Adam keeps its moments in this version"),

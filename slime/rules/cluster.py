@@ -156,3 +156,13 @@ def check_frozen_models(c: Config) -> None:
                 f"{model.own_flags['--hf-checkpoint']} must name a Hugging Face directory, got {model.checkpoint}, "
                 "which has no config.json of a model; check the path"
             )
+
+
+def check_prefill(c: Config) -> None:
+    """Engines are left that write the answers."""
+    prefill = c.engine.prefill_num_servers
+    if prefill is not None and prefill >= c.num_engines:
+        raise ValueError(
+            f"--prefill-num-servers must be below the number of engines, got {prefill} of {c.num_engines}; the others "
+            "write the answers: give more --rollout-num-gpus"
+        )

@@ -27,6 +27,7 @@ from slime.rules.cluster import (
     check_hardware,
     check_offload,
     check_parallel_sizes,
+    check_prefill,
 )
 from slime.rules.data import (
     check_curriculum,
@@ -354,6 +355,7 @@ TOGETHER: tuple[Rule, ...] = (
     _micro_batches,
     *ALGORITHM,
     check_frozen_models,
+    check_prefill,
     check_distillation,
     check_off_policy,
     check_kept_tokens,

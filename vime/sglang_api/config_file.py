@@ -31,11 +31,10 @@ KEYS = ("sglang", "vllm")
 Spell = Callable[[list[FlagGroup]], list[FlagGroup]]
 """Flags of an engine as the run's backend spells them."""
 _MODEL = {"name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups"}
+_WORKERS = ("regular", "prefill", "decode")
 _GROUP = {"worker_type", "num_gpus", "num_gpus_per_engine", "overrides"}
 _SIZES = ("rollout_num_gpus", "rollout_num_gpus_per_engine")
 _TYPES = {
-    "prefill": "separate prefill servers are not supported yet",
-    "decode": "separate prefill servers are not supported yet",
     "encoder": "this version takes text only",
     "placeholder": "vime reserves no GPUs for others",
 }
@@ -53,6 +52,8 @@ class _Model:
     size: int | None
     """Devices of an engine."""
     overrides: list[FlagGroup]
+    prefill: int = 0
+    """Devices of its engines that only read prompts; the others only write answers."""
 
 
 def expand(groups: list[FlagGroup], spell: Spell) -> tuple[list[FlagGroup], list[str]]:
@@ -110,11 +111,18 @@ def _policy(path: str, models: list[_Model], own: dict[str, list[str]]) -> _Mode
 def _policys_flags(policy: _Model) -> list[FlagGroup]:
     flags = [yaml_group("policy_name", policy.name), yaml_group("rollout_num_gpus", policy.devices)]
     flags += [] if policy.size is None else [yaml_group("rollout_num_gpus_per_engine", policy.size)]
+    if policy.prefill:
+        flags += [yaml_group("prefill_num_servers", policy.prefill // (policy.size or 1))]
     return flags + policy.overrides
 
 
 def _frozen(path: str, model: _Model, spell: Spell) -> FlagGroup:
     """A frozen model as a flag."""
+    if model.prefill:
+        raise ValueError(
+            f"the groups of {model.name} in {path} must be regular, got prefill and decode; only the policy's may be "
+            "split"
+        )
     args = []
     for group in spell(model.overrides):
         name = group.name.removeprefix("vllm_").removeprefix("sglang_").replace("_", "-")
@@ -174,11 +182,16 @@ def _model(path: Path, key: str, model: dict[str, Any]) -> _Model:
         )
     for entry in entries:
         _known(entry, _GROUP, f"a group of {name} in {path}")
-        if (kind := entry.get("worker_type")) != "regular":
+        if (kind := entry.get("worker_type")) not in _WORKERS:
             raise ValueError(
-                f"worker_type of {name} in {path} must be regular, got {kind} ({_TYPES.get(str(kind), 'unknown')}); "
-                "keep each model in regular groups"
+                f"worker_type of {name} in {path} must be one of {', '.join(_WORKERS)}, got {kind} "
+                f"({_TYPES.get(str(kind), 'unknown')}); keep the groups without it"
             )
+    if (kinds := {entry["worker_type"] for entry in entries}) not in ({"regular"}, {"prefill", "decode"}):
+        raise ValueError(
+            f"the groups of {name} in {path} must be regular, or prefill and decode, got {', '.join(sorted(kinds))}; "
+            "each answer needs both"
+        )
     sizes = [entry.get("num_gpus_per_engine") or model.get("num_gpus_per_engine") for entry in entries]
     for what, number in [
         *(("num_gpus", entry.get("num_gpus")) for entry in entries),
@@ -203,6 +216,7 @@ def _model(path: Path, key: str, model: dict[str, Any]) -> _Model:
         sum(entry["num_gpus"] for entry in entries),
         sizes[0],
         [group for name, value in overrides[0].items() for group in _override(key, name, value)],
+        prefill=sum(entry["num_gpus"] for entry in entries if entry["worker_type"] == "prefill"),
     )
 
 

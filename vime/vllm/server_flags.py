@@ -55,9 +55,9 @@ VLLM_RESERVED = {
 }
 ROUTER_RESERVED = {
     "api_key": _KEY,
-    "prefill": "separate prefill servers are not supported yet",
-    "decode": "separate prefill servers are not supported yet",
-    "vllm_pd_disaggregation": "separate prefill servers are not supported yet",
+    "prefill": "--prefill-num-servers says which engines are for prefill",
+    "decode": "--prefill-num-servers says which engines are for prefill",
+    "vllm_pd_disaggregation": "--prefill-num-servers says which engines are for prefill",
     "mini_lb": "the full router is used",
     "service_discovery": "the engine pool adds and removes workers itself",
 }

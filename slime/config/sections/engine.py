@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.config.fields import Values, flag
+from slime.config.ranges import COUNT
 
 DEFAULT_BACKEND = "vllm"
 
@@ -53,6 +54,12 @@ class EngineConfig:
         "a model that engines of the run serve beside the policy, with the weights of its checkpoint: JSON with name, "
         "model_path, num_gpus, num_gpus_per_engine and args; may be repeated; --vllm-config writes it",
         append=True,
+    )
+    prefill_num_servers: int | None = flag(
+        None,
+        "number of the policy's engines that only read prompts; the others only write answers. `vime plan` lays them "
+        "out, and a run is an error in this version",
+        range=COUNT,
     )
     server_concurrency: int = 512
     """Maximum number of requests in flight per engine."""

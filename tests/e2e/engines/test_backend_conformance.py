@@ -105,7 +105,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack.push(stack.checkpoint)
     http.set_own_servers(http.OwnServers(**stack.pool.facts["own_servers"][0]))
     yield stack
-    http.set_own_servers(http.OwnServers())
+    http.set_own_servers()
     stack.pool.stop()
 
 

@@ -14,6 +14,7 @@ from rollout_double import make_args, make_state, make_tokenizer
 from slime.protocols import GenerateResult
 from slime.rollout import sample_hooks
 from slime.rollout.generate import generate, generate_and_rm, generate_and_rm_group, request_seed
+from slime.rollout.rewards import finite
 from slime.rollout.state import rollout_sampling_params as params_of
 from slime.types import Sample
 
@@ -264,6 +265,27 @@ def test_group_reward_sees_the_whole_group():
     args.rollout_deadline_s = 0.05
     group = [Sample(prompt="q"), Sample(prompt="late")]
     assert [s.reward for s in run(args, group, generate_and_rm_group)] == [None, None]  # cut off: not scored
+
+
+async def nan_of_one(args, sample):
+    """A judge that has no reward for the sample with index 1."""
+    if isinstance(sample, list):
+        return [await nan_of_one(args, one) for one in sample]
+    value = float("nan") if sample.index == 1 else 1.0
+    return value if args.reward_key is None else {args.reward_key: value, "why": "judged"}
+
+
+@pytest.mark.parametrize("flags", [{}, {"group_rm": True}, {"reward_key": "score"}])
+def test_a_reward_that_is_not_finite_removes_its_sample_alone(flags):
+    args, _ = setup(**flags)
+    args.custom_rm_path = "test_rollout_generate.nan_of_one"
+    group = run(args, [Sample(prompt="q :", index=i) for i in range(3)], generate_and_rm_group)
+    assert [s.reward_value(args.reward_key) for s in group] == [1.0, 0.0, 1.0]
+    assert [s.remove_sample for s in group] == [False, True, False]
+    record = {"reason": "reward", "said": "a reward must be finite, got nan"}
+    assert [s.metadata.get("removed") for s in group] == [None, record, None]
+    assert flags != {"reward_key": "score"} or group[1].reward["why"] == "judged"
+    assert finite.figures(group) == {"removed/reward": 1.0} and finite.figures(group[:1]) == {}
 
 
 def mark(args, sample, *, rollout_id, evaluation):

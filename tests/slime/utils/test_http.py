@@ -18,7 +18,7 @@ KEY = {"Authorization": "Bearer secret"}
 @pytest.fixture(autouse=True)
 def own() -> Iterator[None]:
     yield
-    http.set_own_servers(http.OwnServers())
+    http.set_own_servers()
 
 
 class Server:
@@ -56,6 +56,17 @@ def run(body: Any) -> None:
             await body(router, engine, stranger)
 
     asyncio.run(with_servers())
+
+
+def test_each_model_of_the_run_has_its_own_key() -> None:
+    async def body(router: Server, engine: Server, stranger: Server) -> None:
+        judges = {"Authorization": "Bearer judge"}
+        http.set_own_servers(http.OwnServers([router.url], KEY), http.OwnServers([stranger.url], judges))
+        assert await post(router.url + "/x", {}) == {"key": KEY["Authorization"]}
+        assert await post(stranger.url + "/x", {}) == {"key": "Bearer judge"}
+        assert await post(engine.url + "/x", {}) == {"key": None}
+
+    run(body)
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from config_cases import good_argv, write_model
 from engine_double import DoubleServer
 
+from slime.config import Config
 from slime.protocols import NoEngines
+from slime.roles.served import teachers
 from vime.backends import models_of, parse_config, require_reachable
 from vime.plan import describe
 from vime.pool.router import RouterSpec
@@ -75,7 +79,10 @@ def test_a_teacher_on_sglang(tmp_path: Path) -> None:
             ("--opd-teacher-engine-args", "max-len=1"),
             "--opd-teacher-engine-args max-len=1 is not a flag of vLLM",
         ),
-        (("--opd-teacher-engine-args", "model=x"), "model=x must be left out; engines serve --opd-teacher-model"),
+        (
+            ("--opd-teacher-engine-args", "model=x"),
+            "model=x must be left out; engines serve --opd-teacher-model",
+        ),
         (
             ("--opd-teacher-num-gpus-per-engine", "3"),
             "the engines of teacher-math must fit their model, got: --opd-teacher-num-gpus-per-engine must divide",
@@ -90,6 +97,101 @@ def test_what_a_teachers_engines_cannot_be(tmp_path: Path, flags: tuple[str, ...
     with pytest.raises(ValueError) as error:
         parse_config(argv(tmp_path, *flags))
     assert said in str(error.value)
+
+
+def of_file(root: Path, judge: dict[str, object], *more: str, name: str = "judge") -> list[str]:
+    """The flags of a run whose file has an actor and one frozen model."""
+    checkpoint = write_model(root / "judge", num_hidden_layers=6)
+    actor = {"name": "actor", "server_groups": [{"worker_type": "regular", "num_gpus": 1}]}
+    group = {"worker_type": "regular", "num_gpus": 2, **judge}
+    frozen = {"name": name, "model_path": str(checkpoint), "update_weights": False, "server_groups": [group]}
+    (root / "models.yaml").write_text(yaml.safe_dump({"vllm": [actor, frozen]}))
+    return [*good_argv(root), "--vllm-config", str(root / "models.yaml"), *more]
+
+
+def test_a_judge_of_a_file(tmp_path: Path) -> None:
+    """Two engines of its own, whose settings are those of its entry."""
+    given = of_file(
+        tmp_path, {"overrides": {"max-model-len": 128}}, "--device", "cuda", "--vllm-max-num-seqs", "7"
+    )
+    c = parse_config(given)
+    (policy, _, _), (judge, _, own) = models_of(c)
+    assert (policy.name, judge.name, c.engine.policy_name) == ("policy", "judge", "actor")
+    assert (judge.frozen, judge.temperature, own.num_engines) == (True, 1.0, 2)
+    settings = engine_settings(own)
+    assert settings["vllm_argv"] == ("--max-model-len", "128")
+    assert settings["model_path"] == str(tmp_path / "judge")
+    lines = [line.strip() for line in describe(c, 80 * 2**30, []).splitlines()]
+    assert any(line.startswith("judge     2 vLLM servers x 1 cuda, behind one vllm-router") for line in lines)
+    assert "Memory of an engine of judge, per GPU" in lines
+    c.save_json(tmp_path / "saved.json")
+    assert Config.from_dict(json.loads((tmp_path / "saved.json").read_text())) == c
+
+
+def test_a_teacher_of_a_file(tmp_path: Path) -> None:
+    """It stands for --opd-teacher-model."""
+    flags = ("--use-opd", "--opd-type", "vllm", "--opd-top-k", "5", "--rollout-temperature", "0.7")
+    c = parse_config(of_file(tmp_path, {}, *flags, name="teacher"))
+    (model,) = teachers(c).values()
+    assert list(teachers(c)) == ["default"] and (model.top_tokens, model.temperature) == (5, 0.7)
+    own = str(tmp_path / "judge")
+    with pytest.raises(ValueError, match=r"--opd-teacher-model and teacher-math in .* must not be combined"):
+        parse_config(of_file(tmp_path, {}, *flags, "--opd-teacher-model", own, name="teacher-math"))
+    with pytest.raises(
+        ValueError, match=r"--opd-type must be vllm with teacher in .*models.yaml, got sglang"
+    ):
+        parse_config(of_file(tmp_path, {}, *flags[:3], "--opd-type", "sglang", name="teacher"))
+
+
+@pytest.mark.parametrize(
+    ("judge", "name", "said"),
+    [
+        (
+            {"overrides": {"max-len": 1}},
+            "judge",
+            "overrides of judge in FILE: max-len=1 is not a flag of vLLM",
+        ),
+        (
+            {"overrides": {"model": "x"}},
+            "judge",
+            "must be left out; engines serve model_path of judge in FILE",
+        ),
+        (
+            {"num_gpus": 3, "num_gpus_per_engine": 3},
+            "judge",
+            "num_gpus_per_engine of judge in FILE must divide",
+        ),
+        (
+            {"num_gpus": 3, "num_gpus_per_engine": 2},
+            "judge",
+            "num_gpus of judge in FILE must be a multiple of num_gpus_per_engine of judge in FILE, got 3",
+        ),
+        ({"overrides": {"max-model-len": 4}}, "judge", "overrides of judge in FILE: max-model-len must hold"),
+        ({}, "policy", "name of a model in FILE must be given once, got policy"),
+        ({}, "a judge", "FILE must have a name of letters, digits, dots and dashes"),
+    ],
+)
+def test_what_a_model_of_a_file_cannot_be(
+    tmp_path: Path, judge: dict[str, object], name: str, said: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_config(of_file(tmp_path, judge, name=name))
+    assert said in str(error.value).replace(str(tmp_path / "models.yaml"), "FILE")
+
+
+def test_engines_for_prefill_and_decode_are_planned_and_not_run(tmp_path: Path) -> None:
+    flags = ("--device", "cuda", "--no-colocate", "--rollout-num-gpus", "3", "--prefill-num-servers")
+    c = parse_config([*good_argv(tmp_path), *flags, "1"])
+    said = "3 vLLM servers x 1 cuda, 1 for prefill and 2 for decode, behind one vllm-router"
+    assert said in describe(c, 80 * 2**30, [])
+    with pytest.raises(
+        ValueError, match="--prefill-num-servers must be left out of a run in this version, got 1"
+    ):
+        require_reachable(c)
+    with pytest.raises(
+        ValueError, match="--prefill-num-servers must be below the number of engines, got 3 of 3"
+    ):
+        parse_config([*good_argv(tmp_path), *flags, "3"])
 
 
 def test_the_plan_has_all_models(tmp_path: Path) -> None:
@@ -121,7 +223,7 @@ def test_pools_start_together_and_end_together(tmp_path: Path) -> None:
         return VllmEnginePool([spec], router, spawn=DoubleServer, health_check_interval_s=0.5, max_restarts=1)
 
     math, code = pool("math"), pool("code")
-    all_of_them = ServedModels(NoEngines(), {"teacher-math": math, "teacher-code": code})
+    all_of_them = ServedModels(math, {"teacher-code": code}, "actor")
     seen: list[bool] = []
 
     def meanwhile(check: object) -> None:
@@ -132,22 +234,25 @@ def test_pools_start_together_and_end_together(tmp_path: Path) -> None:
     try:
         all_of_them.start(meanwhile)
         assert seen == [True, True] and len(math.engine_urls) == len(code.engine_urls) == 1
-        clients = all_of_them.facts["frozen_engines"]
-        assert {name: client.router_url for name, client in clients.items()} == {
-            "teacher-math": math.router_url,
-            "teacher-code": code.router_url,
-        }
+        facts = all_of_them.facts
+        (client,) = facts["frozen_engines"].values()
+        assert client.router_url == code.router_url
+        routers = {"actor": math.facts["router_url"], "teacher-code": code.facts["router_url"]}
+        assert facts["model_routers"] == routers
+        for name, (ip, port) in facts["sglang_model_routers"].items():
+            assert f"http://{ip}:{port}" == routers[name]
+        assert [server["urls"][1] for server in facts["own_servers"]] == [math.router_url, code.router_url]
         for _ in range(2):
-            before = math.engine_urls
-            psutil.Process(math._members[0].handle._process.pid).kill()
+            before = code.engine_urls
+            psutil.Process(code._members[0].handle._process.pid).kill()
             end = time.monotonic() + 30
-            while math.engine_urls in (before, []):
+            while code.engine_urls in (before, []):
                 assert time.monotonic() < end
                 time.sleep(0.05)
             all_of_them.check_health()
-            assert math._members[0].restarts == 1
-            all_of_them.publish(1)
-            assert math._members[0].restarts == 0
+            assert code._members[0].restarts == 1
+            all_of_them.allow_restarts()
+            assert code._members[0].restarts == 0
     finally:
         all_of_them.stop()
     assert all(one._members[0].handle.poll() is not None for one in (math, code))

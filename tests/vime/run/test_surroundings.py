@@ -78,7 +78,7 @@ def test_hooks_reach_the_runs_own_servers_directly(proxied):
         http.set_own_servers(http.OwnServers(urls=[url]))
         with urllib.request.urlopen(url, timeout=5) as answer:
             assert answer.status == 204
-        http.set_own_servers(http.OwnServers())
+        http.set_own_servers()
         server.shutdown()
 
 

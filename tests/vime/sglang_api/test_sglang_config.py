@@ -87,13 +87,28 @@ def test_other_models_are_frozen(tmp_path: Path) -> None:
     assert frozen(groups)[0]["args"] == ["context-length=64", "disable-radix-cache"]
 
 
+def test_groups_for_prefill_and_decode(tmp_path: Path) -> None:
+    """Of the policy's engines alone."""
+    split = [{**REGULAR, "worker_type": kind} for kind in ("prefill", "decode")]
+    model = {"name": "a", "num_gpus_per_engine": 2, "server_groups": split}
+    made = "--policy-name a --rollout-num-gpus 8 --rollout-num-gpus-per-engine 2 --prefill-num-servers 2"
+    assert translated(tmp_path / "c.yaml", model) == made
+    with pytest.raises(ValueError, match="the groups of a in .* must be regular, got prefill and decode"):
+        translated(tmp_path / "c.yaml", [ACTOR, {**model, "model_path": "/x", "update_weights": False}])
+
+
 @pytest.mark.parametrize(
     ("model", "more", "said"),
     [
         (
             {"name": "a", "server_groups": [{**REGULAR, "worker_type": "encoder"}]},
             "",
-            "must be regular, got encoder .this version takes text only",
+            "must be one of regular, prefill, decode, got encoder .this version takes text only",
+        ),
+        (
+            {"name": "a", "server_groups": [{**REGULAR, "worker_type": "prefill"}, REGULAR]},
+            "",
+            "the groups of a in .* must be regular, or prefill and decode, got prefill, regular",
         ),
         (
             [ACTOR, {**ACTOR, "name": "b"}],

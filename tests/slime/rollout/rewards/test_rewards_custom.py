@@ -115,9 +115,9 @@ def test_exception_names_the_sample_and_keeps_its_cause(module):
     assert isinstance(e.value.__cause__, ZeroDivisionError)
 
 
-@pytest.mark.parametrize("bad", [None, "1", float("nan"), float("inf"), [1.0], {"score": float("nan")}])
+@pytest.mark.parametrize("bad", [None, "1", [1.0], {"score": "1"}])
 def test_value_that_is_no_reward(module, bad):
-    with pytest.raises(ValueError, match="sample 1 of group 1: a reward must be a finite number or a dict"):
+    with pytest.raises(ValueError, match="sample 1 of group 1: a reward must be a number or a dict"):
         asyncio.run(async_rm(args("my_rewards.value", value=bad, reward_key="score"), samples()[1]))
 
 
