@@ -18,6 +18,8 @@ POLICY = "policy"
 DEFAULT = "default"
 """The name of the teacher of samples that name no other."""
 FLAG = "--frozen-model"
+ENGINE_FLAGS = "flags of the engine"
+"""The key in `ServedModel.own_flags` of what the backend's own prefix stands for."""
 _NAMED = re.compile(r"([\w.-]+)=(.+)")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _TEACHER = "teacher"
@@ -58,7 +60,7 @@ class ServedModel:
         return {
             "--rollout-num-gpus-per-engine": f"num_gpus_per_engine {of}",
             "--rollout-num-gpus": f"num_gpus {of}",
-            **dict.fromkeys(("--vllm-", "--sglang-"), f"overrides {of}: "),
+            ENGINE_FLAGS: f"overrides {of}: ",
             "--hf-checkpoint": f"model_path {of}",
         }
 
@@ -68,8 +70,7 @@ _OF_TEACHERS = {
     "--rollout-num-gpus": "--opd-teacher-num-gpus",
     "--hf-checkpoint": "--opd-teacher-model",
     "--rollout-backend": "--opd-type",
-    "--vllm-": "--opd-teacher-engine-args ",
-    "--sglang-": "--opd-teacher-engine-args ",
+    ENGINE_FLAGS: "--opd-teacher-engine-args ",
 }
 
 

@@ -110,12 +110,12 @@ class GenerateState:
         _newest = weakref.ref(self)
 
     def served(self, name: str) -> RolloutEngine:
-        """The engine client of the run's frozen model `name` (--vllm-config), for hooks: `generate` and `score` of
+        """The engine client of the run's frozen model `name` (--frozen-model), for hooks: `generate` and `score` of
         token ids. ValueError for another name."""
         if name not in self.frozen_engines:
             raise ValueError(
                 f"name must be one of the run's frozen models, {sorted(self.frozen_engines)}, got {name!r}; add it "
-                "to the file of --vllm-config or --sglang-config"
+                "to the file of models, or with --frozen-model"
             )
         return self.frozen_engines[name]
 

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from slime.config import Config, FlagGroup
-from slime.config.fields import spelled
 from slime.protocols import EnginePool, RolloutEngine
-from slime.roles.served import POLICY, ServedModel
+from slime.roles.served import ENGINE_FLAGS, POLICY, ServedModel
 from slime.rollout_backend import RolloutBackend
 
 
@@ -24,12 +23,11 @@ def config_of(config: Config, model: ServedModel, backend: RolloutBackend) -> Co
     if not model.frozen:
         return config
     engine = backend.owners[0]
-    policys = spelled(engine.prefix)
     groups = []
     for typed in model.args:
         name, given, value = typed.partition("=")
         field = engine.prefix + name.removeprefix("--").replace("-", "_")
-        shown = f"{model.own_flags[policys]}{typed}"
+        shown = f"{model.own_flags[ENGINE_FLAGS]}{typed}"
         groups.append(FlagGroup(shown, field, [value] if given else []))
     own = {
         "backend_args": {},
@@ -60,7 +58,8 @@ Start = Callable[[Callable[[Callable[[], None]], object]], None]
 def in_own_flags(text: str, model: ServedModel) -> str:
     """A message about the engines of `model` with the flags that they have in place of the policy's."""
     for policys, own in model.own_flags.items():
-        text = text.replace(policys, own)
+        for typed in ("--vllm-", "--sglang-") if policys == ENGINE_FLAGS else (policys,):
+            text = text.replace(typed, own)
     return text
 
 

@@ -52,7 +52,7 @@ class EngineConfig:
     frozen_model: list[dict[str, Any]] = flag(  # noqa: RUF009
         [],
         "a model that engines of the run serve beside the policy, with the weights of its checkpoint: JSON with name, "
-        "model_path, num_gpus, num_gpus_per_engine and args; may be repeated; --vllm-config writes it",
+        "model_path, num_gpus, num_gpus_per_engine and args; may be repeated; a file of models becomes it",
         append=True,
     )
     prefill_num_servers: int | None = flag(

@@ -17,7 +17,7 @@ async def by_url(args: Any, sample: Any, **kwargs: Any) -> float:
     assert url == f"http://{ip}:{port}/generate" and get_model_url(args, "actor") != url
     start = len(sample.tokens) - sample.response_length
     asked = {"max_new_tokens": 1}
-    scored = {"return_logprob": True, "logprob_start_len": start}
+    scored = {"return_logprob": True, "logprob_start_len": start - 1}
     answer = await post(url, {"input_ids": sample.tokens, "sampling_params": asked, **scored})
     rows = answer["meta_info"]["input_token_logprobs"][-sample.response_length :]
     assert [row[1] for row in rows] == sample.tokens[start:]
