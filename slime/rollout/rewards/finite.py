@@ -20,13 +20,13 @@ def remove_unless_finite(samples: Iterable[Sample], key: str | None) -> None:
     """Set `remove_sample` of samples whose reward (its entry `key`, for a record) is not finite. Samples without a
     reward stay as they are."""
     for sample in samples:
-        record = sample.reward if isinstance(sample.reward, dict) else None
-        value = sample.reward if record is None else record.get(key or "")
+        reward = sample.reward
+        value = reward.get(key or "") if isinstance(reward, dict) else reward
         if value is None or math.isfinite(value):
             continue
         sample.metadata[KEY] = {"reason": REASON, "said": f"a reward must be finite, got {value}"}
         sample.remove_sample = True
-        sample.reward = 0.0 if record is None else {**record, key or "": 0.0}
+        sample.reward = {**reward, key or "": 0.0} if isinstance(reward, dict) else 0.0
 
 
 def figures(samples: Iterable[Sample]) -> dict[str, float]:

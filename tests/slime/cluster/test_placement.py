@@ -132,7 +132,7 @@ def test_a_teacher_of_several_engines(cluster):
     placed.release()
     assert placed.engine_bundles["teacher-default"] == [[1], [2]]
     with pytest.raises(
-        ValueError, match=r"5 devices .* and 4 of teachers \(--opd-teacher-num-gpus\), got 2 CPUs"
+        ValueError, match=r"5 devices .* and 4 of teacher-default \(--opd-teacher-num-gpus\), got 2 CPUs"
     ):
         place(with_teachers(placement_config("cpu", colocate=True), "default", gpus=4))
 
