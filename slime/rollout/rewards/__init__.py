@@ -145,7 +145,9 @@ def _checked(flags: RewardConfig, reward: object) -> Reward:
     value: object = reward.get(flags.reward_key, 0.0) if isinstance(reward, dict) else reward
     if not isinstance(value, numbers.Real | np.bool_):
         kind = type(value).__name__
-        raise ValueError(f"a reward must be a number or a dict of numbers, got {value!r} of type {kind}")
+        raise ValueError(
+            f"a reward must be a number or a dict of numbers, got {value!r} of type {kind}; return a float"
+        )
     return reward if isinstance(reward, dict) else float(value)
 
 

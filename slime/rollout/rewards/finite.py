@@ -24,7 +24,10 @@ def remove_unless_finite(samples: Iterable[Sample], key: str | None) -> None:
         value = reward.get(key or "") if isinstance(reward, dict) else reward
         if value is None or math.isfinite(value):
             continue
-        sample.metadata[KEY] = {"reason": REASON, "said": f"a reward must be finite, got {value}"}
+        sample.metadata[KEY] = {
+            "reason": REASON,
+            "said": f"a reward must be finite, got {value}; mend the reward",
+        }
         sample.remove_sample = True
         sample.reward = {**reward, key or "": 0.0} if isinstance(reward, dict) else 0.0
 

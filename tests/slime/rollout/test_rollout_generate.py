@@ -282,7 +282,7 @@ def test_a_reward_that_is_not_finite_removes_its_sample_alone(flags):
     group = run(args, [Sample(prompt="q :", index=i) for i in range(3)], generate_and_rm_group)
     assert [s.reward_value(args.reward_key) for s in group] == [1.0, 0.0, 1.0]
     assert [s.remove_sample for s in group] == [False, True, False]
-    record = {"reason": "reward", "said": "a reward must be finite, got nan"}
+    record = {"reason": "reward", "said": "a reward must be finite, got nan; mend the reward"}
     assert [s.metadata.get("removed") for s in group] == [None, record, None]
     assert flags != {"reward_key": "score"} or group[1].reward["why"] == "judged"
     assert finite.figures(group) == {"removed/reward": 1.0} and finite.figures(group[:1]) == {}
