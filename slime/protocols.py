@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict, get_args
 
 import numpy as np
 
@@ -143,6 +143,44 @@ class RolloutEngine(Protocol):
     async def close(self) -> None: ...
 
 
+WeightKind = Literal["full", "adapter"]
+CHECKPOINT = -1
+"""The `WeightSet.base_version` of the weights in the engine's own checkpoint, which never change."""
+
+
+@dataclass(frozen=True)
+class WeightSet:
+    """What an update of the engines' weights holds. The trainer's publisher puts the record on every part, channels
+    carry it unchanged, and the receiver has one loader per kind."""
+
+    kind: WeightKind = "full"
+    """full: all weights by their HF names. adapter: the matrices of a LoRA adapter by PEFT's names."""
+    base_version: int | None = None
+    """The version of the weights that the set is applied to. None for a set that needs no others."""
+    name: str = ""
+    """Of an adapter: what requests call it."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of an adapter: PEFT's adapter_config.json."""
+
+    def message(self) -> dict[str, object]:
+        """The record as plain data. Empty for full weights: a message without a record means them."""
+        return {} if self == FULL else {"weights": asdict(self)}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any] | None) -> WeightSet:
+        """The record of an engine's message. ValueError for a kind that this version does not know."""
+        given = dict(record or {})
+        if (kind := given.get("kind", "full")) not in get_args(WeightKind):
+            raise ValueError(
+                f"a set of weights must be one of {', '.join(get_args(WeightKind))}, got {kind}; trainer and engine "
+                "must have the same version"
+            )
+        return cls(**given)
+
+
+FULL = WeightSet()
+
+
 @dataclass(frozen=True)
 class WeightUpdate:
     """One published version of the weights, or a part of it, as plain data."""
@@ -155,10 +193,12 @@ class WeightUpdate:
     lasting: bool = True
     """These are all weights, for as long as they are the newest. Otherwise they are gone when the part after the
     next one is asked for."""
+    weights: WeightSet = FULL
+    """What all parts of the update hold together."""
 
     def message(self) -> dict[str, object]:
         """What engines get of it."""
-        return {"channel": self.channel, "info": self.info}
+        return {"channel": self.channel, "info": self.info, **self.weights.message()}
 
 
 class EnginePool(Protocol):

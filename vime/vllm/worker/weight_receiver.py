@@ -44,6 +44,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     channel: str
     info: dict[str, object]
+    weights: dict[str, object] | None = None
+    """The `slime.protocols.WeightSet`; None for full weights."""
 
 
 class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, UpdateInfo]):
