@@ -26,6 +26,7 @@ from slime.config.sections.evaluation import EvaluationConfig
 from slime.config.sections.fault_tolerance import FaultToleranceConfig
 from slime.config.sections.kernels import KernelsConfig
 from slime.config.sections.logging import LoggingConfig
+from slime.config.sections.lora import LoraConfig
 from slime.config.sections.megatron import MegatronConfig
 from slime.config.sections.off_policy import OffPolicyConfig
 from slime.config.sections.reward import RewardConfig
@@ -40,6 +41,7 @@ S = TypeVar("S")
 SECTIONS: dict[str, type] = {
     "cluster": ClusterConfig,
     "train": TrainConfig,
+    "lora": LoraConfig,
     "weight_update": WeightUpdateConfig,
     "rollout": RolloutConfig,
     "sessions": SessionsConfig,
@@ -87,6 +89,7 @@ class Config:
 
     cluster: ClusterConfig
     train: TrainConfig
+    lora: LoraConfig
     weight_update: WeightUpdateConfig
     rollout: RolloutConfig
     sessions: SessionsConfig

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from slime.config import Config
 from slime.config.fields import spelled
 
+ADAPTERS = r"^adapters\."
+"""Matches the names of adapters (slime.models.lora.PREFIX)."""
 ONLY, FROZEN = "only_train_params_name_list", "freeze_params_name_list"
 
 
@@ -23,6 +25,9 @@ class Selection:
 
     @classmethod
     def of(cls, config: Config) -> Selection:
+        """With --lora-rank: the adapters."""
+        if config.lora.lora_rank:
+            return cls(only=(ADAPTERS,))
         return cls(
             tuple(config.train.only_train_params_name_list or ()),
             tuple(config.train.freeze_params_name_list or ()),

@@ -35,7 +35,7 @@ def parameter_names(hf: Hf) -> list[str]:
 
 def check_parameter_names(c: Config, hf: Hf) -> None:
     """ValueError for lists that match none or all of the parameters that the model may have."""
-    if selection := Selection.of(c):
+    if (selection := Selection.of(c)) and not c.lora.lora_rank:
         with contextlib.suppress(re.error):  # `check_selection` reports it
             selection.check(parameter_names(hf))
 

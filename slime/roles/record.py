@@ -38,6 +38,10 @@ def _with_policy(c: Config) -> None:
     return None
 
 
+def _has_weights(c: Config) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Role:
     """One model of a run."""
@@ -65,6 +69,8 @@ class Role:
     """What --custom-megatron-before-log-prob-hook-path gets before the pass."""
     shape: Callable[[Config], str] = _as_policy
     """The directory whose config.json describes the model."""
+    of_base: Callable[[Config], bool] = _has_weights
+    """Whether its model is the policy's with its adapters switched off, so that it has no weights of its own."""
     absent: Callable[[Config], bool] = _nobody
     """Whether the samples bring the column, so that the run does not have the model."""
     save_flag: str = "--save"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from slime.config import Config
 from slime.config.problems import given
+from slime.roles.policy import POLICY
 from slime.roles.record import Role, Source
 
 
@@ -12,4 +15,14 @@ def _start(c: Config) -> Source:
     return Source(directory, c.checkpoint.ref_ckpt_step, "--ref-load")
 
 
-REFERENCE = Role("reference", "ref_log_probs", "ref_log_probs", _start, prefix="ref_")
+def _of_base(c: Config) -> bool:
+    """With adapters, where the policy's base is loaded from the same weights, on the same ranks."""
+    ours, policy = _start(c), POLICY.source(c)
+    same = (
+        Path(ours.directory).resolve() == Path(policy.directory).resolve()
+        and ours.iteration == policy.iteration
+    )
+    return bool(c.lora.lora_rank) and same
+
+
+REFERENCE = Role("reference", "ref_log_probs", "ref_log_probs", _start, prefix="ref_", of_base=_of_base)

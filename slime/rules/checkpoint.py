@@ -98,7 +98,7 @@ def _check_start(c: Config) -> None:
 
 def reads_reference(c: Config) -> bool:
     """Whether the trainer reads --ref-load: for the reference model, or as the first weights of a new run."""
-    resumes = resumed_iteration(c) is not None
+    resumes = resumed_iteration(c) is not None and not c.lora.lora_rank  # adapters need their base again
     return REFERENCE in roles_of(c) or (not resumes and start_directory(c) == c.checkpoint.ref_load)
 
 

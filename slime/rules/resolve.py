@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from slime.config.schema import SECTIONS, Config
 from slime.config.sections.kernels import OPERATORS
 from slime.hardware import HARDWARE
 from slime.roles.served import teachers
+from slime.models.lora import read_peft
 from slime.rules.algorithm import compares_alone, makes_groups
 from slime.rules.checkpoint import remarks as read_remarks
 from slime.rules.cluster import critic_notes
@@ -60,6 +62,7 @@ def resolve(given: Values, notes: list[str] | None = None) -> Config:
     _reference(draft)
     _dr_grpo(draft)
     _distillation(draft)
+    _lora(draft, given)
     for name, source in FALLBACKS.items():
         if getattr(draft, name) is None:
             setattr(draft, name, getattr(draft, source))
@@ -168,6 +171,20 @@ def _distillation(c: argparse.Namespace) -> None:
             "trains the policy"
         )
         c.rm_type = "zero"
+
+
+def _lora(c: argparse.Namespace, given: Values) -> None:
+    """--lora-load gives what the user did not. The rules report a directory that cannot be read."""
+    c.target_modules = c.target_modules or c.lora_target_modules
+    if c.lora_load is None:
+        return
+    with contextlib.suppress(ValueError):
+        stored, _ = read_peft(c.lora_load)
+        for name, value in (("lora_rank", stored.rank), ("lora_alpha", stored.alpha)):
+            if name not in given:
+                setattr(c, name, value)
+        if not c.target_modules:
+            c.target_modules = list(stored.targets)
 
 
 def _weight_update(c: argparse.Namespace) -> None:

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -28,8 +25,10 @@ from torch import Tensor, nn
 
 from slime.checkpoints.checkpoint_dir import COMPLETE, LATEST, existing, hidden, iteration_path, latest
 from slime.disk_space import Room
+from slime.megatron_backend.checkpoint.adapter_records import check_record, kept, record_of
 from slime.megatron_backend.checkpoint.background import BackgroundSaves
 from slime.megatron_backend.checkpoint.checkpoint_io import DirectSave, explained_reading, verify
+from slime.megatron_backend.checkpoint.random_state import rng_object, rng_state, set_rng_state
 from slime.megatron_backend.checkpoint.torch_dist import (
     MetadataReader,
     StoredParts,
@@ -73,13 +72,15 @@ def save_checkpoint(
     flag: str = "--save",
     background: BackgroundSaves | None = None,
     published: Callable[[], None] | None = None,
+    beside: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write one checkpoint, make it the latest and return its path. Collective over all ranks.
 
     With `background`, the values are copied, and files are written and the checkpoint becomes the latest while the
     caller goes on; `BackgroundSaves.wait` then has the errors. Rank 0 calls `published` when it is the latest.
     Without `optimizer` (--no-save-optim), the next run starts with new moments and main weights. `extra` is a record
-    of plain values that `load_checkpoint` returns. Rank 0's record is saved. ValueError that names `flag` if
+    of plain values that `load_checkpoint` returns. Rank 0's record is saved. Of a model with adapters, only what is
+    trained is saved. `beside` writes more files into the folder of the checkpoint. ValueError that names `flag` if
     the disk has no room. The checkpoints before are untouched then, and what was written is removed.
     """
     path = iteration_path(Path(directory), iteration)
@@ -96,12 +97,15 @@ def save_checkpoint(
                 "iteration": iteration,
                 "extra": extra or {},
                 "shape": _shape(parts[0]),
+                "lora": record_of(parts[0]),
                 "ranks": _ranks(),
                 "scheduler": scheduler.state_dict() if scheduler else None,
                 "has_optimizer": optimizer is not None,
-                "rng": _rng_object(_rng_state()),
+                "rng": rng_object(rng_state()),
             }
             dist_checkpointing.save(state, str(partial), sharded_strategy=writer)
+            if beside is not None:
+                beside(partial)
     except BaseException:
         _remove(partial)
         raise
@@ -190,6 +194,7 @@ def load_checkpoint(
     choose: str = "--ckpt-step {}",
     optim: bool = True,
     rng: bool = True,
+    adapters: bool = False,
 ) -> dict[str, Any]:
     """Load the latest checkpoint under `directory`, or checkpoint `iteration`, in place. Returns its `extra`.
 
@@ -198,8 +203,9 @@ def load_checkpoint(
     continues bitwise, with the random generators. On another layout, the generators keep their seeds. ValueError if the
     checkpoint does not exist, is damaged, or belongs to a model of another shape. `choose` says how the user names an
     iteration: the error for a damaged one names an older one that is whole. Of a checkpoint that slime or Megatron
-    saved, only weights and iteration are taken. Without `optim`, optimizer and schedule start anew; without `rng`, the
-    random generators stay as they are.
+    saved, only weights and iteration are taken. With `adapters`, the checkpoint is of a model with adapters, whose base
+    is loaded already; otherwise it has whole weights, and adapters of the model stay as they are. Without `optim`,
+    optimizer and schedule start anew; without `rng`, the random generators stay as they are.
     """
     directory = Path(directory)
     iteration, path = _complete(directory, iteration)
@@ -210,6 +216,7 @@ def load_checkpoint(
     with explained_reading(directory, iteration, choose):
         common = dist_checkpointing.load_common_state_dict(str(path))
     _check_shape(common["shape"], _shape(parts[0]), path)
+    check_record(common.get("lora"), record_of(parts[0]) if adapters else None, path)
     if not optim:
         scheduler = None
     elif optimizer is not None and not common["has_optimizer"]:
@@ -218,14 +225,15 @@ def load_checkpoint(
         )
     loads_optimizer = optim and optimizer is not None and common["has_optimizer"]
     same_ranks = rng and common["ranks"] == _ranks()
-    wanted = _sharded_state(parts, optimizer if loads_optimizer else None, is_loading=True)
+    wanted = _sharded_state(parts, optimizer if loads_optimizer else None, is_loading=True, adapters=adapters)
     if same_ranks:
-        wanted["rng"] = _rng_object(None)
+        wanted["rng"] = rng_object(None)
     with explained_reading(directory, iteration, choose):
-        kept = _new_heads(wanted, path)
+        new = _new_heads(wanted, path)
         state = dist_checkpointing.load(wanted, str(path))
     for i, inner in enumerate(parts):
-        inner.load_state_dict(state[_part(i)] | kept.get(_part(i), {}))
+        given = state[_part(i)] | new.get(_part(i), {})
+        inner.load_state_dict(given, strict=record_of(inner) is None)  # its base or its adapters
     if loads_optimizer:
         _load_optimizer(optimizer, state["optimizer"])
     elif optimizer is not None:
@@ -233,7 +241,7 @@ def load_checkpoint(
     if scheduler is not None and common["scheduler"] is not None:
         scheduler.load_state_dict(common["scheduler"])
     if same_ranks:
-        _set_rng_state(state["rng"])
+        set_rng_state(state["rng"])
     extra: dict[str, Any] = common["extra"]
     return extra
 
@@ -268,13 +276,21 @@ def _load_foreign(
 
 
 def _sharded_state(
-    parts: list[HiddenGPTModel], optimizer: MegatronOptimizer | None, *, is_loading: bool
+    parts: list[HiddenGPTModel],
+    optimizer: MegatronOptimizer | None,
+    *,
+    is_loading: bool,
+    adapters: bool = True,
 ) -> dict[str, Any]:
+    """`adapters`: of a model that has some, they and what else is trained, not the base. Otherwise the base alone."""
     metadata = sharding() | {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
     }
-    models = {_part(i): inner.sharded_state_dict(metadata=metadata) for i, inner in enumerate(parts)}
+    models = {
+        _part(i): kept(inner, inner.sharded_state_dict(metadata=metadata), adapters)
+        for i, inner in enumerate(parts)
+    }
     state: dict[str, Any] = dict(models)
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
@@ -317,8 +333,8 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None
             )
         else:
             part.load_state_dict(of_part)
-    for group, kept in zip(optimizer.param_groups, settings, strict=True):
-        group.update(kept)
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group.update(setting)
     fuse_adam(optimizer)
 
 
@@ -373,26 +389,3 @@ def _ranks() -> list[int]:
     ]
     experts = parallel_state.get_expert_model_parallel_world_size()
     return sizes if experts == 1 else [*sizes, experts]
-
-
-def _rng_object(data: dict[str, Any] | None) -> ShardedObject:
-    return ShardedObject("rng", data, (dist.get_world_size(),), (dist.get_rank(),))
-
-
-def _rng_state() -> dict[str, Any]:
-    name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state())
-    return {
-        "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    torch.cuda.set_rng_state(state["device"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

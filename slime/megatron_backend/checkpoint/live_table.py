@@ -14,6 +14,7 @@ from slime.megatron_backend.model.parameter_names import whole_model_name
 from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
 from slime.models import family_for
 from slime.models.layouts import Row
+from slime.models.lora import PREFIX as ADAPTERS
 
 _PREDICTION = re.compile(r"^(mtp\.layers\.)(\d+)")
 
@@ -31,10 +32,10 @@ def parameters(
     inner: HiddenGPTModel, expert_rank: int | None = None
 ) -> Iterator[tuple[Tensor, Row, tuple[str, ...]]]:
     """Every tensor of this stage with its row of the family's table and its HF names, in model order. With
-    `expert_rank`, experts have their names on that expert-parallel rank. A value head has no row."""
+    `expert_rank`, experts have their names on that expert-parallel rank. A value head and adapters have no row."""
     family = family_for(inner.hf_config)
     for name, parameter in named(inner):
-        if name == VALUE_HEAD:
+        if name == VALUE_HEAD or name.startswith(ADAPTERS):
             continue
         name = whole_model_name(inner, name, expert_rank)
         if inner.mtp_process:

@@ -41,6 +41,7 @@ from slime.megatron_backend.checkpoint.checkpoint_io import COMMON_FILE, unreada
 from slime.megatron_backend.model.gpt import HiddenGPTModel, unwrapped
 from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
 from slime.megatron_versions import COMMON
+from slime.models.lora import PREFIX as ADAPTERS
 
 PLAIN_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -176,10 +177,12 @@ def sharding() -> dict[str, Any]:
 
 
 def shards(inner: HiddenGPTModel) -> list[ShardedTensor]:
-    """Every tensor of this rank, as parts that share the live parameters' memory. Gate and up are two parts."""
+    """Every tensor of this rank but adapters, as parts that share the live parameters' memory. Gate and up are two
+    parts."""
     state = inner.sharded_state_dict(metadata=sharding())
     apply_factories(state)
-    return [item for item in nested_values(state) if isinstance(item, ShardedTensor)]
+    tensors = (item for item in nested_values(state) if isinstance(item, ShardedTensor))
+    return [item for item in tensors if not item.key.startswith(ADAPTERS)]
 
 
 def is_foreign(path: Path) -> bool:

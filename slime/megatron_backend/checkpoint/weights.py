@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,11 @@ MAX_SHARD_BYTES = 2 * 2**30
 """Bytes of one written file, which rank 0 holds in host memory."""
 
 Read = Callable[[Tensor], Tensor]
+Named = tuple[str, Tensor]
 
 
-def _live(parameter: Tensor) -> Tensor:
+def live(parameter: Tensor) -> Tensor:
+    """The `Read` of a model whose parameters are where they are used."""
     return parameter.data
 
 
@@ -151,7 +154,7 @@ def load_weights(model: Any, directory: str, iteration: int | None = None) -> No
 
 
 @torch.no_grad()
-def export_hf(model: nn.Module, read: Read = _live) -> Iterator[tuple[str, Tensor]]:
+def export_hf(model: nn.Module, read: Read = live) -> Iterator[tuple[str, Tensor]]:
     """All weights under their HF names: full tensors on every rank, in the model's dtype (a router's bias in fp32).
 
     `read` returns the values of a parameter on any device (slime.megatron_backend.step.residence). With one rank, the
@@ -168,19 +171,22 @@ def _export_parts(model: nn.Module, read: Read) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the weight table, of all stages."""
     group = parallel_state.get_pipeline_model_parallel_group()
     for inner in unwrapped(model):  # virtual stage by virtual stage: the order of the layers
-        if group.size() == 1:
-            yield from _export_stage(inner, read)
-        else:
-            yield from _export_stages(inner, read, group)
+        yield from over_stages(partial(_export_stage, inner, read), partial(_shapes_of_stage, inner), group)
 
 
-def _export_stages(
-    inner: HiddenGPTModel, read: Read, group: dist.ProcessGroup
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of `inner` of each rank of the pipeline, in rank order."""
+def over_stages(
+    export: Callable[[], Iterator[Named]],
+    shapes: Callable[[], list[tuple[str, torch.Size, torch.dtype]]],
+    group: dist.ProcessGroup,
+) -> Iterator[Named]:
+    """The tensors that `export` gives on each rank of the pipeline `group`, in rank order, on all of them. `shapes`:
+    what those of this rank will be."""
+    if group.size() == 1:
+        yield from export()
+        return
     for stage in range(group.size()):
-        mine = _export_stage(inner, read) if stage == group.rank() else None
-        box = [_shapes_of_stage(inner) if mine else []]
+        mine = export() if stage == group.rank() else None
+        box = [shapes() if mine else []]
         dist.broadcast_object_list(box, group=group, group_src=stage)
         for name, shape, dtype in box[0]:
             if mine:
@@ -196,15 +202,15 @@ def _export_stage(inner: HiddenGPTModel, read: Read) -> Iterator[tuple[str, Tens
     for parameter, row, names_of_ranks in exported(inner):
         full, shards = read(parameter), shard_group(row)
         if shards.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
-            full = row.layout.merge(_gathered(full, shards))
+            full = row.layout.merge(gathered(full, shards))
         of_ranks = [full]
         if len(names_of_ranks) > 1:
-            of_ranks = _gathered(full, parallel_state.get_expert_model_parallel_group())
+            of_ranks = gathered(full, parallel_state.get_expert_model_parallel_group())
         for names, tensor in zip(names_of_ranks, of_ranks, strict=True):
             yield from zip(names, row.layout.split(tensor, inner.sizes), strict=True)
 
 
-def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+def gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """The tensors of all ranks of `group`, in rank order."""
     mine = tensor.contiguous().to(torch.cuda.current_device())
     tensors = [torch.empty_like(mine) for _ in range(group.size())]
@@ -229,7 +235,7 @@ def save_hf(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     flag: str = "--save-hf",
-    read: Read = _live,
+    read: Read = live,
 ) -> None:
     """Write an HF directory that transformers loads with the same logits. Collective. Rank 0 writes. A model with a
     value head becomes one for sequence classification with one label.

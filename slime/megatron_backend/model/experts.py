@@ -184,7 +184,8 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
 
     The formula is Megatron's without fusion: `fc2((gated(fc1(x)) * weight).to(x.dtype))`, weights in fp32. If tensor
     parallelism splits experts, Megatron's dispatcher gathers their tokens and sums their outputs. Biases of fc2 are
-    added in `weight * bias`, by the first of these ranks.
+    added in `weight * bias`, by the first of these ranks. `adapted`: for each of the two products, what adds the output
+    of adapters: (output, input, ends of the experts' rows) -> output.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
     ) -> None:
         super().__init__(num_local_experts, config, *args, **kwargs)
         self.gated = gated
+        self.adapted: list[Callable[[Tensor, Tensor, Tensor], Tensor] | None] = [None, None]
         if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
             # Megatron sets this mark only where EP is above 1: the gradients are summed over the expert's own replicas
             for parameter in self.parameters():
@@ -205,6 +207,9 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
         tokens = permuted_local_hidden_states
         ends = expert_ends(tokens_per_expert, tokens.device)
         gate_and_up = GroupedProduct.apply(tokens, ends, *(e.linear_fc1.weight for e in self.local_experts))
+        first, second = self.adapted
+        if first is not None:
+            gate_and_up = first(gate_and_up, tokens, ends)
         biased = self.local_experts[0].linear_fc2.bias is not None
         if biased:
             expert_of = torch.bucketize(torch.arange(len(tokens), device=ends.device), ends, right=True)
@@ -213,12 +218,14 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
             )
         gated = (self.gated(gate_and_up) * permuted_probs[:, None]).to(tokens.dtype)
         output = GroupedProduct.apply(gated, ends, *(e.linear_fc2.weight for e in self.local_experts))
+        if second is not None:
+            output = second(output, gated, ends)
         if biased:
             bias = copy_to_tensor_model_parallel_region(
                 torch.stack([e.linear_fc2.bias for e in self.local_experts]), group=self.tp_group
             )
-            first = float(self.tp_group.rank() == 0)
-            output = output + (bias[expert_of] * (permuted_probs[:, None] * first)).to(output.dtype)
+            share = float(self.tp_group.rank() == 0)
+            output = output + (bias[expert_of] * (permuted_probs[:, None] * share)).to(output.dtype)
         return output, None
 
 

@@ -131,6 +131,7 @@ def build_model(
     ddp: bool = True,
     predicts: bool = False,
     value: bool = False,
+    adapt: Callable[[list[nn.Module]], None] | None = None,
 ) -> nn.Module:
     """The model of a checkpoint on this rank, with uninitialised parameters. Fill them with `load_hf` or
     `load_checkpoint`.
@@ -139,8 +140,9 @@ def build_model(
     DistributedDataParallel, which sums (and does not average) its fp32 gradient buffers over data-parallel ranks.
     Parameters that are frozen by name have none.
     Without `ddp`, the model has no gradients (reference model). `predicts`: with its layers of multi-token prediction.
-    `value`: with a value head instead of logits (critic). With virtual stages, the result is `Parts`, and each part has
-    its own wrapper. Call `init_parallel` first; `destroy_parallel` empties the model.
+    `value`: with a value head instead of logits (critic). `adapt` gives the parts their adapters. With virtual stages,
+    the result is `Parts`, and each part has its own wrapper. Call `init_parallel` first; `destroy_parallel` empties the
+    model.
     """
     core = transformer_config(hf_config, config, predicts=predicts)
     tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -156,6 +158,8 @@ def build_model(
         HiddenGPTModel(hf_config, core, sizes, virtual, value=value)
         for virtual in (range(stages) if stages else (None,))
     ]
+    if adapt is not None:
+        adapt(parts)
     if ddp:
         freeze(parts, config)
         settings = _ddp_config(config)

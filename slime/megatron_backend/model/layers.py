@@ -25,16 +25,20 @@ from slime.megatron_backend.model.norms import RMSNorm
 
 
 class NormedLinear(ColumnParallelLinear):  # type: ignore[misc]  # megatron-core has no types
-    """Megatron's column-parallel product. It also computes the norm that was deferred to it."""
+    """Megatron's column-parallel product. It also computes the norm that was deferred to it, and adds the output of an
+    adapter: (output, input) -> output."""
 
     norm: Callable[[Tensor], Tensor] | None = None
+    adapted: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        if self.norm is None:
-            plain: tuple[Tensor, Tensor | None] = super().forward(x, *args, **kwargs)
-            return plain
         product = super().forward
-        return without_keeping(self.norm, x, lambda normed: product(normed, *args, **kwargs))
+
+        def adapted(x: Tensor) -> tuple[Tensor, Tensor | None]:
+            output, bias = product(x, *args, **kwargs)
+            return output if self.adapted is None else self.adapted(output, x), bias
+
+        return adapted(x) if self.norm is None else without_keeping(self.norm, x, adapted)
 
 
 class GatedMLP(MLP):  # type: ignore[misc]  # megatron-core has no types

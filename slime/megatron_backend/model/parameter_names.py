@@ -12,9 +12,10 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from slime.config import Config
+from slime.config.fields import spelled
 from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
 from slime.megatron_versions import stored_name
-from slime.models.selection import Selection
+from slime.models.selection import FROZEN, ONLY, Selection
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
 _EXPERT = re.compile(r"(\.local_experts\.)(\d+)")
@@ -56,12 +57,15 @@ def freeze(parts: Sequence[nn.Module], config: Config) -> None:
     of_ranks: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(of_ranks, list(mine))
     every = dict.fromkeys(name for names in of_ranks for name in names)
-    if VALUE_HEAD not in every:  # a critic lacks what the lists may name
+    if VALUE_HEAD not in every and not config.lora.lora_rank:  # a critic lacks what the lists may name
         selection.check(every)
     for rank, names in enumerate(of_ranks):
         if not any(name == VALUE_HEAD or selection.trains(name) for name in names):
+            flags = (
+                spelled("lora_rank") if config.lora.lora_rank else f"{spelled(ONLY)} and {spelled(FROZEN)}"
+            )
             raise ValueError(
-                "--only-train-params-name-list and --freeze-params-name-list must leave a trained parameter on every "
+                f"{flags} must leave a trained parameter on every "
                 f"rank, got none on rank {rank}; lower --pipeline-model-parallel-size"
             )
     for name, parameter in mine.items():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +21,9 @@ from slime.data.rank_data import RankData
 from slime.divergence import DivergedError
 from slime.megatron_backend.checkpoint import distributed as checkpoint
 from slime.megatron_backend.checkpoint.background import BackgroundSaves
+from slime.megatron_backend.checkpoint.peft import FOLDER, load_peft, save_peft
 from slime.megatron_backend.checkpoint.weights import load_weights
+from slime.megatron_backend.lora.install import add_adapters
 from slime.megatron_backend.model.gpt import build_model, parts_of
 from slime.megatron_backend.model.optimizer import build_optimizer, close_optimizer, finish_grads
 from slime.megatron_backend.parallel import ParallelInfo
@@ -27,6 +31,7 @@ from slime.megatron_backend.step.heads.head import MicroBatchLoss
 from slime.megatron_backend.step.loss import reduce_metrics
 from slime.megatron_backend.step.pipeline import from_last_stage, run_stages
 from slime.megatron_backend.step.residence import Residence
+from slime.models.lora import Lora
 from slime.roles import POLICY, Role
 from slime.tracking.timers import Timers
 
@@ -59,11 +64,16 @@ class Learner:
         self.role, self.config, self.info, self.timers = role, config, info, timers
         # Megatron's wrapper has no types.
         predicts = role is POLICY and config.algorithm.enable_mtp_training
-        self.model: Any = build_model(hf_config, config, predicts=predicts, value=role.has_values(config))
-        resume = role.resumes(config)
-        if resume is None:
-            source = role.source(config)
-            load_weights(self.model, source.directory, source.iteration)
+        lora, resume = Lora.of(config), role.resumes(config)
+        adapt = None if lora is None else partial(add_adapters, lora=lora, seed=config.train.seed)
+        self.model: Any = build_model(
+            hf_config, config, predicts=predicts, value=role.has_values(config), adapt=adapt
+        )
+        self.base = role.source(config)
+        if resume is None or lora is not None:
+            load_weights(self.model, self.base.directory, self.base.iteration)
+        if resume is None and config.lora.lora_load is not None and role is POLICY:
+            load_peft(self.model, config.lora.lora_load)
         self.optimizer, self.scheduler = build_optimizer(
             self.model, config, total_steps=config.total_steps, role=role
         )
@@ -74,6 +84,7 @@ class Learner:
                 iteration=resume.iteration,
                 optim=not config.checkpoint.no_load_optim,
                 rng=role is POLICY and not config.checkpoint.no_load_rng,
+                adapters=lora is not None,
             )
 
     def step(
@@ -160,10 +171,14 @@ class Learner:
             flag=self.role.save_flag,
             background=background,
             published=lambda: after_save(self.config, directory),
+            beside=self._save_peft if self.config.lora.lora_rank and self.role is POLICY else None,
         )
         if then is not None:
             then()
         self.residence.release("parameters", "optimizer", timer="save_offload")
+
+    def _save_peft(self, folder: Path) -> None:
+        save_peft(self.model, folder / FOLDER, self.config.rollout.hf_checkpoint, flag=self.role.save_flag)
 
     def close(self) -> None:
         """Let go of the model and its optimizer, which hold process groups."""

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from slime.config import Config
 from slime.megatron_backend.checkpoint.background import BackgroundSaves
-from slime.megatron_backend.checkpoint.weights import export_hf, save_hf
+from slime.megatron_backend.checkpoint.merged import merged
+from slime.megatron_backend.checkpoint.weights import export_hf, live, save_hf
 from slime.megatron_backend.step.models import Models
 from slime.protocols import WeightUpdate
 from slime.roles import POLICY
@@ -85,9 +86,11 @@ class Outputs:
         return self._publisher.file(self.version)
 
     def _export(self) -> Iterator[tuple[str, Tensor]]:
-        return export_hf(self.models.main.model, self.models.main.residence.read)
+        model, read = self.models.main.model, self.models.main.residence.read
+        return export_hf(model, merged(model, read))
 
     def _save_hf(self, rollout_id: int) -> None:
         assert self.config.checkpoint.save_hf is not None
         out = Path(self.config.checkpoint.save_hf.format(rollout_id=rollout_id))
-        save_hf(self.models.main.model, self.config.rollout.hf_checkpoint, out)
+        model = self.models.main.model
+        save_hf(model, self.config.rollout.hf_checkpoint, out, read=merged(model, live))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -24,7 +25,8 @@ from slime.data import top_tokens
 from slime.data.packing import MicroBatch
 from slime.data.rank_data import RankData
 from slime.hooks import load_function
-from slime.megatron_backend.model.gpt import parts_of, vocab_range
+from slime.megatron_backend.lora.install import without_adapters
+from slime.megatron_backend.model.gpt import parts_of, unwrapped, vocab_range
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.megatron_backend.step.batches import Batches
 from slime.megatron_backend.step.heads import head_of
@@ -124,16 +126,26 @@ class Pass:
             if path and self.role.head == "lm":
                 hook = load_function(path, flag="--custom-megatron-before-log-prob-hook-path")
                 hook(self._args, parts_of(self.model), self.role.prefix)
-            return column_of_data(
-                self.model,
-                self._info,
-                self._per_token,
-                self._batches.of_pass(data, micro_batches, policy=self.of_policy),
-                len(micro_batches),
-                data.response_lengths,
-                sorted(i for samples in micro_batches for i in samples),
-                self.width,
-            )
+            with self._as_role():
+                return self._column(data, micro_batches)
+
+    def _as_role(self) -> AbstractContextManager[None]:
+        """In the block, the model is that of the role: it may be the policy's without its adapters."""
+        if self.role.of_base(self._config):
+            return without_adapters(unwrapped(self.model))
+        return nullcontext()
+
+    def _column(self, data: RankData, micro_batches: list[list[int]]) -> dict[int, Tensor]:
+        return column_of_data(
+            self.model,
+            self._info,
+            self._per_token,
+            self._batches.of_pass(data, micro_batches, policy=self.of_policy),
+            len(micro_batches),
+            data.response_lengths,
+            sorted(i for samples in micro_batches for i in samples),
+            self.width,
+        )
 
 
 class FrozenScorer:

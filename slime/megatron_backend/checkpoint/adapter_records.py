@@ -1,0 +1,64 @@
+"""What a checkpoint of a run with adapters holds: what is trained, and a record of the adapters.
+
+The base is loaded from where the run began."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+
+from slime.checkpoints.checkpoint_dir import existing
+from slime.megatron_backend.checkpoint.torch_dist import is_foreign
+from slime.megatron_backend.lora.install import lora_of
+from slime.megatron_backend.model.gpt import HiddenGPTModel
+from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
+from slime.models.lora import PREFIX as ADAPTERS
+from slime.models.lora import Lora
+
+
+def kept(inner: HiddenGPTModel, state: dict[str, Any], adapters: bool) -> dict[str, Any]:
+    """The part of a model's state that a checkpoint holds. `adapters`: of a model that has some, what is trained;
+    otherwise its base alone."""
+    if lora_of(inner) is None:
+        return state
+    return {k: v for k, v in state.items() if (k.startswith(ADAPTERS) or k == VALUE_HEAD) == adapters}
+
+
+def record_of(inner: HiddenGPTModel) -> dict[str, Any] | None:
+    """The record of a checkpoint of adapters."""
+    return None if (lora := lora_of(inner)) is None else asdict(lora)
+
+
+def check_record(saved: dict[str, Any] | None, wanted: dict[str, Any] | None, path: Path) -> None:
+    """ValueError unless the checkpoint in `path` has the adapters that are wanted. None: whole weights."""
+    if saved is not None and wanted is None:
+        raise ValueError(
+            f"a checkpoint must hold whole weights here, got adapters of rank {saved['rank']} in {path}; train on with "
+            "--lora-rank, or write whole weights with `vime export --merge`"
+        )
+    if saved is None and wanted is not None:
+        raise ValueError(
+            f"--load must hold adapters with --lora-rank, got whole weights in {path}; add --finetune to start "
+            "adapters over them, or leave --lora-rank out"
+        )
+    for name in ("rank", "alpha", "targets"):
+        if saved is not None and wanted is not None and saved[name] != wanted[name]:
+            flag = "--target-modules" if name == "targets" else f"--lora-{name}"
+            raise ValueError(
+                f"{flag} must be {saved[name]} as in the checkpoint, got {wanted[name]} for {path}; a run resumes with "
+                "the adapters that it began with"
+            )
+
+
+def stored_lora(directory: str | Path, iteration: int | None) -> Lora | None:
+    """The adapters of a checkpoint; None for one of whole weights, and for what slime converted."""
+    if iteration is None:
+        return None
+    path = existing(Path(directory), iteration)
+    if is_foreign(path):
+        return None
+    saved = dist_checkpointing.load_common_state_dict(str(path)).get("lora")
+    return None if saved is None else Lora(**{**saved, "targets": tuple(saved["targets"])})

@@ -1,0 +1,175 @@
+"""PEFT directories <-> the adapters of the live model, without loss. Owns reading, gathering and writing them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from slime.disk_space import Room
+from slime.megatron_backend.checkpoint.weights import Named, Read, gathered, live, over_stages
+from slime.megatron_backend.lora.adapters import ExpertAdapter, Slot
+from slime.megatron_backend.lora.install import AnyAdapter, adapters_of, lora_of
+from slime.megatron_backend.model.gpt import unwrapped
+from slime.models.lora import CONFIG_FILE, PEFT_PREFIX, WEIGHTS_FILE
+
+FOLDER = "adapter"
+"""The PEFT directory in the folder of a checkpoint."""
+
+
+def tensor_names(module: str) -> tuple[str, str]:
+    """The names of A and B of a module in a PEFT file."""
+    return f"{PEFT_PREFIX}{module}.lora_A.weight", f"{PEFT_PREFIX}{module}.lora_B.weight"
+
+
+def export_adapters(model: nn.Module, read: Read = live) -> Iterator[Named]:
+    """All adapters by PEFT's names: full tensors on every rank, in the model's dtype. Collective over tensor-, expert-
+    and pipeline-parallel ranks: every rank must exhaust the iterator. `read`: as in `export_hf`."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    for inner in unwrapped(model):
+        yield from over_stages(
+            lambda inner=inner: _of_stage(inner, read), lambda inner=inner: _shapes(inner), group
+        )
+
+
+def _of_stage(inner: Any, read: Read) -> Iterator[Named]:
+    for _, adapter in adapters_of(inner):
+        for slot, *pair in adapter.matrices():
+            full = [_full(adapter, parameter, read) for parameter in pair]
+            for e, module in enumerate(_modules(adapter, slot)):
+                for name, tensor in zip(tensor_names(module), full, strict=True):
+                    yield name, tensor[e] if isinstance(adapter, ExpertAdapter) else tensor
+
+
+def _full(adapter: AnyAdapter, parameter: Any, read: Read) -> Tensor:
+    """The matrix of all ranks; of experts, the stack of all of them."""
+    values = read(parameter)
+    if isinstance(adapter, ExpertAdapter):
+        group = parallel_state.get_expert_model_parallel_group()
+        return torch.cat(gathered(values, group)) if group.size() > 1 else values
+    group = parallel_state.get_tensor_model_parallel_group()
+    if parameter.axis is None or group.size() == 1:
+        return values
+    return torch.cat(gathered(values, group), parameter.axis)
+
+
+def _shapes(inner: Any) -> list[tuple[str, torch.Size, torch.dtype]]:
+    """Names, shapes and dtypes of `_of_stage`."""
+    found = []
+    for _, adapter in adapters_of(inner):
+        for slot, a, b in adapter.matrices():
+            rank, sizes = adapter.lora.rank, (slot.inputs, slot.outputs)
+            shapes = torch.Size((rank, sizes[0])), torch.Size((sizes[1], rank))
+            for module in _modules(adapter, slot):
+                names = tensor_names(module)
+                found += [(n, s, p.dtype) for n, s, p in zip(names, shapes, (a, b), strict=True)]
+    return found
+
+
+def _modules(adapter: AnyAdapter, slot: Slot) -> list[str]:
+    """The Hugging Face modules of a slot: one, or one for each expert of all ranks."""
+    if not isinstance(adapter, ExpertAdapter):
+        return [slot.module]
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    return [slot.module.replace("{e}", str(e)) for e in range(ranks * adapter.experts)]
+
+
+def peft_config(model: nn.Module, base: str) -> dict[str, Any]:
+    """adapter_config.json for the model's adapters. Collective over the pipeline."""
+    lora = lora_of(unwrapped(model)[0])
+    assert lora is not None
+    mine = {
+        slot.module for inner in unwrapped(model) for _, x in adapters_of(inner) for slot, *_ in x.matrices()
+    }
+    return lora.peft(base, set().union(*_of_all_stages(mine)))
+
+
+def _of_all_stages(mine: set[str]) -> list[set[str]]:
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[set[str]] = [set()] * group.size()
+    dist.all_gather_object(stages, mine, group=group)
+    return stages
+
+
+def save_peft(
+    model: nn.Module, out_dir: str | Path, base: str, *, flag: str = "--save", read: Read = live
+) -> None:
+    """Write a directory that `peft` loads over the checkpoint `base` with the same logits. Collective. Rank 0 writes,
+    and holds the adapters on the host. ValueError that names `flag` if the disk has no room."""
+    out_dir, settings = Path(out_dir), peft_config(model, base)
+    tensors = {}
+    for name, tensor in export_adapters(model, read):
+        if dist.get_rank() == 0:
+            tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+    if dist.get_rank() == 0:
+        with Room(flag, out_dir, "an adapter"):
+            out_dir.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, out_dir / WEIGHTS_FILE, {"format": "pt"})
+            (out_dir / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    dist.barrier()
+
+
+@torch.no_grad()
+def load_peft(model: nn.Module, directory: str | Path) -> None:
+    """Fill the adapters from a PEFT directory. Collective over the stages of a pipeline. Each rank reads its own rows
+    or columns. ValueError with tensors that are missing, unexpected or of another shape: an adapter of another base."""
+    path = Path(directory) / WEIGHTS_FILE
+    try:
+        with safe_open(path, framework="pt") as file:
+            _check_names(model, set(file.keys()), path)
+            for adapter in (x for inner in unwrapped(model) for _, x in adapters_of(inner)):
+                for slot, a, b in adapter.matrices():
+                    _fill(file, adapter, slot, a, b, path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"--lora-load must hold a readable {WEIGHTS_FILE}, got {path}: {error}") from error
+
+
+def _check_names(model: nn.Module, found: set[str], path: Path) -> None:
+    mine = {
+        name
+        for inner in unwrapped(model)
+        for _, adapter in adapters_of(inner)
+        for slot, *_ in adapter.matrices()
+        for module in _modules(adapter, slot)
+        for name in tensor_names(module)
+    }
+    expected = set().union(*_of_all_stages(mine))
+    for names, kind in ((expected - found, "missing from"), (found - expected, "unexpected in")):
+        if names:
+            raise ValueError(
+                f"--lora-load must hold the adapters of this model's modules, got {len(names)} tensors {kind} {path}: "
+                f"{', '.join(sorted(names)[:4])}; is it an adapter of another base, or are --target-modules others?"
+            )
+
+
+def _fill(file: Any, adapter: AnyAdapter, slot: Slot, a: Tensor, b: Tensor, path: Path) -> None:
+    rank = adapter.lora.rank
+    if isinstance(adapter, ExpertAdapter):
+        first = parallel_state.get_expert_model_parallel_rank() * adapter.experts
+        for e in range(adapter.experts):
+            names = tensor_names(slot.module.replace("{e}", str(first + e)))
+            a[e].copy_(_stored(file, names[0], (rank, slot.inputs), path)[:])
+            b[e].copy_(_stored(file, names[1], (slot.outputs, rank), path)[:])
+        return
+    names = tensor_names(slot.module)
+    column = parallel_state.get_tensor_model_parallel_rank() * a.shape[1] if adapter.axis == 1 else 0
+    a.copy_(_stored(file, names[0], (rank, slot.inputs), path)[:, column : column + a.shape[1]])
+    b.copy_(_stored(file, names[1], (slot.outputs, rank), path)[slot.first : slot.first + slot.rows])
+
+
+def _stored(file: Any, name: str, shape: tuple[int, int], path: Path) -> Any:
+    stored = file.get_slice(name)
+    if tuple(stored.get_shape()) != shape:
+        raise ValueError(
+            f"{name} must have shape {list(shape)} as this model and --lora-rank say, got {stored.get_shape()} in "
+            f"{path}; it is an adapter of another base or another rank"
+        )
+    return stored

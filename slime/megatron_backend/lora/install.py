@@ -1,0 +1,229 @@
+"""Gives the products of a model their adapters, and switches them off for the reference model.
+
+The adapters are in one container of the model, `adapters`, by the names of their products in the whole model. So
+checkpoints, optimizer and export find them there, and the names of the base's parameters stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from slime.megatron_backend.lora.adapters import Adapter, ExpertAdapter, Slot
+from slime.megatron_backend.model.experts import GatedExperts
+from slime.megatron_backend.model.layers import NormedLinear
+from slime.megatron_backend.model.parameter_names import whole_model_name
+from slime.models import family_for
+from slime.models.layouts import Row
+from slime.models.lora import Lora, linear_rows, module_of
+from slime.models.slices import pieces
+
+AnyAdapter = Adapter | ExpertAdapter
+
+
+class Adapters(nn.ModuleDict):
+    """The adapters of a model's part on this rank. A name is that of its product, with "/" for "."."""
+
+    lora: Lora
+
+    def of(self) -> Iterator[tuple[str, AnyAdapter]]:
+        for name, adapter in self.items():
+            assert isinstance(adapter, AnyAdapter)
+            yield name, adapter
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Global shapes, so that another layout of ranks loads them."""
+        found: dict[str, Any] = {}
+        for name, adapter in self.of():
+            state = adapter.state_dict(keep_vars=True)
+            axes = {key: value.axis for key, value in state.items() if value.axis is not None}
+            if isinstance(adapter, ExpertAdapter):
+                found |= _expert_shards(state, f"{prefix}{name}.")
+            else:
+                found |= make_sharded_tensors_for_checkpoint(state, f"{prefix}{name}.", axes)
+        return found
+
+
+def _expert_shards(state: dict[str, Tensor], prefix: str) -> dict[str, Any]:
+    """The part of the experts that this rank has. Its replicas are on the ranks of the experts' data parallelism."""
+    group = parallel_state.get_expert_model_parallel_group()
+    replica = (0, 0, parallel_state.get_expert_data_parallel_rank())
+    return {
+        prefix + key: ShardedTensor.from_rank_offsets(
+            prefix + key, value, (0, group.rank(), group.size()), replica_id=replica
+        )
+        for key, value in state.items()
+    }
+
+
+def add_adapters(parts: Sequence[Any], lora: Lora, seed: int) -> None:
+    """Give each of the model's parts its adapters, with their first values. Collective. `parts`: without data-parallel
+    wrappers.
+
+    ValueError for targets that match no module, experts that tensor parallelism splits, or layers of Transformer
+    Engine.
+    """
+    check_targets(parts, lora)
+    for inner in parts:
+        owners = _owners(inner)
+        inner.adapters = Adapters()
+        inner.adapters.lora = lora
+        for path, row, modules, weights in _products(inner):
+            targets = [n for n, module in enumerate(modules) if lora.adapts(module.replace("{e}", "0"))]
+            if not targets:
+                continue
+            name = path.replace(".", "/")
+            adapter: AnyAdapter
+            if row.of_expert:
+                adapter = _expert_adapter(inner, lora, row, modules, weights, targets)
+            else:
+                adapter = _adapter(inner, lora, row, modules, weights[0], targets)
+            adapter.fill(seed, name)
+            inner.adapters[name] = adapter
+            _attach(owners[id(weights[0])], adapter, first="linear_fc1" in path)
+
+
+def check_targets(parts: Sequence[Any], lora: Lora) -> None:
+    """ValueError unless each target matches a module of the whole model. Collective."""
+    modules = (module for inner in parts for _, _, modules, _ in _products(inner) for module in modules)
+    mine = {module.replace("{e}", "0") for module in modules}
+    of_ranks: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    lora.check(set().union(*of_ranks))
+
+
+def _products(inner: Any) -> Iterator[tuple[str, Row, list[str], list[nn.Parameter]]]:
+    """Each product of this part that can have an adapter: its name in the whole model, its row, its HF modules, and its
+    weight. The experts of a layer are one product with a weight each; "{e}" stands for their number."""
+    family = family_for(inner.hf_config)
+    rows = set(linear_rows(family))
+    experts: dict[str, tuple[Row, list[str], list[nn.Parameter]]] = {}
+    for local, parameter in inner.named_parameters():
+        if local.startswith("adapters.") or not local.startswith("decoder.layers."):
+            continue
+        name = whole_model_name(inner, local)
+        row, _ = family.find(name)
+        if row not in rows:
+            continue
+        layer = name.split(".")[2]
+        modules = [module_of(hf).replace("{i}", layer) for hf in row.hf]
+        path = name.removesuffix(".weight")
+        if not row.of_expert:
+            yield path, row, modules, [parameter]
+            continue
+        head, _, tail = path.partition("local_experts.")
+        key = f"{head}{tail.partition('.')[2]}"
+        experts.setdefault(key, (row, modules, []))[2].append(parameter)
+    for path, (row, modules, weights) in experts.items():
+        yield path, row, modules, weights
+
+
+def _adapter(
+    inner: Any, lora: Lora, row: Row, modules: list[str], weight: nn.Parameter, targets: list[int]
+) -> Adapter:
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    layout, axis = row.layout, row.layout.axis
+    whole = layout.merge([weight.data.to("meta")] * ranks)
+    shapes = tuple(tuple(part.shape) for part in layout.split(whole, inner.sizes))
+    found = pieces(layout, shapes, inner.sizes, rank, ranks) if axis == 0 else ()
+    slots, places = [], []
+    for part, (module, shape) in enumerate(zip(modules, shapes, strict=True)):
+        mine = sorted((p.source, p.size, p.target) for p in found if p.part == part)
+        first = mine[0][0] if mine else 0
+        rows = sum(size for _, size, _ in mine) if mine else shape[0]
+        assert not mine or mine[-1][0] + mine[-1][1] == first + rows, (
+            "a rank has neighbouring rows of a module"
+        )
+        slots.append(Slot(module, *shape, first, rows))
+        for _, size, target in mine:
+            places += range(target, target + size)
+    order = None
+    if axis == 0 and places != list(range(len(places))):
+        order = torch.empty(len(places), dtype=torch.int64)
+        order[torch.tensor(places)] = torch.arange(len(places))
+        order = order.to(weight.device)
+    sequence = inner.config.sequence_parallel
+    return Adapter(lora, slots, targets, weight, axis=axis, order=order, sequence=sequence)
+
+
+def _expert_adapter(
+    inner: Any, lora: Lora, row: Row, modules: list[str], weights: list[nn.Parameter], targets: list[int]
+) -> ExpertAdapter:
+    unit = 16 // weights[0].element_size()
+    if lora.rank % unit:
+        raise ValueError(
+            f"--lora-rank must be a multiple of {unit} with adapters of experts in {weights[0].dtype}, got "
+            f"{lora.rank}; change it, or leave experts out of --target-modules"
+        )
+    if (size := inner.config.expert_tensor_parallel_size or 1) > 1:
+        raise ValueError(
+            f"--expert-tensor-parallel-size must be 1 with adapters of experts, got {size}; set it, or leave "
+            "experts out of --target-modules"
+        )
+    shapes = [part.shape for part in row.layout.split(weights[0].data.to("meta"), inner.sizes)]
+    slots = [Slot(module, *shape, 0, shape[0]) for module, shape in zip(modules, shapes, strict=True)]
+    return ExpertAdapter(lora, slots, targets, weights)
+
+
+def _owners(inner: nn.Module) -> dict[int, nn.Module]:
+    """The module that computes with a weight, by the weight's id: of an expert's, that of all experts of the layer."""
+    found: dict[int, nn.Module] = {}
+    for module in inner.modules():
+        whole = isinstance(module, GatedExperts)
+        found |= {id(p): module for p in module.parameters(recurse=whole) if id(p) not in found}
+    return found
+
+
+def _attach(owner: Any, adapter: AnyAdapter, *, first: bool) -> None:
+    """Have `owner` add the adapter's output to its own. `first`: the first product of experts."""
+    if isinstance(adapter, ExpertAdapter):
+        owner.adapted[0 if first else 1] = adapter.added
+        return
+    if isinstance(owner, NormedLinear):
+        owner.adapted = adapter.added
+        return
+
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
+        if isinstance(output, tuple):
+            return adapter.added(output[0], inputs[0]), *output[1:]
+        return adapter.added(output, inputs[0])
+
+    owner.register_forward_hook(hook)
+
+
+def adapters_of(inner: Any) -> Iterator[tuple[str, AnyAdapter]]:
+    """The adapters of a model's part by the names of their products, in the order of the layers. None of a model
+    without any."""
+    adapters = getattr(inner, "adapters", None)
+    if adapters is not None:
+        yield from adapters.of()
+
+
+def lora_of(inner: Any) -> Lora | None:
+    """The settings of the adapters of a model's part; None without any."""
+    adapters = getattr(inner, "adapters", None)
+    return None if adapters is None else adapters.lora
+
+
+@contextmanager
+def without_adapters(parts: Sequence[Any]) -> Iterator[None]:
+    """In the block, the model is its base."""
+    found = [adapter for inner in parts for _, adapter in adapters_of(inner)]
+    for adapter in found:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in found:
+            adapter.enabled = True

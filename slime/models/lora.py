@@ -1,0 +1,174 @@
+"""Low-rank adapters without torch: which products of a model get one, and PEFT's adapter_config.json.
+
+An adapter belongs to a module of the Hugging Face model, as in PEFT: `y += scale * x @ A.T @ B.T` with A [rank, inputs]
+and B [outputs, rank]. Megatron fuses some of these modules. The rows of a family's weight table say how.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.config import Config
+from slime.models.decoder import Hf
+from slime.models.family import Family
+from slime.models.layouts import Row
+
+ALL = "all-linear"
+PREFIX = "adapters."
+"""Begins the names of adapters among the model's parameters."""
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+"""Begins the names of tensors in a PEFT file."""
+
+_LINEAR = re.compile(r"decoder\.layers\.\{i\}\..*\b(linear_\w+|in_proj|out_proj)\.weight")
+"""The products of a layer. Not among them: routers, which a router replay reads, and gates of shared experts."""
+_NEUTRAL = {
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None, []),
+    "layer_replication": (None, []),
+    "target_parameters": (None, []),
+    "exclude_modules": (None, []),
+}
+"""Settings of PEFT that change what an adapter computes or where it is, with the values that do not."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The adapters of a run."""
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    targets: tuple[str, ...] = (ALL,)
+
+    @classmethod
+    def of(cls, config: Config) -> Lora | None:
+        """None for a run that trains the weights themselves."""
+        flags = config.lora
+        if not flags.lora_rank:
+            return None
+        return cls(
+            flags.lora_rank, flags.lora_alpha, flags.lora_dropout, tuple(flags.target_modules or (ALL,))
+        )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def adapts(self, module: str) -> bool:
+        """Whether the module, by its Hugging Face name, gets an adapter. Its row must be one of `linear_rows`."""
+        return self.targets == (ALL,) or any(
+            module == target or module.endswith(f".{target}") for target in self.targets
+        )
+
+    def check(self, modules: Iterable[str]) -> None:
+        """ValueError unless each target matches one of the modules that can have an adapter."""
+        modules = sorted(modules)
+        known = sorted({module.rpartition(".")[2] for module in modules})
+        for target in self.targets:
+            if target != ALL and not any(m == target or m.endswith(f".{target}") for m in modules):
+                raise ValueError(
+                    f"--target-modules must name modules of the model, got {target}, which matches none; it has "
+                    f"{', '.join(known)}"
+                )
+            if target == ALL and len(self.targets) > 1:
+                raise ValueError(
+                    f"--target-modules must be {ALL} alone or names, got {' '.join(self.targets)}; leave out one of "
+                    "both"
+                )
+
+    def peft(self, base: str, modules: Iterable[str]) -> dict[str, Any]:
+        """The adapter_config.json of adapters of `modules` over the checkpoint `base`."""
+        last = {module.rpartition(".")[2] for module in modules}
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.rank,
+            "lora_alpha": int(self.alpha) if self.alpha == int(self.alpha) else self.alpha,
+            "lora_dropout": self.dropout,
+            "target_modules": sorted(last) if self.targets == (ALL,) else sorted(self.targets),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "use_dora": False,
+            "use_rslora": False,
+            "modules_to_save": None,
+            "rank_pattern": {},
+            "alpha_pattern": {},
+        }
+
+
+def linear_rows(family: Family) -> Iterator[Row]:
+    """The rows of products that can have an adapter: those whose tensors are weights of modules in the files."""
+    for row in family.rows:
+        if _LINEAR.fullmatch(row.megatron) and all(name.endswith(".weight") for name in row.hf):
+            yield row
+
+
+def module_of(hf_name: str) -> str:
+    """The module of a weight: its Hugging Face name without ".weight"."""
+    return hf_name.removesuffix(".weight")
+
+
+def modules_of(family: Family, hf: Hf, experts: int) -> Iterator[str]:
+    """The names of all modules of a model that could have an adapter, and of some that other models of the family
+    have."""
+    for row in linear_rows(family):
+        for name in row.hf:
+            for i in range(int(hf["num_hidden_layers"])):
+                for e in range(experts) if row.of_expert else (0,):
+                    yield module_of(name).replace("{i}", str(i)).replace("{e}", str(e))
+
+
+def read_peft(directory: str | Path) -> tuple[Lora, str | None]:
+    """The adapters that a PEFT directory describes, and the base that it names. ValueError for a directory that is
+    none, or for settings that this project does not have."""
+    path = Path(directory) / CONFIG_FILE
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--lora-load must name a PEFT directory with {CONFIG_FILE}, got {directory}: {error}; check the path"
+        ) from error
+    if not (Path(directory) / WEIGHTS_FILE).is_file():
+        raise ValueError(
+            f"--lora-load must name a PEFT directory with {WEIGHTS_FILE}, got {directory} without it; save the adapter "
+            "with safe_serialization=True"
+        )
+    for name, neutral in _NEUTRAL.items():
+        if given.get(name) and given[name] not in neutral:
+            raise ValueError(
+                f"{name} in {path} must be {neutral[0]}, got {given[name]}; this version trains plain LoRA adapters"
+            )
+    rank, alpha, targets = given.get("r"), given.get("lora_alpha"), given.get("target_modules")
+    if isinstance(targets, str) and targets == ALL:
+        targets = [ALL]
+    if (
+        not isinstance(rank, int)
+        or rank < 1
+        or not isinstance(alpha, int | float)
+        or not math.isfinite(alpha)
+    ):
+        raise ValueError(f"r and lora_alpha in {path} must be numbers above 0, got {rank} and {alpha}")
+    if not isinstance(targets, list) or not targets:
+        raise ValueError(
+            f"target_modules in {path} must be a list of module names, got {targets!r}; write the names that its "
+            "expression matches"
+        )
+    base = given.get("base_model_name_or_path")
+    return Lora(rank, float(alpha), float(given.get("lora_dropout") or 0.0), tuple(sorted(targets))), base

@@ -1,0 +1,61 @@
+"""Rules of the lora section."""
+
+from __future__ import annotations
+
+from slime.config.fields import spelled
+from slime.config.schema import Config
+from slime.models import decoder_of, family_for
+from slime.models.decoder import Hf
+from slime.models.lora import Lora, modules_of, read_peft
+
+
+def check_lora(c: Config, hf: Hf) -> None:
+    """What adapters cannot be combined with, and targets that match no module of the model."""
+    lora = Lora.of(c)
+    if lora is None:
+        _check_left_out(c)
+        return
+    if c.lora.lora_load is not None:
+        _check_loaded(c, lora)
+    decoder = decoder_of(hf)
+    experts = decoder.experts.count if decoder.experts else 0
+    lora.check(modules_of(family_for(hf), hf, 1 if experts else 0))
+    for name, why in (
+        ("only_train_params_name_list", "the adapters are what is trained"),
+        ("freeze_params_name_list", "the adapters are what is trained"),
+        ("enable_mtp_training", "layers of multi-token prediction have no adapters"),
+        ("ref_update_interval", "the reference model is the base, which is not trained"),
+    ):
+        if value := c.value_of(name):
+            shown = " ".join(value) if isinstance(value, list) else value
+            raise ValueError(f"{spelled(name)} must be left out with --lora-rank, got {shown}; {why}")
+    if c.megatron.overrides.get("transformer_impl") == "transformer_engine":
+        raise ValueError(
+            "--transformer-impl must be local with --lora-rank, got transformer_engine; leave the flag out"
+        )
+    if not c.lora.lora_name.isidentifier() and not c.lora.lora_name.replace("-", "_").isidentifier():
+        raise ValueError(
+            f"--lora-name must be letters, digits, - and _, got {c.lora.lora_name!r}; engines call the adapter so"
+        )
+
+
+def _check_left_out(c: Config) -> None:
+    if c.lora.lora_load is not None:
+        read_peft(c.lora.lora_load)  # says why it gave no rank
+    for name in ("lora_merge", "target_modules", "lora_dropout"):
+        if value := c.value_of(name):
+            shown = " ".join(value) if isinstance(value, list) else value
+            raise ValueError(f"--lora-rank must be given with {spelled(name)}, got {shown} alone; add it")
+
+
+def _check_loaded(c: Config, lora: Lora) -> None:
+    stored, _ = read_peft(given := c.lora.lora_load or "")
+    for name, ours, theirs in (
+        ("lora_rank", lora.rank, stored.rank),
+        ("lora_alpha", lora.alpha, stored.alpha),
+        ("target_modules", sorted(lora.targets), sorted(stored.targets)),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"{spelled(name)} must be {theirs} as in --lora-load {given}, got {ours}; leave {spelled(name)} out"
+            )

@@ -1,0 +1,138 @@
+"""A trainer with adapters: what moves, the reference, and resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_cases import exported, make_checkpoints, make_config, make_samples, rank_data
+
+from slime.megatron_backend.checkpoint.merged import merged
+from slime.megatron_backend.checkpoint.peft import export_adapters
+from slime.megatron_backend.checkpoint.weights import export_hf, live
+from slime.megatron_backend.step.trainer import MegatronTrainer
+from slime.roles import REFERENCE
+
+LORA = {"lora_rank": 4, "lora_alpha": 8.0}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("lora")
+    make_checkpoints(root)
+    return root
+
+
+def make(root: Path, tmp_path: Path, name: str = "a", **flags: Any) -> MegatronTrainer:
+    given = {"weight_dir": str(tmp_path / "weights"), "ref_load": str(root / "policy")}
+    return MegatronTrainer(
+        make_config(root, **(given | LORA | flags)), 0, 1, init_method=f"file://{tmp_path}/{name}"
+    )
+
+
+def step(trainer: MegatronTrainer, rollout_id: int = 0) -> list[dict[str, float]]:
+    return trainer.train(rollout_id, rank_data(trainer.config, make_samples(rollout_id))).steps
+
+
+def adapters(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in export_adapters(trainer.policy.model)}
+
+
+def test_adapters_move_and_the_base_does_not(root, tmp_path):
+    """And only they have gradients, moments and a place in the gradient norm."""
+    trainer = make(root, tmp_path)
+    before, first = exported(trainer), adapters(trainer)
+    assert all(bool(tensor.any()) == ("lora_A" in name) for name, tensor in first.items())
+    (metrics,) = step(trainer)
+    assert metrics["train/grad_norm"] > 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in exported(trainer).items())
+    assert all(not torch.equal(first[n], t) for n, t in adapters(trainer).items() if "lora_B" in n)
+    parameters = trainer.policy.model.module.named_parameters()
+    assert {name.split(".")[0] for name, p in parameters if p.requires_grad} == {"adapters"}
+    weights = dict(export_hf(trainer.policy.model, merged(trainer.policy.model, live)))
+    moved = {name for name in before if not torch.equal(before[name], weights[name])}
+    assert moved == {name for name in before if "_proj." in name}
+    published = trainer.next_weights(1, {})
+    assert load_file(published.info["path"]).keys() == weights.keys()
+    trainer.close()
+
+
+def test_the_reference_is_the_model_without_adapters(root, tmp_path):
+    """One model in memory, with the log-probs of a second one."""
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+    trainer = make(root, tmp_path, **kl)
+    assert trainer.models[REFERENCE.name] is trainer.policy.model
+    step(trainer)
+    (shared,) = step(trainer, 1)
+    trainer.close()
+    (tmp_path / "again").mkdir()
+    for file in (root / "policy").iterdir():
+        (tmp_path / "again" / file.name).symlink_to(file)
+    moved = tmp_path / "copied"
+    moved.mkdir()
+    for file in (root / "policy").iterdir():
+        (moved / file.name).write_bytes(file.read_bytes())
+    apart = make(root, tmp_path, "b", ref_load=str(moved), **kl)
+    assert apart.models[REFERENCE.name] is not apart.policy.model
+    step(apart)
+    (own,) = step(apart, 1)
+    apart.close()
+    assert own == shared
+    assert shared["train/kl_loss"] > 0
+
+
+def test_a_run_resumes_with_its_adapters(root, tmp_path):
+    save = {"save": str(tmp_path / "saved"), "load": str(tmp_path / "saved")}
+    whole = make(root, tmp_path, **save)
+    wanted = [step(whole, i) for i in range(2)]
+    whole.save(1)
+    wanted.append(step(whole, 2))
+    end = adapters(whole)
+    whole.close()
+    folder = tmp_path / "saved" / "iter_0000001"
+    stored = sum(file.stat().st_size for file in folder.glob("*.distcp"))
+    assert stored < (root / "policy" / "model.safetensors").stat().st_size * 3
+    assert (folder / "adapter" / "adapter_config.json").is_file()
+
+    resumed = make(root, tmp_path, "b", **save)
+    assert resumed.start_rollout_id == 2
+    assert step(resumed, 2) == wanted[2]
+    assert all(torch.equal(end[name], tensor) for name, tensor in adapters(resumed).items())
+    resumed.close()
+
+    started = make(root, tmp_path, "c", lora_load=str(folder / "adapter"))
+    before = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert all(torch.equal(before[name], tensor) for name, tensor in adapters(started).items())
+    started.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"lora_rank": 8}, "--lora-rank must be 4 as in the checkpoint, got 8"),
+        ({"lora_rank": 0}, "a checkpoint must hold whole weights here, got adapters of rank 4"),
+        ({"target_modules": ["q_proj"]}, "--target-modules must be .*all-linear.* as in the checkpoint"),
+    ],
+)
+def test_other_adapters_than_the_checkpoints_are_refused(root, tmp_path, flags, message):
+    save = {"save": str(tmp_path / "saved"), "load": str(tmp_path / "saved")}
+    trainer = make(root, tmp_path, **save)
+    trainer.save(0)
+    trainer.close()
+    with pytest.raises(ValueError, match=message):
+        make(root, tmp_path, "b", **save, **flags)
+
+
+def test_a_checkpoint_of_whole_weights_is_no_checkpoint_of_adapters(root, tmp_path):
+    save = {"save": str(tmp_path / "saved"), "load": str(tmp_path / "saved")}
+    trainer = make(root, tmp_path, lora_rank=0, **save)
+    trainer.save(0)
+    trainer.close()
+    with pytest.raises(ValueError, match="--load must hold adapters with --lora-rank, got whole weights"):
+        make(root, tmp_path, "b", **save)
+    over = make(root, tmp_path, "c", finetune=True, **save)  # adapters over these weights
+    step(over)
+    over.close()

@@ -1,0 +1,158 @@
+"""PEFT directories: both programs compute the same logits, and what was read is written again bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from lora_cases import EXPERTS, adapted, randomise
+from megatron_cases import hf_logits, make_config, packed_logits, sequences, tiny_checkpoint
+from safetensors.torch import load_file, save_file
+
+from slime.megatron_backend.checkpoint.merged import merged
+from slime.megatron_backend.checkpoint.peft import export_adapters, load_peft, save_peft
+from slime.megatron_backend.checkpoint.weights import export_hf, live
+from slime.megatron_backend.lora.install import without_adapters
+from slime.megatron_backend.model.gpt import unwrapped
+from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+from slime.models.lora import Lora, read_peft
+
+peft = pytest.importorskip("peft")
+
+TARGETS = {
+    "qwen3": None,
+    "llama": ["q_proj", "v_proj", "down_proj"],
+    "glm4": ["o_proj", "k_proj"],
+    "qwen3_next": None,
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("peft")
+    for kind in TARGETS:
+        tiny_checkpoint(root / kind, kind)
+    tiny_checkpoint(root / "qwen3_moe", "qwen3_moe", **EXPERTS)
+    tiny_checkpoint(root / "wider", "qwen3", intermediate_size=128)
+    return root
+
+
+@pytest.fixture
+def one(tmp_path):
+    init_parallel(0, 1, make_config(), init_method=f"file://{tmp_path}/store")
+    yield
+    destroy_parallel()
+
+
+def loaded_by_peft(base: Path, adapter: Path) -> Any:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    return peft.PeftModel.from_pretrained(model, adapter).eval()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "glm4"])
+def test_peft_computes_the_same_logits(root, one, tmp_path, kind):
+    base, batch = root / kind, sequences(1)
+    model = adapted(base, ddp=False, target_modules=TARGETS[kind], lora_alpha=6.0)
+    randomise(model)
+    save_peft(model, tmp_path / "adapter", str(base))
+    theirs = loaded_by_peft(base, tmp_path / "adapter")
+    wanted = hf_logits(theirs, batch)
+    with torch.no_grad():
+        got = packed_logits(model, batch)
+        with without_adapters(unwrapped(model)):
+            alone = packed_logits(model, batch)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-5)
+    with theirs.disable_adapter():
+        torch.testing.assert_close(alone, hf_logits(theirs, batch), rtol=1e-4, atol=2e-5)
+    assert (got - alone).abs().max() > 0.1
+
+    merged_weights = dict(export_hf(model, merged(model, live)))
+    for name, tensor in theirs.merge_and_unload().state_dict().items():
+        if name in merged_weights:
+            torch.testing.assert_close(merged_weights[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_a_directory_of_peft_comes_back_bit_for_bit(root, one, tmp_path, kind):
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(root / kind, dtype=torch.float32)
+    config = peft.LoraConfig(
+        r=6, lora_alpha=9, target_modules=TARGETS[kind] or "all-linear", task_type="CAUSAL_LM"
+    )
+    theirs = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    theirs.save_pretrained(tmp_path / "theirs")
+    lora, base = read_peft(tmp_path / "theirs")
+    assert (lora.rank, lora.alpha, base) == (6, 9.0, str(root / kind))
+    flags = {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.targets)}
+    ours = adapted(root / kind, ddp=False, **flags)
+    load_peft(ours, tmp_path / "theirs")
+    save_peft(ours, tmp_path / "ours", base)
+    first, second = (load_file(tmp_path / x / "adapter_model.safetensors") for x in ("theirs", "ours"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert read_peft(tmp_path / "ours") == (lora, base)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_moe"])
+def test_merged_weights_compute_what_the_adapters_do(root, one, kind):
+    """Of gated delta nets and experts too, whose modules PEFT has other names for."""
+    model = adapted(root / kind, ddp=False, lora_rank=8)
+    randomise(model)
+    batch = sequences(2)
+    with torch.no_grad():
+        wanted = packed_logits(model, batch)
+        weights = dict(export_hf(model, merged(model, live)))
+        for name, parameter in list(export_hf(model)):
+            parameter.copy_(weights[name]) if parameter.is_contiguous() else None
+    names = [name for name, _ in export_adapters(model)]
+    assert len(names) == len(set(names)) > 0
+    assert wanted.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "use_dora in .* must be False, got True"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern in .* must be {}, got {'q_proj': 2}"),
+        ({"target_modules": ".*_proj"}, "target_modules in .* must be a list of module names, got '.*_proj'"),
+        ({"r": 0}, "r and lora_alpha in .* must be numbers above 0, got 0"),
+    ],
+)
+def test_settings_that_this_version_lacks_are_refused(tmp_path, change, message):
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    config = Lora(4, 8.0).peft("base", ["layers.0.q_proj"]) | change
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        read_peft(tmp_path)
+
+
+def test_an_adapter_of_another_base_is_refused(root, one, tmp_path):
+    save_peft(adapted(root / "wider", ddp=False), tmp_path, "wider")
+    with pytest.raises(
+        ValueError, match=r"gate_proj.lora_B.weight must have shape \[96, 4\] .* got \[128, 4\]"
+    ):
+        load_peft(adapted(root / "qwen3", ddp=False), tmp_path)
+    with pytest.raises(ValueError, match=r"must hold the adapters .* got \d+ tensors unexpected in"):
+        load_peft(adapted(root / "qwen3", ddp=False, target_modules=["q_proj"]), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (
+            ["q_proj", "c_attn"],
+            "--target-modules must name modules of the model, got c_attn, .* it has down_proj, ",
+        ),
+        (["all-linear", "q_proj"], "--target-modules must be all-linear alone or names"),
+    ],
+)
+def test_targets_that_match_nothing_are_refused(root, one, targets, message):
+    with pytest.raises(ValueError, match=message):
+        adapted(root / "qwen3", target_modules=targets)
