@@ -13,6 +13,7 @@ from trainer_cases import exported, make_checkpoints, make_config, make_samples,
 from slime.megatron_backend.checkpoint.merged import merged
 from slime.megatron_backend.checkpoint.peft import export_adapters
 from slime.megatron_backend.checkpoint.weights import export_hf, live
+from slime.megatron_backend.parallel import destroy_parallel
 from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.roles import REFERENCE
 
@@ -24,6 +25,14 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("lora")
     make_checkpoints(root)
     return root
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    """A trainer that is refused leaves its groups."""
+    yield
+    if torch.distributed.is_initialized():
+        destroy_parallel()
 
 
 def make(root: Path, tmp_path: Path, name: str = "a", **flags: Any) -> MegatronTrainer:
@@ -68,9 +77,6 @@ def test_the_reference_is_the_model_without_adapters(root, tmp_path):
     step(trainer)
     (shared,) = step(trainer, 1)
     trainer.close()
-    (tmp_path / "again").mkdir()
-    for file in (root / "policy").iterdir():
-        (tmp_path / "again" / file.name).symlink_to(file)
     moved = tmp_path / "copied"
     moved.mkdir()
     for file in (root / "policy").iterdir():
@@ -81,7 +87,7 @@ def test_the_reference_is_the_model_without_adapters(root, tmp_path):
     (own,) = step(apart, 1)
     apart.close()
     assert own == shared
-    assert shared["train/kl_loss"] > 0
+    assert shared["train/kl_loss"] != 0
 
 
 def test_a_run_resumes_with_its_adapters(root, tmp_path):
@@ -133,6 +139,7 @@ def test_a_checkpoint_of_whole_weights_is_no_checkpoint_of_adapters(root, tmp_pa
     trainer.close()
     with pytest.raises(ValueError, match="--load must hold adapters with --lora-rank, got whole weights"):
         make(root, tmp_path, "b", **save)
+    destroy_parallel()
     over = make(root, tmp_path, "c", finetune=True, **save)  # adapters over these weights
     step(over)
     over.close()
