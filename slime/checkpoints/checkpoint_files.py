@@ -58,8 +58,8 @@ def sum_of(path: Path) -> FileSum:
 
 
 def write_sums(path: Path, known: Mapping[str, FileSum]) -> None:
-    """Write checksums.json of the iteration directory `path`. Files that `known` leaves out are read. A file in a folder
-    of it has the name of the folder before its own."""
+    """Write checksums.json of the iteration directory `path`. Files that `known` leaves out are read. A file in a
+    folder of it has the name of the folder before its own."""
     found = {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
     files = {name: known.get(name) or sum_of(file) for name, file in found.items()}
     (path / CHECKSUMS).write_text(json.dumps({"algorithm": "crc32", "files": files}), encoding="utf-8")

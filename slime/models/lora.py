@@ -113,6 +113,11 @@ class Lora:
         }
 
 
+def sends_adapters(config: Config) -> bool:
+    """Whether updates bring adapters alone to the engines, which have the base."""
+    return bool(config.lora.lora_rank) and not config.lora.lora_merge
+
+
 def linear_rows(family: Family) -> Iterator[Row]:
     """The rows of products that can have an adapter: those whose tensors are weights of modules in the files."""
     for row in family.rows:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from slime.config.fields import spelled
 from slime.config.schema import Config
 from slime.models import decoder_of, family_for
 from slime.models.decoder import Hf
-from slime.models.lora import Lora, modules_of, read_peft
+from slime.models.lora import Lora, modules_of, read_peft, sends_adapters
+from slime.roles import POLICY
 
 
 def check_lora(c: Config, hf: Hf) -> None:
@@ -29,6 +32,16 @@ def check_lora(c: Config, hf: Hf) -> None:
         if value := c.value_of(name):
             shown = " ".join(value) if isinstance(value, list) else value
             raise ValueError(f"{spelled(name)} must be left out with --lora-rank, got {shown}; {why}")
+    base = POLICY.source(c).directory
+    if (
+        sends_adapters(c)
+        and c.num_engines
+        and Path(base).resolve() != Path(c.rollout.hf_checkpoint).resolve()
+    ):
+        raise ValueError(
+            "--lora-merge must be given where adapters are trained over other weights than --hf-checkpoint, got "
+            f"{base}: the engines have those of {c.rollout.hf_checkpoint}"
+        )
     if c.megatron.overrides.get("transformer_impl") == "transformer_engine":
         raise ValueError(
             "--transformer-impl must be local with --lora-rank, got transformer_engine; leave the flag out"

@@ -55,6 +55,8 @@ class EngineSpec(ServerSpec):
     gpu_buses: tuple[str, ...] = ()
     """PCI addresses of the engine's GPUs. The engine runs on the CPUs near them; empty: on any CPUs."""
     numa_binding: str = "auto"
+    keeps_weights: bool = False
+    """While it sleeps, its weights are on the host. Otherwise they are dropped, as an update brings all of them."""
     waits: bool = False
     """Whether the engine takes its device only after `open_gate`; `start_timeout_s` counts from `wait_ready`."""
     nodes: int = 1

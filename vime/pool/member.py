@@ -87,7 +87,8 @@ class Member:
         self.control.resume()
 
     def free_memory(self) -> None:
-        self.control.sleep(2, "wait")  # running requests would lose their keys and values
+        level = 1 if self.spec.keeps_weights else 2
+        self.control.sleep(level, "wait")  # running requests would lose their keys and values
 
     def take_weight_memory(self) -> None:
         self.control.wake(["weights"])

@@ -14,6 +14,7 @@ from slime.config import Config, FlagGroup
 from slime.config.fields import FlagSpec
 from slime.config.problems import Problems
 from slime.config.unsupported import Unsupported
+from slime.models.lora import sends_adapters
 from vime.sglang.control import CHANNEL
 from vime.sglang_api import config_file
 from vime.vllm.backend import UNSUPPORTED as OF_SLIMES_ROUTER
@@ -139,6 +140,11 @@ def check_weights(config: Config) -> None:
         raise ValueError(
             f"--update-weight-transport must be {CHANNEL} with --rollout-backend sglang, got {transport}; add "
             f"--update-weight-transport {CHANNEL}"
+        )
+    if sends_adapters(config):
+        raise ValueError(
+            f"--lora-merge must be given with --lora-rank {config.lora.lora_rank} and --rollout-backend sglang, got "
+            "none; SGLang gets whole weights"
         )
     if config.cluster.colocate and config.cluster.device == "cuda":
         raise ValueError(

@@ -219,6 +219,8 @@ class VllmBackend:
             "temperature": model.temperature,
             "scores": model.frozen,
         }
+        if model.frozen:  # no adapter is for it
+            own |= {"lora_name": "", "keeps_weights": False}
         return make_pool(
             VllmEnginePool,
             config,

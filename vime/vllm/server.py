@@ -16,7 +16,7 @@ from slime.weight_sync.variables import WEIGHT_DIR_VARIABLE
 from vime.pool.engine_server import EngineServer, EngineSpec, option, pair_up
 from vime.vllm.cpu import engine as cpu_engine
 from vime.vllm.versions import request_times, server_module, speculation_counts, token_routes
-from vime.vllm.worker import routed_experts, scaled_logits, shared_gpu
+from vime.vllm.worker import adapter, routed_experts, scaled_logits, shared_gpu
 from vime.vllm.worker.plugin import BACKEND, SUPERVISED_VARIABLE
 
 SERVED_MODEL_NAME = "policy"
@@ -49,6 +49,10 @@ class VllmSpec(EngineSpec):
     """The most ids with log-probs that an answer may have for a token."""
     temperature: float = 1.0
     """The model's logits are divided by it, before a request's own temperature."""
+    lora_name: str = ""
+    """The adapter that requests use and that updates bring. "": updates bring all weights."""
+    lora_rank: int = 0
+    """Its rank."""
     scores: bool = False
     """Whether the engine is there to give log-probs of whole prompts."""
 
@@ -92,6 +96,8 @@ class VllmServer(EngineServer):
             argv += ["--max-logprobs", str(max(spec.top_tokens, 20))]  # 20 is vLLM's default
         if spec.tells_experts:
             argv += [routed_experts.FLAG]
+        if spec.lora_name:
+            argv += adapter.server_flags(spec.lora_rank)
         if spec.trust_remote_code:
             argv += ["--trust-remote-code"]
         argv += self._multi_node()
@@ -126,6 +132,8 @@ class VllmServer(EngineServer):
         }
         if spec.temperature != 1:
             env[scaled_logits.VARIABLE] = repr(spec.temperature)
+        if spec.lora_name:
+            env[adapter.VARIABLE] = spec.lora_name
         if spec.tells_experts:
             env[routed_experts.VARIABLE] = "1"
         if ip_address(spec.host).is_loopback:

@@ -19,6 +19,7 @@ from slime.config import Config, FlagGroup
 from slime.config.fields import nearest
 from slime.config.problems import Problems
 from slime.models import decoder_of
+from slime.models.lora import sends_adapters
 from slime.roles.groups import several_nodes, trainer_ranks
 from slime.roles.served import frozen_devices
 from slime.rules.listing import Row
@@ -342,12 +343,20 @@ def engine_settings(config: Config) -> dict[str, Any]:
     return common_settings(config) | {
         "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
         "sleeps": gives_memory(config),
+        **_adapter(config),
         "tells_experts": config.off_policy.use_rollout_routing_replay,
         "top_tokens": max(config.off_policy.replay_kept_tokens, config.algorithm.centred_ids),
         "cache_bytes": _cache_bytes(config),
         # GPUs also serve frozen models of families that are not trained here
         "stateful": on_cpu and decoder_of(read_hf_config(config.rollout.hf_checkpoint)).stateful,
     }
+
+
+def _adapter(config: Config) -> dict[str, Any]:
+    """For updates that bring an adapter alone. The engine's base must outlive its sleep."""
+    if not sends_adapters(config):
+        return {}
+    return {"lora_name": config.lora.lora_name, "lora_rank": config.lora.lora_rank, "keeps_weights": True}
 
 
 def _cache_bytes(config: Config) -> int:

@@ -12,9 +12,11 @@ from torch import Tensor
 from slime.config import Config
 from slime.megatron_backend.checkpoint.background import BackgroundSaves
 from slime.megatron_backend.checkpoint.merged import merged
+from slime.megatron_backend.checkpoint.peft import export_adapters, peft_config
 from slime.megatron_backend.checkpoint.weights import export_hf, live, save_hf
 from slime.megatron_backend.step.models import Models
-from slime.protocols import WeightUpdate
+from slime.models.lora import sends_adapters
+from slime.protocols import CHECKPOINT, FULL, WeightSet, WeightUpdate
 from slime.roles import POLICY
 from slime.weight_sync.channel import TrainerPlace
 from slime.weight_sync.publisher import Publisher
@@ -49,7 +51,9 @@ class Outputs:
         compare = flags.check_weight_update_equal
         if models.main.role is POLICY:
             self._publisher = Publisher.of(
-                flags.update_weight_transport, place, self._export, compare=compare
+                *(flags.update_weight_transport, place, self._export),
+                compare=compare,
+                weights=self._weights(),
             )
 
     def save(self, rollout_id: int) -> None:
@@ -85,8 +89,17 @@ class Outputs:
         """The current weights in a file, for an engine that starts between two updates."""
         return self._publisher.file(self.version)
 
+    def _weights(self) -> WeightSet:
+        """What engines get of the policy."""
+        if not sends_adapters(self.config):
+            return FULL
+        settings = peft_config(self.models.main.model, self.config.rollout.hf_checkpoint)
+        return WeightSet("adapter", CHECKPOINT, self.config.lora.lora_name, settings)
+
     def _export(self) -> Iterator[tuple[str, Tensor]]:
         model, read = self.models.main.model, self.models.main.residence.read
+        if sends_adapters(self.config):
+            return export_adapters(model, read)
         return export_hf(model, merged(model, read))
 
     def _save_hf(self, rollout_id: int) -> None:

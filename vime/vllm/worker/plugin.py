@@ -18,6 +18,7 @@ from vime.vllm.cpu import rotary as cpu_rotary
 from vime.vllm.cpu import vision as cpu_vision
 from vime.vllm.versions import meet_in_a_file, register_backend
 from vime.vllm.worker import (
+    adapter,
     compact_log_probs,
     draft,
     merged_log_probs,
@@ -55,6 +56,8 @@ def register() -> None:
         routed_experts.install()
     if (temperature := os.environ.get(scaled_logits.VARIABLE)) is not None:
         scaled_logits.install(float(temperature))
+    if (name := os.environ.get(adapter.VARIABLE)) is not None:
+        adapter.install(name)
     gate, sleeps = os.environ.get(shared_gpu.GATE_VARIABLE), shared_gpu.SLEEPS_VARIABLE in os.environ
     if gate is not None or sleeps:
         shared_gpu.install(gate, sleeps=sleeps)

@@ -25,9 +25,11 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from slime.checkpoints.hf_config import read_hf_config
+from slime.protocols import WeightSet
 from slime.weight_sync.channel import Part, Receiver, Worker
 from slime.weight_sync.registry import CHANNELS
 from vime.vllm.versions import ReceivesOnly
+from vime.vllm.worker.adapter_loader import AdapterLoader
 from vime.vllm.worker.draft import differing_draft_tensors, predicted_names, trained_shapes
 from vime.vllm.worker.live_experts import keep_in_place, repack_experts, stacks_experts
 from vime.vllm.worker.live_weights import differing_tensors, repack_tied_weights
@@ -72,11 +74,13 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self.loaded: dict[str, list[int]] = {}
         self.compared: dict[str, list[int]] = {}
         self.finished = False
+        self.adapter = AdapterLoader(self.model, self.device)
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
         """After several parts: ValueError unless all of the checkpoint's tensors came, RuntimeError unless all of them
         were compared, if some were."""
+        self.adapter.finish()
         self._finish_loading()
         if self.compared and self.compared != self.loaded:
             raise RuntimeError(
@@ -98,10 +102,13 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         Of all weights in one part: ValueError before anything is loaded if its tensors are not the checkpoint's, or not
         the trainer's. RuntimeError when live weights differ from the part: the engine must then not serve.
         """
+        weights = WeightSet.of(update_info.weights)
         with self._receiver(update_info.channel).receive(update_info.info) as part:
             if part is None:
                 return  # the same weights are sent once more
-            if part.whole:
+            if weights.kind == "adapter":
+                self.adapter.take(part, weights)
+            elif part.whole:
                 self._take_all(part)
             else:
                 self._take(part)

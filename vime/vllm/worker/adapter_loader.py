@@ -1,0 +1,192 @@
+"""Runs inside vLLM's workers: puts the adapter of an update into vLLM's slot, in place, and compares both.
+
+An adapter comes whole in one part, or in several. It is put in place when all of it is there, so the engine never has a
+part of one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slime.protocols import WeightSet
+from slime.weight_sync.channel import Part
+from vime.vllm.worker.adapter import ADAPTER_ID
+
+if TYPE_CHECKING:
+    from vllm.lora.layers import BaseLayerWithLoRA
+    from vllm.lora.model_manager import LoRAModelManager
+
+
+class AdapterLoader:
+    """The parts of one update that brings an adapter alone."""
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._begin()
+
+    def _begin(self) -> None:
+        self._series: str | None = None
+        self._weights: WeightSet | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._compared: set[str] = set()
+        self._placed = False
+
+    @property
+    def manager(self) -> LoRAModelManager:
+        """ValueError for an engine that was started without a slot."""
+        manager: LoRAModelManager | None = getattr(self._model, "lora_manager", None)
+        if manager is None:
+            raise ValueError(
+                "an engine that gets adapters must be started with --enable-lora, got one without; a run starts its "
+                "engines so, and `vime serve engine` does with the same --lora-rank"
+            )
+        return manager
+
+    def take(self, part: Part, weights: WeightSet) -> None:
+        """Keep a part, or compare the live adapter with it. RuntimeError where they differ."""
+        part.verify()
+        if self._series not in (None, part.series):
+            self._begin()  # all parts come again
+        self._series, self._weights = part.series, weights
+        if part.load:
+            self._tensors |= {name: part.get(name).to(self._device, copy=True) for name in part.shapes}
+            if part.whole:
+                self._place()
+        if part.compare:
+            self._place()
+            wrong = differing(self.manager, self._model, {n: part.get(n) for n in part.shapes}, weights)
+            if wrong:
+                raise RuntimeError(
+                    f"the live adapter must equal {part.origin}, got {len(wrong)} tensors that differ: "
+                    f"{', '.join(wrong[:8])} (--check-weight-update-equal)"
+                )
+            self._compared |= part.shapes.keys()
+
+    def finish(self) -> None:
+        """Use what all parts brought. RuntimeError unless all of it was compared, if some was."""
+        self._place()
+        if self._tensors:
+            keep_adapters()
+        if self._compared and self._tensors and self._compared != self._tensors.keys():
+            raise RuntimeError(
+                f"all tensors must be compared, got {len(self._compared)} of {len(self._tensors)} "
+                "(--check-weight-update-equal)"
+            )
+
+    def _place(self) -> None:
+        if self._placed or not self._tensors:
+            return
+        assert self._weights is not None
+        place(self.manager, self._model, self._tensors, self._weights, self._device)
+        self._placed = True
+
+
+def keep_adapters() -> None:
+    """Have vLLM keep an adapter at the end of an update that brought it. vLLM 0.32 drops all adapters then, as the base
+    may be another one; here engines with a slot get no other base. May run more than once."""
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    if hasattr(LoRAModelRunnerMixin, "reset_lora_state"):  # not in every version
+        LoRAModelRunnerMixin.reset_lora_state = lambda self: None  # type: ignore[method-assign]
+
+
+def _mapper(model: Any) -> Any:
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return None if mapper is None else getattr(mapper, "get_rename_mapper", lambda: mapper)()
+
+
+def _matrices(
+    tensors: dict[str, torch.Tensor], model: Any
+) -> dict[str, dict[bool, tuple[str, torch.Tensor]]]:
+    """vLLM's name of a module -> whether A -> PEFT's name and the matrix."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    found: dict[str, dict[bool, tuple[str, torch.Tensor]]] = {}
+    for name, tensor in tensors.items():
+        module, is_a = parse_fine_tuned_lora_name(name, _mapper(model))
+        found.setdefault(module, {})[is_a] = name, tensor
+    return found
+
+
+def place(
+    manager: LoRAModelManager,
+    model: Any,
+    tensors: dict[str, torch.Tensor],
+    weights: WeightSet,
+    device: torch.device,
+) -> None:
+    """Replace the engine's adapter. ValueError for matrices without their pair, of modules that the engine's model does
+    not have, or a rank above its slot's."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    known = {part for name in manager.modules for part in manager.packed_modules.get(name, [name])}
+    for module, pair in _matrices(tensors, model).items():
+        if len(pair) != 2 or module not in known:
+            why = (
+                "without its pair" if len(pair) != 2 else "of a module that the engine's model does not have"
+            )
+            raise ValueError(
+                f"an adapter must have an A and a B for modules of the model, got {next(iter(pair.values()))[0]} {why}"
+            )
+    helper = PEFTHelper.from_dict(dict(weights.settings))
+    helper.validate_legal(manager.lora_config)
+    loaded = LoRAModel.from_lora_tensors(
+        ADAPTER_ID,
+        tensors,
+        helper,
+        device=str(device),
+        dtype=manager.lora_config.lora_dtype,  # type: ignore[arg-type]  # vLLM has resolved it
+        model_vocab_size=manager.vocab_size,
+        weights_mapper=_mapper(model),
+    )
+    manager.remove_adapter(ADAPTER_ID)
+    manager.add_adapter(loaded)
+    manager.activate_adapter(ADAPTER_ID)
+
+
+def differing(
+    manager: LoRAModelManager, model: Any, tensors: dict[str, torch.Tensor], weights: WeightSet
+) -> list[str]:
+    """PEFT's names of the matrices whose live values on this rank differ from `tensors`, sorted. ValueError for a
+    matrix that is not live."""
+    given = _matrices(tensors, model)
+    scale = weights.settings["lora_alpha"] / weights.settings["r"]
+    slot = manager.lora_index_to_id.index(ADAPTER_ID)
+    wrong, seen = [], set()
+    for name, module in manager.modules.items():
+        parts = manager.packed_modules.get(name, [name])
+        if not any(part in given for part in parts):
+            continue
+        if not hasattr(module, "lora_a_stacked") or "MoE" in type(module).__name__:
+            raise ValueError(
+                "--check-weight-update-equal must be left out with adapters of experts, got one for "
+                f"{name}; vLLM's slots of experts cannot be read back"
+            )
+        for at, part in enumerate(parts):
+            for is_a, (peft_name, tensor) in given.get(part, {}).items():
+                seen.add(peft_name)
+                live = (module.lora_a_stacked if is_a else module.lora_b_stacked)[at][slot, 0]
+                wanted = tensor.to(live.device, live.dtype)
+                wanted = _own(module, wanted if is_a else wanted * scale, at, len(parts), is_a=is_a)
+                if not torch.equal(live[: wanted.shape[0], : wanted.shape[1]], wanted):
+                    wrong.append(peft_name)
+    if unseen := tensors.keys() - seen:
+        raise ValueError(f"every matrix of an update must be live to be compared, got {sorted(unseen)[:8]}")
+    return sorted(wrong)
+
+
+def _own(module: BaseLayerWithLoRA, whole: torch.Tensor, at: int, parts: int, *, is_a: bool) -> torch.Tensor:
+    """The part of a matrix that this tensor-parallel rank has in its slot."""
+    if getattr(module, "tp_size", 1) == 1:
+        return whole
+    cut: Any = module.slice_lora_a if is_a else module.slice_lora_b
+    if parts == 1:
+        own: torch.Tensor = cut(whole)
+        return own
+    listed: list[torch.Tensor | None] = [None] * parts
+    listed[at] = whole
+    of_all: list[torch.Tensor] = cut(listed)
+    return of_all[at]
