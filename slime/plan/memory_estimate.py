@@ -127,6 +127,8 @@ def role_memory(c: Config, shape: Shape, role: Role) -> Iterator[Item]:
     of_role = "" if role is POLICY else f"{role.name} "
     weights = f"{of_role}weights" if role.trained else role.name
     of = role if role.trained else None
+    if role.of_base(c):
+        return
     for kind, params, share, ranks, _ in kinds:
         yield Item(f"{kind}{weights}", params * size, f"{share} x {size} B{ranks}", "parameters", of)
     if not role.trained:
@@ -136,6 +138,11 @@ def role_memory(c: Config, shape: Shape, role: Role) -> Iterator[Item]:
             c, shape, predicts=None if role is POLICY else False, head=not role.has_values(c), trained=True
         )
     )
+    if c.lora.lora_rank:
+        for kind, params, share, ranks, _ in trained:
+            yield Item(
+                f"{kind}{of_role}adapters", params * size, f"{share} x {size} B{ranks}", "parameters", of
+            )
     for kind, params, share, ranks, _ in trained:
         yield Item(f"{kind}{of_role}gradients", params * grad, f"{share} x {grad} B{ranks}", "gradients", of)
     left = on_device(c)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from slime.models import Decoder, Experts, Layer, decoder_of, family_for
 from slime.models.decoder import Hf
@@ -59,12 +59,14 @@ class Shape:
     """The layers of multi-token prediction, if the family trains them. Only what says so counts them."""
     rows: tuple[str, ...] = ()
     """The family's names of parameters, with {i} and {e} for the numbers of layers and experts."""
+    hf: Hf = field(default_factory=dict, compare=False)
+    """The config.json that it was read from."""
 
     @classmethod
     def of(cls, hf: Hf) -> Shape:
         """The shape in config.json. ValueError for a model that is not supported."""
         rows = tuple(row.megatron for row in family_for(hf).rows)
-        return replace(cls.from_decoder(decoder_of(hf)), rows=rows)
+        return replace(cls.from_decoder(decoder_of(hf)), rows=rows, hf=hf)
 
     @classmethod
     def from_decoder(cls, decoder: Decoder) -> Shape:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from slime.config import Config
 from slime.models import Layer
+from slime.models.lora import Lora
 from slime.models.selection import Selection
+from slime.plan.adapter_params import adapter_params
 from slime.plan.model_shape import Params, Shape
 from slime.plan.stages import stages_of
 from slime.plan.trained_params import ends_of, trained_params
@@ -69,4 +71,6 @@ def stage_params(
     on_rank = [size.split / tp + size.whole + size.experts / experts for size in sizes]
     largest = max(range(len(sizes)), key=on_rank.__getitem__)
     described = f" of stage {largest}" if last else ""
+    if (lora := Lora.of(c)) is not None and trained:
+        return adapter_params(lora, shape.hf, stages.layers(largest)), described
     return (of(largest, Selection.of(c)) if trained else sizes[largest]), described

@@ -1,0 +1,91 @@
+"""How many parameters the adapters of a run have. Imports neither torch nor Megatron.
+
+Counts as slime.megatron_backend.lora builds them: an A and a B for each module of a product, by the family's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from slime.models import Decoder, Layer, decoder_of, family_for
+from slime.models.decoder import Hf
+from slime.models.hybrid import ByKeyHead
+from slime.models.latent import Latent
+from slime.models.layouts import Row
+from slime.models.lora import Lora, linear_rows, module_of
+from slime.plan.model_shape import Params
+
+
+def adapter_params(lora: Lora, hf: Hf, layers: Iterable[int]) -> Params:
+    """The adapters of decoder layers, by their numbers in the model."""
+    decoder, rows = decoder_of(hf), list(linear_rows(family_for(hf)))
+    return sum((_of_row(lora, decoder, row, i) for i in layers for row in rows), Params())
+
+
+def _of_row(lora: Lora, decoder: Decoder, row: Row, number: int) -> Params:
+    layer = decoder.layers[number]
+    sizes = product_sizes(decoder, layer, row)
+    if sizes is None:
+        return Params()
+    inputs, outputs = sizes
+    modules = [module_of(name).replace("{i}", str(number)).replace("{e}", "0") for name in row.hf]
+    count = Params()
+    for module, wide in zip(modules, outputs, strict=True):
+        if not lora.adapts(module):
+            continue
+        a, b = lora.rank * inputs, lora.rank * wide
+        if row.of_expert:
+            assert decoder.experts is not None
+            count += Params(experts=decoder.experts.count * (a + b))
+        elif row.layout.axis == 0:
+            count += Params(whole=a, split=b)
+        elif row.layout.axis == 1:
+            count += Params(split=a, whole=b)
+        else:
+            count += Params(whole=a + b)
+    return count
+
+
+def product_sizes(decoder: Decoder, layer: Layer, row: Row) -> tuple[int, list[int]] | None:
+    """(inputs of a product, outputs of each of its modules); None for a product that the layer does not have."""
+    path, hidden = row.megatron.split("decoder.layers.{i}.")[1].removesuffix(".weight"), decoder.hidden
+    if path.startswith("self_attention."):
+        return _of_attention(decoder, layer, row).get(path.removeprefix("self_attention."))
+    routed, shared = "experts.local_experts." in path, "shared_experts." in path
+    experts = decoder.experts
+    if layer.sparse != (routed or shared):
+        return None
+    width = decoder.ffn
+    if layer.sparse:
+        assert experts is not None
+        width = experts.width if routed else experts.shared
+    if not width:
+        return None
+    if path.endswith("linear_fc2"):
+        return width, [hidden]
+    return hidden, [2 * width // len(row.hf)] * len(row.hf)
+
+
+def _of_attention(decoder: Decoder, layer: Layer, row: Row) -> dict[str, tuple[int, list[int]]]:
+    """Megatron's name of a product in the layer's attention -> its sizes."""
+    attention, hidden = layer.attention, decoder.hidden
+    if isinstance(attention, Latent):
+        heads, queries = decoder.heads, attention.q_rank
+        found = {
+            "linear_kv_down_proj": (hidden, [attention.kv_rank + attention.turned]),
+            "linear_kv_up_proj": (attention.kv_rank, [heads * (attention.plain + attention.value)]),
+            "linear_proj": (heads * attention.value, [hidden]),
+        }
+        if queries is None:
+            return found | {"linear_q_proj": (hidden, [heads * attention.key])}
+        down, up = (hidden, [queries]), (queries, [heads * attention.key])
+        return found | {"linear_q_down_proj": down, "linear_q_up_proj": up}
+    if layer.kind == "gated_delta_net":
+        delta = decoder.delta
+        assert delta is not None
+        numbers = row.layout.parts if isinstance(row.layout, ByKeyHead) else ()
+        mixed = [delta.keys * sum(delta.widths[n] for n in of_module) for of_module in numbers]
+        return {"out_proj": (delta.values * delta.value_dim, [hidden]), "in_proj": (hidden, mixed)}
+    q, kv = attention.pair_flops // 4, attention.cache // 2
+    wide = 2 * q if decoder.output_gate else q
+    return {"linear_qkv": (hidden, [wide, kv, kv]), "linear_proj": (q, [hidden])}
