@@ -1,4 +1,5 @@
-"""`vime export`: a checkpoint as a Hugging Face directory, or as a torch_dist folder that slime and Megatron load."""
+"""`vime export`: a checkpoint as a Hugging Face directory, as a torch_dist folder that slime and Megatron load, or its
+adapters as a PEFT directory."""
 
 from __future__ import annotations
 
@@ -27,6 +28,11 @@ def main(argv: Sequence[str]) -> int:
         default="hf",
         help="what to write: a Hugging Face directory, or a torch_dist folder as slime's converter writes it",
     )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a checkpoint of adapters, write whole weights in place of a PEFT directory",
+    )
     given = parser.parse_args(argv)
     if given.load is None and (given.to == "hf" or given.iteration is not None):
         raise ValueError(
@@ -50,6 +56,6 @@ def main(argv: Sequence[str]) -> int:
         warnings.simplefilter("ignore")
         from slime.megatron_backend.checkpoint.export import export_checkpoint
 
-        read = export_checkpoint(config, given.iteration, Path(given.output_dir), given.to)
+        read = export_checkpoint(config, given.iteration, Path(given.output_dir), given.to, merge=given.merge)
     print(f"wrote {read} to {given.output_dir}")
     return 0

@@ -28,7 +28,7 @@ PEFT_PREFIX = "base_model.model."
 
 _LINEAR = re.compile(r"decoder\.layers\.\{i\}\..*\b(linear_\w+|in_proj|out_proj)\.weight")
 """The products of a layer. Not among them: routers, which a router replay reads, and gates of shared experts."""
-_NEUTRAL = {
+_NEUTRAL: dict[str, tuple[object, object]] = {
     "bias": ("none", None),
     "use_dora": (False, None),
     "use_rslora": (False, None),

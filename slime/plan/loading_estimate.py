@@ -23,7 +23,7 @@ def loading(c: Config, hf: Hf) -> Iterator[Item]:
     Nothing is read for a quantised checkpoint here: its tensors are read whole, and their size depends on the files.
     """
     shape, stored = Shape.of(hf), stored_bytes(c, hf)
-    roles = sorted(roles_of(c), key=lambda role: role is not POLICY)
+    roles = sorted((role for role in roles_of(c) if not role.of_base(c)), key=lambda role: role is not POLICY)
     alike = [role for role in roles if role_shape(c, role, shape) is shape]
     others, models = [role.name for role in alike[1:]], len(alike)
     twice = f", for the {' and the '.join(others)} too" if others else ""

@@ -14,6 +14,7 @@ from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.models import Layer
 from slime.models.decoder import Hf
+from slime.models.lora import sends_adapters
 from slime.models.selection import Selection
 from slime.operators import NATIVE, PROVIDER, VALUES, loss_head
 from slime.plan.model_shape import Shape
@@ -105,9 +106,9 @@ def kept_memory(c: Config, shape: Shape) -> Iterator[Item]:
     size = BYTES[c.megatron.params_dtype]
     sends = roles[0] is POLICY and c.num_engines
     if CHANNELS[c.weight_update.update_weight_transport].buckets and sends:
-        largest = shape.vocab * shape.hidden * size
+        largest = 0 if sends_adapters(c) else shape.vocab * shape.hidden * size
         bucket = max(c.weight_update.update_weight_buffer_size, largest)
-        how = "2, each --update-weight-buffer-size or the embedding"
+        how = "2, each --update-weight-buffer-size" + ("" if sends_adapters(c) else " or the embedding")
         yield Item("update buckets", 2 * bucket, how)
 
 

@@ -30,7 +30,8 @@ def rank_params(
         c.megatron.expert_tensor_parallel,
     )
     replicas = c.data_parallel_size * c.megatron.context_parallel_size
-    whole = f" / TP {tp} (+ {count(params.whole)} of routers)" if params.whole else f" / TP {tp}"
+    of = "on each" if c.lora.lora_rank and trained else "of routers"
+    whole = f" / TP {tp} (+ {count(params.whole)} {of})" if params.whole else f" / TP {tp}"
     shards = replicas if c.megatron.use_distributed_optimizer else 1
     yield "", params.split / tp + params.whole, f"{count(params.split)}{stage}", whole, shards
     if params.experts:

@@ -214,7 +214,7 @@ class VllmBackend:
         from vime.pool.launch import make_pool
         from vime.vllm.pool import VllmEnginePool
 
-        own = {
+        own: dict[str, object] = {
             "top_tokens": model.top_tokens,
             "temperature": model.temperature,
             "scores": model.frozen,

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 
-from slime.checkpoints.checkpoint_dir import existing
+from slime.checkpoints.checkpoint_dir import COMPLETE, existing
 from slime.megatron_backend.checkpoint.torch_dist import is_foreign
 from slime.megatron_backend.lora.install import lora_of
 from slime.megatron_backend.model.gpt import HiddenGPTModel
@@ -58,7 +58,7 @@ def stored_lora(directory: str | Path, iteration: int | None) -> Lora | None:
     if iteration is None:
         return None
     path = existing(Path(directory), iteration)
-    if is_foreign(path):
-        return None
+    if not (path / COMPLETE).is_file() or is_foreign(path):
+        return None  # reading it reports what is missing
     saved = dist_checkpointing.load_common_state_dict(str(path)).get("lora")
     return None if saved is None else Lora(**{**saved, "targets": tuple(saved["targets"])})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,13 +14,18 @@ from torch import Tensor
 from slime.checkpoints.checkpoint_dir import latest, released
 from slime.checkpoints.hf_config import MAPPED_BYTES
 from slime.config import Config
+from slime.megatron_backend.checkpoint.adapter_records import stored_lora
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint, stored_parts, trained_predictions
+from slime.megatron_backend.checkpoint.merged import merged
+from slime.megatron_backend.checkpoint.peft import save_peft
 from slime.megatron_backend.checkpoint.torch_dist import StoredParts, load_torch_dist
 from slime.megatron_backend.checkpoint.torch_dist_save import save_torch_dist
-from slime.megatron_backend.checkpoint.weights import MAX_SHARD_BYTES, Read, load_hf, save_hf
+from slime.megatron_backend.checkpoint.weights import MAX_SHARD_BYTES, Read, live, load_hf, save_hf
+from slime.megatron_backend.lora.install import add_adapters
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+from slime.models.lora import Lora
 
 Kind = Literal["hf", "torch_dist"]
 OUT, CHOOSE = "--output-dir", "vime export --iteration {}"
@@ -32,14 +38,17 @@ def export_checkpoint(
     out_dir: Path,
     to: Kind = "hf",
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    merge: bool = False,
 ) -> str:
     """Write the weights of a checkpoint to `out_dir`. Returns what was read: "checkpoint 4 of FOLDER".
 
     The checkpoint is `iteration` (None: the newest, or the release) of `config.load`, or `config.hf_checkpoint` if
     there is no `load`. Names, shapes and tokenizer come from `config.hf_checkpoint`, the checkpoint that training
     started from. `config` describes one rank. "hf" reads and writes parameter by parameter, so host memory is one file
-    of `max_shard_bytes` and one tensor; "torch_dist" holds the whole model. ValueError if the checkpoint does not exist
-    or its shapes differ from config.json.
+    of `max_shard_bytes` and one tensor; "torch_dist" holds the whole model. Of a checkpoint of adapters, a PEFT
+    directory is written, or with `merge` whole weights, over those of `config.hf_checkpoint`. ValueError if the
+    checkpoint does not exist or its shapes differ from config.json.
     """
     load, source = config.checkpoint.load, config.rollout.hf_checkpoint
     assert source is not None  # the command requires it
@@ -53,31 +62,76 @@ def export_checkpoint(
     with tempfile.TemporaryDirectory() as rendezvous:
         init_parallel(0, 1, config, init_method=f"file://{rendezvous}/store")
         try:
-            predicts = load is not None and trained_predictions(load, iteration)
-            model = build_model(hf_config, config, ddp=False, predicts=predicts)
-            path = None if load is None or iteration is not None else released(load)
-            read = source if load is None else str(path) if path else f"checkpoint {iteration} of {load}"
-            if to == "hf":
-                assert load is not None
-                parts = (
-                    StoredParts(model, path)
-                    if path
-                    else stored_parts(load, model, iteration=iteration, choose=CHOOSE)
+            lora = None if load is None else stored_lora(load, iteration)
+            if merge and lora is None:
+                raise ValueError(
+                    f"--merge must be given for a checkpoint of adapters, got one of whole weights in {load}"
                 )
-                save_hf(
-                    model, source, out_dir, max_shard_bytes=max_shard_bytes, flag=OUT, read=one_by_one(parts)
-                )
-            else:
-                if load is None:
-                    load_hf(model, source)
-                elif path:
-                    load_torch_dist(model, path)
-                else:
-                    load_checkpoint(load, model, iteration=iteration, choose=CHOOSE)
-                save_torch_dist(model, out_dir, source)
+            if lora is not None:
+                _export_adapters(config, hf_config, lora, iteration, out_dir, to, merge)
+                return f"adapters of checkpoint {iteration} of {load}"
+            read = _export_weights(config, hf_config, iteration, out_dir, to, max_shard_bytes)
         finally:
             destroy_parallel()
     return read
+
+
+def _export_weights(
+    config: Config,
+    hf_config: dict[str, Any],
+    iteration: int | None,
+    out_dir: Path,
+    to: Kind,
+    max_shard_bytes: int,
+) -> str:
+    """Whole weights. Returns what was read."""
+    load, source = config.checkpoint.load, config.rollout.hf_checkpoint
+    predicts = load is not None and trained_predictions(load, iteration)
+    model = build_model(hf_config, config, ddp=False, predicts=predicts)
+    path = None if load is None or iteration is not None else released(load)
+    read = source if load is None else str(path) if path else f"checkpoint {iteration} of {load}"
+    if to == "hf":
+        assert load is not None
+        parts = (
+            StoredParts(model, path)
+            if path
+            else stored_parts(load, model, iteration=iteration, choose=CHOOSE)
+        )
+        save_hf(model, source, out_dir, max_shard_bytes=max_shard_bytes, flag=OUT, read=one_by_one(parts))
+    else:
+        if load is None:
+            load_hf(model, source)
+        elif path:
+            load_torch_dist(model, path)
+        else:
+            load_checkpoint(load, model, iteration=iteration, choose=CHOOSE)
+        save_torch_dist(model, out_dir, source)
+    return read
+
+
+def _export_adapters(
+    config: Config,
+    hf_config: dict[str, Any],
+    lora: Lora,
+    iteration: int | None,
+    out_dir: Path,
+    to: Kind,
+    merge: bool,
+) -> None:
+    """Adapters alone, or the whole model with them, which is in memory then."""
+    if to != "hf":
+        raise ValueError(
+            f"--to must be hf for a checkpoint of adapters, got {to}; write whole weights with --merge first"
+        )
+    load, source = config.checkpoint.load, config.rollout.hf_checkpoint
+    assert load is not None
+    model = build_model(hf_config, config, ddp=False, adapt=partial(add_adapters, lora=lora, seed=0))
+    load_checkpoint(load, model, iteration=iteration, choose=CHOOSE, adapters=True)
+    if not merge:
+        save_peft(model, out_dir, source, flag=OUT)
+        return
+    load_hf(model, source)
+    save_hf(model, source, out_dir, flag=OUT, read=merged(model, live))
 
 
 def one_by_one(parts: StoredParts) -> Read:

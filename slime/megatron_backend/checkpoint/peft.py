@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,7 @@ def export_adapters(model: nn.Module, read: Read = live) -> Iterator[Named]:
     and pipeline-parallel ranks: every rank must exhaust the iterator. `read`: as in `export_hf`."""
     group = parallel_state.get_pipeline_model_parallel_group()
     for inner in unwrapped(model):
-        yield from over_stages(
-            lambda inner=inner: _of_stage(inner, read), lambda inner=inner: _shapes(inner), group
-        )
+        yield from over_stages(partial(_of_stage, inner, read), partial(_shapes, inner), group)
 
 
 def _of_stage(inner: Any, read: Read) -> Iterator[Named]:

@@ -68,6 +68,15 @@ def matrix(value: Tensor, axis: int | None, *, own_tokens: bool = False, expert:
     return parameter
 
 
+_EXCHANGES: dict[tuple[int | None, bool], Callable[[Tensor], Any]] = {
+    (0, False): copy_to_tensor_model_parallel_region,
+    (0, True): gather_from_sequence_parallel_region,
+    (1, False): reduce_from_tensor_model_parallel_region,
+    (1, True): reduce_scatter_to_sequence_parallel_region,
+}
+"""Axis that ranks split, and whether sequences are split -> what becomes of the products with A."""
+
+
 class Adapter(nn.Module):
     """The adapters of one product. Call it with the product's input, and add its output to the product's.
 
@@ -115,23 +124,18 @@ class Adapter(nn.Module):
 
     def _between(self, inner: Tensor) -> Tensor:
         """What ranks exchange: the products with A, which have few columns."""
-        if self.axis == 0:
-            return (
-                gather_from_sequence_parallel_region(inner)
-                if self.sequence
-                else copy_to_tensor_model_parallel_region(inner)
-            )
-        if self.axis == 1:
-            return (
-                reduce_scatter_to_sequence_parallel_region(inner)
-                if self.sequence
-                else reduce_from_tensor_model_parallel_region(inner)
-            )
-        return inner
+        exchange = _EXCHANGES.get((self.axis, self.sequence))
+        if exchange is None:
+            return inner
+        exchanged: Tensor = exchange(inner)
+        return exchanged
 
     def added(self, output: Tensor, x: Tensor) -> Tensor:
         """The product's output for input x, with that of the adapter."""
-        return output + self(x) if self.enabled else output
+        if not self.enabled:
+            return output
+        more: Tensor = self(x)
+        return output + more
 
     def fill(self, generator_seed: int, name: str) -> None:
         """PEFT's first values: A uniform in +-1 / sqrt(K), B zero. They do not depend on the layout of ranks."""
@@ -193,7 +197,10 @@ class ExpertAdapter(nn.Module):
 
     def added(self, output: Tensor, x: Tensor, ends: Tensor) -> Tensor:
         """The products' output for input x, with that of the adapters."""
-        return output + self(x, ends) if self.enabled else output
+        if not self.enabled:
+            return output
+        more: Tensor = self(x, ends)
+        return output + more
 
     def fill(self, generator_seed: int, name: str) -> None:
         """As `Adapter.fill`, for each expert by its number in the whole model."""
@@ -237,7 +244,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 def first_values(rank: int, inputs: int, seed: int, name: str) -> Tensor:
     """A [rank, inputs] on the host."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63)
-    return (torch.rand(rank, inputs, generator=generator) * 2 - 1) / inputs**0.5
+    values: Tensor = (torch.rand(rank, inputs, generator=generator) * 2 - 1) / inputs**0.5
+    return values
 
 
 def dropped(x: Tensor, rate: float, training: bool, *, apart: bool) -> Tensor:

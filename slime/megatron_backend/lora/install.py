@@ -137,7 +137,8 @@ def _adapter(
     whole = layout.merge([weight.data.to("meta")] * ranks)
     shapes = tuple(tuple(part.shape) for part in layout.split(whole, inner.sizes))
     found = pieces(layout, shapes, inner.sizes, rank, ranks) if axis == 0 else ()
-    slots, places = [], []
+    slots: list[Slot] = []
+    places: list[int] = []
     for part, (module, shape) in enumerate(zip(modules, shapes, strict=True)):
         mine = sorted((p.source, p.size, p.target) for p in found if p.part == part)
         first = mine[0][0] if mine else 0
@@ -145,7 +146,7 @@ def _adapter(
         assert not mine or mine[-1][0] + mine[-1][1] == first + rows, (
             "a rank has neighbouring rows of a module"
         )
-        slots.append(Slot(module, *shape, first, rows))
+        slots.append(Slot(module, shape[0], shape[1], first, rows))
         for _, size, target in mine:
             places += range(target, target + size)
     order = None
@@ -172,7 +173,9 @@ def _expert_adapter(
             "experts out of --target-modules"
         )
     shapes = [part.shape for part in row.layout.split(weights[0].data.to("meta"), inner.sizes)]
-    slots = [Slot(module, *shape, 0, shape[0]) for module, shape in zip(modules, shapes, strict=True)]
+    slots = [
+        Slot(module, shape[0], shape[1], 0, shape[0]) for module, shape in zip(modules, shapes, strict=True)
+    ]
     return ExpertAdapter(lora, slots, targets, weights)
 
 

@@ -46,4 +46,4 @@ def install(name: str) -> None:
             yield output
 
     adapted.wraps = generate  # type: ignore[attr-defined]
-    AsyncLLM.generate = adapted  # type: ignore[method-assign, assignment]
+    AsyncLLM.generate = adapted  # type: ignore[method-assign]

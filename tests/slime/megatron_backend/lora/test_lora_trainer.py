@@ -15,7 +15,9 @@ from slime.megatron_backend.checkpoint.peft import export_adapters
 from slime.megatron_backend.checkpoint.weights import export_hf, live
 from slime.megatron_backend.parallel import destroy_parallel
 from slime.megatron_backend.step.trainer import MegatronTrainer
+from slime.protocols import CHECKPOINT
 from slime.roles import REFERENCE
+from vime.export import main as export
 
 LORA = {"lora_rank": 4, "lora_alpha": 8.0}
 
@@ -64,9 +66,19 @@ def test_adapters_move_and_the_base_does_not(root, tmp_path):
     weights = dict(export_hf(trainer.policy.model, merged(trainer.policy.model, live)))
     moved = {name for name in before if not torch.equal(before[name], weights[name])}
     assert moved == {name for name in before if "_proj." in name}
-    published = trainer.next_weights(1, {})
-    assert load_file(published.info["path"]).keys() == weights.keys()
+    published = trainer.next_weights(1, {})  # no engine: the adapters alone
+    assert (published.weights.kind, published.weights.base_version) == ("adapter", CHECKPOINT)
+    sent = load_file(published.info["path"])
+    assert sent.keys() == first.keys()
+    assert trainer.next_weights(1, {}) is None
     trainer.close()
+    whole = make(root, tmp_path, "b", lora_merge=True)
+    step(whole)
+    published = whole.next_weights(1, {})
+    assert published.weights.kind == "full"
+    found = load_file(published.info["path"])
+    assert found.keys() == weights.keys() and all(torch.equal(found[n], weights[n]) for n in found)
+    whole.close()
 
 
 def test_the_reference_is_the_model_without_adapters(root, tmp_path):
@@ -108,6 +120,20 @@ def test_a_run_resumes_with_its_adapters(root, tmp_path):
     assert step(resumed, 2) == wanted[2]
     assert all(torch.equal(end[name], tensor) for name, tensor in adapters(resumed).items())
     resumed.close()
+
+    command = ["--load", save["save"], "--hf-checkpoint", str(root / "policy"), "--iteration", "1"]
+    export([*command, "--output-dir", str(tmp_path / "peft")])
+    stored, written = (
+        load_file(d / "adapter_model.safetensors") for d in (folder / "adapter", tmp_path / "peft")
+    )
+    assert stored.keys() == written.keys() and all(torch.equal(stored[n], written[n]) for n in stored)
+    export([*command, "--merge", "--output-dir", str(tmp_path / "merged")])
+    whole_weights = load_file(tmp_path / "merged" / "model.safetensors")
+    base = load_file(root / "policy" / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj"
+    a, b = (stored[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+    torch.testing.assert_close(whole_weights[f"{name}.weight"], base[f"{name}.weight"] + 2.0 * (b @ a))
+    assert torch.equal(whole_weights["model.norm.weight"], base["model.norm.weight"])
 
     started = make(root, tmp_path, "c", lora_load=str(folder / "adapter"))
     before = load_file(folder / "adapter" / "adapter_model.safetensors")
