@@ -25,6 +25,7 @@ COMMAND = "python scripts/docs_configuration.py"
 TITLES = {
     "cluster": "Cluster: devices, nodes, who shares GPUs",
     "train": "Trainer",
+    "lora": "Adapters (LoRA)",
     "weight_update": "Weight transfer",
     "rollout": "Rollout: sampling and its hooks",
     "sessions": "Sessions of agents",

@@ -39,6 +39,8 @@ ranks of one node meet  through a TCP store that listens on a file in the tempor
                         all interfaces
 how a model's class     WeightsMapper._map_name             WeightsMapper.map_name              `mapped_name`
 renames tensors
+adapters after an       stay                                are dropped                         `keep_adapters`
+update of weights
 flags of --vllm-*       without --log-level and others      without --max-num-partial-prefills  the installed parser's
                                                             and others
 
@@ -206,6 +208,15 @@ def mapped_name(mapper: WeightsMapper, name: str) -> str | None:
     `mapper` is the class's WeightsMapper. One name at a time, because the list leaves dropped names out."""
     names: list[str] = mapper.apply_list([name])
     return names[0] if names else None
+
+
+def keep_adapters() -> None:
+    """Have vLLM keep an adapter at the end of an update that brought it. Newer versions drop all adapters then, as the
+    base may be another one; here an engine with a slot for adapters gets no other base. May run more than once."""
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    if hasattr(LoRAModelRunnerMixin, "reset_lora_state"):
+        LoRAModelRunnerMixin.reset_lora_state = lambda self: None  # type: ignore[method-assign]
 
 
 def meet_in_a_file() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from slime.protocols import WeightSet
 from slime.weight_sync.channel import Part
+from vime.vllm.versions import keep_adapters
 from vime.vllm.worker.adapter import ADAPTER_ID
 
 if TYPE_CHECKING:
@@ -81,15 +82,6 @@ class AdapterLoader:
         assert self._weights is not None
         place(self.manager, self._model, self._tensors, self._weights, self._device)
         self._placed = True
-
-
-def keep_adapters() -> None:
-    """Have vLLM keep an adapter at the end of an update that brought it. vLLM 0.32 drops all adapters then, as the base
-    may be another one; here engines with a slot get no other base. May run more than once."""
-    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
-
-    if hasattr(LoRAModelRunnerMixin, "reset_lora_state"):  # not in every version
-        LoRAModelRunnerMixin.reset_lora_state = lambda self: None  # type: ignore[method-assign]
 
 
 def _mapper(model: Any) -> Any:
