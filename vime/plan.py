@@ -15,12 +15,10 @@ from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.config.config_file import split_argv, with_config_files
 from slime.hardware import HARDWARE
-from slime.models.lora import Lora, sends_adapters
 from slime.operators import decide, headline
-from slime.plan.adapter_params import adapter_params
 from slime.plan.loading_estimate import loading
 from slime.plan.memory_decision import TOO_SMALL, decide_residence
-from slime.plan.memory_estimate import BYTES, Item, estimate
+from slime.plan.memory_estimate import Item, adapters_sent, estimate
 from slime.plan.model_shape import Shape
 from slime.plan.stages import micro_batch_group, stages_of
 from slime.plan.units import GIB, amount, count
@@ -292,17 +290,6 @@ def transport(c: Config) -> str:
     return f"{CHANNELS[name].plan.format(weight_dir=where)} ({name})"
 
 
-def adapters_sent(c: Config) -> str:
-    """The bytes of an update that brings adapters alone, beside those of all weights."""
-    lora = Lora.of(c)
-    if lora is None or not sends_adapters(c):
-        return ""
-    shape = Shape.of(hf_config_of(c))
-    size = BYTES[c.megatron.params_dtype]
-    alone = adapter_params(lora, shape.hf, range(shape.layers)).total * size
-    return f"; adapters of rank {lora.rank} alone, {amount(alone)} in place of {amount(shape.params * size)}"
-
-
 def describe(c: Config, gpu_bytes: float | None = None, data: Sequence[str] | None = None) -> str:
     """The whole plan as text, for GPUs of `gpu_bytes` each or for this machine's GPU. `data`: lines of `prompts`."""
     gpu_bytes = gpu_bytes or device_memory(c)
@@ -335,7 +322,7 @@ def describe(c: Config, gpu_bytes: float | None = None, data: Sequence[str] | No
         "Records": [
             *watched(c),
             f"run directory {c.logging.run_dir}",
-            f"weights to engines by {transport(c)}{adapters_sent(c)}",
+            f"weights to engines by {transport(c)}{adapters_sent(c, Shape.of(hf_config_of(c)))}",
         ],
         "Notes": remarks,
     }

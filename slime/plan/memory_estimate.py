@@ -14,9 +14,11 @@ from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.models import Layer
 from slime.models.decoder import Hf
-from slime.models.lora import sends_adapters
+from slime.models.lora import Lora, sends_adapters
 from slime.models.selection import Selection
 from slime.operators import NATIVE, PROVIDER, VALUES, loss_head
+from slime.operators import NATIVE, VALUES, loss_head
+from slime.plan.adapter_params import adapter_params
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params, stage_layers
 from slime.plan.stages import micro_batch_group, stages_of
@@ -351,3 +353,12 @@ def native_logit_bytes(c: Config) -> int:
     if not loss_of(c.algorithm).entropy:
         return 2 * size + (4 if size < 4 else 0)
     return max(16 + (4 if c.rollout.rollout_temperature != 1 else 0), 24 if c.algorithm.entropy_coef else 0)
+
+
+def adapters_sent(c: Config, shape: Shape) -> str:
+    """The bytes of an update that brings adapters alone, beside those of all weights, as the end of a line."""
+    lora, size = Lora.of(c), BYTES[c.megatron.params_dtype]
+    if lora is None or not sends_adapters(c):
+        return ""
+    alone = adapter_params(lora, shape.hf, range(shape.layers)).total * size
+    return f"; adapters of rank {lora.rank} alone, {amount(alone)} in place of {amount(shape.params * size)}"

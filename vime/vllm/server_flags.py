@@ -19,13 +19,13 @@ from slime.config import Config, FlagGroup
 from slime.config.fields import nearest
 from slime.config.problems import Problems
 from slime.models import decoder_of
-from slime.models.lora import sends_adapters
 from slime.roles.groups import several_nodes, trainer_ranks
 from slime.roles.served import frozen_devices
 from slime.rules.listing import Row
 from slime.weight_sync.registry import CHANNELS
 from vime.vllm import fp8, versions
 from vime.vllm.cpu import engine as cpu_engine
+from vime.vllm.worker import adapter
 
 _ADDRESS = "engines listen where the engine pool places them"
 _NODES = "they follow from --rollout-num-gpus-per-engine and --num-gpus-per-node"
@@ -340,23 +340,19 @@ def engine_settings(config: Config) -> dict[str, Any]:
     The flags in `vllm_argv` override the other settings.
     """
     on_cpu = config.cluster.device == "cpu"
-    return common_settings(config) | {
-        "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
-        "sleeps": gives_memory(config),
-        **_adapter(config),
-        "tells_experts": config.off_policy.use_rollout_routing_replay,
-        "top_tokens": max(config.off_policy.replay_kept_tokens, config.algorithm.centred_ids),
-        "cache_bytes": _cache_bytes(config),
-        # GPUs also serve frozen models of families that are not trained here
-        "stateful": on_cpu and decoder_of(read_hf_config(config.rollout.hf_checkpoint)).stateful,
-    }
-
-
-def _adapter(config: Config) -> dict[str, Any]:
-    """For updates that bring an adapter alone. The engine's base must outlive its sleep."""
-    if not sends_adapters(config):
-        return {}
-    return {"lora_name": config.lora.lora_name, "lora_rank": config.lora.lora_rank, "keeps_weights": True}
+    return (
+        common_settings(config)
+        | adapter.settings(config)
+        | {
+            "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
+            "sleeps": gives_memory(config),
+            "tells_experts": config.off_policy.use_rollout_routing_replay,
+            "top_tokens": max(config.off_policy.replay_kept_tokens, config.algorithm.centred_ids),
+            "cache_bytes": _cache_bytes(config),
+            # GPUs also serve frozen models of families that are not trained here
+            "stateful": on_cpu and decoder_of(read_hf_config(config.rollout.hf_checkpoint)).stateful,
+        }
+    )
 
 
 def _cache_bytes(config: Config) -> int:
@@ -368,7 +364,7 @@ def _cache_bytes(config: Config) -> int:
 
 
 def gives_memory(config: Config) -> bool:
-    """Whether the engines free their device memory while the trainer uses the device; see VllmEnginePool."""
+    """Whether engines free their device memory while the trainer uses the device; see VllmEnginePool."""
     return config.cluster.colocate and config.cluster.device == "cuda"
 
 

@@ -93,16 +93,8 @@ def save_checkpoint(
         with Room(flag, directory, f"checkpoint {iteration}"):
             _make(partial)
             state = _sharded_state(parts, optimizer, is_loading=False)
-            state |= {
-                "iteration": iteration,
-                "extra": extra or {},
-                "shape": _shape(parts[0]),
-                "lora": record_of(parts[0]),
-                "ranks": _ranks(),
-                "scheduler": scheduler.state_dict() if scheduler else None,
-                "has_optimizer": optimizer is not None,
-                "rng": rng_object(rng_state()),
-            }
+            state |= _records(parts[0], scheduler, optimizer is not None)
+            state |= {"iteration": iteration, "extra": extra or {}}
             dist_checkpointing.save(state, str(partial), sharded_strategy=writer)
             if beside is not None:
                 beside(partial)
@@ -125,6 +117,20 @@ def save_checkpoint(
 
     finish() if background is None else background.start(finish)
     return path
+
+
+def _records(
+    inner: HiddenGPTModel, scheduler: OptimizerParamScheduler | None, has_optimizer: bool
+) -> dict[str, Any]:
+    """What a checkpoint holds beside its tensors."""
+    return {
+        "shape": _shape(inner),
+        "lora": record_of(inner),
+        "ranks": _ranks(),
+        "scheduler": scheduler.state_dict() if scheduler else None,
+        "has_optimizer": has_optimizer,
+        "rng": rng_object(rng_state()),
+    }
 
 
 def _remove(partial: Path) -> None:

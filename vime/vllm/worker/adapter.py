@@ -9,12 +9,22 @@ import functools
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from slime.config import Config
+from slime.models.lora import sends_adapters
+
 VARIABLE = "VIME_LORA_NAME"
 """Of the server's environment: the name of the policy's adapter."""
 ADAPTER_ID = 1
 """Its number in the engine, which has one."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of --max-lora-rank that vLLM has kernels for."""
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """The fields of a server's record for updates that bring an adapter alone. Its base must outlive its sleep."""
+    if not sends_adapters(config):
+        return {}
+    return {"lora_name": config.lora.lora_name, "lora_rank": config.lora.lora_rank, "keeps_weights": True}
 
 
 def server_flags(rank: int) -> list[str]:
