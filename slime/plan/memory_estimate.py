@@ -17,7 +17,6 @@ from slime.models.decoder import Hf
 from slime.models.lora import Lora, sends_adapters
 from slime.models.selection import Selection
 from slime.operators import NATIVE, PROVIDER, VALUES, loss_head
-from slime.operators import NATIVE, VALUES, loss_head
 from slime.plan.adapter_params import adapter_params
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params, stage_layers

@@ -16,8 +16,8 @@ from slime.config.fields import Values
 from slime.config.schema import SECTIONS, Config
 from slime.config.sections.kernels import OPERATORS
 from slime.hardware import HARDWARE
-from slime.roles.served import teachers
 from slime.models.lora import read_peft
+from slime.roles.served import teachers
 from slime.rules.algorithm import compares_alone, makes_groups
 from slime.rules.checkpoint import remarks as read_remarks
 from slime.rules.cluster import critic_notes
