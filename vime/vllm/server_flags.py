@@ -335,24 +335,18 @@ def common_settings(config: Config) -> dict[str, Any]:
 
 
 def engine_settings(config: Config) -> dict[str, Any]:
-    """The settings of every vLLM server: keyword arguments of `vime.vllm.server.VllmSpec`.
-
-    The flags in `vllm_argv` override the other settings.
-    """
+    """The settings of every vLLM server, a `vime.vllm.server.VllmSpec`. `vllm_argv` overrides the others."""
     on_cpu = config.cluster.device == "cpu"
-    return (
-        common_settings(config)
-        | adapter.settings(config)
-        | {
-            "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
-            "sleeps": gives_memory(config),
-            "tells_experts": config.off_policy.use_rollout_routing_replay,
-            "top_tokens": max(config.off_policy.replay_kept_tokens, config.algorithm.centred_ids),
-            "cache_bytes": _cache_bytes(config),
-            # GPUs also serve frozen models of families that are not trained here
-            "stateful": on_cpu and decoder_of(read_hf_config(config.rollout.hf_checkpoint)).stateful,
-        }
-    )
+    return common_settings(config) | {
+        "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
+        "sleeps": gives_memory(config),
+        **adapter.settings(config),
+        "tells_experts": config.off_policy.use_rollout_routing_replay,
+        "top_tokens": max(config.off_policy.replay_kept_tokens, config.algorithm.centred_ids),
+        "cache_bytes": _cache_bytes(config),
+        # GPUs also serve frozen models of families that are not trained here
+        "stateful": on_cpu and decoder_of(read_hf_config(config.rollout.hf_checkpoint)).stateful,
+    }
 
 
 def _cache_bytes(config: Config) -> int:

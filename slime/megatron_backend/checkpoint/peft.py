@@ -39,7 +39,7 @@ def export_adapters(model: nn.Module, read: Read = live) -> Iterator[Named]:
         yield from over_stages(partial(_of_stage, inner, read), partial(_shapes, inner), group)
 
 
-def _of_stage(inner: Any, read: Read) -> Iterator[Named]:
+def _of_stage(inner: object, read: Read) -> Iterator[Named]:
     for _, adapter in adapters_of(inner):
         for slot, *pair in adapter.matrices():
             full = [_full(adapter, parameter, read) for parameter in pair]
@@ -60,7 +60,7 @@ def _full(adapter: AnyAdapter, parameter: Any, read: Read) -> Tensor:
     return torch.cat(gathered(values, group), parameter.axis)
 
 
-def _shapes(inner: Any) -> list[tuple[str, torch.Size, torch.dtype]]:
+def _shapes(inner: object) -> list[tuple[str, torch.Size, torch.dtype]]:
     """Names, shapes and dtypes of `_of_stage`."""
     found = []
     for _, adapter in adapters_of(inner):

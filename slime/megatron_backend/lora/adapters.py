@@ -53,7 +53,9 @@ class Slot:
     rows: int
 
 
-def matrix(value: Tensor, axis: int | None, *, own_tokens: bool = False, expert: Any = None) -> nn.Parameter:
+def matrix(
+    value: Tensor, axis: int | None, *, own_tokens: bool = False, expert: Tensor | None = None
+) -> nn.Parameter:
     """A or B of a module, with the marks that Megatron reads. `axis`: the one that tensor-parallel ranks split; this
     file and export read it. `own_tokens`: its gradient is of this rank's part of the tokens. `expert`: the base's
     weight if it is an expert's, whose replicas are on other ranks than those of the rest of the model."""
@@ -68,7 +70,7 @@ def matrix(value: Tensor, axis: int | None, *, own_tokens: bool = False, expert:
     return parameter
 
 
-_EXCHANGES: dict[tuple[int | None, bool], Callable[[Tensor], Any]] = {
+_EXCHANGES: dict[tuple[int | None, bool], Callable[[Tensor], Tensor]] = {
     (0, False): copy_to_tensor_model_parallel_region,
     (0, True): gather_from_sequence_parallel_region,
     (1, False): reduce_from_tensor_model_parallel_region,
@@ -127,8 +129,7 @@ class Adapter(nn.Module):
         exchange = _EXCHANGES.get((self.axis, self.sequence))
         if exchange is None:
             return inner
-        exchanged: Tensor = exchange(inner)
-        return exchanged
+        return exchange(inner)
 
     def added(self, output: Tensor, x: Tensor) -> Tensor:
         """The product's output for input x, with that of the adapter."""

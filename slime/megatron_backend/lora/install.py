@@ -197,7 +197,7 @@ def _attach(owner: Any, adapter: AnyAdapter, *, first: bool) -> None:
         owner.adapted = adapter.added
         return
 
-    def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> object:
         if isinstance(output, tuple):
             return adapter.added(output[0], inputs[0]), *output[1:]
         return adapter.added(output, inputs[0])
@@ -205,7 +205,7 @@ def _attach(owner: Any, adapter: AnyAdapter, *, first: bool) -> None:
     owner.register_forward_hook(hook)
 
 
-def adapters_of(inner: Any) -> Iterator[tuple[str, AnyAdapter]]:
+def adapters_of(inner: object) -> Iterator[tuple[str, AnyAdapter]]:
     """The adapters of a model's part by the names of their products, in the order of the layers. None of a model
     without any."""
     adapters = getattr(inner, "adapters", None)
@@ -213,14 +213,14 @@ def adapters_of(inner: Any) -> Iterator[tuple[str, AnyAdapter]]:
         yield from adapters.of()
 
 
-def lora_of(inner: Any) -> Lora | None:
+def lora_of(inner: object) -> Lora | None:
     """The settings of the adapters of a model's part; None without any."""
     adapters = getattr(inner, "adapters", None)
     return None if adapters is None else adapters.lora
 
 
 @contextmanager
-def without_adapters(parts: Sequence[Any]) -> Iterator[None]:
+def without_adapters(parts: Sequence[object]) -> Iterator[None]:
     """In the block, the model is its base."""
     found = [adapter for inner in parts for _, adapter in adapters_of(inner)]
     for adapter in found:
