@@ -20,6 +20,7 @@ import signal
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from vime.vllm.server import VllmServer
@@ -90,6 +91,7 @@ def main(port: int, log: Path, module: str | None = None) -> None:
     refused: set[str] = set()
     answers: dict[str, bytes] = {}
     receiver = Receiver()
+    no_requests = SimpleNamespace(output_handler=None, output_processor=SimpleNamespace(request_states={}))
 
     async def app(scope: dict, receive: object, send: object) -> None:
         if scope["type"] == "lifespan":
@@ -97,6 +99,7 @@ def main(port: int, log: Path, module: str | None = None) -> None:
                 await send({"type": f"{(await receive())['type']}.complete"})
         body = (await receive()).get("body", b"").decode()
         path = scope["path"]
+        scope["app"] = SimpleNamespace(state=SimpleNamespace(engine_client=no_requests))  # as FastAPI does
         with log.open("a") as file:
             file.write(f"{scope['method']} {path} {body}\n")
         if path == "/die":

@@ -53,7 +53,6 @@ class RunKeyMiddleware:
             raise ValueError(f"{KEY_VARIABLE} must not be empty; the engine pool sets it")
         self.prefix = health_prefix(self.run_key)
         self.token_versions = TokenVersions()
-        self.token_versions.install()
         self.versions = self.token_versions.live
         self.running: dict[str, str] = {}
 
@@ -77,6 +76,7 @@ class RunKeyMiddleware:
 
     async def _read(self, scope: Scope, receive: Receive, send: Send, *, routed: bool) -> None:
         """Requests for a group of samples (group_route) and SGLang's routes (sglang_routes) are ours, others vLLM's."""
+        self.token_versions.install()
         arrived = len(self.versions) - 1
         body, more = bytearray(), True
         while more:

@@ -60,9 +60,13 @@ class TokenVersions:
 
     def __init__(self) -> None:
         self.live = [CHECKPOINT_VERSION]
+        self._installed = False
 
     def install(self) -> None:
-        """Have vLLM's answers carry spans. In place of those of another object before."""
+        """Have vLLM's answers carry spans, from the first call on. In place of those of another object before."""
+        if self._installed:
+            return
+        self._installed = True
         from vllm.v1.engine.output_processor import RequestState
 
         live = self.live
@@ -98,10 +102,10 @@ async def _processed(engine: AsyncLLM) -> None:
     """Return when vLLM has counted all tokens that the engine's process has sent. They came before the answer to the
     pause, but vLLM takes them from a queue in a task of its own. It takes them in order: an empty output at the end has
     been taken when those before it are counted."""
-    from vllm.v1.engine import EngineCoreOutputs
-
     if engine.output_handler is None:
         return
+    from vllm.v1.engine import EngineCoreOutputs
+
     queue = cast("AsyncMPClient", engine.engine_core).outputs_queue
     queue.put_nowait(EngineCoreOutputs())
     while not queue.empty() and not engine.output_handler.done():
