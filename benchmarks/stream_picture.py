@@ -21,7 +21,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from slime.tracking.events import read_events
+from slime.tracking.journal import Event, read_events
 
 PARTS = ("engine", "manager", "trainer")
 COLOURS = {
@@ -54,14 +54,14 @@ class Activity:
 
 def activity(run_dir: Path, warm_up: int) -> Activity:
     """What the parts of a run did. The first `warm_up` steps do not count."""
-    events: list[dict[str, Any]] = [event for event in read_events(run_dir) if event]
-    zero = events[0]["time"]
+    events = list(read_events(run_dir))
+    zero = events[0].time
     spans: dict[str, list[Span]] = {part: [] for part in PARTS}
     cut: dict[int, float] = {}
     ends: list[float] = []
     for event in events:
-        now = event["time"] - zero
-        match event["kind"]:
+        now = event.time - zero
+        match event.kind:
             case "batch":
                 cut[event["rollout"]] = now
             case "handed":
@@ -74,18 +74,18 @@ def activity(run_dir: Path, warm_up: int) -> Activity:
     return Activity(spans, running, ends[warm_up - 1], ends[-1])
 
 
-def groups_over_time(events: Sequence[dict[str, Any]]) -> list[tuple[float, int]]:
+def groups_over_time(events: Sequence[Event]) -> list[tuple[float, int]]:
     """(seconds since the first event, groups that generate) at each change."""
     groups: set[int] = set()
     out = []
     for event in events:
-        if event["kind"] == "drawn":
+        if event.kind == "drawn":
             groups |= set(event["groups"])
-        elif event["kind"] == "ended":
+        elif event.kind == "ended":
             groups -= set(event["groups"])
         else:
             continue
-        out.append((event["time"] - events[0]["time"], len(groups)))
+        out.append((event.time - events[0].time, len(groups)))
     return out
 
 

@@ -33,7 +33,8 @@ from pathlib import Path
 
 import psutil
 
-from slime.tracking.events import EVENTS_FILE, read_events
+from slime.tracking.journal import read_events
+from slime.tracking.kinds import EVENTS_FILE
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY / "scripts/lib"))
@@ -78,10 +79,9 @@ class Soak:
         """What the run's events say now, and a reading of its parts after a new step."""
         progress = Progress()
         if (self.run_dir / EVENTS_FILE).is_file():
-            for event in read_events(self.run_dir):
-                if event and event["kind"] in ("step", "batch"):
-                    at = int(str(event["rollout"])), float(str(event["time"]))
-                    (progress.steps if event["kind"] == "step" else progress.batches).append(at)
+            for event in read_events(self.run_dir, ("step", "batch")):
+                at = event["rollout"], event.time
+                (progress.steps if event.kind == "step" else progress.batches).append(at)
         if progress.trained != self._read_step:
             self._read_step = progress.trained
             self.readings += readings(progress.trained)

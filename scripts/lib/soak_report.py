@@ -25,7 +25,7 @@ from soak_parts import (
 )
 
 from rl_kernel.benchmarks.machine import describe
-from slime.tracking.events import read_events
+from slime.tracking.journal import read_events
 from slime.tracking.ledger import read_ledger
 from slime.tracking.trackers import METRICS_FILE, read_metric_lines
 
@@ -99,13 +99,13 @@ def make_record(
 
 def speed(run_dir: Path) -> dict[str, float]:
     """Of the whole run, its restarts and repeated steps included: trained tokens per second of wall-clock time."""
-    ends = [event for event in read_events(run_dir) if event and event["kind"] == "step"]
+    ends = list(read_events(run_dir, ("step",)))
     if not ends:
         return {"steps": 0, "repeated": 0, "seconds": 0.0, "tokens_per_s": 0.0, "median_step_s": 0.0}
     path = run_dir / METRICS_FILE
     rows = [row for _, row in read_metric_lines(path.read_text(encoding="utf-8"), path)]
     lengths = {row["step"]: row["rollout/response_len/mean"] for row in rows if "perf/step_time" in row}
-    seconds = float(str(ends[-1]["time"])) - float(str(next(e for e in read_events(run_dir) if e)["time"]))
+    seconds = ends[-1].time - next(read_events(run_dir)).time
     distinct = len({event["rollout"] for event in ends})
     return {
         "steps": distinct,

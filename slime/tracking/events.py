@@ -1,84 +1,190 @@
-"""events.jsonl of a run: what happened, one JSON object per line, appended by every process.
+"""Writes events.jsonl of a run, the journal: what happened, one JSON object per line, appended by every process.
 
-    {"time": 1767225600.0, "source": "rollout", "kind": "drawn", "groups": [8, 9], "version": 2}
-
-| source | kind | fields | |
-| --- | --- | --- | --- |
-| driver | start | rollout | a run starts, or resumes at this rollout |
-| driver | step | rollout, seconds of STEP_PARTS | trained; its line is in metrics.jsonl; its parts in their order |
-| driver | checkpoint | rollout | the checkpoint after it is complete, or its files are being written |
-| engines | door | socket, host, pid | a run starts its engines; where `vime engines` reaches it |
-| engines | engine | model, engine, state, and of one that starts: address, place | see `vime.members.table` |
-| engines | weights | model, engines, version | these engines have loaded that version |
-| rollout | drawn | groups, version | generation starts; the weights of the engines |
-| rollout | ended | groups | they have their responses and rewards, or were given up |
-| rollout | dropped | groups, reason | they will not be trained |
-| rollout | put_back | groups | they return to the data source with their tokens |
-| rollout | batch | rollout, groups, over_limit | they are the batch; samples older than allowed |
-| rollout | position | rollout | the data position after the batch is saved |
-| rollout | handed | rollout | the batch is train data, and the trainer may take it |
-
-`slime.tracking.ledger` reads them.
+`slime.tracking.kinds` has the kinds of events, `slime.tracking.journal` reads them.
 """
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import json
+import logging
 import os
+import re
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from slime.disk_space import Room
+from slime.soft_lock import MISSING
+from slime.tracking.kinds import EVENTS_FILE, KINDS, OLDER, VERSION
 
-EVENTS_FILE = "events.jsonl"
-STEP_PARTS = ("train_wait", "train", "update_weights")
-_BEGIN = b'{"time": '
-"""Of each line. No field of an event has it: quotes in text are escaped."""
+logger = logging.getLogger(__name__)
+FILE_BYTES = 64 * 2**20
+"""A file that has them is renamed to events-N.jsonl, and a new one begins."""
+_EVERY_S = 0.5
+_MOST_WAITING = 10_000
+"""Events that wait for a disk that is full."""
 
 
 class Events:
-    """Appends to the file of `run_dir`; without one, nothing is written.
+    """Appends to the file of `run_dir`; without one, nothing is written. Thread-safe.
 
-    Each line is one write to a file that was opened for appending, so that the lines of several processes do not mix.
-    A process that is killed, or a disk that is full, leaves a line that is cut, to which the next line is appended.
+    Events of durable kinds are in the file when `add` returns. The others wait in memory for a thread, which writes
+    them every half second, or for the next durable event of this object: so its events stay in their order. A process
+    that is killed loses those that wait.
+
+    A write appends whole lines, with the file locked against other processes. Where the file system has no flock, only
+    the append keeps lines apart, and no new file begins. A process that is killed, or a disk that is full, leaves a
+    line that is cut, to which the next line is appended.
     """
 
-    def __init__(self, source: str, run_dir: str | None) -> None:
-        self._source, self._path, self._file = source, run_dir and Path(run_dir) / EVENTS_FILE, -1
+    def __init__(self, source: str, run_dir: str | None, file_bytes: int = FILE_BYTES) -> None:
+        self._source, self._file_bytes = source, file_bytes
+        self._path = Path(run_dir) / EVENTS_FILE if run_dir else None
+        self._file = -1
+        self._waiting: list[bytes] = []
+        self._lost = 0
+        self._of_waiting, self._of_file = threading.Lock(), threading.Lock()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def add(self, kind: str, **fields: object) -> None:
-        if not self._path:
+        """Record that something happened now. ValueError if the disk is full, for a durable kind."""
+        if self._path is None:
             return
-        with Room("--run-dir", self._path.parent, "the run's events"):
-            if self._file < 0:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            line = {"time": time.time(), "source": self._source, "kind": kind, **fields}
-            left = json.dumps(line).encode() + b"\n"
-            while left:  # the write that fills the disk writes a part and fails not; the next one fails
-                left = left[os.write(self._file, left) :]
+        wanted = KINDS[kind]
+        if not wanted.required <= fields.keys() <= wanted.allowed:
+            raise ValueError(
+                f"an event {kind} must have the fields {wanted.fields}, got {sorted(fields)}; see slime.tracking.kinds"
+            )
+        line = _line(self._source, kind, fields)
+        if wanted.durable:
+            self._flush(line)
+            return
+        with self._of_waiting:
+            self._waiting.append(line)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="events", daemon=True)
+                self._thread.start()
+                atexit.register(self.close)
 
     def close(self) -> None:
+        """Write what waits. A later `add` opens the file again."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._closing.set()
+            thread.join()
+            self._closing.clear()
+            atexit.unregister(self.close)
+        self._flush_quietly()
+        with self._of_file:
+            self._close_file()
+
+    def _run(self) -> None:
+        while not self._closing.wait(_EVERY_S):
+            self._flush_quietly()
+
+    def _flush_quietly(self) -> None:
+        """Without an error: a disk that is full is named by the next durable event, which ends the run."""
+        try:
+            self._flush()
+        except (OSError, ValueError) as error:
+            with self._of_waiting:
+                surplus = max(0, len(self._waiting) - _MOST_WAITING)
+                del self._waiting[:surplus]
+                first, self._lost = self._lost == 0 and surplus > 0, self._lost + surplus
+            if first:
+                logger.warning("events of the run are lost: %s", error)
+
+    def _flush(self, durable: bytes = b"") -> None:
+        """Write the events that wait, and then this one. Those that could not be written wait again."""
+        with self._of_file:
+            with self._of_waiting:
+                lines, self._waiting = self._waiting, []
+            data = b"".join([*lines, durable])
+            if not data:
+                return
+            assert self._path is not None
+            written = [0]
+            try:
+                with Room("--run-dir", self._path.parent, "the run's events"):
+                    self._append(data, written)
+            except BaseException:
+                with self._of_waiting:
+                    self._waiting[:0] = lines[data.count(b"\n", 0, written[0]) :]
+                raise
+
+    def _append(self, data: bytes, written: list[int]) -> None:
+        """`written[0]`: how many bytes of `data` are in the file, also if the disk is full then."""
+        while True:
+            self._open_file()
+            with _locked(self._file) as is_locked:
+                if not self._is_current():
+                    self._close_file()
+                    continue
+                size = os.fstat(self._file).st_size
+                if is_locked and size >= self._file_bytes:
+                    self._begin_new_file()
+                    continue
+                if size == 0:
+                    _write_all(self._file, _line(self._source, "journal", {"version": VERSION}))
+                while written[0] < len(data):
+                    # The write that fills the disk writes a part and fails not; the next one fails.
+                    written[0] += os.write(self._file, data[written[0] :])
+                return
+
+    def _open_file(self) -> None:
+        if self._file < 0:
+            assert self._path is not None
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def _close_file(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
+    def _is_current(self) -> bool:
+        """False if another process has begun a new file."""
+        assert self._path is not None
+        try:
+            return os.path.samestat(os.fstat(self._file), self._path.stat())
+        except FileNotFoundError:
+            return False
 
-def read_events(run_dir: Path) -> Iterator[dict[str, object] | None]:
-    """The events of a run in their order. None for a line that a killed process or a full disk has cut. The event that
-    follows it in the same line counts."""
-    path = run_dir / EVENTS_FILE
-    if not path.is_file():
-        raise ValueError(
-            f"RUN_DIR must have {EVENTS_FILE}, got none in {run_dir}; name the --run-dir of a run"
-        )
-    with path.open("rb") as lines:
-        for line in lines:
-            if (begins := line.rfind(_BEGIN)) > 0:
-                yield None
-            try:
-                event = json.loads(line[max(begins, 0) :])
-            except ValueError:
-                event = None
-            yield event if isinstance(event, dict) else None
+    def _begin_new_file(self) -> None:
+        assert self._path is not None
+        names = (path.name for path in self._path.parent.glob(OLDER))
+        numbers = [int(match[1]) for name in names if (match := re.fullmatch(r"events-(\d+)\.jsonl", name))]
+        self._path.rename(self._path.with_name(f"events-{max(numbers, default=0) + 1}.jsonl"))
+        self._close_file()
+
+
+def _line(source: str, kind: str, fields: dict[str, object]) -> bytes:
+    return json.dumps({"time": time.time(), "source": source, "kind": kind, **fields}).encode() + b"\n"
+
+
+def _write_all(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+@contextmanager
+def _locked(file: int) -> Iterator[bool]:
+    """Hold the lock of an open file. False where the file system has none. The lock ends with the process."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in MISSING:
+            raise
+        yield False
+        return
+    copy = os.dup(file)  # `file` may be closed in the block
+    try:
+        yield True
+    finally:
+        fcntl.flock(copy, fcntl.LOCK_UN)
+        os.close(copy)

@@ -11,12 +11,13 @@ after its checkpoint: those groups are drawn again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
-from slime.tracking.events import read_events
+from slime.tracking.journal import read_events
+from slime.tracking.kinds import DAMAGED
+
+_KINDS = ("start", "step", "drawn", "batch", "dropped", "put_back", DAMAGED)
 
 
 @dataclass
@@ -108,11 +109,8 @@ class Ledger:
 def read_ledger(run_dir: Path) -> Ledger:
     """The ledger of a run that has ended or goes on. ValueError without its events."""
     ledger = Ledger()
-    for event in read_events(run_dir):
-        if event is None:
-            ledger.damaged += 1
-            continue
-        groups = cast("Iterable[int]", event.get("groups", ()))
-        rollout, over_limit = cast("tuple[int, int]", (event.get("rollout", -1), event.get("over_limit", 0)))
-        ledger.add(str(event["kind"]), rollout, list(groups), str(event.get("reason")), over_limit)
+    for event in read_events(run_dir, _KINDS):
+        ledger.damaged += event.kind == DAMAGED
+        groups, reason = list(event.get("groups", ())), str(event.get("reason"))
+        ledger.add(event.kind, event.get("rollout", -1), groups, reason, event.get("over_limit", 0))
     return ledger

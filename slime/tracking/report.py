@@ -10,7 +10,8 @@ from slime.config.sections.debug import profiled_steps
 from slime.protocols import RolloutBatch, TrainResult
 from slime.roles.groups import trainer_ranks
 from slime.tracking.console import StepLine, progress
-from slime.tracking.events import STEP_PARTS, Events
+from slime.tracking.events import Events
+from slime.tracking.kinds import STEP_PARTS
 from slime.tracking.memory import resident_peak_gib
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
 from slime.tracking.percentiles import StepFigures

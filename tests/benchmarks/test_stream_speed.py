@@ -50,7 +50,7 @@ def test_the_table_compares_runs_of_one_seed():
 
 def test_idle_time_and_its_picture(tmp_path, monkeypatch):
     """Two steps: 2 s without groups of 10 s, a batch that takes 1 s to hand over, 4 s of training and sending."""
-    clock = iter([100.0, 100.0, 101.0, 106.0, 106.0, 107.0, 108.0, 109.0, 110.0])
+    clock = iter([100.0, 100.0, 100.0, 101.0, 106.0, 106.0, 107.0, 108.0, 109.0, 110.0])
     monkeypatch.setattr("slime.tracking.events.time.time", lambda: next(clock))
     folder = tmp_path / "staleness-0-seed-0"
     events = Events("any", str(folder))
@@ -58,7 +58,7 @@ def test_idle_time_and_its_picture(tmp_path, monkeypatch):
     events.add("step", rollout=0, train_s=0.0, update_weights_s=0.0)
     events.add("drawn", groups=[0, 1], version=0)  # at 1 s of the run
     events.add("ended", groups=[0])
-    events.add("batch", rollout=1, groups=[0, 1])
+    events.add("batch", rollout=1, groups=[0, 1], over_limit=0)
     events.add("handed", rollout=1)
     events.add("drawn", groups=[2], version=0)
     events.add("ended", groups=[1, 2])

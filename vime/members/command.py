@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.roles.served import POLICY
-from vime.members.table import RunEngines, read_fleet, table
+from slime.tracking.run_engines import RunEngines
+from vime.members.table import read_fleet, table
 
 
 def main(argv: Sequence[str]) -> int:

@@ -24,7 +24,9 @@ from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.rules import parse_args
-from slime.tracking.events import Events, read_events
+from slime.tracking.events import Events
+from slime.tracking.journal import read_events
+from slime.tracking.kinds import DAMAGED
 from slime.tracking.trackers import JsonlTracker
 from slime.weight_sync.file_channel import FileChannel
 from vime.run.disk_space import require_disk_space
@@ -167,7 +169,7 @@ def test_an_event_that_fills_the_disk_damages_no_other(disk):
     folder = disk(64 * 1024)
     events = Events("driver", str(folder))
     events.add("start", rollout=0)
-    text = refused(lambda: events.add("step", rollout=0, text="x" * 70_000), "--run-dir", folder)
+    text = refused(lambda: events.add("error", type="E", text="x" * 70_000), "--run-dir", folder)
     events.close()
     assert "must have room for the run's events, got 'No space left on device'" in text
     cut = (folder / "events.jsonl").read_bytes()
@@ -175,8 +177,8 @@ def test_an_event_that_fills_the_disk_damages_no_other(disk):
     os.truncate(folder / "events.jsonl", 50_000)  # in place of a second file that is removed
     (events := Events("driver", str(folder))).add("start", rollout=7)
     events.close()
-    kinds = [event and (event["kind"], event["rollout"]) for event in read_events(folder)]
-    assert kinds == [("start", 0), None, ("start", 7)]
+    kinds = [(event.kind, event.get("rollout")) for event in read_events(folder, ("start", DAMAGED))]
+    assert kinds == [("start", 0), (DAMAGED, None), ("start", 7)]
 
 
 def test_a_run_asks_for_room_before_it_starts(tmp_path, disk):

@@ -17,7 +17,7 @@ from slime.rollout import vllm_rollout
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.stream import stream
-from slime.tracking.events import read_events
+from slime.tracking.journal import read_events
 from slime.types import Sample
 
 ONE = "hold=1 :"
@@ -97,12 +97,7 @@ def test_events_say_how_long_each_group_generates(tmp_path):
 
 def told(run_dir: Path) -> list[tuple[str, int]]:
     """(kind, group) of the events about groups."""
-    return [
-        (str(event["kind"]), group)
-        for event in read_events(run_dir)
-        if event is not None
-        for group in event.get("groups", ())
-    ]
+    return [(event.kind, group) for event in read_events(run_dir) for group in event.get("groups", ())]
 
 
 def test_a_batch_waits_for_old_groups_that_later_batches_have_no_room_for():

@@ -9,7 +9,8 @@ import pytest
 from slime.config import Config
 from slime.protocols import RolloutBatch, TrainResult
 from slime.tracking.console import StepLine
-from slime.tracking.events import STEP_PARTS, read_events
+from slime.tracking.journal import read_events
+from slime.tracking.kinds import STEP_PARTS
 from slime.tracking.report import Reporter
 from slime.tracking.timers import Timers
 from slime.tracking.trackers import Trackers
@@ -118,8 +119,8 @@ def test_the_event_of_a_step_has_the_times_of_its_parts(tmp_path):
                 clock.now += seconds
     report.step(3, RolloutBatch([], {}, tokens=800, forward_flops=4e12), TrainResult([{}], {}, {}))
     report.close()
-    (event,) = read_events(tmp_path)
-    assert event is not None and event["kind"] == "step" and event["rollout"] == 3
+    (event,) = read_events(tmp_path, ("step",))
+    assert event["rollout"] == 3
     assert [event[f"{name}_s"] for name in STEP_PARTS] == [4.0, 3.5, 0.25]
 
 

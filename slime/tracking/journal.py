@@ -1,0 +1,215 @@
+"""Reads the journal of a run, events.jsonl, while the run goes on or after its end.
+
+    read_events(run_dir, kinds=("step",), since=time)    the events so far, in the order of the files
+    follow(run_dir)                                      these, and then each new one
+    phases(read_events(run_dir))                         who did what from when to when
+    slime.tracking.run_summary.run_summary(run_dir)      the state of the run
+    slime.tracking.samples.read_samples(run_dir, 3)      samples of a rollout
+
+The events of one process are in their order. Those of several may be half a second out of order; `time` says when.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from slime.tracking.kinds import DAMAGED, EVENTS_FILE, VERSION
+
+_BEGIN = b'{"time": '
+"""Of each line. No field of an event has it: quotes in text are escaped."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event. `event["rollout"]` is a field; `slime.tracking.kinds` has those of each kind."""
+
+    time: float
+    """Seconds since the epoch."""
+    source: str
+    """The process: driver, rollout, engines, trainer-0, ..."""
+    kind: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.fields.get(name, default)
+
+
+def read_events(
+    run_dir: Path, kinds: Collection[str] | None = None, since: float | None = None
+) -> Iterator[Event]:
+    """The events of a run so far: those of `kinds`, and of the time `since` or later.
+
+    Lines that a killed process or a full disk has cut are left out, unless `kinds` has `damaged`. Files of older
+    versions are read, also those without a first line. ValueError for a directory without a journal, for one that may
+    not be read, and for a journal of a newer version.
+    """
+    yield from Tail(run_dir, kinds, since).new(last=True)
+
+
+def follow(
+    run_dir: Path,
+    kinds: Collection[str] | None = None,
+    since: float | None = None,
+    *,
+    every_s: float = 0.5,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Event]:
+    """The events so far, and then each new one. Looks every `every_s` seconds, until `stop()`."""
+    tail = Tail(run_dir, kinds, since)
+    while True:
+        yield from tail.new()
+        if stop():
+            return
+        time.sleep(every_s)
+
+
+class Tail:
+    """A place in the journal of a run. Each `new` gives what came after the one before."""
+
+    def __init__(
+        self, run_dir: Path, kinds: Collection[str] | None = None, since: float | None = None
+    ) -> None:
+        self._dir, self._kinds, self._since = Path(run_dir), kinds, since
+        self._file: BinaryIO | None = None
+        self._number = 1
+        if not (self._dir / EVENTS_FILE).exists() and not self._older().exists():
+            raise ValueError(
+                f"RUN_DIR must have {EVENTS_FILE}, got none in {run_dir}; name the --run-dir of a run"
+            )
+
+    def new(self, *, last: bool = False) -> Iterator[Event]:
+        """The new events. A line without its end waits for the next call; it is damaged if this call is the `last`."""
+        while self._open():
+            assert self._file is not None
+            is_over = self._is_over()  # before the last line is read
+            yield from self._lines(self._file, last=last or is_over)
+            if not is_over:
+                break
+            self.close()
+            self._number += 1
+        if last:
+            self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _older(self) -> Path:
+        return self._dir / f"events-{self._number}.jsonl"
+
+    def _open(self) -> bool:
+        """Open the file of this number. False if it is not there yet."""
+        while self._file is None:
+            path = self._older() if self._older().exists() else self._dir / EVENTS_FILE
+            try:
+                file = path.open("rb")
+            except FileNotFoundError:
+                return False
+            except PermissionError as error:
+                raise ValueError(
+                    f"RUN_DIR must be a run that this user can read, got no permission for {path}; ask its owner, or "
+                    "read it as its user"
+                ) from error
+            if self._older().exists() and not os.path.samestat(os.fstat(file.fileno()), self._older().stat()):
+                file.close()  # it was renamed meanwhile, and this is the next one
+                continue
+            self._file = file
+        return True
+
+    def _is_over(self) -> bool:
+        """Whether the file was full, and another one goes on."""
+        assert self._file is not None
+        try:
+            return not os.path.samestat(os.fstat(self._file.fileno()), (self._dir / EVENTS_FILE).stat())
+        except FileNotFoundError:
+            return False  # renamed at this moment
+
+    def _lines(self, file: BinaryIO, *, last: bool) -> Iterator[Event]:
+        while line := file.readline():
+            if not line.endswith(b"\n") and not last:
+                file.seek(-len(line), os.SEEK_CUR)
+                return
+            for event in _events(line):
+                self._check_version(event)
+                if self._is_wanted(event):
+                    yield event
+
+    def _is_wanted(self, event: Event) -> bool:
+        if self._kinds is None:
+            return event.kind != DAMAGED and (self._since is None or event.time >= self._since)
+        if event.kind not in self._kinds:
+            return False
+        return event.kind == DAMAGED or self._since is None or event.time >= self._since
+
+    def _check_version(self, event: Event) -> None:
+        if event.kind == "journal" and int(event["version"]) > VERSION:
+            raise ValueError(
+                f"RUN_DIR must have a journal of version {VERSION} or older, got {event['version']} in {self._dir}; "
+                "read it with the vime that wrote it, or a newer one"
+            )
+
+
+def _events(line: bytes) -> Iterator[Event]:
+    """The events of a line. A line that was cut has the next event behind it."""
+    begins = max(line.rfind(_BEGIN), 0)
+    if begins:
+        yield Event(0.0, "", DAMAGED)
+    try:
+        fields = json.loads(line[begins:])
+        moment, source, kind = fields.pop("time"), fields.pop("source"), fields.pop("kind")
+        yield Event(float(moment), str(source), str(kind), fields)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        yield Event(0.0, "", DAMAGED)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What one process, and one of its devices, did from `begin` to `end` (None: it has not ended), in seconds since
+    the epoch."""
+
+    source: str
+    device: str
+    name: str
+    begin: float
+    end: float | None
+    rollout: int | None
+
+
+def phases(events: Iterable[Event]) -> list[Phase]:
+    """The phases of a run by their begin. A phase whose process was killed ends with the last event of its source
+    before the next start of the run."""
+    found: list[Phase] = []
+    running: dict[tuple[str, str, str], list[Event]] = {}
+    last: dict[str, float] = {}
+    for event in events:
+        if event.kind == "run":
+            found += [_phase(begin, last[begin.source]) for begins in running.values() for begin in begins]
+            running.clear()
+        last[event.source] = max(event.time, last.get(event.source, 0.0))
+        if event.kind not in ("phase_begin", "phase_end"):
+            continue
+        key = (event.source, str(event.get("device", "")), str(event["phase"]))
+        if event.kind == "phase_begin":
+            running.setdefault(key, []).append(event)
+        elif begins := running.get(key):
+            same = [begin for begin in begins if begin.get("rollout") == event.get("rollout")]
+            begin = same[-1] if same else begins[-1]
+            begins.remove(begin)
+            found.append(_phase(begin, event.time))
+    found += [_phase(begin, None) for begins in running.values() for begin in begins]
+    return sorted(found, key=lambda phase: phase.begin)
+
+
+def _phase(begin: Event, end: float | None) -> Phase:
+    device, rollout = str(begin.get("device", "")), begin.get("rollout")
+    return Phase(begin.source, device, str(begin["phase"]), begin.time, end, rollout)

@@ -1,0 +1,64 @@
+"""The engines of a run, from its events: `engine` events say what became of each, `weights` events what they loaded.
+
+    starting -> serving -> dead -> starting ...      a server that died is replaced
+                serving -> leaving -> removed        `vime engines remove`
+    starting -> failed                               `vime engines add`, and no server that serves
+
+A `door` event begins a run: engines of a run before it are gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from slime.tracking.journal import Event
+
+ENGINE_KINDS = ("door", "engine", "weights")
+
+
+@dataclass
+class EngineRecord:
+    """One engine of a run."""
+
+    name: str
+    model: str
+    state: str = ""
+    address: str = ""
+    place: str = ""
+    since: float = 0.0
+    """When its present server started, in seconds since the epoch."""
+    version: int | None = None
+    """Of its weights; None: those of its checkpoint."""
+
+
+@dataclass
+class RunEngines:
+    """The engines of the last run in a directory, and where its door is."""
+
+    socket: str = ""
+    host: str = ""
+    pid: int = 0
+    engines: dict[str, EngineRecord] = field(default_factory=dict)
+
+    def add(self, event: Event) -> None:
+        """One event; other kinds than those of engines change nothing."""
+        match event.kind:
+            case "door":
+                self.socket, self.host = str(event["socket"]), str(event["host"])
+                self.pid = event["pid"]
+                self.engines.clear()
+            case "engine":
+                self._change(event)
+            case "weights":
+                for name in event["engines"]:
+                    self.engines[name].version = event["version"]
+
+    def _change(self, event: Event) -> None:
+        name = str(event["engine"])
+        engine = self.engines.setdefault(name, EngineRecord(name, str(event["model"])))
+        engine.state = str(event["state"])
+        if engine.state == "starting":
+            engine.address, engine.place = str(event["address"]), str(event["place"])
+            engine.since, engine.version = event.time, None
+        if engine.state == "serving":
+            engine.version = event["version"]

@@ -1,0 +1,180 @@
+"""The state of a run in a few lines, from its journal and the newest line of each metric.
+
+Reads what the run has written, so it works while the run goes on, after its end, and from another host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from slime.tracking.journal import Event, Phase, phases, read_events
+from slime.tracking.run_engines import EngineRecord, RunEngines
+from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
+
+RunState = Literal["running", "finished", "failed", "interrupted"]
+SILENT_S = 600.0
+"""A run of another host without an event for so long, and for three of its steps, has failed."""
+_STEPS = 10
+"""Newest steps that give the time of a step."""
+
+
+@dataclass
+class RunSummary:
+    """What is known of a run. Times are seconds since the epoch."""
+
+    run_dir: Path
+    state: RunState = "running"
+    cause: str = ""
+    """Why it failed or was interrupted, in one line."""
+    started: float = 0.0
+    """When the present, or last, process of the run began."""
+    updated: float = 0.0
+    """The time of the newest event."""
+    rollout: int | None = None
+    """The last rollout that was trained."""
+    rollouts: int | None = None
+    """How many the run will have."""
+    step_s: float | None = None
+    """Median seconds of the newest steps."""
+    eta_s: float | None = None
+    """Seconds until the last step of a run that goes on."""
+    engines: dict[str, EngineRecord] = field(default_factory=dict)
+    doing: list[Phase] = field(default_factory=list)
+    """The phases that have begun and not ended."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The newest value of each metric; NaN if it was not finite."""
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Scores by the number of trained rollouts."""
+    warnings: list[Event] = field(default_factory=list)
+    starts: int = 0
+
+    @property
+    def progress(self) -> float:
+        """Share of the rollouts that were trained."""
+        return (
+            0.0 if self.rollout is None or not self.rollouts else min(1.0, (self.rollout + 1) / self.rollouts)
+        )
+
+
+def run_summary(run_dir: Path) -> RunSummary:
+    """ValueError for a directory without the journal of a run, or one that may not be read."""
+    summary, events = RunSummary(Path(run_dir)), list(read_events(run_dir))
+    engines, ends = RunEngines(), deque[float](maxlen=_STEPS + 1)
+    last: Event | None = None
+    for event in events:
+        summary.updated = max(summary.updated, event.time)
+        engines.add(event)
+        if event.kind in ("run", "start"):
+            ends.clear()
+            if event.kind == "start":
+                ends.append(event.time)
+        last = event if event.kind == "run" else last
+        _add(summary, event)
+        if event.kind == "step":
+            ends.append(event.time)
+    summary.engines = engines.engines
+    if len(ends) > 1:
+        times = list(ends)
+        summary.step_s = statistics.median(b - a for a, b in itertools.pairwise(times))
+    _judge(summary, last)
+    if summary.state == "running":
+        summary.doing = [phase for phase in phases(events) if phase.end is None]
+        if summary.step_s is not None and summary.rollouts is not None and summary.rollout is not None:
+            summary.eta_s = summary.step_s * (summary.rollouts - summary.rollout - 1)
+    summary.metrics = newest_metrics(summary.run_dir)
+    return summary
+
+
+def _add(summary: RunSummary, event: Event) -> None:
+    """What one event says of the run as a whole."""
+    match event.kind:
+        case "run":
+            summary.started, summary.rollouts = event.time, event["rollouts"]
+            summary.state, summary.cause = "running", ""
+        case "start":
+            summary.starts += 1
+            summary.started = summary.started or event.time
+            summary.rollout = event["rollout"] - 1 if event["rollout"] else None
+        case "step":
+            summary.rollout = event["rollout"]
+        case "evaluation":
+            summary.evaluations[event["rollout"]] = event["scores"]
+        case "warning":
+            summary.warnings.append(event)
+        case "end":
+            summary.state = event["state"]
+            summary.cause = "interrupted by its user" if event["state"] == "interrupted" else ""
+        case "error":
+            summary.state, summary.cause = "failed", event["text"]
+
+
+def _judge(summary: RunSummary, run: Event | None) -> None:
+    """Whether a run that has not said that it ended goes on."""
+    if summary.state != "running":
+        return
+    if run is None:  # a journal of an older version says less
+        summary.rollouts = _rollouts(summary.run_dir)
+        if summary.rollouts is not None and summary.rollout == summary.rollouts - 1:
+            summary.state = "finished"
+        elif is_silent(summary):
+            summary.state, summary.cause = "failed", _silence(summary, "its journal is of an older version")
+    elif run["host"] == socket.gethostname():
+        if born(run["pid"]) != run["born"]:
+            summary.state = "failed"
+            summary.cause = (
+                f"its driver, process {run['pid']}, ended without a word: killed, or the host went down"
+            )
+    elif is_silent(summary):
+        summary.state, summary.cause = "failed", _silence(summary, f"its driver was on {run['host']}")
+
+
+def is_silent(summary: RunSummary) -> bool:
+    return time.time() - summary.updated > max(SILENT_S, 3 * (summary.step_s or 0.0))
+
+
+def _silence(summary: RunSummary, why: str) -> str:
+    return f"no event for {(time.time() - summary.updated) / 60:.0f} minutes; {why}"
+
+
+def _rollouts(run_dir: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        found = json.loads((run_dir / "config.json").read_text(encoding="utf-8")).get("num_rollout")
+        return found if isinstance(found, int) else None
+    return None
+
+
+def born(pid: int) -> int | None:
+    """When a process of this host started, in clock ticks since the boot. None if it is not there."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def newest_metrics(run_dir: Path) -> dict[str, float]:
+    """The newest value of each metric in metrics.jsonl; empty before the first step."""
+    path = run_dir / METRICS_FILE
+    if not path.is_file():
+        return {}
+    newest: dict[str, float] = {}
+    for _, row in read_metric_lines(path.read_text(encoding="utf-8", errors="replace"), path):
+        values: dict[str, Any] = {name: row[name] for name in row.keys() - RESERVED}
+        newest |= {name: float("nan") if value is None else float(value) for name, value in values.items()}
+    return newest
+
+
+def said_at_start() -> dict[str, Any]:
+    """Of the `run` event: where the driver is, so that a reader sees whether it goes on."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "born": born(os.getpid())}
