@@ -41,14 +41,14 @@ def run(
     was not trained.
     """
     loop = _Loop(config, rollout, trainer, engines, report, turns_of(config, engines))
-    start, timers = trainer.start_rollout_id, report.timers
+    start = trainer.start_rollout_id
     report.start(start)
-    with said("sending the first weights to the engines"):
+    with said("sending the first weights to the engines"), report.events.phase("update", rollout=start):
         loop.publish(start)
     loop.trained = start
     loop.evaluate_at_start(start)
     for rollout_id in range(start, config.rollouts):
-        with timers.measure("step"):
+        with report.running(rollout_id):
             loop.generate_ahead(rollout_id)
             batch = loop.batch(rollout_id)
             trained = loop.train(rollout_id, batch)
@@ -80,7 +80,9 @@ def evaluate(
     config: Config, rollout: RolloutHandle, engines: EnginePool, report: Reporter, count: int
 ) -> None:
     """Evaluate the weights after `count` rollouts."""
-    report.evaluation(count, wait(rollout.evaluate(count), engines.check_health))
+    with report.events.phase("eval", rollout=count):
+        metrics = wait(rollout.evaluate(count), engines.check_health)
+    report.evaluation(count, metrics)
 
 
 def due(interval: int | None, count: int) -> bool:

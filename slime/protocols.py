@@ -195,6 +195,8 @@ class WeightUpdate:
     next one is asked for."""
     weights: WeightSet = FULL
     """What all parts of the update hold together."""
+    size_bytes: int | None = None
+    """Of its weights; None: not known."""
 
     def message(self) -> dict[str, object]:
         """What engines get of it."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from slime.tracking.metrics import is_score
 from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
 
 UNITS = {"rollout/step": "rollout", "train/step": "optimizer step", "eval/step": "rollout"}
@@ -31,12 +32,6 @@ TIME_PARTS: dict[str, tuple[str, ...]] = {
 UNMEASURED = "not measured"
 TIME_METRICS = tuple(f"perf/{name}_time" for names in TIME_PARTS.values() for name in names)
 _TOLERANCE = 0.02  # share of a step by which the sum of its parts may differ from its measured time
-
-
-def is_score(name: str) -> bool:
-    """Whether a metric is the score of an evaluation set, `eval/{name}`, and not derived from it."""
-    own = name.startswith("eval/") and name.count("/") == 1 and name not in UNITS
-    return own and not name.endswith(("-truncated_ratio", "-aborted_ratio")) and "-pass@" not in name
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,9 @@ from slime.roles.groups import step_lines
 from slime.rollout.eval_datasets import check_evaluation
 from slime.run_start import check_start, finished, start_line
 from slime.tracking import StepLine, make_trackers, write_environment
+from slime.tracking.events import Events
 from slime.tracking.report import Reporter
+from slime.tracking.run_record import record_error, recorded
 from slime.waiting import said
 from vime.backends import make_pools, parse_config, require_reachable
 from vime.members.door import Door
@@ -128,6 +130,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
     with ExitStack() as stack:
         saved = {role.save_flag: role.saves_to(config) for role in roles_of(config) if role.trained}
         lock_all({"--run-dir": config.logging.run_dir, **saved}, stack)
+        journal = stack.enter_context(recorded(run_dir, config.data.num_rollout))
         temporary, private = make_folder(), _private_weight_dir(config)
         stack.callback(remove, [str(temporary)])  # also if the watchdog does not start
         watchdog = Watchdog([str(directory) for directory in (temporary, private) if directory is not None])
@@ -147,9 +150,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
             ray_start.connect(allow_unauthenticated=allow, temporary=temporary)
         # Ray has put a handler of its own there, which ends the process.
         catch_signals(ends_step=config.checkpoint.exit_signal_handler)
-        watch = stack.enter_context(
-            RayWatch(watchdog, lambda lost: print(_told(lost, logs), file=sys.stderr, flush=True))
-        )
+        watch = stack.enter_context(RayWatch(watchdog, functools.partial(_gives_up, journal, logs)))
         watch.watch(parts())
         placed = placement.place(config)
         watch.watch(parts(node.name for node in placed.nodes))
@@ -181,6 +182,12 @@ def run(config: Config, argv: Sequence[str]) -> None:
             loop.generate_only(config, rollout, pool, report)
         else:
             _end_by_signal(config, loop.run(config, rollout, trainer, pool, report, interrupts.stop))
+
+
+def _gives_up(journal: Events, logs: Path, lost: Exception) -> None:
+    """The process ends after this, without the rest of the run."""
+    record_error(journal, logs.parent, lost)
+    print(_told(lost, logs), file=sys.stderr, flush=True)
 
 
 def _end_by_signal(config: Config, first: int) -> None:

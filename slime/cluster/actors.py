@@ -20,6 +20,7 @@ from slime.hardware import HARDWARE
 from slime.imports import uncollected
 from slime.operators import Decision
 from slime.protocols import TrainResult, WeightUpdate
+from slime.tracking.run_record import record_warnings
 from slime.types import TrainData
 
 
@@ -110,6 +111,7 @@ class TrainerActor:
             self.config, self.rank, self.config.world_size, init_method=init_method
         )
         trainer = self.trainer
+        record_warnings(trainer.events)
         freeze_objects()
         self.remarks += other_gpu(self.config.cluster.gpu)
         made = trainer.info.dp_rank, trainer.start_rollout_id, trainer.decisions, trainer.models.memory.lines

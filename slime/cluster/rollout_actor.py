@@ -17,6 +17,7 @@ from slime.data.transport import pack_columns
 from slime.import_path import SAFE_PATH
 from slime.protocols import RolloutBatch, RolloutEngine
 from slime.rollout.manager import RolloutManager
+from slime.tracking.run_record import record_warnings
 
 
 class RolloutActor(RolloutManager):
@@ -31,6 +32,7 @@ class RolloutActor(RolloutManager):
     def build(self, engine: RolloutEngine | None, dp_size: int, facts: Mapping[str, object]) -> None:
         """Build the manager. If the constructor did this and raised, Ray would only report that the process died."""
         super().__init__(self.config, engine, dp_size, facts, lambda data: ray.put(pack_columns(data)))
+        record_warnings(self.state.events)
         freeze_objects()
 
     @ray.method(concurrency_group="progress")

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from slime import http, operators
@@ -37,6 +38,7 @@ from slime.rollout.state import GenerateState
 from slime.rollout.stream import stream
 from slime.rollout.vllm_rollout import generate_rollout
 from slime.tracking.memory import resident_peak_gib
+from slime.tracking.samples import kept_places, token_texts, write_samples
 from slime.types import SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class RolloutManager:
         self.args.rollout_state = self.state = GenerateState(self.args, engine, tokenizer, others)
         self.hf_config = read_hf_config(checkpoint)
         self._turn = threading.Lock()
+        self._text_of = token_texts(tokenizer.decode)
         self.facts = run_facts(config, getattr(self.args, "rollout_engine_dtype", None))
         self.data_source = load_function(config.data.data_source_path, flag="--data-source-path")(self.args)
         self.rollout_function = load_function(
@@ -93,7 +96,8 @@ class RolloutManager:
         rollout ahead by the time the model is saved.
         """
         began = time.perf_counter()
-        groups, metrics, facts = self._groups(rollout_id)
+        with self.state.events.phase("rollout", rollout=rollout_id):
+            groups, metrics, facts = self._groups(rollout_id)
         seconds = time.perf_counter() - began
         if saves:
             self._save_position(rollout_id)
@@ -102,6 +106,7 @@ class RolloutManager:
                 self.config.debug.save_debug_rollout_data, rollout_id, groups, facts=facts
             )
         metrics = self._unlogged(rollout_id, groups, metrics, seconds)
+        self._keep_samples(rollout_id, groups)
         of_size = self._rank_data(rollout_id, groups, facts)
         ranks = of_size[self.dp_sizes[0]]
         put = {dp_size: [self.put(data) for data in split] for dp_size, split in of_size.items()}
@@ -112,6 +117,15 @@ class RolloutManager:
             metrics["perf/rollout_rss_gib"] = resident
         self.state.events.add("handed", rollout=rollout_id)
         return self._batch(rank_data, metrics, ranks)
+
+    def _keep_samples(self, rollout_id: int, groups: list[SampleGroup]) -> None:
+        """Some samples for people who look at the run (--save-samples)."""
+        keep, run_dir = self.config.logging.save_samples, self.config.logging.run_dir
+        if keep and run_dir:
+            samples = [sample for group in groups for sample in group]
+            sizes = self.config.data
+            places = kept_places(sizes.rollout_batch_size * sizes.n_samples_per_prompt, keep)
+            write_samples(Path(run_dir), rollout_id, samples, places, self._text_of)
 
     def _save_position(self, rollout_id: int) -> None:
         """Save the data position. Groups that were drawn ahead are part of it: a run that resumes draws them first."""
@@ -219,7 +233,8 @@ class RolloutManager:
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """eval/* metrics of every evaluation dataset with the current weights. A rollout function of a plug-in does not
         run at the same time."""
-        with self._naming_checkpoint(), self._turn:
+        phase = self.state.events.phase("eval", rollout=rollout_id)
+        with self._naming_checkpoint(), self._turn, phase:
             output = call_rollout_fn(
                 self.eval_function, self.args, rollout_id, self.data_source, evaluation=True
             )

@@ -161,7 +161,9 @@ class Session:
         self._ignored |= set(request.ignored)
         prompt, parent, added = self._prompt(request)
         live.prompt_tokens = len(prompt)
+        began = time.perf_counter()
         result = await self._generate(prompt, parent, request, live)
+        seconds = time.perf_counter() - began
         ended = result.finish_reason == "stop" and result.token_ids[-1] in self._renderer.special
         reply = self._parsed(request, prompt, result, ended=ended)
         known = len(parent.token_ids) if parent else 0
@@ -178,6 +180,15 @@ class Session:
             live.created,
         )
         self._answers[answer.id] = turn
+        place, written = len(self._tree.turns) - 1, len(result.token_ids)
+        self._own.events.add(
+            "turn",
+            session=self.id,
+            turn=place,
+            prompt_tokens=len(prompt),
+            tokens=written,
+            seconds=round(seconds, 4),
+        )
         return answer
 
     def _check(self, request: ChatRequest) -> None:

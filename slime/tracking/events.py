@@ -19,7 +19,7 @@ from pathlib import Path
 
 from slime.disk_space import Room
 from slime.soft_lock import MISSING
-from slime.tracking.kinds import EVENTS_FILE, KINDS, OLDER, VERSION
+from slime.tracking.kinds import EVENTS_FILE, KINDS, OLDER, PHASES, VERSION
 
 logger = logging.getLogger(__name__)
 FILE_BYTES = 64 * 2**20
@@ -70,6 +70,16 @@ class Events:
                 self._thread = threading.Thread(target=self._run, name="events", daemon=True)
                 self._thread.start()
                 atexit.register(self.close)
+
+    @contextmanager
+    def phase(self, name: str, **fields: object) -> Iterator[None]:
+        """Record the begin and the end of a block. `fields`: device, rollout."""
+        self.add("phase_begin", phase=name, **fields)
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add("phase_end", phase=name, seconds=round(time.perf_counter() - began, 4), **fields)
 
     def close(self) -> None:
         """Write what waits. A later `add` opens the file again."""
@@ -161,6 +171,27 @@ class Events:
         numbers = [int(match[1]) for name in names if (match := re.fullmatch(r"events-(\d+)\.jsonl", name))]
         self._path.rename(self._path.with_name(f"events-{max(numbers, default=0) + 1}.jsonl"))
         self._close_file()
+
+
+class Spans:
+    """The observer of a `Timers`: its spans that are phases of a run, of the rollout that is set here."""
+
+    def __init__(self, events: Events, device: str = "") -> None:
+        self._events, self._began = events, dict[str, float]()
+        self._fields: dict[str, object] = {"device": device} if device else {}
+
+    def set_rollout(self, rollout: int) -> None:
+        self._fields["rollout"] = rollout
+
+    def __call__(self, name: str, begins: bool) -> None:
+        if (phase := PHASES.get(name)) is None:
+            return
+        if begins:
+            self._began[name] = time.perf_counter()
+            self._events.add("phase_begin", phase=phase, **self._fields)
+        else:
+            seconds = round(time.perf_counter() - self._began.pop(name), 4)
+            self._events.add("phase_end", phase=phase, seconds=seconds, **self._fields)
 
 
 def _line(source: str, kind: str, fields: dict[str, object]) -> bytes:

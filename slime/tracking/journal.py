@@ -187,14 +187,16 @@ class Phase:
 
 def phases(events: Iterable[Event]) -> list[Phase]:
     """The phases of a run by their begin. A phase whose process was killed ends with the last event of its source
-    before the next start of the run."""
+    before the end, or the next start, of the run."""
     found: list[Phase] = []
     running: dict[tuple[str, str, str], list[Event]] = {}
     last: dict[str, float] = {}
     for event in events:
-        if event.kind == "run":
+        if event.kind in ("run", "end", "error"):
             found += [_phase(begin, last[begin.source]) for begins in running.values() for begin in begins]
             running.clear()
+        if event.kind == "journal":  # its time is that of the first write
+            continue
         last[event.source] = max(event.time, last.get(event.source, 0.0))
         if event.kind not in ("phase_begin", "phase_end"):
             continue

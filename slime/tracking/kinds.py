@@ -17,6 +17,19 @@ OLDER = "events-*.jsonl"
 VERSION = 1
 STEP_PARTS = ("train_wait", "train", "update_weights")
 DAMAGED = "damaged"
+PHASES = {
+    **{
+        "train_wait": "wait",
+        "update_weights": "update",
+        "wake_up": "wake",
+        "save_model": "save",
+        "trainer": "train",
+    },
+    **{name: name for name in ("sleep", "train", "onload", "offload", "data_preprocess", "ref_log_probs")},
+    **{name: name for name in ("log_probs", "values", "actor_train", "critic_train", "consistency")},
+}
+"""The times of `slime.tracking.timers` that are phases of a run, and their names there. Those of parts of a micro-batch
+are too many."""
 
 
 @dataclass(frozen=True)

@@ -29,3 +29,9 @@ def as_floats(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
                 f"metric {name} must be one number, got {type(value).__name__}; reduce it before logging"
             ) from error
     return out
+
+
+def is_score(name: str) -> bool:
+    """Whether a metric is the score of an evaluation set, `eval/{name}`, and not derived from it."""
+    own = name.startswith("eval/") and name.count("/") == 1 and name not in STEP_KEYS
+    return own and not name.endswith(("-truncated_ratio", "-aborted_ratio")) and "-pass@" not in name

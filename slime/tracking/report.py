@@ -10,10 +10,10 @@ from slime.config.sections.debug import profiled_steps
 from slime.protocols import RolloutBatch, TrainResult
 from slime.roles.groups import trainer_ranks
 from slime.tracking.console import StepLine, progress
-from slime.tracking.events import Events
+from slime.tracking.events import Events, Spans
 from slime.tracking.kinds import STEP_PARTS
 from slime.tracking.memory import resident_peak_gib
-from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
+from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX, is_score
 from slime.tracking.percentiles import StepFigures
 from slime.tracking.speed import training_speed
 from slime.tracking.timers import Timers
@@ -25,15 +25,24 @@ class Reporter:
 
     def __init__(self, config: Config, trackers: Trackers, line: StepLine) -> None:
         self.config, self.trackers, self.line = config, trackers, line
+        self.events = Events("driver", config.logging.run_dir)
+        self.spans = Spans(self.events)
         self.timers = Timers()
+        self.timers.observer = self.spans
         apart = 0 if config.cluster.colocate else config.cluster.rollout_num_gpus
         self._figures = StepFigures(trainer_ranks(config) + apart)
-        self.events = Events("driver", config.logging.run_dir)
         self._profiled = profiled_steps(config.debug.profile_steps)
 
     def start(self, rollout_id: int) -> None:
         """The run starts or resumes at `rollout_id`."""
         self.events.add("start", rollout=rollout_id)
+
+    @contextmanager
+    def running(self, rollout_id: int) -> Iterator[None]:
+        """The block is a step of the loop: rollout `rollout_id`, its training and its update."""
+        self.spans.set_rollout(rollout_id)
+        with self.timers.measure("step"):
+            yield
 
     def step(self, rollout_id: int, batch: RolloutBatch, trained: TrainResult) -> None:
         """Log one rollout and its optimizer steps, and print its line. `timers` have measured the rollout as
@@ -103,6 +112,8 @@ class Reporter:
     def evaluation(self, rollout_id: int, metrics: dict[str, float]) -> None:
         if metrics:
             self.trackers.log(metrics, rollout_id, "eval/step")
+            of_sets = {name.removeprefix("eval/"): value for name, value in metrics.items() if is_score(name)}
+            self.events.add("evaluation", rollout=rollout_id, scores=of_sets)
             scores = {name: value for name, value in metrics.items() if name.count("/") == 1}
             self.line.show_eval(rollout_id, scores)
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import socket
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from slime.tracking.journal import Event, Phase, phases, read_events
 from slime.tracking.run_engines import EngineRecord, RunEngines
+from slime.tracking.run_record import born
 from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
 
 RunState = Literal["running", "finished", "failed", "interrupted"]
@@ -36,6 +36,8 @@ class RunSummary:
     state: RunState = "running"
     cause: str = ""
     """Why it failed or was interrupted, in one line."""
+    error_type: str = ""
+    """The class of the error that ended it; "" without one."""
     started: float = 0.0
     """When the present, or last, process of the run began."""
     updated: float = 0.0
@@ -56,6 +58,8 @@ class RunSummary:
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     """Scores by the number of trained rollouts."""
     warnings: list[Event] = field(default_factory=list)
+    deaths: Counter[str] = field(default_factory=Counter)
+    """How often each engine has died."""
     starts: int = 0
 
     @property
@@ -100,7 +104,7 @@ def _add(summary: RunSummary, event: Event) -> None:
     match event.kind:
         case "run":
             summary.started, summary.rollouts = event.time, event["rollouts"]
-            summary.state, summary.cause = "running", ""
+            summary.state, summary.cause, summary.error_type = "running", "", ""
         case "start":
             summary.starts += 1
             summary.started = summary.started or event.time
@@ -109,13 +113,16 @@ def _add(summary: RunSummary, event: Event) -> None:
             summary.rollout = event["rollout"]
         case "evaluation":
             summary.evaluations[event["rollout"]] = event["scores"]
+        case "engine":
+            if event["state"] == "dead":
+                summary.deaths[event["engine"]] += 1
         case "warning":
             summary.warnings.append(event)
         case "end":
             summary.state = event["state"]
             summary.cause = "interrupted by its user" if event["state"] == "interrupted" else ""
         case "error":
-            summary.state, summary.cause = "failed", event["text"]
+            summary.state, summary.cause, summary.error_type = "failed", event["text"], event["type"]
 
 
 def _judge(summary: RunSummary, run: Event | None) -> None:
@@ -153,16 +160,6 @@ def _rollouts(run_dir: Path) -> int | None:
     return None
 
 
-def born(pid: int) -> int | None:
-    """When a process of this host started, in clock ticks since the boot. None if it is not there."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] == "Z" else int(fields[19])
-
-
 def newest_metrics(run_dir: Path) -> dict[str, float]:
     """The newest value of each metric in metrics.jsonl; empty before the first step."""
     path = run_dir / METRICS_FILE
@@ -173,8 +170,3 @@ def newest_metrics(run_dir: Path) -> dict[str, float]:
         values: dict[str, Any] = {name: row[name] for name in row.keys() - RESERVED}
         newest |= {name: float("nan") if value is None else float(value) for name, value in values.items()}
     return newest
-
-
-def said_at_start() -> dict[str, Any]:
-    """Of the `run` event: where the driver is, so that a reader sees whether it goes on."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "born": born(os.getpid())}

@@ -1,25 +1,36 @@
-"""Some samples of each rollout, for people who look at a run: samples/ROLLOUT.jsonl in the run directory.
+"""Some samples of each rollout, for people who look at a run (--save-samples): samples/ROLLOUT.jsonl in its directory.
 
-The first line of a file is {"version": 1, "rollout": 3, "kept": 8, "of": 64}. Each further line is a sample:
+The first line of a file is {"version": 1, "rollout": 3, "of": 64}. Each further line is a sample:
 
-    {"index": 17, "group": 4, "prompt": "...", "response": "...", "label": "...", "reward": 1.0, "advantage": 0.7,
+    {"place": 8, "index": 17, "group": 4, "prompt": "...", "response": "...", "label": "...", "reward": 1.0,
      "status": "completed", "versions": [2], "turns": 1, "metadata": {...},
-     "tokens": [["The", 464, 1, -0.12, -0.13], ...]}
+     "tokens": [["The", 464, 1, -0.12, null], ...]}
 
-`tokens` are those of the response: text, id, loss mask, log-prob of the engine, log-prob of the trainer before the step
-(nats; null if it is not known). `prompt` may be a list of chat messages.
+`tokens` are those of the response: text, id, loss mask, log-prob of the engine in nats (null: not known), and a place
+for the trainer's. `prompt` may be a list of chat messages. After the training of the rollout, a rank writes what it
+knows of its own samples to samples/ROLLOUT.trainer-RANK.jsonl, one line each:
+
+    {"place": 8, "advantage": 0.7, "log_probs": [-0.13, ...]}
+
+`log_probs` are of the policy before the rollout's updates. `read_samples` puts the two together.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slime.disk_space import Room
+from slime.types import Sample
+
 SAMPLES = "samples"
 VERSION = 1
+MOST_TOKENS = 8192
+"""Tokens of a response that a file has: the first ones."""
 
 
 class Token(NamedTuple):
@@ -39,19 +50,21 @@ class Token(NamedTuple):
 class SampleRecord:
     """One sample of a rollout, as the loss saw it."""
 
-    index: int
-    group: int
+    place: int
+    """In the rollout."""
+    index: int | None
+    group: int | None
     prompt: str | list[dict[str, Any]]
     response: str
     label: Any
     reward: Any
-    advantage: float | None
-    """Mean over the tokens that the loss counts."""
     status: str
     versions: list[int]
     """Of the weights that produced it."""
     turns: int
     """Runs of tokens that the model produced; what is between them came from tools."""
+    advantage: float | None = None
+    """Mean over the tokens that the loss counts; None before the trainer has it."""
     metadata: dict[str, Any] = field(default_factory=dict)
     tokens: list[Token] = field(default_factory=list)
 
@@ -63,36 +76,108 @@ def sample_rollouts(run_dir: Path) -> list[int]:
 
 
 def read_samples(run_dir: Path, rollout: int) -> Iterator[SampleRecord]:
-    """The samples of a rollout. ValueError if it has none, or for a file of a newer version. A line that is cut is the
-    last one."""
+    """The samples of a rollout, with what the trainer knows of them after its training. A line that is cut is the last.
+
+    ValueError if there are none, for a file of a newer version, and for one that may not be read.
+    """
     path = Path(run_dir) / SAMPLES / f"{int(rollout)}.jsonl"
     if not path.is_file():
         raise ValueError(
             f"the rollout must have samples, got no {path}; --save-samples says how many a run keeps"
         )
-    with path.open(encoding="utf-8") as lines:
-        head = json.loads(next(lines, "{}"))
-        if head.get("version", VERSION) > VERSION:
-            raise ValueError(
-                f"{path} must be of version {VERSION} or older, got {head['version']}; read it with a newer vime"
-            )
-        for line in lines:
-            try:
-                found = json.loads(line)
-            except ValueError:
-                return
-            yield SampleRecord(**(found | {"tokens": [Token(*token) for token in found["tokens"]]}))
+    trained: dict[int, dict[str, Any]] = {}
+    for part in path.parent.glob(f"{int(rollout)}.trainer-*.jsonl"):
+        trained |= {line["place"]: line for line in _lines(part)}
+    lines = _lines(path)
+    if (version := next(lines, {}).get("version", VERSION)) > VERSION:
+        raise ValueError(
+            f"{path} must be of version {VERSION} or older, got {version}; read it with a newer vime"
+        )
+    for found in lines:
+        known = trained.get(found["place"], {})
+        tokens = [Token(*token) for token in found["tokens"]]
+        if log_probs := known.get("log_probs"):
+            tokens = [token._replace(trainer=value) for token, value in zip(tokens, log_probs, strict=False)]
+        yield SampleRecord(**(found | {"tokens": tokens, "advantage": known.get("advantage")}))
 
 
-def write_samples(run_dir: Path, rollout: int, records: list[SampleRecord], of: int) -> Path:
-    """Replace the file of a rollout. `of`: how many samples the rollout has."""
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for line in lines:
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    return
+    except PermissionError as error:
+        raise ValueError(
+            f"RUN_DIR must be a run that this user can read, got no permission for {path}; ask its owner"
+        ) from error
+
+
+def kept_places(rollout_samples: int, keep: int) -> range:
+    """The places of the samples in a rollout that are kept: `keep` ones, as far apart as `rollout_samples` allow."""
+    stride = max(1, rollout_samples // max(1, keep))
+    return range(0, stride * keep, stride)
+
+
+def write_samples(
+    run_dir: Path,
+    rollout: int,
+    samples: Sequence[Sample],
+    places: range,
+    text_of: Callable[[int], str],
+) -> Path:
+    """Write what the rollout knows of the samples at these places. `text_of`: of a token."""
+    head = {"version": VERSION, "rollout": rollout, "of": len(samples)}
+    records = [_record(place, samples[place], text_of) for place in places if place < len(samples)]
+    return _write(run_dir, f"{rollout}.jsonl", [head, *map(asdict, records)])
+
+
+def write_trained(run_dir: Path, rollout: int, rank: int, lines: list[dict[str, Any]]) -> Path:
+    """Write what a trainer rank knows of its samples that are kept: {"place", "advantage", "log_probs"}."""
+    return _write(run_dir, f"{rollout}.trainer-{rank}.jsonl", lines)
+
+
+def _write(run_dir: Path, name: str, lines: list[dict[str, Any]]) -> Path:
     folder = Path(run_dir) / SAMPLES
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{rollout}.jsonl"
-    head = {"version": VERSION, "rollout": rollout, "kept": len(records), "of": of}
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        for line in (head, *map(asdict, records)):
-            file.write(json.dumps(line, default=str) + "\n")
-    temporary.rename(path)
+    path, temporary = folder / name, folder / f"{name}.tmp"
+    with Room("--run-dir", run_dir, "samples of a rollout"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            for line in lines:
+                file.write(json.dumps(line, default=str) + "\n")
+        temporary.rename(path)
     return path
+
+
+def _record(place: int, sample: Sample, text_of: Callable[[int], str]) -> SampleRecord:
+    length = sample.response_length
+    ids = sample.tokens[len(sample.tokens) - length :][:MOST_TOKENS]
+    mask = list(sample.loss_mask or [1] * length)
+    unknown: list[float | None] = [None] * length
+    engine = list(sample.rollout_log_probs) if sample.rollout_log_probs else unknown
+    tokens = [
+        Token(text_of(id_), id_, one, None if value is None else round(value, 6), None)
+        for id_, one, value in zip(ids, mask[:MOST_TOKENS], engine[:MOST_TOKENS], strict=True)
+    ]
+    turns = sum(one and not before for before, one in zip([0, *mask], mask, strict=False))
+    return SampleRecord(
+        place=place,
+        index=sample.index,
+        group=sample.group_index,
+        prompt=sample.prompt,
+        response=sample.response,
+        label=sample.label,
+        reward=sample.reward,
+        status=sample.status.value,
+        versions=list(sample.weight_versions),
+        turns=turns,
+        metadata=sample.metadata,
+        tokens=tokens,
+    )
+
+
+def token_texts(decode: Callable[[list[int]], object]) -> Callable[[int], str]:
+    """The text of a token, remembered: the tokens of a run are few."""
+    return functools.lru_cache(65536)(lambda id_: str(decode([id_])))

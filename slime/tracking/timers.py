@@ -43,6 +43,8 @@ class Timers:
     ) -> None:
         self.tracing = False
         """Whether spans are ranges of a profiler. The code that starts a profiler sets it."""
+        self.observer: Callable[[str, bool], None] | None = None
+        """Hears the name of a span when it begins (True) and when it ends."""
         self._clock, self._seconds, self._memory = clock, seconds, memory
         self._spans: list[tuple[str, object, object]] = []
         self._depth: dict[str, int] = {}
@@ -70,6 +72,8 @@ class Timers:
     def _measured(self, name: str) -> Iterator[None]:
         depth = self._depth.get(name, 0)
         if depth == 0:
+            if self.observer is not None:
+                self.observer(name, True)
             self._start[name] = self._clock()
             if self._memory is not None:
                 self._memory.enter(name)
@@ -82,6 +86,8 @@ class Timers:
                 self._spans.append((name, self._start.pop(name), self._clock()))
                 if self._memory is not None:
                     self._memory.leave(name)
+                if self.observer is not None:
+                    self.observer(name, False)
 
     def flush(self) -> dict[str, float]:
         """`{perf/{name}_time: seconds}` of the spans that ended since the last call. On a GPU,

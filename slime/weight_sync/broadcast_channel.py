@@ -77,7 +77,9 @@ class BroadcastChannel(WeightChannel):
                     continue
                 bucket = self._bucket(turn, room_for(tensors))
                 info = {"tensors": fill(bucket, tensors), "bytes": bucket.nbytes, "load": load}
-                yield WeightUpdate(version, self.name, info | {"group": self._info}, lasting=False)
+                info |= {"group": self._info}
+                size = sum(tensor.nbytes for _, tensor in tensors)
+                yield WeightUpdate(version, self.name, info, lasting=False, size_bytes=size)
                 self._send(bucket)
                 turn = 1 - turn
         self._settle(0)

@@ -100,7 +100,7 @@ class FileChannel(WeightChannel):
         info: dict[str, object] = {"path": str(path)}
         if checksums:
             info["checksums"] = {name: tensor_digest(tensor) for name, tensor in state.items()}
-        return WeightUpdate(version, self.name, info)
+        return WeightUpdate(version, self.name, info, size_bytes=path.stat().st_size)
 
     def _remove_older(self, version: int) -> None:
         if self._keep_files:

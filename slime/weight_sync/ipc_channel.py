@@ -62,7 +62,8 @@ class IpcChannel(WeightChannel):
                 entries = fill(self._buckets[turn], tensors)
                 torch.cuda.synchronize(self.device)
                 info = {"tensors": entries, "handles": self._handles[turn], "load": load}
-                yield WeightUpdate(version, self.name, info, lasting=False)
+                whole = sum(tensor.nbytes for _, tensor in tensors)
+                yield WeightUpdate(version, self.name, info, lasting=False, size_bytes=whole)
                 turn = 1 - turn
 
     def _allocate(self, size: int) -> None:

@@ -17,6 +17,7 @@ import enum
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -131,11 +132,19 @@ class WeightTransfer:
     """The state of a pool's engines, and every step that changes it. Thread-safe: `lock` is held during each step.
 
     `gives_memory`: sleeping engines free their devices' memory. Otherwise they only pause. `source`: the trainer; None
-    where nothing is trained.
+    where nothing is trained. `told` hears of each part that all engines have loaded: its place in the update, and
+    the seconds that they needed.
     """
 
-    def __init__(self, fleet: Fleet, source: WeightSource | None, *, gives_memory: bool) -> None:
-        self._pool, self._source, self._gives_memory = fleet, source, gives_memory
+    def __init__(
+        self,
+        fleet: Fleet,
+        source: WeightSource | None,
+        *,
+        gives_memory: bool,
+        told: Callable[[WeightUpdate, int, float], None] = lambda part, place, seconds: None,
+    ) -> None:
+        self._pool, self._source, self._gives_memory, self._told = fleet, source, gives_memory, told
         self.lock = threading.RLock()
         self.state = State.SERVING
         self._last: WeightUpdate | None = None
@@ -232,9 +241,12 @@ class WeightTransfer:
         self.state = State.LOADING
         self._pool.on_serving(lambda engine: engine.start_weight_update())
         part: WeightUpdate | None = first
+        place = 0
         while part is not None:
+            began = time.perf_counter()
             if self._reaches_all(part, takers):
-                part = next(parts, None)
+                self._told(part, place, time.perf_counter() - began)
+                part, place = next(parts, None), place + 1
                 continue
             if self._pool.serving() == takers:
                 next(parts, None)  # raises the trainer's error, if the trainer failed
@@ -246,6 +258,7 @@ class WeightTransfer:
             logger.warning("an engine died: the update begins again for the %d that are left", len(takers))
             parts = self._parts(version, takers)
             self._last = part = next(parts)
+            place = 0
 
     def _reaches_all(self, part: WeightUpdate, takers: list[Engine]) -> bool:
         """Have the engines load a part. False if they must take it together, and not all `takers` have it."""

@@ -13,12 +13,12 @@ from typing import Any
 from slime.checkpoints.hf_config import read_hf_config
 from slime.models import decoder_of
 from slime.tracking.environment import ENVIRONMENT_FILE
+from slime.tracking.metrics import is_score
 from slime.tracking.percentiles import PERCENTILES
 from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
 from vime.bench.planning import UNFINISHED, BenchPlan, Planned, switch_of
 from vime.bench.record import SIDES, Record, Repeat, flags_of, read_json
 from vime.pool.process import tail
-from vime.run_metrics import is_score
 
 COUNTERS = ("rollout/step", "train/step")
 FALLBACKS = ("rl_kernel/", "/fallbacks")

@@ -14,6 +14,7 @@ from pathlib import Path
 from vime.doctor import gpus, host, network, packages
 from vime.doctor.finding import Finding, WantedRun, warning
 from vime.doctor.machine import Machine
+from vime.doctor.post_mortem import check_end
 from vime.doctor.records import check_groups
 
 Check = Callable[[Machine, WantedRun], list[Finding]]
@@ -49,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     if args.records is not None:
         return _print(
-            *(check_groups(args.records), args.json, "no group was lost or trained twice"),
-            f"the records of {args.records} are not in order",
+            *(check_end(args.records) + check_groups(args.records), args.json, "its records are in order"),
+            f"the run in {args.records} failed, or its records are not in order",
         )
     machine = Machine()
     device = args.device
@@ -112,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         type=Path,
         metavar="RUN_DIR",
-        help="the directory of a run: check its records instead of this machine",
+        help="the directory of a run: say why it ended and check its records, instead of this machine",
     )
     parser.add_argument(
         "--json", action="store_true", help="print a list of findings: name, status, found, remedy"

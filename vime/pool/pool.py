@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from slime.protocols import RolloutEngine, WeightSource
+from slime.protocols import RolloutEngine, WeightSource, WeightUpdate
 from slime.roles.served import POLICY
 from slime.tracking.events import Events
 from slime.weight_sync.transfer import Engine, WeightTransfer
@@ -91,7 +91,7 @@ class ServerPool:
         self._interval_s, self._timeout_s = health_check_interval_s, health_check_timeout_s
         self._first_wait_s = health_check_first_wait_s
         self._transfer = WeightTransfer(
-            self, source, gives_memory=gives_memory
+            self, source, gives_memory=gives_memory, told=self._record_part
         )  # its lock guards membership, too
         self._lost: str | None = None
         self._stopping = threading.Event()
@@ -350,6 +350,10 @@ class ServerPool:
 
     def _record(self, member: Member, state: str, **more: object) -> None:
         self._events.add("engine", model=self._model, engine=member.title, state=state, **more)
+
+    def _record_part(self, part: WeightUpdate, place: int, seconds: float) -> None:
+        fields = {"version": part.version, "part": place, "bytes": part.size_bytes}
+        self._events.add("part", model=self._model, seconds=round(seconds, 4), **fields)
 
     def _restart_router(self) -> None:
         logger.warning("the router died and is restarted; its last log lines:\n%s", self._router.tail_log())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config.fields import flag
+from slime.config.ranges import COUNT_OR_ZERO
 
 
 @dataclass(frozen=True)
@@ -12,6 +13,11 @@ class LoggingConfig:
     """metrics.jsonl is always written. TensorBoard and wandb are optional."""
 
     run_dir: str = flag(None, "directory for the records of the run (default: runs/<model>-<time>)")
+    save_samples: int = flag(
+        4,
+        "samples of each rollout that the run directory keeps in samples/, with the log-probs of engine and trainer",
+        range=COUNT_OR_ZERO,
+    )
     use_tensorboard: bool = flag(False, "write TensorBoard events")
     tb_project_name: str | None = flag(
         None, "TensorBoard directory (default: tensorboard/ in the run directory)"

@@ -13,6 +13,7 @@ from slime.data.packing import MicroBatch
 from slime.data.rank_data import RankData
 from slime.divergence import DivergedError
 from slime.hooks import load_function
+from slime.megatron_backend.kept_samples import KeptSamples
 from slime.megatron_backend.model.gpt import parts_of
 from slime.megatron_backend.step.audit import Audit
 from slime.megatron_backend.step.batches import Batches
@@ -41,6 +42,7 @@ class PolicyTraining:
     ) -> None:
         self.config, self.args, self.learner, self.batches = config, args, learner, batches
         self.replay, self.audit, self.old = replay, audit, old
+        self.kept = KeptSamples(config, learner.info)
         self.first_rollout = config.critic.first_of_policy
         self.head = head_of(config, operators.loss_head(config)[0], learner.model, learner.info)
         ahead = None
@@ -56,6 +58,8 @@ class PolicyTraining:
                 known: TrainData = {} if self.old is None else self.old.known
                 require_finite_log_probs(rollout_id, data | known)
             steps = self.optimizer_steps(rollout_id, data)
+        with timers.measure("rollout_metrics"):
+            self.kept.write(rollout_id, data)
         return steps, audited
 
     def optimizer_steps(self, rollout_id: int, data: RankData) -> list[dict[str, float]]:
@@ -93,7 +97,8 @@ class PolicyTraining:
 
     def _losses(self, data: RankData, batch: MicroBatch, output: Tensor, step_id: int) -> MicroBatchLoss:
         loss = micro_batch_loss(self.setup, data, batch, output, data.normalisers[step_id])
-        readers: list[Audit | OldLogProbs] = [self.audit] if self.audit.wants(data, step_id) else []
+        readers: list[Audit | OldLogProbs | KeptSamples]
+        readers = [reader for reader in (self.audit, self.kept) if reader.wants(data, step_id)]
         if self.old is not None and self.old.wants(step_id):
             readers.append(self.old)
         if loss.log_probs is not None and readers:

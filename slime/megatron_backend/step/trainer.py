@@ -49,6 +49,7 @@ from slime.protocols import TrainResult, WeightUpdate
 from slime.roles import CRITIC, POLICY
 from slime.roles.groups import name_of, read_by, sent_by
 from slime.rollout.debug_data import save_debug_train_data
+from slime.tracking.events import Events, Spans
 from slime.tracking.memory import resident_peak_gib
 from slime.tracking.profiler import StepProfiler
 from slime.tracking.timers import Timers
@@ -67,6 +68,8 @@ class MegatronTrainer:
         self._hook("custom_megatron_init_path", self.args)
         self.hf_config = load_hf_config(config.rollout.hf_checkpoint)
         self.timers = Timers.on(self.info.device)
+        self.events = Events(f"{name_of(config)}-{rank}", config.logging.run_dir)
+        self.timers.observer = self.spans = Spans(self.events, str(self.info.device))
         self.models = Models(config, self.hf_config, self.info, self.timers)
         self.start_rollout_id = config.data.start_rollout_id or 0
         if (resumed := self.models.main.resumed) is not None:
@@ -103,6 +106,7 @@ class MegatronTrainer:
 
     def score(self, rollout_id: int, data: RankData) -> RankData:
         """The passes of a step alone, before `train` of the same data: the columns that other ranks get. Collective."""
+        self.spans.set_rollout(rollout_id)
         doing = self._explained(f"scoring rollout {rollout_id}")
         with doing, self.profiler.around(rollout_id, "passes"), self.timers.measure("trainer"):
             self._score(rollout_id, data)
@@ -114,6 +118,7 @@ class MegatronTrainer:
         """All optimizer steps of one rollout over this rank's part of it. `received`: what other ranks have filled,
         after `score`. Collective over all ranks."""
         waited_s = 0.0 if self._scored_at is None else time.perf_counter() - self._scored_at
+        self.spans.set_rollout(rollout_id)
         doing = self._explained(f"training rollout {rollout_id}")
         with doing, self.profiler.around(rollout_id), self.timers.measure("trainer"):
             if self._scored_at is None:
@@ -203,7 +208,8 @@ class MegatronTrainer:
 
     def save(self, rollout_id: int) -> None:
         """Checkpoints under --save (and --save-hf) as iteration `rollout_id`. Collective."""
-        self.outputs.save(rollout_id)
+        with self.events.phase("save", device=str(self.info.device), rollout=rollout_id):
+            self.outputs.save(rollout_id)
 
     def finish_save(self) -> None:
         """Return when the files of an asynchronous save are complete. Collective."""
@@ -223,6 +229,7 @@ class MegatronTrainer:
     def close(self) -> None:
         """Free the models, the optimizers and the groups, with their threads and files. A second call does nothing."""
         if vars(self):
+            self.events.close()
             self.outputs.close()
             self.models.close()
             vars(self).clear()

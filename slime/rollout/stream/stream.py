@@ -239,6 +239,7 @@ class Stream:
             self.drop(output.reason or "filtered", drawn.given)
             return
         self.ready.append(drawn)
+        self.state.events.add("kept", groups=[number_of(drawn.given)])
         self.barren = 0
 
     def give_up(self, given: SampleGroup, group: SampleGroup) -> None:

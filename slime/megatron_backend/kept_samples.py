@@ -1,0 +1,62 @@
+"""What a trainer rank knows of the samples that a run keeps for people (--save-samples): advantages and log-probs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from slime.config import Config
+from slime.data.packing import MicroBatch
+from slime.megatron_backend.parallel import ParallelInfo
+from slime.tracking.samples import MOST_TOKENS, kept_places, write_trained
+from slime.types import TrainData
+
+
+class KeptSamples:
+    """One per trainer rank. `add` hears of the micro-batches for which `wants` is true; `write` follows the training.
+
+    The log-probs are those of the policy before the rollout's updates: of an extra pass if there is one, else of the
+    first optimizer step. Samples of later steps have none then.
+    """
+
+    def __init__(self, config: Config, info: ParallelInfo) -> None:
+        self._config, self._info = config, info
+        rollout = config.data.rollout_batch_size * config.data.n_samples_per_prompt
+        keep = config.logging.save_samples if config.logging.run_dir else 0
+        self._places = kept_places(rollout, keep)
+        self._found: dict[int, Tensor] = {}
+
+    def wants(self, data: TrainData, step_id: int) -> bool:
+        return len(self._places) > 0 and step_id == 0 and "log_probs" not in data
+
+    def add(self, data: TrainData, batch: MicroBatch, log_probs: Tensor) -> None:
+        """Add the detached log-probs [R] of a micro-batch."""
+        parts = batch.split(log_probs, data["response_lengths"])
+        kept = {i for i in batch.samples if data["partition"][i] in self._places}
+        self._found |= {i: part.clone() for i, part in zip(batch.samples, parts, strict=True) if i in kept}
+
+    def write(self, rollout_id: int, data: TrainData) -> None:
+        """By one rank of those with the same samples."""
+        found, self._found = self._found, {}
+        info = self._info
+        if info.tp_rank or info.cp_rank or not info.last_stage:
+            return
+        name = "log_probs" if "log_probs" in data else "old_log_probs"
+        if name in data and not self._config.off_policy.use_rollout_logprobs:
+            found = dict(enumerate(data[name]))
+        kept = [i for i, place in enumerate(data["partition"]) if place in self._places]
+        if kept:
+            lines = [_line(data, i, found.get(i)) for i in kept]
+            write_trained(Path(self._config.logging.run_dir), rollout_id, info.rank, lines)
+
+
+def _line(data: TrainData, i: int, log_probs: Tensor | None) -> dict[str, Any]:
+    advantage = None
+    if "advantages" in data:
+        mask = data["loss_masks"][i]
+        values = data["advantages"][i].to(mask.device)
+        advantage = round(float((values * mask).sum() / mask.sum().clamp(min=1)), 6)
+    values = None if log_probs is None else [round(x, 6) for x in log_probs[:MOST_TOKENS].float().tolist()]
+    return {"place": data["partition"][i], "advantage": advantage, "log_probs": values}

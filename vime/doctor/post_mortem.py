@@ -1,0 +1,123 @@
+"""Why a run ended: the first check of `vime doctor RUN_DIR`. Names a known cause in one line, from the run's journal.
+
+Another cause is one line of the table.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.tracking.run_summary import RunSummary, run_summary
+from vime.doctor.finding import MIB, Finding, ok, problem, warning
+
+_LONGEST = 300
+
+
+@dataclass(frozen=True)
+class Cause:
+    """`said`: the expression that finds it in the type and the text of the error that ended the run."""
+
+    name: str
+    said: str
+    remedy: str
+
+
+CAUSES = (
+    Cause(
+        "full disk",
+        r"No space left|quota exceeded|File too large|must have room for|must have \S+ MiB of room",
+        "remove files there or name another folder, then give the same command with --load: it resumes",
+    ),
+    Cause(
+        "a process of Ray ended",
+        r"RayLost|gcs_server|raylet",
+        "look in dmesg for a kill, then give the same command with --load: it resumes",
+    ),
+    Cause(
+        "process killed",
+        r"died without an error of its own",
+        "look in dmesg for the kernel's out-of-memory killer, and in logs/ for its last lines",
+    ),
+    Cause(
+        "out of memory",
+        r"OutOfMemory|out of (device )?memory|MemoryError|[Cc]annot allocate memory",
+        "the error names the flags that lower memory; `vime plan` estimates them before a run",
+    ),
+    Cause(
+        "engine killed",
+        r"\b(engine|router)\b.*\b(died|was lost|ended|exited|restarted)\b",
+        "look in logs/engine-*.log and dmesg for why, then give the same command with --load: it resumes",
+    ),
+    Cause(
+        "values that are not finite",
+        r"DivergedError|FloatingPointError|must be finite|not finite",
+        "resume from a checkpoint before it with a lower --lr, and look at the batch with --save-debug-rollout-data",
+    ),
+    Cause(
+        "wrong data",
+        r"--(eval-)?prompt-data|--input-key|--label-key|--custom-rm|\breward\b|\.jsonl|\.parquet",
+        "correct the data or the reward that the error names",
+    ),
+)
+
+
+def check_end(run_dir: Path) -> list[Finding]:
+    """How the run ended, or what it does, and how often it had to repair itself."""
+    summary = run_summary(run_dir)
+    return [_end(summary), *_repairs(summary)]
+
+
+def _end(summary: RunSummary) -> Finding:
+    done = "no rollout trained" if summary.rollout is None else f"{summary.rollout + 1} rollouts trained"
+    if summary.rollouts:
+        done += f" of {summary.rollouts}"
+    if summary.state == "failed":
+        cause = cause_of(summary)
+        return problem("end of the run", f"{cause.name}: {_one_line(summary.cause)} ({done})", cause.remedy)
+    if summary.state == "interrupted":
+        return warning(
+            "end of the run", f"interrupted by its user ({done})", "the same command with --load resumes it"
+        )
+    if summary.state == "finished":
+        return ok("end of the run", f"finished ({done})")
+    silent = time.time() - summary.updated
+    return ok("end of the run", f"it goes on ({done}); newest event {silent:.0f} s ago")
+
+
+def cause_of(summary: RunSummary) -> Cause:
+    """The cause of a run that failed: the first of the table that its error names."""
+    for cause in CAUSES:
+        if re.search(cause.said, f"{summary.error_type}: {summary.cause}", re.DOTALL):
+            return cause
+    if not summary.error_type:
+        if shutil.disk_usage(summary.run_dir).free < MIB:
+            return CAUSES[0]
+        return Cause("driver killed", "", "look in dmesg; the same command with --load resumes the run")
+    return Cause(summary.error_type, "", f"see {summary.run_dir}/logs")
+
+
+def _repairs(summary: RunSummary) -> list[Finding]:
+    """Engines that died and were replaced, and the warnings of the logs."""
+    found = []
+    if summary.deaths:
+        names = ", ".join(f"{name} {count} times" for name, count in sorted(summary.deaths.items()))
+        found.append(warning("engines that died", names, "look in logs/engine-*.log and dmesg"))
+    if summary.warnings:
+        last = summary.warnings[-1]
+        found.append(
+            warning(
+                "warnings",
+                f"{len(summary.warnings)}, the last by {last['logger']}: {_one_line(last['text'])}",
+                "the events of kind warning have all of them",
+            )
+        )
+    return found
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
