@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from slime.config import Config
 from slime.data.packing import MicroBatch
 from slime.megatron_backend.parallel import ParallelInfo
+from slime.tracking.journal import Line
 from slime.tracking.samples import MOST_TOKENS, kept_places, write_trained
 from slime.types import TrainData
 
@@ -52,7 +52,7 @@ class KeptSamples:
             write_trained(Path(self._config.logging.run_dir), rollout_id, info.rank, lines)
 
 
-def _line(data: TrainData, i: int, log_probs: Tensor | None) -> dict[str, Any]:
+def _line(data: TrainData, i: int, log_probs: Tensor | None) -> Line:
     advantage = None
     if "advantages" in data:
         mask = data["loss_masks"][i]

@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 from slime.tracking.kinds import DAMAGED, EVENTS_FILE, VERSION
 
+Line: TypeAlias = dict[str, Any]
+"""One line of a file, from JSON."""
 _BEGIN = b'{"time": '
 """Of each line. No field of an event has it: quotes in text are escaped."""
 
@@ -34,12 +36,12 @@ class Event:
     source: str
     """The process: driver, rollout, engines, trainer-0, ..."""
     kind: str
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: Line = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
         return self.fields[name]
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         return self.fields.get(name, default)
 
 
@@ -81,7 +83,11 @@ class Tail:
         self._dir, self._kinds, self._since = Path(run_dir), kinds, since
         self._file: BinaryIO | None = None
         self._number = 1
-        if not (self._dir / EVENTS_FILE).exists() and not self._older().exists():
+        try:
+            is_there = (self._dir / EVENTS_FILE).exists() or self._older().exists()
+        except PermissionError as error:  # of a folder above it
+            raise _unreadable(self._dir) from error
+        if not is_there:
             raise ValueError(
                 f"RUN_DIR must have {EVENTS_FILE}, got none in {run_dir}; name the --run-dir of a run"
             )
@@ -116,10 +122,7 @@ class Tail:
             except FileNotFoundError:
                 return False
             except PermissionError as error:
-                raise ValueError(
-                    f"RUN_DIR must be a run that this user can read, got no permission for {path}; ask its owner, or "
-                    "read it as its user"
-                ) from error
+                raise _unreadable(path) from error
             if self._older().exists() and not os.path.samestat(os.fstat(file.fileno()), self._older().stat()):
                 file.close()  # it was renamed meanwhile, and this is the next one
                 continue
@@ -157,6 +160,13 @@ class Tail:
                 f"RUN_DIR must have a journal of version {VERSION} or older, got {event['version']} in {self._dir}; "
                 "read it with the vime that wrote it, or a newer one"
             )
+
+
+def _unreadable(path: Path) -> ValueError:
+    return ValueError(
+        f"RUN_DIR must be a run that this user can read, got no permission for {path}; ask its owner, or read it as "
+        "its user"
+    )
 
 
 def _events(line: bytes) -> Iterator[Event]:

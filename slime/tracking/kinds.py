@@ -33,7 +33,7 @@ are too many."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class EventKind:
     """One kind of event. `fields`: names, those after a `?` only of some events."""
 
     name: str
@@ -54,56 +54,62 @@ class Kind:
 
 _STEP = "rollout ? " + " ".join(f"{name}_s" for name in STEP_PARTS)
 _ALL = (
-    Kind("journal", "any", "version", "the first line of a file: the version of the format"),
-    Kind("run", "driver", "host pid born rollouts", "a process begins a run of so many rollouts"),
-    Kind("start", "driver", "rollout", "training starts, or resumes, at this rollout"),
-    Kind("step", "driver", _STEP, "the rollout was trained, and its line is in metrics.jsonl"),
-    Kind(
+    EventKind("journal", "any", "version", "the first line of a file: the version of the format"),
+    EventKind("run", "driver", "host pid born rollouts", "a process begins a run of so many rollouts"),
+    EventKind("start", "driver", "rollout", "training starts, or resumes, at this rollout"),
+    EventKind("step", "driver", _STEP, "the rollout was trained, and its line is in metrics.jsonl"),
+    EventKind(
         "checkpoint",
         "driver",
         "rollout",
         "the checkpoint after it is complete, or its files are being written",
     ),
-    Kind("evaluation", "driver", "rollout scores", "the scores of the weights after so many rollouts"),
-    Kind("end", "driver", "state", "the run has ended: finished, or interrupted by its user"),
-    Kind("error", "driver", "type text ? log", "what has ended the run"),
-    Kind("door", "engines", "socket host pid", "a run starts its engines; where `vime engines` reaches it"),
-    Kind("engine", "engines", "model engine state ? address place version", "what became of an engine"),
-    Kind("weights", "engines", "model engines version", "these engines have loaded that version"),
-    Kind(
+    EventKind("evaluation", "driver", "rollout scores", "the scores of the weights after so many rollouts"),
+    EventKind("end", "driver", "state", "the run has ended: finished, or interrupted by its user"),
+    EventKind("error", "driver", "type text ? log", "what has ended the run"),
+    EventKind(
+        "door", "engines", "socket host pid", "a run starts its engines; where `vime engines` reaches it"
+    ),
+    EventKind("engine", "engines", "model engine state ? address place version", "what became of an engine"),
+    EventKind("weights", "engines", "model engines version", "these engines have loaded that version"),
+    EventKind(
         "part",
         "engines",
         "model version part bytes seconds",
         "engines have loaded a part of it",
         durable=False,
     ),
-    Kind("drawn", "rollout", "groups version", "generation starts; the weights of the engines"),
-    Kind("ended", "rollout", "groups", "they have responses and rewards, or were given up", durable=False),
-    Kind("kept", "rollout", "groups", "they passed the filters, and wait for a batch", durable=False),
-    Kind("dropped", "rollout", "groups reason", "they will not be trained"),
-    Kind("put_back", "rollout", "groups", "they return to the data source with their tokens"),
-    Kind("batch", "rollout", "rollout groups over_limit", "the batch; samples older than --max-staleness"),
-    Kind("position", "rollout", "rollout", "the data position after the batch is saved"),
-    Kind(
+    EventKind("drawn", "rollout", "groups version", "generation starts; the weights of the engines"),
+    EventKind(
+        "ended", "rollout", "groups", "they have responses and rewards, or were given up", durable=False
+    ),
+    EventKind("kept", "rollout", "groups", "they passed the filters, and wait for a batch", durable=False),
+    EventKind("dropped", "rollout", "groups reason", "they will not be trained"),
+    EventKind("put_back", "rollout", "groups", "they return to the data source with their tokens"),
+    EventKind(
+        "batch", "rollout", "rollout groups over_limit", "the batch; samples older than --max-staleness"
+    ),
+    EventKind("position", "rollout", "rollout", "the data position after the batch is saved"),
+    EventKind(
         "handed", "rollout", "rollout", "the batch is train data, and the trainer may take it", durable=False
     ),
-    Kind(
+    EventKind(
         "turn",
         "rollout",
         "session turn prompt_tokens tokens seconds",
         "a turn of a session ended",
         durable=False,
     ),
-    Kind(
+    EventKind(
         "phase_begin", "any", "phase ? device rollout", "a process begins a phase of its work", durable=False
     ),
-    Kind(
+    EventKind(
         "phase_end",
         "any",
         "phase seconds ? device rollout",
         "the phase ended, also by an error",
         durable=False,
     ),
-    Kind("warning", "any", "logger text", "a warning of a log", durable=False),
+    EventKind("warning", "any", "logger text", "a warning of a log", durable=False),
 )
 KINDS = {kind.name: kind for kind in _ALL}

@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from slime.tracking.journal import Event, Phase, phases, read_events
 from slime.tracking.run_engines import EngineRecord, RunEngines
@@ -167,6 +167,6 @@ def newest_metrics(run_dir: Path) -> dict[str, float]:
         return {}
     newest: dict[str, float] = {}
     for _, row in read_metric_lines(path.read_text(encoding="utf-8", errors="replace"), path):
-        values: dict[str, Any] = {name: row[name] for name in row.keys() - RESERVED}
+        values = {name: row[name] for name in row.keys() - RESERVED}
         newest |= {name: float("nan") if value is None else float(value) for name, value in values.items()}
     return newest

@@ -22,10 +22,11 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from slime.disk_space import Room
-from slime.types import Sample
+from slime.tracking.journal import Line
+from slime.types import Message, Metadata, Reward, Sample
 
 SAMPLES = "samples"
 VERSION = 1
@@ -54,10 +55,10 @@ class SampleRecord:
     """In the rollout."""
     index: int | None
     group: int | None
-    prompt: str | list[dict[str, Any]]
+    prompt: str | list[Message]
     response: str
-    label: Any
-    reward: Any
+    label: object
+    reward: Reward | None
     status: str
     versions: list[int]
     """Of the weights that produced it."""
@@ -65,7 +66,7 @@ class SampleRecord:
     """Runs of tokens that the model produced; what is between them came from tools."""
     advantage: float | None = None
     """Mean over the tokens that the loss counts; None before the trainer has it."""
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: Metadata = field(default_factory=dict)
     tokens: list[Token] = field(default_factory=list)
 
 
@@ -85,7 +86,7 @@ def read_samples(run_dir: Path, rollout: int) -> Iterator[SampleRecord]:
         raise ValueError(
             f"the rollout must have samples, got no {path}; --save-samples says how many a run keeps"
         )
-    trained: dict[int, dict[str, Any]] = {}
+    trained: dict[int, Line] = {}
     for part in path.parent.glob(f"{int(rollout)}.trainer-*.jsonl"):
         trained |= {line["place"]: line for line in _lines(part)}
     lines = _lines(path)
@@ -101,7 +102,7 @@ def read_samples(run_dir: Path, rollout: int) -> Iterator[SampleRecord]:
         yield SampleRecord(**(found | {"tokens": tokens, "advantage": known.get("advantage")}))
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _lines(path: Path) -> Iterator[Line]:
     try:
         with path.open(encoding="utf-8") as lines:
             for line in lines:
@@ -134,12 +135,12 @@ def write_samples(
     return _write(run_dir, f"{rollout}.jsonl", [head, *map(asdict, records)])
 
 
-def write_trained(run_dir: Path, rollout: int, rank: int, lines: list[dict[str, Any]]) -> Path:
+def write_trained(run_dir: Path, rollout: int, rank: int, lines: list[Line]) -> Path:
     """Write what a trainer rank knows of its samples that are kept: {"place", "advantage", "log_probs"}."""
     return _write(run_dir, f"{rollout}.trainer-{rank}.jsonl", lines)
 
 
-def _write(run_dir: Path, name: str, lines: list[dict[str, Any]]) -> Path:
+def _write(run_dir: Path, name: str, lines: list[Line]) -> Path:
     folder = Path(run_dir) / SAMPLES
     path, temporary = folder / name, folder / f"{name}.tmp"
     with Room("--run-dir", run_dir, "samples of a rollout"):

@@ -69,7 +69,7 @@ def test_engines_that_died_and_warnings_are_told(tmp_path: Path) -> None:
     shutil.copy(JOURNALS / "engine.jsonl", tmp_path / "events.jsonl")
     deaths, warnings = check_end(tmp_path)[1:]
     assert deaths.name == "engines that died" and deaths.found.startswith("engine-0 ")
-    assert warnings.name == "warnings" and "died and is restarted" in warnings.found
+    assert warnings.name == "warnings" and "by vime.pool.pool: " in warnings.found
 
 
 def test_a_directory_without_a_journal_is_refused(tmp_path: Path) -> None:
