@@ -179,7 +179,8 @@ def main() -> int:
         folder = Path(name)
         stack = Stack(folder)
         file = stack.checkpoint / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": CONTEXT}))
+        config = json.loads(file.read_text(encoding="utf-8")) | {"max_position_embeddings": CONTEXT}
+        file.write_text(json.dumps(config), encoding="utf-8")
         (folder / "home").mkdir()
         stack.pool.start()
         stack.push(stack.checkpoint)

@@ -268,6 +268,8 @@ def one_bad_group(args, rollout_id, data_source, evaluation=False):
     groups = data_source.get_samples(1)
     for sample in groups[0]:
         sample.tokens, sample.response_length, sample.reward = [1, 2, 3], 2, 1.0
+    for sample in groups[0][1:]:
+        sample.rollout_log_probs = [-1.0, -1.0]
     return RolloutFnTrainOutput(groups)
 
 
