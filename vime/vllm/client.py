@@ -22,6 +22,7 @@ from vime.vllm.group_wire import (
     KEPT_FIELD,
     SAMPLES,
     SCORE_FIELD,
+    SILENT_S,
     STREAM_FIELD,
     TOP_FIELD,
     Frames,
@@ -69,8 +70,9 @@ class VllmEngineClient(RouterClient):
         weights, if the engine's numbers do not depend on its batch. The text keeps the stop string unless
         `no_stop_trim` is False.
 
-        Connection faults and HTTP 5xx, 408, 425 and 429 are retried. TimeoutError when `deadline_s` seconds
-        (--rollout-deadline-s) end without a completion. ValueError, with the engine's answer, for any other status.
+        Connection faults, lost answers (`SILENT_S`) and HTTP 5xx, 408, 425 and 429 are retried. TimeoutError when
+        `deadline_s` seconds (--rollout-deadline-s) end without a completion. ValueError, with the engine's answer, for
+        any other status.
         """
         shared, own = request_fields(sampling_params, seed)
         if experts_from is not None:
@@ -171,7 +173,9 @@ class VllmEngineClient(RouterClient):
         headers = {"Content-Type": "application/json"}
         if request.session is not None:
             headers["x-session-id"] = request.session  # vllm-router's consistent_hash reads it
-        async with self._connections().post(url, data=msgspec.json.encode(body), headers=headers) as response:
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENT_S)
+        sent = self._connections().post(url, data=msgspec.json.encode(body), headers=headers, timeout=timeout)
+        async with sent as response:
             await require_ok(response)
             frames = Frames()
             async for piece in response.content.iter_any():

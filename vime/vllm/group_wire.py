@@ -4,7 +4,8 @@ before it, where these are asked for, frames with the sample's tokens so far.
 The request is a /v1/completions body, which vllm-router balances, with the field `SAMPLES`: a `GroupParams` record with
 vLLM's sampling parameters, those that all samples share and those of each sample (`seed`, `max_tokens`). The answer is
 a stream of frames in the order in which samples finish: `MARK`, 4 bytes with the length, little-endian, then a
-`SampleAnswer` in msgpack, in which token ids and log-probs are the bytes of arrays.
+`SampleAnswer` in msgpack, in which token ids and log-probs are the bytes of arrays. A frame of length 0 says that the
+server still has the request.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ STREAM_FIELD = "vime_stream"
 MARK = b"vime"
 """What a frame begins with. The router calls every stream text/event-stream, so the content type tells nothing."""
 _HEAD_BYTES = len(MARK) + 4
+ALIVE = MARK + bytes(4)
+"""The frame that a server sends every `ALIVE_S` seconds until all samples are finished."""
+ALIVE_S = 5.0
+SILENT_S = 30.0
+"""After so many seconds without a frame, the answer is lost. The client asks again."""
 
 
 class GroupParams(msgspec.Struct):
@@ -96,4 +102,5 @@ class Frames:
                 return
             body = bytes(self._buffer[_HEAD_BYTES:end])
             del self._buffer[:end]
-            yield _decoder.decode(body)
+            if body:
+                yield _decoder.decode(body)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import signal
 import threading
 import time
+from urllib.parse import urlsplit
 
 import torch
 from engine_fixtures import Stack, hf_log_probs, server_of
 
 from slime.protocols import GenerateResult
+from vime.vllm.group_wire import ALIVE, ALIVE_S, SAMPLES, Frames
+from vime.vllm.server import SERVED_MODEL_NAME
 
 PROMPT = [14, 5, 8, 13, 21, 30]
 
@@ -25,6 +30,23 @@ def test_sleeping_engines_answer_when_they_wake(stack: Stack) -> None:
     stack.pool.wake()
     thread.join()
     assert found[0].log_probs
+
+
+def test_a_paused_engine_says_that_it_still_has_the_request(stack: Stack) -> None:
+    """Through the router, which must not hold such signs back."""
+    stack.control.pause()
+    address = urlsplit(stack.pool.router_url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=4 * ALIVE_S)
+    samples = {"shared": {}, "each": [{"max_tokens": 2, "min_tokens": 2}]}
+    body = json.dumps({"model": SERVED_MODEL_NAME, "prompt": PROMPT, "stream": True, SAMPLES: samples})
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {stack.key}"}
+    connection.request("POST", "/v1/completions", body, headers)
+    answer = connection.getresponse()
+    assert answer.read(len(ALIVE)) == ALIVE
+    stack.control.resume()
+    frames = Frames()
+    assert [len(sample.token_ids) for sample in frames.feed(answer.read())] == [8]
+    connection.close()
 
 
 def test_a_killed_engine_comes_back_with_the_last_weights(stack: Stack) -> None:

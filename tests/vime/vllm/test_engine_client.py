@@ -16,8 +16,9 @@ from aiohttp import web
 from slime.divergence import DivergedError
 from slime.protocols import GenerateResult
 from vime.pool.process import free_port
+from vime.vllm import client as client_module
 from vime.vllm.client import VllmEngineClient, request_fields, result_of
-from vime.vllm.group_wire import SampleAnswer, frame
+from vime.vllm.group_wire import ALIVE, SampleAnswer, frame
 from vime.vllm.server import VllmServer, VllmSpec
 
 
@@ -230,6 +231,28 @@ def test_transient_faults_are_retried_with_the_key() -> None:
     body = {"model": "policy", "prompt": [1, 2], "stream": True, "vime_samples": samples}
     assert seen[0] == ("Bearer k", body)
     assert seen[4] == seen[0], "a retry is the same request, with the same seed"
+
+
+def test_a_lost_answer_is_asked_for_again_and_a_slow_one_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first answer never comes. The second one is finished after three times the limit."""
+    monkeypatch.setattr(client_module, "SILENT_S", 0.5)
+    calls = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        calls.append(time.monotonic())
+        if len(calls) == 1:
+            await asyncio.Event().wait()
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(15):
+            await response.write(ALIVE)
+            await asyncio.sleep(0.1)
+        await response.write(frame(ANSWER))
+        return response
+
+    answer = serve(handler, generate(deadline_s=20.0))
+    assert answer.token_ids == [8, 10, 2]
+    assert len(calls) == 2 and 0.4 < calls[1] - calls[0] < 5
 
 
 def test_an_answer_that_never_is_a_frame_is_named() -> None:

@@ -25,6 +25,11 @@ _PROMPT_TOKENS = 256
 _OTHER_STATE = ("kv_lora_rank", "linear_num_value_heads", "mamba_d_state")
 METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
 WAIT_VARIABLE = "OMP_WAIT_POLICY"
+KERNELS_VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+MOST_KERNELS = 16
+"""Products of matrices whose kernels oneDNN keeps, each for one shape and one number of tokens. One takes 0.3 MiB. vLLM
+itself keeps those of 32 numbers of tokens for each shape. oneDNN's own limit is 1024, and an engine grows for hundreds
+of steps until that is reached."""
 
 
 def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[str, str]:
@@ -37,6 +42,7 @@ def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[
         "OMP_NUM_THREADS": str(threads),
         # Threads that wait for work sleep. By default they spin for milliseconds, on the core that the server needs.
         WAIT_VARIABLE: given.get(WAIT_VARIABLE, "passive"),
+        KERNELS_VARIABLE: given.get(KERNELS_VARIABLE, str(MOST_KERNELS)),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # The worker runs in the engine's process: on 2 cores a third process costs more time than it saves.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

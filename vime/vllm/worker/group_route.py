@@ -19,6 +19,8 @@ import msgspec
 import numpy as np
 
 from vime.vllm.group_wire import (
+    ALIVE,
+    ALIVE_S,
     KEPT_FIELD,
     SCORE_FIELD,
     STREAM_FIELD,
@@ -43,8 +45,8 @@ MISSING = 1e-3
 """A set of ids with less of the probability than all but this is not whole: the distribution was not cut to it."""
 PART_S = 0.02
 """The least time between two frames of a sample that is not finished."""
-Finished = asyncio.Queue[SampleAnswer | BaseException]
-"""What the samples of a request gave so far."""
+Finished = asyncio.Queue[SampleAnswer | BaseException | None]
+"""What the samples of a request gave so far. None: it is time for a sign of life."""
 
 
 class _Body(msgspec.Struct):
@@ -105,7 +107,7 @@ class GroupRequest:
 async def answer(
     engine: AsyncLLM, body: bytes, receive: Receive, send: Send, versions: Callable[[], list[int]]
 ) -> None:
-    """Sample what `body` asks for and send each sample's frame when it is finished.
+    """Sample what `body` asks for and send each sample's frame when it is finished, and signs of life meanwhile.
 
     `engine`: vLLM's AsyncLLM. `versions`: the weight versions live since the request arrived. The request
     ends when the client goes away. A request that vLLM refuses is answered with 400 and the reason.
@@ -123,7 +125,7 @@ async def answer(
         asyncio.create_task(_sample(engine, request, place, f"{name}-{place}", versions, finished))
         for place in range(len(request.samples))
     ]
-    tasks.append(asyncio.create_task(_gone(receive, finished)))
+    tasks += [asyncio.create_task(_gone(receive, finished)), asyncio.create_task(_alive(finished))]
     try:
         await _send_frames(finished, len(request.samples), send)
     finally:
@@ -148,12 +150,13 @@ async def _send_frames(finished: Finished, count: int, send: Send) -> None:
                 return
             if isinstance(one, BaseException):
                 raise one
-            answers.append(one)
+            if one is not None:
+                answers.append(one)
         if not started:
             await send(_start(200, b"application/octet-stream"))
             started = True
         count -= sum(not answer.more for answer in answers)
-        piece = b"".join(map(frame, answers))
+        piece = b"".join(map(frame, answers)) or ALIVE
         await send({"type": "http.response.body", "body": piece, "more_body": count > 0})
 
 
@@ -161,6 +164,12 @@ async def _gone(receive: Receive, finished: Finished) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     finished.put_nowait(_ClientGoneError())
+
+
+async def _alive(finished: Finished) -> None:
+    while True:
+        await asyncio.sleep(ALIVE_S)
+        finished.put_nowait(None)
 
 
 async def _sample(
