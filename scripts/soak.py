@@ -49,7 +49,7 @@ QUIET_S = 120.0
 LATE_END_S = 60.0
 """A run that ends so soon after the last fault ends because of it."""
 DEADLINE_S = 40.0
-"""--rollout-deadline-s: a lost reply costs so much. An engine must restart in less."""
+"""--rollout-deadline-s: an engine must restart in less, and a lost reply be asked for again (the client's SILENT_S)."""
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
@@ -183,6 +183,8 @@ class Runner:
     def _note_recovery(self, progress: Progress) -> None:
         if (strike := self.waiting) is None or self.ending:
             return
+        if FAULTS[strike.kind].ends_run and not strike.restarted:
+            return  # after the death of gcs_server, a run goes on for seconds
         end = progress.recovered(strike.restarted or strike.time, self.soak.task.staleness)
         if end is None:
             return

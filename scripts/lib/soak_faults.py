@@ -41,11 +41,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Fault:
-    """`begin` returns False if there is nothing to hit now. `end` comes `holds_s` later, or when the run has ended."""
+    """`begin` returns False if there is nothing to hit now. `end` comes `holds_s` later, or when the run has ended.
+    `ends_run`: the run may take some steps more, but cannot go on."""
 
     begin: Callable[[Place], bool]
     end: Callable[[Place], None] = lambda place: None
     holds_s: float = 0.0
+    ends_run: bool = False
+
+
+ENDING = ("manager", "trainer", "driver", "raylet", "gcs")
+"""Processes that a run cannot do without."""
 
 
 def _kill(part: str) -> Fault:
@@ -56,7 +62,7 @@ def _kill(part: str) -> Fault:
                 return True
         return False
 
-    return Fault(begin)
+    return Fault(begin, ends_run=part in ENDING)
 
 
 def _stop(place: Place) -> bool:
@@ -102,7 +108,7 @@ def _lose(place: Place) -> bool:
 
 
 FAULTS = {
-    **{part: _kill(part) for part in ("engine", "router", "manager", "trainer", "driver", "raylet", "gcs")},
+    **{part: _kill(part) for part in ("engine", "router", *ENDING)},
     "stopped engine": Fault(_stop, _continue, STOPPED_S),
     "full disk": Fault(_fill, _empty, FULL_S),
     "delayed replies": Fault(_delay, holds_s=DELAYED_S),
