@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -20,8 +21,6 @@ from slime.megatron_backend.lora.install import without_adapters
 from slime.megatron_backend.model.gpt import unwrapped
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.models.lora import Lora, read_peft
-
-peft = pytest.importorskip("peft")
 
 TARGETS = {
     "qwen3": None,
