@@ -28,8 +28,9 @@ def kept(inner: HiddenGPTModel, state: dict[str, Any], adapters: bool) -> dict[s
 
 
 def record_of(inner: HiddenGPTModel) -> dict[str, Any] | None:
-    """The record of a checkpoint of adapters."""
-    return None if (lora := lora_of(inner)) is None else asdict(lora)
+    """The record of a checkpoint of adapters. `base`: its digest, None where it is not loaded or in
+    float16."""
+    return None if (lora := lora_of(inner)) is None else {**asdict(lora), "base": inner.adapters.base}
 
 
 def check_record(saved: dict[str, Any] | None, wanted: dict[str, Any] | None, path: Path) -> None:
@@ -51,6 +52,13 @@ def check_record(saved: dict[str, Any] | None, wanted: dict[str, Any] | None, pa
                 f"{flag} must be {saved[name]} as in the checkpoint, got {wanted[name]} for {path}; a run resumes with "
                 "the adapters that it began with"
             )
+    if saved is None or wanted is None or None in (saved["base"], wanted["base"]):
+        return
+    if saved["base"] != wanted["base"]:
+        raise ValueError(
+            f"the base of adapters must be the weights that they were trained over, got others for {path}; give the "
+            "--hf-checkpoint, --ref-load or --critic-load with which the run began"
+        )
 
 
 def stored_lora(directory: str | Path, iteration: int | None) -> Lora | None:
@@ -61,4 +69,6 @@ def stored_lora(directory: str | Path, iteration: int | None) -> Lora | None:
     if not (path / COMPLETE).is_file() or is_foreign(path):
         return None  # reading it reports what is missing
     saved = dist_checkpointing.load_common_state_dict(str(path)).get("lora")
-    return None if saved is None else Lora(**{**saved, "targets": tuple(saved["targets"])})
+    if saved is None:
+        return None
+    return Lora(saved["rank"], saved["alpha"], saved["dropout"], tuple(saved["targets"]))

@@ -21,8 +21,9 @@ from slime.megatron_backend.checkpoint.peft import save_peft
 from slime.megatron_backend.checkpoint.torch_dist import StoredParts, load_torch_dist
 from slime.megatron_backend.checkpoint.torch_dist_save import save_torch_dist
 from slime.megatron_backend.checkpoint.weights import MAX_SHARD_BYTES, Read, live, load_hf, save_hf
+from slime.megatron_backend.lora.base import note_base
 from slime.megatron_backend.lora.install import add_adapters
-from slime.megatron_backend.model.gpt import build_model
+from slime.megatron_backend.model.gpt import build_model, unwrapped
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.models.lora import Lora
@@ -126,11 +127,13 @@ def _export_adapters(
     load, source = config.checkpoint.load, config.rollout.hf_checkpoint
     assert load is not None
     model = build_model(hf_config, config, ddp=False, adapt=partial(add_adapters, lora=lora, seed=0))
+    if merge:
+        load_hf(model, source)
+        note_base(unwrapped(model))
     load_checkpoint(load, model, iteration=iteration, choose=CHOOSE, adapters=True)
     if not merge:
         save_peft(model, out_dir, source, flag=OUT)
         return
-    load_hf(model, source)
     save_hf(model, source, out_dir, flag=OUT, read=merged(model, live))
 
 

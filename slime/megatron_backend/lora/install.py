@@ -33,6 +33,8 @@ class Adapters(nn.ModuleDict):
     """The adapters of a model's part on this rank. A name is that of its product, with "/" for "."."""
 
     lora: Lora
+    base: str | None = None
+    """The digest of the base (slime.megatron_backend.lora.base); None before it is loaded."""
 
     def of(self) -> Iterator[tuple[str, AnyAdapter]]:
         for name, adapter in self.items():
@@ -78,7 +80,7 @@ def add_adapters(parts: Sequence[Any], lora: Lora, seed: int) -> None:
         owners = _owners(inner)
         inner.adapters = Adapters()
         inner.adapters.lora = lora
-        for path, row, modules, weights in _products(inner):
+        for path, row, modules, weights in products(inner):
             targets = [n for n, module in enumerate(modules) if lora.adapts(module.replace("{e}", "0"))]
             if not targets:
                 continue
@@ -95,14 +97,14 @@ def add_adapters(parts: Sequence[Any], lora: Lora, seed: int) -> None:
 
 def check_targets(parts: Sequence[Any], lora: Lora) -> None:
     """ValueError unless each target matches a module of the whole model. Collective."""
-    modules = (module for inner in parts for _, _, modules, _ in _products(inner) for module in modules)
+    modules = (module for inner in parts for _, _, modules, _ in products(inner) for module in modules)
     mine = {module.replace("{e}", "0") for module in modules}
     of_ranks: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(of_ranks, mine)
     lora.check(set().union(*of_ranks))
 
 
-def _products(inner: Any) -> Iterator[tuple[str, Row, list[str], list[nn.Parameter]]]:
+def products(inner: Any) -> Iterator[tuple[str, Row, list[str], list[nn.Parameter]]]:
     """Each product of this part that can have an adapter: its name in the whole model, its row, its HF modules, and its
     weight. The experts of a layer are one product with a weight each; "{e}" stands for their number."""
     family = family_for(inner.hf_config)

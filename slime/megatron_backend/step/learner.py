@@ -23,8 +23,9 @@ from slime.megatron_backend.checkpoint import distributed as checkpoint
 from slime.megatron_backend.checkpoint.background import BackgroundSaves
 from slime.megatron_backend.checkpoint.peft import FOLDER, load_peft, save_peft
 from slime.megatron_backend.checkpoint.weights import load_weights
+from slime.megatron_backend.lora.base import note_base
 from slime.megatron_backend.lora.install import add_adapters
-from slime.megatron_backend.model.gpt import build_model, parts_of
+from slime.megatron_backend.model.gpt import build_model, parts_of, unwrapped
 from slime.megatron_backend.model.optimizer import build_optimizer, close_optimizer, finish_grads
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.megatron_backend.step.heads.head import MicroBatchLoss
@@ -72,6 +73,8 @@ class Learner:
         self.base = role.source(config)
         if resume is None or lora is not None:
             load_weights(self.model, self.base.directory, self.base.iteration)
+        if lora is not None:
+            note_base(unwrapped(self.model))
         if resume is None and config.lora.lora_load is not None and role is POLICY:
             load_peft(self.model, config.lora.lora_load)
         self.optimizer, self.scheduler = build_optimizer(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
+from megatron_cases import packed_logits, sequences
 from safetensors.torch import load_file
 from trainer_cases import exported, make_checkpoints, make_config, make_samples, rank_data
 
@@ -156,6 +158,54 @@ def test_other_adapters_than_the_checkpoints_are_refused(root, tmp_path, flags, 
     trainer.close()
     with pytest.raises(ValueError, match=message):
         make(root, tmp_path, "b", **save, **flags)
+
+
+def test_another_base_than_the_checkpoints_is_refused(root, tmp_path):
+    """In a run that resumes, and when adapters are merged. The base's name may be another one."""
+    save = {"save": str(tmp_path / "saved"), "load": str(tmp_path / "saved")}
+    trainer = make(root, tmp_path, **save)
+    trainer.save(0)
+    trainer.close()
+    message = (
+        "the base of adapters must be the weights that they were trained over, got others for .*iter_0000000"
+    )
+    other = str(root / "reference")  # of the same shapes
+    with pytest.raises(ValueError, match=message):
+        make(root, tmp_path, "b", **save, hf_checkpoint=other, ref_load=other)
+    destroy_parallel()
+    command = ["--load", save["save"], "--hf-checkpoint", other, "--output-dir", str(tmp_path / "out")]
+    with pytest.raises(ValueError, match=message):
+        export([*command, "--merge"])
+    copied = tmp_path / "copied"
+    copytree(root / "policy", copied)
+    make(root, tmp_path, "c", **save, hf_checkpoint=str(copied), ref_load=str(copied)).close()
+
+
+def test_dropout_is_drawn_anew_in_training_alone(root, tmp_path):
+    """Log-probs of one batch: scoring draws nothing, each forward in training draws once."""
+    trainer = make(root, tmp_path, lora_dropout=0.5, lr=0.1)
+    step(trainer)  # B is no longer zero
+    model, batch = trainer.policy.model, sequences(2)
+    with torch.no_grad():
+        model.eval()
+        first, again = (packed_logits(model, batch) for _ in range(2))
+        model.train()
+        drawn, other = (packed_logits(model, batch) for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(drawn, other) and not torch.equal(drawn, first)
+    trainer.close()
+
+
+def test_recomputed_layers_draw_the_same_dropout(root, tmp_path):
+    """Otherwise the backward is of another function than the forward."""
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    found = []
+    for name, overrides in (("a", {}), ("b", full)):
+        trainer = make(root, tmp_path, name, lora_dropout=0.5, overrides=overrides)
+        found.append([step(trainer, i) for i in range(2)])
+        trainer.close()
+    plain, recomputed = found
+    assert plain == recomputed
 
 
 def test_a_checkpoint_of_whole_weights_is_no_checkpoint_of_adapters(root, tmp_path):
