@@ -136,7 +136,7 @@ _OURS = {
     "vllm_tool_call_parser",
     "wraps",
 }
-_OWN_OPTIONS = {"batch_invariant", "server_concurrency", "weight_sync_mode"}
+_OWN_OPTIONS = {"batch_invariant", "pd_disaggregation", "server_concurrency", "weight_sync_mode"}
 """Flags with vLLM's prefix that are no flags of its server."""
 _LIVE = ("live_weights", "live_experts", "live_quantised", "draft", "weight_receiver")
 """Our modules that read a live model, whose parts have no types."""
