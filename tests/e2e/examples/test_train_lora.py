@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from train_fixtures import World, make_world, rows, run, vime
+from train_fixtures import World, make_world, rows, run, samples, vime
 
 pytestmark = pytest.mark.e2e
 
@@ -19,10 +21,11 @@ def world() -> Iterator[World]:
     yield from make_world()
 
 
-def train(world: World, name: str, rollouts: int, *flags: str) -> list[dict[str, float]]:
+def train(
+    world: World, name: str, rollouts: int, *flags: str, command: Sequence[str] = vime("train")
+) -> list[dict[str, float]]:
     """The metrics of each step."""
-    command = vime("train", *world.grpo(name, rollouts=rollouts), *COLOCATED, *flags)
-    run(command, world.root / f"{name}.out")
+    run([*command, *world.grpo(name, rollouts=rollouts), *flags], world.root / f"{name}.out")
     return [row for _, row in sorted(rows(world.root / name, "train/step").items())]
 
 
@@ -30,9 +33,34 @@ def test_engine_and_trainer_have_one_policy(world: World) -> None:
     """Each update brings the adapter alone and is compared with what is live. The checkpoint has it for `peft`."""
     save = world.root / "saved"
     more = ("--check-weight-update-equal", "--use-kl-loss", "--kl-loss-coef", "0.01", "--save", str(save))
-    steps = train(world, "lora", 3, *LORA, *more)
+    steps = train(world, "lora", 3, *COLOCATED, *LORA, *more)
     assert len(steps) == 3
     assert max(step["train/train_rollout_logprob_abs_diff_max"] for step in steps) < 1e-5
     assert steps[0]["train/kl_loss"] == pytest.approx(0, abs=1e-7) and steps[-1]["train/kl_loss"] > 1e-3
     saved = load_file(save / "iter_0000002" / "adapter" / "adapter_model.safetensors")
     assert saved and all(tensor.any() for tensor in saved.values())
+
+
+@pytest.mark.slow
+def test_an_engine_killed_in_an_update_comes_back_with_base_and_adapter(world: World) -> None:
+    """It dies before it has the adapter of version 1. The one that starts then samples from the trainer's policy."""
+    deadly = [sys.executable, str(Path(__file__).parents[1] / "deadly_update.py"), "1"]
+    steps = train(world, "killed", 3, *COLOCATED, *LORA, command=deadly)
+    said = (world.root / "killed.out").read_text()
+    assert "deadly_update: SIGKILL" in said and said.count("serves again") == 1
+    assert_one_policy(world, "killed", steps)
+
+
+@pytest.mark.slow
+def test_adapters_are_broadcast_in_parts(world: World) -> None:
+    """Over gloo, in buckets that hold a few matrices each; every live one is compared."""
+    apart = ("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--check-weight-update-equal")
+    broadcast = ("--update-weight-transport", "nccl", "--update-weight-buffer-size", "20000")
+    assert_one_policy(world, "broadcast", train(world, "broadcast", 3, *apart, *broadcast, *LORA))
+
+
+def assert_one_policy(world: World, name: str, steps: list[dict[str, float]]) -> None:
+    assert len(steps) == 3
+    for number, step in enumerate(steps):
+        assert step["train/train_rollout_logprob_abs_diff_max"] < 1e-5, number
+        assert all(s["weight_versions"] == [number] for s in samples(world.root / name, number)), number
