@@ -59,6 +59,62 @@ def test_adapters_are_broadcast_in_parts(world: World) -> None:
     assert_one_policy(world, "broadcast", train(world, "broadcast", 3, *apart, *broadcast, *LORA))
 
 
+def warm(world: World) -> list[str]:
+    """Flags of the tiny model after a supervised warm-up, as scripts/run-tiny-grpo.sh makes it: adapters over random
+    weights would have no head to work with."""
+    saved, out = world.root / "sft-saved", world.root / "warm"
+    flags = (
+        *(
+            "--rollout-batch-size",
+            "1280",
+            "--global-batch-size",
+            "128",
+            "--lr",
+            "1e-3",
+            "--lr-warmup-iters",
+            "10",
+        ),
+        *("--adam-beta2", "0.95", "--weight-decay", "0", "--max-tokens-per-gpu", "16384"),
+        *("--save", str(saved), "--no-save-optim"),
+    )
+    run(vime("train", *world.sft("sft", rollouts=20), *flags), world.root / "sft.out")
+    base = ("--load", str(saved), "--hf-checkpoint", str(world.model))
+    run(vime("export", *base, "--output-dir", str(out)), world.root / "export.out")
+    return [
+        *(
+            "--hf-checkpoint",
+            str(out),
+            "--rm-type",
+            "gsm8k",
+            "--prompt-data",
+            str(world.data / "train.jsonl"),
+        ),
+        *("--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--rollout-shuffle"),
+        *("--num-rollout", "16", "--rollout-batch-size", "64", "--n-samples-per-prompt", "16"),
+        *("--rollout-max-response-len", "5", "--global-batch-size", "256", "--eps-clip-high", "0.28"),
+        *("--adam-beta2", "0.95", "--weight-decay", "0", "--use-dynamic-batch-size"),
+        *("--max-tokens-per-gpu", "16384", "--balance-data", *COLOCATED),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_adapters_reach_the_reward_of_whole_weights(world: World) -> None:
+    """docs/lora.md has the rewards by which the margins were chosen."""
+    common, last = warm(world), {}
+    adapters = ("--lr", "2e-3", "--lora-rank", "16", "--lora-alpha", "32", "--lora-merge")
+    for name, own in (("whole", ("--lr", "2e-4")), ("adapters", adapters)):
+        run_dir = world.root / name
+        run(vime("train", *common, *own, "--run-dir", str(run_dir)), world.root / f"{name}.out")
+        steps = sorted(rows(run_dir, "rollout/step").items())
+        rewards = [row["rollout/raw_reward"] for _, row in steps]
+        print(name, [round(x, 2) for x in rewards])
+        assert len(rewards) == 16
+        last[name] = sum(rewards[-5:]) / 5
+        assert last[name] > sum(rewards[:3]) / 3 + 0.1
+    assert abs(last["adapters"] - last["whole"]) < 0.08
+
+
 def assert_one_policy(world: World, name: str, steps: list[dict[str, float]]) -> None:
     assert len(steps) == 3
     for number, step in enumerate(steps):
