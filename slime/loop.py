@@ -153,7 +153,7 @@ class _Loop:
                 self.publish(rollout_id + 1)
 
     def publish(self, version: int) -> None:
-        self.engines.publish(version)
+        self.report.sent(self.engines.publish(version))
         self.published = version
 
     def save(self, rollout_id: int, stopping: bool) -> None:

@@ -143,7 +143,7 @@ class RolloutEngine(Protocol):
     async def close(self) -> None: ...
 
 
-WeightKind = Literal["full", "adapter"]
+WeightKind = Literal["full", "adapter", "delta"]
 CHECKPOINT = -1
 """The `WeightSet.base_version` of the weights in the engine's own checkpoint, which never change."""
 
@@ -154,13 +154,15 @@ class WeightSet:
     carry it unchanged, and the receiver has one loader per kind."""
 
     kind: WeightKind = "full"
-    """full: all weights by their HF names. adapter: the matrices of a LoRA adapter by PEFT's names."""
+    """full: all weights by their HF names. adapter: the matrices of a LoRA adapter by PEFT's names. delta: what changed
+    since the base, one `slime.weight_sync.delta.payload` by the HF name of each tensor."""
     base_version: int | None = None
     """The version of the weights that the set is applied to. None for a set that needs no others."""
     name: str = ""
     """Of an adapter: what requests call it."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of an adapter: PEFT's adapter_config.json."""
+    """Of an adapter: PEFT's adapter_config.json. With --update-weight-mode delta: {"chain", "version"} of a set, and of a
+    delta also {"tensors" (their number), "compare", "refusals" (see slime.weight_sync.delta)}."""
 
     def message(self) -> dict[str, object]:
         """The record as plain data. Empty for full weights: a message without a record means them."""
@@ -197,6 +199,8 @@ class WeightUpdate:
     """What all parts of the update hold together."""
     size_bytes: int | None = None
     """Of its weights; None: not known."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the update up to this part: bytes that an engine gets, and the share of the weights that changed."""
 
     def message(self) -> dict[str, object]:
         """What engines get of it."""
@@ -220,8 +224,9 @@ class EnginePool(Protocol):
         and then, which raises when an engine has ended."""
         ...
 
-    def publish(self, version: int) -> None:
-        """Load the trainer's current weights, as `version`, on every engine; generation pauses meanwhile."""
+    def publish(self, version: int) -> Mapping[str, float]:
+        """Load the trainer's current weights, as `version`, on every engine; generation pauses meanwhile. Returns the
+        metrics of the update."""
         ...
 
     def allow_restarts(self) -> None:
@@ -253,7 +258,8 @@ class NoEngines:
     def start(self, meanwhile: Callable[[Callable[[], None]], object]) -> None:
         meanwhile(lambda: None)
 
-    def publish(self, version: int) -> None: ...
+    def publish(self, version: int) -> Mapping[str, float]:
+        return {}
 
     def allow_restarts(self) -> None: ...
 
@@ -334,7 +340,7 @@ class WeightSource(Protocol):
 
         The trainer makes a part while engines load the part before. `receivers`: the number of workers of each engine
         that will take the parts, by a name that changes when the engine restarts. With other receivers than in the call
-        before, all parts come again.
+        before, all parts come again. A version that is asked for again comes as the whole set.
         """
         ...
 

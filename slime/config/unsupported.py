@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from slime.config.fields import FlagSpec, spelled
 
 _DEEPGEMM = "DeepGEMM is not used by the trainer"
-_DELTA = "delta weight updates are not supported yet; whole weights are sent"
-_HOOK = "this hook is not called yet"
 _TOKENIZER = "the tokenizer is that of --hf-checkpoint"
 _MEMORY = "memory snapshots are not written; on a GPU, perf/*_peak_gib is the peak of each phase"
 _CI = "these checks are tests of this project, not flags; see tests/e2e"
@@ -37,11 +35,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "megatron_deepgemm_moe_forward_layers": Unsupported(None, _DEEPGEMM),
     "megatron_deepgemm_moe_forward_modules": Unsupported(None, _DEEPGEMM),
     # weight update
-    "update_weight_mode": Unsupported("full", _DELTA),
-    "update_weight_delta_encoding": Unsupported("xor", _DELTA),
-    "update_weight_delta_checksum": Unsupported("xxh3-128", _DELTA),
-    "update_weight_local_checkpoint_dir": Unsupported(None, _DELTA),
-    "custom_update_weight_post_write_path": Unsupported(None, _HOOK),
     "keep_old_actor": Unsupported(
         False, "old log-probs come from --use-rollout-logprobs or the recompute pass"
     ),

@@ -13,6 +13,7 @@ from slime.algo.surrogates import SURROGATES, Surrogate
 from slime.config.fields import FlagSpec, specs_of
 from slime.config.schema import SECTIONS
 from slime.hardware import HARDWARE
+from slime.weight_sync.delta.registry import CHECKSUMS, ENCODINGS
 from slime.weight_sync.registry import CHANNELS
 
 CHOICES: dict[str, Iterable[str]] = {
@@ -24,6 +25,8 @@ CHOICES: dict[str, Iterable[str]] = {
     "rs_type": MEASURES,
     "tis_level": LEVELS,
     "tis_mode": MODES,
+    "update_weight_delta_checksum": CHECKSUMS,
+    "update_weight_delta_encoding": ENCODINGS,
     "update_weight_transport": sorted(CHANNELS),
 }
 """Field name -> its values, where they are the names of a registry."""

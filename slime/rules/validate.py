@@ -55,6 +55,7 @@ from slime.rules.off_policy import (
 from slime.rules.packages import check_packages
 from slime.rules.prediction import check_prediction
 from slime.rules.resolve import FALLBACKS
+from slime.rules.weight_update import check_weight_update
 from slime.weight_sync.registry import CHANNELS
 
 Rule = Callable[[Config], None]
@@ -344,6 +345,7 @@ BY_THEMSELVES: tuple[Rule, ...] = (_required, _ranges, _precision, check_selecti
 TOGETHER: tuple[Rule, ...] = (
     check_hardware,
     check_parallel_sizes,
+    check_weight_update,
     check_critic_devices,
     _transformer_engine,
     *MEGATRON,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from slime.config import Config
@@ -29,6 +29,7 @@ class Reporter:
         self.spans = Spans(self.events)
         self.timers = Timers()
         self.timers.observer = self.spans
+        self._sent: dict[str, float] = {}
         apart = 0 if config.cluster.colocate else config.cluster.rollout_num_gpus
         self._figures = StepFigures(trainer_ranks(config) + apart)
         self._profiled = profiled_steps(config.debug.profile_steps)
@@ -47,7 +48,8 @@ class Reporter:
     def step(self, rollout_id: int, batch: RolloutBatch, trained: TrainResult) -> None:
         """Log one rollout and its optimizer steps, and print its line. `timers` have measured the rollout as
         `step`."""
-        perf = {**trained.perf, **self.timers.flush()}
+        perf = {**trained.perf, **self.timers.flush(), **self._sent}
+        self._sent = {}
         if "perf/trainer_time" in perf:
             # Time outside the ranks: Ray moves their data to them and rank 0's metrics back.
             names = ("trainer_time", "profile_time", "columns_wait_time")
@@ -85,6 +87,10 @@ class Reporter:
             LOGPROB_DIFF: sum(step[LOGPROB_DIFF] for step in seen) / len(seen),
             LOGPROB_DIFF_MAX: max(step[LOGPROB_DIFF_MAX] for step in seen),
         }
+
+    def sent(self, figures: Mapping[str, float]) -> None:
+        """Add the metrics of a weight update to the next step."""
+        self._sent |= figures
 
     def saved(self, rollout_id: int) -> None:
         """Log the time of the checkpoint after a rollout, as a second record of the same step."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from slime.protocols import WeightUpdate
-from slime.weight_sync.variables import ENGINE_VARIABLE, WEIGHT_DIR_VARIABLE
+from slime.weight_sync.variables import ENGINE_VARIABLE, LOCAL_DIR_VARIABLE, WEIGHT_DIR_VARIABLE
 
 Export = Callable[[], Iterable[tuple[str, Tensor]]]
 """Gives all weights with their HF names, from the first one in each call. Collective over trainer ranks."""
@@ -43,6 +43,8 @@ class TrainerPlace:
     """How long the trainer waits until a running engine has taken its bucket."""
     keep_files: bool = False
     """All published versions stay in `directory`."""
+    stem: str = "weights"
+    """The first part of the names of published files."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,14 @@ class Worker:
     engine: str | None
     """The name of its server."""
     weight_dir: str | None
+    local_dir: str | None = None
+    """Where this host keeps its copy of the weights (--update-weight-mode delta)."""
 
     @classmethod
     def here(cls, device: torch.device, rank: int) -> Worker:
         """The worker in this process, whose server has set the environment."""
-        return cls(device, rank, os.environ.get(ENGINE_VARIABLE), os.environ.get(WEIGHT_DIR_VARIABLE))
+        given = (ENGINE_VARIABLE, WEIGHT_DIR_VARIABLE, LOCAL_DIR_VARIABLE)
+        return cls(device, rank, *map(os.environ.get, given))
 
 
 def _nothing() -> None: ...
@@ -79,6 +84,8 @@ class Part:
     whole: bool
     """The part holds all weights, and the worker checks their names before it loads any. Otherwise the names are
     checked when the update ends."""
+    path: str | None = None
+    """The part's file."""
     origin: str = "the trainer's"
     """Names the tensors in an error."""
     series: str | None = None

@@ -13,8 +13,8 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -43,10 +43,11 @@ class FileChannel(WeightChannel):
     """
 
     name = "disk"
-    stem: ClassVar[str] = "weights"
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep_files: bool = False) -> None:
-        self.directory, self._keep_files = Path(directory), keep_files
+    def __init__(
+        self, directory: str | os.PathLike[str], *, keep_files: bool = False, stem: str = "weights"
+    ) -> None:
+        self.directory, self._keep_files, self.stem = Path(directory), keep_files, stem
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = self.directory.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
@@ -57,7 +58,7 @@ class FileChannel(WeightChannel):
 
     @classmethod
     def on_trainer(cls, place: TrainerPlace) -> FileChannel:
-        return cls(place.directory, keep_files=place.keep_files)
+        return cls(place.directory, keep_files=place.keep_files, stem=place.stem)
 
     @classmethod
     def on_engine(cls, worker: Worker) -> FileReceiver:
@@ -126,26 +127,33 @@ class FileReceiver:
     @contextmanager
     def receive(self, info: Info) -> Iterator[Part]:
         """ValueError for a file outside the weight directory."""
-        path = info["path"]
-        checksums = info.get("checksums")
-        with ExitStack() as opened:
-            holders: dict[str, OpenFile] = {}
-            for each in _files(path, self._worker.weight_dir):
-                file = opened.enter_context(safe_open(each, framework="pt", device="cpu"))
-                holders |= dict.fromkeys(file.keys(), file)
+        path, checksums = info["path"], info.get("checksums")
+        with opened(_files(path, self._worker.weight_dir), compare=checksums is not None) as part:
 
-            def get(name: str) -> torch.Tensor:
-                return holders[name].get_tensor(name)
+            def verify() -> None:
+                if checksums is not None:
+                    require_checksums(part.shapes, part.get, checksums)
 
-            yield Part(
-                {name: file.get_slice(name).get_shape() for name, file in holders.items()},
-                get,
-                load=info.get("load", True),
-                compare=checksums is not None,
-                whole=True,
-                origin=f"those of {path}",
-                verify=lambda: None if checksums is None else require_checksums(holders, get, checksums),
+            yield replace(
+                part, load=info.get("load", True), path=str(path), origin=f"those of {path}", verify=verify
             )
+
+
+@contextmanager
+def opened(files: Iterable[str], *, compare: bool) -> Iterator[Part]:
+    """All weights, which `files` (safetensors) hold together."""
+    with ExitStack() as stack:
+        holders: dict[str, OpenFile] = {}
+        for each in files:
+            file = stack.enter_context(safe_open(each, framework="pt", device="cpu"))
+            holders |= dict.fromkeys(file.keys(), file)
+        yield Part(
+            {name: file.get_slice(name).get_shape() for name, file in holders.items()},
+            lambda name: holders[name].get_tensor(name),
+            load=True,
+            compare=compare,
+            whole=True,
+        )
 
 
 def _files(path: str, root: str | None) -> list[str]:

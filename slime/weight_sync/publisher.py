@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
 
 from slime.protocols import FULL, WeightSet, WeightUpdate
 from slime.weight_sync.channel import Export, TrainerPlace, WeightChannel
+from slime.weight_sync.delta.series import DeltaSeries, figures
+from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.registry import CHANNELS
+
+
+Written = Callable[[Path, list[str]], None]
+"""Called with the folder of a version that was written, and the names of the engines that will read it."""
 
 
 class Publisher:
     """Every trainer rank has one, and every call is collective over the trainer ranks.
 
     `channel` is for running engines, `files` for engines that restart. `compare`: engines compare their live weights
-    with the trainer's (--check-weight-update-equal). `weights`: what `export` gives.
+    with the trainer's (--check-weight-update-equal). `weights`: what `export` gives. `deltas`: sends what changed, in
+    place of `weights`. `written`: rank 0 calls it after each file.
     """
 
     def __init__(
@@ -26,9 +36,11 @@ class Publisher:
         *,
         compare: bool,
         weights: WeightSet = FULL,
+        deltas: DeltaSeries | None = None,
+        written: Written | None = None,
     ) -> None:
         self._export, self._channel, self._files, self._compare = export, channel, files, compare
-        self._weights = weights
+        self._weights, self._deltas, self._written = weights, deltas, written
         self._sending: Iterator[WeightUpdate] | None = None
         self._receivers: dict[str, int] = {}  # of the version that is being sent
 
@@ -41,10 +53,16 @@ class Publisher:
         *,
         compare: bool,
         weights: WeightSet = FULL,
+        snapshot: Snapshot | None = None,
+        written: Written | None = None,
     ) -> Publisher:
-        """The publisher of one rank; `transport` is a value of --update-weight-transport."""
-        channel = CHANNELS[transport].load().on_trainer(place)
-        return cls(export, channel, FileChannel.on_trainer(place), compare=compare, weights=weights)
+        """The publisher of one rank; `transport` is a value of --update-weight-transport. With a `snapshot` it sends
+        deltas."""
+        kind, files, deltas = CHANNELS[transport].load(), FileChannel.on_trainer(place), None
+        channel = kind.on_trainer(place if snapshot is None else replace(place, stem="delta"))
+        if snapshot is not None:
+            deltas = DeltaSeries(channel, files, snapshot, place.directory, compare=compare)
+        return cls(export, channel, files, compare=compare, weights=weights, deltas=deltas, written=written)
 
     def next(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
         """The next part of the current weights, whose version is `version`, or None after the last part.
@@ -54,17 +72,37 @@ class Publisher:
         """
         if self._sending is None or self._receivers != receivers:
             self._receivers = receivers
-            channel = self._channel if receivers else self._files
-            self._sending = channel.parts(self._export, version, compare=self._compare, receivers=receivers)
+            self._sending = self._parts(version, receivers)
         part = None
         try:
             part = next(self._sending, None)
         finally:
             if part is None:  # the end, or an error, after which the generator cannot continue
                 self._sending = None
-        return None if part is None else replace(part, weights=self._weights)
+        return None if part is None else self._told(part)
 
     def file(self, version: int) -> WeightUpdate:
         """The current weights in a file, for an engine that starts between two updates."""
         part = next(self._files.parts(self._export, version, compare=False, receivers={}))
-        return replace(part, weights=self._weights)
+        return self._told(replace(part, weights=self._weights))
+
+    def _parts(self, version: int, receivers: dict[str, int]) -> Iterator[WeightUpdate]:
+        if self._deltas is not None:
+            yield from self._deltas.parts(self._export, version, receivers)
+            return
+        sent = 0
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            nonlocal sent
+            for name, tensor in self._export():
+                sent += tensor.nbytes
+                yield name, tensor
+
+        channel = self._channel if receivers else self._files
+        for part in channel.parts(counted, version, compare=self._compare, receivers=receivers):
+            yield replace(part, weights=self._weights, figures=figures(sent, 1.0))
+
+    def _told(self, part: WeightUpdate) -> WeightUpdate:
+        if self._written is not None and part.channel == FileChannel.name and part.info:
+            self._written(Path(part.info["path"]).parent, list(self._receivers))
+        return part

@@ -18,7 +18,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Protocol
@@ -26,6 +26,7 @@ from typing import Protocol
 from slime.protocols import WeightSource, WeightUpdate
 from slime.waiting import wait
 from slime.weight_sync.channel import WeightChannel
+from slime.weight_sync.delta.refusals import refusals
 from slime.weight_sync.registry import CHANNELS
 
 logger = logging.getLogger(__name__)
@@ -148,6 +149,8 @@ class WeightTransfer:
         self.lock = threading.RLock()
         self.state = State.SERVING
         self._last: WeightUpdate | None = None
+        self.figures: Mapping[str, float] = {}
+        """Metrics of the last update, see `WeightUpdate.figures`."""
 
     @property
     def version(self) -> int | None:
@@ -231,7 +234,8 @@ class WeightTransfer:
             engine.pause()
 
     def _load_everywhere(self, version: int) -> None:
-        """Load all parts. If engines that take a part together lose one of them, the rest begins again."""
+        """Load all parts. If engines that take a part together lose one of them, the rest begins again. So do all if one
+        refuses a delta: the trainer then gives the whole set."""
         takers = self._pool.serving()
         parts = self._parts(version, takers)
         self._last = first = next(parts)
@@ -246,16 +250,23 @@ class WeightTransfer:
             began = time.perf_counter()
             if self._reaches_all(part, takers):
                 self._told(part, place, time.perf_counter() - began)
-                part, place = next(parts, None), place + 1
-                continue
-            if self._pool.serving() == takers:
+                self.figures = part.figures
+                said, part, place = refusals(part), next(parts, None), place + 1
+                if not said:
+                    continue
+                assert part is None, "engines judge a delta when they have all of it"
+                why = f"the whole set of weights is sent in place of a delta: {'; '.join(said)}"
+            elif self._pool.serving() == takers:
                 next(parts, None)  # raises the trainer's error, if the trainer failed
                 raise RuntimeError(
                     "a broadcast of weights must reach all engines, got a broken connection while all run; see the "
                     "logs of trainer-0 and the engines, or take --update-weight-transport disk"
                 )
+            else:
+                left = len(self._pool.serving())
+                why = f"an engine died: the update begins again for the {left} that are left"
+            logger.warning("%s", why)
             takers = self._pool.serving()
-            logger.warning("an engine died: the update begins again for the %d that are left", len(takers))
             parts = self._parts(version, takers)
             self._last = part = next(parts)
             place = 0

@@ -89,9 +89,10 @@ class LoopRun:
         self.calls.append("finish save")
         return done(None)
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int) -> dict[str, float]:
         self.calls.append(f"publish {version}")
         self.version = version
+        return {"perf/update_weights_density": 0.5}
 
     def sleep(self) -> None:
         self.calls.append("sleep")

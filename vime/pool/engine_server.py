@@ -44,6 +44,8 @@ class EngineSpec(ServerSpec):
 
     model_path: str
     weight_dir: str
+    local_checkpoint_dir: str | None = None
+    """Where the host keeps its copy of the weights; None: in `weight_dir`."""
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: str = "float32"
     tensor_parallel_size: int = 1

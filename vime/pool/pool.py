@@ -12,7 +12,7 @@ import http.client
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -178,17 +178,18 @@ class ServerPool:
         self._monitor.start()
         self._health_watch.start()
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int) -> Mapping[str, float]:
         """Load the trainer's weights as `version` on every serving engine, see slime.weight_sync.transfer.
 
         The monitor restarts an engine that dies meanwhile. An engine that refuses the weights, or has other weights
-        afterwards (--check-weight-update-equal), raises ControlError.
+        afterwards (--check-weight-update-equal), raises ControlError. Returns the metrics of the update.
         """
         with self._transfer.lock:
             self._transfer.publish(version)
             titles = [member.title for member in self._serving()]
             self._events.add("weights", model=self._model, engines=titles, version=version)
             self.allow_restarts()
+            return self._transfer.figures
 
     def allow_restarts(self) -> None:
         """Let each engine of a frozen model restart as often again as it may between two updates of the policy."""

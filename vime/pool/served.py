@@ -103,9 +103,10 @@ class ServedModels:
             start = _around(pool, start)
         start(meanwhile)
 
-    def publish(self, version: int) -> None:
-        self._policy.publish(version)
+    def publish(self, version: int) -> Mapping[str, float]:
+        figures = self._policy.publish(version)
         self.allow_restarts()
+        return figures
 
     def allow_restarts(self) -> None:
         for pool in (self._policy, *self._frozen.values()):

@@ -25,6 +25,9 @@ def require_disk_space(c: Config) -> None:
     copies = min(CHANNELS[c.weight_update.update_weight_transport].copies, c.rollouts + 1)
     if copies and c.weight_update.update_weight_disk_keep_files:
         copies = c.rollouts // c.weight_update.update_weights_interval + 1
+    if c.weight_update.update_weight_mode == "delta":
+        # two whole sets, and this host's copy unless it is elsewhere
+        copies = max(copies, 2) + (c.weight_update.update_weight_local_checkpoint_dir is None)
     if c.num_engines and copies:
         weight_dir = given(c.weight_update.weight_dir)
         left = sum(file.stat().st_size for file in Path(weight_dir).glob("**/*.safetensors"))

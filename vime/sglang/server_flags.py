@@ -141,6 +141,10 @@ def check_weights(config: Config) -> None:
             f"--update-weight-transport must be {CHANNEL} with --rollout-backend sglang, got {transport}; add "
             f"--update-weight-transport {CHANNEL}"
         )
+    if config.weight_update.update_weight_mode == "delta":
+        raise ValueError(
+            "--update-weight-mode must be full with --rollout-backend sglang, got delta; leave the flag out"
+        )
     if sends_adapters(config):
         raise ValueError(
             f"--lora-merge must be given with --lora-rank {config.lora.lora_rank} and --rollout-backend sglang, got "

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 from slime.cluster.rendezvous import LOOPBACK_ONLY
-from slime.weight_sync.variables import WEIGHT_DIR_VARIABLE
+from slime.weight_sync.variables import LOCAL_DIR_VARIABLE, WEIGHT_DIR_VARIABLE
 from vime.pool.engine_server import EngineServer, EngineSpec, option, pair_up
 from vime.vllm.cpu import engine as cpu_engine
 from vime.vllm.versions import request_times, server_module, speculation_counts, token_routes
@@ -130,6 +130,8 @@ class VllmServer(EngineServer):
             "HF_HUB_OFFLINE": "1",
             "VLLM_HOST_IP": spec.host,  # the engine's processes connect at this address
         }
+        if spec.local_checkpoint_dir is not None:
+            env[LOCAL_DIR_VARIABLE] = spec.local_checkpoint_dir
         if spec.temperature != 1:
             env[scaled_logits.VARIABLE] = repr(spec.temperature)
         if spec.lora_name:

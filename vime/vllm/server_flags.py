@@ -324,6 +324,7 @@ def common_settings(config: Config) -> dict[str, Any]:
     return {
         "model_path": config.rollout.hf_checkpoint,
         "weight_dir": config.weight_update.weight_dir,
+        "local_checkpoint_dir": config.weight_update.update_weight_local_checkpoint_dir,
         "device": config.cluster.device,
         "dtype": config.megatron.params_dtype,
         "tensor_parallel_size": engine_tensor_parallel(config),

@@ -16,6 +16,26 @@ class WeightUpdateConfig:
         None,
         "how weights go to the engines",
     )
+    update_weight_mode: str = flag(
+        "full",
+        "send all weights, or what changed since the last update (delta)",
+        choices=("full", "delta"),
+    )
+    update_weight_delta_encoding: str = flag("xor", "what a delta has of the values that changed")
+    update_weight_delta_checksum: str = flag(
+        "xxh3-128", "checksum of every tensor, by which engines check a delta"
+    )
+    update_weight_local_checkpoint_dir: str | None = flag(
+        None,
+        "directory of each engine host for its copy of the weights, which deltas change (default: a folder in "
+        "--weight-dir)",
+    )
+    custom_update_weight_post_write_path: str | None = flag(
+        None, "fn(args, version_dir, rollout_engines), called when a version was written into --weight-dir"
+    )
+    custom_delta_pre_push_path: str | None = flag(
+        None, "older name of --custom-update-weight-post-write-path"
+    )
     update_weight_buffer_size: int = flag(
         512 * 2**20,
         "size in bytes of a bucket of weights, for the channels that send buckets",
@@ -25,6 +45,7 @@ class WeightUpdateConfig:
         1, "number of rollouts between two weight updates (more than 1 needs --max-staleness)", range=COUNT
     )
     update_weight_disk_dir: str | None = flag(None, "older name of --weight-dir")
+    update_weight_delta_dir: str | None = flag(None, "older name of --weight-dir")
     weight_dir: str | None = flag(
         None,
         "directory for published weights (default: a private one in /dev/shm, otherwise the run directory)",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slime.config import Config
+from slime.hooks import load_function
 from slime.megatron_backend.checkpoint.background import BackgroundSaves
 from slime.megatron_backend.checkpoint.merged import merged
 from slime.megatron_backend.checkpoint.peft import export_adapters, peft_config
@@ -19,7 +20,8 @@ from slime.models.lora import sends_adapters
 from slime.protocols import CHECKPOINT, FULL, WeightSet, WeightUpdate
 from slime.roles import POLICY
 from slime.weight_sync.channel import TrainerPlace
-from slime.weight_sync.publisher import Publisher
+from slime.weight_sync.delta.snapshot import Snapshot
+from slime.weight_sync.publisher import Publisher, Written
 
 
 class Outputs:
@@ -54,6 +56,8 @@ class Outputs:
                 *(flags.update_weight_transport, place, self._export),
                 compare=compare,
                 weights=self._weights(),
+                snapshot=self._snapshot(),
+                written=self._written(),
             )
 
     def save(self, rollout_id: int) -> None:
@@ -95,6 +99,20 @@ class Outputs:
             return FULL
         settings = peft_config(self.models.main.model, self.config.rollout.hf_checkpoint)
         return WeightSet("adapter", CHECKPOINT, self.config.lora.lora_name, settings)
+
+    def _snapshot(self) -> Snapshot | None:
+        flags = self.config.weight_update
+        if flags.update_weight_mode == "full":
+            return None
+        return Snapshot(flags.update_weight_delta_encoding, flags.update_weight_delta_checksum)
+
+    def _written(self) -> Written | None:
+        path = self.config.weight_update.custom_update_weight_post_write_path
+        if path is None:
+            return None
+        hook = load_function(path, flag="--custom-update-weight-post-write-path")
+        args = self.config.namespace()
+        return lambda folder, engines: hook(args, str(folder), engines)
 
     def _export(self) -> Iterator[tuple[str, Tensor]]:
         model, read = self.models.main.model, self.models.main.residence.read

@@ -30,6 +30,7 @@ from slime.weight_sync.channel import Part, Receiver, Worker
 from slime.weight_sync.registry import CHANNELS
 from vime.vllm.versions import ReceivesOnly
 from vime.vllm.worker.adapter_loader import AdapterLoader
+from vime.vllm.worker.delta_loader import DeltaLoader
 from vime.vllm.worker.draft import differing_draft_tensors, predicted_names, trained_shapes
 from vime.vllm.worker.live_experts import keep_in_place, repack_experts, stacks_experts
 from vime.vllm.worker.live_weights import differing_tensors, repack_tied_weights
@@ -75,12 +76,14 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self.compared: dict[str, list[int]] = {}
         self.finished = False
         self.adapter = AdapterLoader(self.model, self.device)
+        self.delta = DeltaLoader(self.worker)
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
         """After several parts: ValueError unless all of the checkpoint's tensors came, RuntimeError unless all of them
         were compared, if some were."""
         self.adapter.finish()
+        self.delta.finish()
         self._finish_loading()
         if self.compared and self.compared != self.loaded:
             raise RuntimeError(
@@ -108,8 +111,13 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
                 return  # the same weights are sent once more
             if weights.kind == "adapter":
                 self.adapter.take(part, weights)
+            elif weights.kind == "delta":
+                with self.delta.whole(part, weights) as whole:
+                    if whole is not None:
+                        self._take_all(whole)
             elif part.whole:
                 self._take_all(part)
+                self.delta.keep(part, weights)
             else:
                 self._take(part)
             if part.borrowed and torch.accelerator.is_available():

@@ -1,0 +1,131 @@
+"""The engine's side: one copy of the weights per host, which deltas change in place.
+
+    DIR/model.safetensors   the weights by HF name
+    DIR/state.json          {"chain", "version"} of a complete copy. It is gone while the copy changes, so a process that
+                            dies meanwhile leaves no copy that looks complete.
+    DIR/lock                held by the process that changes the copy
+
+All workers of all engines of a host use the copy. The first one that gets an update changes it, and the others find its
+work done. A `chain` is the series of a whole set and the deltas that follow it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from slime.disk_space import Room, require_room
+from slime.weight_sync.delta.payload import apply
+
+FILE, STATE, LOCK = "model.safetensors", "state.json", "lock"
+FLAG = "--update-weight-local-checkpoint-dir"
+
+
+class RefusedError(RuntimeError):
+    """A delta cannot be applied to this host's copy: the whole set must come."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which weights a copy has: those of `version` in `chain`."""
+
+    chain: str
+    version: int
+
+
+class LocalCopy:
+    """The copy in `directory`, which is made when it is first needed."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self.path = self.directory / FILE
+
+    def keep(self, source: str, place: Place) -> None:
+        """Make the copy of the safetensors file `source`, unless another worker has."""
+        with self._locked():
+            if self.state() == place:
+                return
+            self._forget()
+            partial = self.path.with_suffix(".partial")
+            require_room(FLAG, self.directory, os.path.getsize(source), "this host's copy of the weights")
+            try:
+                with Room(FLAG, self.directory, "this host's copy of the weights"):
+                    shutil.copyfile(source, partial)
+                    os.replace(partial, self.path)
+            finally:
+                partial.unlink(missing_ok=True)
+            self._remember(place)
+
+    def patch(self, payloads: Mapping[str, Tensor], base: int, place: Place) -> None:
+        """Bring the copy from version `base` to `place`, unless another worker has. RefusedError for a copy of other
+        weights, and for payloads after which a tensor is not the trainer's; the copy is not used again then."""
+        with self._locked():
+            found = self.state()
+            if found == place:
+                return
+            if found != Place(place.chain, base):
+                raise RefusedError(
+                    f"a delta to version {place.version} must be applied to version {base}, got "
+                    f"{_told(found, place.chain)} in {self.directory}"
+                )
+            self._forget()
+            self._change(payloads, place)
+            self._remember(place)
+
+    def _change(self, payloads: Mapping[str, Tensor], place: Place) -> None:
+        whole = np.memmap(self.path, np.uint8, "r+")
+        at = 8 + int(whole[:8].view("<u8")[0])
+        header = json.loads(whole[8:at].tobytes())
+        header.pop("__metadata__", None)
+        if differ := sorted(header.keys() ^ payloads.keys()):
+            raise RefusedError(
+                f"a delta must have the tensors of the copy, got {len(differ)} that differ: {', '.join(differ[:8])}"
+            )
+        wrong = []
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            if (why := apply(whole[at + first : at + last], payloads[name])) is not None:
+                wrong.append(f"{name} ({why})")
+        whole.flush()
+        if wrong:
+            raise RefusedError(
+                f"a delta to version {place.version} must give the trainer's weights, got {len(wrong)} tensors that "
+                f"differ: {', '.join(sorted(wrong)[:8])}"
+            )
+
+    def state(self) -> Place | None:
+        """What the copy has. None without a complete copy."""
+        try:
+            return Place(**json.loads((self.directory / STATE).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+
+    def _forget(self) -> None:
+        (self.directory / STATE).unlink(missing_ok=True)
+
+    def _remember(self, place: Place) -> None:
+        partial = self.directory / f"{STATE}.partial"
+        partial.write_text(json.dumps({"chain": place.chain, "version": place.version}), encoding="utf-8")
+        os.replace(partial, self.directory / STATE)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self.directory / LOCK).open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # the kernel frees the lock of a process that dies
+            yield
+
+
+def _told(found: Place | None, chain: str) -> str:
+    if found is None:
+        return "no complete copy"
+    return f"version {found.version}{'' if found.chain == chain else ' of an older whole set'}"

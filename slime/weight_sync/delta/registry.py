@@ -1,0 +1,62 @@
+"""The encodings and checksums of deltas, one entry each. To add one: write its file and its entry here.
+
+The flags read the entries, so this file imports no numpy. An encoding is a file with two functions over words, which are
+unsigned integers with the bits of the values:
+
+    values(old, new)        what is sent of the values that changed
+    applied(old, sent)      the new values
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import zlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+ENCODINGS = {
+    "xor": "slime.weight_sync.delta.xor",
+    "overwrite": "slime.weight_sync.delta.overwrite",
+}
+"""Values of --update-weight-delta-encoding, and their files."""
+
+
+def encoding(name: str) -> ModuleType:
+    """The file of an encoding. ValueError for one that this version does not know."""
+    if name not in ENCODINGS:
+        raise ValueError(
+            f"--update-weight-delta-encoding must be one of {', '.join(ENCODINGS)}, got {name}; trainer and engine must "
+            "have the same version"
+        )
+    return importlib.import_module(ENCODINGS[name])
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"--update-weight-delta-checksum must be of an installed package, got {name}, which is not installed on "
+            f"this host; pip install {name}, or take sha256"
+        ) from error
+
+
+CHECKSUMS: dict[str, Callable[[Any], str]] = {
+    "xxh3-128": lambda data: str(_package("xxhash").xxh3_128_hexdigest(data)),
+    "blake3": lambda data: str(_package("blake3").blake3(data).hexdigest()),
+    "adler32": lambda data: f"{zlib.adler32(data):08x}",
+    "sha256": lambda data: hashlib.sha256(data).hexdigest(),
+}
+"""Values of --update-weight-delta-checksum, and their hex digests of bytes."""
+
+
+def checksum(name: str, data: Any) -> str:
+    """The hex digest of `data`. ValueError for a checksum that this host cannot compute."""
+    if name not in CHECKSUMS:
+        raise ValueError(
+            f"--update-weight-delta-checksum must be one of {', '.join(CHECKSUMS)}, got {name}; trainer and engine must "
+            "have the same version"
+        )
+    return CHECKSUMS[name](data)

@@ -1,0 +1,89 @@
+"""Which updates of a run are deltas: the trainer's side of --update-weight-mode delta.
+
+    whole set 0 --> delta 1 (base 0) --> delta 2 (base 1) --> ...          one chain
+                                     --> whole set 2, if delta 2 was refused, or some engines lost a part of it
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.protocols import WeightSet, WeightUpdate
+from slime.weight_sync.channel import Export, WeightChannel
+from slime.weight_sync.delta.refusals import new_file
+from slime.weight_sync.delta.snapshot import Snapshot
+from slime.weight_sync.file_channel import FileChannel
+
+
+class DeltaSeries:
+    """Of one trainer rank; every call is collective. Deltas go through `channel`, whole sets through `files`.
+
+    `directory`: all hosts see it. Engines say there that they refuse a delta.
+    """
+
+    def __init__(
+        self, channel: WeightChannel, files: FileChannel, snapshot: Snapshot, directory: Path, *, compare: bool
+    ) -> None:
+        self._channel, self._files, self._snapshot, self._directory = channel, files, snapshot, directory
+        self._compare = compare
+        self._chain = ""
+        self._base: int | None = None
+        """The version that the snapshot has. None: while parts are given out, and after a series that was cut off."""
+
+    def parts(self, export: Export, version: int, receivers: dict[str, int]) -> Iterator[WeightUpdate]:
+        """The parts of `version`: a delta, or the whole set for the first version and for one that is asked for again.
+
+        Without `receivers` no engine has the base, so the whole set comes.
+        """
+        base, self._base = self._base, None
+        if base is None or base == version or not receivers:
+            yield from self._whole(export, version)
+        else:
+            yield from self._delta(export, base, version, receivers)
+        self._base = version
+
+    def _whole(self, export: Export, version: int) -> Iterator[WeightUpdate]:
+        self._chain = uuid.uuid4().hex
+        weights = WeightSet("full", settings={"chain": self._chain, "version": version})
+        sent = 0
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            nonlocal sent
+            for name, tensor in self._snapshot.taken(export):
+                sent += tensor.nbytes
+                yield name, tensor
+
+        for part in self._files.parts(counted, version, compare=self._compare, receivers={}):
+            yield replace(part, weights=weights, figures=figures(sent, 1.0))
+
+    def _delta(
+        self, export: Export, base: int, version: int, receivers: dict[str, int]
+    ) -> Iterator[WeightUpdate]:
+        payloads = self._snapshot.payloads(export)
+        weights = WeightSet(
+            "delta",
+            base,
+            settings={
+                "chain": self._chain,
+                "version": version,
+                "tensors": len(payloads),
+                "compare": self._compare,
+                "refusals": "" if dist.get_rank() else str(new_file(self._directory)),
+            },
+        )
+        share = self._snapshot.changed_bytes / max(1, self._snapshot.total_bytes)
+        told = figures(sum(payload.nbytes for _, payload in payloads), share)
+        parts = self._channel.parts(lambda: payloads, version, compare=False, receivers=receivers)
+        for part in parts:
+            yield replace(part, weights=weights, lasting=False, figures=told)
+
+
+def figures(wire_bytes: int, density: float) -> Mapping[str, float]:
+    """The metrics of an update."""
+    return {"perf/update_weights_wire_bytes": wire_bytes, "perf/update_weights_density": density}
