@@ -15,7 +15,6 @@ from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.registry import CHANNELS
 
-
 Written = Callable[[Path, list[str]], None]
 """Called with the folder of a version that was written, and the names of the engines that will read it."""
 

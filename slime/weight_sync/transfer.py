@@ -234,8 +234,8 @@ class WeightTransfer:
             engine.pause()
 
     def _load_everywhere(self, version: int) -> None:
-        """Load all parts. If engines that take a part together lose one of them, the rest begins again. So do all if one
-        refuses a delta: the trainer then gives the whole set."""
+        """Load all parts. If engines that take a part together lose one of them, the rest begins again. All begin again
+        if one refuses a delta: the trainer then gives the whole set."""
         takers = self._pool.serving()
         parts = self._parts(version, takers)
         self._last = first = next(parts)

@@ -27,8 +27,8 @@ def encoding(name: str) -> ModuleType:
     """The file of an encoding. ValueError for one that this version does not know."""
     if name not in ENCODINGS:
         raise ValueError(
-            f"--update-weight-delta-encoding must be one of {', '.join(ENCODINGS)}, got {name}; trainer and engine must "
-            "have the same version"
+            f"--update-weight-delta-encoding must be one of {', '.join(ENCODINGS)}, got {name}; trainer and engine "
+            "must have the same version"
         )
     return importlib.import_module(ENCODINGS[name])
 
@@ -56,7 +56,7 @@ def checksum(name: str, data: Any) -> str:
     """The hex digest of `data`. ValueError for a checksum that this host cannot compute."""
     if name not in CHECKSUMS:
         raise ValueError(
-            f"--update-weight-delta-checksum must be one of {', '.join(CHECKSUMS)}, got {name}; trainer and engine must "
-            "have the same version"
+            f"--update-weight-delta-checksum must be one of {', '.join(CHECKSUMS)}, got {name}; trainer and engine "
+            "must have the same version"
         )
     return CHECKSUMS[name](data)

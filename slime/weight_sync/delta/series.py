@@ -1,7 +1,7 @@
 """Which updates of a run are deltas: the trainer's side of --update-weight-mode delta.
 
-    whole set 0 --> delta 1 (base 0) --> delta 2 (base 1) --> ...          one chain
-                                     --> whole set 2, if delta 2 was refused, or some engines lost a part of it
+whole set 0 --> delta 1 (base 0) --> delta 2 (base 1) --> ...          one chain
+                                 --> whole set 2, if delta 2 was refused, or some engines lost a part of it
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ class DeltaSeries:
     """
 
     def __init__(
-        self, channel: WeightChannel, files: FileChannel, snapshot: Snapshot, directory: Path, *, compare: bool
+        self,
+        channel: WeightChannel,
+        files: FileChannel,
+        snapshot: Snapshot,
+        directory: Path,
+        *,
+        compare: bool,
     ) -> None:
         self._channel, self._files, self._snapshot, self._directory = channel, files, snapshot, directory
         self._compare = compare

@@ -62,7 +62,7 @@ def apply(words: np.ndarray, packed: bytes, encoding: ModuleType) -> None:
     records = list(_records(packed))
     if len(records) != len(pieces):
         raise ValueError(f"{len(pieces)} pieces must come, got {len(records)}")
-    list(_threads().map(lambda piece, record: _apply(piece, *record, encoding), pieces, records))
+    list(_threads().map(lambda piece, record: _apply(piece, record, encoding), pieces, records))
 
 
 def _records(packed: bytes) -> Iterator[tuple[int, int, bytes]]:
@@ -76,7 +76,8 @@ def _records(packed: bytes) -> Iterator[tuple[int, int, bytes]]:
         at += size
 
 
-def _apply(piece: np.ndarray, count: int, width: int, data: bytes, encoding: ModuleType) -> None:
+def _apply(piece: np.ndarray, record: tuple[int, int, bytes], encoding: ModuleType) -> None:
+    count, width, data = record
     if not count:
         return
     try:
@@ -93,7 +94,11 @@ def _apply(piece: np.ndarray, count: int, width: int, data: bytes, encoding: Mod
 
 
 def _planes(values: np.ndarray) -> bytes:
-    return np.ascontiguousarray(values.view(np.uint8).reshape(values.size, -1).T).tobytes() if values.size else b""
+    return (
+        np.ascontiguousarray(values.view(np.uint8).reshape(values.size, -1).T).tobytes()
+        if values.size
+        else b""
+    )
 
 
 def _from_planes(data: bytes, dtype: np.dtype) -> np.ndarray:

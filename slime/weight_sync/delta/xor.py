@@ -6,8 +6,8 @@ import numpy as np
 
 
 def values(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    return old ^ new
+    return np.bitwise_xor(old, new)
 
 
 def applied(old: np.ndarray, sent: np.ndarray) -> np.ndarray:
-    return old ^ sent
+    return np.bitwise_xor(old, sent)

@@ -36,13 +36,13 @@ def changed(old: torch.Tensor, share: float, seed: int = 7) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (0, 4), (1,), (7, 13), (3, 1, 2, 5), (513, 129)], ids=str)
 @pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
-def test_the_new_bits_come_out(
-    name: str, dtype: torch.dtype, shape: tuple[int, ...], share: float
-) -> None:
+def test_the_new_bits_come_out(name: str, dtype: torch.dtype, shape: tuple[int, ...], share: float) -> None:
     old = bits(shape, dtype, 1)
     new = changed(old, share)
     payload, count = encode(octets(old), octets(new), dtype.itemsize, by=name, checked_by="sha256")
-    differing = (octets(old).reshape(-1, dtype.itemsize) != octets(new).reshape(-1, dtype.itemsize)).any(1).sum()
+    differing = (
+        (octets(old).reshape(-1, dtype.itemsize) != octets(new).reshape(-1, dtype.itemsize)).any(1).sum()
+    )
     if dtype.itemsize <= 8:
         assert count == differing * dtype.itemsize
     result = octets(old).copy()
@@ -119,7 +119,9 @@ def test_checksums_are_the_known_ones() -> None:
 
 
 def test_names_that_no_file_has() -> None:
-    with pytest.raises(ValueError, match="--update-weight-delta-encoding must be one of xor, overwrite, got sparse"):
+    with pytest.raises(
+        ValueError, match="--update-weight-delta-encoding must be one of xor, overwrite, got sparse"
+    ):
         encoding("sparse")
     with pytest.raises(ValueError, match="--update-weight-delta-checksum must be one of .*, got crc"):
         checksum("crc", b"")

@@ -1,0 +1,127 @@
+"""Deltas in a real engine: its live weights are the trainer's to the bit, and a delta that it cannot use changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_fixtures import make_checkpoint
+from offline_engine import OfflineEngine, offline_engine
+from safetensors.torch import load_file
+
+from slime.protocols import WeightUpdate
+from slime.weight_sync.channel import Part, TrainerPlace
+from slime.weight_sync.delta.refusals import refusals
+from slime.weight_sync.delta.snapshot import Snapshot
+from slime.weight_sync.publisher import Publisher
+
+RECEIVERS = {"engine-0-1": 1}
+TOKENS = [5, 9, 17, 30, 22, 8, 41, 12, 3, 19]
+
+
+class Trainer:
+    """The checkpoint's weights, each version with a few values more that differ."""
+
+    def __init__(self, checkpoint: Path, weight_dir: Path) -> None:
+        self.tensors = load_file(checkpoint / "model.safetensors")
+        place = TrainerPlace(weight_dir, 1 << 20, torch.device("cpu"), 60.0)
+        self.publisher = Publisher.of(
+            *("disk", place, lambda: iter(self.tensors.items())),
+            compare=True,
+            snapshot=Snapshot("xor", "xxh3-128"),
+        )
+
+    def update(self, version: int, *, changed: bool = True) -> WeightUpdate:
+        if changed:
+            for i, tensor in enumerate(self.tensors.values()):
+                tensor.view(-1)[version + i :: 37] *= 1.25
+        part = self.publisher.next(version, RECEIVERS)
+        assert part is not None and self.publisher.next(version, RECEIVERS) is None
+        return part
+
+
+def whole_log_probs(engine: OfflineEngine, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """After all weights were loaded as one file, not as a delta."""
+    receiver = engine.worker.weight_transfer_engine
+    engine.worker.start_weight_update()
+    part = Part({n: list(t.shape) for n, t in tensors.items()}, tensors.__getitem__, True, True, whole=True)
+    with torch.no_grad():
+        receiver._take_all(part)
+    engine.worker.finish_weight_update()
+    return engine.log_probs(TOKENS)
+
+
+def test_deltas_give_the_trainers_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, weights = make_checkpoint(tmp_path / "base"), tmp_path / "weights"
+    weights.mkdir(mode=0o700)
+    monkeypatch.setenv("VIME_LOCAL_CHECKPOINT_DIR", str(tmp_path / "local"))
+    with offline_engine(checkpoint, weights, monkeypatch) as engine:
+        assert dist.get_rank() == 0
+        trainer = Trainer(checkpoint, weights)
+        before = engine.log_probs(TOKENS)
+        for version in range(3):
+            part = trainer.update(version, changed=version > 0)
+            assert part.weights.kind == ("delta" if version else "full")
+            engine.take(part)  # compares every live tensor with the copy, and the copy's checksums are the trainer's
+            got = engine.log_probs(TOKENS)
+            assert torch.equal(got, before) == (version == 0)
+        assert sorted(path.name for path in (tmp_path / "local").iterdir()) == [
+            "lock",
+            "model.safetensors",
+            "state.json",
+        ]
+        assert torch.equal(got, whole_log_probs(engine, trainer.tensors))
+
+        # a damaged delta is named, the live weights stay, and the whole set comes within the same update
+        part = trainer.update(3)
+        path = Path(part.info["path"])
+        data = bytearray(path.read_bytes())
+        data[-40] ^= 1
+        path.write_bytes(data)
+        engine.worker.start_weight_update()
+        engine.worker.update_weights(part.message())
+        (said,) = refusals(part)
+        assert "a delta to version 3 must give the trainer's weights, got 1 tensors that differ: " in said
+        assert torch.equal(engine.log_probs(TOKENS), got)
+        whole = trainer.update(3, changed=False)
+        assert whole.weights.kind == "full"
+        engine.worker.update_weights(whole.message())
+        engine.worker.finish_weight_update()
+        new = engine.log_probs(TOKENS)
+        assert torch.equal(new, whole_log_probs(engine, trainer.tensors)) and not torch.equal(new, got)
+
+        # one that it has missed
+        trainer.update(4)
+        part = trainer.update(5)
+        engine.take(part)
+        (said,) = refusals(part)
+        assert "a delta to version 5 must be applied to version 4, got version 3 in" in said
+        assert torch.equal(engine.log_probs(TOKENS), new)
+
+        # in parts, as a broadcast brings it, of which the last one is lost
+        part = trainer.update(5, changed=False)
+        engine.take(part)
+        part = trainer.update(6)
+        payloads = load_file(part.info["path"])
+        names = sorted(payloads)
+        receiver = engine.worker.weight_transfer_engine
+        for given, message in ((names, None), (names[:-1], rf"must have all {len(names)} tensors, got {len(names) - 1}")):
+            engine.worker.start_weight_update()
+            for name in given:
+                shape = {name: list(payloads[name].shape)}
+                piece = Part(shape, payloads.__getitem__, True, False, whole=False, series="one")
+                with receiver.delta.whole(piece, part.weights) as found:
+                    assert (found is not None) == (name == names[-1])
+                    if found is not None:
+                        receiver._take_all(found)
+            if message is None:
+                engine.worker.finish_weight_update()
+                live = engine.log_probs(TOKENS)
+                part = trainer.update(7)
+                payloads = load_file(part.info["path"])
+            else:
+                with pytest.raises(ValueError, match=message):
+                    engine.worker.finish_weight_update()
+        assert not torch.equal(live, new)
