@@ -83,7 +83,8 @@ class Publisher:
     def file(self, version: int) -> WeightUpdate:
         """The current weights in a file, for an engine that starts between two updates."""
         part = next(self._files.parts(self._export, version, compare=False, receivers={}))
-        return self._told(replace(part, weights=self._weights))
+        weights = self._weights if self._deltas is None else self._deltas.of_file(version)
+        return self._told(replace(part, weights=weights))
 
     def _parts(self, version: int, receivers: dict[str, int]) -> Iterator[WeightUpdate]:
         if self._deltas is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.protocols import WeightSet, WeightUpdate
+from slime.protocols import FULL, WeightSet, WeightUpdate
 from slime.weight_sync.channel import Export, WeightChannel
 from slime.weight_sync.delta.refusals import new_file
 from slime.weight_sync.delta.snapshot import Snapshot
@@ -41,6 +41,13 @@ class DeltaSeries:
         self._chain = ""
         self._base: int | None = None
         """The version that the snapshot has. None: while parts are given out, and after a series that was cut off."""
+
+    def of_file(self, version: int) -> WeightSet:
+        """The record of a file with the current weights, which an engine loads between two updates: deltas may follow
+        those of the last update."""
+        if version != self._base:
+            return FULL
+        return WeightSet("full", settings={"chain": self._chain, "version": version})
 
     def parts(self, export: Export, version: int, receivers: dict[str, int]) -> Iterator[WeightUpdate]:
         """The parts of `version`: a delta, or the whole set for the first version and for one that is asked for again.

@@ -64,7 +64,9 @@ def test_deltas_give_the_trainers_weights(tmp_path: Path, monkeypatch: pytest.Mo
         for version in range(3):
             part = trainer.update(version, changed=version > 0)
             assert part.weights.kind == ("delta" if version else "full")
-            engine.take(part)  # compares every live tensor with the copy, and the copy's checksums are the trainer's
+            engine.take(
+                part
+            )  # compares every live tensor with the copy, and the copy's checksums are the trainer's
             got = engine.log_probs(TOKENS)
             assert torch.equal(got, before) == (version == 0)
         assert sorted(path.name for path in (tmp_path / "local").iterdir()) == [
@@ -107,7 +109,10 @@ def test_deltas_give_the_trainers_weights(tmp_path: Path, monkeypatch: pytest.Mo
         payloads = load_file(part.info["path"])
         names = sorted(payloads)
         receiver = engine.worker.weight_transfer_engine
-        for given, message in ((names, None), (names[:-1], rf"must have all {len(names)} tensors, got {len(names) - 1}")):
+        for given, message in (
+            (names, None),
+            (names[:-1], rf"must have all {len(names)} tensors, got {len(names) - 1}"),
+        ):
             engine.worker.start_weight_update()
             for name in given:
                 shape = {name: list(payloads[name].shape)}

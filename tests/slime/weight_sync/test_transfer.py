@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slime.protocols import WeightUpdate
+from slime.protocols import WeightSet, WeightUpdate
+from slime.weight_sync.delta.refusals import new_file, refuse
 from slime.weight_sync.registry import CHANNELS, default_channel
 from slime.weight_sync.transfer import Engine, State, WeightTransfer
 
@@ -111,3 +113,35 @@ def test_nothing_serves_after_an_update_that_failed(step: str, empty: bool) -> N
 def test_each_channel_has_its_name_and_a_default_exists_for_each_machine() -> None:
     assert {name: channel.load().name for name, channel in CHANNELS.items()} == {n: n for n in CHANNELS}
     assert [default_channel(gpus) for gpus in ("shared", "apart", None)] == ["ipc", "nccl", "disk"]
+
+
+def test_a_refused_delta_is_followed_by_the_whole_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Within one update: the engine is paused all the time, and has no call that failed."""
+    one = OneEngine()
+    said = new_file(tmp_path)
+    delta = WeightSet("delta", 3, settings={"refusals": str(said)})
+    whole = WeightSet("full", settings={"chain": "a", "version": 4})
+    coming = [
+        WeightUpdate(4, "disk", {"part": 1}, lasting=False, weights=delta, figures={"perf/density": 0.1}),
+        None,
+        WeightUpdate(4, "disk", {"part": 2}, weights=whole, figures={"perf/density": 1.0}),
+        None,
+    ]
+
+    def next_weights(version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
+        future: Future[WeightUpdate | None] = Future()
+        future.set_result(coming.pop(0))
+        return future
+
+    def update_weights(message: dict[str, Any]) -> None:
+        one.calls.append(f"{message['weights']['kind']} {message['info']['part']}")
+        if message["weights"]["kind"] == "delta":
+            refuse(str(said), "engine: version 3\nis not here")
+
+    one.next_weights, one.update_weights = next_weights, update_weights  # type: ignore[method-assign]
+    one.transfer.publish(4)
+    start, *_, finish, reset = PARTS
+    assert one.take_calls() == ["pause", start, "delta 1", "full 2", finish, reset, "resume"]
+    assert "the whole set of weights is sent in place of a delta: engine: version 3 is not here" in caplog.text
+    assert one.transfer.figures == {"perf/density": 1.0} and not coming
+    assert one.transfer._last is not None and one.transfer._last.lasting

@@ -100,7 +100,9 @@ def test_a_whole_set_then_deltas(tmp_path: Path, encoding: str) -> None:
     assert kinds == [whole, *deltas, whole]  # version 6 was asked for again
     values = sum(tensor.nbytes for tensor in weights(0).values())
     assert shares == [1.0, 2 / values, 4 / values, (6 + 4 + 10) / values, 12 / values, 1.0]
-    names = [f"weights-{v}" if kind[0] == "full" else f"delta-{v}" for v, kind in zip((0, 1, 2, 5, 6, 6), kinds)]
+    names = [
+        f"weights-{v}" if kind[0] == "full" else f"delta-{v}" for v, kind in zip((0, 1, 2, 5, 6, 6), kinds)
+    ]
     assert trainer.written == [(name, ["engine-0-1"]) for name in names]
 
 
@@ -110,6 +112,8 @@ def test_without_engines_and_after_a_cut_off_series_the_whole_set_comes(tmp_path
     assert trainer.update(0, {}).weights.kind == "full"
     assert trainer.update(1).weights.kind == "delta"
     assert trainer.update(2, {}).weights.kind == "full"
+    file = trainer.publisher.file(2)  # the version that engines have: deltas may follow
+    assert file.weights.settings["version"] == 2 and file.weights.kind == "full"
     trainer.tensors = weights(3)
     assert trainer.publisher.next(3, ENGINE).weights.kind == "delta"  # its end is not asked for
     assert trainer.publisher.next(3, {"engine-0-2": 1}).weights.kind == "full"
@@ -123,7 +127,9 @@ def test_a_delta_on_another_version_is_refused(tmp_path: Path) -> None:
     trainer, copy, late = Trainer(tmp_path / "weights"), *(LocalCopy(tmp_path / n) for n in ("a", "b"))
     parts = [trainer.update(version) for version in range(3)]
     take(copy, parts[0])
-    with pytest.raises(RefusedError, match=r"a delta to version 2 must be applied to version 1, got version 0 in"):
+    with pytest.raises(
+        RefusedError, match=r"a delta to version 2 must be applied to version 1, got version 0 in"
+    ):
         take(copy, parts[2])
     assert_holds(copy, weights(0))  # it is as it was, and version 1 can come
     take(copy, parts[1])
@@ -144,7 +150,9 @@ def test_damage_is_named_and_the_whole_set_repairs_it(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1  # safetensors sorts by dtype and name: this is the end of "tall"
     path.write_bytes(data)
-    with pytest.raises(RefusedError, match=r"must give the trainer's weights, got 1 tensors that differ: tall "):
+    with pytest.raises(
+        RefusedError, match=r"must give the trainer's weights, got 1 tensors that differ: tall "
+    ):
         take(copy, part)
     assert copy.state() is None
     with pytest.raises(RefusedError, match="got no complete copy"):

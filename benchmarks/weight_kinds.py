@@ -1,0 +1,279 @@
+"""Bytes and seconds of an update: all weights, what changed, and an adapter alone.
+
+    python benchmarks/weight_kinds.py --of 1e-6=DIR 5e-6=DIR --out weight_kinds_cpu.json
+    python benchmarks/weight_kinds.py --show weight_kinds_cpu.json              the tables of a record
+
+DIR is the --weight-dir of a run with --update-weight-disk-keep-files, of mode full or delta; its name is the learning
+rate. Each version is compared with the one before. The functions are those of a run; a bfloat16 model is taken as it
+is, and float32 weights are rounded to bfloat16 first. Seconds are the best of three, on the threads that the machine has.
+Peak memory is of a process of its own per case, with 500 million bfloat16 weights that arrive tensor by tensor, as from a
+GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bz2
+import json
+import lzma
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from rl_kernel.benchmarks.machine import describe
+from slime.protocols import WeightUpdate
+from slime.weight_sync.channel import TrainerPlace
+from slime.weight_sync.delta import sparse
+from slime.weight_sync.delta.local_copy import LocalCopy, Place
+from slime.weight_sync.delta.payload import apply, octets, words
+from slime.weight_sync.delta.registry import ENCODINGS, encoding
+from slime.weight_sync.delta.snapshot import Snapshot
+from slime.weight_sync.file_channel import FileChannel
+from slime.weight_sync.publisher import Publisher
+
+RANK = 32
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+COMPRESSIONS: dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]] = {
+    "none": (bytes, bytes),
+    "zlib 1": (lambda raw: zlib.compress(raw, 1), zlib.decompress),
+    "zlib 6": (lambda raw: zlib.compress(raw, 6), zlib.decompress),
+    "zlib, Huffman only": (lambda raw: _huffman(raw), zlib.decompress),
+    "bz2 1": (lambda raw: bz2.compress(raw, 1), bz2.decompress),
+    "lzma 0": (lambda raw: lzma.compress(raw, preset=0), lzma.decompress),
+}
+Tensors = dict[str, torch.Tensor]
+
+
+def _huffman(raw: bytes) -> bytes:
+    packer = zlib.compressobj(1, strategy=zlib.Z_HUFFMAN_ONLY)
+    return packer.compress(raw) + packer.flush()
+
+
+def timed(act: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
+    """The best seconds, and the result."""
+    best, result = float("inf"), None
+    for _ in range(times):
+        began = time.perf_counter()
+        result = act()
+        best = min(best, time.perf_counter() - began)
+    return best, result
+
+
+def versions(directory: Path) -> Iterator[Tensors]:
+    """The published weights of a run, in order."""
+    current: Tensors = {}
+    count = len([*directory.glob("weights-*"), *directory.glob("delta-*")])
+    for version in range(count):
+        whole, delta = (
+            directory / f"{stem}-{version}" / "model.safetensors" for stem in ("weights", "delta")
+        )
+        if whole.exists():
+            current = {name: tensor.bfloat16() for name, tensor in load_file(whole).items()}
+        else:
+            current = {name: tensor.clone() for name, tensor in current.items()}
+            for name, payload in load_file(delta).items():
+                if (wrong := apply(octets(current[name]), payload)) is not None:
+                    raise RuntimeError(f"{name} of version {version}: {wrong}")
+        yield current
+
+
+def step(old: Tensors, new: Tensors, scratch: Path) -> dict[str, Any]:
+    """One update in each kind."""
+    row: dict[str, Any] = {"full": full(new, scratch), "delta": {}}
+    for name in ENCODINGS:
+        row["delta"][name] = delta(old, new, name, scratch)
+    row["adapter"] = full(adapter(new), scratch)
+    return row
+
+
+def full(tensors: Tensors, scratch: Path) -> dict[str, float]:
+    channel = FileChannel(scratch / "full")
+    seconds, update = timed(lambda: channel.publish(tensors.items(), 1))
+    size = Path(update.info["path"]).stat().st_size
+    shutil.rmtree(scratch / "full")
+    return {"bytes": size, "trainer_s": seconds}
+
+
+def delta(old: Tensors, new: Tensors, name: str, scratch: Path) -> dict[str, float]:
+    trainer, host = [], []
+    for _ in range(3):
+        snapshot, copy = Snapshot(name, "xxh3-128"), LocalCopy(scratch / "copy")
+        source = FileChannel(scratch / "whole").publish(snapshot.taken(lambda: iter(old.items())), 0)
+        copy.keep(source.info["path"], Place("chain", 0))
+        files = FileChannel(scratch / "delta", stem="delta")
+
+        def publish(snapshot: Snapshot = snapshot, files: FileChannel = files) -> WeightUpdate:
+            return files.publish(snapshot.payloads(lambda: iter(new.items())), 1)
+
+        seconds, update = timed(publish, 1)
+        trainer.append(seconds)
+        payloads = load_file(update.info["path"])
+        seconds, _ = timed(lambda: copy.patch(payloads, 0, Place("chain", 1)), 1)  # noqa: B023
+        host.append(seconds)
+        result = load_file(copy.path)
+        equal = all(np.array_equal(octets(result[n]), octets(t)) for n, t in new.items())
+        size = Path(update.info["path"]).stat().st_size
+        share = snapshot.changed_bytes / snapshot.total_bytes
+        for folder in ("copy", "whole", "delta"):
+            shutil.rmtree(scratch / folder)
+    return {
+        "bytes": size,
+        "share": share,
+        "trainer_s": min(trainer),
+        "host_s": min(host),
+        "equal": equal,
+    }
+
+
+def adapter(tensors: Tensors) -> Tensors:
+    """Matrices of a LoRA adapter of RANK for every product of a layer."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.removesuffix(".weight").rpartition(".")[2] in LINEAR:
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            found[f"{module}.lora_A.weight"] = torch.zeros(RANK, tensor.shape[1], dtype=torch.bfloat16)
+            found[f"{module}.lora_B.weight"] = torch.zeros(tensor.shape[0], RANK, dtype=torch.bfloat16)
+    return found
+
+
+def compressions(old: Tensors, new: Tensors) -> dict[str, dict[str, float]]:
+    """What each way to compress the records of an update takes, on one thread."""
+    kept: list[bytes] = []
+    plain = zlib.compress
+    sparse.zlib.compress = lambda raw, level: kept.append(raw) or plain(raw, level)  # type: ignore[assignment,func-returns-value,attr-defined]
+    try:
+        for name, tensor in new.items():
+            sparse.pack(words(octets(old[name]), 2), words(octets(tensor), 2), encoding("xor"))
+    finally:
+        sparse.zlib.compress = plain  # type: ignore[attr-defined]
+    found = {}
+    for name, (pack, unpack) in COMPRESSIONS.items():
+        packing, packed = timed(lambda: [pack(raw) for raw in kept])  # noqa: B023
+        unpacking, _ = timed(lambda: [unpack(data) for data in packed])  # noqa: B023
+        found[name] = {"bytes": sum(map(len, packed)), "pack_s": packing, "unpack_s": unpacking}
+    return found
+
+
+def peak(case: str) -> dict[str, float]:
+    """Host memory of one rank, in bytes: before an update, and at its peak."""
+    shapes = {f"layers.{i}": (2048, 2048) for i in range(119)}  # 499 million
+    generator = torch.Generator()
+
+    def export(version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for i, (name, shape) in enumerate(shapes.items()):
+            tensor = torch.empty(shape, dtype=torch.bfloat16).normal_(generator=generator.manual_seed(i))
+            if version:
+                tensor.view(-1)[::100] *= 1.25
+            yield name, tensor
+
+    version = 0
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+        place = TrainerPlace(Path(root), 1 << 29, torch.device("cpu"), 60.0)
+        snapshot = None if case == "full" else Snapshot("xor", "xxh3-128")
+        publisher = Publisher.of("disk", place, lambda: export(version), compare=False, snapshot=snapshot)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        for version in range(2 if case == "delta" else 1):
+            while publisher.next(version, {"engine": 1}) is not None:
+                pass
+            if case == "delta" and version == 0:
+                with open("/proc/self/clear_refs", "w") as file:
+                    file.write("5")  # the peak counts from here
+    status = Path("/proc/self/status").read_text()
+    high = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+    return {"weights_bytes": 2 * 119 * 2048**2, "before": before, "peak": high}
+
+
+def peaks() -> dict[str, dict[str, float]]:
+    found = {}
+    for case in ("full", "delta whole", "delta"):
+        out = subprocess.run(
+            [sys.executable, __file__, "--peak", case], capture_output=True, text=True, check=True
+        )
+        found[case] = json.loads(out.stdout.splitlines()[-1])
+    return found
+
+
+def measure(runs: dict[str, Path]) -> dict[str, Any]:
+    record: dict[str, Any] = {"machine": describe(torch.device("cpu")), "steps": {}, "memory": peaks()}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+        for name, directory in runs.items():
+            steps, last = [], None
+            for tensors in versions(directory):
+                if last is not None:
+                    steps.append(step(last, tensors, Path(root)))
+                    if "compressions" not in record:
+                        record["compressions"] = compressions(last, tensors)
+                last = tensors
+            record["steps"][name] = steps
+    return record
+
+
+def report(record: dict[str, Any]) -> str:
+    lines = ["| learning rate | step | changed | full MB | xor MB | full / xor | overwrite MB | adapter MB |"]
+    lines.append("| --- " * 8 + "|")
+    for rate, steps in record["steps"].items():
+        for i, row in enumerate(steps):
+            xor, over = row["delta"]["xor"], row["delta"]["overwrite"]
+            whole = row["full"]["bytes"]
+            lines.append(
+                f"| {rate} | {i} | {xor['share']:.2%} | {whole / 1e6:.1f} | {xor['bytes'] / 1e6:.2f} | "
+                f"{whole / xor['bytes']:.0f} | {over['bytes'] / 1e6:.2f} | {row['adapter']['bytes'] / 1e6:.2f} |"
+            )
+    lines += ["", "| kind | trainer s | host s | equal to the bit |", "| --- " * 4 + "|"]
+    rows = [row for steps in record["steps"].values() for row in steps]
+    mean = lambda values: sum(values) / len(values)  # noqa: E731
+    lines.append(f"| full | {mean([r['full']['trainer_s'] for r in rows]):.2f} | - | - |")
+    for name in ENCODINGS:
+        own = [r["delta"][name] for r in rows]
+        times = (mean([r["trainer_s"] for r in own]), mean([r["host_s"] for r in own]))
+        equal = f"{sum(r['equal'] for r in own)} of {len(own)} steps"
+        lines.append(f"| delta, {name} | {times[0]:.2f} | {times[1]:.2f} | {equal} |")
+    lines.append(f"| adapter, rank {RANK} | {mean([r['adapter']['trainer_s'] for r in rows]):.3f} | - | - |")
+    lines += ["", "| compression | MB | pack s | unpack s |", "| --- " * 4 + "|"]
+    for name, row in record["compressions"].items():
+        lines.append(f"| {name} | {row['bytes'] / 1e6:.2f} | {row['pack_s']:.2f} | {row['unpack_s']:.2f} |")
+    lines += [
+        "",
+        "| update of 500 million weights | peak host memory, in copies of the model |",
+        "| --- " * 2 + "|",
+    ]
+    for name, row in record["memory"].items():
+        lines.append(f"| {name} | {(row['peak'] - row['before']) / row['weights_bytes']:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--of", nargs="+", default=[], metavar="RATE=DIR")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--show", type=Path)
+    parser.add_argument("--peak")
+    given = parser.parse_args()
+    if given.show is not None:
+        print(report(json.loads(given.show.read_text())))
+        return
+    with tempfile.TemporaryDirectory() as root:
+        dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)
+        if given.peak is not None:
+            print(json.dumps(peak(given.peak)))
+        else:
+            record = measure({name: Path(path) for name, _, path in (one.partition("=") for one in given.of)})
+            given.out.write_text(json.dumps(record, indent=1) + "\n")
+            print(report(record))
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
