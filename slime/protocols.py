@@ -161,8 +161,8 @@ class WeightSet:
     name: str = ""
     """Of an adapter: what requests call it."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of an adapter: PEFT's adapter_config.json. With --update-weight-mode delta: {"chain", "version"} of a set, and of a
-    delta also {"tensors" (their number), "compare", "refusals" (see slime.weight_sync.delta)}."""
+    """Of an adapter: PEFT's adapter_config.json. With --update-weight-mode delta: {"chain", "version"}, and of a delta
+    also {"tensors" (their number), "compare", "refusals" (see slime.weight_sync.delta)}."""
 
     def message(self) -> dict[str, object]:
         """The record as plain data. Empty for full weights: a message without a record means them."""

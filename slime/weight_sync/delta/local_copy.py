@@ -1,7 +1,7 @@
 """The engine's side: one copy of the weights per host, which deltas change in place.
 
     DIR/model.safetensors   the weights by HF name
-    DIR/state.json          {"chain", "version"} of a complete copy. It is gone while the copy changes, so a process that
+    DIR/state.json          {"chain", "version"} of a complete copy. It is gone while the copy changes: a process that
                             dies meanwhile leaves no copy that looks complete.
     DIR/lock                held by the process that changes the copy
 

@@ -1,7 +1,7 @@
 """The encodings and checksums of deltas, one entry each. To add one: write its file and its entry here.
 
-The flags read the entries, so this file imports no numpy. An encoding is a file with two functions over words, which are
-unsigned integers with the bits of the values:
+The flags read the entries, so this file imports no numpy. An encoding is a file with two functions over words, the
+bits of values as unsigned integers:
 
     values(old, new)        what is sent of the values that changed
     applied(old, sent)      the new values

@@ -1,4 +1,4 @@
-"""Deltas in a real engine: its live weights are the trainer's to the bit, and a delta that it cannot use changes nothing."""
+"""Deltas in a real engine: its live weights are the trainer's, and a delta that it cannot use changes nothing."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def trained(world: World, name: str) -> list[dict[str, float]]:
     """What a run measured, without times."""
     both = (rows(world.root / name, key) for key in ("train/step", "rollout/step"))
     return [
-        {k: v for k, v in row.items() if not k.startswith("perf/") and k != "time"}
+        {k: v for k, v in row.items() if k != "time" and not k.startswith(("perf/", "rl_kernel/"))}
         for found in both
         for row in found.values()
     ]
@@ -60,8 +60,8 @@ def test_a_run_with_deltas_is_the_same(world: World, full: list[dict[str, float]
 def test_an_engine_killed_in_a_delta_comes_back_with_the_same_weights(
     world: World, full: list[dict[str, float]]
 ) -> None:
-    """Right before it is sent the delta of the second update. Its successor loads a file of that version, and then takes
-    deltas again."""
+    """Right before it is sent the delta of the second update. Its successor loads a file of that version, and takes
+    deltas then."""
     flags = [*world.grpo("killed", rollouts=STEPS), *APART, *DELTA, "--update-weight-transport", "disk"]
     deadly = [sys.executable, str(HERE / "deadly_update.py"), "1", *flags]
     with launched(deadly, world.root / "killed.out") as launch:

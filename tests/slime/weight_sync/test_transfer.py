@@ -115,7 +115,9 @@ def test_each_channel_has_its_name_and_a_default_exists_for_each_machine() -> No
     assert [default_channel(gpus) for gpus in ("shared", "apart", None)] == ["ipc", "nccl", "disk"]
 
 
-def test_a_refused_delta_is_followed_by_the_whole_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_delta_is_followed_by_the_whole_set(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Within one update: the engine is paused all the time, and has no call that failed."""
     one = OneEngine()
     said = new_file(tmp_path)
@@ -142,6 +144,8 @@ def test_a_refused_delta_is_followed_by_the_whole_set(tmp_path: Path, caplog: py
     one.transfer.publish(4)
     start, *_, finish, reset = PARTS
     assert one.take_calls() == ["pause", start, "delta 1", "full 2", finish, reset, "resume"]
-    assert "the whole set of weights is sent in place of a delta: engine: version 3 is not here" in caplog.text
+    assert (
+        "the whole set of weights is sent in place of a delta: engine: version 3 is not here" in caplog.text
+    )
     assert one.transfer.figures == {"perf/density": 1.0} and not coming
     assert one.transfer._last is not None and one.transfer._last.lasting

@@ -1,4 +1,4 @@
-"""The trainer's series of deltas and the host's copy together: what a copy holds after each update, and what it refuses."""
+"""The trainer's series of deltas and the host's copy together: what it holds after each update, and what it refuses."""
 
 from __future__ import annotations
 
@@ -87,8 +87,9 @@ def alone(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 def test_a_whole_set_then_deltas(tmp_path: Path, encoding: str) -> None:
     trainer, copy = Trainer(tmp_path / "weights", encoding=encoding), LocalCopy(tmp_path / "local")
+    versions = (0, 1, 2, 5, 6, 6)
     kinds, shares = [], []
-    for version in (0, 1, 2, 5, 6, 6):
+    for version in versions:
         part = trainer.update(version)
         kinds.append((part.weights.kind, part.weights.base_version, part.lasting))
         shares.append(part.figures["perf/update_weights_density"])
@@ -100,9 +101,8 @@ def test_a_whole_set_then_deltas(tmp_path: Path, encoding: str) -> None:
     assert kinds == [whole, *deltas, whole]  # version 6 was asked for again
     values = sum(tensor.nbytes for tensor in weights(0).values())
     assert shares == [1.0, 2 / values, 4 / values, (6 + 4 + 10) / values, 12 / values, 1.0]
-    names = [
-        f"weights-{v}" if kind[0] == "full" else f"delta-{v}" for v, kind in zip((0, 1, 2, 5, 6, 6), kinds)
-    ]
+    stems = ["weights" if kind == "full" else "delta" for kind, *_ in kinds]
+    names = [f"{stem}-{version}" for stem, version in zip(stems, versions, strict=True)]
     assert trainer.written == [(name, ["engine-0-1"]) for name in names]
 
 
