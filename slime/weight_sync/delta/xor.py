@@ -6,8 +6,10 @@ import numpy as np
 
 
 def values(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    return np.bitwise_xor(old, new)
+    found: np.ndarray = old ^ new
+    return found
 
 
 def applied(old: np.ndarray, sent: np.ndarray) -> np.ndarray:
-    return np.bitwise_xor(old, sent)
+    found: np.ndarray = old ^ sent
+    return found
