@@ -22,6 +22,7 @@ class Snapshot:
     def __init__(self, encoding: str, checksum: str) -> None:
         self._encoding, self._checksum = encoding, checksum
         self._tensors: dict[str, Tensor] = {}
+        self._room = torch.empty(0, dtype=torch.uint8)
         self.changed_bytes = self.total_bytes = 0
         """Of the last `payloads`: bytes of values that changed, and of all values. On rank 0."""
 
@@ -51,7 +52,7 @@ class Snapshot:
     def _changes(self, export: Export) -> Iterator[tuple[str, Tensor]]:
         self.changed_bytes = self.total_bytes = 0
         for name, tensor in export():
-            new = tensor.detach().cpu().contiguous()
+            new = self._on_host(tensor.detach())
             old = self._tensors[name]
             if (new.dtype, new.shape) != (old.dtype, old.shape):
                 raise RuntimeError(
@@ -65,3 +66,13 @@ class Snapshot:
             self.changed_bytes += changed
             self.total_bytes += new.nbytes
             yield name, payload
+
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        """The tensor in host memory, until the next call. One buffer serves all: with one for each tensor, payloads
+        would take the places between freed ones, and the heap would grow by the size of the model."""
+        if tensor.device.type == "cpu":
+            return tensor.contiguous()
+        if self._room.nbytes < tensor.nbytes:
+            self._room = torch.empty(tensor.nbytes, dtype=torch.uint8)
+        room = self._room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return room.copy_(tensor)

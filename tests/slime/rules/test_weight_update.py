@@ -42,7 +42,15 @@ def written(args: object, version_dir: str, rollout_engines: list[str]) -> None:
             "--custom-delta-pre-push-path must name a module that can be imported",
         ),
         (
-            [*DELTA, "--rollout-num-gpus", "1", "--rollout-backend", "sglang", "--update-weight-transport", "disk"],
+            [
+                *DELTA,
+                "--rollout-num-gpus",
+                "1",
+                "--rollout-backend",
+                "sglang",
+                "--update-weight-transport",
+                "disk",
+            ],
             "--update-weight-mode must be full with --rollout-backend sglang, got delta",
         ),
     ],
@@ -61,7 +69,9 @@ def test_a_checksum_whose_package_is_missing(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "blake3", None)  # as if it were not installed
     argv = [token for token in good_argv(tmp_path) if token != "--colocate"]
     argv += [*DELTA, "--rollout-num-gpus", "1", "--update-weight-delta-checksum", "blake3"]
-    with pytest.raises(ValueError, match="got blake3, which is not installed on this host; pip install blake3"):
+    with pytest.raises(
+        ValueError, match="got blake3, which is not installed on this host; pip install blake3"
+    ):
         parse_config(argv)
 
 
