@@ -19,7 +19,7 @@ from slime.plan.stages import check_stages, micro_batch_group
 from slime.plan.trained_params import check_parameter_names
 from slime.roles.groups import groups_of
 from slime.rules.algorithm import RULES as ALGORITHM
-from slime.rules.checkpoint import check_directories, check_saving
+from slime.rules.checkpoint import check_directories, check_saving, check_weight_update
 from slime.rules.cluster import (
     check_critic_devices,
     check_domains,
@@ -55,7 +55,6 @@ from slime.rules.off_policy import (
 from slime.rules.packages import check_packages
 from slime.rules.prediction import check_prediction
 from slime.rules.resolve import FALLBACKS
-from slime.rules.weight_update import check_weight_update
 from slime.weight_sync.registry import CHANNELS
 
 Rule = Callable[[Config], None]

@@ -27,10 +27,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from slime.checkpoints.hf_config import read_hf_config
 from slime.protocols import WeightSet
 from slime.weight_sync.channel import Part, Receiver, Worker
+from slime.weight_sync.delta.loader import DeltaLoader
 from slime.weight_sync.registry import CHANNELS
 from vime.vllm.versions import ReceivesOnly
 from vime.vllm.worker.adapter_loader import AdapterLoader
-from vime.vllm.worker.delta_loader import DeltaLoader
 from vime.vllm.worker.draft import differing_draft_tensors, predicted_names, trained_shapes
 from vime.vllm.worker.live_experts import keep_in_place, repack_experts, stacks_experts
 from vime.vllm.worker.live_weights import differing_tensors, repack_tied_weights

@@ -1,4 +1,4 @@
-"""Runs inside vLLM's workers: brings this host's copy of the weights up to date with a delta, and opens it.
+"""Runs inside the workers of engines: brings this host's copy of the weights up to date with a delta, and opens it.
 
 The live weights are loaded from the copy as from any file of all weights. So layers that vLLM fuses or quantises need
 nothing of their own.
