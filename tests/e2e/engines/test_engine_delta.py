@@ -53,6 +53,38 @@ def whole_log_probs(engine: OfflineEngine, tensors: dict[str, torch.Tensor]) -> 
     return engine.log_probs(TOKENS)
 
 
+def check_parts(engine: OfflineEngine, trainer: Trainer, new: torch.Tensor) -> None:
+    """`new`: log-probs of the live weights before."""
+    # in parts, as a broadcast brings it, of which the last one is lost
+    part = trainer.update(5, changed=False)
+    engine.take(part)
+    part = trainer.update(6)
+    payloads = load_file(part.info["path"])
+    names = sorted(payloads)
+    receiver = engine.worker.weight_transfer_engine
+    for given, message in (
+        (names, None),
+        (names[:-1], rf"must have all {len(names)} tensors, got {len(names) - 1}"),
+    ):
+        engine.worker.start_weight_update()
+        for name in given:
+            shape = {name: list(payloads[name].shape)}
+            piece = Part(shape, payloads.__getitem__, True, False, whole=False, series="one")
+            with receiver.delta.whole(piece, part.weights) as found:
+                assert (found is not None) == (name == names[-1])
+                if found is not None:
+                    receiver._take_all(found)
+        if message is None:
+            engine.worker.finish_weight_update()
+            live = engine.log_probs(TOKENS)
+            part = trainer.update(7)
+            payloads = load_file(part.info["path"])
+        else:
+            with pytest.raises(ValueError, match=message):
+                engine.worker.finish_weight_update()
+    assert not torch.equal(live, new)
+
+
 def test_deltas_give_the_trainers_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, weights = make_checkpoint(tmp_path / "base"), tmp_path / "weights"
     weights.mkdir(mode=0o700)
@@ -101,32 +133,4 @@ def test_deltas_give_the_trainers_weights(tmp_path: Path, monkeypatch: pytest.Mo
         (said,) = refusals(part)
         assert "a delta to version 5 must be applied to version 4, got version 3 in" in said
         assert torch.equal(engine.log_probs(TOKENS), new)
-
-        # in parts, as a broadcast brings it, of which the last one is lost
-        part = trainer.update(5, changed=False)
-        engine.take(part)
-        part = trainer.update(6)
-        payloads = load_file(part.info["path"])
-        names = sorted(payloads)
-        receiver = engine.worker.weight_transfer_engine
-        for given, message in (
-            (names, None),
-            (names[:-1], rf"must have all {len(names)} tensors, got {len(names) - 1}"),
-        ):
-            engine.worker.start_weight_update()
-            for name in given:
-                shape = {name: list(payloads[name].shape)}
-                piece = Part(shape, payloads.__getitem__, True, False, whole=False, series="one")
-                with receiver.delta.whole(piece, part.weights) as found:
-                    assert (found is not None) == (name == names[-1])
-                    if found is not None:
-                        receiver._take_all(found)
-            if message is None:
-                engine.worker.finish_weight_update()
-                live = engine.log_probs(TOKENS)
-                part = trainer.update(7)
-                payloads = load_file(part.info["path"])
-            else:
-                with pytest.raises(ValueError, match=message):
-                    engine.worker.finish_weight_update()
-        assert not torch.equal(live, new)
+        check_parts(engine, trainer, new)
