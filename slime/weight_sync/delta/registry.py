@@ -14,7 +14,6 @@ import importlib
 import zlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 ENCODINGS = {
     "xor": "slime.weight_sync.delta.xor",
@@ -33,7 +32,7 @@ def encoding(name: str) -> ModuleType:
     return importlib.import_module(ENCODINGS[name])
 
 
-def _package(name: str) -> Any:
+def _package(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -43,7 +42,7 @@ def _package(name: str) -> Any:
         ) from error
 
 
-CHECKSUMS: dict[str, Callable[[Any], str]] = {
+CHECKSUMS: dict[str, Callable[[bytes | memoryview], str]] = {
     "xxh3-128": lambda data: str(_package("xxhash").xxh3_128_hexdigest(data)),
     "blake3": lambda data: str(_package("blake3").blake3(data).hexdigest()),
     "adler32": lambda data: f"{zlib.adler32(data):08x}",
@@ -52,7 +51,7 @@ CHECKSUMS: dict[str, Callable[[Any], str]] = {
 """Values of --update-weight-delta-checksum, and their hex digests of bytes."""
 
 
-def checksum(name: str, data: Any) -> str:
+def checksum(name: str, data: bytes | memoryview) -> str:
     """The hex digest of `data`. ValueError for a checksum that this host cannot compute."""
     if name not in CHECKSUMS:
         raise ValueError(
