@@ -48,7 +48,7 @@ class E2BSandbox:
                 "E2BSandbox must have the Python package e2b, got none; run `pip install e2b`, or take LocalSandbox or "
                 "ContainerSandbox"
             ) from error
-        which: dict[str, Any] = {"template": self.image}
+        which: dict[str, object] = {"template": self.image}
         if self.image_metadata_key:
             which = {"metadata": {self.image_metadata_key: self.image}}
         self._box = await self._e2b.AsyncSandbox.create(timeout=int(self.timeout), **which)

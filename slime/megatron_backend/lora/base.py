@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
+from torch import Tensor, nn
 
 from slime.megatron_backend.lora.install import products
 
@@ -26,7 +26,7 @@ def note_base(parts: Sequence[Any]) -> None:
 
 
 @torch.no_grad()
-def base_digest(parts: Sequence[Any]) -> str:
+def base_digest(parts: Sequence[nn.Module]) -> str:
     """Of all products that can have an adapter but those of experts: 16 hex digits, the same in each layout of ranks
     and in bfloat16 and float32. Collective over all ranks."""
     mine = {
