@@ -183,7 +183,7 @@ def peak(case: str) -> dict[str, float]:
         publisher = Publisher.of("disk", place, lambda: export(version), compare=False, snapshot=snapshot)
         before = _status("VmRSS")
         for version in range(2 if case == "delta" else 1):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak counts from here
             while publisher.next(version, {"engine": 1}) is not None:
                 pass
     return {"weights_bytes": 2 * 119 * 2048**2, "before": before, "peak": _status("VmHWM")}
@@ -191,7 +191,7 @@ def peak(case: str) -> dict[str, float]:
 
 def _status(name: str) -> int:
     """Bytes of this process, by the kernel's name."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--peak")
     given = parser.parse_args()
     if given.show is not None:
-        print(report(json.loads(given.show.read_text())))
+        print(report(json.loads(given.show.read_text(encoding="utf-8"))))
         return
     with tempfile.TemporaryDirectory() as root:
         dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)
@@ -272,7 +272,7 @@ def main() -> None:
             print(json.dumps(peak(given.peak)))
         else:
             record = measure({name: Path(path) for name, _, path in (one.partition("=") for one in given.of)})
-            given.out.write_text(json.dumps(record, indent=1) + "\n")
+            given.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             print(report(record))
         dist.destroy_process_group()
 

@@ -120,7 +120,7 @@ class LocalCopy:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self.directory / LOCK).open("a") as file:
+        with (self.directory / LOCK).open("a", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # the kernel frees the lock of a process that dies
             yield
 

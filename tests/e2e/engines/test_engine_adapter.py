@@ -97,7 +97,9 @@ def test_an_update_replaces_the_adapter(tmp_path, monkeypatch):
         ):
             with pytest.raises(ValueError, match=f"an adapter must have .* {message}"):
                 engine.take(update(weights, 5, changed))
-        with pytest.raises(ValueError, match="a set of weights must be one of full, adapter, delta, got shards"):
+        with pytest.raises(
+            ValueError, match="a set of weights must be one of full, adapter, delta, got shards"
+        ):
             engine.take(update(weights, 6, some, kind="shards"))
         assert (engine.log_probs(tokens) - merged_log_probs(checkpoint, some, tokens)).abs().max() < 1e-5
 
