@@ -187,7 +187,7 @@ def place(config: Config) -> Placement:
             f"{_told(config, places)}, got {existing:g} {resource}s; "
             "ask for fewer or join a larger cluster with RAY_ADDRESS"
         )
-    group = _reserve(resource, amount, devices, existing)
+    group = _reserve(resource, amount, devices, existing, _PLACEMENT_TIMEOUT_S)
     try:
         nodes = _nodes_of(group, devices)
         gpus = _gpus_of(group, devices) if resource == "GPU" else []
@@ -281,9 +281,7 @@ def _cut(bundles: list[int], size: int) -> list[list[int]]:
     return [bundles[start : start + size] for start in range(0, len(bundles), size)]
 
 
-def _reserve(
-    resource: str, amount: float, devices: int, existing: float, timeout_s: int = _PLACEMENT_TIMEOUT_S
-) -> PlacementGroup:
+def _reserve(resource: str, amount: float, devices: int, existing: float, timeout_s: int) -> PlacementGroup:
     """A group of `devices` bundles with `amount` each. RuntimeError if the devices are not free in time."""
     group: PlacementGroup = placement_group([{resource: amount}] * devices, strategy="PACK")
     if not group.wait(timeout_s):
