@@ -17,12 +17,13 @@ def _start(c: Config) -> Source:
 
 def _of_base(c: Config) -> bool:
     """With adapters, where the policy's base is loaded from the same weights, on the same ranks."""
+    if not c.lora.lora_rank:
+        return False
     ours, policy = _start(c), POLICY.source(c)
-    same = (
+    return (
         Path(ours.directory).resolve() == Path(policy.directory).resolve()
         and ours.iteration == policy.iteration
     )
-    return bool(c.lora.lora_rank) and same
 
 
 REFERENCE = Role("reference", "ref_log_probs", "ref_log_probs", _start, prefix="ref_", of_base=_of_base)
