@@ -148,7 +148,7 @@ def test_a_rollout_that_cannot_be_audited_is_saved_first(build, tmp_path, name):
 def test_a_bad_rollout_is_not_saved_when_the_audit_is_off(build, tmp_path):
     with pytest.raises(ValueError, match=r"position 1 of sample 2 of group 1$"):
         build("off", rollout_function_path="test_facts.nan_rollout").generate(1)
-    assert not (tmp_path / "run {x}").exists()
+    assert not (tmp_path / "run {x}" / "audit").exists()
 
 
 def test_siblings_of_one_index_are_told_apart_by_their_tokens(build):

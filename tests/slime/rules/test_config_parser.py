@@ -101,10 +101,6 @@ def test_unsupported_flags_pass_at_their_default_only(argv):
         ]
     )
     for extra, message in [
-        (
-            ["--update-weight-mode", "delta"],
-            "--update-weight-mode must be left at full in this version, got delta",
-        ),
         (["--use-opd"], "--opd-type must be given with --use-opd, got none"),
         (["--opd-teacher-load", "x"], "--use-opd must be given with --opd-teacher-load, got only x"),
         (
