@@ -88,7 +88,10 @@ def test_lost_and_doubled_groups_are_named(run: Written, capsys: pytest.CaptureF
     assert any(line.startswith("problem  lost groups") and " 3;" in line for line in lines)
     assert any(line.startswith("problem  groups in two batches") and " 2;" in line for line in lines)
     assert any(line.startswith("warning  samples beyond --max-staleness") and " 3;" in line for line in lines)
-    assert lines[-1] == f"2 problems, 1 warning: the run in {run.run_dir} failed, or its records are not in order"
+    assert (
+        lines[-1]
+        == f"2 problems, 1 warning: the run in {run.run_dir} failed, or its records are not in order"
+    )
 
 
 def test_groups_that_were_put_back_may_be_drawn_again(run: Written) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from slime.weight_sync.channel import TrainerPlace
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.registry import CHANNELS, Channel
 
@@ -10,7 +13,10 @@ class SecondFiles(FileChannel):
     """Files of another name."""
 
     name = "second"
-    stem = "second"
+
+    @classmethod
+    def on_trainer(cls, place: TrainerPlace) -> FileChannel:
+        return super().on_trainer(replace(place, stem="second"))
 
 
 CHANNELS["second"] = Channel(
