@@ -79,7 +79,31 @@ _EXCHANGES: dict[tuple[int | None, bool], Callable[[Tensor], Tensor]] = {
 """Axis that ranks split, and whether sequences are split -> what becomes of the products with A."""
 
 
-class Adapter(nn.Module):
+class _Adapters(nn.Module):
+    """What the adapters of every product have: A and B of the slots `targets`, and a switch."""
+
+    def __init__(
+        self, lora: Lora, slots: list[Slot], targets: list[int], weights: list[nn.Parameter]
+    ) -> None:
+        super().__init__()
+        self.lora, self.slots, self.targets, self.weights = lora, slots, targets, weights
+        self.A, self.B = nn.ParameterList(), nn.ParameterList()
+        self.enabled = True
+
+    def added(self, output: Tensor, *inputs: Tensor) -> Tensor:
+        """The product's output for these inputs of `forward`, with that of the adapters."""
+        if not self.enabled:
+            return output
+        more: Tensor = self(*inputs)
+        return output + more
+
+    def matrices(self) -> Iterator[tuple[Slot, Tensor, Tensor]]:
+        """Slot, A and B of each adapted module."""
+        for number, a, b in zip(self.targets, self.A, self.B, strict=True):
+            yield self.slots[number], a, b
+
+
+class Adapter(_Adapters):
     """The adapters of one product. Call it with the product's input, and add its output to the product's.
 
     `axis` is that of the weight table's row. `order` [N] gives the place of each of the product's outputs in the
@@ -98,11 +122,8 @@ class Adapter(nn.Module):
         order: Tensor | None,
         sequence: bool,
     ) -> None:
-        super().__init__()
-        self.lora, self.slots, self.targets, self.axis, self.sequence = lora, slots, targets, axis, sequence
-        self.order, self.enabled = order, True
-        self.weights = [weight]
-        self.A, self.B = nn.ParameterList(), nn.ParameterList()
+        super().__init__(lora, slots, targets, [weight])
+        self.axis, self.sequence, self.order = axis, sequence, order
         ranks = parallel_state.get_tensor_model_parallel_world_size() if axis == 1 else 1
         for slot in (slots[n] for n in targets):
             a = weight.data.new_empty(lora.rank, slot.inputs // ranks)
@@ -131,13 +152,6 @@ class Adapter(nn.Module):
             return inner
         return exchange(inner)
 
-    def added(self, output: Tensor, x: Tensor) -> Tensor:
-        """The product's output for input x, with that of the adapter."""
-        if not self.enabled:
-            return output
-        more: Tensor = self(x)
-        return output + more
-
     def fill(self, generator_seed: int, name: str) -> None:
         """PEFT's first values: A uniform in +-1 / sqrt(K), B zero. They do not depend on the layout of ranks."""
         rank = parallel_state.get_tensor_model_parallel_rank()
@@ -149,11 +163,6 @@ class Adapter(nn.Module):
                 width = a.shape[1]
                 a.copy_(whole[:, rank * width : (rank + 1) * width] if self.axis == 1 else whole)
                 b.zero_()
-
-    def matrices(self) -> Iterator[tuple[Slot, Tensor, Tensor]]:
-        """Slot, A and B of each adapted module."""
-        for number, a, b in zip(self.targets, self.A, self.B, strict=True):
-            yield self.slots[number], a, b
 
     @torch.no_grad()
     def delta(self, read: Read, expert: int = 0) -> Tensor:
@@ -168,16 +177,14 @@ class Adapter(nn.Module):
         return whole if self.order is None else whole[self.order.to(whole.device)]
 
 
-class ExpertAdapter(nn.Module):
+class ExpertAdapter(_Adapters):
     """The adapters of one product of a layer's experts, which are computed together. Each rank has whole experts."""
 
     def __init__(
         self, lora: Lora, slots: list[Slot], targets: list[int], weights: list[nn.Parameter]
     ) -> None:
-        super().__init__()
-        self.lora, self.slots, self.targets, self.experts = lora, slots, targets, len(weights)
-        self.axis, self.enabled, self.weights = None, True, weights
-        self.A, self.B = nn.ParameterList(), nn.ParameterList()
+        super().__init__(lora, slots, targets, weights)
+        self.axis, self.experts = None, len(weights)
         for slot in (slots[n] for n in targets):
             a = weights[0].data.new_empty(self.experts, lora.rank, slot.inputs)
             b = weights[0].data.new_empty(self.experts, slot.outputs, lora.rank)
@@ -196,13 +203,6 @@ class ExpertAdapter(nn.Module):
         ]
         return torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
 
-    def added(self, output: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-        """The products' output for input x, with that of the adapters."""
-        if not self.enabled:
-            return output
-        more: Tensor = self(x, ends)
-        return output + more
-
     def fill(self, generator_seed: int, name: str) -> None:
         """As `Adapter.fill`, for each expert by its number in the whole model."""
         first = parallel_state.get_expert_model_parallel_rank() * self.experts
@@ -218,10 +218,6 @@ class ExpertAdapter(nn.Module):
                         )
                     )
                 b.zero_()
-
-    def matrices(self) -> Iterator[tuple[Slot, Tensor, Tensor]]:
-        for number, a, b in zip(self.targets, self.A, self.B, strict=True):
-            yield self.slots[number], a, b
 
     @torch.no_grad()
     def delta(self, read: Read, expert: int = 0) -> Tensor:
