@@ -380,8 +380,7 @@ def asked_bytes(c: Config, size: float | None) -> float | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan of these flags. Returns 1 if the run does not fit the given GPUs. ValueError if a flag is
-    wrong."""
+    """Print the plan of these flags. Returns 1 if the run does not fit the GPUs. ValueError for a wrong flag."""
     flags, size = take_gpu_memory(argv)
     data = list[str]()
 
