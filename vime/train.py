@@ -43,7 +43,7 @@ from slime.tracking.report import Reporter
 from slime.tracking.run_record import record_error, recorded
 from slime.waiting import said
 from vime.backends import make_pools, parse_config, require_reachable
-from vime.members.door import Door
+from vime.members.control_socket import ControlSocket
 from vime.pool.process import tail
 from vime.run import interrupts, surroundings
 from vime.run.disk_space import require_disk_space
@@ -231,8 +231,8 @@ def _start_engines(
     facts = dict(pool.facts)
     rollout = rollout_actor.RolloutGroup(config, pool.client(), config.data_parallel_size, facts, lives)
     watch.callback(rollout.stop)
-    door = Door(config.logging.run_dir, pool.pools, rollout.set_engines)
-    watch.callback(door.close)
+    control = ControlSocket(config.logging.run_dir, pool.pools, rollout.set_engines)
+    watch.callback(control.close)
     pool.start(functools.partial(rollout_actor.wait_built, config, trainer, rollout))
-    door.unlock()
+    control.open()
     return pool, rollout

@@ -68,7 +68,10 @@ _ALL = (
     EventKind("end", "driver", "state", "the run has ended: finished, or interrupted by its user"),
     EventKind("error", "driver", "type text ? log", "what has ended the run"),
     EventKind(
-        "door", "engines", "socket host pid", "a run starts its engines; where `vime engines` reaches it"
+        "control_socket",
+        "engines",
+        "socket host pid",
+        "a run starts its engines; where `vime engines` reaches it",
     ),
     EventKind("engine", "engines", "model engine state ? address place version", "what became of an engine"),
     EventKind("weights", "engines", "model engines version", "these engines have loaded that version"),

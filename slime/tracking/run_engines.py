@@ -4,7 +4,7 @@
                 serving -> leaving -> removed        `vime engines remove`
     starting -> failed                               `vime engines add`, and no server that serves
 
-A `door` event begins a run: engines of a run before it are gone.
+A `control_socket` event begins a run: engines of a run before it are gone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from slime.tracking.journal import Event
 
-ENGINE_KINDS = ("door", "engine", "weights")
+ENGINE_KINDS = ("control_socket", "engine", "weights")
 
 
 @dataclass
@@ -33,7 +33,7 @@ class EngineRecord:
 
 @dataclass
 class RunEngines:
-    """The engines of the last run in a directory, and where its door is."""
+    """The engines of the last run in a directory, and where its control socket is."""
 
     socket: str = ""
     host: str = ""
@@ -43,7 +43,7 @@ class RunEngines:
     def add(self, event: Event) -> None:
         """One event; other kinds than those of engines change nothing."""
         match event.kind:
-            case "door":
+            case "control_socket":
                 self.socket, self.host = str(event["socket"]), str(event["host"])
                 self.pid = event["pid"]
                 self.engines.clear()

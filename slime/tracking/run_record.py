@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slime.tracking.events import Events
 
-RESERVE = ".last-words"
+RESERVE = ".reserved"
 """A file that gives its room to the last event of a run whose disk is full."""
 _RESERVE_BYTES = 64 * 1024
 _LONGEST = 4000

@@ -1,7 +1,7 @@
 """`vime engines list|add|remove RUN_DIR`: shows the engines of a run, and changes them while it goes on.
 
 `list` reads the run's events, also of a run that has ended or is on another host. `add` and `remove` ask the run's
-driver at its socket (vime.members.door), so they run on the driver's host, as its user.
+driver at its socket (vime.members.control_socket), so they run on the driver's host, as its user.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _list(fleet: RunEngines) -> int:
     here = fleet.host == socket.gethostname()
-    door = _knock(fleet) if here else None
-    if door is not None:
-        door.close()
-    print(*table(fleet, ended=here and door is None), sep="\n")
+    control = _connect(fleet) if here else None
+    if control is not None:
+        control.close()
+    print(*table(fleet, ended=here and control is None), sep="\n")
     if not here:
         print(
             f"the run's driver is process {fleet.pid} on {fleet.host}; only there is seen whether it goes on"
@@ -70,20 +70,20 @@ def _list(fleet: RunEngines) -> int:
     return 0
 
 
-def _knock(fleet: RunEngines) -> socket.socket | None:
+def _connect(fleet: RunEngines) -> socket.socket | None:
     """A connection to the run's driver; None if the run has ended."""
-    door = socket.socket(socket.AF_UNIX)
+    control = socket.socket(socket.AF_UNIX)
     try:
-        door.connect(fleet.socket)
+        control.connect(fleet.socket)
     except (FileNotFoundError, ConnectionRefusedError):
-        door.close()
+        control.close()
         return None
     except PermissionError as error:
-        door.close()
+        control.close()
         raise ValueError(
             f"vime engines must be run by the user of the run, got no permission for {fleet.socket}; take that user"
         ) from error
-    return door
+    return control
 
 
 def _ask(fleet: RunEngines, run_dir: Path, asked: dict[str, object]) -> int:
@@ -92,14 +92,14 @@ def _ask(fleet: RunEngines, run_dir: Path, asked: dict[str, object]) -> int:
             f"vime engines {asked['do']} must be run on the host of the run's driver, {fleet.host}, got "
             f"{socket.gethostname()}; log in there"
         )
-    door = _knock(fleet)
-    if door is None:
+    control = _connect(fleet)
+    if control is None:
         raise ValueError(
             f"RUN_DIR must be that of a run that goes on, got {run_dir}, whose run has ended; resume it first"
         )
-    with door, contextlib.suppress(ConnectionResetError):
-        door.sendall(json.dumps(asked).encode() + b"\n")
-        with door.makefile("r", encoding="utf-8") as lines:
+    with control, contextlib.suppress(ConnectionResetError):
+        control.sendall(json.dumps(asked).encode() + b"\n")
+        with control.makefile("r", encoding="utf-8") as lines:
             for line in lines:
                 ((kind, text),) = json.loads(line).items()
                 if kind == "refused":

@@ -38,7 +38,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     with recorded(tmp_path, rollouts=10) as driver:
         assert (tmp_path / RESERVE).stat().st_size == 64 * 1024
         driver.add("start", rollout=0)
-        engines.add("door", socket="s", host="h", pid=1)
+        engines.add("control_socket", socket="s", host="h", pid=1)
         for state in ("starting", "serving", "dead", "starting"):
             where = {"address": "http://a:1", "place": "gpu 0"} if state == "starting" else {"version": 0}
             engines.add("engine", model="policy", engine="engine-0", state=state, **where)

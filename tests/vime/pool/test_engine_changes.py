@@ -1,4 +1,4 @@
-"""Engines that join and leave a pool, through the door that `vime engines` uses: engines that fail on demand, the real
+"""Engines that join and leave a pool, through the control socket that `vime engines` uses: engines that fail on demand, the real
 router, and places without Ray. tests/slime/cluster has Ray's; tests/e2e has a whole run."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slime.cluster.placement import Node, Placement
 from slime.tracking.events import Events
 from vime.backends import parse_config
 from vime.members import command
-from vime.members.door import Door
+from vime.members.control_socket import ControlSocket
 from vime.members.table import read_fleet, table
 from vime.pool.control import request
 from vime.pool.places import EnginePlace, Places
@@ -32,7 +32,7 @@ from vime.vllm.server import VllmSpec
 
 
 class Run:
-    """A pool of doubles with three places, of which engines have `count`, and its door."""
+    """A pool of doubles with three places, of which engines have `count`, and its control socket."""
 
     def __init__(self, root: Path, count: int, argv: list[str], **options: object) -> None:
         self.root, self.told, self.trainer = root, [], Trainer(None)
@@ -64,9 +64,9 @@ class Run:
             health_check_timeout_s=20,
             **options,
         )
-        self.door = Door(str(root), {"policy": self.pool}, self.told.append)
+        self.control = ControlSocket(str(root), {"policy": self.pool}, self.told.append)
         self.pool.start()
-        self.door.unlock()
+        self.control.open()
 
     def publish(self) -> None:
         self.trainer.parts = file_parts
@@ -88,7 +88,7 @@ class Run:
         return [[e.name, e.state, str(e.version)] for e in fleet.engines.values()]
 
     def stop(self) -> None:
-        self.door.close()
+        self.control.close()
         self.pool.stop()
 
 
@@ -181,18 +181,18 @@ def test_what_may_not_join(
     """Each leaves the run as it was."""
     run = start(1)
     run.publish()
-    assert os.stat(run.door.path.parent).st_mode & 0o777 == 0o700
+    assert os.stat(run.control.path.parent).st_mode & 0o777 == 0o700
     for sent in (b"", b"no json\n", b'{"do": "dance"}\n', b"[]\n"):
         with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(run.door.path))
+            client.connect(str(run.control.path))
             client.sendall(sent)
             client.shutdown(socket.SHUT_WR)
             answer = client.makefile().read()
         assert (answer == "") == (sent == b"") and answer.count("\n") <= 1
-    run.door._is_unlocked = False
+    run.control._is_open = False
     with pytest.raises(ValueError, match="must serve before its engines change"):
         ask(run, "add")
-    run.door.unlock()
+    run.control.open()
     monkeypatch.setattr("vime.pool.places.place_engine", no_place)
     with pytest.raises(ValueError, match="2 devices must be free"):
         ask(run, "add", "--count", "3")  # there are two places

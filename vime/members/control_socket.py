@@ -40,8 +40,8 @@ class Asked(TypedDict, total=False):
     wait_s: float
 
 
-class Door:
-    """Takes requests from now on, and does them after `unlock`. `tell` hears how many of the policy's engines take
+class ControlSocket:
+    """Takes requests from now on, and does them after `open`. `tell` hears how many of the policy's engines take
     new requests, whenever that changes."""
 
     def __init__(
@@ -50,21 +50,21 @@ class Door:
         self._pools = {name: pool for name, pool in pools.items() if isinstance(pool, ServerPool)}
         if POLICY in self._pools:
             self._pools[POLICY].changes.tell = tell
-        self._is_unlocked = self._is_closed = False
+        self._is_open = self._is_closed = False
         self._turn = threading.Lock()
-        self.path = Path(tempfile.mkdtemp(prefix="door-")) / "engines.sock"
+        self.path = Path(tempfile.mkdtemp(prefix="vime-engines-")) / "engines.sock"
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(str(self.path))
         self._socket.listen()
         events = Events("engines", run_dir)
         if self._pools:
-            events.add("door", socket=str(self.path), host=socket.gethostname(), pid=os.getpid())
+            events.add("control_socket", socket=str(self.path), host=socket.gethostname(), pid=os.getpid())
         events.close()
-        threading.Thread(target=self._listen, name="door", daemon=True).start()
+        threading.Thread(target=self._listen, name="engines-control", daemon=True).start()
 
-    def unlock(self) -> None:
+    def open(self) -> None:
         """The engines serve: they may change."""
-        self._is_unlocked = True
+        self._is_open = True
 
     def close(self) -> None:
         """Take no more requests. What is being done ends with the pools."""
@@ -82,7 +82,9 @@ class Door:
                 connection, _ = self._socket.accept()
             except OSError:
                 return
-            threading.Thread(target=self._serve, args=(connection,), name="door-request", daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(connection,), name="engines-request", daemon=True
+            ).start()
 
     def _serve(self, connection: socket.socket) -> None:
         """One request. A client that leaves does not stop what it has asked for."""
@@ -111,7 +113,7 @@ class Door:
                 send("done", done)
 
     def _do(self, asked: Asked, say: Callable[[str], None]) -> str:
-        if not self._is_unlocked:
+        if not self._is_open:
             raise ValueError(
                 "a run must serve before its engines change, got one that starts; try again later"
             )
