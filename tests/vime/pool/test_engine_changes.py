@@ -1,5 +1,5 @@
-"""Engines that join and leave a pool, through the control socket that `vime engines` uses: engines that fail on demand, the real
-router, and places without Ray. tests/slime/cluster has Ray's; tests/e2e has a whole run."""
+"""Engines that join and leave a pool, through the control socket that `vime engines` uses: engines that fail on demand,
+the real router, and places without Ray. tests/slime/cluster has Ray's; tests/e2e has a whole run."""
 
 from __future__ import annotations
 
