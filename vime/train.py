@@ -234,5 +234,5 @@ def _start_engines(
     control = ControlSocket(config.logging.run_dir, pool.pools, rollout.set_engines)
     watch.callback(control.close)
     pool.start(functools.partial(rollout_actor.wait_built, config, trainer, rollout))
-    control.open()
+    control.start()
     return pool, rollout

@@ -41,7 +41,7 @@ class Asked(TypedDict, total=False):
 
 
 class ControlSocket:
-    """Takes requests from now on, and does them after `open`. `tell` hears how many of the policy's engines take
+    """Takes requests from now on, and does them after `start`. `tell` hears how many of the policy's engines take
     new requests, whenever that changes."""
 
     def __init__(
@@ -50,7 +50,7 @@ class ControlSocket:
         self._pools = {name: pool for name, pool in pools.items() if isinstance(pool, ServerPool)}
         if POLICY in self._pools:
             self._pools[POLICY].changes.tell = tell
-        self._is_open = self._is_closed = False
+        self._is_started = self._is_closed = False
         self._turn = threading.Lock()
         self.path = Path(tempfile.mkdtemp(prefix="vime-engines-")) / "engines.sock"
         self._socket = socket.socket(socket.AF_UNIX)
@@ -62,9 +62,9 @@ class ControlSocket:
         events.close()
         threading.Thread(target=self._listen, name="engines-control", daemon=True).start()
 
-    def open(self) -> None:
+    def start(self) -> None:
         """The engines serve: they may change."""
-        self._is_open = True
+        self._is_started = True
 
     def close(self) -> None:
         """Take no more requests. What is being done ends with the pools."""
@@ -113,7 +113,7 @@ class ControlSocket:
                 send("done", done)
 
     def _do(self, asked: Asked, say: Callable[[str], None]) -> str:
-        if not self._is_open:
+        if not self._is_started:
             raise ValueError(
                 "a run must serve before its engines change, got one that starts; try again later"
             )

@@ -66,7 +66,7 @@ class Run:
         )
         self.control = ControlSocket(str(root), {"policy": self.pool}, self.told.append)
         self.pool.start()
-        self.control.open()
+        self.control.start()
 
     def publish(self) -> None:
         self.trainer.parts = file_parts
@@ -189,10 +189,10 @@ def test_what_may_not_join(
             client.shutdown(socket.SHUT_WR)
             answer = client.makefile().read()
         assert (answer == "") == (sent == b"") and answer.count("\n") <= 1
-    run.control._is_open = False
+    run.control._is_started = False
     with pytest.raises(ValueError, match="must serve before its engines change"):
         ask(run, "add")
-    run.control.open()
+    run.control.start()
     monkeypatch.setattr("vime.pool.places.place_engine", no_place)
     with pytest.raises(ValueError, match="2 devices must be free"):
         ask(run, "add", "--count", "3")  # there are two places
