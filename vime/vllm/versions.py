@@ -39,6 +39,8 @@ ranks of one node meet  through a TCP store that listens on a file in the tempor
                         all interfaces
 how a model's class     WeightsMapper._map_name             WeightsMapper.map_name              `mapped_name`
 renames tensors
+the same without the    get_unstacked_mapper                get_rename_mapper                   `renames_alone`
+stacking of q, k and v
 adapters after an       stay                                are dropped                         `keep_adapters`
 update of weights
 flags of --vllm-*       without --log-level and others      without --max-num-partial-prefills  the installed parser's
@@ -62,6 +64,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -208,6 +211,12 @@ def mapped_name(mapper: WeightsMapper, name: str) -> str | None:
     `mapper` is the class's WeightsMapper. One name at a time, because the list leaves dropped names out."""
     names: list[str] = mapper.apply_list([name])
     return names[0] if names else None
+
+
+def renames_alone(mapper: WeightsMapper) -> WeightsMapper:
+    """The mapper without what stacks tensors. An adapter has matrices for `q_proj`, and the mapper of a model's weights
+    calls that `qkv_proj`."""
+    return replace(mapper, orig_to_new_stacked={})
 
 
 def keep_adapters() -> None:

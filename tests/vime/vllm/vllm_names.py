@@ -117,7 +117,6 @@ NEWER = {
     "_use_zentorch": f"{_MOE}/experts/cpu_moe.py",
     "_verify_aux_output_compatibility": "config/vllm.py",
     "get_file_store_init_method": "utils/network_utils.py",
-    "get_rename_mapper": f"{MODELS}/utils.py",
     "reset_lora_state": "v1/worker/lora_model_runner_mixin.py",
     "BlockWiseTorchFP8ScaledMMLinearKernel": "model_executor/kernels/linear/scaled_mm/pytorch.py",
     "isa": f"{_MOE}/experts/cpu_moe.py",

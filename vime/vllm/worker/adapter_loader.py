@@ -12,12 +12,13 @@ import torch
 
 from slime.protocols import WeightSet
 from slime.weight_sync.channel import Part
-from vime.vllm.versions import keep_adapters
+from vime.vllm.versions import keep_adapters, renames_alone
 from vime.vllm.worker.adapter import ADAPTER_ID
 
 if TYPE_CHECKING:
     from vllm.lora.layers import BaseLayerWithLoRA
     from vllm.lora.model_manager import LoRAModelManager
+    from vllm.model_executor.models.utils import WeightsMapper
 
 
 class AdapterLoader:
@@ -84,9 +85,9 @@ class AdapterLoader:
         self._placed = True
 
 
-def _mapper(model: Any) -> Any:
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    return None if mapper is None else getattr(mapper, "get_rename_mapper", lambda: mapper)()
+def _mapper(model: Any) -> WeightsMapper | None:
+    mapper: WeightsMapper | None = getattr(model, "hf_to_vllm_mapper", None)
+    return None if mapper is None else renames_alone(mapper)
 
 
 def _matrices(
