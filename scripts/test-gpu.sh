@@ -51,9 +51,9 @@ elif (($#)); then
 elif ((gpus == 1)); then
     PARTS=${PARTS:-tests smoke table} MODE=colocate marked="gpu and not multi_gpu"
     faults=tests/gpu/test_faults_gpu.py offload=tests/gpu/test_offload_gpu.py
-    draft=tests/gpu/test_draft_gpu.py families=tests/gpu/test_families_gpu.py fp8=tests/gpu/test_fp8_gpu.py
-    short=("$offload") long=("$faults -k engines" "$faults -k not_engines" "$draft" "$families $fp8"
-        "tests/gpu --ignore=$offload --ignore=$faults --ignore=$draft --ignore=$families --ignore=$fp8")
+    runs=tests/gpu/test_runs_gpu.py families=tests/gpu/test_families_gpu.py fp8=tests/gpu/test_fp8_gpu.py
+    short=("$offload") long=("$faults -k engines" "$faults -k not_engines" "$runs" "$families $fp8"
+        "tests/gpu --ignore=$offload --ignore=$faults --ignore=$runs --ignore=$families --ignore=$fp8")
 else
     PARTS=${PARTS:-tests smoke rollout table} MODE=disaggregated marked=multi_gpu
     faults=tests/gpu/test_faults_gpu.py layouts=tests/gpu/test_layouts_gpu.py

@@ -166,7 +166,8 @@ def test_a_renamed_one_is_found(copy: Path) -> None:
 def asking_tests() -> list[str]:
     """Test files of vime that import vLLM, or read a live model."""
     uses = re.compile(
-        r"^ *(?:from|import) vllm\b|vllm_parser\(|vllm\.worker(?:\.| import )(?:live_\w+|weight_receiver|adapter_loader)",
+        r"^ *(?:from|import) vllm\b|vllm_parser\("
+        r"|vllm\.worker(?:\.| import )(?:live_\w+|weight_receiver|adapter_loader)",
         re.MULTILINE,
     )
     files = sorted(Path(__file__).parents[1].rglob("test_*.py"))
