@@ -167,6 +167,7 @@ def asking_tests() -> list[str]:
     """Test files of vime that import vLLM, or read a live model."""
     uses = re.compile(
         r"^ *(?:from|import) vllm\b|vllm_parser\("
+        r""
         r"|vllm\.worker(?:\.| import )(?:live_\w+|weight_receiver|adapter_loader)",
         re.MULTILINE,
     )
