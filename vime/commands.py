@@ -11,6 +11,7 @@ COMMANDS = {
     "export": "write a checkpoint as a Hugging Face directory",
     "audit": "where trainer and engine differ in a saved rollout of RUN_DIR",
     "plot": "draw the curves of run directories",
+    "ui": "curves, timeline, samples and settings of RUN_DIR ... in a browser; --export FILE.html",
     "bench": "what rl_kernel changes: op, module and e2e measure it, report prints it",
     "models": "list the model families and what was run of each",
     "flags": "list or search the flags: vime flags WORD; --json has every accepted flag with its owner",
@@ -18,7 +19,7 @@ COMMANDS = {
     "completion": "a script that completes commands and flags in bash or zsh",
 }
 
-WORK = {"train", "engines", "serve", "export", "audit", "plot", "bench"}
+WORK = {"train", "engines", "serve", "export", "audit", "plot", "ui", "bench"}
 """Subcommands whose purpose is more than what they print."""
 
 MODULES = {
@@ -27,5 +28,6 @@ MODULES = {
     "doctor": "vime.doctor.command",
     "engines": "vime.members.command",
     "flags": "vime.list_flags",
+    "ui": "vime.view.page.command",
 }
 """Subcommand -> its module, if that is not vime.NAME."""

@@ -1,0 +1,77 @@
+"""`vime ui RUN_DIR ... [--port N] [--export FILE.html]`: curves, timeline, samples and settings in a browser."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from vime.run import interrupts
+from vime.view.page.export import write_page
+from vime.view.page.run_data import RunData
+from vime.view.page.server import HOST, PageServer
+
+PORT = 8410
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0 after --export. Otherwise the server runs until Ctrl-C. ValueError for what the user can correct."""
+    args = _parser().parse_args(argv)
+    if not 0 <= args.port < 65536:
+        raise ValueError(f"--port must be a port, 1 to 65535, or 0 for any, got {args.port}; correct it")
+    runs = open_runs(args.run_dirs)
+    if args.export is not None:
+        print(write_page(runs, args.export), flush=True)
+        return 0
+    interrupts.catch_signals()
+    asyncio.run(_serve(runs, args.port))
+    return 0
+
+
+def open_runs(run_dirs: Sequence[Path]) -> list[RunData]:
+    """The runs, each checked, with names that differ: the last parts of their paths."""
+    places = [Path(run_dir).resolve() for run_dir in run_dirs]
+    if twice := [str(place) for place, count in Counter(places).items() if count > 1]:
+        raise ValueError(f"each RUN_DIR must be given once, got {twice[0]} twice; remove one")
+    runs = [RunData(place, name) for place, name in zip(places, _names(places), strict=True)]
+    for run in runs:
+        run.check()
+    return runs
+
+
+def _names(places: Sequence[Path]) -> list[str]:
+    for parts in range(1, max(len(place.parts) for place in places)):
+        names = ["/".join(place.parts[-parts:]) for place in places]
+        if len(set(names)) == len(names):
+            return names
+    return list(map(str, places))
+
+
+async def _serve(runs: Sequence[RunData], port: int) -> None:
+    server = PageServer(runs)
+    address = await server.start(port)
+    print(address, flush=True)
+    own = address.partition("?")[0].rstrip("/").rpartition(":")[2]
+    print(
+        f"Elsewhere: ssh -L {own}:{HOST}:{own} THIS_HOST, then the same address. Ctrl-C ends it.", flush=True
+    )
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await server.stop()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vime ui",
+        description="Show runs in a browser, while they go on or after their end. Changes nothing.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="the --run-dir of a run")
+    parser.add_argument("--port", type=int, default=PORT, help=f"on 127.0.0.1; 0 for any (default {PORT})")
+    parser.add_argument(
+        "--export", type=Path, metavar="FILE.html", help="write one HTML file instead of serving"
+    )
+    return parser

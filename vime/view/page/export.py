@@ -1,0 +1,85 @@
+"""One HTML file with the page and the data of its runs, for people who do not have the run directories."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime.disk_space import Room
+from vime.view.page.html import exported_page
+from vime.view.page.kept import to_json
+from vime.view.page.run_data import Json, RunData
+
+MOST_BYTES = 32 * 2**20
+"""Of the samples of all runs in a file, as JSON. The newest ones are kept."""
+
+
+def write_page(runs: Sequence[RunData], path: Path) -> str:
+    """Write the file, and return a line that says what is in it. ValueError if it cannot be written there."""
+    if path.suffix != ".html":
+        raise ValueError(f"--export must name an .html file, got {path}; browsers open it by that name")
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"--export must name a file of a folder that is there, got {path}; make {path.parent}"
+        )
+    parts = [_part(run, MOST_BYTES // len(runs)) for run in runs]
+    page = exported_page({"runs": parts})
+    try:
+        with Room("--export", path.parent, "the page"):
+            _replace(path, page)
+    except PermissionError as error:
+        raise ValueError(
+            f"--export must name a file that may be written, got {path}: {error.strerror}; name another folder"
+        ) from error
+    samples = [f"{part['kept']} of {part['samples_of']}" for part in parts]
+    return (
+        f"{path}: {len(page.encode()) / 2**20:.1f} MiB, {len(runs)} runs, samples kept: {', '.join(samples)}"
+    )
+
+
+def _replace(path: Path, page: str) -> None:
+    """Write the whole file or none."""
+    file, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(file, "w", encoding="utf-8") as opened:
+            opened.write(page)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _part(run: RunData, most_bytes: int) -> Json:
+    rows: dict[int, list[list[object]]] = {}
+    serial, more = 0, True
+    while more:
+        answer = run.samples(serial)
+        serial, more = int(str(answer["serial"])), bool(answer["more"])
+        assert isinstance(answer["rows"], dict)
+        rows |= answer["rows"]
+    whole: dict[str, Json] = {}
+    used = 0
+    for rollout in sorted(rows, reverse=True):
+        records = {f"{rollout}/{row[1]}": run.sample(rollout, int(str(row[1]))) for row in rows[rollout]}
+        used += len(to_json(records))
+        if used > most_bytes and whole:
+            break
+        whole |= records
+    kept = {
+        rollout: found
+        for rollout, found in rows.items()
+        if all(f"{rollout}/{row[1]}" in whole for row in found)
+    }
+    return {
+        "summary": run.summary(),
+        "curves": run.curves(),
+        "timeline": run.timeline(),
+        "settings": run.settings(),
+        "samples": {"columns": answer["columns"], "rows": kept, "serial": serial, "more": False},
+        "whole": whole,
+        "kept": len(whole),
+        "samples_of": sum(map(len, rows.values())),
+    }

@@ -1,0 +1,71 @@
+"""Values that are read from the files of a run, and kept until the files change."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+_SHARE = 0.1
+"""Of the time that may go into reading a value again and again while a run writes."""
+
+Stamp = tuple[tuple[str, int, int, int], ...]
+
+
+def stamp(paths: Iterable[Path]) -> Stamp:
+    """What changes when one of the files changes. Files that are not there are left out."""
+    found = []
+    for path in paths:
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            continue
+        found.append((path.name, status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(found)
+
+
+class Kept(Generic[T]):
+    """A value that is read from files when it is first asked for, and again after they have changed.
+
+    A value that took long is kept longer: reading takes at most a tenth of the time.
+    """
+
+    def __init__(self, read: Callable[[], T], paths: Callable[[], Iterable[Path]]) -> None:
+        self._read, self._paths = read, paths
+        self._value: T | None = None
+        self._stamp: Stamp | None = None
+        self._until = 0.0
+
+    def get(self) -> T:
+        """Errors of reading are the caller's, and the next call reads again."""
+        if self._value is not None and time.monotonic() < self._until:
+            return self._value
+        now = stamp(self._paths())
+        if self._value is None or now != self._stamp:
+            began = time.monotonic()
+            self._value, self._stamp = self._read(), now
+            ended = time.monotonic()
+            self._until = ended + (ended - began) / _SHARE
+        return self._value
+
+
+def to_json(value: object) -> str:
+    """JSON as browsers read it: a number that is not finite is null."""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"), default=str)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"), default=str)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

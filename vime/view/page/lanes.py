@@ -1,0 +1,152 @@
+"""The timeline of a run: one lane per process and device, from its journal. Columns of numbers, which the page draws.
+
+Phases of a lane that overlap are in rows below each other. An engine's lane has what it was from when to when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slime.tracking.journal import Event, phases, read_events
+
+MARKS = {
+    "checkpoint": "checkpoint after rollout {rollout}",
+    "evaluation": "evaluation after {rollout} rollouts",
+    "weights": "engines have version {version}",
+    "dropped": "dropped: {reason}",
+    "put_back": "put back",
+    "warning": "{logger}: {text}",
+    "error": "{type}: {text}",
+    "end": "the run is {state}",
+    "run": "the run begins",
+}
+"""Kinds of events that are moments, and what the page says of them."""
+_LONGEST = 200
+_GONE = ("dead", "removed", "failed")
+"""States of an engine that has no server: moments of its lane."""
+
+
+@dataclass
+class Timeline:
+    """Times are seconds after `origin`, which is in seconds since the epoch."""
+
+    origin: float = 0.0
+    lanes: list[list[str]] = field(default_factory=list)
+    """Source and device."""
+    names: list[str] = field(default_factory=list)
+    spans: list[list[float | int | None]] = field(default_factory=list)
+    """Lane, row, place in `names`, begin, end (None: it goes on), rollout (None: of none); by their begin."""
+    marks: list[list[float | int | str]] = field(default_factory=list)
+    """Lane, time, kind, text."""
+    steps: list[list[float | int]] = field(default_factory=list)
+    """Rollout, begin and end of each step."""
+    end: float = 0.0
+
+
+@dataclass
+class _Span:
+    lane: tuple[str, str]
+    name: str
+    begin: float
+    end: float | None
+    rollout: int | None
+
+
+def read_timeline(run_dir: Path) -> Timeline:
+    """ValueError for a directory without a journal, or one that may not be read."""
+    events = [event for event in read_events(run_dir) if event.kind != "journal"]
+    if not events:
+        return Timeline()
+    origin = min(event.time for event in events)
+    found = [_Span((p.source, p.device), p.name, p.begin, p.end, p.rollout) for p in phases(events)]
+    found = sorted([*found, *_engines(events)], key=lambda span: span.begin)
+    lanes = _lanes(found, events)
+    names = sorted({span.name for span in found})
+    timeline = Timeline(origin, [list(lane) for lane in lanes], names)
+    place = {lane: number for number, lane in enumerate(lanes)}
+    for span, row in zip(found, _rows(found), strict=True):
+        begin, end = round(span.begin - origin, 4), None if span.end is None else round(span.end - origin, 4)
+        timeline.spans.append([place[span.lane], row, names.index(span.name), begin, end, span.rollout])
+    first = {lane[0]: number for number, lane in reversed(list(enumerate(lanes)))}
+    timeline.marks = [_mark(event, first, origin) for event in events if _is_mark(event)]
+    timeline.steps = _steps(events, origin)
+    timeline.end = round(max(event.time for event in events) - origin, 4)
+    return timeline
+
+
+def _lanes(spans: Sequence[_Span], events: Sequence[Event]) -> list[tuple[str, str]]:
+    """The driver first, then who generates, then engines, then trainers, each with its devices."""
+    order = ("driver", "rollout", "engines", "engine", "trainer")
+    found = {span.lane for span in spans}
+    named = {lane[0] for lane in found}
+    marked = {str(e["engine"]) if e.kind == "engine" else e.source for e in events if _is_mark(e)}
+    found |= {(source, "") for source in marked - named}
+
+    def key(lane: tuple[str, str]) -> tuple[int, list[tuple[int, str]]]:
+        source = lane[0]
+        whose = source if source in order else source.rpartition("-")[0]
+        parts = [(int(part) if part.isdecimal() else -1, part) for part in (*source.split("-"), lane[1])]
+        return order.index(whose) if whose in order else len(order), parts
+
+    return sorted(found, key=key)
+
+
+def _rows(spans: Iterable[_Span]) -> list[int]:
+    """The first row of its lane that is free at the begin of each span. `spans` are by their begin."""
+    ends: dict[tuple[str, str], list[float]] = {}
+    rows = []
+    for span in spans:
+        lane = ends.setdefault(span.lane, [])
+        row = next((number for number, end in enumerate(lane) if end <= span.begin), len(lane))
+        lane[row : row + 1] = [float("inf") if span.end is None else span.end]
+        rows.append(row)
+    return rows
+
+
+def _engines(events: Iterable[Event]) -> list[_Span]:
+    """What each engine was from when to when: starting, serving, leaving."""
+    open_: dict[str, _Span] = {}
+    found: list[_Span] = []
+    last = 0.0
+    for event in events:
+        if event.kind in ("run", "end", "error", "control_socket"):  # engines of a process before are gone
+            over = event.time if event.kind in ("end", "error") else last
+            for span in open_.values():
+                span.end = max(over, span.begin)
+            open_.clear()
+        last = max(last, event.time)
+        if event.kind != "engine":
+            continue
+        name, state = str(event["engine"]), str(event["state"])
+        if name in open_:
+            open_.pop(name).end = event.time
+        if state not in _GONE:
+            open_[name] = _Span((name, ""), state, event.time, None, None)
+            found.append(open_[name])
+    return found
+
+
+def _is_mark(event: Event) -> bool:
+    return event.kind in MARKS or (event.kind == "engine" and event["state"] in _GONE)
+
+
+def _mark(event: Event, lanes: dict[str, int], origin: float) -> list[float | int | str]:
+    if event.kind == "engine":
+        lane, kind, text = str(event["engine"]), str(event["state"]), f"the engine is {event['state']}"
+    else:
+        lane, kind, text = event.source, event.kind, MARKS[event.kind].format(**event.fields)[:_LONGEST]
+    return [lanes[lane], round(event.time - origin, 4), kind, text]
+
+
+def _steps(events: Iterable[Event], origin: float) -> list[list[float | int]]:
+    found: list[list[float | int]] = []
+    begin: float | None = None
+    for event in events:
+        if event.kind == "start":
+            begin = event.time
+        elif event.kind == "step" and begin is not None:
+            found.append([event["rollout"], round(begin - origin, 4), round(event.time - origin, 4)])
+            begin = event.time
+    return found

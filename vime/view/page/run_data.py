@@ -1,0 +1,176 @@
+"""What the page shows of a run directory: its state, curves, timeline, samples and settings, as JSON has them."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from slime.tracking.environment import ENVIRONMENT_FILE
+from slime.tracking.journal import Phase
+from slime.tracking.kinds import EVENTS_FILE, OLDER
+from slime.tracking.run_summary import RunSummary, run_summary
+from slime.tracking.samples import SAMPLES
+from slime.tracking.trackers import METRICS_FILE
+from vime.bench.compare import flatten
+from vime.run_metrics import RunMetrics, load_run
+from vime.view.page.inside import inside
+from vime.view.page.kept import Kept, stamp
+from vime.view.page.lanes import Timeline, read_timeline
+from vime.view.page.sample_rows import COLUMNS, SampleRows
+
+CONFIG_FILE = "config.json"
+_WARNINGS = 50
+"""Newest warnings that a summary has."""
+
+Json = dict[str, object]
+
+
+class RunData:
+    """One run. Each part is read again when its files have changed. Thread-safe."""
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        self.dir, self.name = run_dir, name
+        self._lock = threading.Lock()
+        self._summary = Kept(lambda: run_summary(self.dir), self._journal)
+        self._curves = Kept(lambda: _curves(load_run(self.dir)), lambda: [self.dir / METRICS_FILE])
+        self._timeline = Kept(lambda: read_timeline(self.dir), self._journal)
+        self._samples = SampleRows(run_dir)
+
+    def check(self) -> None:
+        """ValueError unless this is the directory of a run that may be read and has a journal of a known version, or at
+        least metrics."""
+        for name in (METRICS_FILE, CONFIG_FILE, ENVIRONMENT_FILE, EVENTS_FILE):
+            inside(self.dir, self.dir / name)
+        try:
+            with_journal = any(path.exists() for path in self._journal())
+            if not with_journal and not (self.dir / METRICS_FILE).exists():
+                raise ValueError(
+                    f"RUN_DIR must have {EVENTS_FILE} or {METRICS_FILE}, got neither in {self.dir}; name the --run-dir "
+                    "of a run"
+                )
+            if with_journal:
+                self.summary()
+            for name in (METRICS_FILE, CONFIG_FILE, ENVIRONMENT_FILE):
+                if (self.dir / name).exists():
+                    (self.dir / name).open("rb").close()
+        except PermissionError as error:
+            raise ValueError(
+                f"RUN_DIR must be a run that this user can read, got no permission for {error.filename}; ask its "
+                "owner, or read it as its user"
+            ) from error
+
+    def summary(self) -> Json:
+        """The state of the run, and a stamp of each part of it that changes when the part does."""
+        with self._lock:
+            stamps = {
+                "journal": str(hash(stamp(self._journal()))),
+                "curves": str(hash(stamp([self.dir / METRICS_FILE]))),
+                "samples": str(hash(stamp([self.dir / SAMPLES, *(self.dir / SAMPLES).glob("*.jsonl")]))),
+            }
+            base: Json = {"name": self.name, "dir": str(self.dir), "stamps": stamps}
+            if not any(path.exists() for path in self._journal()):
+                return base | {
+                    "state": "unknown",
+                    "cause": f"it has no {EVENTS_FILE}: a run of an older version",
+                }
+            return base | _summary(self._summary.get())
+
+    def curves(self) -> Json:
+        """Metric -> its unit, steps and values (None: not finite). Empty before the first step."""
+        path = self.dir / METRICS_FILE
+        with self._lock:
+            if not path.exists() or not path.stat().st_size:
+                return {}
+            return self._curves.get()
+
+    def timeline(self) -> Json:
+        with self._lock:
+            if not any(path.exists() for path in self._journal()):
+                return asdict(Timeline())
+            return vars(self._timeline.get())
+
+    def samples(self, serial: int) -> Json:
+        """Rows of `COLUMNS` by rollout, those read after reading `serial`."""
+        with self._lock:
+            rows, newest, more = self._samples.since(serial)
+        return {"columns": COLUMNS, "rows": rows, "serial": newest, "more": more}
+
+    def sample(self, rollout: int, place: int) -> Json:
+        with self._lock:
+            return self._samples.whole(rollout, place)
+
+    def find(self, text: str, begin: int) -> Json:
+        with self._lock:
+            found, following = self._samples.find(text, begin)
+        return {"found": found, "next": following}
+
+    def settings(self) -> Json:
+        """Flat configuration and versions: names of flags without their section, and names of packages."""
+        config = _read(self.dir / CONFIG_FILE)
+        environment = _read(self.dir / ENVIRONMENT_FILE)
+        flags = {name.partition(".")[2] or name: value for name, value in flatten(config)} if config else {}
+        told = {name: environment.get(name) for name in ("git", "python", "packages", "host", "cpu", "gpus")}
+        return {"configuration": flags, "versions": dict(flatten(told)) if environment else {}}
+
+    def _journal(self) -> Iterable[Path]:
+        return [self.dir / EVENTS_FILE, *sorted(self.dir.glob(OLDER))]
+
+
+def _summary(summary: RunSummary) -> Json:
+    engines = [asdict(engine) | {"deaths": summary.deaths[name]} for name, engine in summary.engines.items()]
+    names = (
+        "state",
+        "cause",
+        "error_type",
+        "started",
+        "updated",
+        "rollout",
+        "rollouts",
+        "progress",
+        "step_s",
+        "eta_s",
+    )
+    warnings = [
+        {"time": event.time, "source": event.source, "logger": event["logger"], "text": event["text"]}
+        for event in summary.warnings[-_WARNINGS:]
+    ]
+    return {
+        **{name: getattr(summary, name) for name in names},
+        "engines": engines,
+        "doing": [_doing(phase) for phase in summary.doing],
+        "warnings": warnings,
+        "warning_count": len(summary.warnings),
+        "starts": summary.starts,
+    }
+
+
+def _doing(phase: Phase) -> Json:
+    return {"source": phase.source, "device": phase.device, "name": phase.name, "begin": phase.begin}
+
+
+def _curves(run: RunMetrics) -> Json:
+    return {
+        name: {
+            "unit": series.unit,
+            "steps": series.steps.tolist(),
+            "values": [value if math.isfinite(value) else None for value in series.values.tolist()],
+        }
+        for name, series in sorted(run.series.items())
+    }
+
+
+def _read(path: Path) -> Json:
+    """The JSON object of a file; empty if the file is not there. ValueError if it is no JSON object."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON, got {error}; move the file away") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must be a JSON object, got {type(found).__name__}; move the file away")
+    return found

@@ -1,0 +1,134 @@
+"""The samples of a run for the page: one row of facts per sample, the whole of one, and a search in their texts.
+
+Files of a rollout are read again when they change: the trainer adds its part after the training.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from slime.tracking.samples import SAMPLES, SampleRecord, read_samples, sample_rollouts
+from slime.types import Message
+from vime.view.page.inside import inside
+from vime.view.page.kept import Stamp, stamp
+
+COLUMNS = (
+    *("rollout", "place", "group", "reward", "advantage", "tokens", "oldest", "newest", "turns", "status"),
+    *("gap", "largest_gap", "prompt", "response"),
+)
+"""Of a row. `oldest`, `newest`: versions of the weights. `gap`: |trainer - engine| in nats, the mean over the trained
+tokens. `prompt` and `response`: the first characters."""
+_SHOWN = 100
+_SLICE_S = 0.25
+"""One answer reads files for so long, and says where the next one goes on."""
+
+Cell = float | int | str | None
+Row = list[Cell]
+
+
+class SampleRows:
+    """The rows of the samples of one run. Not thread-safe."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._dir = run_dir
+        self._read: dict[int, tuple[Stamp, int, list[Row]]] = {}
+        """Rollout -> its files, the number of the reading, rows."""
+        self._count = 0
+
+    def since(self, serial: int) -> tuple[dict[int, list[Row]], int, bool]:
+        """The rows of each rollout that was read after reading number `serial`, the newest number, and whether more are
+        to be read. ValueError for files that may not be read."""
+        until = time.monotonic() + _SLICE_S
+        more = False
+        for rollout, files in self._files():
+            known = self._read.get(rollout)
+            now = stamp(files)
+            if known is not None and known[0] == now:
+                continue
+            if time.monotonic() > until:
+                more = True
+                break
+            self._count += 1
+            rows = [_row(rollout, record) for record in self._records(rollout)]
+            self._read[rollout] = (now, self._count, rows)
+        new = {rollout: rows for rollout, (_, number, rows) in self._read.items() if number > serial}
+        return new, self._count, more
+
+    def whole(self, rollout: int, place: int) -> dict[str, object]:
+        """A sample with its tokens. ValueError if there is none."""
+        for record in self._records(rollout):
+            if record.place == place:
+                return asdict(record)
+        raise ValueError(
+            f"place must be of a sample that rollout {rollout} keeps, got {place}; choose another"
+        )
+
+    def find(self, text: str, begin: int) -> tuple[list[list[int]], int | None]:
+        """(rollout, place) of samples whose prompt or response has `text` in any case, from rollout `begin` on, and the
+        rollout where the next search goes on; None at the end."""
+        until = time.monotonic() + _SLICE_S
+        wanted, found = text.casefold(), list[list[int]]()
+        for rollout in sample_rollouts(self._dir):
+            if rollout < begin:
+                continue
+            if time.monotonic() > until:
+                return found, rollout
+            found += [
+                [rollout, record.place]
+                for record in self._records(rollout)
+                if wanted in prompt_text(record.prompt).casefold() or wanted in record.response.casefold()
+            ]
+        return found, None
+
+    def _files(self) -> Iterator[tuple[int, list[Path]]]:
+        parts: dict[int, list[Path]] = {}
+        for path in (self._dir / SAMPLES).glob("*.jsonl"):
+            if match := re.fullmatch(r"(\d+)(\.trainer-\d+)?\.jsonl", path.name):
+                parts.setdefault(int(match[1]), []).append(path)
+        for rollout in sample_rollouts(self._dir):
+            yield rollout, sorted(parts.get(rollout, []))
+
+    def _records(self, rollout: int) -> Iterator[SampleRecord]:
+        for path in (self._dir / SAMPLES).glob(f"{rollout}.*"):
+            inside(self._dir, path)
+        yield from read_samples(self._dir, rollout)
+
+
+def prompt_text(prompt: str | list[Message]) -> str:
+    """A prompt as one text: the contents of its messages."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(str(message.get("content") or "") for message in prompt)
+
+
+def _row(rollout: int, record: SampleRecord) -> Row:
+    gaps = [
+        abs(token.trainer - token.engine)
+        for token in record.tokens
+        if token.mask and token.trainer is not None and token.engine is not None
+    ]
+    return [
+        *(rollout, record.place, record.group, _number(record.reward), record.advantage, len(record.tokens)),
+        *(
+            min(record.versions, default=None),
+            max(record.versions, default=None),
+            record.turns,
+            record.status,
+        ),
+        *(sum(gaps) / len(gaps) if gaps else None, max(gaps, default=None)),
+        *(_shown(prompt_text(record.prompt)), _shown(record.response)),
+    ]
+
+
+def _number(reward: object) -> float | None:
+    """A reward of several parts has no single number here: the page shows it with the sample."""
+    return float(reward) if isinstance(reward, int | float) else None
+
+
+def _shown(text: str) -> str:
+    line = " ".join(text[: 4 * _SHOWN].split())
+    return line if len(line) <= _SHOWN else line[: _SHOWN - 1] + "…"

@@ -1,0 +1,75 @@
+// What both kinds of pictures need: a canvas of the right size, colours of the theme, ticks of an axis.
+
+const drawn = new Set();
+let queued = false;
+
+/** Call `draw` before the next frame, once however often this is called. */
+export function soon(draw) {
+  drawn.add(draw);
+  if (queued) return;
+  queued = true;
+  requestAnimationFrame(() => {
+    queued = false;
+    const now = [...drawn];
+    drawn.clear();
+    for (const each of now) each();
+  });
+}
+
+/** Call `draw` when the element gets another size, or the theme changes. Returns what ends that. */
+export function onLookChange(element, draw) {
+  const sizes = new ResizeObserver(() => soon(draw));
+  const theme = matchMedia("(prefers-color-scheme: dark)");
+  const again = () => soon(draw);
+  sizes.observe(element);
+  theme.addEventListener("change", again);
+  return () => {
+    sizes.disconnect();
+    theme.removeEventListener("change", again);
+  };
+}
+
+/** A cleared context in units of CSS pixels, and its size. */
+export function begin(canvas) {
+  const scale = window.devicePixelRatio || 1;
+  const width = canvas.clientWidth;
+  const height = canvas.clientHeight;
+  if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
+    canvas.width = Math.round(width * scale);
+    canvas.height = Math.round(height * scale);
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(scale, 0, 0, scale, 0, 0);
+  context.clearRect(0, 0, width, height);
+  context.font = "12px system-ui, sans-serif";
+  return { context, width, height };
+}
+
+/** The colours of the present theme. */
+export function theme() {
+  const style = getComputedStyle(document.documentElement);
+  const of = (name) => style.getPropertyValue(`--${name}`).trim();
+  return { text: of("text"), faint: of("faint"), line: of("line"), back: of("card"), alarm: of("alarm"), focus: of("focus") };
+}
+
+/** Round numbers between `low` and `high`, about `count` of them. */
+export function ticks(low, high, count) {
+  const span = high - low;
+  if (!(span > 0)) return [low];
+  const rough = span / Math.max(1, count);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].find((factor) => factor * power >= rough) * power;
+  const found = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + span * 1e-9; i++) found.push(Number((i * step).toPrecision(12)));
+  return found;
+}
+
+/** Powers of ten between `low` and `high`, at most `count`. */
+export function decades(low, high, count) {
+  const first = Math.ceil(Math.log10(low) - 1e-9);
+  const last = Math.floor(Math.log10(high) + 1e-9);
+  const stride = Math.max(1, Math.ceil((last - first + 1) / count));
+  const found = [];
+  for (let power = first; power <= last; power += stride) found.push(10 ** power);
+  return found.length ? found : [low, high];
+}

@@ -1,0 +1,60 @@
+// Makes elements. Text becomes text nodes only: what a model or a data set wrote is never read as HTML.
+
+/** el("button", {type: "button", onclick: f, "aria-label": "Close"}, "x", other): an element with these properties. */
+export function el(tag, properties = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (name === "value") made.value = value;
+    else made.setAttribute(name, value === true ? "" : String(value));
+  }
+  append(made, children);
+  return made;
+}
+
+/** Put children, or lists of them, at the end. Strings and numbers become text. */
+export function append(parent, children) {
+  for (const child of children.flat(Infinity)) {
+    if (child === null || child === undefined || child === false) continue;
+    parent.append(child instanceof Node ? child : String(child));
+  }
+}
+
+/** Replace everything in an element. */
+export function fill(parent, ...children) {
+  parent.replaceChildren();
+  append(parent, children);
+}
+
+/** A table with a caption for screen readers. `rows`: lists of texts or elements. */
+export function table(caption, heads, rows) {
+  return el("div", { class: "scrolls", tabindex: 0, role: "group", "aria-label": caption },
+    el("table", {},
+      el("caption", {}, caption),
+      el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
+      el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, i) =>
+        i === 0 ? el("th", { scope: "row" }, cell) : el("td", {}, cell)))))));
+}
+
+/** A labelled control: a label element with its text before the control. */
+export function labelled(text, control) {
+  return el("label", {}, el("span", {}, text), control);
+}
+
+/** A select element of [value, text] pairs. */
+export function choice(options, value, onchange) {
+  const made = el("select", { onchange: () => onchange(made.value) },
+    options.map(([own, text]) => el("option", { value: own }, text)));
+  made.value = String(value);
+  return made;
+}
+
+/** `f`, called once, `ms` after the last of several calls. */
+export function later(ms, f) {
+  let timer = 0;
+  return (...args) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => f(...args), ms);
+  };
+}

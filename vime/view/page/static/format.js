@@ -1,0 +1,74 @@
+// Numbers, times and colours as people read them.
+
+/** Okabe and Ito's palette: people with any kind of colour vision can tell the colours apart. One for each run. */
+const RUNS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
+const DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3]];
+
+export const runColour = (i) => RUNS[i % RUNS.length];
+
+/** Lines of one panel and run differ by their dashes; more than six runs repeat the colours with other dashes. */
+export const dash = (i) => DASHES[i % DASHES.length];
+
+/** A number with four significant digits. */
+export function number(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (!Number.isFinite(value)) return String(value);
+  const size = Math.abs(value);
+  if (value === 0) return "0";
+  if (Number.isInteger(value) && size < 1e7) return value.toLocaleString("en");
+  if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace("e+", "e");
+  return String(Number(value.toPrecision(4)));
+}
+
+/** Seconds as "12.3 s", "4 min 5 s", "2 h 10 min" or "3 d 4 h". */
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 0.001) return `${(seconds * 1e6).toFixed(0)} µs`;
+  if (seconds < 1) return `${Number((seconds * 1000).toPrecision(3))} ms`;
+  if (seconds < 60) return `${Number(seconds.toPrecision(3))} s`;
+  const whole = Math.round(seconds);
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  if (whole < 86400) return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
+  return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
+}
+
+/** A moment, in seconds since the epoch, in the reader's time zone. */
+export function moment(seconds) {
+  if (!seconds) return "–";
+  return new Date(seconds * 1000).toLocaleString("sv");
+}
+
+export const percent = (share) => `${Math.round(100 * share)}%`;
+
+/** What a process does, by the name of its phase: [what the legend says, colour]. */
+const PHASES = {
+  rollout: ["generates", "#009e73"],
+  eval: ["evaluates", "#44aa99"],
+  train: ["trains", "#0072b2"],
+  actor_train: ["trains: forward, backward, optimizer", "#3f97cf"],
+  critic_train: ["trains the critic", "#7a5fb5"],
+  log_probs: ["log-probs", "#e69f00"],
+  ref_log_probs: ["log-probs of the reference", "#cc79a7"],
+  values: ["values", "#a05fb0"],
+  consistency: ["audit", "#999933"],
+  data_preprocess: ["prepares data", "#8c8c8c"],
+  wait: ["waits", "#b8ad1f"],
+  update: ["updates weights", "#d55e00"],
+  save: ["saves", "#882255"],
+  sleep: ["engine sleeps", "#6e4b2a"],
+  wake: ["engine wakes", "#a97142"],
+  onload: ["loads to the device", "#6e4b2a"],
+  offload: ["leaves the device", "#a97142"],
+  starting: ["engine starts", "#c9b458"],
+  serving: ["engine serves", "#8fbfa6"],
+  leaving: ["engine leaves", "#c98b6b"],
+};
+
+export const phaseText = (name) => (PHASES[name] ?? [name])[0];
+export const phaseColour = (name) => (PHASES[name] ?? ["", "#777777"])[1];
+
+const STATES = {
+  running: "goes on", finished: "finished", failed: "failed", interrupted: "interrupted", unknown: "not known",
+};
+
+export const stateText = (state) => STATES[state] ?? state;

@@ -1,0 +1,42 @@
+// One sample: prompt, response by turns and tokens, and what the run knows of it.
+
+import { el } from "vime/dom";
+import { number } from "vime/format";
+import { Tokens } from "vime/tokens";
+
+/** The element of a sample. `row`: its facts in the list, `at`: column -> place there. */
+export function sampleView(sample, row, at) {
+  const facts = [
+    ["rollout, place", `${row[at.rollout]}, ${sample.place}`],
+    ["group", sample.group ?? "–"],
+    ["reward", typeof sample.reward === "number" ? number(sample.reward) : JSON.stringify(sample.reward)],
+    ["advantage", sample.advantage === null ? "not known yet" : number(sample.advantage)],
+    ["label", said(sample.label)],
+    ["status", sample.status],
+    ["turns", sample.turns],
+    ["versions of the weights", sample.versions.length ? [...new Set(sample.versions)].join(", ") : "–"],
+    ["|trainer − engine|", row[at.gap] === null ? "not known" : `mean ${number(row[at.gap])}, largest ${number(row[at.largest_gap])} nats`],
+  ];
+  return el("article", {},
+    el("h2", { tabindex: -1 }, `Sample ${row[at.rollout]} / ${sample.place}`),
+    el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+    el("h3", {}, "Prompt"), prompt(sample.prompt),
+    el("h3", {}, "Response"), new Tokens(sample.tokens).element,
+    el("details", {}, el("summary", {}, "Response as one text"), el("pre", {}, sample.response)),
+    Object.keys(sample.metadata ?? {}).length
+      ? el("details", {}, el("summary", {}, "Metadata"), el("pre", {}, JSON.stringify(sample.metadata, null, 1))) : null);
+}
+
+function prompt(found) {
+  if (typeof found === "string") return el("pre", { class: "turn" }, found);
+  return found.map((message) => {
+    const { role, content, ...rest } = message;
+    const more = Object.keys(rest).length ? `\n${JSON.stringify(rest, null, 1)}` : "";
+    return el("div", { class: "turn" }, el("p", { class: "faint who" }, said(role)), el("pre", {}, said(content) + more));
+  });
+}
+
+function said(value) {
+  if (value === null || value === undefined) return "–";
+  return typeof value === "string" ? value : JSON.stringify(value);
+}

@@ -1,0 +1,75 @@
+// The spans of a timeline, found by lane, row and time without looking at all of them.
+
+/** Places of the columns of a span. */
+export const LANE = 0, ROW = 1, NAME = 2, BEGIN = 3, END = 4, ROLLOUT = 5;
+
+export class Spans {
+  /** `timeline`: what the server sends. `now`: the end of spans that go on, in seconds after the begin of the run. */
+  constructor(timeline, now) {
+    this.timeline = timeline;
+    this.now = Math.max(now, timeline.end);
+    this.rows = timeline.lanes.map(() => []);
+    for (const span of timeline.spans) (this.rows[span[LANE]][span[ROW]] ??= []).push(span);
+  }
+
+  endOf(span) { return span[END] ?? this.now; }
+
+  /** The place of the first span of a row that ends after `time`. Spans of a row do not overlap. */
+  after(row, time) {
+    let low = 0, high = row.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.endOf(row[middle]) <= time) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  }
+
+  /** Call `draw(span, begin, end)` for the spans of a row between two times. Those shorter than `least` seconds
+   * stand for what follows them within that time, so a picture draws at most one for each of its pixels. */
+  each(row, from, to, least, draw) {
+    let i = this.after(row, from);
+    while (i < row.length && row[i][BEGIN] < to) {
+      const begin = row[i][BEGIN], end = this.endOf(row[i]);
+      if (end - begin >= least) {
+        draw(row[i], begin, end);
+        i += 1;
+      } else {
+        draw(row[i], begin, begin + least);
+        i = Math.max(i + 1, this.after(row, begin + least));
+      }
+    }
+  }
+
+  /** Seconds of each phase of a lane between two times: a map from its name to them. */
+  seconds(lane, from, to) {
+    const found = new Map();
+    for (const row of this.rows[lane]) {
+      if (!row) continue;
+      for (let i = this.after(row, from); i < row.length && row[i][BEGIN] < to; i++) {
+        const name = this.timeline.names[row[i][NAME]];
+        const inside = Math.min(this.endOf(row[i]), to) - Math.max(row[i][BEGIN], from);
+        found.set(name, (found.get(name) ?? 0) + inside);
+      }
+    }
+    return found;
+  }
+
+  /** The spans between two times, by their begin, at most `most`, and how many there are. */
+  list(from, to, most) {
+    const found = [];
+    for (const row of this.rows.flat()) {
+      if (!row) continue;
+      for (let i = this.after(row, from); i < row.length && row[i][BEGIN] < to; i++) found.push(row[i]);
+    }
+    found.sort((a, b) => a[BEGIN] - b[BEGIN]);
+    return [found.slice(0, most), found.length];
+  }
+
+  /** The span next to `span` in its lane, in the direction 1 or -1; the first one in view without a span. */
+  next(lane, span, direction, from) {
+    const all = this.rows[lane].flat().sort((a, b) => a[BEGIN] - b[BEGIN] || a[ROW] - b[ROW]);
+    if (!span || span[LANE] !== lane) return all.find((own) => this.endOf(own) > from) ?? all.at(-1) ?? null;
+    return all[all.indexOf(span) + direction] ?? span;
+  }
+}
