@@ -96,9 +96,8 @@ def read_samples(run_dir: Path, rollout: int) -> Iterator[SampleRecord]:
         )
     for found in lines:
         known = trained.get(found["place"], {})
-        tokens = [Token(*token) for token in found["tokens"]]
-        if log_probs := known.get("log_probs"):
-            tokens = [token._replace(trainer=value) for token, value in zip(tokens, log_probs, strict=False)]
+        log_probs = iter(known.get("log_probs") or ())
+        tokens = [Token(*token[:4], next(log_probs, None)) for token in found["tokens"]]
         yield SampleRecord(**(found | {"tokens": tokens, "advantage": known.get("advantage")}))
 
 

@@ -14,7 +14,7 @@ from slime.tracking.journal import Event, phases, read_events
 MARKS = {
     "checkpoint": "checkpoint after rollout {rollout}",
     "evaluation": "evaluation after {rollout} rollouts",
-    "weights": "engines have version {version}",
+    "weights": "has version {version} of the weights",
     "dropped": "dropped: {reason}",
     "put_back": "put back",
     "warning": "{logger}: {text}",
@@ -70,7 +70,7 @@ def read_timeline(run_dir: Path) -> Timeline:
         begin, end = round(span.begin - origin, 4), None if span.end is None else round(span.end - origin, 4)
         timeline.spans.append([place[span.lane], row, names.index(span.name), begin, end, span.rollout])
     first = {lane[0]: number for number, lane in reversed(list(enumerate(lanes)))}
-    timeline.marks = [_mark(event, first, origin) for event in events if _is_mark(event)]
+    timeline.marks = [mark for event in events for mark in _marks(event, first, origin)]
     timeline.steps = _steps(events, origin)
     timeline.end = round(max(event.time for event in events) - origin, 4)
     return timeline
@@ -81,8 +81,7 @@ def _lanes(spans: Sequence[_Span], events: Sequence[Event]) -> list[tuple[str, s
     order = ("driver", "rollout", "engines", "engine", "trainer")
     found = {span.lane for span in spans}
     named = {lane[0] for lane in found}
-    marked = {str(e["engine"]) if e.kind == "engine" else e.source for e in events if _is_mark(e)}
-    found |= {(source, "") for source in marked - named}
+    found |= {(source, "") for event in events for source in _marked(event) if source not in named}
 
     def key(lane: tuple[str, str]) -> tuple[int, list[tuple[int, str]]]:
         source = lane[0]
@@ -128,16 +127,20 @@ def _engines(events: Iterable[Event]) -> list[_Span]:
     return found
 
 
-def _is_mark(event: Event) -> bool:
-    return event.kind in MARKS or (event.kind == "engine" and event["state"] in _GONE)
-
-
-def _mark(event: Event, lanes: dict[str, int], origin: float) -> list[float | int | str]:
+def _marked(event: Event) -> list[str]:
+    """The processes or engines that have a mark of the event."""
     if event.kind == "engine":
-        lane, kind, text = str(event["engine"]), str(event["state"]), f"the engine is {event['state']}"
-    else:
-        lane, kind, text = event.source, event.kind, MARKS[event.kind].format(**event.fields)[:_LONGEST]
-    return [lanes[lane], round(event.time - origin, 4), kind, text]
+        return [str(event["engine"])] if event["state"] in _GONE else []
+    if event.kind == "weights":
+        return [str(name) for name in event["engines"]]
+    return [event.source] if event.kind in MARKS else []
+
+
+def _marks(event: Event, lanes: dict[str, int], origin: float) -> list[list[float | int | str]]:
+    kind = str(event["state"]) if event.kind == "engine" else event.kind
+    text = "the engine is {state}" if event.kind == "engine" else MARKS.get(event.kind, "")
+    said = text.format(**event.fields)[:_LONGEST]
+    return [[lanes[source], round(event.time - origin, 4), kind, said] for source in _marked(event)]
 
 
 def _steps(events: Iterable[Event], origin: float) -> list[list[float | int]]:

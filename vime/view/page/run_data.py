@@ -109,10 +109,12 @@ class RunData:
         return {"found": found, "next": following}
 
     def settings(self) -> Json:
-        """Flat configuration and versions: names of flags without their section, and names of packages."""
+        """Flat configuration and versions: names of flags without their section, and names of packages. Left out are
+        `hook_args`, which repeat flags for hooks."""
         config = _read(self.dir / CONFIG_FILE)
         environment = _read(self.dir / ENVIRONMENT_FILE)
         flags = {name.partition(".")[2] or name: value for name, value in flatten(config)} if config else {}
+        flags = {name: value for name, value in flags.items() if not name.startswith("hook_args.")}
         told = {name: environment.get(name) for name in ("git", "python", "packages", "host", "cpu", "gpus")}
         return {"configuration": flags, "versions": dict(flatten(told)) if environment else {}}
 

@@ -85,11 +85,12 @@ class SampleRows:
         return found, None
 
     def _files(self) -> Iterator[tuple[int, list[Path]]]:
+        """The files of each rollout, the newest rollout first: its samples are looked at most."""
         parts: dict[int, list[Path]] = {}
         for path in (self._dir / SAMPLES).glob("*.jsonl"):
             if match := re.fullmatch(r"(\d+)(\.trainer-\d+)?\.jsonl", path.name):
                 parts.setdefault(int(match[1]), []).append(path)
-        for rollout in sample_rollouts(self._dir):
+        for rollout in reversed(sample_rollouts(self._dir)):
             yield rollout, sorted(parts.get(rollout, []))
 
     def _records(self, rollout: int) -> Iterator[SampleRecord]:

@@ -18,9 +18,10 @@ export class Chart {
     this.drag = null;
     this.canvas = el("canvas", { tabindex: 0, role: "img", class: "chart" });
     this.readout = el("output", { class: "readout" });
+    this.unit = el("span", { class: "faint" });
     this.rows = el("div");
     this.more = el("details", { ontoggle: () => this.fillTable() }, el("summary", {}, "Table"), this.rows);
-    this.element = el("figure", { class: "card" }, el("figcaption", {}, title), this.canvas, this.readout, this.more);
+    this.element = el("figure", { class: "card" }, el("figcaption", {}, title, " ", this.unit), this.canvas, this.readout, this.more);
     this.draw = this.draw.bind(this);
     this.end = onLookChange(this.canvas, this.draw);
     this.listen();
@@ -30,6 +31,7 @@ export class Chart {
   set(lines, log) {
     this.lines = lines;
     this.ownLog = log;
+    this.unit.textContent = lines.length ? `by ${lines[0].unit}` : "";
     this.canvas.setAttribute("aria-label", `${this.title}. ${lines.map(said).join(". ")}`);
     if (this.more.open) this.fillTable();
     this.refresh();

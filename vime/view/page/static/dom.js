@@ -14,7 +14,7 @@ export function el(tag, properties = {}, ...children) {
 }
 
 /** Put children, or lists of them, at the end. Strings and numbers become text. */
-export function append(parent, children) {
+export function append(parent, ...children) {
   for (const child of children.flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
     parent.append(child instanceof Node ? child : String(child));

@@ -23,13 +23,19 @@ export function number(value) {
 /** Seconds as "12.3 s", "4 min 5 s", "2 h 10 min" or "3 d 4 h". */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
+  if (seconds === 0) return "0 s";
   if (seconds < 0.001) return `${(seconds * 1e6).toFixed(0)} µs`;
   if (seconds < 1) return `${Number((seconds * 1000).toPrecision(3))} ms`;
   if (seconds < 60) return `${Number(seconds.toPrecision(3))} s`;
   const whole = Math.round(seconds);
-  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
-  if (whole < 86400) return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
-  return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
+  if (whole < 3600) return two(whole, 60, "min", 1, "s");
+  if (whole < 86400) return two(whole, 3600, "h", 60, "min");
+  return two(whole, 86400, "d", 3600, "h");
+}
+
+function two(whole, large, largeName, small, smallName) {
+  const rest = Math.floor((whole % large) / small);
+  return `${Math.floor(whole / large)} ${largeName}${rest ? ` ${rest} ${smallName}` : ""}`;
 }
 
 /** A moment, in seconds since the epoch, in the reader's time zone. */
@@ -45,7 +51,7 @@ const PHASES = {
   rollout: ["generates", "#009e73"],
   eval: ["evaluates", "#44aa99"],
   train: ["trains", "#0072b2"],
-  actor_train: ["trains: forward, backward, optimizer", "#3f97cf"],
+  actor_train: ["forward, backward, optimizer", "#3f97cf"],
   critic_train: ["trains the critic", "#7a5fb5"],
   log_probs: ["log-probs", "#e69f00"],
   ref_log_probs: ["log-probs of the reference", "#cc79a7"],
@@ -64,6 +70,8 @@ const PHASES = {
   leaving: ["engine leaves", "#c98b6b"],
 };
 
+/** The order of a legend: what is named first there. */
+export const phaseOrder = (name) => (name in PHASES ? Object.keys(PHASES).indexOf(name) : Infinity);
 export const phaseText = (name) => (PHASES[name] ?? [name])[0];
 export const phaseColour = (name) => (PHASES[name] ?? ["", "#777777"])[1];
 

@@ -51,17 +51,15 @@ function drawSpan(context, colours, spans, span, from, to, y, left, isChosen) {
     context.strokeRect(from, y, Math.max(2, width), ROW_HEIGHT - 2);
   }
   const begin = Math.max(from, left);
-  const text = span[ROLLOUT] === null ? phaseText(name) : `${phaseText(name)} ${span[ROLLOUT]}`;
-  if (to - begin < 30) return;
-  context.save();
-  context.beginPath();
-  context.rect(begin, y, to - begin - 3, ROW_HEIGHT);
-  context.clip();
+  const rollout = span[ROLLOUT] === null ? "" : String(span[ROLLOUT]);
+  const room = Math.min(to, context.canvas.clientWidth) - begin - 8;
+  if (room < 8) return;
+  const text = [`${phaseText(name)} ${rollout}`.trim(), phaseText(name), rollout].find((own) => context.measureText(own).width <= room);
+  if (!text) return;
   context.fillStyle = ink(phaseColour(name));
   context.textAlign = "left";
   context.textBaseline = "middle";
   context.fillText(text, begin + 4, y + ROW_HEIGHT / 2 - 1);
-  context.restore();
 }
 
 /** Black or white, which is clearer on a colour. */

@@ -79,7 +79,6 @@ function say(text) {
 }
 
 addEventListener("hashchange", show);
-addEventListener("popstate", show);
 document.addEventListener("visibilitychange", look);
 show();
 look();

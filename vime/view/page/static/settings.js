@@ -13,8 +13,8 @@ export class SettingsScreen {
     this.runs = [];
     this.found = null;
     this.which = "differences";
-    this.search = el("input", { type: "search", placeholder: "such as lr", oninput: later(150, () => this.show()) });
-    this.select = choice([["differences", "that differ"], ["all", "all"]], "differences", (value) => { this.which = value; this.show(); });
+    this.search = el("input", { type: "search", placeholder: "such as lr", oninput: later(150, () => this.arrange()) });
+    this.select = choice([["differences", "that differ"], ["all", "all"]], "differences", (value) => { this.which = value; this.arrange(); });
     this.tables = el("div");
     this.element = el("div", {}, el("div", { class: "controls" }, labelled("Settings", this.select), labelled("Search", this.search)), this.tables);
   }
@@ -27,10 +27,10 @@ export class SettingsScreen {
       this.which = "all";
       this.select.value = "all";
     }
-    this.show();
+    this.arrange();
   }
 
-  show() {
+  arrange() {
     const wanted = this.search.value.trim().toLowerCase();
     const parts = PARTS.map(([part, title]) => {
       const names = [...new Set(this.found.flatMap((own) => Object.keys(own[part])))].sort();

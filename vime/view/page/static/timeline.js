@@ -2,7 +2,7 @@
 
 import { onLookChange, soon } from "vime/canvas";
 import { choice, el, fill, labelled, later, table } from "vime/dom";
-import { duration, phaseColour, phaseText } from "vime/format";
+import { duration, phaseColour, phaseOrder, phaseText } from "vime/format";
 import { LANE_GAP, ROW_HEIGHT, drawLanes, gutter, tops } from "vime/lanes";
 import { BEGIN, LANE, NAME, ROLLOUT, Spans } from "vime/spans";
 
@@ -26,7 +26,7 @@ export class TimelineScreen {
     this.readout = el("output", { class: "readout" });
     this.legend = el("ul", { class: "legend", "aria-label": "Colours" });
     this.bar = el("div", { class: "controls" });
-    this.sums = el("div");
+    this.sums = el("div", { class: "sums" });
     this.listed = el("div");
     this.list = el("details", { ontoggle: () => this.fillTables() }, el("summary", {}, "Phases in view, as a table"), this.listed);
     this.element = el("div", {}, this.bar, el("section", { class: "card" }, this.canvas, this.readout, this.legend),
@@ -224,12 +224,12 @@ export class TimelineScreen {
     const { lanes, names } = this.spans.timeline, { from, to } = this.view;
     if (!lanes.length) return fill(this.sums, "The run has no journal, or nothing has happened yet.");
     const sums = lanes.map((_, i) => this.spans.seconds(i, from, to));
-    const seen = names.filter((name) => sums.some((own) => own.has(name)));
+    const seen = names.filter((name) => sums.some((own) => own.has(name))).sort((a, b) => phaseOrder(a) - phaseOrder(b));
     fill(this.legend, seen.map((name) => {
       const colour = el("span", { class: "swatch", "aria-hidden": "true" });
       colour.style.background = phaseColour(name);
       return el("li", {}, colour, phaseText(name));
-    }));
+    }), el("li", {}, "▲ weights, checkpoint, evaluation"), el("li", { class: "alarm" }, "▲ warning, dropped group, death, error"));
     const rows = lanes.map((lane, i) => [lane.filter(Boolean).join(" "), ...seen.map((name) => (sums[i].has(name) ? duration(sums[i].get(name)) : ""))]);
     fill(this.sums, table(`Time by phase, ${duration(Math.max(0, from))} to ${duration(to)} after the begin`, ["", ...seen.map(phaseText)], rows));
     if (!this.list.open) return;
