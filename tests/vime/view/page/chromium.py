@@ -20,7 +20,9 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 class Chromium:
     """`async with Chromium() as tab`: one tab. The browser has no network but loopback."""
 
-    def __init__(self, width: int = 1280, height: int = 900, *, phone: bool = False, dark: bool = False) -> None:
+    def __init__(
+        self, width: int = 1280, height: int = 900, *, phone: bool = False, dark: bool = False
+    ) -> None:
         self._size, self._phone, self._dark = (width, height), phone, dark
         self._numbers = itertools.count(1)
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -31,7 +33,14 @@ class Chromium:
         program = next((found for name in NAMES if (found := shutil.which(name))), None)
         assert program, "these tests need a browser: install chromium (apt-get install chromium)"
         self._process = await asyncio.create_subprocess_exec(
-            *(program, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--hide-scrollbars"),
+            *(
+                program,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--remote-debugging-port=0",
+                "--hide-scrollbars",
+            ),
             *("--disable-background-networking", "--no-first-run", "--disable-dev-shm-usage"),
             *(f"--user-data-dir={self._folder.name}", "about:blank"),
             stderr=asyncio.subprocess.PIPE,
@@ -106,7 +115,9 @@ class Chromium:
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         while not (value := await self.run(script)):
-            assert loop.time() < end, f"not true after {seconds} s: {script}; the page's errors: {self.errors}"
+            assert loop.time() < end, (
+                f"not true after {seconds} s: {script}; the page's errors: {self.errors}"
+            )
             await asyncio.sleep(0.05)
         return value
 

@@ -25,14 +25,17 @@ def make_run(run_dir: Path, steps: int = 3, state: str = "finished", lr: float =
         Events(name, str(run_dir)) for name in ("driver", "engines", "trainer-0", "rollout")
     )
     driver.add("run", host=socket.gethostname(), pid=os.getpid(), born=born(os.getpid()), rollouts=steps + 2)
-    engines.add("engine", model="policy", engine="engine-0", state="starting", address="http://x", place="host")
+    engines.add(
+        "engine", model="policy", engine="engine-0", state="starting", address="http://x", place="host"
+    )
     engines.add("engine", model="policy", engine="engine-0", state="serving", version=None)
     driver.add("start", rollout=0)
     tracker = JsonlTracker(run_dir / "metrics.jsonl", {})
     for step in range(steps):
         with rollouts.phase("rollout", rollout=step):
             rollouts.add("dropped", groups=[step], reason="zero_std")
-        with trainer.phase("train", device="cpu", rollout=step), trainer.phase("actor_train", device="cpu", rollout=step):
+        own = {"device": "cpu", "rollout": step}
+        with trainer.phase("train", **own), trainer.phase("actor_train", **own):
             pass
         engines.add("weights", model="policy", engines=["engine-0"], version=step + 1)
         tracker.log({"rollout/raw_reward": step / steps}, step, "rollout/step")
@@ -44,15 +47,21 @@ def make_run(run_dir: Path, steps: int = 3, state: str = "finished", lr: float =
     if state == "finished":
         driver.add("end", state="finished")
     if state == "failed":
-        driver.add("error", type="DivergedError", text="the loss must be finite, got nan", log="logs/driver.log")
+        driver.add(
+            "error", type="DivergedError", text="the loss must be finite, got nan", log="logs/driver.log"
+        )
     for events in (driver, engines):
         events.close()
     (run_dir / "config.json").write_text(json.dumps({"optimizer": {"lr": lr}, "train": {"seed": 1}}))
-    (run_dir / "environment.json").write_text(json.dumps({"packages": {"torch": "2.11.0"}, "git": {"commit": "abc"}}))
+    (run_dir / "environment.json").write_text(
+        json.dumps({"packages": {"torch": "2.11.0"}, "git": {"commit": "abc"}})
+    )
     return run_dir
 
 
-def make_samples(run_dir: Path, rollout: int, prompts: Sequence[str], tokens: int = 6, trained: bool = True) -> None:
+def make_samples(
+    run_dir: Path, rollout: int, prompts: Sequence[str], tokens: int = 6, trained: bool = True
+) -> None:
     """Samples of a rollout: the second half of each response is a tool's."""
     samples = []
     for place, prompt in enumerate(prompts):
@@ -74,8 +83,8 @@ def make_samples(run_dir: Path, rollout: int, prompts: Sequence[str], tokens: in
         )
     write_samples(run_dir, rollout, samples, range(len(samples)), lambda id_: WORDS[id_])
     if trained:
-        lines = [
-            {"place": place, "advantage": 0.5 - place % 2, "log_probs": [-0.1 * (i + 1) - 0.01 * place for i in range(tokens)]}
-            for place in range(len(samples))
-        ]
+        lines = []
+        for place in range(len(samples)):
+            log_probs = [-0.1 * (i + 1) - 0.01 * place for i in range(tokens)]
+            lines.append({"place": place, "advantage": 0.5 - place % 2, "log_probs": log_probs})
         write_trained(run_dir, rollout, 0, lines)

@@ -71,5 +71,5 @@ export function decades(low, high, count) {
   const stride = Math.max(1, Math.ceil((last - first + 1) / count));
   const found = [];
   for (let power = first; power <= last; power += stride) found.push(10 ** power);
-  return found.length ? found : [low, high];
+  return found.length > 1 ? found : ticks(low, high, count / 2);  // less than two decades
 }

@@ -13,7 +13,7 @@ const PANELS = [
   ["Gradient norm", (name) => name === "train/grad_norm"],
   ["Entropy (nats)", (name) => name === "train/entropy_loss"],
   ["KL", (name) => name === "train/ppo_kl" || name === "train/kl_loss"],
-  ["|trainer - engine| log-prob (nats)", (name) => name === "train/train_rollout_logprob_abs_diff", true],
+  ["Log-prob difference (nats)", (name) => name === "train/train_rollout_logprob_abs_diff", true],
   ["Response length (tokens)", (name) => name === "rollout/response_len/mean"],
   ["Truncated responses (share)", (name) => name === "rollout/truncated_ratio"],
   ["Staleness (weight updates)", (name) => /^rollout\/staleness\/(mean|max)$/.test(name)],

@@ -17,7 +17,7 @@ function card(run, i, metrics) {
   if (run.engines?.length) facts.push(["engines", engines(run.engines)]);
   if (run.state === "running" && run.doing.length) facts.push(["now", run.doing.map(doing).join(", ")]);
   if (run.updated) facts.push([run.state === "running" ? "newest event" : "ended", moment(run.updated)]);
-  append(made, el("dl", {}, facts.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
+  append(made, el("dl", {}, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))));
   if (run.warning_count) append(made, warnings(run));
   return made;
 }

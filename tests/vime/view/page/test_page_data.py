@@ -1,0 +1,231 @@
+"""What `vime ui` reads from run directories: state, curves, timeline, samples, settings, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from page_runs import HOSTILE, make_run, make_samples
+
+from slime.tracking.kinds import VERSION
+from vime.view.page.command import open_runs
+from vime.view.page.run_data import RunData
+from vime.view.page.sample_rows import COLUMNS
+
+
+def opened(run_dir: Path) -> RunData:
+    (run,) = open_runs([run_dir])
+    return run
+
+
+def named(row: list[object]) -> dict[str, object]:
+    return dict(zip(COLUMNS, row, strict=True))
+
+
+@pytest.mark.parametrize("state", ["finished", "running", "failed"])
+def test_the_state_and_the_curves_of_a_run(tmp_path: Path, state: str) -> None:
+    run = opened(make_run(tmp_path / "run", state=state))
+    summary = run.summary()
+    assert (summary["name"], summary["state"], summary["rollout"], summary["rollouts"]) == (
+        "run",
+        state,
+        2,
+        5,
+    )
+    assert summary["cause"] == ("the loss must be finite, got nan" if state == "failed" else "")
+    curves = run.curves()
+    assert curves["rollout/raw_reward"] == {
+        "unit": "rollout",
+        "steps": [0, 1, 2],
+        "values": [0, 1 / 3, 2 / 3],
+    }
+    assert curves["train/loss"] == {
+        "unit": "optimizer step",
+        "steps": [0, 1, 2],
+        "values": [1.0, None, 1 / 3],
+    }
+
+
+def test_the_timeline_has_a_lane_for_each_process_and_device(tmp_path: Path) -> None:
+    timeline = opened(make_run(tmp_path / "run")).timeline()
+    lanes, names = timeline["lanes"], timeline["names"]
+    assert lanes == [["driver", ""], ["rollout", ""], ["engine-0", ""], ["trainer-0", "cpu"]]
+    spans = [
+        (lanes[lane][0], row, names[name], rollout) for lane, row, name, _, _, rollout in timeline["spans"]
+    ]
+    for step in range(3):
+        assert ("rollout", 0, "rollout", step) in spans
+        assert ("trainer-0", 0, "train", step) in spans
+        assert ("trainer-0", 1, "actor_train", step) in spans  # inside of the other
+    assert {name for source, _, name, _ in spans if source == "engine-0"} == {"starting", "serving"}
+    assert all(0 <= begin <= end <= timeline["end"] for _, _, _, begin, end, _ in timeline["spans"])
+    marks = [(lanes[lane][0], kind, text) for lane, _, kind, text in timeline["marks"]]
+    assert marks.count(("rollout", "dropped", "dropped: zero_std")) == 3
+    assert ("engine-0", "weights", "has version 3 of the weights") in marks
+    assert [step[0] for step in timeline["steps"]] == [0, 1, 2]
+
+
+def test_an_engine_that_died_leaves_a_gap_and_a_mark(tmp_path: Path) -> None:
+    engine = {
+        "source": "engines",
+        "kind": "engine",
+        "model": "policy",
+        "engine": "engine-0",
+        "address": "",
+        "place": "",
+    }
+    states = enumerate(["starting", "serving", "dead", "starting"], start=10)
+    lines = [{"time": float(time)} | engine | {"state": state, "version": None} for time, state in states]
+    lines.append({"time": 20.0, "source": "driver", "kind": "error", "type": "E", "text": "gone"})
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    timeline = opened(tmp_path).timeline()
+    spans = [(timeline["names"][name], begin, end) for _, _, name, begin, end, _ in timeline["spans"]]
+    assert spans == [("starting", 0.0, 1.0), ("serving", 1.0, 2.0), ("starting", 3.0, 10.0)]
+    assert timeline["marks"][0][1:] == [2.0, "dead", "the engine is dead"]
+
+
+def test_rows_of_samples_come_in_parts_and_again_when_the_trainer_has_written(tmp_path: Path) -> None:
+    run = opened(make_run(tmp_path / "run"))
+    make_samples(run.dir, 0, [f"prompt {i}" for i in range(4)])
+    make_samples(run.dir, 1, ["one", "two"], trained=False)
+    first = run.samples(0)
+    rows = {rollout: list(map(named, found)) for rollout, found in first["rows"].items()}
+    assert (first["more"], sorted(rows), len(rows[0]), len(rows[1])) == (False, [0, 1], 4, 2)
+    row = rows[0][3]
+    assert (row["place"], row["reward"], row["tokens"], row["oldest"], row["turns"]) == (3, 1.0, 6, 0, 1)
+    assert row["gap"] == pytest.approx(0.03) and row["largest_gap"] == pytest.approx(0.03)
+    assert (rows[1][0]["gap"], rows[1][0]["advantage"]) == (None, None)
+    assert run.samples(first["serial"])["rows"] == {}
+    make_samples(run.dir, 1, ["one", "two"])
+    again = run.samples(first["serial"])
+    assert list(again["rows"]) == [1] and again["rows"][1][0][COLUMNS.index("advantage")] == 0.5
+
+
+def test_a_sample_is_found_by_its_text_in_any_case(tmp_path: Path) -> None:
+    run = opened(make_run(tmp_path / "run"))
+    make_samples(run.dir, 0, ["Zwölf Äpfel", HOSTILE])
+    make_samples(run.dir, 3, ["other"])
+    assert run.find("ÄPFEL", 0) == {"found": [[0, 0]], "next": None}
+    assert run.find("</SCRIPT>", 0) == {"found": [[0, 1]], "next": None}
+    assert run.find("sum of", 1) == {"found": [[3, 0]], "next": None}
+    assert run.sample(0, 1)["prompt"] == HOSTILE
+    with pytest.raises(ValueError, match="place must be of a sample that rollout 0 keeps, got 7"):
+        run.sample(0, 7)
+    with pytest.raises(ValueError, match="the rollout must have samples, got no"):
+        run.sample(2, 0)
+
+
+def test_lines_that_are_half_written_are_left_out(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", state="running")
+    make_samples(run_dir, 0, ["one", "two"])
+    for name in ("events.jsonl", "metrics.jsonl", "samples/0.jsonl"):
+        path = run_dir / name
+        with path.open("a") as file:
+            file.write(path.read_text().splitlines()[-1][:40])
+    run = opened(run_dir)
+    assert run.summary()["rollout"] == 2 and len(run.curves()["train/loss"]["steps"]) == 3
+    assert len(run.samples(0)["rows"][0]) == 2 and len(run.timeline()["steps"]) == 3
+
+
+def test_a_line_that_is_no_metric_is_named(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    (run_dir / "metrics.jsonl").write_text("no metric\n" + (run_dir / "metrics.jsonl").read_text())
+    with pytest.raises(
+        ValueError, match="line 1 must be a JSON object with step and step_key, got 'no metric'"
+    ):
+        opened(run_dir)
+
+
+def test_runs_of_other_versions(tmp_path: Path) -> None:
+    old = make_run(tmp_path / "old")
+    (old / "events.jsonl").unlink()
+    run = opened(old)
+    assert run.summary()["state"] == "unknown" and "it has no events.jsonl" in run.summary()["cause"]
+    assert run.timeline()["spans"] == [] and len(run.curves()["train/loss"]["steps"]) == 3
+    new = make_run(tmp_path / "new")
+    head = {"time": 1.0, "source": "driver", "kind": "journal", "version": VERSION + 1}
+    (new / "events.jsonl").write_text(json.dumps(head) + "\n")
+    with pytest.raises(ValueError, match=f"RUN_DIR must have a journal of version {VERSION} or older"):
+        opened(new)
+
+
+def test_directories_that_are_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"RUN_DIR must have events.jsonl or metrics.jsonl, got neither in"):
+        opened(tmp_path)
+    with pytest.raises(ValueError, match=r"RUN_DIR must have events.jsonl or metrics.jsonl, got neither in"):
+        opened(tmp_path / "no")
+    run_dir = make_run(tmp_path / "run")
+    with pytest.raises(ValueError, match="each RUN_DIR must be given once, got .*run twice"):
+        open_runs([run_dir, tmp_path / "other" / ".." / "run"])
+
+
+def test_runs_with_one_name_get_more_of_their_path(tmp_path: Path) -> None:
+    places = [make_run(tmp_path / name / "grpo") for name in ("a", "b")]
+    assert [run.name for run in open_runs(places)] == ["a/grpo", "b/grpo"]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "events.jsonl"])
+def test_a_link_out_of_the_run_is_refused(tmp_path: Path, name: str) -> None:
+    run_dir = make_run(tmp_path / "run")
+    (run_dir / name).rename(tmp_path / "private")
+    (run_dir / name).symlink_to(tmp_path / "private")
+    with pytest.raises(ValueError, match="the files of a run must be in its directory, got .*private; copy"):
+        opened(run_dir)
+
+
+def test_a_link_out_of_the_samples_is_refused(tmp_path: Path) -> None:
+    run = opened(make_run(tmp_path / "run"))
+    make_samples(run.dir, 0, ["one"])
+    (run.dir / "samples" / "0.jsonl").rename(tmp_path / "private")
+    (run.dir / "samples" / "0.jsonl").symlink_to(tmp_path / "private")
+    for read in (lambda: run.samples(0), lambda: run.sample(0, 0), lambda: run.find("one", 0)):
+        with pytest.raises(ValueError, match="the files of a run must be in its directory"):
+            read()
+
+
+AS_NOBODY = """
+import sys, os
+import vime.view.page.command as command
+os.setgid(65534); os.setuid(65534)
+try:
+    command.open_runs([sys.argv[1]])
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "config.json"])
+def test_a_run_of_another_user_that_may_not_be_read(tmp_path: Path, name: str) -> None:
+    run_dir = make_run(tmp_path / "run")
+    (run_dir / name).chmod(0o600)
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o755)
+    run = subprocess.run(
+        [sys.executable, "-c", AS_NOBODY, str(run_dir)], capture_output=True, text=True, check=True
+    )
+    assert (
+        f"RUN_DIR must be a run that this user can read, got no permission for {run_dir / name}" in run.stdout
+    )
+
+
+def test_settings_are_flat_and_without_sections(tmp_path: Path) -> None:
+    run = opened(make_run(tmp_path / "run", lr=0.5))
+    assert run.settings() == {
+        "configuration": {"lr": 0.5, "seed": 1},
+        "versions": {
+            "git.commit": "abc",
+            "packages.torch": "2.11.0",
+            "python": None,
+            "host": None,
+            "cpu": None,
+        }
+        | {"gpus": None},
+    }
+    (run.dir / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json must be JSON, got"):
+        run.settings()
