@@ -105,8 +105,9 @@ class Chromium:
         await self.call("Page.navigate", url=address)
 
     async def run(self, script: str) -> Any:
-        """The value of an expression, awaited if it is a promise."""
-        found = await self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        """The value of an expression, awaited if it is a promise. True for an element."""
+        asked = f"Promise.resolve({script}).then((found) => found instanceof Node || found)"
+        found = await self.call("Runtime.evaluate", expression=asked, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 

@@ -27,7 +27,7 @@ export class Chart {
     this.listen();
   }
 
-  /** `lines`: {name, colour, dash, unit, steps, values}; a value that was not finite is null. `log`: by itself. */
+  /** `lines`: {name, colour, dash, width, unit, steps, values}; a value that was not finite is null. `log`: by itself. */
   set(lines, log) {
     this.lines = lines;
     this.ownLog = log;
@@ -134,11 +134,11 @@ export class Chart {
     context.lineJoin = "round";
     context.setLineDash(smooth ? [] : line.dash);
     context.globalAlpha = smooth ? 0.25 : 1;
-    context.lineWidth = smooth ? 1 : 1.6;
+    context.lineWidth = smooth ? 1 : line.width;
     path(context, line.steps, line.values, x, y);
     if (smooth) {
       context.globalAlpha = 1;
-      context.lineWidth = 1.8;
+      context.lineWidth = line.width;
       context.setLineDash(line.dash);
       path(context, line.steps, smooth, x, y);
     }

@@ -134,6 +134,7 @@ export class CurvesScreen {
       ...this.curves[i][name],
       name: [several ? run.name : "", names.length > 1 || !several ? name.replace(/^(rollout|train|eval|perf)\//, "") : ""].filter(Boolean).join(" "),
       colour: several ? runColour(i) : runColour(j),
+      width: 1.6 + (several ? 1.4 * (this.runs.length - 1 - i) : 0),  // equal curves are all seen
       dash: dash(several ? j + 4 * Math.floor(i / 6) : 0),
     })));
   }

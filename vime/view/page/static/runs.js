@@ -14,7 +14,7 @@ function card(run, i, metrics) {
   if (run.rollouts || run.rollout !== undefined) append(made, progress(run));
   if (run.cause) append(made, el("p", { class: run.state === "failed" ? "alarm" : "faint" }, run.error_type ? `${run.error_type}: ` : "", run.cause));
   const facts = [...metrics];
-  if (run.engines?.length) facts.push(["engines", engines(run.engines)]);
+  if (run.engines?.length) facts.push([run.state === "running" ? "engines" : "engines at the end", engines(run.engines)]);
   if (run.state === "running" && run.doing.length) facts.push(["now", run.doing.map(doing).join(", ")]);
   if (run.updated) facts.push([run.state === "running" ? "newest event" : "ended", moment(run.updated)]);
   append(made, el("dl", {}, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))));

@@ -19,7 +19,7 @@ export class SamplesScreen {
     this.count = el("p", { class: "faint", role: "status" });
     this.picker = el("div");
     this.list = new VirtualList("Samples", ROW_HEIGHT, makeRow, (element, i) => showRow(element, this.shown[i], this.at), (i) => this.choose(i));
-    this.detail = el("section", { class: "card detail", "aria-label": "Sample" }, el("p", { class: "faint" }, "Choose a sample."));
+    this.detail = el("section", { class: "card detail", "aria-label": "Sample" }, el("p", { class: "faint" }, "Choose a sample. Arrow keys go through the list."));
     const back = el("button", { type: "button", class: "back", onclick: () => this.close() }, "Back to the list");
     this.pane = el("div", { class: "pane" }, back, this.detail);
     this.split = el("div", { class: "split" }, el("div", { class: "left" }, this.count, this.list.element), this.pane);
@@ -158,6 +158,7 @@ function showRow(element, row, at) {
   texts.children[1].textContent = row[at.response] || "(empty)";
   const version = row[at.oldest] === null ? "" : row[at.oldest] === row[at.newest] ? ` · v${row[at.oldest]}` : ` · v${row[at.oldest]}–${row[at.newest]}`;
   const turns = row[at.turns] > 1 ? ` · ${row[at.turns]} turns` : "";
-  facts.textContent = `${row[at.rollout]}/${row[at.place]} · ${number(row[at.tokens])} tok${version}${turns}`;
+  const status = row[at.status] === "completed" ? "" : ` · ${row[at.status]}`;
+  facts.textContent = `${row[at.rollout]}/${row[at.place]} · ${number(row[at.tokens])} tok${version}${turns}${status}`;
   element.classList.toggle("bad", row[at.status] !== "completed");
 }
