@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from slime.tracking.environment import ENVIRONMENT_FILE
-from slime.tracking.journal import Phase
+from slime.tracking.journal import Phase, read_events
 from slime.tracking.kinds import EVENTS_FILE, OLDER
 from slime.tracking.run_summary import RunSummary, run_summary
 from slime.tracking.samples import SAMPLES
@@ -53,7 +53,7 @@ class RunData:
                     "of a run"
                 )
             if with_journal:
-                self.summary()
+                next(read_events(self.dir), None)  # its first line has the version
             for name in (METRICS_FILE, CONFIG_FILE, ENVIRONMENT_FILE):
                 if (self.dir / name).exists():
                     (self.dir / name).open("rb").close()

@@ -131,13 +131,16 @@ def test_lines_that_are_half_written_are_left_out(tmp_path: Path) -> None:
     assert len(run.samples(0)["rows"][0]) == 2 and len(run.timeline()["steps"]) == 3
 
 
-def test_a_line_that_is_no_metric_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_no_metric_is_named_and_hides_no_other_part(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     (run_dir / "metrics.jsonl").write_text("no metric\n" + (run_dir / "metrics.jsonl").read_text())
-    with pytest.raises(
-        ValueError, match="line 1 must be a JSON object with step and step_key, got 'no metric'"
-    ):
-        opened(run_dir)
+    run = opened(run_dir)
+    for read in (run.summary, run.curves):
+        with pytest.raises(
+            ValueError, match="line 1 must be a JSON object with step and step_key, got 'no metric'"
+        ):
+            read()
+    assert len(run.timeline()["steps"]) == 3 and run.settings()["configuration"]
 
 
 def test_runs_of_other_versions(tmp_path: Path) -> None:

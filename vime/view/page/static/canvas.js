@@ -64,6 +64,18 @@ export function ticks(low, high, count) {
   return found;
 }
 
+const TIMES = [10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
+
+/** Times between `low` and `high`, in seconds: whole minutes, hours or days where they are longer than ten seconds. */
+export function timeTicks(low, high, count) {
+  const rough = (high - low) / Math.max(1, count);
+  const step = rough <= 5 ? null : TIMES.find((own) => own >= rough);
+  if (!step) return ticks(low, high, count);
+  const found = [];
+  for (let time = Math.ceil(low / step) * step; time <= high; time += step) found.push(time);
+  return found;
+}
+
 /** Powers of ten between `low` and `high`, at most `count`. */
 export function decades(low, high, count) {
   const first = Math.ceil(Math.log10(low) - 1e-9);

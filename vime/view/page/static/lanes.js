@@ -1,6 +1,6 @@
 // Draws a timeline: lanes of spans, marks, the limits of steps and the axis of time.
 
-import { begin, theme, ticks } from "vime/canvas";
+import { begin, theme, timeTicks } from "vime/canvas";
 import { duration, phaseColour, phaseText } from "vime/format";
 import { NAME, ROLLOUT } from "vime/spans";
 
@@ -72,14 +72,15 @@ function drawAxis(context, colours, view, x, width, height, left) {
   context.textBaseline = "top";
   context.textAlign = "center";
   context.lineWidth = 1;
-  for (const time of ticks(view.from, view.to, (width - left) / 110)) {
+  for (const time of timeTicks(view.from, view.to, (width - left) / 110)) {
     context.strokeStyle = colours.line;
     context.beginPath();
     context.moveTo(Math.round(x(time)) + 0.5, 20);
     context.lineTo(Math.round(x(time)) + 0.5, height);
     context.stroke();
+    const text = time === 0 ? "0" : duration(Math.abs(time)), half = context.measureText(text).width / 2;
     context.fillStyle = colours.faint;
-    context.fillText(time === 0 ? "0" : duration(Math.abs(time)), Math.max(left + 8, Math.min(x(time), width - 24)), 4);
+    context.fillText(text, Math.max(left + half, Math.min(x(time), width - half)), 4);
   }
 }
 

@@ -25,19 +25,26 @@ export class Spans {
     return low;
   }
 
-  /** Call `draw(span, begin, end)` for the spans of a row between two times. Those shorter than `least` seconds
-   * stand for what follows them within that time, so a picture draws at most one for each of its pixels. */
+  /** Call `draw(span, begin, end)` for the spans of a row between two times. Of those within one pixel, `least` seconds,
+   * only one is drawn: one of the phase that has the most time there. */
   each(row, from, to, least, draw) {
+    const sums = new Float64Array(this.timeline.names.length);
     let i = this.after(row, from);
     while (i < row.length && row[i][BEGIN] < to) {
       const begin = row[i][BEGIN], end = this.endOf(row[i]);
       if (end - begin >= least) {
         draw(row[i], begin, end);
         i += 1;
-      } else {
-        draw(row[i], begin, begin + least);
-        i = Math.max(i + 1, this.after(row, begin + least));
+        continue;
       }
+      const pixel = from + Math.floor((begin - from) / least) * least;
+      let most = row[i];
+      sums.fill(0);
+      for (; i < row.length && row[i][BEGIN] < pixel + least && this.endOf(row[i]) - row[i][BEGIN] < least; i++) {
+        sums[row[i][NAME]] += this.endOf(row[i]) - row[i][BEGIN];
+        if (sums[row[i][NAME]] > sums[most[NAME]]) most = row[i];
+      }
+      draw(most, pixel, pixel + least);
     }
   }
 

@@ -91,7 +91,7 @@ export class TimelineScreen {
 
   move(from, to) {
     const span = Math.max(LEAST_S, to - from), end = Math.max(this.spans.now, LEAST_S);
-    const first = Math.max(-0.05 * span, Math.min(from, end - 0.2 * span));
+    const first = Math.max(-0.05 * span, Math.min(from, end - 0.95 * span));
     this.view = { from: first, to: first + Math.min(span, end * 1.1) };
     this.refresh();
   }
