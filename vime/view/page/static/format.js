@@ -33,6 +33,15 @@ export function duration(seconds) {
   return two(whole, 86400, "d", 3600, "h");
 }
 
+/** A time on an axis whose ticks are `step` seconds apart: as a duration, or "1:54.25" where ticks are closer than that. */
+export function axisTime(seconds, step) {
+  if (seconds === 0) return "0";
+  if (seconds < 0 || seconds < 60 || step >= 1) return `${seconds < 0 ? "−" : ""}${duration(Math.abs(seconds))}`;
+  const digits = Math.min(6, Math.ceil(-Math.log10(step) - 1e-9));
+  const [minutes, rest] = [Math.floor(seconds / 60), (seconds % 60).toFixed(digits).padStart(3 + digits, "0")];
+  return minutes < 60 ? `${minutes}:${rest}` : `${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")}:${rest}`;
+}
+
 function two(whole, large, largeName, small, smallName) {
   const rest = Math.floor((whole % large) / small);
   return `${Math.floor(whole / large)} ${largeName}${rest ? ` ${rest} ${smallName}` : ""}`;

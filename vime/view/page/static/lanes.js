@@ -1,7 +1,7 @@
 // Draws a timeline: lanes of spans, marks, the limits of steps and the axis of time.
 
 import { begin, theme, timeTicks } from "vime/canvas";
-import { duration, phaseColour, phaseText } from "vime/format";
+import { axisTime, phaseColour, phaseText } from "vime/format";
 import { NAME, ROLLOUT } from "vime/spans";
 
 export const ROW_HEIGHT = 18, LANE_GAP = 16, TOP = 40;
@@ -72,13 +72,14 @@ function drawAxis(context, colours, view, x, width, height, left) {
   context.textBaseline = "top";
   context.textAlign = "center";
   context.lineWidth = 1;
-  for (const time of timeTicks(view.from, view.to, (width - left) / 110)) {
+  const times = timeTicks(view.from, view.to, (width - left) / 110);
+  for (const time of times) {
     context.strokeStyle = colours.line;
     context.beginPath();
     context.moveTo(Math.round(x(time)) + 0.5, 20);
     context.lineTo(Math.round(x(time)) + 0.5, height);
     context.stroke();
-    const text = time === 0 ? "0" : duration(Math.abs(time)), half = context.measureText(text).width / 2;
+    const text = axisTime(time, times[1] - times[0]), half = context.measureText(text).width / 2;
     context.fillStyle = colours.faint;
     context.fillText(text, Math.max(left + half, Math.min(x(time), width - half)), 4);
   }
