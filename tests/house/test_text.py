@@ -21,7 +21,21 @@ FORBIDDEN = {
 
 
 def text_files() -> list[Path]:
-    suffixes = (".py", ".sh", ".js", ".css", ".html", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".cfg", "")
+    suffixes = (
+        ".py",
+        ".sh",
+        ".js",
+        ".css",
+        ".html",
+        ".md",
+        ".toml",
+        ".txt",
+        ".yaml",
+        ".yml",
+        ".json",
+        ".cfg",
+        "",
+    )
     return [p for p in files() if p.suffix in suffixes and p != THIS]
 
 
