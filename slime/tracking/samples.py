@@ -97,7 +97,10 @@ def read_samples(run_dir: Path, rollout: int) -> Iterator[SampleRecord]:
     for found in lines:
         known = trained.get(found["place"], {})
         log_probs = iter(known.get("log_probs") or ())
-        tokens = [Token(*token[:4], next(log_probs, None)) for token in found["tokens"]]
+        tokens = [
+            Token(text, id_, mask, engine, next(log_probs, None))
+            for text, id_, mask, engine, _ in found["tokens"]
+        ]
         yield SampleRecord(**(found | {"tokens": tokens, "advantage": known.get("advantage")}))
 
 

@@ -46,7 +46,7 @@ class Timeline:
 
 
 @dataclass
-class _Span:
+class _LaneSpan:
     lane: tuple[str, str]
     name: str
     begin: float
@@ -60,7 +60,7 @@ def read_timeline(run_dir: Path) -> Timeline:
     if not events:
         return Timeline()
     origin = min(event.time for event in events)
-    found = [_Span((p.source, p.device), p.name, p.begin, p.end, p.rollout) for p in phases(events)]
+    found = [_LaneSpan((p.source, p.device), p.name, p.begin, p.end, p.rollout) for p in phases(events)]
     found = sorted([*found, *_engines(events)], key=lambda span: span.begin)
     lanes = _lanes(found, events)
     names = sorted({span.name for span in found})
@@ -76,7 +76,7 @@ def read_timeline(run_dir: Path) -> Timeline:
     return timeline
 
 
-def _lanes(spans: Sequence[_Span], events: Sequence[Event]) -> list[tuple[str, str]]:
+def _lanes(spans: Sequence[_LaneSpan], events: Sequence[Event]) -> list[tuple[str, str]]:
     """The driver first, then who generates, then engines, then trainers, each with its devices."""
     order = ("driver", "rollout", "engines", "engine", "trainer")
     found = {span.lane for span in spans}
@@ -92,7 +92,7 @@ def _lanes(spans: Sequence[_Span], events: Sequence[Event]) -> list[tuple[str, s
     return sorted(found, key=key)
 
 
-def _rows(spans: Iterable[_Span]) -> list[int]:
+def _rows(spans: Iterable[_LaneSpan]) -> list[int]:
     """The first row of its lane that is free at the begin of each span. `spans` are by their begin."""
     ends: dict[tuple[str, str], list[float]] = {}
     rows = []
@@ -104,10 +104,10 @@ def _rows(spans: Iterable[_Span]) -> list[int]:
     return rows
 
 
-def _engines(events: Iterable[Event]) -> list[_Span]:
+def _engines(events: Iterable[Event]) -> list[_LaneSpan]:
     """What each engine was from when to when: starting, serving, leaving."""
-    open_: dict[str, _Span] = {}
-    found: list[_Span] = []
+    open_: dict[str, _LaneSpan] = {}
+    found: list[_LaneSpan] = []
     last = 0.0
     for event in events:
         if event.kind in ("run", "end", "error", "control_socket"):  # engines of a process before are gone
@@ -122,7 +122,7 @@ def _engines(events: Iterable[Event]) -> list[_Span]:
         if name in open_:
             open_.pop(name).end = event.time
         if state not in _GONE:
-            open_[name] = _Span((name, ""), state, event.time, None, None)
+            open_[name] = _LaneSpan((name, ""), state, event.time, None, None)
             found.append(open_[name])
     return found
 
