@@ -29,22 +29,22 @@ def stamp(paths: Iterable[Path]) -> Stamp:
 
 
 class Kept(Generic[T]):
-    """A value that is read from files when it is first asked for, and again after they have changed.
+    """A value that is read when it is first asked for, and again when `changes()` gives something else.
 
     A value that took long is kept longer: reading takes at most a tenth of the time.
     """
 
-    def __init__(self, read: Callable[[], T], paths: Callable[[], Iterable[Path]]) -> None:
-        self._read, self._paths = read, paths
+    def __init__(self, read: Callable[[], T], changes: Callable[[], object]) -> None:
+        self._read, self._changes = read, changes
         self._value: T | None = None
-        self._stamp: Stamp | None = None
+        self._stamp: object = None
         self._until = 0.0
 
     def get(self) -> T:
         """Errors of reading are the caller's, and the next call reads again."""
         if self._value is not None and time.monotonic() < self._until:
             return self._value
-        now = stamp(self._paths())
+        now = self._changes()
         if self._value is None or now != self._stamp:
             began = time.monotonic()
             self._value, self._stamp = self._read(), now

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,11 +19,13 @@ from slime.tracking.trackers import METRICS_FILE
 from vime.bench.compare import flatten
 from vime.run_metrics import RunMetrics, load_run
 from vime.view.page.inside import inside
-from vime.view.page.kept import Kept, stamp
+from vime.view.page.kept import Kept, Stamp, stamp
 from vime.view.page.lanes import Timeline, read_timeline
 from vime.view.page.sample_rows import COLUMNS, SampleRows
 
 CONFIG_FILE = "config.json"
+LOOK_EVERY_S = 5.0
+"""A run that goes on is looked at so often, also when it has written nothing."""
 _WARNINGS = 50
 """Newest warnings that a summary has."""
 
@@ -35,9 +38,10 @@ class RunData:
     def __init__(self, run_dir: Path, name: str) -> None:
         self.dir, self.name = run_dir, name
         self._lock = threading.Lock()
-        self._summary = Kept(lambda: run_summary(self.dir), self._journal)
-        self._curves = Kept(lambda: _curves(load_run(self.dir)), lambda: [self.dir / METRICS_FILE])
-        self._timeline = Kept(lambda: read_timeline(self.dir), self._journal)
+        self._goes_on = False
+        self._summary = Kept(self._read_summary, lambda: (self._journal_stamp(), self._alive_stamp()))
+        self._curves = Kept(lambda: _curves(load_run(self.dir)), lambda: stamp([self.dir / METRICS_FILE]))
+        self._timeline = Kept(lambda: read_timeline(self.dir), self._journal_stamp)
         self._samples = SampleRows(run_dir)
 
     def check(self) -> None:
@@ -67,7 +71,7 @@ class RunData:
         """The state of the run, and a stamp of each part of it that changes when the part does."""
         with self._lock:
             stamps = {
-                "journal": str(hash(stamp(self._journal()))),
+                "journal": str(hash(self._journal_stamp())),
                 "curves": str(hash(stamp([self.dir / METRICS_FILE]))),
                 "samples": str(hash(stamp([self.dir / SAMPLES, *(self.dir / SAMPLES).glob("*.jsonl")]))),
             }
@@ -117,6 +121,18 @@ class RunData:
         flags = {name: value for name, value in flags.items() if not name.startswith("hook_args.")}
         told = {name: environment.get(name) for name in ("git", "python", "packages", "host", "cpu", "gpus")}
         return {"configuration": flags, "versions": dict(flatten(told)) if environment else {}}
+
+    def _read_summary(self) -> RunSummary:
+        found = run_summary(self.dir)
+        self._goes_on = found.state == "running"
+        return found
+
+    def _alive_stamp(self) -> int:
+        """Changes while the run goes on, also without an event: a driver that is killed writes none."""
+        return int(time.monotonic() / LOOK_EVERY_S) if self._goes_on else 0
+
+    def _journal_stamp(self) -> Stamp:
+        return stamp(self._journal())
 
     def _journal(self) -> Iterable[Path]:
         return [self.dir / EVENTS_FILE, *sorted(self.dir.glob(OLDER))]

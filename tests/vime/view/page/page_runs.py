@@ -18,13 +18,17 @@ HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"
 WORDS = ("The", " sum", " of", " two", " numbers", " is", " 12", "\n", " and", " then", " so", " 7")
 
 
-def make_run(run_dir: Path, steps: int = 3, state: str = "finished", lr: float = 1e-3) -> Path:
-    """A run with `steps` steps, one engine and one trainer rank. `state`: finished, running, failed."""
+def make_run(
+    run_dir: Path, steps: int = 3, state: str = "finished", lr: float = 1e-3, pid: int | None = None
+) -> Path:
+    """A run with `steps` steps, one engine and one trainer rank. `state`: finished, running, failed. `pid`: of its
+    driver."""
     run_dir.mkdir(parents=True)
     driver, engines, trainer, rollouts = (
         Events(name, str(run_dir)) for name in ("driver", "engines", "trainer-0", "rollout")
     )
-    driver.add("run", host=socket.gethostname(), pid=os.getpid(), born=born(os.getpid()), rollouts=steps + 2)
+    pid = pid or os.getpid()
+    driver.add("run", host=socket.gethostname(), pid=pid, born=born(pid), rollouts=steps + 2)
     engines.add(
         "engine", model="policy", engine="engine-0", state="starting", address="http://x", place="host"
     )

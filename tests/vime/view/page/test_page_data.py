@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,21 @@ def test_the_state_and_the_curves_of_a_run(tmp_path: Path, state: str) -> None:
         "steps": [0, 1, 2],
         "values": [1.0, None, 1 / 3],
     }
+
+
+def test_a_driver_that_is_killed_is_seen_without_an_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vime.view.page.run_data.LOOK_EVERY_S", 0.05)
+    with subprocess.Popen(["sleep", "60"]) as driver:
+        run = opened(make_run(tmp_path / "run", state="running", pid=driver.pid))
+        assert run.summary()["state"] == "running"
+        driver.kill()
+    until = time.monotonic() + 20
+    while run.summary()["state"] == "running":
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert "ended without a word" in str(run.summary()["cause"])
 
 
 def test_the_timeline_has_a_lane_for_each_process_and_device(tmp_path: Path) -> None:

@@ -47,7 +47,15 @@ def test_without_the_key_nothing_is_given(tmp_path: Path) -> None:
     async def steps(client: aiohttp.ClientSession, address: str) -> None:
         base, _, key = address.partition("/?key=")
         assert base.startswith("http://127.0.0.1:") and len(key) == 32
-        for path in ("/", "/?key=", "/?key=" + key[:-1] + "~", "/api/runs", "/static/main.js", "/no"):
+        for path in (
+            "/",
+            "/?key=",
+            "/?key=" + key[:-1] + "~",
+            "/?key=%ff",
+            "/api/runs",
+            "/static/main.js",
+            "/no",
+        ):
             for cookies in ({}, {f"vime-ui-{base.rpartition(':')[2]}": "wrong"}):
                 async with client.get(base + path, cookies=cookies) as answer:
                     text = await answer.text()

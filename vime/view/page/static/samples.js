@@ -15,7 +15,7 @@ export class SamplesScreen {
     this.run = 0;
     this.wanted = null;
     this.reset();
-    this.filters = new Filters(() => this.filter());
+    this.filters = new Filters(() => this.filter().catch((error) => { this.count.textContent = error.message; }));
     this.count = el("p", { class: "faint", role: "status" });
     this.picker = el("div");
     this.list = new VirtualList("Samples", ROW_HEIGHT, makeRow, (element, i) => showRow(element, this.shown[i], this.at), (i) => this.choose(i));
@@ -71,7 +71,10 @@ export class SamplesScreen {
       const answer = await this.source.samples(run, this.serial);
       if (run !== this.run) continue;  // the reader has chosen another run meanwhile
       this.at = Object.fromEntries(answer.columns.map((name, i) => [name, i]));
-      for (const [rollout, rows] of Object.entries(answer.rows)) this.rows.set(Number(rollout), rows);
+      for (const [rollout, rows] of Object.entries(answer.rows)) {
+        this.rows.set(Number(rollout), rows);
+        if (this.open?.startsWith(`${rollout}/`)) this.open = null;  // the trainer has written its part
+      }
       this.serial = answer.serial;
       more = answer.more;
       this.total = [...this.rows.values()].reduce((sum, rows) => sum + rows.length, 0);
