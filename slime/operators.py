@@ -53,6 +53,9 @@ NATIVE = Head("native")
 PROVIDER = Head("provider")
 """Logits, and the function of --selected-logprob-provider."""
 
+BITWISE = Head("bitwise")
+"""The operators of rl_kernel.invariant, which the engine has too."""
+
 VALUES = Head("value head", has_logits=False)
 """One value per token, of a reward model, with no operator."""
 
@@ -90,6 +93,8 @@ def loss_head(config: Config) -> tuple[Head, str]:
     reads_logits = loss_of(config.algorithm).objective is None
     if (provider := config.kernels.selected_logprob_provider) and not reads_logits:
         return PROVIDER, f"--selected-logprob-provider {provider}"
+    if config.kernels.rlk_bitwise:
+        return BITWISE, "--rlk-bitwise"
     if config.kernels.rlk_fast == "off":
         return NATIVE, "--rlk-fast off"
     if reads_logits:
@@ -108,6 +113,8 @@ def pass_head(config: Config) -> Head:
     """The head for log-probs without a gradient, of the old policy and of the reference model."""
     if config.kernels.selected_logprob_provider:
         return PROVIDER
+    if config.kernels.rlk_bitwise:
+        return BITWISE
     if config.kernels.rlk_fast == "off":
         return NATIVE
     listed = (head for head in HEADS if not head.in_one_pass and head.name in config.kernels.rl_kernel_ops)
@@ -155,8 +162,9 @@ def _rates_groups(config: Config) -> bool:
 
 
 def _own_activation(config: Config) -> bool:
-    """With Transformer Engine, Megatron's own activation runs instead."""
-    return bool(config.megatron.overrides.get("transformer_impl", "local") == "local")
+    """With Transformer Engine, Megatron's own activation runs instead; with --rlk-bitwise, the engine's."""
+    local = config.megatron.overrides.get("transformer_impl", "local") == "local"
+    return bool(local and not config.kernels.rlk_bitwise)
 
 
 def _own_advantages(config: Config) -> bool:
@@ -183,7 +191,7 @@ def _fused_policy_loss(config: Config) -> bool:
 
 
 _IN_TRAINING: dict[str, Callable[[Config], bool]] = {
-    "rotary": lambda config: True,
+    "rotary": lambda config: not config.kernels.rlk_bitwise,
     "swiglu": _own_activation,
     "ratio_kl": _has_kl,
     "masked_whiten": _whitens,

@@ -220,7 +220,7 @@ class VllmBackend:
             "scores": model.frozen,
         }
         if model.frozen:  # no adapter is for it
-            own |= {"lora_name": "", "keeps_weights": False}
+            own |= {"lora_name": "", "keeps_weights": False, "bitwise": False}
         return make_pool(
             VllmEnginePool,
             config,

@@ -16,7 +16,7 @@ from slime.weight_sync.variables import LOCAL_DIR_VARIABLE, WEIGHT_DIR_VARIABLE
 from vime.pool.engine_server import EngineServer, EngineSpec, option, pair_up
 from vime.vllm.cpu import engine as cpu_engine
 from vime.vllm.versions import request_times, server_module, speculation_counts, token_routes
-from vime.vllm.worker import adapter, routed_experts, scaled_logits, shared_gpu
+from vime.vllm.worker import adapter, bitwise, routed_experts, scaled_logits, shared_gpu
 from vime.vllm.worker.plugin import BACKEND, SUPERVISED_VARIABLE
 
 SERVED_MODEL_NAME = "policy"
@@ -53,6 +53,8 @@ class VllmSpec(EngineSpec):
     """The adapter that requests use and that updates bring. "": updates bring all weights."""
     lora_rank: int = 0
     """Its rank."""
+    bitwise: bool = False
+    """Whether it computes with the trainer's operators."""
     scores: bool = False
     """Whether the engine is there to give log-probs of whole prompts."""
 
@@ -96,6 +98,8 @@ class VllmServer(EngineServer):
             argv += ["--max-logprobs", str(max(spec.top_tokens, 20))]  # 20 is vLLM's default
         if spec.tells_experts:
             argv += [routed_experts.FLAG]
+        if spec.bitwise and spec.device == "cuda":
+            argv += ["--enforce-eager"]
         if spec.lora_name:
             argv += adapter.server_flags(spec.lora_rank)
         if spec.trust_remote_code:
@@ -136,6 +140,9 @@ class VllmServer(EngineServer):
             env[scaled_logits.VARIABLE] = repr(spec.temperature)
         if spec.lora_name:
             env[adapter.VARIABLE] = spec.lora_name
+        if spec.bitwise:
+            # The other model runner of vLLM makes log-probs elsewhere.
+            env |= {bitwise.VARIABLE: "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
         if spec.tells_experts:
             env[routed_experts.VARIABLE] = "1"
         if ip_address(spec.host).is_loopback:

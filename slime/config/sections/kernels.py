@@ -50,6 +50,11 @@ class KernelsConfig:
         "run if it is too large",
         choices=("off", "audit", "strict"),
     )
+    rlk_bitwise: bool = flag(
+        False,
+        "the same operators, rl_kernel.invariant, in trainer and engine: with --rlk-consistency strict, the run ends "
+        "at the first log-prob whose bits differ",
+    )
     selected_logprob_provider: str | None = flag(
         None,
         "import path of `fn(request) -> result`, which computes log-probs and entropy in place of the trainer",

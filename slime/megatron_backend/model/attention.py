@@ -55,6 +55,12 @@ class Rotary(NamedTuple):
     interleaved: bool = False
 
 
+Inner = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+"""(q [S, A, queries, D], k and v [S, G, keys, D], seen bool [S, 1, queries, keys], scale) -> [S, A, queries, D]."""
+Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(x [P, heads, R], cos and sin [P, 1, R/2]) -> [P, heads, R], rotated."""
+
+
 @dataclass
 class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
     """The positions of the sequences of one micro-batch, and the tokens that this rank computes. `packed_layout` makes
@@ -193,9 +199,9 @@ def padded_rows(x: Tensor, layout: PackedLayout) -> Tensor:
     return pad(x, (0, 0) * (x.dim() - 1) + (0, padding)) if padding else x
 
 
-def rotated(x: Tensor, layout: PackedLayout, number: int | None = 0) -> Tensor:
+def rotated(x: Tensor, layout: PackedLayout, number: int | None = 0, turn: Turn = rotary) -> Tensor:
     """x [P, heads, D] with the first R dimensions of every head rotated by the token's position. `number` is that of
-    the rotary embedding in the layout (None: no rotation).
+    the rotary embedding in the layout (None: no rotation), `turn` the operator.
 
     Interleaved pairs leave as two halves. Queries and keys do so alike, and a dot product does not see the order.
     """
@@ -206,7 +212,7 @@ def rotated(x: Tensor, layout: PackedLayout, number: int | None = 0) -> Tensor:
     turned, rest = x[..., :size], x[..., size:]
     if interleaved:
         turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    turned = rotary(turned, cos, sin)
+    turned = turn(turned, cos, sin)
     return turned if size == x.shape[-1] else torch.cat((turned, rest), dim=-1)
 
 
@@ -219,9 +225,11 @@ def padded_attention(
     window: int | None = None,
     cap: float | None = None,
     sinks: Tensor | None = None,
+    inner: Inner | None = None,
 ) -> Tensor:
     """Causal attention within each sequence: one padded batch of scaled_dot_product_attention per bucket, or of
-    `plain_attention` with `cap` or `sinks`. A token sees the newest `window` tokens up to itself (None: all).
+    `plain_attention` with `cap` or `sinks`, or of `inner`. A token sees the newest `window` tokens up to itself (None:
+    all).
 
     query [n, A, D] of this rank's tokens, key and value [K, G, D] of every run -> [n, A, D]. Padding rows follow a
     run's keys, so the causal mask excludes them. Deterministic on the CPU.
@@ -241,9 +249,12 @@ def padded_attention(
     for bucket, *qkv in zip(layout.buckets, *buffers, strict=True):
         q, k, v = (x.unflatten(0, (bucket.runs, -1)).transpose(1, 2) for x in qkv)
         mask = _mask(bucket, window, q.device)
-        if cap is not None or sinks is not None:
+        if inner is not None or cap is not None or sinks is not None:
             seen = _band(bucket.keys, bucket.keys, q.device) if mask is None else mask
-            out = plain_attention(q, k, v, seen, scale, cap, sinks)
+            if inner is not None:
+                out = inner(q, k, v, seen if seen.dim() == 4 else seen.expand(len(q), 1, *seen.shape), scale)
+            else:
+                out = plain_attention(q, k, v, seen, scale, cap, sinks)
         else:
             out = _bucket_attention(q, k, v, mask, scale)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
@@ -324,6 +335,10 @@ def flash_attention(
     return cast(Tensor, out)  # a pair only where `return_aux` asks for one
 
 
+Attend = Callable[[Tensor, Tensor, Tensor, PackedLayout, float, int | None], Tensor]
+"""(query, key, value, layout, scale, window) -> the output, with the shapes of `padded_attention`."""
+
+
 class PackedAttention(nn.Module):
     """Megatron's core-attention slot: rotary embedding, then causal attention over each packed sequence.
 
@@ -348,6 +363,8 @@ class PackedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.rope, self.window, self.cap = rope, window, cap
+        self.attend: Attend | None = None  # another operator than those of this file
+        self.turn: Turn = rotary
         self.scale = scale or softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.sinks: nn.Parameter | None = None
         if sinks:
@@ -370,11 +387,13 @@ class PackedAttention(nn.Module):
         PackedLayout."""
         layout = packed_seq_params
         assert layout is not None
-        query, key = rotated(query, layout, self.rope), rotated(key, layout, self.rope)
+        query, key = (rotated(x, layout, self.rope, self.turn) for x in (query, key))
         query, key, value = (x[: layout.own] for x in (query, key, value))
         flash = query.is_cuda and query.dtype != torch.float32 and self.cap is None
         key, value = gather_keys(key, value, layout)
-        if flash:
+        if self.attend is not None:
+            out = self.attend(query, key, value, layout, self.scale, self.window)
+        elif flash:
             out = flash_attention(query, key, value, layout, self.scale, self.window, self.sinks)
         else:
             out = padded_attention(query, key, value, layout, self.scale, self.window, self.cap, self.sinks)

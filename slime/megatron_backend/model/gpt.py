@@ -33,6 +33,10 @@ from slime.megatron_backend.model.value_head import ValueHead
 from slime.megatron_backend.parallel import built
 from slime.models import Decoder, decoder_of
 from slime.models.layouts import Sizes
+from slime.models.rope import Rope
+
+Angles = Callable[[Rope, Tensor], tuple[Tensor, Tensor]]
+"""(rotary embedding, positions [P]) -> cos and sin, fp32 [P, 1, R/2]."""
 
 
 class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
@@ -72,6 +76,7 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
             # the head is this stage's copy of the embedding, and Megatron leaves a second matrix here that nobody uses
             self.output_layer.register_parameter("weight", None)
         self.hf_config, self.sizes, self.described, self.value = hf_config, sizes, described, value
+        self.angles: Angles = Rope.angles
         if value and last:
             del self.output_layer
             self.post_process = (
@@ -105,7 +110,8 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
     def rotary(self, positions: Tensor) -> list[Rotary]:
         """cos and sin of each rotary embedding of the model for positions [P]. `Layer.rope` is a number in the list."""
         return [
-            Rotary(*rope.angles(positions), interleaved=rope.interleaved) for rope in self.described.ropes
+            Rotary(*self.angles(rope, positions), interleaved=rope.interleaved)
+            for rope in self.described.ropes
         ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
+
+Norm = Callable[[Tensor, Tensor, float], Tensor]
+"""(x, weight, eps) -> the norm of each row of x."""
 
 
 class RMSNorm(nn.RMSNorm):
@@ -33,11 +37,14 @@ class RMSNorm(nn.RMSNorm):
         weight.sequence_parallel = config.sequence_parallel
         self.zero_centred = config.layernorm_zero_centered_gamma
         self.deferred = False  # True: the next product computes this norm, see `defer`
+        self.compute: Norm | None = None  # another operator of the same formula; None for torch's
 
     def forward(self, x: Tensor) -> Tensor:
         return x if self.deferred else self.normalise(x)
 
     def normalise(self, x: Tensor) -> Tensor:
+        if self.compute is not None:
+            return self.compute(x, self.weight, float(self.eps or 0))
         if not self.zero_centred:
             return super().forward(x)
         normed: Tensor = CentredNorm.apply(x, self.weight, self.eps)

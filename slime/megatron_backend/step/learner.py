@@ -19,6 +19,7 @@ from slime.config.sections.cluster import PARTS
 from slime.data.packing import MicroBatch
 from slime.data.rank_data import RankData
 from slime.divergence import DivergedError
+from slime.megatron_backend.bitwise.install import adaptation
 from slime.megatron_backend.checkpoint import distributed as checkpoint
 from slime.megatron_backend.checkpoint.background import BackgroundSaves
 from slime.megatron_backend.checkpoint.peft import FOLDER, load_peft, save_peft
@@ -66,7 +67,9 @@ class Learner:
         # Megatron's wrapper has no types.
         predicts = role is POLICY and config.algorithm.enable_mtp_training
         lora, resume = Lora.of(config), role.resumes(config)
-        adapt = None if lora is None else partial(add_adapters, lora=lora, seed=config.train.seed)
+        adapt = adaptation(config)
+        if lora is not None:
+            adapt = partial(add_adapters, lora=lora, seed=config.train.seed)
         self.model: Any = build_model(
             hf_config, config, predicts=predicts, value=role.has_values(config), adapt=adapt
         )

@@ -8,6 +8,7 @@ from torch import nn
 
 from slime.config import Config
 from slime.config.sections.cluster import PARTS
+from slime.megatron_backend.bitwise.install import adaptation
 from slime.megatron_backend.checkpoint.weights import load_weights
 from slime.megatron_backend.model.gpt import build_model, unwrapped
 from slime.megatron_backend.model.model_config import load_hf_config
@@ -74,7 +75,7 @@ class Models(dict[str, nn.Module]):
 
 def _frozen(role: Role, config: Config) -> nn.Module:
     """The model of a role that is not trained, with its weights and without gradients."""
-    model = build_model(load_hf_config(role.shape(config)), config, ddp=False)
+    model = build_model(load_hf_config(role.shape(config)), config, ddp=False, adapt=adaptation(config))
     source = role.source(config)
     load_weights(model, source.directory, source.iteration)
     return model

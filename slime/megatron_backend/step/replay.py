@@ -11,6 +11,7 @@ from slime import operators
 from slime.config import Config
 from slime.data import columns, routed_experts
 from slime.data.packing import MicroBatch, pack
+from slime.megatron_backend.bitwise.install import adaptation
 from slime.megatron_backend.checkpoint.weights import load_weights
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
@@ -45,7 +46,7 @@ def replay_log_probs(
     with tempfile.TemporaryDirectory() as rendezvous:
         info = init_parallel(0, 1, config, init_method=f"file://{rendezvous}/store")
         try:
-            model = build_model(load_hf_config(weights), config, ddp=False)
+            model = build_model(load_hf_config(weights), config, ddp=False, adapt=adaptation(config))
             load_weights(model, weights)
             head = lm_head(
                 operators.pass_head(config),

@@ -19,6 +19,7 @@ from vime.vllm.cpu import vision as cpu_vision
 from vime.vllm.versions import meet_in_a_file, register_backend
 from vime.vllm.worker import (
     adapter,
+    bitwise,
     compact_log_probs,
     draft,
     merged_log_probs,
@@ -36,7 +37,7 @@ def register() -> None:
 
     In a supervised server, each process also ends when the process that started it ends: without that, vLLM's engine
     process would survive a kill -9 of the supervisor. Requests may then ask for compact log-probs. Variables of the
-    server's environment turn on routed experts, scaled logits and a shared GPU.
+    server's environment turn on routed experts, scaled logits, a shared GPU and the trainer's operators.
     """
     if SUPERVISED_VARIABLE in os.environ:
         gc.freeze()
@@ -61,5 +62,7 @@ def register() -> None:
     gate, sleeps = os.environ.get(shared_gpu.GATE_VARIABLE), shared_gpu.SLEEPS_VARIABLE in os.environ
     if gate is not None or sleeps:
         shared_gpu.install(gate, sleeps=sleeps)
+    if bitwise.wanted():
+        bitwise.install()
     draft.install()
     register_backend(BACKEND, "vime.vllm.worker.weight_receiver", "VimeWeightTransferEngine")

@@ -30,6 +30,7 @@ from slime.weight_sync.channel import Part, Receiver, Worker
 from slime.weight_sync.delta.loader import DeltaLoader
 from slime.weight_sync.registry import CHANNELS
 from vime.vllm.versions import ReceivesOnly
+from vime.vllm.worker import bitwise
 from vime.vllm.worker.adapter_loader import AdapterLoader
 from vime.vllm.worker.draft import differing_draft_tensors, predicted_names, trained_shapes
 from vime.vllm.worker.live_experts import keep_in_place, repack_experts, stacks_experts
@@ -71,6 +72,8 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
     def start_weight_update(self) -> None:
         """`loaded`, `compared`: names and shapes of the tensors that parts brought so far; `finished`: vLLM has put all
         of them in place. `series`: the parts that belong together, see `slime.weight_sync.channel.Part`."""
+        if bitwise.wanted():
+            bitwise.require(self.model)
         self.series: str | None = None
         self.loaded: dict[str, list[int]] = {}
         self.compared: dict[str, list[int]] = {}

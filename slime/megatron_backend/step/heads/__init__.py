@@ -9,6 +9,7 @@ from slime.algo.losses import loss_of
 from slime.config import Config
 from slime.config.sections.kernels import KernelsConfig
 from slime.megatron_backend.parallel import ParallelInfo
+from slime.megatron_backend.step.heads.bitwise import BitwiseHead
 from slime.megatron_backend.step.heads.head import (
     LinearHead,
     LmHead,
@@ -20,7 +21,8 @@ from slime.megatron_backend.step.heads.head import (
 from slime.megatron_backend.step.heads.provider import ProviderHead
 
 _CLASSES: dict[operators.Head, type[LmHead]] = {
-    head.kind: head for head in (OnePassHead, LinearHead, LogitsHead, NativeHead, ValueTokens, ProviderHead)
+    head.kind: head
+    for head in (OnePassHead, LinearHead, LogitsHead, NativeHead, ValueTokens, ProviderHead, BitwiseHead)
 }
 
 

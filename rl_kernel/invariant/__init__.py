@@ -1,0 +1,14 @@
+"""Operators for an engine and a trainer that must compute the same bits.
+
+Each promises: a row of the result depends on that row of the input and on the weights alone, bit for bit, whatever the
+number and the arrangement of the other rows. So an engine that decodes token by token in a batch that changes, and a
+trainer that packs whole sequences, get the same log-probs. Gradients are those of the plain operators.
+
+What holds for which device and dtype: `rl_kernel.invariant.support`. Reasons and limits: docs/design/bitwise.md.
+"""
+
+from rl_kernel.invariant.attention import attention
+from rl_kernel.invariant.head import log_softmax
+from rl_kernel.invariant.layers import angles, linear, rms_norm, rotate, swiglu
+
+__all__ = ["angles", "attention", "linear", "log_softmax", "rms_norm", "rotate", "swiglu"]

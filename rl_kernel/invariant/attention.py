@@ -1,0 +1,56 @@
+"""Causal attention of a query over its keys, with the same bits in any batch, padding and chunk, on hosts in float32.
+
+S sequences, A query heads, G key heads, Q queries and K keys of a sequence with padding, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from rl_kernel.invariant import exact
+from rl_kernel.invariant.autograd import with_gradient_of
+
+_SCORES = 2**21
+"""Of one piece of queries: the scores of a piece are in memory at once, with some copies."""
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """`softmax(query @ key.mT * scale, where seen) @ value` with grouped heads.
+
+    query [S, A, Q, D], key and value [S, G, K, D] -> [S, A, Q, D] in the dtype of query. `seen` [S, 1, Q, K] bool:
+    which keys a query sees. A query that sees none gets 0. Keys that nobody sees may hold any finite number.
+
+    A query's result depends on the query and the keys and values that it sees alone: scores and outputs are exact sums
+    of products of slices (`exact.product`), the denominator is an exact sum of fractions, and a value's slices begin at
+    its own largest element. Differentiable in query, key and value.
+    """
+
+    def by_pieces(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows = max(1, _SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
+        pieces = zip(query.split(rows, 2), seen.split(rows, 2), strict=True)
+        return torch.cat([_exactly(piece, key, value, mask, scale) for piece, mask in pieces], 2)
+
+    def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # a query that sees no key has no gradient, but a softmax over nothing is NaN
+        some = seen | ~seen.any(-1, keepdim=True)
+        return scaled_dot_product_attention(query, key, value, some, scale=scale, enable_gqa=True)
+
+    return with_gradient_of(plain, by_pieces, query, key, value)
+
+
+def _exactly(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:
+    shared = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
+    scores = (exact.product(query, key) * scale).masked_fill(~seen, -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
+    shares = exact.exp(scores - top)
+    total = exact.sum_of_fractions(shares)[..., None]
+    # A value's scale goes to its share, so that no slice depends on keys which this query does not see.
+    of_value = exact.exponents(value)
+    unit = value.double() * exact.power_of_two(-of_value)
+    weighed = shares * exact.power_of_two(of_value).mT
+    out = exact.product(weighed, unit.mT, torch.zeros_like(unit[..., :1, :]).mT.to(torch.int64))
+    return torch.where(total > 0, out / total.clamp(min=2.0**-exact.FRACTION_BITS), 0.0).to(query.dtype)

@@ -1,0 +1,41 @@
+"""A value by one function, its gradient by another: the exact operators have no backward of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def with_gradient_of(plain: Callable[..., Tensor], value: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """`value(*tensors)`, with the gradient of `plain(*tensors)`, which is computed again in the backward.
+
+    Both are the same function of `tensors` but for rounding. Autograd keeps `tensors` only. Deterministic as far as
+    the backward of `plain` is.
+    """
+    found: Tensor = _Value.apply(plain, value, *tensors)
+    return found
+
+
+class _Value(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plain: Any, value: Any, *tensors: Tensor) -> Tensor:
+        ctx.plain = plain
+        ctx.save_for_backward(*tensors)
+        result: Tensor = value(*tensors)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[2:]
+        inputs = [
+            saved.detach().requires_grad_(needed)
+            for saved, needed in zip(ctx.saved_tensors, wanted, strict=True)
+        ]
+        with torch.enable_grad():
+            again = ctx.plain(*inputs)
+        of = [x for x, needed in zip(inputs, wanted, strict=True) if needed]
+        gradients = iter(torch.autograd.grad(again, of, upstream))
+        return None, None, *(next(gradients) if needed else None for needed in wanted)

@@ -1,0 +1,138 @@
+"""--rlk-bitwise: gives the modules of a Megatron model the operators of `rl_kernel.invariant`, as the engine has them.
+
+Each kind of module has one line here: how it gets its operator, or that it computes nothing by itself. A module of
+another kind is an error that names it. The head is `slime.megatron_backend.step.heads.bitwise`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import Tensor, nn
+
+import rl_kernel.invariant as invariant
+from slime.config import Config
+from slime.megatron_backend.model.attention import PackedAttention, PackedLayout, padded_attention
+from slime.megatron_backend.model.gpt import HiddenGPTModel
+from slime.megatron_backend.model.layers import DecoderLayer, GatedMLP, NormedLinear
+from slime.megatron_backend.model.norms import RMSNorm
+from slime.models.rope import Rope
+
+
+def adaptation(config: Config) -> Callable[[Sequence[Any]], None] | None:
+    """`build_model`'s `adapt` for a run with --rlk-bitwise; None without it."""
+    return use_invariant if config.kernels.rlk_bitwise else None
+
+
+def use_invariant(parts: Sequence[Any]) -> None:
+    """Give each module of the model's parts its operator. `parts`: without data-parallel wrappers.
+
+    ValueError with every module that has none. Nothing is changed then.
+    """
+    named = [(name, module) for part in parts for name, module in part.named_modules()]
+    strangers = [
+        f"{name} ({type(module).__name__}{', ' + reason if reason else ''})"
+        for name, module in named
+        if (reason := _reason(module)) is not None
+    ]
+    if strangers:
+        raise ValueError(
+            "--rlk-bitwise must have every operator of the trainer from rl_kernel.invariant, got "
+            f"{', '.join(strangers)}; leave --rlk-bitwise out for this model"
+        )
+    for _, module in named:
+        _GIVES[type(module)](module)
+
+
+def _product(input: Tensor, weight: Tensor, bias: Tensor | None, **of_ranks: Any) -> Tensor:
+    """In place of Megatron's product. `of_ranks` are settings for several tensor-parallel ranks."""
+    return invariant.linear(input, weight, bias)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, window: int | None
+) -> Tensor:
+    return padded_attention(query, key, value, layout, scale, window, inner=invariant.attention)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return invariant.rotate(x, cos, sin)
+
+
+def _angles(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The frequencies are computed on the host, as in the engine."""
+    return invariant.angles(positions, rope.frequencies().to(positions.device))
+
+
+def _give_product(module: Any) -> None:
+    module._forward_impl = _product
+
+
+def _give_norm(module: RMSNorm) -> None:
+    module.compute = invariant.rms_norm
+
+
+def _give_activation(module: Any) -> None:
+    module.gated = invariant.swiglu
+
+
+def _give_attention(module: PackedAttention) -> None:
+    module.attend, module.turn = _attend, _turn
+
+
+def _give_angles(module: HiddenGPTModel) -> None:
+    module.angles = _angles
+
+
+def _nothing(module: nn.Module) -> None: ...
+
+
+_GIVES: dict[type, Callable[[Any], None]] = {
+    NormedLinear: _give_product,
+    ColumnParallelLinear: _give_product,
+    RowParallelLinear: _give_product,
+    RMSNorm: _give_norm,
+    GatedMLP: _give_activation,
+    PackedAttention: _give_attention,
+    HiddenGPTModel: _give_angles,
+    # These pass tensors on, look rows up, or add the residual, which is rounded correctly.
+    **dict.fromkeys(
+        (
+            *(LanguageModelEmbedding, VocabParallelEmbedding, TransformerBlock, DecoderLayer, SelfAttention),
+            *(IdentityOp, IdentityFuncOp, nn.ModuleList, nn.Dropout),
+        ),
+        _nothing,
+    ),
+}
+"""The exact class of a module -> what it gets."""
+
+
+def _reason(module: Any) -> str | None:
+    """Why a module has no operator; "" for one of an unknown class, None for one that has."""
+    if type(module) not in _GIVES:
+        return ""
+    if isinstance(module, RMSNorm) and module.zero_centred:
+        return "centred at zero"
+    if isinstance(module, PackedAttention):
+        parts = {
+            "sliding window": module.window is not None,
+            "capped scores": module.cap is not None,
+            "sinks": module.sinks is not None,
+        }
+        return next((name for name, there in parts.items() if there), None)
+    if isinstance(module, HiddenGPTModel):
+        described = module.described
+        parts = {
+            "capped logits": described.logit_cap is not None,
+            "scaled embedding": described.embedding_scale != 1,
+            "rotary frequencies that are not plain": any(rope.kind != "default" for rope in described.ropes),
+            "interleaved rotary pairs": any(rope.interleaved for rope in described.ropes),
+        }
+        return next((name for name, there in parts.items() if there), None)
+    return None

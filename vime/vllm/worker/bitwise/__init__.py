@@ -1,0 +1,42 @@
+"""An engine whose log-probs have the bits of the trainer's: vLLM's layers with the operators of `rl_kernel.invariant`.
+
+`install` registers classes in vLLM's own registries of layers and of attention backends, before vLLM builds the model.
+`require` is asked before the first weights are loaded: every module of the model must be one of ours, or one that is
+known to compute nothing by itself. Which side of vLLM computes what: docs/design/bitwise.md.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+VARIABLE = "VIME_BITWISE"
+"""Of the server's environment."""
+
+
+def wanted() -> bool:
+    """Whether this process is one of such an engine."""
+    return VARIABLE in os.environ
+
+
+def install() -> None:
+    """Register our layers, our attention and our log-probs in this process. May run more than once."""
+    from vime.vllm.worker.bitwise import attention, layers, sampling
+
+    layers.register()
+    attention.register()
+    sampling.install()
+
+
+def require(model: nn.Module) -> None:
+    """ValueError with the modules of a model that do not compute with our operators."""
+    from vime.vllm.worker.bitwise.check import strangers
+
+    if found := strangers(model):
+        raise ValueError(
+            f"--rlk-bitwise must have every operator of the engine from rl_kernel.invariant, got {', '.join(found)}; "
+            "leave --rlk-bitwise out for this model"
+        )

@@ -1,0 +1,99 @@
+"""vLLM's attention on CPUs with `rl_kernel.invariant.attention` over the paged keys and values.
+
+S requests of one call, T tokens, A query heads, G key heads, D head size, Q and K the most queries and keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+import rl_kernel.invariant as invariant
+
+
+class PagedAttention(CPUAttentionBackendImpl):
+    """Keys and values lie in the cache as they are: [blocks, G, block size, 2 D], a key beside its value."""
+
+    @property
+    def strange(self) -> str | None:
+        """What of this layer the operator does not compute; None for nothing."""
+        parts = {
+            "a sliding window": self.sliding_window != -1,
+            "capped scores": bool(self.logits_soft_cap),
+            "sinks": self.sinks is not None,
+            "ALiBi": self.alibi_slopes is not None,
+            "a quantised cache": self.is_fp8_kv_cache,
+        }
+        return next((name for name, there in parts.items() if there), None)
+
+    def do_kv_cache_update(
+        self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        size, slots = kv_cache.shape[2], slot_mapping.long()
+        used = slots >= 0  # the places of padding tokens are -1
+        pair = torch.cat((key, value), -1)[: len(slots)][used]
+        kv_cache[slots[used] // size, :, slots[used] % size] = pair
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if attn_metadata is None:  # vLLM measures memory
+            return output
+        first = attn_metadata.query_start_loc.long()
+        queries, keys = first.diff(), attn_metadata.seq_lens.long()
+        # One token each, and whole prompts, apart: padding a token to a prompt would be most of the work.
+        for of_call in (queries == 1, queries > 1):
+            if (chosen := of_call.nonzero()[:, 0]).numel():
+                rows, seen, places = _padded(first[chosen], queries[chosen], keys[chosen])
+                table = attn_metadata.block_table[chosen].long()
+                found = self._attend(query, kv_cache, table, rows, seen, places)
+                output[rows[places]] = found[places].view(-1, *output.shape[1:])
+        return output
+
+    def _attend(
+        self, query: Tensor, kv_cache: Tensor, table: Tensor, rows: Tensor, seen: Tensor, places: Tensor
+    ) -> Tensor:
+        """[S, Q, A, D] for the rows [S, Q] of the queries."""
+        size, place = kv_cache.shape[2], torch.arange(seen.shape[-1], device=query.device)
+        pairs = kv_cache[table[:, place // size], :, place % size]  # [S, K, G, 2 D]
+        there = seen.any(2).squeeze(1)[..., None, None]  # what lies behind a request's keys may be anything
+        key, value = pairs.where(there, 0).transpose(1, 2).chunk(2, -1)
+        heads = query.view(-1, self.num_heads, self.head_size)[rows].transpose(1, 2)
+        return invariant.attention(heads, key, value, seen, self.scale).transpose(1, 2)
+
+
+def _padded(first: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For requests with `queries` tokens from row `first` on, the last of `keys`: the row of each query [S, Q], which
+    keys it sees [S, 1, Q, K], and which queries are there [S, Q]."""
+    of_query = torch.arange(int(queries.max()), device=first.device)
+    of_key = torch.arange(int(keys.max()), device=first.device)
+    there = of_query < queries[:, None]
+    last = (keys - queries)[:, None] + of_query
+    seen = (of_key <= last[..., None]) & there[..., None]
+    return torch.where(there, first[:, None] + of_query, 0), seen[:, None], there
+
+
+class InvariantAttention(CPUAttentionBackend):
+    """The backend's name and settings are those of vLLM's for CPUs."""
+
+    @staticmethod
+    def get_impl_cls() -> type[PagedAttention]:
+        return PagedAttention
+
+
+def register() -> None:
+    """Let vLLM take this backend where it would take its own for CPUs. May run more than once."""
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{InvariantAttention.__name__}")

@@ -1,0 +1,46 @@
+"""Which modules of a vLLM model compute with operators that are not ours."""
+
+from __future__ import annotations
+
+from torch import nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+from vime.vllm.worker.bitwise.attention import PagedAttention
+from vime.vllm.worker.bitwise.layers import LAYERS, OPERATORS, HeadMethod, LinearMethod
+
+_PASSES_ON = {
+    "ModuleList",
+    *("Qwen3ForCausalLM", "Qwen3Model", "Qwen3DecoderLayer", "Qwen3Attention", "Qwen2MLP", "Qwen3MLP"),
+    *("Qwen2ForCausalLM", "Qwen2Model", "Qwen2DecoderLayer", "Qwen2Attention"),
+    *("LlamaForCausalLM", "LlamaModel", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP"),
+    "ApplyRotaryEmb",  # a part of the rotary embedding, which ours does not call
+}
+"""vLLM's classes that compute nothing by themselves. Their source was read."""
+
+
+def strangers(model: nn.Module) -> list[str]:
+    """ "PATH (CLASS)" of each module that is not ours, and of ours that compute with something else, sorted."""
+    return sorted(
+        f"{path or 'the model'} ({reason})"
+        for path, module in model.named_modules()
+        if (reason := _reason(module)) is not None
+    )
+
+
+def _reason(module: nn.Module) -> str | None:
+    name = type(module).__name__
+    if type(module) in OPERATORS.values() or name in _PASSES_ON:
+        return None
+    if type(module) in LAYERS.values():
+        method = module.quant_method
+        if not isinstance(method, (LinearMethod, HeadMethod)):
+            return f"{name} with {type(method).__name__}"
+        return None if module.tp_size == 1 else f"{name} on {module.tp_size} ranks"
+    if isinstance(module, Attention):
+        if not isinstance(module.impl, PagedAttention):
+            return f"attention with {type(module.impl).__name__}"
+        return module.impl.strange
+    if isinstance(module, LogitsProcessor):
+        return None if module.soft_cap is None and module.scale == 1 else "scaled or capped logits"
+    return name

@@ -1,0 +1,144 @@
+"""vLLM's layers with the operators of `rl_kernel.invariant`, as classes of its registry.
+
+vLLM builds the registered class in place of its own class of that name. Weights, their names and their loading stay
+vLLM's; what is computed from them is ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.custom_op import CustomOp, PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+
+import rl_kernel.invariant as invariant
+from slime.models.rope import Rope
+
+
+class LinearMethod(UnquantizedLinearMethod):
+    """The product of a linear layer. The weight stays a plain matrix, which vLLM would pack on CPUs."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        pass
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return invariant.linear(x, layer.weight, bias)
+
+
+class HeadMethod(UnquantizedEmbeddingMethod):
+    """Rows of an embedding, and its product where it is the output layer."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        pass
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return invariant.linear(x, layer.weight, bias)
+
+
+def _take_over(layer: Any) -> None:
+    """Give a layer that vLLM has built our method. A quantised layer keeps its own, and `check` names it."""
+    method = {UnquantizedLinearMethod: LinearMethod, UnquantizedEmbeddingMethod: HeadMethod}
+    if (ours := method.get(type(layer.quant_method))) is not None:
+        layer.quant_method = ours()
+
+
+class InvariantQKV(QKVParallelLinear):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _take_over(self)
+
+
+class InvariantMerged(MergedColumnParallelLinear):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _take_over(self)
+
+
+class InvariantRow(RowParallelLinear):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _take_over(self)
+
+
+class InvariantEmbedding(VocabParallelEmbedding):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _take_over(self)
+
+
+class InvariantHead(ParallelLMHead):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _take_over(self)
+
+
+class InvariantNorm(RMSNorm):
+    """The residual is added in the model's dtype, as the trainer does, and then normed."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if residual is None:
+            return invariant.rms_norm(x, self.weight.data, self.variance_epsilon)
+        residual = x + residual
+        return invariant.rms_norm(residual, self.weight.data, self.variance_epsilon), residual
+
+
+class InvariantActivation(SiluAndMul):
+    def forward(self, x: Tensor) -> Tensor:
+        return invariant.swiglu(x)
+
+
+class InvariantRotary(RotaryEmbedding):
+    """The angles of the trainer's positions, whose frequencies are those of `slime.models.rope.Rope`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.frequencies = Rope(self.base, self.rotary_dim).frequencies()
+
+    def forward(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        cos, sin = invariant.angles(positions.flatten(), self.frequencies.to(positions.device))
+        return self._turned(query, cos, sin), None if key is None else self._turned(key, cos, sin)
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = x.view(len(cos), -1, self.head_size)
+        turned = invariant.rotate(heads[..., : self.rotary_dim], cos, sin)
+        return torch.cat((turned, heads[..., self.rotary_dim :]), -1).reshape(x.shape)
+
+
+LAYERS: dict[str, type] = {
+    "QKVParallelLinear": InvariantQKV,
+    "MergedColumnParallelLinear": InvariantMerged,
+    "RowParallelLinear": InvariantRow,
+    "VocabParallelEmbedding": InvariantEmbedding,
+    "ParallelLMHead": InvariantHead,
+}
+OPERATORS: dict[str, type] = {
+    "RMSNorm": InvariantNorm,
+    "SiluAndMul": InvariantActivation,
+    "RotaryEmbedding": InvariantRotary,
+}
+"""vLLM's class -> ours."""
+
+
+def register() -> None:
+    """Register all of them. May run more than once."""
+    for base, classes in ((PluggableLayer, LAYERS), (CustomOp, OPERATORS)):
+        for name, ours in classes.items():
+            if name not in op_registry_oot:
+                base.register_oot(ours, name=name)
