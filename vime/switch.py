@@ -10,7 +10,7 @@ above that says otherwise is an error, because upstream has no order between the
 
     RL_KERNEL_MODE=off|auto|strict    --rlk-fast off|auto|strict
     RL_KERNEL_MODE=audit              --rlk-fast strict --rlk-consistency audit
-    RL_KERNEL_ALIGNED=0               accepted. 1 is an error: no setting here is its equal
+    RL_KERNEL_ALIGNED=1               --rlk-bitwise --rlk-consistency strict; 0 has no effect
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ FLAG_OF = {
     "VIME_RLK_CONSISTENCY": "rlk_consistency",
     "VIME_RL_KERNEL_OPS": "rl_kernel_ops",
 }
-MODES = {
+MODES: dict[str, dict[str, str]] = {
     "off": {"rlk_fast": "off"},
     "auto": {"rlk_fast": "auto"},
     "audit": {"rlk_fast": "strict", "rlk_consistency": "audit"},
     "strict": {"rlk_fast": "strict"},
 }
 """RL_KERNEL_MODE of upstream's launcher -> the flags that mean the same. Both strict and audit run without fallback."""
+ALIGNED: dict[str, dict[str, str]] = {"0": {}, "1": {"rlk_bitwise": "", "rlk_consistency": "strict"}}
+"""RL_KERNEL_ALIGNED of that launcher: whether the engine's arithmetic is the trainer's."""
 SAME = {"enable_rl_kernel": "rlk_fast", "rl_kernel_strict": "rlk_fast"}
 """Other spellings of a flag."""
 MEANS = {"enable_rl_kernel": "auto", "rl_kernel_strict": "strict"}
@@ -71,31 +73,25 @@ def _add_upstreams(
     groups: list[FlagGroup], environ: Mapping[str, str], added: dict[str, FlagGroup], remarks: dict[str, str]
 ) -> None:
     """Add the flags of upstream's variables to `added`, and their notes to `remarks`."""
-    if aligned := environ.get("RL_KERNEL_ALIGNED"):
-        if aligned != "0":
+    for variable, settings in (("RL_KERNEL_MODE", MODES), ("RL_KERNEL_ALIGNED", ALIGNED)):
+        mode = environ.get(variable)
+        if not mode:
+            continue
+        if mode not in settings:
             raise ValueError(
-                f"RL_KERNEL_ALIGNED must be 0 or unset, got {aligned}; this version does not align the engine's "
-                "arithmetic with the trainer's, and --rlk-consistency measures the difference"
+                f"{variable} must be one of {', '.join(settings)}, got {mode!r}; check the spelling"
             )
-        remarks["RL_KERNEL_ALIGNED"] = "RL_KERNEL_ALIGNED=0 has no effect, as no run is aligned"
-    mode = environ.get("RL_KERNEL_MODE")
-    if not mode:
-        return
-    if mode not in MODES:
-        raise ValueError(
-            f"RL_KERNEL_MODE must be one of {', '.join(MODES)}, got {mode!r}; check the spelling"
-        )
-    given = {SAME.get(group.name, group.name): group for group in (*added.values(), *groups)}
-    for name, value in MODES[mode].items():
-        group = given.get(name)
-        if group is None:
-            added[name] = FlagGroup("RL_KERNEL_MODE", name, [value])
-        elif (said := MEANS.get(group.name) or " ".join(group.values)) != value:
-            raise ValueError(
-                f"RL_KERNEL_MODE={mode} must agree with {group.typed}, got {said} and not {value}; unset one of them"
-            )
-    flags = " ".join(f"{spelled(name)} {value}" for name, value in MODES[mode].items())
-    remarks["RL_KERNEL_MODE"] = f"RL_KERNEL_MODE={mode} is taken as {flags}"
+        given = {SAME.get(group.name, group.name): group for group in (*added.values(), *groups)}
+        for name, value in settings[mode].items():
+            group = given.get(name)
+            if group is None:
+                added[name] = FlagGroup(variable, name, [value] if value else [])
+            elif (said := MEANS.get(group.name) or " ".join(group.values)) != value:
+                raise ValueError(
+                    f"{variable}={mode} must agree with {group.typed}, got {said} and not {value}; unset one of them"
+                )
+        flags = " ".join(f"{spelled(name)} {value}".rstrip() for name, value in settings[mode].items())
+        remarks[variable] = f"{variable}={mode} " + (f"is taken as {flags}" if flags else "has no effect")
 
 
 def _mode(variable: str, text: str) -> str:

@@ -4,11 +4,12 @@ Each promises: a row of the result depends on that row of the input and on the w
 number and the arrangement of the other rows. So an engine that decodes token by token in a batch that changes, and a
 trainer that packs whole sequences, get the same log-probs. Gradients are those of the plain operators.
 
-What holds for which device and dtype: `rl_kernel.invariant.support`. Reasons and limits: docs/design/bitwise.md.
+`broken` tests the promise where it runs. Reasons and limits: docs/design/bitwise.md.
 """
 
 from rl_kernel.invariant.attention import attention
 from rl_kernel.invariant.head import log_softmax
 from rl_kernel.invariant.layers import angles, linear, rms_norm, rotate, swiglu
+from rl_kernel.invariant.selfcheck import broken
 
-__all__ = ["angles", "attention", "linear", "log_softmax", "rms_norm", "rotate", "swiglu"]
+__all__ = ["angles", "attention", "broken", "linear", "log_softmax", "rms_norm", "rotate", "swiglu"]

@@ -12,6 +12,8 @@ from slime.config.sections.kernels import OPERATORS
 from slime.hooks import MissingHookError, load_function
 
 PROVIDER = "--selected-logprob-provider"
+BITWISE_DTYPES = {"cpu": ("float32",), "cuda": ("float32", "bfloat16")}
+"""--device -> the dtypes that rl_kernel.invariant computes there."""
 
 
 def check_kernels(c: Config) -> None:
@@ -29,6 +31,7 @@ def check_kernels(c: Config) -> None:
     if c.kernels.enable_rl_kernel and c.kernels.rlk_fast == "off":
         raise ValueError("--enable-rl-kernel must not stand beside --rlk-fast off; leave one out")
     _check_provider(c)
+    _check_bitwise(c)
     if c.kernels.rlk_consistency != "off" and (
         not loss_of(c.algorithm).rewarded or c.debug.debug_rollout_only
     ):
@@ -41,6 +44,43 @@ def check_kernels(c: Config) -> None:
             f"--rlk-consistency must be off with {what}, got {c.kernels.rlk_consistency}; it compares "
             "log-probs of a trainer "
             "and an engine"
+        )
+
+
+def _check_bitwise(c: Config) -> None:
+    """What --rlk-bitwise needs, and what was not made or not run with it. Modules are checked where they are built."""
+    if not c.kernels.rlk_bitwise:
+        return
+    dtypes = BITWISE_DTYPES[c.cluster.device]
+    wants: dict[str, tuple[object, object]] = {
+        "--rlk-consistency": ("strict", c.kernels.rlk_consistency),
+        "--rollout-backend": ("vllm", c.engine.rollout_backend),
+        PROVIDER: (None, c.kernels.selected_logprob_provider),
+        "--custom-loss-function-path": (None, c.algorithm.custom_loss_function_path),
+        "--rollout-external-engine-addrs": (None, c.rollout.rollout_external_engine_addrs),
+        "--rollout-num-gpus-per-engine": (1, c.cluster.rollout_num_gpus_per_engine),
+        "--tensor-model-parallel-size": (1, c.megatron.tensor_model_parallel_size),
+        "--context-parallel-size": (1, c.megatron.context_parallel_size),
+        "--lora-rank": (0, c.lora.lora_rank or 0),
+        "--max-staleness": (0, c.rollout.max_staleness),
+        "--partial-rollout": (False, c.rollout.partial_rollout),
+    }
+    for name, (wanted, got) in wants.items():
+        if got != wanted:
+            must = f"be {wanted}" if wanted not in (None, False) else "be left out"
+            raise ValueError(
+                f"{name} must {must} with --rlk-bitwise, got {got}; change it, or leave --rlk-bitwise out"
+            )
+    if c.megatron.params_dtype not in dtypes:
+        raise ValueError(
+            f"parameters must be {' or '.join(dtypes)} with --rlk-bitwise on --device {c.cluster.device}, got "
+            f"{c.megatron.params_dtype}; use {' or '.join('--fp32' if d == 'float32' else '--bf16' for d in dtypes)}"
+        )
+    facts = c.engine.engine_facts
+    if not facts.invariant or facts.dtype not in (None, "auto", c.megatron.params_dtype):
+        raise ValueError(
+            "engines must have plain weights of the trainer's dtype and no drafts with --rlk-bitwise, got flags that say "
+            "otherwise; leave out --vllm-quantization, --vllm-dtype and --vllm-speculative-config"
         )
 
 

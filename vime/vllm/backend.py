@@ -103,6 +103,7 @@ def engine_facts(args: dict[str, Any]) -> EngineFacts:
         cache_bytes=args.get("kv_cache_memory_bytes"),
         dtype=args.get("dtype"),
         weight_bytes=fp8.WEIGHT_BYTES if fp8.quantises(args) else None,
+        invariant=not fp8.quantises(args) and not args.get("speculative_config"),
         drafts=(args.get("speculative_config") or {}).get("method") == "mtp",
         data_parallel_size=args.get("data_parallel_size") or 1,
         pipeline_parallel_size=args.get("pipeline_parallel_size") or 1,

@@ -31,6 +31,8 @@ class EngineFacts:
     """Of the weights. None: the trainer's."""
     weight_bytes: float | None = None
     """Bytes per weight of a layer's matrices, if the engine quantises them. None: those of `dtype`."""
+    invariant: bool = False
+    """Whether it can compute with the operators of rl_kernel.invariant."""
     drafts: bool = False
     """Whether the engine has the layers of multi-token prediction."""
     data_parallel_size: int = 1

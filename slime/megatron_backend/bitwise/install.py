@@ -7,8 +7,10 @@ another kind is an error that names it. The head is `slime.megatron_backend.step
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.attention import SelfAttention
@@ -21,19 +23,23 @@ from slime.config import Config
 from slime.megatron_backend.model.attention import PackedAttention, PackedLayout, padded_attention
 from slime.megatron_backend.model.gpt import HiddenGPTModel
 from slime.megatron_backend.model.layers import DecoderLayer, GatedMLP, NormedLinear
+from slime.megatron_backend.model.model_config import params_dtype
 from slime.megatron_backend.model.norms import RMSNorm
 from slime.models.rope import Rope
 
 
 def adaptation(config: Config) -> Callable[[Sequence[Any]], None] | None:
     """`build_model`'s `adapt` for a run with --rlk-bitwise; None without it."""
-    return use_invariant if config.kernels.rlk_bitwise else None
+    if not config.kernels.rlk_bitwise:
+        return None
+    return partial(use_invariant, dtype=params_dtype(config))
 
 
-def use_invariant(parts: Sequence[Any]) -> None:
+def use_invariant(parts: Sequence[Any], *, dtype: torch.dtype) -> None:
     """Give each module of the model's parts its operator. `parts`: without data-parallel wrappers.
 
-    ValueError with every module that has none. Nothing is changed then.
+    ValueError with every module that has none, or with operators whose rows are not independent on this machine.
+    Nothing is changed then.
     """
     named = [(name, module) for part in parts for name, module in part.named_modules()]
     strangers = [
@@ -45,6 +51,12 @@ def use_invariant(parts: Sequence[Any]) -> None:
         raise ValueError(
             "--rlk-bitwise must have every operator of the trainer from rl_kernel.invariant, got "
             f"{', '.join(strangers)}; leave --rlk-bitwise out for this model"
+        )
+    device = next(parts[0].parameters()).device
+    if broken := invariant.broken(device, dtype):
+        raise ValueError(
+            "--rlk-bitwise must have operators whose rows are independent, got others in the trainer on "
+            f"{device}: {', '.join(broken)}; leave --rlk-bitwise out on this machine"
         )
     for _, module in named:
         _GIVES[type(module)](module)

@@ -30,12 +30,16 @@ from slime.config import Config
 from slime.data import columns, routed_experts, top_tokens
 from slime.data.packing import MicroBatch
 from slime.data.tokenizer import tokenizer_fingerprint
+from slime.megatron_backend.bitwise.cause import why_bits_differ
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.megatron_backend.step.pipeline import tensors_from_last_stage
 from slime.rollout import facts as rollout_facts
 from slime.rollout.debug_data import save_debug_rollout_data
 from slime.tracking.timers import Timers
 from slime.types import Sample, TrainData
+
+DIFFERING = "rl_kernel/bitwise/differing"
+"""The metric: compared tokens of a rollout whose log-probs have other bits in the trainer than in the engine."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class _Part:
     reasons: Counter[str]
     worst: Token | None
     fault: Token | None
+    differing: Token | None
+    """The first token whose bits differ, with --rlk-bitwise."""
 
 
 class Audit:
@@ -158,10 +164,15 @@ class Audit:
             percentiles = order_statistics((trainer - rollout).abs(), at, self._add_up)
             metrics |= figures(sums, percentiles, worst.distance)
         self._write(rollout_id, metrics, reasons, worst)
+        of_bits: dict[str, float] = {}
+        if self.config.kernels.rlk_bitwise:
+            first = next((p.differing for p in parts if p.differing), None)
+            of_bits[DIFFERING] = sums.tokens - sums.bitwise_equal
+            self._judge_bits(rollout_id, data, of_bits[DIFFERING], first, reasons)
         if self.config.kernels.rlk_consistency == "strict":
             self._judge(rollout_id, data, worst, reasons)
         metrics |= {f"not_comparable/{reason}": float(tokens) for reason, tokens in reasons.items()}
-        return {f"consistency/{name}": value for name, value in metrics.items()}
+        return {f"consistency/{name}": value for name, value in metrics.items()} | of_bits
 
     def _compare(self, rollout_id: int, data: TrainData) -> tuple[Tensor, Tensor, _Part]:
         """Log-probs of this rank's comparable active tokens, the trainer's and the rollout's, and the rank's result."""
@@ -183,11 +194,14 @@ class Audit:
         rollout = torch.cat([data["rollout_log_probs"][i] for i in chosen] or none)[mask]
         low, high = self.config.algorithm.eps_clip, self.config.algorithm.eps_clip_high
         sums = token_sums(trainer, rollout, eps_clip=low, eps_clip_high=high)
-        worst = None
+        worst = differing = None
         if chosen:
-            at = int(mask.nonzero()[(trainer - rollout).abs().argmax()])
-            worst = self._token(data, chosen, at)
-        return trainer, rollout, _Part(sums, reasons, worst, self._fault(data))
+            at = mask.nonzero()[:, 0]
+            worst = self._token(data, chosen, int(at[(trainer - rollout).abs().argmax()]))
+            unequal = (trainer.view(torch.int32) != rollout.view(torch.int32)).nonzero()[:, 0]
+            if self.config.kernels.rlk_bitwise and len(unequal):
+                differing = self._token(data, chosen, int(at[unequal[0]]))
+        return trainer, rollout, _Part(sums, reasons, worst, self._fault(data), differing)
 
     def _difference(self, rollout_id: int, data: TrainData, i: int, mask: Tensor) -> str | None:
         """Why sample i cannot be compared, or None if it can."""
@@ -256,6 +270,28 @@ class Audit:
                 f"--rlk-consistency strict must find log-probs that agree to {bound:.3g} nats ({dtype}), got "
                 f"{worst.distance:.3g} at {worst} in rollout {rollout_id}; {self._saved(rollout_id, data)}"
             )
+
+    def _judge_bits(
+        self,
+        rollout_id: int,
+        data: TrainData,
+        count: float,
+        differing: Token | None,
+        reasons: Counter[str],
+    ) -> None:
+        """RuntimeError for the first bit that differs, and for a token that was not compared. Collective."""
+        if differing is None and not reasons:
+            return
+        if differing is None:
+            found = ", ".join(f"{reason}: {tokens}" for reason, tokens in reasons.most_common())
+            raise RuntimeError(
+                f"--rlk-bitwise must compare every token, got some that differ in {found} in rollout {rollout_id}; "
+                f"remove the reason, or leave --rlk-bitwise out; {self._saved(rollout_id, data)}"
+            )
+        raise RuntimeError(
+            f"--rlk-bitwise must find the same bits, got {count:.0f} log-probs that differ, the first at {differing} in "
+            f"rollout {rollout_id}; {why_bits_differ(self.config, self.info.device)}; {self._saved(rollout_id, data)}"
+        )
 
     def _write(
         self, rollout_id: int, metrics: dict[str, float], reasons: Counter[str], worst: Token | None

@@ -67,7 +67,7 @@ class Learner:
         # Megatron's wrapper has no types.
         predicts = role is POLICY and config.algorithm.enable_mtp_training
         lora, resume = Lora.of(config), role.resumes(config)
-        adapt = adaptation(config)
+        adapt = None if role.has_values(config) else adaptation(config)
         if lora is not None:
             adapt = partial(add_adapters, lora=lora, seed=config.train.seed)
         self.model: Any = build_model(

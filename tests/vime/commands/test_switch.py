@@ -82,6 +82,8 @@ def test_the_mode_of_upstreams_launcher(mode, flags):
         ({"RL_KERNEL_MODE": "off", "VIME_RL_KERNEL": "0"}, (), {"rlk_fast": ["off"]}),
         ({"RL_KERNEL_MODE": ""}, (), {}),
         ({"RL_KERNEL_ALIGNED": "0"}, (), {}),
+        ({"RL_KERNEL_ALIGNED": "1"}, (), {"rlk_bitwise": [], "rlk_consistency": ["strict"]}),
+        ({"RL_KERNEL_ALIGNED": "1"}, ("--rlk-consistency", "strict"), {"rlk_bitwise": []}),
     ],
 )
 def test_upstreams_variables_beside_others_that_agree(environ, argv, flags):
@@ -99,7 +101,8 @@ def test_upstreams_variables_beside_others_that_agree(environ, argv, flags):
         ({"RL_KERNEL_MODE": "audit"}, ("--rlk-consistency", "off"), "agree with --rlk-consistency, got off"),
         ({"RL_KERNEL_MODE": "strict", "VIME_RLK_FAST": "auto"}, (), "agree with VIME_RLK_FAST, got auto and"),
         ({"RL_KERNEL_MODE": "fast"}, (), "RL_KERNEL_MODE must be one of off, auto, audit, strict, got 'fast'"),
-        ({"RL_KERNEL_ALIGNED": "1"}, (), "RL_KERNEL_ALIGNED must be 0 or unset, got 1"),
+        ({"RL_KERNEL_ALIGNED": "yes"}, (), "RL_KERNEL_ALIGNED must be one of 0, 1, got 'yes'"),
+        ({"RL_KERNEL_ALIGNED": "1"}, ("--rlk-consistency", "off"), "RL_KERNEL_ALIGNED=1 must agree with --rlk-cons"),
     ],
 )  # fmt: skip
 def test_upstreams_variables_that_contradict(environ, argv, message):

@@ -32,11 +32,19 @@ def install() -> None:
 
 
 def require(model: nn.Module) -> None:
-    """ValueError with the modules of a model that do not compute with our operators."""
+    """ValueError with the modules of a model that do not compute with our operators, or with operators of ours that
+    break their promise on this machine."""
+    import rl_kernel.invariant as invariant
     from vime.vllm.worker.bitwise.check import strangers
 
     if found := strangers(model):
         raise ValueError(
             f"--rlk-bitwise must have every operator of the engine from rl_kernel.invariant, got {', '.join(found)}; "
             "leave --rlk-bitwise out for this model"
+        )
+    weight = next(model.parameters())
+    if names := invariant.broken(weight.device, weight.dtype):
+        raise ValueError(
+            "--rlk-bitwise must have operators whose rows are independent, got others in the engine on "
+            f"{weight.device}: {', '.join(names)}; leave --rlk-bitwise out on this machine"
         )

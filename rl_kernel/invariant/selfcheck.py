@@ -1,0 +1,84 @@
+"""Do the operators keep their promise on this machine? A few rows, alone and among others, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rl_kernel.invariant import layers
+from rl_kernel.invariant.attention import attention
+from rl_kernel.invariant.head import log_softmax
+
+ROWS, WIDTH, OUTPUTS, HEADS, GROUPS, SIZE = 37, 96, 80, 4, 2, 32
+
+Rows = Callable[[Tensor], Tensor]
+"""Rows [n, ...] -> their results [n, ...], of an operator with weights of its own."""
+
+
+def _operators(device: torch.device | str, dtype: torch.dtype) -> dict[str, tuple[Tensor, Rows]]:
+    """Name -> (its rows, the operator)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, of)
+
+    rows, weight, gain = drawn(ROWS, WIDTH), drawn(OUTPUTS, WIDTH), drawn(WIDTH)
+    frequencies = drawn(SIZE // 2, of=torch.float32).abs()
+    places = torch.arange(ROWS, device=device) * 1000
+
+    def turned(places: Tensor) -> Tensor:
+        cos, sin = layers.angles(places, frequencies)
+        return torch.cat((cos, sin), -1)
+
+    found: dict[str, tuple[Tensor, Rows]] = {
+        "linear": (rows, lambda x: layers.linear(x, weight)),
+        "rms_norm": (rows, lambda x: layers.rms_norm(x, gain, 1e-6)),
+        "swiglu": (rows, layers.swiglu),
+        "angles": (places, turned),
+        "rotate": (
+            drawn(ROWS, HEADS, SIZE),
+            lambda x: layers.rotate(
+                x, turned(places[:1])[..., : SIZE // 2], turned(places[:1])[..., SIZE // 2 :]
+            ),
+        ),
+        "log_softmax": (drawn(ROWS, OUTPUTS, of=torch.float32) * 8, log_softmax),
+    }
+    if dtype == torch.float32:
+        found["attention"] = (torch.arange(ROWS, device=device), _queries(drawn))
+    return found
+
+
+def _queries(drawn: Callable[..., Tensor]) -> Rows:
+    """Attention of one sequence, as a function of the positions whose queries are in the call. The keys end with the
+    last of them."""
+    query, key, value = (
+        drawn(1, HEADS, ROWS, SIZE),
+        drawn(1, GROUPS, ROWS, SIZE),
+        drawn(1, GROUPS, ROWS, SIZE),
+    )
+
+    def of(places: Tensor) -> Tensor:
+        end = int(places.max()) + 1
+        seen = (places[:, None] >= torch.arange(end, device=places.device))[None, None]
+        out = attention(query[:, :, places], key[:, :, :end], value[:, :, :end], seen, SIZE**-0.5)
+        return out[0].transpose(0, 1)
+
+    return of
+
+
+def broken(device: torch.device | str, dtype: torch.dtype) -> list[str]:
+    """The operators whose bits for a row change with the other rows, with their number or their order. [] is right.
+
+    `dtype` of the model. Takes some milliseconds.
+    """
+    names = []
+    for name, (rows, operator) in _operators(device, dtype).items():
+        together = operator(rows)
+        backwards = operator(rows.flip(0)).flip(0)
+        few = [0, 1, len(rows) // 2, len(rows) - 1]
+        alone = torch.cat([operator(rows[i : i + 1]) for i in few])
+        if not (torch.equal(together, backwards) and torch.equal(together[few], alone)):
+            names.append(name)
+    return names
