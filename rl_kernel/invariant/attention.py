@@ -40,6 +40,48 @@ def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: fl
     return with_gradient_of(plain, by_pieces, query, key, value)
 
 
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first_query: Tensor,
+    first_key: Tensor,
+    most_queries: int,
+    scale: float,
+) -> Tensor:
+    """Causal attention of packed sequences on a GPU, without a gradient: query [T, A, D], key and value [K, G, D] ->
+    [T, A, D]. `first_query` and `first_key` [S + 1] int32 bound the sequences; a sequence's last query is at its last
+    key, and `most_queries` is the most of one.
+
+    A query has the bits of `paged_attention`, whatever its place and the other sequences.
+    """
+    from rl_kernel.invariant import kernels
+
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    out = query.new_empty(query.shape)
+    return kernels.attention(
+        query, key, value, out, first_query, first_key.diff(), most_queries, scale, first_key=first_key
+    )
+
+
+def paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    table: Tensor,
+    first_query: Tensor,
+    lengths: Tensor,
+    most_queries: int,
+    scale: float,
+) -> Tensor:
+    """`packed_attention` into `out`, with the keys and values [pages, page, G, D] of the pages table[s]. `lengths` [S]
+    int32 are the keys of each sequence."""
+    from rl_kernel.invariant import kernels
+
+    return kernels.attention(query, key, value, out, first_query, lengths, most_queries, scale, table=table)
+
+
 def _exactly(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:
     shared = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(shared, 1) for x in (key, value))

@@ -1,9 +1,13 @@
-"""Operators of a decoder layer whose result for a row does not depend on the other rows, on hosts in float32.
+"""Operators of a decoder layer whose result for a row does not depend on the other rows.
+
+On a host: float32, exactly (`rl_kernel.invariant.exact`). On a GPU: Triton kernels with float32 sums.
 
 N rows, K inputs, M outputs, F half of the gated width, D head size.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,31 +15,53 @@ from torch.nn import functional
 
 from rl_kernel.invariant import exact
 from rl_kernel.invariant.autograd import with_gradient_of
+from rl_kernel.ops.rotary.reference import rotary_reference
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`: x [..., K], weight [M, K], bias [M] or None -> [..., M] in the dtype of x.
 
-    Row i has the same bits whatever the other rows and their number, the threads and the library of products
-    (`rl_kernel.invariant.exact.product`). Differentiable in all three.
+    Row i has the same bits whatever the other rows and their number; on a host also whatever the threads and the
+    library of products (`rl_kernel.invariant.exact.product`). Differentiable in all three; the gradients are plain
+    products, deterministic for one shape.
     """
+    out: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
+    return out.view(*x.shape[:-1], len(weight))
 
-    def value(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        total = exact.product(x.reshape(-1, x.shape[-1]), weight)
-        total = total if bias is None else total + bias.double()
-        return total.to(x.dtype).view(*x.shape[:-1], len(weight))
 
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    return with_gradient_of(functional.linear, value, *tensors)
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if x.is_cuda:
+            from rl_kernel.invariant import kernels
+
+            return kernels.linear(x, weight, bias)
+        total = exact.product(x, weight)
+        return (total if bias is None else total + bias.double()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            upstream @ weight if of_x else None,
+            upstream.T @ x if of_weight else None,
+            upstream.sum(0) if of_bias else None,
+        )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / (x.square().mean(-1) + eps).sqrt() * weight`: x [..., K], weight [K] -> [..., K] in the dtype of x.
 
-    In float64, rounded once. Differentiable in x and weight. Source: Zhang and Sennrich (2019).
+    On a host in float64, rounded once. Differentiable in x and weight. Source: Zhang and Sennrich (2019).
     """
 
     def value(x: Tensor, weight: Tensor) -> Tensor:
+        if x.is_cuda:
+            from rl_kernel.invariant import kernels
+
+            return kernels.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
         wide, scale = x.double(), exact.power_of_two(exact.exponents(x))
         share = wide / scale  # at most 1
         squares = exact.sum_of_fractions(share * share)[..., None]
@@ -51,8 +77,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def swiglu(x: Tensor) -> Tensor:
     """`silu(gate) * up`: x [..., 2 F], gate beside up -> [..., F] in the dtype of x. Differentiable in x.
 
-    In float64, rounded once. Source: Shazeer (2020).
+    On a host in float64, rounded once; on a GPU the kernel of `rl_kernel.swiglu`. Source: Shazeer (2020).
     """
+    if x.is_cuda:
+        from rl_kernel.ops.swiglu.autograd import Swiglu
+
+        fused: Tensor = Swiglu.apply(x)
+        return fused
 
     def value(x: Tensor) -> Tensor:
         gate, up = x.double().chunk(2, dim=-1)
@@ -67,7 +98,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 def angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """(cos, sin) of `positions.float()[:, None] * frequencies`: positions [N], frequencies [D / 2] -> fp32
-    [N, 1, D / 2]. Constants."""
+    [N, 1, D / 2]. Constants. In float64 on every device."""
     turned = positions.float()[:, None, None] * frequencies.float()
     cos, sin = exact.cos_and_sin(turned.double())
     return cos.float(), sin.float()
@@ -76,9 +107,12 @@ def angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)` for the halves x1, x2 of the last dimension.
 
-    x [N, heads, D], cos and sin [N, 1, D / 2] -> [N, heads, D] in the dtype of x. Each product and sum is rounded by
-    itself. Differentiable in x. Source: Su et al. (2021).
+    x [N, heads, D], cos and sin [N, 1, D / 2] -> [N, heads, D] in the dtype of x. On a host, each product and sum is
+    rounded by itself; on a GPU it is the kernel of `rl_kernel.rotary`. Differentiable in x. Source: Su et al. (2021).
     """
-    x1, x2 = x.chunk(2, dim=-1)
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+    if x.is_cuda:
+        from rl_kernel.ops.rotary.autograd import Rotary
+
+        fused: Tensor = Rotary.apply(x, cos, sin)
+        return fused
+    return rotary_reference(x, cos, sin)

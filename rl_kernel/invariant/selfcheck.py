@@ -39,14 +39,12 @@ def _operators(device: torch.device | str, dtype: torch.dtype) -> dict[str, tupl
         "angles": (places, turned),
         "rotate": (
             drawn(ROWS, HEADS, SIZE),
-            lambda x: layers.rotate(
-                x, turned(places[:1])[..., : SIZE // 2], turned(places[:1])[..., SIZE // 2 :]
-            ),
+            lambda x: layers.rotate(x, *turned(places[-1:]).expand(len(x), 1, SIZE).chunk(2, -1)),
         ),
         "log_softmax": (drawn(ROWS, OUTPUTS, of=torch.float32) * 8, log_softmax),
     }
-    if dtype == torch.float32:
-        found["attention"] = (torch.arange(ROWS, device=device), _queries(drawn))
+    of_queries = _queries if torch.device(device).type == "cpu" else _packed_queries
+    found["attention"] = (torch.arange(ROWS, device=device), of_queries(drawn))
     return found
 
 
@@ -64,6 +62,27 @@ def _queries(drawn: Callable[..., Tensor]) -> Rows:
         seen = (places[:, None] >= torch.arange(end, device=places.device))[None, None]
         out = attention(query[:, :, places], key[:, :, :end], value[:, :, :end], seen, SIZE**-0.5)
         return out[0].transpose(0, 1)
+
+    return of
+
+
+def _packed_queries(drawn: Callable[..., Tensor]) -> Rows:
+    """The same for packed sequences: all positions in order as one sequence, others as one sequence each."""
+    query, key, value = drawn(ROWS, HEADS, SIZE), drawn(ROWS, GROUPS, SIZE), drawn(ROWS, GROUPS, SIZE)
+    whole = torch.arange(ROWS, device=query.device)
+
+    def of(places: Tensor) -> Tensor:
+        from rl_kernel.invariant import kernels
+
+        if torch.equal(places, whole):
+            first, lengths, most = whole.new_tensor([0, ROWS]), whole.new_tensor([ROWS]), ROWS
+        else:
+            first, lengths, most = torch.arange(len(places) + 1, device=places.device), places + 1, 1
+        rows = query[places].contiguous()
+        return kernels.attention(
+            *(rows, key, value, torch.empty_like(rows), first, lengths, most, SIZE**-0.5),
+            first_key=torch.zeros_like(lengths),
+        )
 
     return of
 

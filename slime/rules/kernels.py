@@ -12,7 +12,7 @@ from slime.config.sections.kernels import OPERATORS
 from slime.hooks import MissingHookError, load_function
 
 PROVIDER = "--selected-logprob-provider"
-BITWISE_DTYPES = {"cpu": ("float32",), "cuda": ("float32", "bfloat16")}
+BITWISE_DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
 """--device -> the dtypes that rl_kernel.invariant computes there."""
 
 
@@ -79,8 +79,8 @@ def _check_bitwise(c: Config) -> None:
     facts = c.engine.engine_facts
     if not facts.invariant or facts.dtype not in (None, "auto", c.megatron.params_dtype):
         raise ValueError(
-            "engines must have plain weights of the trainer's dtype and no drafts with --rlk-bitwise, got flags that say "
-            "otherwise; leave out --vllm-quantization, --vllm-dtype and --vllm-speculative-config"
+            "engines must have plain weights of the trainer's dtype and no drafts with --rlk-bitwise, got flags that "
+            "say otherwise; leave out --vllm-quantization, --vllm-dtype and --vllm-speculative-config"
         )
 
 

@@ -14,6 +14,6 @@ def why_bits_differ(config: Config, device: torch.device) -> str:
     if names := invariant.broken(device, params_dtype(config)):
         return f"in the trainer, results of {', '.join(names)} depend on the other rows of a call"
     return (
-        "the operators of both sides keep their promise on test rows (the engine tests its own at each update), so look "
-        "at what is between them: weights, positions, the cache of keys and values, or another kind of device"
+        "the operators of both sides keep their promise on test rows (the engine tests its own at each update), so "
+        "look at what is between them: weights, positions, the cache of keys and values, or another kind of device"
     )

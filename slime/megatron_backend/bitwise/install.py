@@ -19,8 +19,14 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 import rl_kernel.invariant as invariant
+from rl_kernel.invariant.autograd import with_gradient_of
 from slime.config import Config
-from slime.megatron_backend.model.attention import PackedAttention, PackedLayout, padded_attention
+from slime.megatron_backend.model.attention import (
+    PackedAttention,
+    PackedLayout,
+    flash_attention,
+    padded_attention,
+)
 from slime.megatron_backend.model.gpt import HiddenGPTModel
 from slime.megatron_backend.model.layers import DecoderLayer, GatedMLP, NormedLinear
 from slime.megatron_backend.model.model_config import params_dtype
@@ -70,7 +76,17 @@ def _product(input: Tensor, weight: Tensor, bias: Tensor | None, **of_ranks: Any
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, window: int | None
 ) -> Tensor:
-    return padded_attention(query, key, value, layout, scale, window, inner=invariant.attention)
+    if not query.is_cuda or not layout.own:
+        return padded_attention(query, key, value, layout, scale, window, inner=invariant.attention)
+    bounds = (layout.cu_seqlens_q, layout.cu_seqlens_kv, layout.max_seqlen_q)
+
+    def by_kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return invariant.packed_attention(query, key, value, *bounds, scale)
+
+    def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return flash_attention(query, key, value, layout, scale)
+
+    return with_gradient_of(plain, by_kernel, query, key, value)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

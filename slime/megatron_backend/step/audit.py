@@ -289,8 +289,9 @@ class Audit:
                 f"remove the reason, or leave --rlk-bitwise out; {self._saved(rollout_id, data)}"
             )
         raise RuntimeError(
-            f"--rlk-bitwise must find the same bits, got {count:.0f} log-probs that differ, the first at {differing} in "
-            f"rollout {rollout_id}; {why_bits_differ(self.config, self.info.device)}; {self._saved(rollout_id, data)}"
+            f"--rlk-bitwise must find the same bits, got {count:.0f} log-probs that differ, the first at {differing} "
+            f"in rollout {rollout_id}; {why_bits_differ(self.config, self.info.device)}; "
+            f"{self._saved(rollout_id, data)}"
         )
 
     def _write(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -95,5 +96,21 @@ class InvariantAttention(CPUAttentionBackend):
 
 
 def register() -> None:
-    """Let vLLM take this backend where it would take its own for CPUs. May run more than once."""
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{InvariantAttention.__name__}")
+    """Let vLLM take our backend in place of the one that it takes for the platform. May run more than once."""
+    if current_platform.is_cpu():
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{InvariantAttention.__name__}")
+    else:
+        module = __name__.replace(".attention", ".flash")
+        register_backend(AttentionBackendEnum.FLASH_ATTN, f"{module}.InvariantFlashAttention")
+
+
+def strange(impl: object) -> str | None:
+    """Why an attention of vLLM is not ours, or what of it our operator does not compute; None for nothing."""
+    if isinstance(impl, PagedAttention):
+        return impl.strange
+    if not current_platform.is_cpu():
+        from vime.vllm.worker.bitwise.flash import PagedFlashAttention
+
+        if isinstance(impl, PagedFlashAttention):
+            return impl.strange
+    return f"attention with {type(impl).__name__}"

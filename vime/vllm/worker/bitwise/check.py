@@ -6,7 +6,7 @@ from torch import nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-from vime.vllm.worker.bitwise.attention import PagedAttention
+from vime.vllm.worker.bitwise.attention import strange
 from vime.vllm.worker.bitwise.layers import LAYERS, OPERATORS, HeadMethod, LinearMethod
 
 _PASSES_ON = {
@@ -38,9 +38,7 @@ def _reason(module: nn.Module) -> str | None:
             return f"{name} with {type(method).__name__}"
         return None if module.tp_size == 1 else f"{name} on {module.tp_size} ranks"
     if isinstance(module, Attention):
-        if not isinstance(module.impl, PagedAttention):
-            return f"attention with {type(module.impl).__name__}"
-        return module.impl.strange
+        return strange(module.impl)
     if isinstance(module, LogitsProcessor):
         return None if module.soft_cap is None and module.scale == 1 else "scaled or capped logits"
     return name

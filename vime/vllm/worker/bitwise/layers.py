@@ -107,12 +107,21 @@ class InvariantRotary(RotaryEmbedding):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.frequencies = Rope(self.base, self.rotary_dim).frequencies()
+        # Computed on the host and for all positions, on whatever device vLLM builds the model.
+        with torch.device("cpu"):
+            places = torch.arange(self.max_position_embeddings)
+            cos, sin = invariant.angles(places, Rope(self.base, self.rotary_dim).frequencies())
+        self.register_buffer(
+            "angles", torch.stack((cos, sin)).to(torch.get_default_device()), persistent=False
+        )
+
+    angles: Tensor
+    """[2, positions, 1, R / 2] fp32: cos and sin."""
 
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        cos, sin = invariant.angles(positions.flatten(), self.frequencies.to(positions.device))
+        cos, sin = self.angles[:, positions.flatten()]
         return self._turned(query, cos, sin), None if key is None else self._turned(key, cos, sin)
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
