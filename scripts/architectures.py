@@ -244,6 +244,16 @@ ARCHITECTURES = {
         *("bfloat16", "config.json of meta-llama/Llama-3.2-3B-Instruct", None, None),
         *({"rms_norm_eps": 1e-5}, llama3(32.0)),
     ),
+    "smollm2-135m": Architecture(
+        *("llama", 576, 1536, 30, (9, 3), 64, (49152, 49149), 1e5, 8192, True),
+        *(
+            "bfloat16",
+            "config.json of HuggingFaceTB/SmolLM2-135M-Instruct",
+            None,
+            None,
+            {"rms_norm_eps": 1e-5},
+        ),
+    ),
     "mistral-7b": Architecture(
         *("mistral", 4096, 14336, 32, (32, 8), 128, (32768, 32762), 1e6, 32768, False),
         *("bfloat16", "config.json of mistralai/Mistral-7B-Instruct-v0.3", None, None),

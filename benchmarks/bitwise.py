@@ -1,0 +1,121 @@
+"""How many log-probs of trainer and engine have the same bits, and what that costs per step.
+
+    python benchmarks/bitwise.py OUT                        on a GPU: the shape of SmolLM2-135M, random weights
+    python benchmarks/bitwise.py OUT --arch qwen3-tiny      on a CPU
+    python benchmarks/bitwise.py OUT --sides bitwise        one side only
+
+trains GRPO once for each side, with the same seeds, in OUT/SIDE, and prints one row for each. Sides: off (the default
+operators), invariant (vLLM's own --vllm-batch-invariant, on GPUs), bitwise (--rlk-bitwise). A run that ended well is
+not made again. The reward says whether the last token is odd, so that a random model has something to learn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SIDES = {
+    "off": ("--rlk-consistency", "audit"),
+    "invariant": ("--rlk-consistency", "audit", "--vllm-batch-invariant"),
+    "bitwise": ("--rlk-consistency", "strict", "--rlk-bitwise"),
+}
+
+
+def odd_end(args: Any, sample: Any, **unused: Any) -> float:
+    """The reward: 1 if the last token is odd."""
+    return float(sample.tokens[-1] % 2)
+
+
+def flags(model: Path, run_dir: Path, asked: argparse.Namespace) -> list[str]:
+    """Of `vime train`, without those of a side."""
+    return [
+        *("--hf-checkpoint", str(model), "--run-dir", str(run_dir), "--colocate"),
+        *("--prompt-data", str(model / "arithmetic" / "train.jsonl"), "--input-key", "prompt"),
+        *("--label-key", "label", "--apply-chat-template", "--rollout-shuffle"),
+        *("--custom-rm-path", "bitwise.odd_end", "--num-rollout", str(asked.steps)),
+        *("--rollout-batch-size", str(asked.prompts), "--n-samples-per-prompt", "8"),
+        *("--global-batch-size", str(8 * asked.prompts), "--rollout-max-response-len", str(asked.length)),
+        *("--actor-num-gpus-per-node", "1", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"),
+        *("--lr", "1e-5", "--device", asked.device),
+        *(("--bf16",) if asked.device == "cuda" else ()),
+    ]
+
+
+def run(side: str, model: Path, asked: argparse.Namespace) -> int:
+    """The exit code of the side's run. Its output is in OUT/SIDE.log."""
+    run_dir = asked.out / side
+    if (run_dir / "done").exists():
+        return 0
+    command = [
+        sys.executable,
+        "-m",
+        "vime",
+        "train",
+        *flags(model, run_dir, asked),
+        *SIDES[side],
+        "--overwrite",
+    ]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+    with open(asked.out / f"{side}.log", "wb") as log:
+        code = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, stdout=log, stderr=subprocess.STDOUT
+        ).returncode
+    if code == 0:
+        (run_dir / "done").touch()
+    return code
+
+
+def row(run_dir: Path) -> str:
+    """The figures of a run: differing tokens of all tokens, mean and largest difference in nats, seconds of a step
+    (median without the first)."""
+    audits = [json.loads(line) for line in (run_dir / "audit.jsonl").read_text().splitlines()]
+    tokens = sum(a["tokens"] for a in audits)
+    differing = sum(a["tokens"] - a.get("bitwise_equal_tokens", 0) for a in audits)
+    mean = sum(a["tokens"] * a.get("abs_dlogp_mean", 0) for a in audits) / max(tokens, 1)
+    largest = max(a.get("abs_dlogp_max", 0) for a in audits)
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    times = [step["perf/step_time"] for step in steps if "perf/step_time" in step][1:]
+    seconds = f"{statistics.median(times):.2f}" if times else "-"
+    return f"{differing:.0f} of {tokens:.0f} | {mean:.2e} | {largest:.2e} | {seconds}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Count log-probs with the same bits.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--arch", default="smollm2-135m", help="a row of scripts/architectures.py")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--sides", default="bitwise,off,invariant", help="separated by commas")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=16, help="each with 8 samples")
+    parser.add_argument("--length", type=int, default=128, help="most tokens of a response")
+    asked = parser.parse_args()
+    sides = asked.sides.split(",")
+    if unknown := [side for side in sides if side not in SIDES]:
+        parser.error(f"--sides must be of {', '.join(SIDES)}, got {unknown[0]}")
+    asked.out = asked.out.resolve()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    model = asked.out / asked.arch
+    if not model.exists():
+        make = [sys.executable, str(ROOT / "scripts" / "make_model.py"), "--arch", asked.arch, "--random"]
+        subprocess.run([*make, "--arithmetic", str(model)], check=True)
+    print("side | differing tokens | mean difference | largest | seconds per step", flush=True)
+    for side in sides:
+        code = run(side, model, asked)
+        there = (asked.out / side / "audit.jsonl").exists()
+        print(f"{side} | {row(asked.out / side) if there else 'no step'}", flush=True)
+        if code:
+            lines = (asked.out / f"{side}.log").read_text(errors="replace").splitlines()
+            print(f"  exit code {code}: " + "\n  ".join(lines[-12:]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
