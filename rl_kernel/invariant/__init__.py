@@ -7,7 +7,7 @@ trainer that packs whole sequences, get the same log-probs. Gradients are those 
 `broken` tests the promise where it runs. Reasons and limits: docs/design/bitwise.md.
 """
 
-from rl_kernel.invariant.attention import attention, packed_attention, paged_attention
+from rl_kernel.invariant.causal import attention, packed_attention, paged_attention
 from rl_kernel.invariant.head import log_softmax
 from rl_kernel.invariant.layers import angles, linear, rms_norm, rotate, swiglu
 from rl_kernel.invariant.selfcheck import broken

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_kernel.invariant import layers
-from rl_kernel.invariant.attention import attention
+from rl_kernel.invariant.causal import attention
 from rl_kernel.invariant.head import log_softmax
 
 ROWS, WIDTH, OUTPUTS, HEADS, GROUPS, SIZE = 37, 96, 80, 4, 2, 32

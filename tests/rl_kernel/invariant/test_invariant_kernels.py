@@ -1,0 +1,156 @@
+"""The Triton kernels of rl_kernel.invariant (in the interpreter where there is no GPU), and their code for a Hopper GPU.
+
+The interpreter multiplies tiles with numpy, whose sums depend on the row, and does not know bfloat16. Here it
+multiplies in float64, so that its bits follow from the kernel alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+pytest.importorskip("triton")
+
+from triton.runtime import interpreter
+
+from rl_kernel.invariant import kernels
+
+SIZE = 16
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def products_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        total = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)) + d.data
+        return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def test_a_row_of_a_product_alone_and_among_others():
+    x, weight, bias = torch.randn(70, 96).half(), torch.randn(130, 96).half(), torch.randn(130).half()
+    together = kernels.linear(x, weight, bias)
+    for i in (0, 5, 63, 64, 69):
+        assert torch.equal(together[i : i + 1], kernels.linear(x[i : i + 1], weight, bias))
+    true = functional.linear(x.double(), weight.double(), bias.double())
+    assert (together - true).abs().max() <= 2**-11 * true.abs().max()
+    assert torch.equal(
+        kernels.linear(x[:, ::2], weight[:, ::2], None),
+        kernels.linear(x[:, ::2].contiguous(), weight[:, ::2].contiguous(), None),
+    )
+    assert kernels.linear(x[:0], weight, None).shape == (0, 130)
+
+
+def test_rms_norm():
+    x, weight = torch.randn(9, 96).half(), torch.randn(96).half()
+    together = kernels.rms_norm(x, weight, 1e-6)
+    assert torch.equal(together[4:5], kernels.rms_norm(x[4:5], weight, 1e-6))
+    true = functional.rms_norm(x.double(), (96,), weight.double(), 1e-6)
+    assert (together - true).abs().max() <= 2**-10 * true.abs().max()
+
+
+LENGTHS = [70, 5, 130]
+
+
+@pytest.fixture
+def packed() -> Iterator[tuple[torch.Tensor, ...]]:
+    rows = sum(LENGTHS)
+    yield tuple(torch.randn(rows, heads, SIZE).half() for heads in (4, 2, 2))
+
+
+def firsts(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def test_attention_of_packed_sequences(packed):
+    query, key, value = packed
+    first, out = firsts(LENGTHS), torch.empty_like(query)
+    kernels.attention(query, key, value, out, first, first.diff(), 130, 0.25, first_key=first)
+    for start, end in itertools.pairwise(first.tolist()):
+        parts = (x[start:end].double().transpose(0, 1)[None] for x in (query, key, value))
+        true = functional.scaled_dot_product_attention(*parts, is_causal=True, scale=0.25, enable_gqa=True)
+        assert (out[start:end] - true[0].transpose(0, 1)).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("queries", [[1, 1, 1], [3, 5, 70]], ids=["decode", "part of the prompt"])
+def test_paged_queries_have_the_bits_of_packed_ones(packed, queries):
+    query, key, value = packed
+    first, out = firsts(LENGTHS), torch.empty_like(query)
+    kernels.attention(query, key, value, out, first, first.diff(), 130, 0.25, first_key=first)
+    page, cache = (
+        16,
+        torch.full((40, 2, 16, 2 * SIZE), torch.nan).half(),
+    )  # what no sequence has must not matter
+    order, table, used = torch.randperm(40).int(), torch.zeros(3, 12, dtype=torch.int32), 0
+    for s, length in enumerate(LENGTHS):
+        pages = -(-length // page)
+        table[s, :pages] = order[used : used + pages]
+        used += pages
+        for j in range(length):
+            pair = torch.cat((key[first[s] + j], value[first[s] + j]), -1)
+            cache[table[s, j // page], :, j % page] = pair
+    keys, values = cache.transpose(1, 2).split(SIZE, -1)
+    last = [slice(int(end) - count, int(end)) for end, count in zip(first[1:], queries, strict=True)]
+    rows = torch.cat([query[part] for part in last])
+    found = torch.empty_like(rows)
+    kernels.attention(
+        rows, keys, values, found, firsts(queries), first.diff(), max(queries), 0.25, table=table
+    )
+    assert torch.equal(found, torch.cat([out[part] for part in last]))
+
+
+COMPILE = """
+import sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from rl_kernel.invariant import kernels
+
+def code(kernel, types, constants, **options):
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+of = dict.fromkeys
+print(code(kernels.linear_kernel, of(["X", "W", "BIAS", "OUT"], "*bf16"),
+           {"HAS_BIAS": False, "ROWS": 64, "COLUMNS": 64, "INNER": 64, "GROUP": 8}, num_warps=4, num_stages=4))
+for page in (0, 16):
+    print("=" * 9)
+    types = of(["Q", "K", "V", "OUT"], "*bf16") | of(["FIRST_QUERY", "FIRST_KEY", "LENGTH", "TABLE"], "*i32")
+    print(code(kernels.attention_kernel, types | {"scale": "fp32"},
+               {"PAGE": page, "SHARED": 4, "SIZE": 64, "QUERIES": 64, "KEYS": 64}, num_warps=4, num_stages=2))
+"""
+
+
+@pytest.mark.slow
+def test_the_code_for_a_hopper_gpu_computes_packed_and_paged_queries_alike():
+    """Only the addresses differ: the float32 instructions are the same, in the same order."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    product, packed, paged = done.stdout.split("=" * 9)
+    assert "wgmma" in product and "atom" not in product + packed + paged
+    steps = [
+        re.findall(r"\b(?:fma|mul|add|sub|ex2|max|div|wgmma)\S*f32\S*", text) for text in (packed, paged)
+    ]
+    assert steps[0] == steps[1] and len(steps[0]) > 100
