@@ -67,7 +67,7 @@ def _check_bitwise(c: Config) -> None:
     }
     for name, (wanted, got) in wants.items():
         if got != wanted:
-            must = f"be {wanted}" if wanted not in (None, False) else "be left out"
+            must = "be left out" if wanted is None or wanted is False else f"be {wanted}"
             raise ValueError(
                 f"{name} must {must} with --rlk-bitwise, got {got}; change it, or leave --rlk-bitwise out"
             )

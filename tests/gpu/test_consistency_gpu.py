@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+import rl_kernel.invariant as invariant
 from slime.algo.consistency import order_statistics, percentile_ranks, token_sums
 
 pytestmark = pytest.mark.gpu
@@ -27,3 +28,7 @@ def test_figures_are_those_of_the_host():
     )
     assert host["bitwise_equal"] >= TOKENS // 7 and 0 < host["clipped"] < TOKENS
     assert device == pytest.approx(host, rel=1e-9, abs=1e-6)
+
+
+def test_operators_of_bitwise_runs_keep_their_promise():
+    assert invariant.broken("cuda", torch.bfloat16) == []

@@ -1,4 +1,4 @@
-"""The Triton kernels of rl_kernel.invariant (in the interpreter where there is no GPU), and their code for a Hopper GPU.
+"""The Triton kernels of rl_kernel.invariant (in the interpreter where there is no GPU), and their code for Hopper GPUs.
 
 The interpreter multiplies tiles with numpy, whose sums depend on the row, and does not know bfloat16. Here it
 multiplies in float64, so that its bits follow from the kernel alone.

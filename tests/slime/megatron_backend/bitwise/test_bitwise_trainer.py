@@ -1,0 +1,155 @@
+"""--rlk-bitwise in a real trainer: bits that do not depend on the packing, what is refused, and what ends a run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from audit_cases import with_facts
+from megatron.core.transformer import TransformerConfig
+from megatron_cases import make_config as model_config
+from megatron_cases import tiny_checkpoint
+from trainer_cases import make_config, make_samples
+
+import rl_kernel.invariant as invariant
+from rl_kernel.invariant import layers
+from slime.megatron_backend.bitwise.install import use_invariant
+from slime.megatron_backend.model.gpt import build_model
+from slime.megatron_backend.model.model_config import load_hf_config
+from slime.megatron_backend.model.norms import RMSNorm
+from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+from slime.megatron_backend.step.replay import replay_log_probs
+from slime.megatron_backend.step.trainer import MegatronTrainer
+from slime.rules.kernels import check_kernels
+
+BITWISE = {"rlk_bitwise": True, "rlk_consistency": "strict"}
+ALONE, TOGETHER = [[i] for i in range(9)], [[8, 0, 3], [1, 2, 4, 5, 6, 7]]
+
+
+def log_probs(root: Any, tmp_path: Any, samples: list[Any], **flags: Any) -> dict[str, list[torch.Tensor]]:
+    config = make_config(root, weight_dir=str(tmp_path / "weights"), **flags)
+    return replay_log_probs(config, str(root / "policy"), samples, {"alone": ALONE, "together": TOGETHER})
+
+
+@pytest.fixture
+def samples(root, tmp_path):
+    """With the log-probs of the trainer itself, each sample packed alone."""
+    found = make_samples()
+    for sample, values in zip(found, log_probs(root, tmp_path, found, **BITWISE)["alone"], strict=True):
+        sample.rollout_log_probs, sample.weight_versions = values.tolist(), [0]
+    return found
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_token_has_the_same_bits_in_every_packing(root, tmp_path, temperature):
+    found = log_probs(root, tmp_path, make_samples(), rollout_temperature=temperature, **BITWISE)
+    plain = log_probs(root, tmp_path, make_samples(), rollout_temperature=temperature)
+    for alone, together, wanted in zip(found["alone"], found["together"], plain["alone"], strict=True):
+        assert torch.equal(alone, together)
+        torch.testing.assert_close(alone, wanted, rtol=0, atol=2e-5)
+
+
+@pytest.fixture
+def trainer(root, tmp_path, samples):
+    config = make_config(root, weight_dir=str(tmp_path / "w"), run_dir=str(tmp_path / "run"), **BITWISE)
+    made = MegatronTrainer(config, 0, 1, init_method=f"file://{tmp_path}/store")
+    yield made
+    made.close()
+
+
+def test_a_run_with_the_same_bits_trains_and_counts_none(trainer, samples):
+    before = {name: value.clone() for name, value in trainer.policy.model.named_parameters()}
+    result = trainer.train(0, with_facts(trainer.config, samples))
+    assert result.rollout["rl_kernel/bitwise/differing"] == 0
+    assert result.rollout["consistency/bitwise_equal_tokens"] == result.rollout["consistency/tokens"] > 30
+    changed = [
+        not torch.equal(value, before[name]) for name, value in trainer.policy.model.named_parameters()
+    ]
+    assert all(changed)
+
+
+def test_gradients_are_those_of_the_default_operators(root, tmp_path, samples):
+    norms = []
+    for name, flags in (("bitwise", BITWISE), ("default", {"rlk_consistency": "audit"})):
+        config = make_config(root, weight_dir=str(tmp_path / "w"), run_dir=str(tmp_path / name), **flags)
+        made = MegatronTrainer(config, 0, 1, init_method=f"file://{tmp_path}/store-{name}")
+        (step,) = made.train(0, with_facts(config, samples)).steps
+        norms.append((step["train/grad_norm"], step["train/loss"]))
+        made.close()
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4, abs=1e-6) and norms[0][0] > 0
+
+
+def test_one_bit_ends_the_run(trainer, samples):
+    sample = samples[2]
+    value = torch.tensor(sample.rollout_log_probs[1])
+    sample.rollout_log_probs[1] = torch.nextafter(value, torch.tensor(-math.inf)).item()
+    wanted = (
+        rf"the same bits, got 1 log-probs that differ, the first at position 1 of sample {sample.index} .*"
+    )
+    wanted += "the operators of both sides keep their promise on test rows.*--load-debug-rollout-data"
+    with pytest.raises(RuntimeError, match=wanted):
+        trainer.train(0, with_facts(trainer.config, samples))
+
+
+def test_an_operator_of_the_trainer_that_breaks_its_promise_is_the_cause(trainer, samples, monkeypatch):
+    samples[2].rollout_log_probs[1] -= 1e-5
+    monkeypatch.setattr(layers, "rms_norm", lambda x, w, eps: invariant.rms_norm(x, w, eps) * len(x))
+    with pytest.raises(RuntimeError, match="in the trainer, results of rms_norm depend on the other rows"):
+        trainer.train(0, with_facts(trainer.config, samples))
+
+
+def test_a_token_that_cannot_be_compared_ends_the_run(trainer, samples):
+    samples[1].weight_versions = [3]
+    with pytest.raises(
+        RuntimeError, match=r"must compare every token, got some that differ in weight_version: \d"
+    ):
+        trainer.train(0, with_facts(trainer.config, samples))
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("gpt_oss", ["decoder.layers.0.self_attention.core_attention", "sliding window", "GatedExperts"]),
+        ("gemma2", ["GeluMLP", "centred at zero", "capped logits"]),
+        ("llama", ["rotary frequencies that are not plain"]),
+    ],
+)
+def test_modules_without_an_operator_are_listed(tmp_path, kind, names):
+    tiny_checkpoint(tmp_path / kind, kind)
+    config = model_config()
+    init_parallel(0, 1, config, init_method=f"file://{tmp_path}/store")
+    try:
+        model = build_model(load_hf_config(tmp_path / kind), config, ddp=False)
+        with pytest.raises(
+            ValueError, match="every operator of the trainer from rl_kernel.invariant, got"
+        ) as error:
+            use_invariant([model], dtype=torch.float32)
+    finally:
+        destroy_parallel()
+    assert all(name in str(error.value) for name in names), error.value
+
+
+def test_a_machine_whose_operators_break_their_promise_is_refused(monkeypatch):
+    monkeypatch.setattr(layers, "swiglu", lambda x: x - x.mean())
+    with pytest.raises(ValueError, match="others in the trainer on cpu: swiglu; leave --rlk-bitwise out"):
+        use_invariant(
+            [RMSNorm(TransformerConfig(num_attention_heads=1, num_layers=1), 8, 1e-6)], dtype=torch.float32
+        )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"rlk_consistency": "audit"}, "--rlk-consistency must be strict with --rlk-bitwise, got audit"),
+        ({"context_parallel_size": 2}, "--context-parallel-size must be 1 with --rlk-bitwise, got 2"),
+        ({"max_staleness": 1}, "--max-staleness must be 0 with --rlk-bitwise, got 1"),
+        ({"partial_rollout": True}, "--partial-rollout must be left out with --rlk-bitwise, got True"),
+        ({"fp32": False, "bf16": True}, "parameters must be float32 with --rlk-bitwise on --device cpu, got bfloat16"),
+        ({}, "engines must have plain weights of the trainer's dtype and no drafts"),
+    ],
+)  # fmt: skip
+def test_flags_that_do_not_go_with_it(root, flags, message):
+    with pytest.raises(ValueError, match=message):
+        check_kernels(make_config(root, **BITWISE | flags))

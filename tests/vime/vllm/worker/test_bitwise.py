@@ -1,0 +1,87 @@
+"""vLLM's layers with the operators of rl_kernel.invariant: which modules of a real model are not ours, and the names
+of vLLM that are strings. A whole run is in tests/e2e/runs/test_bitwise_run.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import vllm
+
+OLDEST = Path(sys.prefix, "vllm-oldest", "vllm")
+SOURCES = [Path(vllm.__file__).parent, *([OLDEST] if OLDEST.is_dir() else [])]
+PROGRAM = """
+import torch
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vime.vllm.worker import bitwise
+import sys, tempfile
+
+bitwise.install()
+bitwise.install()
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.sample.sampler import Sampler
+import rl_kernel.invariant as invariant
+
+with set_current_vllm_config(VllmConfig()):
+    init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, "gloo")
+    initialize_model_parallel(1)
+    ours = nn.ModuleList([RMSNorm(32), SiluAndMul(), MergedColumnParallelLinear(32, [48, 48], bias=False)])
+    bitwise.require(ours)
+    norm, activation, product = ours
+    nn.init.normal_(product.weight)
+    x = torch.randn(5, 32)
+    assert torch.equal(product(x)[0], invariant.linear(x, product.weight))
+    assert torch.equal(activation(product(x)[0]), invariant.swiglu(product(x)[0]))
+    normed, total = norm(x, x)
+    assert torch.equal(total, 2 * x) and torch.equal(normed, invariant.rms_norm(2 * x, norm.weight, 1e-6))
+    sampler = TopKTopPSampler("processed_logprobs")
+    tokens, log_probs = sampler(x.clone(), {}, None, None)
+    assert torch.equal(log_probs, invariant.log_softmax(x)) and tokens.shape == (5,)
+    assert torch.equal(Sampler.compute_logprobs(x), invariant.log_softmax(x))
+    assert TopKTopPSampler("raw_logprobs")(x.clone(), {}, None, None)[1] is None
+    others = nn.ModuleList([*ours, GeluAndMul(), ReplicatedLinear(32, 8, bias=False)])
+    try:
+        bitwise.require(others)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_layers_of_vllm_are_ours_and_others_are_listed() -> None:
+    env = os.environ | {"VLLM_HOST_IP": "127.0.0.1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (
+        "every operator of the engine from rl_kernel.invariant, got 3 (GeluAndMul), 4 (ReplicatedLinear)"
+        in done.stdout
+    )
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=["installed", "oldest"][: len(SOURCES)])
+def test_classes_that_are_named_by_a_string_are_in_vllm(source: Path) -> None:
+    from vime.vllm.worker.bitwise.check import _PASSES_ON
+    from vime.vllm.worker.bitwise.layers import LAYERS, OPERATORS
+
+    folder = source / "model_executor"
+    files = [*folder.glob("layers/*.py"), *folder.glob("layers/rotary_embedding/*.py")]
+    files += [folder / "models" / f"{name}.py" for name in ("qwen2", "qwen3", "llama")]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    known = set(re.findall(r"^class (\w+)", text, re.MULTILINE)) | set(
+        re.findall(r"import \w+ as (\w+)", text)
+    )
+    known |= set(re.findall(r"^from .* import (\w+ as \w+)", text, re.MULTILINE)) | {"ModuleList", "Qwen3MLP"}
+    assert not {*_PASSES_ON, *LAYERS, *OPERATORS} - known
