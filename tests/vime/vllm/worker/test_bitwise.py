@@ -59,6 +59,7 @@ with set_current_vllm_config(VllmConfig()):
 """
 
 
+@pytest.mark.slow
 def test_layers_of_vllm_are_ours_and_others_are_listed() -> None:
     env = os.environ | {"VLLM_HOST_IP": "127.0.0.1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
