@@ -77,12 +77,14 @@ def run(side: str, model: Path, asked: argparse.Namespace) -> int:
 def row(run_dir: Path) -> str:
     """The figures of a run: differing tokens of all tokens, mean and largest difference in nats, seconds of a step
     (median without the first)."""
-    audits = [json.loads(line) for line in (run_dir / "audit.jsonl").read_text().splitlines()]
+    audits = [json.loads(line) for line in (run_dir / "audit.jsonl").read_text(encoding="utf-8").splitlines()]
     tokens = sum(a["tokens"] for a in audits)
     differing = sum(a["tokens"] - a.get("bitwise_equal_tokens", 0) for a in audits)
     mean = sum(a["tokens"] * a.get("abs_dlogp_mean", 0) for a in audits) / max(tokens, 1)
     largest = max(a.get("abs_dlogp_max", 0) for a in audits)
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     times = [step["perf/step_time"] for step in steps if "perf/step_time" in step][1:]
     seconds = f"{statistics.median(times):.2f}" if times else "-"
     return f"{differing:.0f} of {tokens:.0f} | {mean:.2e} | {largest:.2e} | {seconds}"
@@ -113,7 +115,7 @@ def main() -> None:
         there = (asked.out / side / "audit.jsonl").exists()
         print(f"{side} | {row(asked.out / side) if there else 'no step'}", flush=True)
         if code:
-            lines = (asked.out / f"{side}.log").read_text(errors="replace").splitlines()
+            lines = (asked.out / f"{side}.log").read_text(encoding="utf-8", errors="replace").splitlines()
             print(f"  exit code {code}: " + "\n  ".join(lines[-12:]), flush=True)
 
 

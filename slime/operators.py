@@ -191,7 +191,7 @@ def _fused_policy_loss(config: Config) -> bool:
 
 
 _IN_TRAINING: dict[str, Callable[[Config], bool]] = {
-    "rotary": lambda config: not config.kernels.rlk_bitwise,
+    "rotary": lambda config: True,
     "swiglu": _own_activation,
     "ratio_kl": _has_kl,
     "masked_whiten": _whitens,

@@ -76,11 +76,18 @@ def _check_bitwise(c: Config) -> None:
             f"parameters must be {' or '.join(dtypes)} with --rlk-bitwise on --device {c.cluster.device}, got "
             f"{c.megatron.params_dtype}; use {' or '.join('--fp32' if d == 'float32' else '--bf16' for d in dtypes)}"
         )
+    if c.cluster.device == "cuda" and (
+        c.kernels.rlk_fast == "off" or "rotary" not in c.kernels.rl_kernel_ops
+    ):
+        raise ValueError(
+            f"--rlk-fast must be auto or strict, and --rl-kernel-ops have rotary, with --rlk-bitwise, got "
+            f"{c.kernels.rlk_fast} and {','.join(c.kernels.rl_kernel_ops)}; the engine rotates with that kernel"
+        )
     facts = c.engine.engine_facts
     if not facts.invariant or facts.dtype not in (None, "auto", c.megatron.params_dtype):
         raise ValueError(
             "engines must have plain weights of the trainer's dtype and no drafts with --rlk-bitwise, got flags that "
-            "say otherwise; leave out --vllm-quantization, --vllm-dtype and --vllm-speculative-config"
+            "say otherwise; leave out the engine's flags for quantisation, dtype and speculation"
         )
 
 

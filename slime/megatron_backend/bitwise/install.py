@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -34,14 +33,14 @@ from slime.megatron_backend.model.norms import RMSNorm
 from slime.models.rope import Rope
 
 
-def adaptation(config: Config) -> Callable[[Sequence[Any]], None] | None:
+def adaptation(config: Config) -> Callable[[Sequence[nn.Module]], None] | None:
     """`build_model`'s `adapt` for a run with --rlk-bitwise; None without it."""
     if not config.kernels.rlk_bitwise:
         return None
     return partial(use_invariant, dtype=params_dtype(config))
 
 
-def use_invariant(parts: Sequence[Any], *, dtype: torch.dtype) -> None:
+def use_invariant(parts: Sequence[nn.Module], *, dtype: torch.dtype) -> None:
     """Give each module of the model's parts its operator. `parts`: without data-parallel wrappers.
 
     ValueError with every module that has none, or with operators whose rows are not independent on this machine.
@@ -68,7 +67,7 @@ def use_invariant(parts: Sequence[Any], *, dtype: torch.dtype) -> None:
         _GIVES[type(module)](module)
 
 
-def _product(input: Tensor, weight: Tensor, bias: Tensor | None, **of_ranks: Any) -> Tensor:
+def _product(input: Tensor, weight: Tensor, bias: Tensor | None, **of_ranks: object) -> Tensor:
     """In place of Megatron's product. `of_ranks` are settings for several tensor-parallel ranks."""
     return invariant.linear(input, weight, bias)
 
@@ -89,16 +88,12 @@ def _attend(
     return with_gradient_of(plain, by_kernel, query, key, value)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return invariant.rotate(x, cos, sin)
-
-
 def _angles(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
     """The frequencies are computed on the host, as in the engine."""
     return invariant.angles(positions, rope.frequencies().to(positions.device))
 
 
-def _give_product(module: Any) -> None:
+def _give_product(module: RowParallelLinear) -> None:
     module._forward_impl = _product
 
 
@@ -106,12 +101,12 @@ def _give_norm(module: RMSNorm) -> None:
     module.compute = invariant.rms_norm
 
 
-def _give_activation(module: Any) -> None:
+def _give_activation(module: GatedMLP) -> None:
     module.gated = invariant.swiglu
 
 
 def _give_attention(module: PackedAttention) -> None:
-    module.attend, module.turn = _attend, _turn
+    module.attend = _attend
 
 
 def _give_angles(module: HiddenGPTModel) -> None:
@@ -121,7 +116,7 @@ def _give_angles(module: HiddenGPTModel) -> None:
 def _nothing(module: nn.Module) -> None: ...
 
 
-_GIVES: dict[type, Callable[[Any], None]] = {
+_GIVES: dict[type, Callable[..., None]] = {
     NormedLinear: _give_product,
     ColumnParallelLinear: _give_product,
     RowParallelLinear: _give_product,
@@ -141,7 +136,7 @@ _GIVES: dict[type, Callable[[Any], None]] = {
 """The exact class of a module -> what it gets."""
 
 
-def _reason(module: Any) -> str | None:
+def _reason(module: nn.Module) -> str | None:
     """Why a module has no operator; "" for one of an unknown class, None for one that has."""
     if type(module) not in _GIVES:
         return ""

@@ -26,7 +26,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rl_kernel import rotary
 from slime.data.token_slice import Run, TokenSlice, ranges
-from slime.megatron_backend.model.attention_scores import SinkAttention, plain_attention
+from slime.megatron_backend.model.attention_scores import Inner, SinkAttention, plain_attention
 from slime.megatron_backend.model.rows import Rows, take
 
 # Longest divided by shortest sequence of a bucket. It limits the padding and the number of buckets.
@@ -53,12 +53,6 @@ class Rotary(NamedTuple):
     cos: Tensor
     sin: Tensor
     interleaved: bool = False
-
-
-Inner = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
-"""(q [S, A, queries, D], k and v [S, G, keys, D], seen bool [S, 1, queries, keys], scale) -> [S, A, queries, D]."""
-Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(x [P, heads, R], cos and sin [P, 1, R/2]) -> [P, heads, R], rotated."""
 
 
 @dataclass
@@ -199,9 +193,9 @@ def padded_rows(x: Tensor, layout: PackedLayout) -> Tensor:
     return pad(x, (0, 0) * (x.dim() - 1) + (0, padding)) if padding else x
 
 
-def rotated(x: Tensor, layout: PackedLayout, number: int | None = 0, turn: Turn = rotary) -> Tensor:
+def rotated(x: Tensor, layout: PackedLayout, number: int | None = 0) -> Tensor:
     """x [P, heads, D] with the first R dimensions of every head rotated by the token's position. `number` is that of
-    the rotary embedding in the layout (None: no rotation), `turn` the operator.
+    the rotary embedding in the layout (None: no rotation).
 
     Interleaved pairs leave as two halves. Queries and keys do so alike, and a dot product does not see the order.
     """
@@ -212,7 +206,7 @@ def rotated(x: Tensor, layout: PackedLayout, number: int | None = 0, turn: Turn 
     turned, rest = x[..., :size], x[..., size:]
     if interleaved:
         turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    turned = turn(turned, cos, sin)
+    turned = rotary(turned, cos, sin)
     return turned if size == x.shape[-1] else torch.cat((turned, rest), dim=-1)
 
 
@@ -335,10 +329,6 @@ def flash_attention(
     return cast(Tensor, out)  # a pair only where `return_aux` asks for one
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, PackedLayout, float, int | None], Tensor]
-"""(query, key, value, layout, scale, window) -> the output, with the shapes of `padded_attention`."""
-
-
 class PackedAttention(nn.Module):
     """Megatron's core-attention slot: rotary embedding, then causal attention over each packed sequence.
 
@@ -363,8 +353,7 @@ class PackedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.rope, self.window, self.cap = rope, window, cap
-        self.attend: Attend | None = None  # another operator than those of this file
-        self.turn: Turn = rotary
+        self.attend: Callable[..., Tensor] | None = None  # in place of padded_attention, up to its window
         self.scale = scale or softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.sinks: nn.Parameter | None = None
         if sinks:
@@ -387,7 +376,7 @@ class PackedAttention(nn.Module):
         PackedLayout."""
         layout = packed_seq_params
         assert layout is not None
-        query, key = (rotated(x, layout, self.rope, self.turn) for x in (query, key))
+        query, key = rotated(query, layout, self.rope), rotated(key, layout, self.rope)
         query, key, value = (x[: layout.own] for x in (query, key, value))
         flash = query.is_cuda and query.dtype != torch.float32 and self.cap is None
         key, value = gather_keys(key, value, layout)

@@ -9,10 +9,14 @@ Shapes: S sequences of L tokens, T packed tokens, A query heads, G key/value hea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Inner = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+"""(q [S, A, queries, D], k and v [S, G, keys, D], seen bool [S, 1, queries, keys], scale) -> [S, A, queries, D]."""
 
 
 def plain_attention(

@@ -1,5 +1,5 @@
 """vLLM's layers with the operators of rl_kernel.invariant: which modules of a real model are not ours, and the names
-of vLLM that are strings. A whole run is in tests/e2e/runs/test_bitwise_run.py."""
+of vLLM that are strings. A whole run is in tests/e2e/runs/test_kernel_switch.py."""
 
 from __future__ import annotations
 

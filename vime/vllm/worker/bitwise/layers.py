@@ -50,41 +50,20 @@ class HeadMethod(UnquantizedEmbeddingMethod):
         return invariant.linear(x, layer.weight, bias)
 
 
-def _take_over(layer: Any) -> None:
-    """Give a layer that vLLM has built our method. A quantised layer keeps its own, and `check` names it."""
-    method = {UnquantizedLinearMethod: LinearMethod, UnquantizedEmbeddingMethod: HeadMethod}
-    if (ours := method.get(type(layer.quant_method))) is not None:
-        layer.quant_method = ours()
+METHODS = {UnquantizedLinearMethod: LinearMethod, UnquantizedEmbeddingMethod: HeadMethod}
+"""vLLM's method of a layer -> ours."""
 
 
-class InvariantQKV(QKVParallelLinear):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _take_over(self)
+def _with_our_method(base: type[nn.Module]) -> type[nn.Module]:
+    """vLLM's layer `base`, which has our method after vLLM has built it. A quantised layer keeps its own, and `check`
+    names it."""
 
+    def __init__(self: Any, *args: object, **kwargs: object) -> None:
+        base.__init__(self, *args, **kwargs)
+        if (ours := METHODS.get(type(self.quant_method))) is not None:
+            self.quant_method = ours()
 
-class InvariantMerged(MergedColumnParallelLinear):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _take_over(self)
-
-
-class InvariantRow(RowParallelLinear):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _take_over(self)
-
-
-class InvariantEmbedding(VocabParallelEmbedding):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _take_over(self)
-
-
-class InvariantHead(ParallelLMHead):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _take_over(self)
+    return type(f"Invariant{base.__name__}", (base,), {"__init__": __init__})
 
 
 class InvariantNorm(RMSNorm):
@@ -131,11 +110,11 @@ class InvariantRotary(RotaryEmbedding):
 
 
 LAYERS: dict[str, type] = {
-    "QKVParallelLinear": InvariantQKV,
-    "MergedColumnParallelLinear": InvariantMerged,
-    "RowParallelLinear": InvariantRow,
-    "VocabParallelEmbedding": InvariantEmbedding,
-    "ParallelLMHead": InvariantHead,
+    base.__name__: _with_our_method(base)
+    for base in (
+        *(QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear),
+        *(VocabParallelEmbedding, ParallelLMHead),
+    )
 }
 OPERATORS: dict[str, type] = {
     "RMSNorm": InvariantNorm,
