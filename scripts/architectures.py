@@ -245,7 +245,7 @@ ARCHITECTURES = {
         *({"rms_norm_eps": 1e-5}, llama3(32.0)),
     ),
     "smollm2-135m": Architecture(
-        *("llama", 576, 1536, 30, (9, 3), 64, (49152, 49149), 1e5, 8192, True),
+        *("llama", 576, 1536, 30, (9, 3), 64, (49152, 49146), 1e5, 8192, True),
         *(
             "bfloat16",
             "config.json of HuggingFaceTB/SmolLM2-135M-Instruct",
