@@ -60,6 +60,7 @@ EXACT = {
     "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen2.5-3b": 3_085_938_688,
     "qwen3-4b-instruct-2507": 4_022_468_096,
+    "smollm2-135m": 134_515_008,
 }
 SHALLOW = ("llama-3.2-3b", "glm-4-9b", "mimo-7b", "minimax-m2", "gemma-3-1b", "gemma-2-2b", "glm-4-32b")
 LATENT = ("deepseek-v3", "moonlight-16b-a3b", "kimi-k2", "kimi-k2-thinking", "glm-4.7-flash")
