@@ -1,8 +1,10 @@
 """Triton kernels whose result for a row does not depend on the other rows: product, RMSNorm, attention.
 
-A row meets its inputs in one fixed order. No sum is split over programs, nothing is added atomically, and the shape of
-a tile depends on the weight alone, never on the number of rows. So a row of a batch of 1 and of 10,000 takes the same
-steps. What stands in the other rows of its tile never enters its sums.
+A row meets its inputs in one fixed order. No sum is split over programs, and nothing is added atomically. So a row of a
+batch of 1 and of 10,000 takes the same steps. What stands in the other rows of its tile never enters its sums.
+
+The product has one tile for few rows and one for many. On an H200 a sum does not depend on the tile: 16 tiles gave the
+same bits (benchmarks/reports/bitwise_h200.md). `rl_kernel.invariant.broken` compares the two on each machine.
 """
 
 import torch
@@ -10,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, INNER, WIDE = 64, 64, 8192
-"""Rows and inner elements of a tile of the product; outputs from which on its tile is wider."""
+INNER, WIDE, MANY = 64, 8192, 1024
+"""Inner elements of a tile of the product; outputs from which on it is wider; rows from which on it is larger."""
 QUERIES, KEYS = 64, 64
 """Of one step of the attention."""
 LOG2_E = 1.4426950408889634
@@ -49,13 +51,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     (rows, inner), outputs = x.shape, len(weight)
     out = x.new_empty(rows, outputs)
     if out.numel():
-        columns = 128 if outputs >= WIDE else 64
-        grid = (triton.cdiv(rows, ROWS) * triton.cdiv(outputs, columns),)
+        if rows >= MANY:
+            height, columns, warps, stages = 128, 128, 8, 3
+        else:
+            height, columns, warps, stages = 64, 128 if outputs >= WIDE else 64, 4, 4
+        grid = (triton.cdiv(rows, height) * triton.cdiv(outputs, columns),)
         with torch.cuda.device_of(x):
             linear_kernel[grid](
                 x, weight, weight if bias is None else bias, out, rows, outputs, inner,
                 x.stride(0), weight.stride(0), out.stride(0),
-                HAS_BIAS=bias is not None, ROWS=ROWS, COLUMNS=columns, INNER=INNER, GROUP=8, num_warps=4, num_stages=4,
+                HAS_BIAS=bias is not None, ROWS=height, COLUMNS=columns, INNER=INNER, GROUP=8,
+                num_warps=warps, num_stages=stages,
             )  # fmt: skip
     return out
 

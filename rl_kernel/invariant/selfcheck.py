@@ -12,6 +12,8 @@ from rl_kernel.invariant.causal import attention
 from rl_kernel.invariant.head import log_softmax
 
 ROWS, WIDTH, OUTPUTS, HEADS, GROUPS, SIZE = 37, 96, 80, 4, 2, 32
+MANY, INNER = 1100, 512
+"""Rows and inputs of a product that takes the larger tile on a GPU."""
 
 Rows = Callable[[Tensor], Tensor]
 """Rows [n, ...] -> their results [n, ...], of an operator with weights of its own."""
@@ -25,6 +27,7 @@ def _operators(device: torch.device | str, dtype: torch.dtype) -> dict[str, tupl
         return torch.randn(*shape, generator=generator).to(device, of)
 
     rows, weight, gain = drawn(ROWS, WIDTH), drawn(OUTPUTS, WIDTH), drawn(WIDTH)
+    tall = drawn(OUTPUTS, INNER)
     frequencies = drawn(SIZE // 2, of=torch.float32).abs()
     places = torch.arange(ROWS, device=device) * 1000
 
@@ -34,6 +37,7 @@ def _operators(device: torch.device | str, dtype: torch.dtype) -> dict[str, tupl
 
     found: dict[str, tuple[Tensor, Rows]] = {
         "linear": (rows, lambda x: layers.linear(x, weight)),
+        "linear of many rows": (drawn(MANY, INNER), lambda x: layers.linear(x, tall)),
         "rms_norm": (rows, lambda x: layers.rms_norm(x, gain, 1e-6)),
         "swiglu": (rows, layers.swiglu),
         "angles": (places, turned),

@@ -99,7 +99,7 @@ class VllmServer(EngineServer):
         if spec.tells_experts:
             argv += [routed_experts.FLAG]
         if spec.bitwise and spec.device == "cuda":
-            argv += ["--enforce-eager"]
+            argv += ["--compilation-config", json.dumps(bitwise.COMPILATION)]
         if spec.lora_name:
             argv += adapter.server_flags(spec.lora_rank)
         if spec.trust_remote_code:

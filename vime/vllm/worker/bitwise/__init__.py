@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 VARIABLE = "VIME_BITWISE"
 """Of the server's environment."""
+COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""vLLM's --compilation-config on GPUs: nothing is compiled, and steps of one token a request are graphs."""
 
 
 def wanted() -> bool:

@@ -1,0 +1,46 @@
+"""Whole runs with --rlk-bitwise: every token has the same bits in trainer and engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from train_fixtures import World, make_world, rows, run, samples, vime
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    yield from make_world()
+
+
+BITWISE = ("--colocate", "--actor-num-gpus-per-node", "1", "--rlk-bitwise", "--rlk-consistency", "strict")
+
+
+def compared(world: World, name: str, rollouts: int, *flags: str) -> int:
+    """Tokens of a whole run, each of which has the same bits on both sides."""
+    run(vime("train", *world.grpo(name, rollouts=rollouts), *BITWISE, *flags), world.root / f"{name}.out")
+    found = rows(world.root / name, "rollout/step")
+    audits: list[dict[str, Any]] = [
+        json.loads(line) for line in (world.root / name / "audit.jsonl").read_text().splitlines()
+    ]
+    assert sorted(found) == list(range(rollouts)) and len(audits) == rollouts
+    for rollout, row in found.items():
+        tokens = sum(s["response_length"] for s in samples(world.root / name, rollout))
+        assert row["rl_kernel/bitwise/differing"] == row["consistency/abs_dlogp_max"] == 0
+        assert row["consistency/bitwise_equal_tokens"] == row["consistency/tokens"] == tokens
+    return sum(int(audit["tokens"]) for audit in audits)
+
+
+def test_two_steps_have_the_same_bits(world: World) -> None:
+    assert compared(world, "two", 2) > 400
+
+
+@pytest.mark.slow
+def test_twenty_steps_have_the_same_bits(world: World) -> None:
+    """Two optimizer steps each, at a temperature, so that old log-probs need a pass of their own."""
+    flags = ("--global-batch-size", "16", "--rollout-max-response-len", "24", "--rollout-temperature", "0.9")
+    assert compared(world, "twenty", 20, *flags) > 10_000
