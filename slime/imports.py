@@ -24,5 +24,8 @@ def uncollected(*, freeze: bool) -> Iterator[None]:
 def is_installed(module: str) -> bool:
     """Whether `import module` finds a package. A folder of that name without Python code does not count: wandb creates
     such a folder where it has run."""
-    spec = importlib.util.find_spec(module)
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
     return spec is not None and spec.origin is not None

@@ -267,16 +267,18 @@ async def generate_and_rm_group(
     for sample in group:
         if sample.session_id is None:
             sample.session_id = f"{stream}/{sample.index}"
-    done = await run_together(
-        generate_and_rm(
-            args,
-            sample,
-            dict(sampling_params),
-            evaluation,
-            **accepted(generate_and_rm, rollout_id=rollout_id),
-        )
-        for sample in group
-    )
+    spans = GenerateState(args).spans
+
+    async def make(sample: Sample) -> Sample | list[Sample]:
+        with spans.around(sample, rollout_id, evaluation) as done:
+            params = dict(sampling_params)
+            result = await generate_and_rm(
+                args, sample, params, evaluation, **accepted(generate_and_rm, rollout_id=rollout_id)
+            )
+            done(result)
+        return result
+
+    done = await run_together(make(sample) for sample in group)
     flat = [s for one in done for s in (one if isinstance(one, list) else [one])]
     rewards = section_of(RewardConfig, args)
     if rewards.group_rm and not any(s.status is Sample.Status.ABORTED for s in flat):

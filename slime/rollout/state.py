@@ -27,6 +27,7 @@ from slime.data.tokenizer import opened, opening_ids
 from slime.protocols import GenerateResult, RolloutEngine
 from slime.rollout.stream.concurrency import Concurrency
 from slime.tracking.events import Events
+from slime.tracking.traces.sample_spans import SampleSpans
 from slime.types import Prompt, Sample, SampleGroup, SamplingParams
 from slime.user_code import watch_loop
 
@@ -69,8 +70,9 @@ class GenerateState:
     `request_figures` maps a metric to its values, one per request since `take_figures`. `requests` counts the requests
     of a random stream by the tokens before them, so that a sample that starts again draws another response.
     `allowed` is the last rollout whose groups may be started, and `version` the weights of the engines (None: not
-    said). `events` are those of the run. `progress` is (samples finished, samples wanted) of the current rollout, for
-    a progress bar. `sampling_params` are those of training samples. `processor` is None: prompts are text only.
+    said). `events` are those of the run, and `spans` time its samples. `progress` is (samples finished, samples
+    wanted) of the current rollout, for a progress bar. `sampling_params` are those of training samples. `processor` is
+    None: prompts are text only.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class GenerateState:
         self.version: int | None = None
         self._news = asyncio.Event()
         self.events = Events("rollout", section_of(LoggingConfig, args).run_dir)
+        self.spans = SampleSpans(section_of(LoggingConfig, args).otlp_traces_endpoint)
         self.sampling_params = rollout_sampling_params(section_of(RolloutConfig, args))
         self.processor = None  # prompts are text
         self.eval_prompts: dict[str, Sequence[Prompt]] = {}
@@ -154,6 +157,7 @@ class GenerateState:
     def close(self) -> None:
         """Close the engine's connections and end the loop. After that, `run` no longer works."""
         self.events.close()
+        self.spans.close()
         if self._loop is None:
             return
         for end in self.at_close:

@@ -29,6 +29,10 @@ def check_packages(c: Config) -> None:
         and (c.reward.rm_type or "").removeprefix("boxed_") in _COMPARED_AS_MATHEMATICS
     ):
         needed.append((f"--rm-type {c.reward.rm_type}", "math_verify", "math-verify"))
+    if c.logging.otlp_traces_endpoint is not None:
+        flag = "--otlp-traces-endpoint"
+        needed.append((flag, "opentelemetry.sdk.trace", "opentelemetry-sdk"))
+        needed.append((flag, "opentelemetry.exporter.otlp", "opentelemetry-exporter-otlp"))
     problems = Problems()
     for flag, module, package in needed:
         if not is_installed(module):

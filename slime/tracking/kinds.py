@@ -82,9 +82,20 @@ _ALL = (
         "engines have loaded a part of it",
         durable=False,
     ),
+    EventKind(
+        "load",
+        "engines",
+        "model engine running waiting kv_cache",
+        "its requests that compute and wait, and the share of its cache that is used",
+        durable=False,
+    ),
     EventKind("drawn", "rollout", "groups version", "generation starts; the weights of the engines"),
     EventKind(
-        "ended", "rollout", "groups", "they have responses and rewards, or were given up", durable=False
+        "ended",
+        "rollout",
+        "groups ? sample seconds tokens",
+        "they have responses and rewards, or were given up; their slowest sample",
+        durable=False,
     ),
     EventKind("kept", "rollout", "groups", "they passed the filters, and wait for a batch", durable=False),
     EventKind("dropped", "rollout", "groups reason", "they will not be trained"),

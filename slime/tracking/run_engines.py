@@ -1,4 +1,5 @@
-"""The engines of a run, from its events: `engine` events say what became of each, `weights` events what they loaded.
+"""The engines of a run, from its events: `engine` events say what became of each, `weights` events what they loaded,
+`load` events what they have to do.
 
     starting -> serving -> dead -> starting ...      a server that died is replaced
                 serving -> leaving -> removed        `vime engines remove`
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 
 from slime.tracking.journal import Event
 
-ENGINE_KINDS = ("control_socket", "engine", "weights")
+ENGINE_KINDS = ("control_socket", "engine", "weights", "load")
 
 
 @dataclass
@@ -29,6 +30,11 @@ class EngineRecord:
     """When its present server started, in seconds since the epoch."""
     version: int | None = None
     """Of its weights; None: those of its checkpoint."""
+    running: int | None = None
+    """Its requests that compute; None if it did not say."""
+    waiting: int | None = None
+    kv_cache: float | None = None
+    """Share of its memory for keys and values that is used, 0 to 1."""
 
 
 @dataclass
@@ -49,6 +55,10 @@ class RunEngines:
                 self.engines.clear()
             case "engine":
                 self._change(event)
+            case "load":
+                engine = self.engines[event["engine"]]
+                engine.running, engine.waiting = event["running"], event["waiting"]
+                engine.kv_cache = event["kv_cache"]
             case "weights":
                 for name in event["engines"]:
                     self.engines[name].version = event["version"]
@@ -60,5 +70,6 @@ class RunEngines:
         if engine.state == "starting":
             engine.address, engine.place = str(event["address"]), str(event["place"])
             engine.since, engine.version = event.time, None
+            engine.running = engine.waiting = engine.kv_cache = None
         if engine.state == "serving":
             engine.version = event["version"]

@@ -130,12 +130,13 @@ class Changes:
         quiet = 0
         while not self.stopping.is_set():
             try:
-                running = member.control.running()
+                load = member.control.load()
             except _FAULTS as error:
                 logger.warning("engine %s did not answer while it left: %s", member.control.url, error)
                 return ", without an answer; its requests begin again elsewhere"
-            if running is None:
+            if load is None:
                 return "; its engine does not say what runs, so its requests begin again elsewhere"
+            running = load.running + load.waiting
             quiet = 0 if running else quiet + 1
             if quiet == 2:  # a request may have been between router and engine
                 return ""

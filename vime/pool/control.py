@@ -12,6 +12,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
@@ -82,6 +83,18 @@ def answers(url: str, run_key: str, path: str, *, timeout_s: float) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Load:
+    """What an engine has to do."""
+
+    running: int
+    """Requests that compute."""
+    waiting: int
+    """Requests in its queue."""
+    kv_cache: float
+    """Share of its memory for keys and values that is used, 0 to 1."""
+
+
 class Control(Protocol):
     """The control routes of one engine server, whatever engine it is (VllmControl, SglangControl)."""
 
@@ -102,8 +115,8 @@ class Control(Protocol):
         """The folder of the checkpoint that it was started with."""
         ...
 
-    def running(self) -> int | None:
-        """Its requests that have not ended. None where it does not say."""
+    def load(self) -> Load | None:
+        """What it has to do. None where it does not say."""
         ...
 
 

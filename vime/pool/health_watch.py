@@ -1,28 +1,40 @@
-"""Logs which engine has not answered for a while, and what the pool will do.
+"""Logs which engine has not answered for a while, and what the pool will do. Records what the engines have to do.
 
 The port of a stopped process (SIGSTOP) still accepts connections, so only a missing answer shows it.
 """
 
 from __future__ import annotations
 
+import http.client
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from vime.pool.control import ControlError, Load
 from vime.pool.member import Member
 
 logger = logging.getLogger(__name__)
 SAY_AFTER_S = 15.0
 _LOOK_EVERY_S, _ANSWER_S = 2.0, 2.0
+_LOAD_EVERY_S = 5.0
 
 
 class HealthWatch:
     """The thread that asks every serving engine for /health, and for processes that a signal has stopped."""
 
-    def __init__(self, members: Sequence[Member], stopping: threading.Event, patience_s: float) -> None:
-        """`patience_s`: the pool replaces an engine that is silent for that long."""
+    def __init__(
+        self,
+        members: Sequence[Member],
+        stopping: threading.Event,
+        patience_s: float,
+        record: Callable[[Member, Load], None],
+    ) -> None:
+        """`patience_s`: the pool replaces an engine that is silent for that long. `record` gets the load of an engine
+        when it has changed."""
         self._members, self._stopping, self._patience_s = members, stopping, patience_s
+        self._record = record
+        self._loads: dict[str, tuple[float, Load]] = {}
         self._good: dict[str, float] = {}
         self._told: set[str] = set()
         self._thread = threading.Thread(target=self._watch, name="engine-health-watch", daemon=True)
@@ -45,6 +57,7 @@ class HealthWatch:
         since = self._good.setdefault(name, now)
         if answers and not stopped:
             self._good[name] = now
+            self._look_at_load(member, now)
             if name in self._told:
                 self._told.remove(name)
                 logger.warning(
@@ -63,3 +76,17 @@ class HealthWatch:
                 "engine %s at %s %s for %.0f s: %s; the run waits, and %s",
                 *(name, member.control.url, what, now - since, where, then),
             )
+
+    def _look_at_load(self, member: Member, now: float) -> None:
+        """Every few seconds. An engine that does not say what it has to do is silent soon, and named then."""
+        at, known = self._loads.get(member.name, (0.0, None))
+        if now - at < _LOAD_EVERY_S:
+            return
+        try:
+            load = member.control.load()
+        except (ControlError, OSError, http.client.HTTPException):
+            return
+        if load is not None:
+            self._loads[member.name] = (now, load)
+            if load != known:
+                self._record(member, load)

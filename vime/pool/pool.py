@@ -22,7 +22,7 @@ from slime.roles.served import POLICY
 from slime.tracking.events import Events
 from slime.weight_sync.transfer import Engine, WeightTransfer
 from vime.pool.changes import Changes
-from vime.pool.control import ControlError, MakeControl, PauseMode
+from vime.pool.control import ControlError, Load, MakeControl, PauseMode
 from vime.pool.engine_server import EngineServer, EngineSpec
 from vime.pool.health_watch import HealthWatch
 from vime.pool.member import Member, Spawn
@@ -96,7 +96,10 @@ class ServerPool:
         self._lost: str | None = None
         self._stopping = threading.Event()
         self._health_watch = HealthWatch(
-            self._members, self._stopping, health_check_interval_s + health_check_timeout_s
+            self._members,
+            self._stopping,
+            health_check_interval_s + health_check_timeout_s,
+            self._record_load,
         )
         self._monitor = threading.Thread(target=self._watch, name="engine-monitor", daemon=True)
         self._model, self._places = model, places
@@ -351,6 +354,10 @@ class ServerPool:
 
     def _record(self, member: Member, state: str, **more: object) -> None:
         self._events.add("engine", model=self._model, engine=member.title, state=state, **more)
+
+    def _record_load(self, member: Member, load: Load) -> None:
+        fields = {"running": load.running, "waiting": load.waiting, "kv_cache": round(load.kv_cache, 4)}
+        self._events.add("load", model=self._model, engine=member.title, **fields)
 
     def _record_part(self, part: WeightUpdate, place: int, seconds: float) -> None:
         fields = {"version": part.version, "part": place, "bytes": part.size_bytes}

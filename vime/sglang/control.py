@@ -90,7 +90,7 @@ class SglangControl:
         _, answer = request(self.url, self._run_key, "GET", "/model_info", timeout_s=_QUICK_S)
         return str(json.loads(answer)["model_path"])
 
-    def running(self) -> None:
+    def load(self) -> None:
         """Not said: SGLang's servers count requests only with --enable-metrics."""
 
     def _post(self, path: str, body: object, *, timeout_s: float = _QUICK_S) -> bytes:

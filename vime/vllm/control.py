@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import Literal
 from urllib.parse import urlencode
 
-from vime.pool.control import ControlError, PauseMode, answers, request
+from vime.pool.control import ControlError, Load, PauseMode, answers, request
 from vime.vllm.versions import finish_body
 from vime.vllm.worker.middleware import NEW_VERSION_HEADER, VERSIONS_HEADER
 
-GAUGES = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+"""Of its page of metrics: one value for each engine process of the server."""
 _QUICK_S = 30.0
 _SLOW_S = 600.0
 
@@ -83,11 +84,19 @@ class VllmControl:
         _, answer = request(self.url, self._run_key, "GET", "/v1/models", timeout_s=_QUICK_S)
         return str(json.loads(answer)["data"][0]["root"])
 
-    def running(self) -> int:
-        """Requests that compute or wait, from the server's own gauges."""
+    def load(self) -> Load:
+        """From the server's own gauges: sums over its engine processes, and the mean share of their caches."""
         _, page = request(self.url, self._run_key, "GET", "/metrics", timeout_s=_QUICK_S)
-        lines = (line for line in page.decode().splitlines() if line.startswith(GAUGES))
-        return round(sum(float(line.split()[-1]) for line in lines))
+        found: dict[str, list[float]] = {name: [] for name in GAUGES}
+        for line in page.decode().splitlines():
+            if (name := line.partition("{")[0]) in found:
+                found[name].append(float(line.split()[-1]))
+        if missing := [name for name, values in found.items() if not values]:
+            raise ControlError(
+                f"engine {self.url} must tell {', '.join(missing)}, got a page of metrics without"
+            )
+        running, waiting, caches = found.values()
+        return Load(round(sum(running)), round(sum(waiting)), sum(caches) / len(caches))
 
     def _post(
         self,

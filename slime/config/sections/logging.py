@@ -18,6 +18,11 @@ class LoggingConfig:
         "samples of each rollout that the run directory keeps in samples/, with the log-probs of engine and trainer",
         range=COUNT_OR_ZERO,
     )
+    otlp_traces_endpoint: str | None = flag(
+        None,
+        "OpenTelemetry collector that gets a span of each sample, such as http://localhost:4317; OTEL_EXPORTER_OTLP_"
+        "TRACES_PROTOCOL may be http/protobuf. --vllm-otlp-traces-endpoint sends vLLM's spans",
+    )
     use_tensorboard: bool = flag(False, "write TensorBoard events")
     tb_project_name: str | None = flag(
         None, "TensorBoard directory (default: tensorboard/ in the run directory)"

@@ -192,7 +192,8 @@ class Stream:
         try:
             return await generate.generate_and_rm_group(self.args, group, params, rollout_id=self.rollout_id)
         finally:
-            self.state.events.add("ended", groups=[number_of(group)])
+            slowest = self.state.spans.slowest(group)
+            self.state.events.add("ended", groups=[number_of(group)], **slowest)
 
     def is_stale(self, group: SampleGroup) -> bool:
         """Whether a complete group from the buffer has waited longer than `age_limit`. A group with an unfinished

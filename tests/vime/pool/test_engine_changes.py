@@ -26,7 +26,7 @@ from vime.pool.places import EnginePlace, Places
 from vime.pool.process import free_port
 from vime.pool.router import RouterSpec
 from vime.pool.run_key import KEY_VARIABLE
-from vime.vllm.control import VllmControl
+from vime.vllm.control import GAUGES, VllmControl
 from vime.vllm.pool import VllmEnginePool
 from vime.vllm.server import VllmSpec
 
@@ -108,6 +108,12 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         run.stop()
 
 
+def metrics_page(running: int, waiting: int, kv_cache: float = 0.25) -> str:
+    """What vLLM's /metrics has of these."""
+    values = zip(GAUGES, (running, waiting, kv_cache), strict=True)
+    return "".join(f'{name}{{engine="0",model_name="m"}} {value:.3f}\n' for name, value in values)
+
+
 def ask(run: Run, *argv: str) -> int:
     return command.main([argv[0], str(run.root), *argv[1:]])
 
@@ -124,7 +130,7 @@ def test_an_engine_joins_with_the_present_weights_and_another_leaves(
     assert sorted(run.pool._router.engines()) == sorted([first, run.url(1)])
     assert run.told == [2] and run.shown() == [["engine-0", "serving", "4"], ["engine-1", "serving", "4"]]
 
-    run.answer(0, "/metrics", 'vllm:num_requests_running{a="b"} 2.0\nvllm:num_requests_waiting{} 1.0\n')
+    run.answer(0, "/metrics", metrics_page(2, 1))
     found: list[int] = []
     leaving = threading.Thread(target=lambda: found.append(ask(run, "remove", "engine-0")))
     leaving.start()
@@ -136,7 +142,12 @@ def test_an_engine_joins_with_the_present_weights_and_another_leaves(
         and run.requests(0).count(LOADED[2]) == 2
     )
     assert found == [] and run.pool._members[0].handle.poll() is None
-    run.answer(0, "/metrics", 'vllm:num_requests_running{a="b"} 0.0\n')
+    wait_for(lambda: read_fleet(run.root).engines["engine-0"].running == 2, 60)
+    assert (
+        read_fleet(run.root).engines["engine-0"].waiting,
+        read_fleet(run.root).engines["engine-0"].kv_cache,
+    ) == (1, 0.25)
+    run.answer(0, "/metrics", metrics_page(0, 0))
     leaving.join(60)
     assert found == [0] and "its place is free" in capsys.readouterr().out
     assert [m.title for m in run.pool._members] == ["engine-1"] and run.told == [2, 1]
@@ -166,7 +177,7 @@ def test_requests_that_are_left_end_elsewhere(
     start: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = start(2)
-    run.answer(1, "/metrics", "vllm:num_requests_running{} 3.0")
+    run.answer(1, "/metrics", metrics_page(3, 0))
     assert ask(run, "remove", run.url(1).removeprefix("http://"), "--wait-s", "0.1") == 0
     assert "has left after 0.1 s; 3 requests begin again elsewhere" in capsys.readouterr().out
     with pytest.raises(ValueError, match="ENGINE must be one of engine-0 at .*, got engine-1"):

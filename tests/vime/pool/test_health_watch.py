@@ -40,7 +40,7 @@ def test_a_stopped_engine_is_named_while_the_run_waits_for_it(
         assert isinstance(handle, DoubleServer) and handle._process is not None
         handle.wait_ready()
         member.serving = True
-        health_watch.HealthWatch([member], stopping, patience_s=60).start()
+        health_watch.HealthWatch([member], stopping, 60, lambda *load: None).start()
         (server,) = psutil.Process(handle._process.pid).children()
         server.suspend()
         wait_for(lambda: "the run waits" in caplog.text)

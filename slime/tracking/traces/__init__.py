@@ -1,0 +1,1 @@
+"""Records of a run that a flag turns on: spans of samples for OpenTelemetry, and the memory of trainer ranks."""

@@ -1,0 +1,110 @@
+"""How long each sample takes: the slowest one of a group for the journal, and a span of each one for OpenTelemetry.
+
+--otlp-traces-endpoint URL sends the spans. A span "sample" begins when the sample may be generated, and ends when it
+has its reward, so it contains the wait for the engines. vLLM sends spans of its requests with
+--vllm-otlp-traces-endpoint. As in vLLM, the variable OTEL_EXPORTER_OTLP_TRACES_PROTOCOL chooses the protocol.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeAlias
+
+from slime.types import Sample, SampleGroup
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+Result: TypeAlias = "Sample | list[Sample]"
+PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+SERVICE = "vime-rollout"
+
+
+class SampleSpans:
+    """One per rollout manager. `endpoint`: where spans go, such as http://localhost:4317; None for no spans."""
+
+    def __init__(self, endpoint: str | None = None) -> None:
+        self._provider = None if endpoint is None else _provider(endpoint)
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def around(
+        self, sample: Sample, rollout_id: int | None, evaluation: bool
+    ) -> Iterator[Callable[[Result], None]]:
+        """The block generates and scores the sample. It calls what it gets with the result."""
+        began_ns, began, made = time.time_ns(), time.perf_counter(), list[Sample]()
+
+        def done(result: Result) -> None:
+            made.extend(result if isinstance(result, list) else [result])
+
+        try:
+            yield done
+        finally:
+            if not evaluation and sample.session_id is not None:
+                self._seconds[sample.session_id] = time.perf_counter() - began
+            if self._provider is not None:
+                self._send(sample, made, rollout_id, evaluation, began_ns)
+
+    def slowest(self, group: SampleGroup) -> dict[str, object]:
+        """The fields of an `ended` event: the sample of the group that took longest. Forgets the group's times."""
+        times = [self._seconds.pop(sample.session_id or "", -1.0) for sample in group]
+        seconds = max(times, default=-1.0)
+        if seconds < 0:
+            return {}
+        sample = group[times.index(seconds)]
+        return {"sample": sample.index, "seconds": round(seconds, 3), "tokens": sample.response_length}
+
+    def close(self) -> None:
+        """Send what waits. An endpoint that does not answer delays it by a few seconds."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+    def _send(
+        self, sample: Sample, made: Sequence[Sample], rollout_id: int | None, evaluation: bool, began_ns: int
+    ) -> None:
+        assert self._provider is not None
+        fields: dict[str, object] = {
+            "vime.rollout": rollout_id,
+            "vime.group": sample.group_index,
+            "vime.sample": sample.index,
+            "vime.evaluation": evaluation,
+            "vime.samples": len(made),
+            "gen_ai.usage.output_tokens": sum(one.response_length for one in made),
+        }
+        if len(made) == 1:
+            (one,) = made
+            fields |= {"vime.status": one.status.value, "vime.weight_versions": list(one.weight_versions)}
+            if isinstance(one.reward, int | float):
+                fields["vime.reward"] = float(one.reward)
+        span = self._provider.get_tracer("vime").start_span("sample", start_time=began_ns)
+        for name, value in fields.items():
+            if value is not None:
+                span.set_attribute(name, value)  # type: ignore[arg-type]
+        span.end()
+
+
+def _provider(endpoint: str) -> TracerProvider:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))
+    return provider
+
+
+def _exporter(endpoint: str) -> SpanExporter:
+    protocol = os.environ.get(PROTOCOL_VARIABLE, "grpc")
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc
+
+        return grpc.OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https://"))
+    if protocol == "http/protobuf":
+        from opentelemetry.exporter.otlp.proto.http import trace_exporter as http
+
+        return http.OTLPSpanExporter(endpoint=endpoint)
+    raise ValueError(f"{PROTOCOL_VARIABLE} must be grpc or http/protobuf, got {protocol}; set one of them")
