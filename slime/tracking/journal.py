@@ -195,31 +195,47 @@ class Phase:
     rollout: int | None
 
 
-def phases(events: Iterable[Event]) -> list[Phase]:
-    """The phases of a run by their begin. A phase whose process was killed ends with the last event of its source
-    before the end, or the next start, of the run."""
-    found: list[Phase] = []
-    running: dict[tuple[str, str, str], list[Event]] = {}
-    last: dict[str, float] = {}
-    for event in events:
+class OpenPhases:
+    """The phases of a run that have begun and not ended, while its events are read."""
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[str, str, str], list[Event]] = {}
+        self._last: dict[str, float] = {}
+
+    def add(self, event: Event) -> list[Phase]:
+        """The phases that end with this event. A phase whose process was killed ends with the last event of its source
+        before the end, or the next start, of the run."""
+        ended: list[Phase] = []
         if event.kind in ("run", "end", "error"):
-            found += [_phase(begin, last[begin.source]) for begins in running.values() for begin in begins]
-            running.clear()
+            running = (begin for begins in self._running.values() for begin in begins)
+            ended += [_phase(begin, self._last[begin.source]) for begin in running]
+            self._running.clear()
         if event.kind == "journal":  # its time is that of the first write
-            continue
-        last[event.source] = max(event.time, last.get(event.source, 0.0))
+            return ended
+        self._last[event.source] = max(event.time, self._last.get(event.source, 0.0))
         if event.kind not in ("phase_begin", "phase_end"):
-            continue
+            return ended
         key = (event.source, str(event.get("device", "")), str(event["phase"]))
         if event.kind == "phase_begin":
-            running.setdefault(key, []).append(event)
-        elif begins := running.get(key):
+            self._running.setdefault(key, []).append(event)
+        elif begins := self._running.get(key):
             same = [begin for begin in begins if begin.get("rollout") == event.get("rollout")]
             begin = same[-1] if same else begins[-1]
             begins.remove(begin)
-            found.append(_phase(begin, event.time))
-    found += [_phase(begin, None) for begins in running.values() for begin in begins]
-    return sorted(found, key=lambda phase: phase.begin)
+            ended.append(_phase(begin, event.time))
+        return ended
+
+    def open(self) -> list[Phase]:
+        """By their begin."""
+        running = (_phase(begin, None) for begins in self._running.values() for begin in begins)
+        return sorted(running, key=lambda phase: phase.begin)
+
+
+def phases(events: Iterable[Event]) -> list[Phase]:
+    """The phases of a run by their begin; without an end if they go on."""
+    running = OpenPhases()
+    found = [phase for event in events for phase in running.add(event)]
+    return sorted([*found, *running.open()], key=lambda phase: phase.begin)
 
 
 def _phase(begin: Event, end: float | None) -> Phase:

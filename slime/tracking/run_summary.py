@@ -12,11 +12,11 @@ import socket
 import statistics
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from slime.tracking.journal import Event, Phase, phases, read_events
+from slime.tracking.journal import Event, OpenPhases, Phase, read_events
 from slime.tracking.run_engines import EngineRecord, RunEngines
 from slime.tracking.run_record import born
 from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
@@ -72,31 +72,45 @@ class RunSummary:
 
 def run_summary(run_dir: Path) -> RunSummary:
     """ValueError for a directory without the journal of a run, or one that may not be read."""
-    summary, events = RunSummary(Path(run_dir)), list(read_events(run_dir))
-    engines, ends = RunEngines(), deque[float](maxlen=_STEPS + 1)
-    last: Event | None = None
-    for event in events:
-        summary.updated = max(summary.updated, event.time)
-        engines.add(event)
-        if event.kind in ("run", "start"):
-            ends.clear()
-            if event.kind == "start":
-                ends.append(event.time)
-        last = event if event.kind == "run" else last
-        _add(summary, event)
-        if event.kind == "step":
-            ends.append(event.time)
-    summary.engines = engines.engines
-    if len(ends) > 1:
-        times = list(ends)
-        summary.step_s = statistics.median(b - a for a, b in itertools.pairwise(times))
-    _judge(summary, last)
-    if summary.state == "running":
-        summary.doing = [phase for phase in phases(events) if phase.end is None]
-        if summary.step_s is not None and summary.rollouts is not None and summary.rollout is not None:
-            summary.eta_s = summary.step_s * (summary.rollouts - summary.rollout - 1)
+    so_far = SummaryOfEvents(run_dir)
+    for event in read_events(run_dir):
+        so_far.add(event)
+    summary = so_far.summary()
     summary.metrics = newest_metrics(summary.run_dir)
     return summary
+
+
+class SummaryOfEvents:
+    """The summary of a run, event by event, for a reader that stays."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._summary, self._engines, self._phases = RunSummary(Path(run_dir)), RunEngines(), OpenPhases()
+        self._ends = deque[float](maxlen=_STEPS + 1)
+        self._run: Event | None = None
+
+    def add(self, event: Event) -> None:
+        self._summary.updated = max(self._summary.updated, event.time)
+        self._engines.add(event)
+        self._phases.add(event)
+        if event.kind in ("run", "start"):
+            self._ends.clear()
+        if event.kind in ("start", "step"):
+            self._ends.append(event.time)
+        if event.kind == "run":
+            self._run = event
+        _add(self._summary, event)
+
+    def summary(self) -> RunSummary:
+        """As it is now, without the metrics. Whether the run goes on is asked anew."""
+        summary = replace(self._summary, engines=self._engines.engines)
+        if len(self._ends) > 1:
+            summary.step_s = statistics.median(b - a for a, b in itertools.pairwise(self._ends))
+        _judge(summary, self._run)
+        if summary.state == "running":
+            summary.doing = self._phases.open()
+            if summary.step_s is not None and summary.rollouts is not None and summary.rollout is not None:
+                summary.eta_s = summary.step_s * (summary.rollouts - summary.rollout - 1)
+        return summary
 
 
 def _add(summary: RunSummary, event: Event) -> None:
