@@ -10,6 +10,9 @@ COMMANDS = {
     "checkpoint": "verify DIR: compare the files of checkpoints with their checksums",
     "export": "write a checkpoint as a Hugging Face directory",
     "audit": "where trainer and engine differ in a saved rollout of RUN_DIR",
+    "watch": "RUN_DIR: a run in the terminal: curves, engines, slow samples, warnings",
+    "trace": "RUN_DIR: a timeline of all processes of a run, for https://ui.perfetto.dev",
+    "compare": "RUN RUN: how configuration, versions and curves of runs differ",
     "plot": "draw the curves of run directories",
     "ui": "curves, timeline, samples and settings of RUN_DIR ... in a browser; --export FILE.html",
     "bench": "what rl_kernel changes: op, module and e2e measure it, report prints it",
@@ -19,15 +22,18 @@ COMMANDS = {
     "completion": "a script that completes commands and flags in bash or zsh",
 }
 
-WORK = {"train", "engines", "serve", "export", "audit", "plot", "ui", "bench"}
+WORK = {"train", "engines", "serve", "export", "audit", "trace", "plot", "ui", "bench"}
 """Subcommands whose purpose is more than what they print."""
 
 MODULES = {
     "bench": "vime.bench.command",
+    "compare": "vime.view.compare",
     "config": "vime.show_config",
     "doctor": "vime.doctor.command",
     "engines": "vime.members.command",
     "flags": "vime.list_flags",
+    "trace": "vime.view.trace",
     "ui": "vime.view.page.command",
+    "watch": "vime.view.watch",
 }
 """Subcommand -> its module, if that is not vime.NAME."""

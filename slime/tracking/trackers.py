@@ -100,19 +100,20 @@ class JsonlTracker:
         os.replace(temporary, self._path)
 
 
-def read_metric_lines(text: str, path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(line, parsed line) of each line of a metrics.jsonl. A last line without its newline is left out unless it
-    parses. Any other line that is not a metric record raises ValueError with its number."""
+def read_metric_lines(text: str, path: Path, first: int = 1) -> list[tuple[str, dict[str, Any]]]:
+    """(line, parsed line) of each line of a metrics.jsonl; `text` begins with its line `first`. A last line without its
+    newline is left out unless it parses. Any other line that is not a metric record raises ValueError with its number.
+    """
     lines = text.split("\n")
     torn = lines.pop()
     out = []
-    for number, line in enumerate([*lines, torn] if torn else lines, start=1):
+    for number, line in enumerate([*lines, torn] if torn else lines, start=first):
         try:
             row = json.loads(line)
             if not isinstance(row["step"], int) or row["step_key"] not in STEP_KEYS:
                 raise ValueError("no step")
         except (ValueError, KeyError, TypeError) as error:
-            if number > len(lines):
+            if number >= first + len(lines):
                 break
             raise ValueError(
                 f"{path} line {number} must be a JSON object with step and step_key, got {line[:80]!r}; "

@@ -38,13 +38,13 @@ class DebugConfig:
     )
 
 
-def profiled_steps(text: str | None) -> range:
+def profiled_steps(text: str | None, flag: str = "--profile-steps") -> range:
     """The rollouts of --profile-steps: "2:4" -> 2, 3. Empty without the flag."""
     if text is None:
         return range(0)
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if match is None or int(match[1]) >= int(match[2]):
         raise ValueError(
-            f"--profile-steps must be A:B with whole numbers 0 <= A < B, got {text}; 2:4 traces rollouts 2 and 3"
+            f"{flag} must be A:B with whole numbers 0 <= A < B, got {text}; 2:4 traces rollouts 2 and 3"
         )
     return range(int(match[1]), int(match[2]))

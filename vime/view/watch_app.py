@@ -1,0 +1,150 @@
+"""The screen of `vime watch`: where each part is for a size of the terminal, keys, and a look every second."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Grid, Horizontal, VerticalScroll
+from textual.widgets import Footer, Static
+
+from vime.view import watch_draw as draw
+from vime.view.watch_data import CURVES, Curve, Look, WatchedRun
+
+PAGE = 4
+"""Curves that a small terminal shows at once."""
+WIDE, HIGH = 110, 36
+"""Columns and lines from which on all curves are shown."""
+
+
+class CurveView(Static):
+    """One curve, as large as its place."""
+
+    def __init__(self, curve: Curve) -> None:
+        super().__init__(classes="curve")
+        self.curve = curve
+        self.look: Look | None = None
+
+    def show(self, look: Look) -> None:
+        self.look = look
+        self.refresh()
+
+    def render(self) -> Text:
+        if self.look is None:
+            return Text("")
+        points = self.look.curves.get(self.curve.title)
+        return draw.joined(draw.curve(self.curve, points, self.size.width, self.size.height))
+
+
+class Part(VerticalScroll):
+    """A list that scrolls with the arrow keys while it has the focus."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(id=name)
+        self.text = Static()
+
+    def compose(self) -> ComposeResult:
+        yield self.text
+
+    def show(self, lines: Sequence[Text]) -> None:
+        self.text.update(draw.joined(lines))
+
+
+class WatchApp(App[None]):
+    """`problem`: the ValueError that ended it, of a run that can be read no longer."""
+
+    CSS = """
+    Screen { layout: vertical; }
+    #head { height: auto; }
+    #curves { grid-size: 2; grid-gutter: 0 2; height: 3fr; }
+    #lists { height: 2fr; }
+    .curve { height: 100%; }
+    Part { height: 100%; scrollbar-size-vertical: 1; }
+    Part:focus { background: $boost; }
+    #engines { width: 3fr; margin-right: 2; }
+    #slow { width: 2fr; }
+    #warnings { height: 3; }
+    Screen.large #curves { grid-size: 4; }
+    Screen.large #warnings { height: 6; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit"),
+        Binding("m", "more", "more curves"),
+    ]
+    ENABLE_COMMAND_PALETTE = False
+
+    def __init__(self, run: WatchedRun, name: str, every_s: float) -> None:
+        super().__init__()
+        self.problem: ValueError | None = None
+        self._run, self._name, self._every_s = run, name, every_s
+        self._page = 0
+        self._look: Look | None = None
+        self._looking = asyncio.Lock()
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="head")
+        with Grid(id="curves"):
+            for curve in CURVES:
+                yield CurveView(curve)
+        with Horizontal(id="lists"):
+            yield Part("engines")
+            yield Part("slow")
+        yield Part("warnings")
+        yield Footer()
+
+    async def on_mount(self) -> None:
+        self.query_one("#head", Static).update("reading the run ...")
+        self._place()
+        self.set_interval(self._every_s, self.look)
+        self.call_after_refresh(self.look)
+
+    async def look(self) -> None:
+        """Read what is new in a thread, since the first read of a long run takes seconds, and show it."""
+        if self._looking.locked():
+            return
+        async with self._looking:
+            try:
+                self._look = await asyncio.to_thread(self._run.look)
+            except ValueError as error:
+                self.problem = error
+                self.exit()
+                return
+            self._show()
+
+    def _show(self) -> None:
+        look, width = self._look, self.size.width
+        if look is None:
+            return
+        self.query_one("#head", Static).update(draw.joined(draw.head(self._name, look, width)))
+        for view in self.query(CurveView):
+            view.show(look)
+        parts = {
+            "engines": draw.engines(look.summary, self._width_of("engines")),
+            "slow": draw.slow_samples(look.slow, self._width_of("slow")),
+            "warnings": draw.warnings(look.summary, self._width_of("warnings")),
+        }
+        for name, lines in parts.items():
+            self.query_one(f"#{name}", Part).show(lines)
+
+    def _width_of(self, part: str) -> int:
+        return self.query_one(f"#{part}", Part).scrollable_content_region.width
+
+    def on_resize(self) -> None:
+        self._place()
+        self.call_after_refresh(self._show)
+
+    def _place(self) -> None:
+        large = self.size.width >= WIDE and self.size.height >= HIGH
+        self.screen.set_class(large, "large")
+        for number, view in enumerate(self.query(CurveView)):
+            view.display = large or number // PAGE == self._page
+
+    def action_more(self) -> None:
+        """The other curves, where not all have room."""
+        self._page = (self._page + 1) % -(-len(CURVES) // PAGE)
+        self._place()
+        self.call_after_refresh(self._show)

@@ -1,0 +1,162 @@
+"""What `vime watch` shows of a run. Each look reads only what the run has written since the last one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slime.tracking.journal import Event, Tail
+from slime.tracking.metrics import LOGPROB_DIFF, is_score
+from slime.tracking.run_summary import RunSummary, SummaryOfEvents
+from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
+
+Points = dict[int, float]
+"""Step -> value, NaN if it was not finite. Resumed runs log some steps again."""
+_RECENT = 512
+"""Groups that ended last, of which the slowest samples are shown."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One curve. `metrics`: the first of them that the run has. `spec`: how a value is written."""
+
+    title: str
+    metrics: tuple[str, ...]
+    spec: str = ".3g"
+
+
+CURVES: tuple[Curve, ...] = (
+    Curve("reward", ("rollout/raw_reward", "rollout/rewards"), ".3f"),
+    Curve("loss", ("train/loss",), ".2e"),
+    Curve("tokens/s", ("perf/step_tokens_per_sec", "perf/tokens_per_gpu_per_sec"), ",.0f"),
+    Curve("staleness (updates)", ("rollout/staleness/token_mean", "rollout/staleness/mean"), ".2f"),
+    Curve("response (tokens)", ("rollout/response_len/mean",), ",.1f"),
+    Curve("KL to sampler", ("train/ppo_kl",), ".2e"),
+    Curve("log-prob difference", (LOGPROB_DIFF,), ".2e"),
+    Curve("gradient norm", ("train/grad_norm",), ".3g"),
+)
+
+
+@dataclass(frozen=True)
+class SlowSample:
+    """The slowest sample of a group, or the group if it is still in generation."""
+
+    group: int
+    seconds: float
+    sample: int | None = None
+    tokens: int | None = None
+    goes_on: bool = False
+
+
+@dataclass(frozen=True)
+class Look:
+    """A run at one moment."""
+
+    summary: RunSummary
+    curves: dict[str, Points]
+    """By the title of the curve; those that the run has no metric for are not in it."""
+    scores: dict[str, Points]
+    """Evaluation set -> score by the number of trained rollouts."""
+    slow: list[SlowSample] = field(default_factory=list)
+
+
+class WatchedRun:
+    """ValueError for a directory without the journal of a run, or one that may not be read."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._tail, self._events = Tail(run_dir), SummaryOfEvents(run_dir)
+        self._metrics, self._groups = MetricsTail(run_dir), GroupTimes()
+
+    def look(self) -> Look:
+        """The run as it is now."""
+        for event in self._tail.new():
+            self._events.add(event)
+            self._groups.add(event)
+        self._metrics.read()
+        series, summary = self._metrics.series, self._events.summary()
+        curves = {
+            curve.title: series[name]
+            for curve in CURVES
+            if (name := next((name for name in curve.metrics if name in series), None)) is not None
+        }
+        scores = {name.removeprefix("eval/"): series[name] for name in sorted(series) if is_score(name)}
+        now = summary.updated if summary.state == "running" else None
+        return Look(summary, curves, scores, self._groups.slowest(now))
+
+
+class MetricsTail:
+    """`series`: the metrics of CURVES and the scores, by their names."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.series: dict[str, Points] = {}
+        self._path = Path(run_dir) / METRICS_FILE
+        self._wanted = {name for curve in CURVES for name in curve.metrics}
+        self._file, self._offset, self._lines = -1, 0, 0
+
+    def read(self) -> None:
+        """Take in the lines that are new and whole. A run that resumes replaces the file, which is read anew."""
+        try:
+            with self._path.open("rb") as file:
+                status = self._path.stat()
+                if status.st_ino != self._file or status.st_size < self._offset:
+                    self.series, self._file, self._offset, self._lines = {}, status.st_ino, 0, 0
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return
+        except PermissionError as error:
+            raise ValueError(
+                f"RUN_DIR must be a run that this user can read, got no permission for {self._path}; ask its owner"
+            ) from error
+        whole = new[: new.rfind(b"\n") + 1]
+        text = whole.decode("utf-8", errors="replace")
+        for _, row in read_metric_lines(text, self._path, self._lines + 1):
+            for name in row.keys() - RESERVED:
+                if name in self._wanted or is_score(name):
+                    value = float("nan") if row[name] is None else float(row[name])
+                    self.series.setdefault(name, {})[row["step"]] = value
+        self._offset += len(whole)
+        self._lines += whole.count(b"\n")
+
+
+class GroupTimes:
+    """How long groups take in generation."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, float] = {}
+        self._ended: deque[SlowSample] = deque(maxlen=_RECENT)
+
+    def add(self, event: Event) -> None:
+        match event.kind:
+            case "run" | "end" | "error":
+                self._running.clear()
+            case "drawn":
+                self._running |= dict.fromkeys(event["groups"], event.time)
+            case "dropped" | "put_back":
+                for number in event["groups"]:
+                    self._running.pop(number, None)
+            case "ended":
+                for number in event["groups"]:
+                    self._end(number, event)
+
+    def _end(self, number: int, event: Event) -> None:
+        drawn = self._running.pop(number, None)
+        if "seconds" in event.fields:
+            found = SlowSample(number, event["seconds"], event["sample"], event["tokens"])
+        elif drawn is not None:
+            found = SlowSample(number, event.time - drawn)
+        else:
+            return
+        self._ended.append(found)
+
+    def slowest(self, now: float | None, count: int = 64) -> list[SlowSample]:
+        """The slowest samples of the newest groups, and before them groups that take even longer and go on. `now`: None
+        if the run does not go on."""
+        ended: Sequence[SlowSample] = sorted(self._ended, key=lambda one: -one.seconds)[:count]
+        longest = ended[0].seconds if ended else 0.0
+        running = () if now is None else self._running.items()
+        late = [SlowSample(number, now - drawn, goes_on=True) for number, drawn in running if now]
+        late = sorted((one for one in late if one.seconds > longest), key=lambda one: -one.seconds)
+        return [*late, *ended][:count]

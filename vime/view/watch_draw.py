@@ -1,0 +1,210 @@
+"""Draws what `vime watch` shows as lines of text for a width and a height in characters. Knows no terminal."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from rich.text import Text
+
+from slime.roles.served import POLICY
+from slime.tracking.run_engines import EngineRecord
+from slime.tracking.run_summary import RunSummary
+from vime.doctor.post_mortem import cause_of
+from vime.members.table import ENDED, GONE
+from vime.view.watch_data import Curve, Look, Points, SlowSample
+
+STATES = {
+    "running": ("running", "bold black on green"),
+    "finished": ("finished", "bold black on cyan"),
+    "interrupted": ("interrupted", "bold black on yellow"),
+    "failed": ("failed", "bold white on red"),
+}
+_BLANK = 0x2800
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""Of a braille character: two columns of four dots, from the top."""
+_LABEL = 10
+
+
+def head(run: str, look: Look, width: int) -> list[Text]:
+    """State, progress and time of the run, what it does, and why it failed: each a line of `width`."""
+    summary = look.summary
+    text, style = STATES[summary.state]
+    done = 0 if summary.rollout is None else summary.rollout + 1
+    line = Text.assemble(
+        (f" {text} ", style), f" {run}  ", (f"{done}/{summary.rollouts or '?'}", "bold"), " rollouts "
+    )
+    line.append(bar(summary.progress, max(8, width // 8)), "green")
+    line.append(f" {100 * summary.progress:3.0f}%")
+    if summary.step_s is not None:
+        line.append(f"  step {seconds(summary.step_s)}")
+    if summary.eta_s is not None:
+        line.append(f"  left {seconds(summary.eta_s)}", "bold")
+    return [_cut(line, width), _cut(_second(look), width), *(_cut(line, width) for line in _cause(summary))]
+
+
+def _second(look: Look) -> Text:
+    """What the run does, or when it ended; and the newest scores."""
+    summary, line = look.summary, Text()
+    if summary.state == "running":
+        innermost = {(phase.source, phase.device): phase for phase in summary.doing}
+        named = sorted((source, phase.name) for (source, _), phase in innermost.items())
+        doing = ", ".join(source if source == name else f"{source} {name}" for source, name in named)
+        silent = seconds(max(0.0, time.time() - summary.updated))
+        line.append(f"now: {doing or 'nothing'}; newest event {silent} ago")
+    else:
+        ended = time.strftime("%F %T", time.localtime(summary.updated))
+        line.append(f"newest event {ended}; ran {seconds(summary.updated - summary.started)}")
+    for name, points in look.scores.items():
+        step = max(points)
+        line.append(f"; {name} {points[step]:.3g} after {step}", "cyan")
+    return line
+
+
+def _cause(summary: RunSummary) -> list[Text]:
+    if not summary.cause:
+        return []
+    if summary.state != "failed":
+        return [Text(one_line(summary.cause), "yellow")]
+    cause = cause_of(summary)
+    lines = [Text.assemble((f"{cause.name}: ", "bold red"), one_line(summary.cause))]
+    return [*lines, Text(f"remedy: {cause.remedy}", "red")]
+
+
+def bar(share: float, width: int) -> str:
+    full = round(share * width)
+    return "█" * full + "░" * (width - full)
+
+
+def curve(shown: Curve, points: Points | None, width: int, height: int) -> list[Text]:
+    """A title with the steps and the newest value, and a plot with its largest and smallest value at the left."""
+    title = Text(shown.title, "bold")
+    if not points:
+        return [_cut(title, width), Text("not recorded so far", "dim")]
+    newest = points[max(points)]
+    said, steps = format(newest, shown.spec), f"  {min(points)} to {max(points)}"
+    title.truncate(max(1, width - len(said) - 1), overflow="ellipsis")
+    if len(title) + len(steps) + len(said) < width:
+        title.append(steps, "not bold dim")
+    title.append(" " * max(1, width - len(title) - len(said)))
+    title.append(said, "bold green" if math.isfinite(newest) else "bold white on red")
+    drawn = column_means(points, 2 * (width - _LABEL))
+    if not drawn or height < 2:
+        return [_cut(title, width)]
+    low, high = min(drawn.values()), max(drawn.values())
+    rows = plot(drawn, width - _LABEL, height - 1)
+    labels = {0: format(high, shown.spec), len(rows) - 1: format(low, shown.spec)}
+    lines = [
+        Text.assemble((f"{labels.get(i, '')[: _LABEL - 1]:>{_LABEL - 1}}│", "dim"), (row, "green"))
+        for i, row in enumerate(rows)
+    ]
+    return [_cut(title, width), *lines]
+
+
+def column_means(points: Mapping[int, float], columns: int) -> dict[int, float]:
+    """Column of a plot -> the mean of the steps that fall on it. Values that are not finite are in no mean."""
+    first, last = min(points), max(points)
+    count = min(columns, last - first + 1)
+    found: dict[int, list[float]] = {}
+    for step, value in points.items():
+        if math.isfinite(value):
+            place = (step - first) * count // (last - first + 1)
+            if 1 < count < columns:  # few steps take the whole width
+                place = round(place * (columns - 1) / (count - 1))
+            found.setdefault(place, []).append(value)
+    return {place: math.fsum(values) / len(values) for place, values in sorted(found.items())}
+
+
+def plot(drawn: Mapping[int, float], width: int, height: int) -> list[str]:
+    """Values by their column as a line in braille: `height` lines of `width` characters, each of them two columns wide
+    and four dots high."""
+    low, high, rows = min(drawn.values()), max(drawn.values()), 4 * height
+    cells = [[_BLANK] * width for _ in range(height)]
+    before: tuple[int, int] | None = None
+    for x, value in drawn.items():
+        share = 0.5 if high == low else (value - low) / (high - low)
+        here = (x, round((1 - share) * (rows - 1)))
+        for dot in _line(before or here, here):
+            cells[dot[1] // 4][dot[0] // 2] |= _DOTS[dot[0] % 2][dot[1] % 4]
+        before = here
+    return ["".join(map(chr, row)) for row in cells]
+
+
+def _line(begin: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
+    """The dots between two dots."""
+    steps = max(abs(end[0] - begin[0]), abs(end[1] - begin[1]), 1)
+    return [
+        (begin[0] + round(i * (end[0] - begin[0]) / steps), begin[1] + round(i * (end[1] - begin[1]) / steps))
+        for i in range(steps + 1)
+    ]
+
+
+def engines(summary: RunSummary, width: int) -> list[Text]:
+    """A line for each engine; those that do not serve come first, then those with the longest queue."""
+    ended = summary.state != "running"
+    found = [engine for engine in summary.engines.values() if engine.state not in GONE]
+    serving = sum(engine.state == "serving" for engine in found)
+    title = f"engines: {len(found)}" if ended else f"engines: {serving} of {len(found)} serve"
+    header = Text(f"{'':12} {'state':<9}{'weights':>7}{'cache':>6}{'run':>5}{'wait':>5}", "dim")
+    found.sort(key=lambda one: (one.state == "serving", -(one.waiting or 0), -(one.kv_cache or 0)))
+    lines = [_engine(engine, ended, summary.deaths[engine.name]) for engine in found]
+    return [Text(title, "bold"), *(_cut(line, width) for line in [header, *lines])]
+
+
+def _engine(engine: EngineRecord, ended: bool, deaths: int) -> Text:
+    state = ENDED if ended else engine.state
+    style = {"serving": "", ENDED: "", "starting": "bold yellow"}.get(state, "bold red")
+    name = engine.name if engine.model == POLICY else f"{engine.model} {engine.name}"
+    version = "-" if engine.version is None else str(engine.version)
+    cache = "-" if ended or engine.kv_cache is None else f"{100 * engine.kv_cache:.0f}%"
+    counts = (None, None) if ended else (engine.running, engine.waiting)
+    line = Text.assemble(f"{name[:12]:12} ", (f"{state:<9}", style), f"{version:>7}{cache:>6}")
+    line.append("".join(f"{'-' if count is None else count:>5}" for count in counts))
+    return line.append(f" died {deaths} times" if deaths else "", "red")
+
+
+def slow_samples(samples: Sequence[SlowSample], width: int) -> list[Text]:
+    lines = [
+        Text("slowest samples", "bold"),
+        Text(f"{'seconds':>8}{'tokens':>8}{'sample':>8}{'group':>7}", "dim"),
+    ]
+    for one in samples:
+        rest = "".join(f"{'-' if value is None else value:>8}" for value in (one.tokens, one.sample))
+        line = Text(f"{one.seconds:8.2f}{rest}{one.group:>7}")
+        if one.goes_on:
+            line.append(" goes on", "yellow")
+        lines.append(_cut(line, width))
+    return lines if samples else [lines[0], Text("no group has ended so far", "dim")]
+
+
+def warnings(summary: RunSummary, width: int) -> list[Text]:
+    """The newest one first."""
+    lines = [Text(f"warnings: {len(summary.warnings)}", "bold yellow" if summary.warnings else "bold")]
+    for event in reversed(summary.warnings[-200:]):
+        when = time.strftime("%T", time.localtime(event.time))
+        lines.append(_cut(Text.assemble((f"{when} {event.source} ", "dim"), one_line(event["text"])), width))
+    return lines
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def seconds(value: float) -> str:
+    """3.2 s, 4:05 (minutes), 2:04:05 (hours)."""
+    if value < 60:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _cut(line: Text, width: int) -> Text:
+    line.truncate(max(1, width), overflow="ellipsis")
+    line.no_wrap = True
+    return line
+
+
+def joined(lines: Sequence[Text]) -> Text:
+    return Text("\n").join(lines)
