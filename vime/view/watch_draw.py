@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 
@@ -25,6 +26,8 @@ _BLANK = 0x2800
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Of a braille character: two columns of four dots, from the top."""
 _LABEL = 10
+_ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\^_])")
+"""Sequences that set colours, move the cursor, or name the window."""
 
 
 def head(run: str, look: Look, width: int) -> list[Text]:
@@ -33,7 +36,10 @@ def head(run: str, look: Look, width: int) -> list[Text]:
     text, style = STATES[summary.state]
     done = 0 if summary.rollout is None else summary.rollout + 1
     line = Text.assemble(
-        (f" {text} ", style), f" {run}  ", (f"{done}/{summary.rollouts or '?'}", "bold"), " rollouts "
+        (f" {text} ", style),
+        f" {one_line(run)}  ",
+        (f"{done}/{summary.rollouts or '?'}", "bold"),
+        " rollouts ",
     )
     line.append(bar(summary.progress, max(8, width // 8)), "green")
     line.append(f" {100 * summary.progress:3.0f}%")
@@ -41,7 +47,8 @@ def head(run: str, look: Look, width: int) -> list[Text]:
         line.append(f"  step {seconds(summary.step_s)}")
     if summary.eta_s is not None:
         line.append(f"  left {seconds(summary.eta_s)}", "bold")
-    return [_cut(line, width), _cut(_second(look), width), *(_cut(line, width) for line in _cause(summary))]
+    cause = [part for line in _cause(summary) for part in _wrapped(line, width)]
+    return [_cut(line, width), _cut(_second(look), width), *cause]
 
 
 def _second(look: Look) -> Text:
@@ -52,13 +59,13 @@ def _second(look: Look) -> Text:
         named = sorted((source, phase.name) for (source, _), phase in innermost.items())
         doing = ", ".join(source if source == name else f"{source} {name}" for source, name in named)
         silent = seconds(max(0.0, time.time() - summary.updated))
-        line.append(f"now: {doing or 'nothing'}; newest event {silent} ago")
+        line.append(f"now: {one_line(doing) or 'nothing'}; newest event {silent} ago")
     else:
         ended = time.strftime("%F %T", time.localtime(summary.updated))
         line.append(f"newest event {ended}; ran {seconds(summary.updated - summary.started)}")
     for name, points in look.scores.items():
         step = max(points)
-        line.append(f"; {name} {points[step]:.3g} after {step}", "cyan")
+        line.append(f"; {one_line(name)} {points[step]:.3g} after {step}", "cyan")
     return line
 
 
@@ -68,8 +75,8 @@ def _cause(summary: RunSummary) -> list[Text]:
     if summary.state != "failed":
         return [Text(one_line(summary.cause), "yellow")]
     cause = cause_of(summary)
-    lines = [Text.assemble((f"{cause.name}: ", "bold red"), one_line(summary.cause))]
-    return [*lines, Text(f"remedy: {cause.remedy}", "red")]
+    said = Text.assemble((f"{cause.name}: ", "bold red"), one_line(summary.cause))
+    return [said, Text(f"remedy: {cause.remedy}", "red")]
 
 
 def bar(share: float, width: int) -> str:
@@ -146,22 +153,24 @@ def engines(summary: RunSummary, width: int) -> list[Text]:
     found = [engine for engine in summary.engines.values() if engine.state not in GONE]
     serving = sum(engine.state == "serving" for engine in found)
     title = f"engines: {len(found)}" if ended else f"engines: {serving} of {len(found)} serve"
-    header = Text(f"{'':12} {'state':<9}{'weights':>7}{'cache':>6}{'run':>5}{'wait':>5}", "dim")
     found.sort(key=lambda one: (one.state == "serving", -(one.waiting or 0), -(one.kv_cache or 0)))
-    lines = [_engine(engine, ended, summary.deaths[engine.name]) for engine in found]
-    return [Text(title, "bold"), *(_cut(line, width) for line in [header, *lines])]
+    name_width = max(10, min(24, width - 36))
+    header = " " * name_width + f" {'state':<9}{'ver':>5}{'cache':>6}{'run':>4}{'wait':>5}{'died':>5}"
+    lines = [_engine(engine, ended, summary.deaths[engine.name], name_width) for engine in found]
+    return [Text(title, "bold"), *(_cut(line, width) for line in [Text(header, "dim"), *lines])]
 
 
-def _engine(engine: EngineRecord, ended: bool, deaths: int) -> Text:
+def _engine(engine: EngineRecord, ended: bool, deaths: int, name_width: int) -> Text:
     state = ENDED if ended else engine.state
     style = {"serving": "", ENDED: "", "starting": "bold yellow"}.get(state, "bold red")
-    name = engine.name if engine.model == POLICY else f"{engine.model} {engine.name}"
-    version = "-" if engine.version is None else str(engine.version)
-    cache = "-" if ended or engine.kv_cache is None else f"{100 * engine.kv_cache:.0f}%"
+    name = one_line(engine.name if engine.model == POLICY else f"{engine.model} {engine.name}")
+    line = Text.assemble(f"{name[:name_width]:{name_width}} ", (f"{state:<9}", style))
     counts = (None, None) if ended else (engine.running, engine.waiting)
-    line = Text.assemble(f"{name[:12]:12} ", (f"{state:<9}", style), f"{version:>7}{cache:>6}")
-    line.append("".join(f"{'-' if count is None else count:>5}" for count in counts))
-    return line.append(f" died {deaths} times" if deaths else "", "red")
+    cache = "-" if ended or engine.kv_cache is None else f"{100 * engine.kv_cache:.0f}%"
+    running, waiting = ("-" if count is None else str(count) for count in counts)
+    version = "-" if engine.version is None else str(engine.version)
+    line.append(f"{version:>5}{cache:>6}{running:>4}{waiting:>5}")
+    return line.append(f"{deaths or '':>5}", "red")
 
 
 def slow_samples(samples: Sequence[SlowSample], width: int) -> list[Text]:
@@ -183,12 +192,16 @@ def warnings(summary: RunSummary, width: int) -> list[Text]:
     lines = [Text(f"warnings: {len(summary.warnings)}", "bold yellow" if summary.warnings else "bold")]
     for event in reversed(summary.warnings[-200:]):
         when = time.strftime("%T", time.localtime(event.time))
-        lines.append(_cut(Text.assemble((f"{when} {event.source} ", "dim"), one_line(event["text"])), width))
+        lines.append(
+            _cut(Text.assemble((f"{when} {one_line(event.source)} ", "dim"), one_line(event["text"])), width)
+        )
     return lines
 
 
-def one_line(text: str) -> str:
-    return " ".join(text.split())
+def one_line(text: object) -> str:
+    """A text of the run on one line, without what a terminal would obey: colours of a log, other control characters."""
+    plain = "".join(c if c.isprintable() else " " for c in _ESCAPE.sub("", str(text)))
+    return " ".join(plain.split())
 
 
 def seconds(value: float) -> str:
@@ -204,6 +217,15 @@ def _cut(line: Text, width: int) -> Text:
     line.truncate(max(1, width), overflow="ellipsis")
     line.no_wrap = True
     return line
+
+
+def _wrapped(line: Text, width: int) -> list[Text]:
+    """At most two lines."""
+    if len(line) <= width:
+        return [line]
+    place = line.plain.rfind(" ", 0, width)
+    first, rest = line.divide([place if place > 0 else width])
+    return [first, _cut(rest, width)]
 
 
 def joined(lines: Sequence[Text]) -> Text:
