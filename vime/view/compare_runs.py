@@ -1,0 +1,115 @@
+"""The runs that `vime compare` reads: two sides, each of them one run or the seeds of one configuration."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.tracking.environment import ENVIRONMENT_FILE
+from slime.tracking.run_summary import RunSummary, run_summary
+from slime.tracking.trackers import METRICS_FILE
+from vime.bench.compare import flatten
+from vime.bench.record import flags_of
+from vime.bench.run_dirs import read_saved
+from vime.run_metrics import Series, load_run
+
+SEEDS = ("seed", "rollout_seed")
+RUN_FILES = ("config.json", METRICS_FILE, "events.jsonl")
+_OWN_DIR = "<run_dir>"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory has. `summary`: None for a run without a journal, of an older version."""
+
+    name: str
+    config: dict[str, object]
+    environment: dict[str, object]
+    series: dict[str, Series]
+    summary: RunSummary | None
+
+    @property
+    def seeds(self) -> tuple[object, ...]:
+        by_name = {path.rpartition(".")[2]: value for path, value in self.config.items()}
+        return tuple(by_name.get(name) for name in SEEDS)
+
+    @property
+    def state(self) -> str:
+        return "unknown" if self.summary is None else self.summary.state
+
+
+def runs_of(pattern: str) -> list[Run]:
+    """The runs of a side: of a directory, or of a pattern such as 'runs/a-seed-*', in the order of their names.
+
+    ValueError if there are none, or if one of them is not a run.
+    """
+    found = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
+    paths = [path for path in map(Path, found) if path.is_dir()]
+    if not paths:
+        raise ValueError(
+            f"RUN must be a run directory, or a pattern in quotes that names some, got {pattern}; give the --run-dir "
+            "of a run"
+        )
+    return [read_run(path) for path in paths]
+
+
+def read_run(path: Path) -> Run:
+    if not any((path / name).exists() for name in RUN_FILES):
+        raise ValueError(
+            f"RUN must be a run directory, got {path} without {', '.join(RUN_FILES)}; give the --run-dir of a run"
+        )
+    try:
+        config = read_saved(path / "config.json")
+        series = load_run(path).series if (path / METRICS_FILE).is_file() else {}
+        summary = run_summary(path) if (path / "events.jsonl").exists() else None
+        environment = dict(flatten(read_saved(path / ENVIRONMENT_FILE)))
+    except PermissionError as error:
+        raise ValueError(f"RUN must be a run that this user can read, got {error}; ask its owner") from error
+    return Run(path.name, dict(flatten(_placed(config))), environment, series, summary)
+
+
+def _placed(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with directories of the run itself by what they are."""
+    run_dir: str = flags_of(config).get("run_dir") or ""
+
+    def told(value: object) -> object:
+        if isinstance(value, dict):
+            return {name: told(one) for name, one in value.items()}
+        if isinstance(value, str) and run_dir and (value == run_dir or value.startswith(f"{run_dir}/")):
+            return _OWN_DIR + value[len(run_dir) :]
+        return value
+
+    return {name: told(value) for name, value in config.items()}
+
+
+def pair_up(one: list[Run], other: list[Run]) -> tuple[list[tuple[Run, Run]], str]:
+    """Pairs of runs of the two sides, and in words how they were found: by equal seeds, else in their order."""
+    seeds = [[run.seeds for run in side] for side in (one, other)]
+    if set(seeds[0]) == set(seeds[1]) and all(len(set(side)) == len(side) for side in seeds):
+        by_seed = {run.seeds: run for run in other}
+        return [(run, by_seed[run.seeds]) for run in one], "Runs of equal seeds are pairs."
+    pairs = list(zip(one, other, strict=False))
+    left = [run.name for side in (one, other) for run in side[len(pairs) :]]
+    more = f" Left out: {', '.join(left)}." if left else ""
+    return pairs, f"The sides have different seeds, so runs are pairs in the order of their names.{more}"
+
+
+def differing(
+    one: Iterable[dict[str, object]], other: Iterable[dict[str, object]]
+) -> dict[str, tuple[str, str]]:
+    """Path -> its values on both sides, where they differ. Values of the runs of a side are separated by commas."""
+    sides = [list(one), list(other)]
+    paths = dict.fromkeys(path for side in sides for leaves in side for path in leaves)
+    found = {}
+    for path in paths:
+        values = [dict.fromkeys(_said(leaves, path) for leaves in side) for side in sides]
+        if set(values[0]) != set(values[1]):
+            found[path] = (", ".join(values[0]), ", ".join(values[1]))
+    return found
+
+
+def _said(leaves: dict[str, object], path: str) -> str:
+    return str(leaves[path]) if path in leaves else "(absent)"
