@@ -146,13 +146,13 @@ def kernels(c: Config) -> Iterator[str]:
 
 def watched(c: Config) -> Iterator[str]:
     """The checks and traces that the flags enable."""
-    if c.kernels.rlk_consistency != "off":
-        yield (
-            f"every rollout compared with the engine, --rlk-consistency {c.kernels.rlk_consistency}: "
-            f"{c.logging.run_dir}/audit.jsonl"
-        )
+    run_dir = c.logging.run_dir
+    if (how := c.kernels.rlk_consistency) != "off":
+        yield f"every rollout compared with the engine, --rlk-consistency {how}: {run_dir}/audit.jsonl"
+    if c.debug.record_memory_history:
+        yield f"memory snapshots of trainer ranks: {c.debug.memory_snapshot_dir or f'{run_dir}/profile'}"
     if c.debug.profile_steps:
-        yield f"traces of the training of rollouts {c.debug.profile_steps}: {c.logging.run_dir}/profile"
+        yield f"traces of the training of rollouts {c.debug.profile_steps}: {run_dir}/profile"
 
 
 def machine() -> str:

@@ -12,7 +12,6 @@ from slime.config.fields import FlagSpec, spelled
 
 _DEEPGEMM = "DeepGEMM is not used by the trainer"
 _TOKENIZER = "the tokenizer is that of --hf-checkpoint"
-_MEMORY = "memory snapshots are not written; on a GPU, perf/*_peak_gib is the peak of each phase"
 _CI = "these checks are tests of this project, not flags; see tests/e2e"
 
 
@@ -43,6 +42,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     # algorithm
     "use_stateless_adam": Unsupported(False, "Adam keeps its moments in this version"),
     # debug
+    "memory_recorder": Unsupported("torch", "snapshots are PyTorch's (--record-memory-history)"),
     "http_proxy": Unsupported(None, "requests to the engines never pass a proxy"),
     # Megatron
     "ckpt_format": Unsupported("torch_dist", "checkpoints are Megatron distributed checkpoints"),
@@ -52,9 +52,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
 _TEXT = {
     "qwen_gdn_backend": "the model's layers choose their kernels",
     "rollout_data_transport": "rollout data travels through Ray's object store, with the same content",
-    "memory_snapshot_dir": _MEMORY,
-    "memory_snapshot_num_steps": _MEMORY,
-    "memory_recorder": _MEMORY,
     "profile_target": "--profile-steps A:B traces the whole training of those rollouts",
     "ci_train_rollout_logprob_abs_diff_threshold": _CI,
     "ci_save_grad_norm": _CI,
@@ -79,7 +76,6 @@ _TEXT = {
 _BARE = {
     "release_train": "the trainer's processes stay; --offload-train frees their GPU memory",
     "freeze_indexer": "no supported model has an indexer of sparse attention",
-    "record_memory_history": _MEMORY,
     "ci_test": _CI,
     "ci_disable_kl_checker": _CI,
     "use_distributed_post": "requests leave from the rollout manager",

@@ -85,6 +85,21 @@ def check_train_data_file(c: Config) -> None:
         )
 
 
+def check_memory_history(c: Config) -> None:
+    """PyTorch records the memory of GPUs alone."""
+    if not c.debug.record_memory_history:
+        return
+    if c.cluster.device != "cuda":
+        raise ValueError(
+            f"--record-memory-history must be used on GPUs, got --device {c.cluster.device}; leave the flag out: "
+            "PyTorch does not record the memory of a CPU"
+        )
+    if c.debug.debug_rollout_only:
+        raise ValueError(
+            "--record-memory-history must not be combined with --debug-rollout-only, got both; it records the trainer"
+        )
+
+
 def check_profile_steps(c: Config) -> None:
     """The range of --profile-steps must contain a training step of the run."""
     steps = profiled_steps(c.debug.profile_steps)

@@ -32,7 +32,7 @@ def check_packages(c: Config) -> None:
     if c.logging.otlp_traces_endpoint is not None:
         flag = "--otlp-traces-endpoint"
         needed.append((flag, "opentelemetry.sdk.trace", "opentelemetry-sdk"))
-        needed.append((flag, "opentelemetry.exporter.otlp", "opentelemetry-exporter-otlp"))
+        needed.append((flag, "opentelemetry.exporter.otlp.proto.http", "opentelemetry-exporter-otlp"))
     problems = Problems()
     for flag, module, package in needed:
         if not is_installed(module):

@@ -33,6 +33,7 @@ from slime.rules.data import (
     check_curriculum,
     check_files,
     check_length,
+    check_memory_history,
     check_profile_steps,
     check_train_data_file,
 )
@@ -369,6 +370,7 @@ TOGETHER: tuple[Rule, ...] = (
     _intervals,
     check_saving,
     check_length,
+    check_memory_history,
     check_profile_steps,
     check_train_data_file,
     check_files,

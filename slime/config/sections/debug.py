@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from slime.config.fields import flag
-from slime.config.ranges import FRACTION
+from slime.config.ranges import COUNT, FRACTION
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,17 @@ class DebugConfig:
     )
     profile_steps: str | None = flag(
         None, "A:B traces the training of rollouts A to B-1 (PyTorch profiler, one file per rank and rollout)"
+    )
+    record_memory_history: bool = flag(
+        False,
+        "record each allocation of the trainer's GPUs, and write a snapshot of each rank; when it is out of "
+        "memory, too",
+    )
+    memory_snapshot_num_steps: int | None = flag(
+        None, "rollouts that are trained before the snapshot (default: all of the run)", range=COUNT
+    )
+    memory_snapshot_dir: str | None = flag(
+        None, "directory of the snapshots (default: profile/ in the run directory)"
     )
 
 

@@ -53,6 +53,7 @@ from slime.tracking.events import Events, Spans
 from slime.tracking.memory import resident_peak_gib
 from slime.tracking.profiler import StepProfiler
 from slime.tracking.timers import Timers
+from slime.tracking.traces.memory_history import MemoryHistory
 
 
 class MegatronTrainer:
@@ -68,6 +69,7 @@ class MegatronTrainer:
         self._hook("custom_megatron_init_path", self.args)
         self.hf_config = load_hf_config(config.rollout.hf_checkpoint)
         self.timers = Timers.on(self.info.device)
+        self.memory_history = MemoryHistory(config, f"{name_of(config)}-{rank}")
         self.events = Events(f"{name_of(config)}-{rank}", config.logging.run_dir)
         self.timers.observer = self.spans = Spans(self.events, str(self.info.device))
         self.models = Models(config, self.hf_config, self.info, self.timers)
@@ -108,7 +110,8 @@ class MegatronTrainer:
         """The passes of a step alone, before `train` of the same data: the columns that other ranks get. Collective."""
         self.spans.set_rollout(rollout_id)
         doing = self._explained(f"scoring rollout {rollout_id}")
-        with doing, self.profiler.around(rollout_id, "passes"), self.timers.measure("trainer"):
+        trace = self.profiler.around(rollout_id, "passes")
+        with doing, self.memory_history.around(), trace, self.timers.measure("trainer"):
             self._score(rollout_id, data)
             filled = data.filled(sent_by(self.config))
         self._scored_at = time.perf_counter()
@@ -120,7 +123,8 @@ class MegatronTrainer:
         waited_s = 0.0 if self._scored_at is None else time.perf_counter() - self._scored_at
         self.spans.set_rollout(rollout_id)
         doing = self._explained(f"training rollout {rollout_id}")
-        with doing, self.profiler.around(rollout_id), self.timers.measure("trainer"):
+        trace = self.profiler.around(rollout_id)
+        with doing, self.memory_history.around(), trace, self.timers.measure("trainer"):
             if self._scored_at is None:
                 self._score(rollout_id, data)
             data.receive(received, self.info.device)
@@ -132,6 +136,7 @@ class MegatronTrainer:
             # `next_weights` releases the parameters
             self.models.main.residence.release("gradients", "optimizer")
         self.outputs.version = rollout_id + 1
+        self.memory_history.trained(rollout_id)
         if self.config.cluster.colocate and self.info.device.type == "cuda":
             torch.cuda.empty_cache()  # the allocator's cached blocks: the engine's keys and values come here
         perf = self.timers.flush()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Result: TypeAlias = "Sample | list[Sample]"
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 SERVICE = "vime-rollout"
+_EVERY_MS = 500
+"""A process that is killed loses the spans of that time."""
 
 
 class SampleSpans:
@@ -93,7 +95,8 @@ def _provider(endpoint: str) -> TracerProvider:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}), shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))
+    exporter = _exporter(endpoint)
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=_EVERY_MS))
     return provider
 
 
