@@ -1,12 +1,16 @@
 """Timers on a GPU: CUDA events tell the GPU's time without waiting for it, and phases their peak of memory."""
 
+import pickle
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from slime.config import Config
 from slime.tracking import Timers
 from slime.tracking.memory import device_memory, leave_free
+from slime.tracking.traces.memory_history import MemoryHistory
 
 pytestmark = pytest.mark.gpu
 
@@ -95,3 +99,24 @@ def test_cached_blocks_leave_the_bytes_free_that_others_allocate_later():
             torch.empty(3 * GIB, dtype=torch.uint8, device=device)
     finally:
         leave_free(device, 0)
+
+
+@pytest.mark.parametrize("when", ["after a rollout", "out of memory"])
+def test_a_snapshot_has_the_stack_of_an_allocation(tmp_path: Path, when: str) -> None:
+    flags = {"record_memory_history": True, "memory_snapshot_num_steps": 2, "run_dir": str(tmp_path)}
+    history = MemoryHistory(Config.from_flat(flags), "trainer-0")
+    kept = torch.empty(3 * 2**20, dtype=torch.uint8, device="cuda")
+    path = tmp_path / "profile/trainer-0-memory.pickle"
+    if when == "out of memory":
+        with pytest.raises(torch.OutOfMemoryError), history.around():
+            torch.empty(2**50, dtype=torch.uint8, device="cuda")
+    else:
+        history.trained(0)
+        assert not path.exists()
+        history.trained(1)
+    content = path.read_bytes()
+    allocations = [entry for device in pickle.loads(content)["device_traces"] for entry in device]
+    mine = [entry for entry in allocations if entry["action"] == "alloc" and entry["size"] == kept.nbytes]
+    assert any(frame["filename"] == __file__ for entry in mine for frame in entry["frames"])
+    history.trained(2)
+    assert path.read_bytes() == content, "one snapshot"

@@ -153,7 +153,7 @@ def _fate(event: Event) -> dict[str, object]:
 
 
 def weight_spans(run_dir: Path, process: str) -> Iterator[Span]:
-    """For each engine the version of its weights over time, while it serves; and the parts of updates."""
+    """For each engine the version of its weights over time, while it serves."""
     serving: dict[tuple[str, str], tuple[float, object]] = {}
     last = 0.0
 
@@ -163,19 +163,23 @@ def weight_spans(run_dir: Path, process: str) -> Iterator[Span]:
             fields = {"version": since[1], "model": engine[0]}
             yield Span(process, " ".join(engine), 0, f"weights {version}", since[0], end, fields)
 
-    for event in read_events(run_dir, ("engine", "weights", "part", "control_socket", "end", "error")):
+    for event in read_events(run_dir, ("engine", "weights", "control_socket", "end", "error")):
         last = max(last, event.time)
-        if event.kind == "part":
-            begin = event.time - event["seconds"]
-            title = f"part {event['part']} of weights {event['version']}"
-            yield Span(process, f"{event['model']} updates", 0, title, begin, event.time, event.fields)
-            continue
         for engine in _named(event, serving):
             yield from until(engine, event.time)
             if event.kind == "weights" or event.get("state") in ("serving", "leaving"):
                 serving[engine] = (event.time, event.get("version"))
     for engine in list(serving):
         yield from until(engine, last)
+
+
+def ended_spans(run_dir: Path, kind: str, process: str, track: str, title: str) -> Iterator[Span]:
+    """What an event tells when it has ended: parts of updates, turns of sessions. `title` has names of fields."""
+    found = [(event.time - event["seconds"], event) for event in read_events(run_dir, (kind,))]
+    lanes = Lanes(nested=False)
+    for begin, event in sorted(found, key=lambda pair: pair[0]):
+        lane = lanes.place((track,), begin, event.time)
+        yield Span(process, track, lane, title.format(**event.fields), begin, event.time, event.fields)
 
 
 def _named(event: Event, serving: Mapping[tuple[str, str], object]) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slime.config.sections.debug import profiled_steps
 from slime.tracking.journal import Event, Phase, phases, read_events
-from vime.view.spans import Lanes, Span, TraceEvent, Tracks, group_spans, weight_spans
+from vime.view.spans import Lanes, Span, TraceEvent, Tracks, ended_spans, group_spans, weight_spans
 
 _PHASES = ("run", "end", "error", "phase_begin", "phase_end")
 _MARKS = ("start", "step", "checkpoint", "evaluation", "engine", "dropped", "warning", "end", "error")
@@ -108,7 +108,9 @@ def trace(run_dir: Path, begin: float, end: float) -> Iterator[TraceEvent]:
     tracks = Tracks(begin)
     for span in _phase_spans(run_dir, begin, end):
         yield tracks.span(span)
-    for spans in (group_spans(run_dir, GROUPS), weight_spans(run_dir, ENGINES), _turns(run_dir)):
+    parts = ended_spans(run_dir, "part", ENGINES, "updates", "part {part} of weights {version}")
+    turns = ended_spans(run_dir, "turn", TURNS, "turn", "{session} turn {turn}")
+    for spans in (group_spans(run_dir, GROUPS), weight_spans(run_dir, ENGINES), parts, turns):
         for span in spans:
             if span.end >= begin and span.begin <= end:
                 yield tracks.span(span)
@@ -145,12 +147,3 @@ def _phase_spans(run_dir: Path, begin: float, end: float) -> Iterator[Span]:
 
 def _overlaps(phase: Phase, begin: float, end: float) -> bool:
     return phase.begin <= end and (phase.end is None or phase.end >= begin)
-
-
-def _turns(run_dir: Path) -> Iterator[Span]:
-    lanes = Lanes(nested=False)
-    turns = [(turn.time - turn["seconds"], turn) for turn in read_events(run_dir, ("turn",))]
-    for began, turn in sorted(turns, key=lambda found: found[0]):
-        lane = lanes.place((TURNS,), began, turn.time)
-        title = f"{turn['session']} turn {turn['turn']}"
-        yield Span(TURNS, "turn", lane, title, began, turn.time, turn.fields)

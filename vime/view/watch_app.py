@@ -117,7 +117,7 @@ class WatchApp(App[None]):
 
     def _show(self) -> None:
         look, width = self._look, self.size.width
-        if look is None:
+        if look is None or not self.query("#head"):  # the view ends
             return
         self.query_one("#head", Static).update(draw.joined(draw.head(self._name, look, width)))
         for view in self.query(CurveView):
@@ -134,6 +134,9 @@ class WatchApp(App[None]):
         return self.query_one(f"#{part}", Part).scrollable_content_region.width
 
     def on_resize(self) -> None:
+        self.call_after_refresh(self._rearrange)
+
+    def _rearrange(self) -> None:
         self._place()
         self.call_after_refresh(self._show)
 
@@ -146,5 +149,4 @@ class WatchApp(App[None]):
     def action_more(self) -> None:
         """The other curves, where not all have room."""
         self._page = (self._page + 1) % -(-len(CURVES) // PAGE)
-        self._place()
-        self.call_after_refresh(self._show)
+        self._rearrange()
