@@ -12,6 +12,9 @@ import pytest
 from checkouts import ROOT, in_shell, linked_checkout, use_this_environment
 from train_fixtures import rows
 
+from vime.cli import main
+from vime.view.watch_data import WatchedRun
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 COMMAND = "WARM_UP=2 bash scripts/run-tiny-grpo.sh --num-rollout 2"
 
@@ -26,6 +29,25 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_model_warm_up_rollouts_and_plots(tiny_run: Path) -> None:
     assert (tiny_run / "grpo/plots/overview.png").is_file()
     assert sorted(rows(tiny_run / "grpo", "rollout/step")) == [0, 1]
+
+
+def test_the_views_of_the_run(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = str(tiny_run / "grpo")
+    look = WatchedRun(tiny_run / "grpo").look()
+    assert (look.summary.state, look.summary.rollout) == ("finished", 1)
+    assert {"reward", "loss", "tokens/s", "gradient norm"} <= look.curves.keys() and "addition" in look.scores
+    assert all(one.seconds > 0 and one.tokens and one.sample is not None for one in look.slow) and look.slow
+    assert main(["trace", run_dir, "--steps", "1:2", "--out", str(tmp_path / "trace.json")]) == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {"driver", "rollout", "trainer-0", "engines", "groups"} <= {
+        event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
+    spans = {event["name"] for event in events if event["ph"] == "X"}
+    assert {"rollout 1", "actor_train 1", "update 1", "weights 1"} <= spans
+    assert "actor_train 0" not in spans
+    assert main(["compare", run_dir, run_dir]) == 0
+    text = capsys.readouterr().out
+    assert "No flag differs." in text and "### score: `eval/addition`" in text and "0 [0, 0]" in text
 
 
 @pytest.mark.slow

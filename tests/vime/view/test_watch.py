@@ -72,7 +72,7 @@ def test_a_finished_run(tmp_path: Path, size: tuple[int, int]) -> None:
         assert title in text
     assert ("gradient norm" in text) is (size == LARGE)
     assert " 0.300 " in text + " " and "1,300" in text
-    assert any(line.startswith("engine-0   ended ") for line in found)
+    assert any(line.split()[:2] == ["engine-0", "ended"] for line in found)
     assert "    4.25      77      24      6" in text, "the slowest sample"
     assert "warnings: 1" in text and "rollout group 3 is late" in text and "\x1b" not in text
     assert "q quit" in found[-1]
