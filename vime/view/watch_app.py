@@ -76,11 +76,12 @@ class WatchApp(App[None]):
         Binding("m", "more", "more curves"),
     ]
     ENABLE_COMMAND_PALETTE = False
+    TITLE = "vime watch"
 
     def __init__(self, run: WatchedRun, name: str, every_s: float) -> None:
         super().__init__()
         self.problem: ValueError | None = None
-        self._run, self._name, self._every_s = run, name, every_s
+        self._run, self._run_name, self._every_s = run, name, every_s
         self._page = 0
         self._look: Look | None = None
         self._looking = asyncio.Lock()
@@ -119,7 +120,7 @@ class WatchApp(App[None]):
         look, width = self._look, self.size.width
         if look is None or not self.query("#head"):  # the view ends
             return
-        self.query_one("#head", Static).update(draw.joined(draw.head(self._name, look, width)))
+        self.query_one("#head", Static).update(draw.joined(draw.head(self._run_name, look, width)))
         for view in self.query(CurveView):
             view.show(look)
         parts = {

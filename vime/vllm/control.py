@@ -93,7 +93,8 @@ class VllmControl:
                 found[name].append(float(line.split()[-1]))
         if missing := [name for name, values in found.items() if not values]:
             raise ControlError(
-                f"engine {self.url} must tell {', '.join(missing)}, got a page of metrics without"
+                f"engine {self.url} must have the metrics {', '.join(missing)}, got a page without them; use a vLLM "
+                "that `vime doctor` accepts"
             )
         running, waiting, caches = found.values()
         return Load(round(sum(running)), round(sum(waiting)), sum(caches) / len(caches))
