@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from vime.bench.compare import EXCEPTED, OF_A_RUN
 from vime.bench.statistics import LEVEL, MIN_PAIRS
 from vime.view.compare_curves import curve_lines, score_lines
-from vime.view.compare_runs import SEEDS, Run, differing, pair_up, runs_of
+from vime.view.compare_runs import SEEDS, ComparedRun, differing, pair_up, runs_of
 
 _LONGEST = 80
 _NOT_COMPARED = ("command", "directory", "time", "host.name")
@@ -57,7 +57,7 @@ def comparison(one: str, other: str) -> Iterator[str]:
     yield from score_lines(pairs)
 
 
-def _runs(sides: tuple[list[Run], list[Run]]) -> Iterator[str]:
+def _runs(sides: tuple[list[ComparedRun], list[ComparedRun]]) -> Iterator[str]:
     yield f"| side | run | state | rollouts | {' | '.join(SEEDS)} |"
     yield f"| --- | --- | --- | ---: |{' ---: |' * len(SEEDS)}"
     for side, runs in zip("AB", sides, strict=True):
@@ -67,7 +67,7 @@ def _runs(sides: tuple[list[Run], list[Run]]) -> Iterator[str]:
             yield f"| {side} | {code(run.name)} | {run.state} | {trained} | {seeds} |"
 
 
-def _configuration(sides: tuple[list[Run], list[Run]]) -> list[str]:
+def _configuration(sides: tuple[list[ComparedRun], list[ComparedRun]]) -> list[str]:
     if any(not run.config for runs in sides for run in runs):
         return ["A run has no config.json, so flags are not compared."]
     found = differing(*([run.config for run in runs] for runs in sides))
@@ -78,7 +78,7 @@ def _configuration(sides: tuple[list[Run], list[Run]]) -> list[str]:
     return list(_table("flag", rows))
 
 
-def _environment(sides: tuple[list[Run], list[Run]]) -> list[str]:
+def _environment(sides: tuple[list[ComparedRun], list[ComparedRun]]) -> list[str]:
     if any(not run.environment for runs in sides for run in runs):
         return ["A run has no environment.json, so versions are not compared."]
     found = differing(*([run.environment for run in runs] for runs in sides))

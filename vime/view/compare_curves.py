@@ -15,9 +15,9 @@ from vime.bench.record import METRICS
 from vime.bench.statistics import Array, Difference, Sides, Summary, paired_difference, summarise
 from vime.bench.verdicts import SPEED_OVER, WORDS, number
 from vime.run_metrics import UNITS
-from vime.view.compare_runs import Run
+from vime.view.compare_runs import ComparedRun
 
-Pairs = Sequence[tuple[Run, Run]]
+Pairs = Sequence[tuple[ComparedRun, ComparedRun]]
 WINDOWS = 4
 NAMES = (
     *("rollout/raw_reward", "train/loss", "rollout/response_len/mean", "train/ppo_kl", "train/kl_loss"),
@@ -69,7 +69,7 @@ def _quarters(first: int, last: int) -> list[tuple[int, int]]:
 def _row(pairs: Pairs, name: str, unit: str, begin: int, end: int) -> str:
     over = SPEED_OVER.get(name)
 
-    def weights_of(run: Run) -> Array:
+    def weights_of(run: ComparedRun) -> Array:
         return np.ones(end - begin + 1) if over is None else _values(run, over, begin, end)
 
     values: list[Sides] = [(_values(a, name, begin, end), _values(b, name, begin, end)) for a, b in pairs]
@@ -84,7 +84,7 @@ def _row(pairs: Pairs, name: str, unit: str, begin: int, end: int) -> str:
     return f"| {begin} to {end} | {' | '.join(map(_said, sides))} | {told(difference)} |"
 
 
-def _values(run: Run, name: str, begin: int, end: int) -> Array:
+def _values(run: ComparedRun, name: str, begin: int, end: int) -> Array:
     """[S], NaN where the run did not log the metric."""
     found = np.full(end - begin + 1, np.nan)
     if (series := run.series.get(name)) is not None:

@@ -22,7 +22,7 @@ _OWN_DIR = "<run_dir>"
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """What a run directory has. `summary`: None for a run without a journal, of an older version."""
 
     name: str
@@ -41,7 +41,7 @@ class Run:
         return "unknown" if self.summary is None else self.summary.state
 
 
-def runs_of(pattern: str) -> list[Run]:
+def runs_of(pattern: str) -> list[ComparedRun]:
     """The runs of a side: of a directory, or of a pattern such as 'runs/a-seed-*', in the order of their names.
 
     ValueError if there are none, or if one of them is not a run.
@@ -56,7 +56,7 @@ def runs_of(pattern: str) -> list[Run]:
     return [read_run(path) for path in paths]
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> ComparedRun:
     if not any((path / name).exists() for name in RUN_FILES):
         raise ValueError(
             f"RUN must be a run directory, got {path} without {', '.join(RUN_FILES)}; give the --run-dir of a run"
@@ -68,7 +68,7 @@ def read_run(path: Path) -> Run:
         environment = dict(flatten(read_saved(path / ENVIRONMENT_FILE)))
     except PermissionError as error:
         raise ValueError(f"RUN must be a run that this user can read, got {error}; ask its owner") from error
-    return Run(path.name, dict(flatten(_placed(config))), environment, series, summary)
+    return ComparedRun(path.name, dict(flatten(_placed(config))), environment, series, summary)
 
 
 def _placed(config: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +85,9 @@ def _placed(config: dict[str, Any]) -> dict[str, Any]:
     return {name: told(value) for name, value in config.items()}
 
 
-def pair_up(one: list[Run], other: list[Run]) -> tuple[list[tuple[Run, Run]], str]:
+def pair_up(
+    one: list[ComparedRun], other: list[ComparedRun]
+) -> tuple[list[tuple[ComparedRun, ComparedRun]], str]:
     """Pairs of runs of the two sides, and in words how they were found: by equal seeds, else in their order."""
     seeds = [[run.seeds for run in side] for side in (one, other)]
     if set(seeds[0]) == set(seeds[1]) and all(len(set(side)) == len(side) for side in seeds):

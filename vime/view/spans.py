@@ -19,7 +19,7 @@ FIRST = ("driver", "rollout")
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """Something that took from `begin` to `end`, in seconds since the epoch."""
 
     process: str
@@ -59,7 +59,7 @@ class Tracks:
         self._processes: dict[str, int] = {}
         self._lanes: dict[tuple[str, str, int], int] = {}
 
-    def span(self, span: Span) -> TraceEvent:
+    def span(self, span: TraceSpan) -> TraceEvent:
         pid, tid = self._place(span.process, span.track, span.lane)
         begin, end = self._us(span.begin), self._us(span.end)
         found = {"ph": "X", "name": span.title, "cat": span.process, "pid": pid, "tid": tid}
@@ -117,7 +117,7 @@ class _Group:
     fate: dict[str, object] = field(default_factory=dict)
 
 
-def group_spans(run_dir: Path, process: str) -> Iterator[Span]:
+def group_spans(run_dir: Path, process: str) -> Iterator[TraceSpan]:
     """Each group from its draw to the end of its last sample, with what became of it. One that a killed run left, or
     that still runs, ends with the last event of a group."""
     found, known, last = list[_Group](), dict[int, _Group](), 0.0
@@ -137,7 +137,7 @@ def group_spans(run_dir: Path, process: str) -> Iterator[Span]:
         end = last if group.end is None else group.end
         lane = lanes.place((process,), group.begin, end)
         title = f"group {group.number}"
-        yield Span(process, "in generation", lane, title, group.begin, end, group.fate)
+        yield TraceSpan(process, "in generation", lane, title, group.begin, end, group.fate)
 
 
 def _fate(event: Event) -> dict[str, object]:
@@ -152,16 +152,16 @@ def _fate(event: Event) -> dict[str, object]:
     return {"fate": event.kind.replace("_", " ")}
 
 
-def weight_spans(run_dir: Path, process: str) -> Iterator[Span]:
+def weight_spans(run_dir: Path, process: str) -> Iterator[TraceSpan]:
     """For each engine the version of its weights over time, while it serves."""
     serving: dict[tuple[str, str], tuple[float, object]] = {}
     last = 0.0
 
-    def until(engine: tuple[str, str], end: float) -> Iterator[Span]:
+    def until(engine: tuple[str, str], end: float) -> Iterator[TraceSpan]:
         if (since := serving.pop(engine, None)) is not None:
             version = "of the checkpoint" if since[1] is None else since[1]
             fields = {"version": since[1], "model": engine[0]}
-            yield Span(process, " ".join(engine), 0, f"weights {version}", since[0], end, fields)
+            yield TraceSpan(process, " ".join(engine), 0, f"weights {version}", since[0], end, fields)
 
     for event in read_events(run_dir, ("engine", "weights", "control_socket", "end", "error")):
         last = max(last, event.time)
@@ -173,13 +173,13 @@ def weight_spans(run_dir: Path, process: str) -> Iterator[Span]:
         yield from until(engine, last)
 
 
-def ended_spans(run_dir: Path, kind: str, process: str, track: str, title: str) -> Iterator[Span]:
+def ended_spans(run_dir: Path, kind: str, process: str, track: str, title: str) -> Iterator[TraceSpan]:
     """What an event tells when it has ended: parts of updates, turns of sessions. `title` has names of fields."""
     found = [(event.time - event["seconds"], event) for event in read_events(run_dir, (kind,))]
     lanes = Lanes(nested=False)
     for begin, event in sorted(found, key=lambda pair: pair[0]):
         lane = lanes.place((track,), begin, event.time)
-        yield Span(process, track, lane, title.format(**event.fields), begin, event.time, event.fields)
+        yield TraceSpan(process, track, lane, title.format(**event.fields), begin, event.time, event.fields)
 
 
 def _named(event: Event, serving: Mapping[tuple[str, str], object]) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slime.config.sections.debug import profiled_steps
 from slime.tracking.journal import Event, Phase, phases, read_events
-from vime.view.spans import Lanes, Span, TraceEvent, Tracks, ended_spans, group_spans, weight_spans
+from vime.view.spans import Lanes, TraceEvent, TraceSpan, Tracks, ended_spans, group_spans, weight_spans
 
 _PHASES = ("run", "end", "error", "phase_begin", "phase_end")
 _MARKS = ("start", "step", "checkpoint", "evaluation", "engine", "dropped", "warning", "end", "error")
@@ -132,7 +132,7 @@ def _title(event: Event) -> str:
     return f"dropped: {event['reason']}" if event.kind == "dropped" else event.kind
 
 
-def _phase_spans(run_dir: Path, begin: float, end: float) -> Iterator[Span]:
+def _phase_spans(run_dir: Path, begin: float, end: float) -> Iterator[TraceSpan]:
     """Lanes of a process hold phases that are in each other, or one after the other."""
     lanes = Lanes()
     found = [phase for phase in phases(read_events(run_dir, _PHASES)) if _overlaps(phase, begin, end)]
@@ -142,7 +142,7 @@ def _phase_spans(run_dir: Path, begin: float, end: float) -> Iterator[Span]:
         known = {"rollout": phase.rollout, "device": phase.device, "ended": phase.end is not None}
         fields = {name: value for name, value in known.items() if value not in (None, "")}
         title = phase.name if phase.rollout is None else f"{phase.name} {phase.rollout}"
-        yield Span(phase.source, phase.device or "main", lane, title, phase.begin, stop, fields)
+        yield TraceSpan(phase.source, phase.device or "main", lane, title, phase.begin, stop, fields)
 
 
 def _overlaps(phase: Phase, begin: float, end: float) -> bool:

@@ -40,7 +40,7 @@ class CurveView(Static):
         return draw.joined(draw.curve(self.curve, points, self.size.width, self.size.height))
 
 
-class Part(VerticalScroll):
+class Listing(VerticalScroll):
     """A list that scrolls with the arrow keys while it has the focus."""
 
     def __init__(self, name: str) -> None:
@@ -63,8 +63,8 @@ class WatchApp(App[None]):
     #curves { grid-size: 2; grid-gutter: 0 2; height: 3fr; }
     #lists { height: 2fr; }
     .curve { height: 100%; }
-    Part { height: 100%; scrollbar-size-vertical: 1; }
-    Part:focus { background: $boost; }
+    Listing { height: 100%; scrollbar-size-vertical: 1; }
+    Listing:focus { background: $boost; }
     #engines { width: 3fr; margin-right: 2; }
     #slow { width: 2fr; }
     #warnings { height: 3; }
@@ -92,9 +92,9 @@ class WatchApp(App[None]):
             for curve in CURVES:
                 yield CurveView(curve)
         with Horizontal(id="lists"):
-            yield Part("engines")
-            yield Part("slow")
-        yield Part("warnings")
+            yield Listing("engines")
+            yield Listing("slow")
+        yield Listing("warnings")
         yield Footer()
 
     async def on_mount(self) -> None:
@@ -129,10 +129,10 @@ class WatchApp(App[None]):
             "warnings": draw.warnings(look.summary, self._width_of("warnings")),
         }
         for name, lines in parts.items():
-            self.query_one(f"#{name}", Part).show(lines)
+            self.query_one(f"#{name}", Listing).show(lines)
 
     def _width_of(self, part: str) -> int:
-        return self.query_one(f"#{part}", Part).scrollable_content_region.width
+        return self.query_one(f"#{part}", Listing).scrollable_content_region.width
 
     def on_resize(self) -> None:
         self.call_after_refresh(self._rearrange)

@@ -20,8 +20,8 @@ class LoggingConfig:
     )
     otlp_traces_endpoint: str | None = flag(
         None,
-        "OpenTelemetry collector that gets a span of each sample, such as http://localhost:4317; OTEL_EXPORTER_OTLP_"
-        "TRACES_PROTOCOL may be http/protobuf. --vllm-otlp-traces-endpoint sends vLLM's spans",
+        "OpenTelemetry collector that gets a span of each sample, such as http://localhost:4317; with "
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf such as http://localhost:4318/v1/traces",
     )
     use_tensorboard: bool = flag(False, "write TensorBoard events")
     tb_project_name: str | None = flag(

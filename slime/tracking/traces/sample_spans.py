@@ -1,8 +1,8 @@
 """How long each sample takes: the slowest one of a group for the journal, and a span of each one for OpenTelemetry.
 
 --otlp-traces-endpoint URL sends the spans. A span "sample" begins when the sample may be generated, and ends when it
-has its reward, so it contains the wait for the engines. vLLM sends spans of its requests with
---vllm-otlp-traces-endpoint. As in vLLM, the variable OTEL_EXPORTER_OTLP_TRACES_PROTOCOL chooses the protocol.
+has its reward, so it contains the wait for the engines. The variable OTEL_EXPORTER_OTLP_TRACES_PROTOCOL chooses the
+protocol, as in other programs.
 """
 
 from __future__ import annotations
