@@ -102,8 +102,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
             await until(pilot, lambda: " running  mine  3/4" in lines(pilot.app)[0])
             await until(pilot, lambda: "now: trainer-0 train" in lines(pilot.app)[1])
             await until(pilot, lambda: any("reward  0 to 2" in line for line in lines(pilot.app)))
-            (engine,) = [line for line in lines(pilot.app) if line.startswith("engine-0")]
-            assert engine[:45].split() == ["engine-0", "serving", "3", "50%", "7", "2"]
+            await until(pilot, lambda: is_shown(pilot.app, "engine-0   serving      3   50%   7    2"))
             assert "left" in lines(pilot.app)[0]
         await until(pilot, lambda: lines(pilot.app)[0].startswith(" finished "))
 
