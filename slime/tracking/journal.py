@@ -225,7 +225,7 @@ class OpenPhases:
             ended.append(_phase(begin, event.time))
         return ended
 
-    def open(self) -> list[Phase]:
+    def going_on(self) -> list[Phase]:
         """By their begin."""
         running = (_phase(begin, None) for begins in self._running.values() for begin in begins)
         return sorted(running, key=lambda phase: phase.begin)
@@ -235,7 +235,7 @@ def phases(events: Iterable[Event]) -> list[Phase]:
     """The phases of a run by their begin; without an end if they go on."""
     running = OpenPhases()
     found = [phase for event in events for phase in running.add(event)]
-    return sorted([*found, *running.open()], key=lambda phase: phase.begin)
+    return sorted([*found, *running.going_on()], key=lambda phase: phase.begin)
 
 
 def _phase(begin: Event, end: float | None) -> Phase:

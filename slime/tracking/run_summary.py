@@ -107,7 +107,7 @@ class SummaryOfEvents:
             summary.step_s = statistics.median(b - a for a, b in itertools.pairwise(self._ends))
         _judge(summary, self._run)
         if summary.state == "running":
-            summary.doing = self._phases.open()
+            summary.doing = self._phases.going_on()
             if summary.step_s is not None and summary.rollouts is not None and summary.rollout is not None:
                 summary.eta_s = summary.step_s * (summary.rollouts - summary.rollout - 1)
         return summary
