@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from slime.tracking.journal import Event, read_events
 
-TraceEvent: TypeAlias = dict[str, Any]
+TraceEvent: TypeAlias = dict[str, object]
 _US = 1e6
 FIRST = ("driver", "rollout")
 
