@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -219,14 +220,14 @@ except ValueError as error:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "config.json"])
-def test_a_run_of_another_user_that_may_not_be_read(tmp_path: Path, name: str) -> None:
-    run_dir = make_run(tmp_path / "run")
-    (run_dir / name).chmod(0o600)
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        folder.chmod(0o755)
-    run = subprocess.run(
-        [sys.executable, "-c", AS_NOBODY, str(run_dir)], capture_output=True, text=True, check=True
-    )
+def test_a_run_of_another_user_that_may_not_be_read(name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are open to their user alone
+        Path(folder).chmod(0o755)
+        run_dir = make_run(Path(folder, "run"))
+        (run_dir / name).chmod(0o600)
+        run = subprocess.run(
+            [sys.executable, "-c", AS_NOBODY, str(run_dir)], capture_output=True, text=True, check=True
+        )
     assert (
         f"RUN_DIR must be a run that this user can read, got no permission for {run_dir / name}" in run.stdout
     )
