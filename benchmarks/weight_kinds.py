@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 
 from rl_kernel.benchmarks.machine import describe
 from slime.protocols import WeightUpdate
-from slime.weight_sync.channel import TrainerPlace
+from slime.weight_sync.channel import Export, TrainerPlace
 from slime.weight_sync.delta import sparse
 from slime.weight_sync.delta.local_copy import LocalCopy, Place
 from slime.weight_sync.delta.payload import apply, octets, words
@@ -40,6 +40,7 @@ from slime.weight_sync.delta.registry import ENCODINGS, encoding
 from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.publisher import Publisher
+from slime.weight_sync.slices import whole_slices
 
 RANK = 32
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -98,7 +99,7 @@ def step(old: Tensors, new: Tensors, scratch: Path) -> dict[str, Any]:
 
 def full(tensors: Tensors, scratch: Path) -> dict[str, float]:
     channel = FileChannel(scratch / "full")
-    seconds, update = timed(lambda: channel.publish(tensors.items(), 1))
+    seconds, update = timed(lambda: channel.publish(whole_slices(tensors.items()), 1))
     size = Path(update.info["path"]).stat().st_size
     shutil.rmtree(scratch / "full")
     return {"bytes": size, "trainer_s": seconds}
@@ -108,12 +109,12 @@ def delta(old: Tensors, new: Tensors, name: str, scratch: Path) -> dict[str, flo
     trainer, host = [], []
     for _ in range(1):
         snapshot, copy = Snapshot(name, "xxh3-128"), LocalCopy(scratch / "copy")
-        source = FileChannel(scratch / "whole").publish(snapshot.taken(lambda: iter(old.items())), 0)
+        source = FileChannel(scratch / "whole").publish(whole_slices(snapshot.taken(Export(old.items))), 0)
         copy.keep(source.info["path"], Place("chain", 0))
         files = FileChannel(scratch / "delta", stem="delta")
 
         def publish(snapshot: Snapshot = snapshot, files: FileChannel = files) -> WeightUpdate:
-            return files.publish(snapshot.payloads(lambda: iter(new.items())), 1)
+            return files.publish(whole_slices(snapshot.payloads(Export(new.items))), 1)
 
         seconds, update = timed(publish, 1)
         trainer.append(seconds)
@@ -180,7 +181,9 @@ def peak(case: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
         place = TrainerPlace(Path(root), 1 << 29, torch.device("cpu"), 60.0)
         snapshot = None if case == "full" else Snapshot("xor", "xxh3-128")
-        publisher = Publisher.of("disk", place, lambda: export(version), compare=False, snapshot=snapshot)
+        publisher = Publisher.of(
+            "disk", place, Export(lambda: export(version)), compare=False, snapshot=snapshot
+        )
         before = _status("VmRSS")
         for version in range(2 if case == "delta" else 1):
             Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak counts from here

@@ -35,9 +35,25 @@ def as_stored(tensors: Tensors, hf: Hf) -> Tensors:
     return tensors
 
 
-def as_held(tensors: Iterator[tuple[str, Tensor]], hf: Hf) -> Iterator[tuple[str, Tensor]]:
-    """The names and tensors of an export, for a family whose files have them as the weight table does."""
-    return tensors
+@dataclass(frozen=True)
+class Written:
+    """A tensor of the weight table in the form of the files."""
+
+    name: str
+    tensor: Tensor
+    number: int | None = None
+    """Its place in a stack of `of` such tensors. None: it is alone."""
+    of: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor in the files."""
+        return (*(() if self.number is None else (self.of,)), *self.tensor.shape)
+
+
+def as_held(name: str, tensor: Tensor, hf: Hf) -> Written:
+    """A family whose files have tensors as the weight table does."""
+    return Written(name, tensor)
 
 
 def later_layers(hf: Hf) -> tuple[str, ...]:
@@ -87,8 +103,9 @@ class Family:
     """How they are trained. None for a family that cannot."""
     stored: Callable[[Tensors, Hf], Tensors] = as_stored
     """Presents the tensors of files that store them in another form, such as quantised."""
-    written: Callable[[Iterator[tuple[str, Tensor]], Hf], Iterator[tuple[str, Tensor]]] = as_held
-    """Gives exported tensors the form of files that engines and transformers read."""
+    written: Callable[[str, Tensor, Hf], Written] = as_held
+    """Gives an exported tensor the form of files that engines and transformers read. A stack is filled by tensors of
+    rows without HF parts; of a tensor-parallel shard, it gives the shard of the same rank, cut along one axis."""
     flags: tuple[tuple[str, Callable[[Hf], object]], ...] = ()
     """MODEL_ARGS whose value only this family knows: name -> value for a config.json."""
 
@@ -101,6 +118,22 @@ class Family:
             if match := re.fullmatch(pattern, parameter):
                 return row, tuple(name.format(**match.groupdict()) for name in row.hf)
         raise KeyError(f"{parameter} has no row in the {self.model_type} table")
+
+    def exported(self, tensors: Iterable[tuple[str, Tensor]], hf: Hf) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of the weight table -> those of the files. Holds the stacks of one layer at a time."""
+        stacks: dict[str, Tensor] = {}
+        missing: dict[str, int] = {}
+        for name, tensor in tensors:
+            made = self.written(name, tensor, hf)
+            if made.number is None:
+                yield made.name, made.tensor
+                continue
+            if made.name not in stacks:
+                stacks[made.name], missing[made.name] = made.tensor.new_empty(made.shape), made.of
+            stacks[made.name][made.number] = made.tensor
+            missing[made.name] -= 1
+            if not missing[made.name]:
+                yield made.name, stacks.pop(made.name)
 
     def ignores(self, hf_name: str) -> bool:
         return any(

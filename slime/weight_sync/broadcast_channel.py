@@ -71,7 +71,7 @@ class BroadcastChannel(WeightChannel):
             self._invite(receivers)
         turn = 0
         for load in (True, False) if compare else (True,):
-            for tensors in grouped(export(), self.bucket_bytes):
+            for tensors in grouped(export.whole(), self.bucket_bytes):
                 if not sends:
                     yield WeightUpdate(version, self.name, {}, lasting=False)
                     continue

@@ -22,10 +22,33 @@ import torch
 from torch import Tensor
 
 from slime.protocols import WeightUpdate
+from slime.weight_sync.ranks import is_first
+from slime.weight_sync.slices import Slice, whole_slices
 from slime.weight_sync.variables import ENGINE_VARIABLE, LOCAL_DIR_VARIABLE, WEIGHT_DIR_VARIABLE
 
-Export = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Gives all weights with their HF names, from the first one in each call. Collective over trainer ranks."""
+Named = tuple[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Export:
+    """The weights that a trainer rank publishes, by HF name. Every call begins with the first one."""
+
+    whole: Callable[[], Iterable[Named]]
+    """All weights, on all ranks. Collective."""
+    own: Callable[[], Iterable[Slice]] | None = None
+    """The slices of this rank. All ranks together have each value once. None: rank 0 has all weights."""
+
+    def slices(self) -> Iterable[Slice]:
+        """What this rank gives to engines. Collective."""
+        if self.own is not None:
+            return self.own()
+        if is_first():
+            return whole_slices(self.whole())
+        for _ in self.whole():  # the other ranks only take part
+            pass
+        return ()
+
+
 Info = Mapping[str, Any]
 """The content of a part's message, from JSON. Each channel has its own keys."""
 

@@ -1,5 +1,6 @@
 """The file channel: each version of the weights is a folder that trainer and engines both see (/dev/shm on one host, a
-network disk for several hosts). The folder has one safetensors file, so that any engine can load it as a model.
+network disk for several hosts). The folder has one safetensors file, so that any engine can load it as a model. All
+trainer ranks write it together, each its own slices (slime.weight_sync.sliced_file).
 
 The engine's side refuses files outside its weight directory, and with --check-weight-update-equal files whose tensors
 are not those that the trainer hashed.
@@ -17,23 +18,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from slime.checkpoints.hf_config import OpenFile
 from slime.disk_space import Room, require_room
 from slime.protocols import WeightUpdate
 from slime.weight_sync.channel import Export, Info, Part, TrainerPlace, WeightChannel, Worker
+from slime.weight_sync.ranks import everywhere, is_first, on_all_ranks
+from slime.weight_sync.sliced_file import SlicedFile, octets
+from slime.weight_sync.slices import Slice, Where, places_of_all
 from slime.weight_sync.variables import WEIGHT_DIR_VARIABLE
 
 FILE = "model.safetensors"
+Digests = dict[str, list[tuple[Where, str]]]
+"""HF name of a tensor -> where a slice of it is, and the slice's `tensor_digest`."""
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """sha256 hex digest of the tensor's bytes in row-major order; equal exactly when dtype, order and bits are."""
-    octets = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(octets.data).hexdigest()
+    return hashlib.sha256(octets(tensor).data).hexdigest()
 
 
 class FileChannel(WeightChannel):
@@ -67,41 +70,47 @@ class FileChannel(WeightChannel):
     def parts(
         self, export: Export, version: int, *, compare: bool, receivers: dict[str, int]
     ) -> Iterator[WeightUpdate]:
-        """One part, the whole file. Rank 0 writes it; the other ranks take part in the export only."""
-        if dist.get_rank() == 0:
-            yield self.publish(export(), version, checksums=compare)
-        else:
-            for _ in export():
-                pass
-            yield WeightUpdate(version, self.name, {})
+        """One part, the whole file."""
+        yield self.publish(export.slices(), version, checksums=compare)
 
-    def publish(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, *, checksums: bool = False
-    ) -> WeightUpdate:
-        """Write all `(HF name, full tensor)` pairs as `version` and return what engines need to load it.
+    def publish(self, slices: Iterable[Slice], version: int, *, checksums: bool = False) -> WeightUpdate:
+        """Write the slices of all ranks as `version` and return what engines need to load it. Collective.
 
-        The file gets its name when it is complete. Holds one copy of the model in host memory. `checksums`: the update
-        holds the sha256 digest of each tensor, and engines compare their live weights with the file.
+        The file gets its name when it is complete. A rank reads one slice at a time. `checksums`: the update holds the
+        sha256 digest of each slice, and engines compare their live weights with the file.
         """
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
+        mine = list(slices)
         path = self.directory / f"{self.stem}-{version}" / FILE
-        partial = path.with_suffix(".partial")
+        file = SlicedFile(path.with_suffix(".partial"), places_of_all([each.place for each in mine]))
         what = f"version {version} of the weights"
-        require_room("--weight-dir", self.directory, sum(tensor.nbytes for tensor in state.values()), what)
+        digests: Digests = {}
         try:
-            with Room("--weight-dir", self.directory, what):
-                path.parent.mkdir(exist_ok=True, mode=0o700)
-                save_file(state, partial)
-                os.replace(partial, path)
+            with on_all_ranks(f"write {what}"):
+                if is_first():
+                    require_room("--weight-dir", self.directory, file.weights_bytes, what)
+                    with Room("--weight-dir", self.directory, what):
+                        path.parent.mkdir(exist_ok=True, mode=0o700)
+                        file.create()
+            with on_all_ranks(f"write {what}"), Room("--weight-dir", self.directory, what):
+                for place, data in file.write(mine):
+                    if checksums:
+                        of_tensor = digests.setdefault(place.name, [])
+                        of_tensor.append((place.where, hashlib.sha256(data.data).hexdigest()))
+            if is_first():
+                os.replace(file.path, path)
         finally:
-            partial.unlink(missing_ok=True)
-            with suppress(OSError):  # of a failed write, which leaves no file
-                path.parent.rmdir()
+            if is_first():
+                file.path.unlink(missing_ok=True)
+                with suppress(OSError):  # of a failed write, which leaves no file
+                    path.parent.rmdir()
+        found = everywhere(digests)
+        if not is_first():
+            return WeightUpdate(version, self.name, {}, size_bytes=file.weights_bytes)
         self._remove_older(version)
         info: dict[str, object] = {"path": str(path)}
         if checksums:
-            info["checksums"] = {name: tensor_digest(tensor) for name, tensor in state.items()}
-        return WeightUpdate(version, self.name, info, size_bytes=path.stat().st_size)
+            info["checksums"] = joined(found)
+        return WeightUpdate(version, self.name, info, size_bytes=file.weights_bytes)
 
     def _remove_older(self, version: int) -> None:
         if self._keep_files:
@@ -177,15 +186,33 @@ def allowed_path(path: str, root: str | None) -> str:
     return resolved
 
 
+def joined(of_ranks: Iterable[Digests]) -> Digests:
+    """The digests of all ranks' slices."""
+    found: Digests = {}
+    for digests in of_ranks:
+        for name, of_tensor in digests.items():
+            found.setdefault(name, []).extend(of_tensor)
+    return found
+
+
 def require_checksums(
-    names: Iterable[str], get: Callable[[str], torch.Tensor], checksums: Mapping[str, str]
+    names: Iterable[str],
+    get: Callable[[str], torch.Tensor],
+    checksums: Mapping[str, Iterable[tuple[Where, str]]],
 ) -> None:
-    """ValueError unless the tensors `names` are those of `checksums`, each with the sha256 of its raw bytes."""
+    """ValueError unless the tensors `names` are those of `checksums`, each with the digests of its slices."""
     given = set(names)
     wrong = given ^ checksums.keys()
-    wrong |= {name for name in given & checksums.keys() if tensor_digest(get(name)) != checksums[name]}
+    wrong |= {name for name in given & checksums.keys() if not _has(get(name), checksums[name])}
     if wrong:
         raise ValueError(
             f"the weight file must hold what the trainer hashed, got {len(wrong)} tensors that differ: "
             f"{', '.join(sorted(wrong)[:8])} (--check-weight-update-equal)"
         )
+
+
+def _has(tensor: torch.Tensor, digests: Iterable[tuple[Where, str]]) -> bool:
+    return all(
+        tensor_digest(tensor[tuple(slice(start, end) for start, end in where)]) == digest
+        for where, digest in digests
+    )

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
-
 from slime.protocols import FULL, WeightSet, WeightUpdate
 from slime.weight_sync.channel import Export, TrainerPlace, WeightChannel
 from slime.weight_sync.delta.series import DeltaSeries, figures
@@ -90,16 +88,9 @@ class Publisher:
         if self._deltas is not None:
             yield from self._deltas.parts(self._export, version, receivers)
             return
-        sent = 0
-
-        def counted() -> Iterator[tuple[str, Tensor]]:
-            nonlocal sent
-            for name, tensor in self._export():
-                sent += tensor.nbytes
-                yield name, tensor
-
-        channel = self._channel if receivers else self._files
-        for part in channel.parts(counted, version, compare=self._compare, receivers=receivers):
+        channel, sent = self._channel if receivers else self._files, 0
+        for part in channel.parts(self._export, version, compare=self._compare, receivers=receivers):
+            sent += part.size_bytes or 0
             yield replace(part, weights=self._weights, figures=figures(sent, 1.0))
 
     def _told(self, part: WeightUpdate) -> WeightUpdate:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 from slime.protocols import GenerateResult, WeightUpdate
 from slime.weight_sync.file_channel import FileChannel
+from slime.weight_sync.slices import whole_slices
 from vime.pool.control import request
 from vime.pool.router import RouterSpec
 from vime.vllm.control import VllmControl
@@ -64,7 +65,7 @@ def make_checkpoint(
 def publish_checkpoint(checkpoint: Path, directory: Path, version: int, *, checksums: bool) -> WeightUpdate:
     """The update that a trainer with the weights of `checkpoint` publishes as `version`."""
     state = load_file(checkpoint / "model.safetensors")
-    return FileChannel(directory).publish(state.items(), version, checksums=checksums)
+    return FileChannel(directory).publish(whole_slices(state.items()), version, checksums=checksums)
 
 
 def metric(url: str, key: str, name: str) -> float:

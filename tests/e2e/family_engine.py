@@ -17,6 +17,7 @@ from offline_engine import offline_engine
 from torch.multiprocessing import spawn
 
 from slime.weight_sync.file_channel import FileChannel
+from slime.weight_sync.slices import whole_slices
 
 TOKENS = [3, 7, 50, 21, 9, 88, 40, 2, 11, 63, 5, 29]
 """More than the window of tiny Mistral."""
@@ -66,7 +67,7 @@ def train(_: int, root: Path, names: Sequence[str], dtype: str | None, checksums
         channel = FileChannel(root / f"{name}-weights")
         for version in (0, 1):
             values = log_probs(model)
-            update = channel.publish(export_hf(model), version, checksums=checksums)
+            update = channel.publish(whole_slices(export_hf(model)), version, checksums=checksums)
             made.append((values.detach().cpu(), update))
             values.sum().backward()
             for parameter in unwrap(model).parameters():

@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 
 from slime.weight_sync.broadcast_channel import BroadcastChannel
 from slime.weight_sync.buckets import views
-from slime.weight_sync.channel import Worker
+from slime.weight_sync.channel import Export, Worker
 from slime.weight_sync.group import GivenUp, give_up
 
 pytestmark = pytest.mark.multi_gpu
@@ -88,7 +88,7 @@ class Trainer:
 
     def parts(self, state: dict[str, torch.Tensor], version: int, to: list[Receiver]) -> Iterator[Any]:
         names = {engine.name: 1 for engine in to}
-        return self.channel.parts(state.items, version, compare=False, receivers=names)
+        return self.channel.parts(Export(state.items), version, compare=False, receivers=names)
 
     def update(self, state: dict[str, torch.Tensor], version: int, to: list[Receiver]) -> float:
         """Seconds; told and answered as by the driver, without HTTP."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from slime.weight_sync.buckets import views
-from slime.weight_sync.channel import Worker
+from slime.weight_sync.channel import Export, Worker
 from slime.weight_sync.ipc_channel import IpcChannel
 
 pytestmark = pytest.mark.gpu
@@ -57,7 +57,7 @@ def test_another_process_reads_the_bits_of_every_version(engine, limit):
     for version in (1, 2, 3):
         wanted, got, parts = weights(version), {}, 0
         on_gpu = {name: tensor.cuda() for name, tensor in wanted.items()}
-        for part in channel.parts(lambda state=on_gpu: state.items(), version, compare=False, receivers={}):
+        for part in channel.parts(Export(on_gpu.items), version, compare=False, receivers={}):
             assert part.version == version and not part.lasting
             orders.put(json.dumps(part.info))
             got |= answers.get()
@@ -72,7 +72,7 @@ def test_another_process_reads_the_bits_of_every_version(engine, limit):
 def test_everything_comes_twice_to_be_compared(engine):
     channel = IpcChannel(1 << 30, torch.device("cuda", 0))
     state = {name: tensor.cuda() for name, tensor in weights(0).items()}
-    parts = list(channel.parts(lambda: state.items(), 7, compare=True, receivers={}))
+    parts = list(channel.parts(Export(state.items), 7, compare=True, receivers={}))
     assert [part.info["load"] for part in parts] == [True, False]
 
 
@@ -80,7 +80,7 @@ def test_wrong_places_are_refused(engine):
     orders, answers = engine
     channel = IpcChannel(4096, torch.device("cuda", 0))
     state = {"w": torch.ones(16, device="cuda")}
-    (part,) = channel.parts(lambda: state.items(), 0, compare=False, receivers={})
+    (part,) = channel.parts(Export(state.items), 0, compare=False, receivers={})
     name, dtype, shape, _ = part.info["tensors"][0]
     orders.put(json.dumps({**part.info, "tensors": [[name, dtype, shape, 4090]]}))
     assert "w must lie inside its bucket, got bytes 4090 to 4154 of 4096" in answers.get()

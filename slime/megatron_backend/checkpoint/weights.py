@@ -164,7 +164,7 @@ def export_hf(model: nn.Module, read: Read = live) -> Iterator[tuple[str, Tensor
     Tensors may share memory with the live parameters, so copy a tensor that is needed after the next optimizer step.
     """
     described = unwrapped(model)[0].hf_config
-    yield from family_for(described).written(_export_parts(model, read), described)
+    yield from family_for(described).exported(_export_parts(model, read), described)
 
 
 def _export_parts(model: nn.Module, read: Read) -> Iterator[tuple[str, Tensor]]:

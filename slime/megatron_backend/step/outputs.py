@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from slime.config import Config
 from slime.hooks import load_function
 from slime.megatron_backend.checkpoint.background import BackgroundSaves
 from slime.megatron_backend.checkpoint.merged import merged
+from slime.megatron_backend.checkpoint.own_slices import own_slices
 from slime.megatron_backend.checkpoint.peft import export_adapters, peft_config
 from slime.megatron_backend.checkpoint.weights import export_hf, live, save_hf
 from slime.megatron_backend.step.models import Models
 from slime.models.lora import sends_adapters
 from slime.protocols import CHECKPOINT, FULL, WeightSet, WeightUpdate
 from slime.roles import POLICY
-from slime.weight_sync.channel import TrainerPlace
+from slime.weight_sync.channel import Export, TrainerPlace
 from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.publisher import Publisher, Written
 
@@ -53,7 +53,7 @@ class Outputs:
         compare = flags.check_weight_update_equal
         if models.main.role is POLICY:
             self._publisher = Publisher.of(
-                *(flags.update_weight_transport, place, self._export),
+                *(flags.update_weight_transport, place, self._export()),
                 compare=compare,
                 weights=self._weights(),
                 snapshot=self._snapshot(),
@@ -114,11 +114,14 @@ class Outputs:
         args = self.config.namespace()
         return lambda folder, engines: hook(args, str(folder), engines)
 
-    def _export(self) -> Iterator[tuple[str, Tensor]]:
-        model, read = self.models.main.model, self.models.main.residence.read
+    def _export(self) -> Export:
+        main = self.models.main
         if sends_adapters(self.config):
-            return export_adapters(model, read)
-        return export_hf(model, merged(model, read))
+            return Export(lambda: export_adapters(main.model, main.residence.read))
+        return Export(
+            lambda: export_hf(main.model, merged(main.model, main.residence.read)),
+            lambda: own_slices(main.model, merged(main.model, main.residence.read)),
+        )
 
     def _save_hf(self, rollout_id: int) -> None:
         assert self.config.checkpoint.save_hf is not None

@@ -9,12 +9,12 @@ Shapes: E experts, H hidden, F width of an expert.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from slime.models.decoder import Decoder, Experts, Hf
-from slime.models.family import Family, Tensors
+from slime.models.family import Family, Tensors, Written
 from slime.models.layouts import Direct, GateUpTensor, Row, cat
 from slime.models.mxfp4 import dequantised
 from slime.models.reading import alternating_windows, expert_count, need, only, read_decoder
@@ -137,25 +137,14 @@ def _turned(tensor: Tensor) -> Tensor:
     return tensor.T if tensor.dim() == 2 else tensor
 
 
-def stacked(tensors: Iterator[tuple[str, Tensor]], hf: Hf) -> Iterator[tuple[str, Tensor]]:
+def stacked(name: str, tensor: Tensor, hf: Hf) -> Written:
     """What `OneByOne` took apart, as transformers and vLLM read it: weights [E, inputs, outputs] and biases
-    [E, outputs], gate and up next to each other. Holds the tensors of one layer at a time."""
-    count, open_stacks, missing = expert_count(hf), {}, {}
-    for name, tensor in tensors:
-        if not (one := _ONE.fullmatch(name)):
-            yield name, tensor
-            continue
-        whole = f"{one[1]}.{one[3]}"
-        if "gate_up" in name:
-            tensor = tensor.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
-        if tensor.dim() == 2:
-            tensor = tensor.T
-        if whole not in open_stacks:
-            open_stacks[whole], missing[whole] = tensor.new_empty(count, *tensor.shape), count
-        open_stacks[whole][int(one[2])] = tensor
-        missing[whole] -= 1
-        if not missing[whole]:
-            yield whole, open_stacks.pop(whole)
+    [E, outputs], gate and up next to each other."""
+    if not (one := _ONE.fullmatch(name)):
+        return Written(name, tensor)
+    if "gate_up" in name:
+        tensor = tensor.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+    return Written(f"{one[1]}.{one[3]}", _turned(tensor), int(one[2]), expert_count(hf))
 
 
 _FLAGS: tuple[tuple[str, Callable[[Hf], object]], ...] = (("disable_bias_linear", lambda hf: False),)

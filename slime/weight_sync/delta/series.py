@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor
 
 from slime.protocols import FULL, WeightSet, WeightUpdate
 from slime.weight_sync.channel import Export, WeightChannel
@@ -64,16 +63,9 @@ class DeltaSeries:
     def _whole(self, export: Export, version: int) -> Iterator[WeightUpdate]:
         self._chain = uuid.uuid4().hex
         weights = WeightSet("full", settings={"chain": self._chain, "version": version})
-        sent = 0
-
-        def counted() -> Iterator[tuple[str, Tensor]]:
-            nonlocal sent
-            for name, tensor in self._snapshot.taken(export):
-                sent += tensor.nbytes
-                yield name, tensor
-
-        for part in self._files.parts(counted, version, compare=self._compare, receivers={}):
-            yield replace(part, weights=weights, figures=figures(sent, 1.0))
+        taken = Export(lambda: self._snapshot.taken(export))
+        for part in self._files.parts(taken, version, compare=self._compare, receivers={}):
+            yield replace(part, weights=weights, figures=figures(part.size_bytes or 0, 1.0))
 
     def _delta(
         self, export: Export, base: int, version: int, receivers: dict[str, int]
@@ -92,7 +84,7 @@ class DeltaSeries:
         )
         share = self._snapshot.changed_bytes / max(1, self._snapshot.total_bytes)
         told = figures(sum(payload.nbytes for _, payload in payloads), share)
-        parts = self._channel.parts(lambda: payloads, version, compare=False, receivers=receivers)
+        parts = self._channel.parts(Export(lambda: payloads), version, compare=False, receivers=receivers)
         for part in parts:
             yield replace(part, weights=weights, lasting=False, figures=told)
 

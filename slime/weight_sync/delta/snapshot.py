@@ -29,7 +29,7 @@ class Snapshot:
     def taken(self, export: Export) -> Iterator[tuple[str, Tensor]]:
         """All weights, which are the snapshot from now on. The tensors are the snapshot's own."""
         self._tensors = {}
-        for name, tensor in export():
+        for name, tensor in export.whole():
             if dist.get_rank():
                 yield name, tensor
                 continue
@@ -40,7 +40,7 @@ class Snapshot:
         """A payload for each tensor, on the host; the snapshot has the new weights afterwards. Collective: the other
         ranks get tensors of the same sizes without data, because all ranks count the same buckets."""
         if dist.get_rank():
-            for _ in export():
+            for _ in export.whole():
                 pass
             sizes: list[list[tuple[str, int]]] = [[]]
             dist.broadcast_object_list(sizes)
@@ -51,7 +51,7 @@ class Snapshot:
 
     def _changes(self, export: Export) -> Iterator[tuple[str, Tensor]]:
         self.changed_bytes = self.total_bytes = 0
-        for name, tensor in export():
+        for name, tensor in export.whole():
             new = self._on_host(tensor.detach())
             old = self._tensors[name]
             if (new.dtype, new.shape) != (old.dtype, old.shape):

@@ -32,6 +32,7 @@ from session_cases import *  # noqa: F403 (tests)
 from slime import http
 from slime.protocols import GenerateResult
 from slime.weight_sync.file_channel import FileChannel
+from slime.weight_sync.slices import whole_slices
 from vime.pool.control import ControlError
 from vime.pool.external import ExternalEngine
 from vime.pool.pool import ServerPool
@@ -324,7 +325,7 @@ def test_a_refused_update_changes_nothing(served: Served) -> None:
     before = served.sample(seeds=(6,))[0]
     state = load_file(stack.other / "model.safetensors")
     del state["model.norm.weight"]
-    stack.parts = [FileChannel(stack.weight_dir).publish(state.items(), stack.version + 1)]
+    stack.parts = [FileChannel(stack.weight_dir).publish(whole_slices(state.items()), stack.version + 1)]
     with pytest.raises(ControlError, match=r"model\.norm\.weight missing from the file"):
         served.pool.publish(stack.version + 1)
     assert served.control.weight_version() == stack.version

@@ -13,6 +13,7 @@ from slime.models.lora import Lora
 from slime.protocols import CHECKPOINT, WeightSet, WeightUpdate
 from slime.weight_sync.channel import Part
 from slime.weight_sync.file_channel import FileChannel
+from slime.weight_sync.slices import whole_slices
 from vime.vllm.worker.adapter_loader import AdapterLoader
 
 LORA = Lora(8, 12.0)
@@ -41,7 +42,7 @@ def adapter(seed: int, modules: dict[str, tuple[int, int]] = MODULES) -> dict[st
 
 def update(directory: Path, version: int, tensors: dict[str, torch.Tensor], **record: object) -> WeightUpdate:
     settings = LORA.peft("base", {name.split(".lora_")[0] for name in tensors})
-    part = FileChannel(directory).publish(tensors.items(), version, checksums=True)
+    part = FileChannel(directory).publish(whole_slices(tensors.items()), version, checksums=True)
     weights = WeightSet(
         **{"kind": "adapter", "base_version": CHECKPOINT, "name": "policy", "settings": settings, **record}
     )

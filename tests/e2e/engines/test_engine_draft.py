@@ -14,6 +14,7 @@ from offline_engine import offline_engine
 from torch.multiprocessing import spawn
 
 from slime.weight_sync.file_channel import FileChannel
+from slime.weight_sync.slices import whole_slices
 
 pytestmark = pytest.mark.e2e
 
@@ -35,7 +36,7 @@ def publish(_: int, root: Path) -> None:
     channel = FileChannel(root / "weights")
     updates = []
     for version in (0, 1):
-        updates.append(channel.publish(export_hf(model), version, checksums=True))
+        updates.append(channel.publish(whole_slices(export_hf(model)), version, checksums=True))
         with torch.no_grad():
             for parameter in unwrap(model).mtp.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))

@@ -13,6 +13,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from slime.config import Config
 from slime.weight_sync.file_channel import FileChannel
+from slime.weight_sync.slices import whole_slices
 
 pytestmark = pytest.mark.e2e
 
@@ -78,7 +79,9 @@ def train(_: int, root: Path) -> None:
             for parameter in unwrap(model).parameters():
                 parameter.data.add_(0.01 * parameter.main_grad)
         found[seed] = log_probs(model).detach()
-        updates[seed] = FileChannel(root / "weights").publish(export_hf(model), version, checksums=True)
+        updates[seed] = FileChannel(root / "weights").publish(
+            whole_slices(export_hf(model)), version, checksums=True
+        )
     torch.save((found, updates), root / "trained.pt")
 
 

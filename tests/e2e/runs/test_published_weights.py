@@ -19,6 +19,7 @@ from train_fixtures import rows, run, samples, script, vime
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime.weight_sync.file_channel import FileChannel
+from slime.weight_sync.slices import whole_slices
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -77,7 +78,9 @@ def train(_: int, root: Path, tokens: list[int]) -> None:
         output = stage_output(model, ids, packed_layout(token_slice([len(tokens)]), device))
         logits = logits_of(model, output)[:-1, : hf_config["vocab_size"]].float()
         values = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        found.append((values.detach().cpu(), channel.publish(export_hf(model), version, checksums=True)))
+        found.append(
+            (values.detach().cpu(), channel.publish(whole_slices(export_hf(model)), version, checksums=True))
+        )
         if version:
             break
         values.mean().backward()

@@ -29,6 +29,7 @@ from slime.tracking.journal import read_events
 from slime.tracking.kinds import DAMAGED
 from slime.tracking.trackers import JsonlTracker
 from slime.weight_sync.file_channel import FileChannel
+from slime.weight_sync.slices import whole_slices
 from vime.run.disk_space import require_disk_space
 
 MIB = 2**20
@@ -134,11 +135,15 @@ def test_what_a_killed_save_left_makes_room(parts, tmp_path):
 def test_the_directory_of_weights(disk):
     folder = disk(4 * MIB)
     channel, tensor = FileChannel(folder / "weights"), torch.zeros(2 * MIB, dtype=torch.uint8)
-    channel.publish([("a", tensor)], 1)
-    text = refused(lambda: channel.publish([("a", tensor)], 2), "--weight-dir", folder / "weights")
+    channel.publish(whole_slices([("a", tensor)]), 1)
+    text = refused(
+        lambda: channel.publish(whole_slices([("a", tensor)]), 2), "--weight-dir", folder / "weights"
+    )
     assert "must have 2 MiB of room for version 2 of the weights, got 2 MiB free" in text
     rest = torch.zeros(2 * MIB - 8192, dtype=torch.uint8)  # the header does not fit
-    text = refused(lambda: channel.publish([("a" * 9000, rest)], 2), "--weight-dir", folder / "weights")
+    text = refused(
+        lambda: channel.publish(whole_slices([("a" * 9000, rest)]), 2), "--weight-dir", folder / "weights"
+    )
     assert "'No space left on device'" in text
     assert [file.name for file in (folder / "weights").iterdir()] == ["weights-1"]
 

@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 
 from slime.weight_sync import channel as channels
 from slime.weight_sync.broadcast_channel import BroadcastChannel
+from slime.weight_sync.channel import Export
 
 CPU = torch.device("cpu")
 Worker = tuple[str, int]
@@ -59,7 +60,7 @@ class Engines:
     def update(self, version: int, members: list[Worker], receivers: dict[str, int]) -> list[dict[str, Any]]:
         got: list[dict[str, Any]] = [{} for _ in members]
         state = weights(version)
-        parts = self.channel.parts(state.items, version, compare=False, receivers=receivers)
+        parts = self.channel.parts(Export(state.items), version, compare=False, receivers=receivers)
         part = next(parts)
         while part is not None:
             assert part.version == version and not part.lasting
@@ -97,7 +98,7 @@ def test_all_workers_get_the_bits_and_groups_follow_the_engines(engines: Engines
 
 def test_who_is_not_in_the_group_says_so(engines: Engines) -> None:
     state = weights(0)
-    parts = engines.channel.parts(state.items, 0, compare=False, receivers={"engine-7-1": 1})
+    parts = engines.channel.parts(Export(state.items), 0, compare=False, receivers={"engine-7-1": 1})
     orders, answers = engines.queues["engine-1-1", 0]
     orders.put(json.dumps(next(parts).info))
     assert answers.get() == "VIME_ENGINE must be one of ['engine-7-1'], got engine-1-1"

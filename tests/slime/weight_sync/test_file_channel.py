@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from slime.weight_sync.channel import Worker
 from slime.weight_sync.file_channel import FileChannel, FileReceiver, tensor_digest
+from slime.weight_sync.slices import whole_slices
 
 
 def weights(value: float):
@@ -26,7 +27,7 @@ def files(directory) -> list[str]:
 def test_publish_writes_all_tensors(tmp_path):
     channel = FileChannel(tmp_path / "new" / "weights")
     assert (tmp_path / "new/weights").stat().st_mode & 0o777 == 0o700
-    update = channel.publish(weights(1.5), 3)
+    update = channel.publish(whole_slices(weights(1.5)), 3)
     path = tmp_path / "new/weights/weights-3/model.safetensors"
     assert update.version == 3 and update.info == {"path": str(path)}
     json.dumps(update.info)  # travels as JSON
@@ -41,37 +42,37 @@ def test_the_newest_two_versions_stay(tmp_path):
     (tmp_path / "weights-0/model.partial").write_bytes(b"left by a killed run")
     (tmp_path / "other.txt").write_text("not ours")
     for version in range(4):
-        channel.publish(weights(version), version)
+        channel.publish(whole_slices(weights(version)), version)
     assert files(tmp_path) == ["other.txt", "weights-2", "weights-3"]
-    channel.publish(weights(9.0), 3)  # a resumed run publishes its version again
+    channel.publish(whole_slices(weights(9.0)), 3)  # a resumed run publishes its version again
     assert load_file(tmp_path / "weights-3/model.safetensors")["a.weight"][0, 0] == 9.0
-    channel.publish(weights(0.0), 0)  # another run in the same directory starts over
+    channel.publish(whole_slices(weights(0.0)), 0)  # another run in the same directory starts over
     assert files(tmp_path) == ["other.txt", "weights-0"]
 
 
 def test_all_versions_stay_if_they_are_kept(tmp_path):
     channel = FileChannel(tmp_path, keep_files=True)
     for version in range(4):
-        channel.publish(weights(version), version)
+        channel.publish(whole_slices(weights(version)), version)
     assert files(tmp_path) == [f"weights-{version}" for version in range(4)]
 
 
 def test_a_cut_off_write_leaves_the_old_version(tmp_path):
     channel = FileChannel(tmp_path)
-    channel.publish(weights(1.0), 1)
+    channel.publish(whole_slices(weights(1.0)), 1)
 
     def cut_off():
         yield "a.weight", torch.zeros(2)
         raise RuntimeError("gather failed")
 
     with pytest.raises(RuntimeError, match="gather failed"):
-        channel.publish(cut_off(), 2)
+        channel.publish(whole_slices(cut_off()), 2)
     assert files(tmp_path) == ["weights-1"]
 
 
 def test_an_engine_takes_a_file_or_a_folder_of_files(tmp_path):
     inside = tmp_path / "weights"
-    path = FileChannel(inside).publish(weights(2.0), 1).info["path"]
+    path = FileChannel(inside).publish(whole_slices(weights(2.0)), 1).info["path"]
     save_file({"c": torch.ones(4)}, inside / "weights-1/second.safetensors")
     receiver = FileReceiver(Worker(torch.device("cpu"), 0, None, str(inside)))
     with receiver.receive({"path": path}) as part:
@@ -92,9 +93,12 @@ def test_an_engine_takes_a_file_or_a_folder_of_files(tmp_path):
 
 
 def test_checksums_are_of_the_bytes(tmp_path):
-    update = FileChannel(tmp_path).publish(weights(1.0), 1, checksums=True)
+    update = FileChannel(tmp_path).publish(whole_slices(weights(1.0)), 1, checksums=True)
     want = hashlib.sha256(struct.pack("<6f", *[1.0] * 6)).hexdigest()
-    assert update.info["checksums"] == {"a.weight": want, "b": hashlib.sha256(b"\x80\x3f").hexdigest()}
+    assert update.info["checksums"] == {
+        "a.weight": [(((0, 2), (0, 3)), want)],
+        "b": [(((0, 1),), hashlib.sha256(b"\x80\x3f").hexdigest())],
+    }
 
 
 def test_digest_sees_dtype_order_and_bits():

@@ -18,6 +18,7 @@ from engine_double import DoubleServer, digest
 
 from slime.protocols import WeightUpdate
 from slime.weight_sync.broadcast_channel import BroadcastChannel
+from slime.weight_sync.channel import Export
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.group import GivenUp, Group, give_up
 from slime.weight_sync.publisher import Publisher
@@ -51,7 +52,7 @@ class BroadcastRun:
             BroadcastChannel(weight_dir, BUCKET_BYTES, CPU, TIMEOUT_S),
             FileChannel(weight_dir),
         )
-        self.publisher = Publisher(self._export, self.channel, files, compare=False)
+        self.publisher = Publisher(Export(self._export), self.channel, files, compare=False)
         self.thread = ThreadPoolExecutor(1)  # as an actor: one call after the other
         fields = {"model_path": "", "run_key": KEY, "weight_dir": str(weight_dir), "start_timeout_s": 60}
         specs = [VllmSpec(log_path=str(root / f"{i}.log"), index=i, **fields) for i in range(engines)]

@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from slime.protocols import WeightSet, WeightUpdate
-from slime.weight_sync.channel import TrainerPlace
+from slime.weight_sync.channel import Export, TrainerPlace
 from slime.weight_sync.delta.local_copy import LocalCopy, Place, RefusedError
 from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.publisher import Publisher
@@ -42,7 +42,7 @@ class Trainer:
         self.written: list[tuple[str, list[str]]] = []
         place = TrainerPlace(root, 4096, torch.device("cpu"), 60.0)
         self.publisher = Publisher.of(
-            *(transport, place, lambda: iter(self.tensors.items())),
+            *(transport, place, Export(lambda: self.tensors.items())),
             compare=False,
             snapshot=Snapshot(encoding, "xxh3-128"),
             written=lambda folder, engines: self.written.append((folder.name, engines)),

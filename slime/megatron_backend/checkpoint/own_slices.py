@@ -1,0 +1,112 @@
+"""What a rank publishes of the live model: its own slices of the HF tensors, without a word to other ranks.
+
+The slices of a shard are those that loading reads (slime.models.slices). Ranks with the same shard share the work: each
+parameter is given by the one that has given the fewest bytes, which all of them compute alike.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from slime.megatron_backend.checkpoint.live_table import hf_parts, parameters, rank_and_size, shard_group
+from slime.megatron_backend.checkpoint.weights import Read, live
+from slime.megatron_backend.model.gpt import HiddenGPTModel, unwrapped
+from slime.models import family_for
+from slime.models.layouts import Row
+from slime.models.slices import Piece, pieces
+from slime.weight_sync.slices import Place, Slice
+
+
+class _Last:
+    """Reads parameters, and keeps the values of the last one: its slices are written one after the other."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        if self._found is None or self._found[0] is not parameter:
+            self._found = None  # its memory is free before the next one is read
+            self._found = parameter, self._read(parameter)
+        return self._found[1]
+
+
+class _Turns:
+    """Which of the ranks with the same values gives a parameter."""
+
+    def __init__(self) -> None:
+        self._given: dict[tuple[bool, int], list[int]] = defaultdict(list)
+
+    def is_mine(self, parameter: Tensor, row: Row) -> bool:
+        rank, ranks = rank_and_size(
+            parallel_state.get_expert_data_parallel_group()
+            if row.of_expert
+            else parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        if row.layout.axis is None:  # the shards are alike
+            shard, shards = rank_and_size(shard_group(row))
+            rank, ranks = rank * shards + shard, ranks * shards
+        given = self._given[row.of_expert, ranks] = self._given[row.of_expert, ranks] or [0] * ranks
+        turn = given.index(min(given))
+        given[turn] += parameter.nbytes
+        return turn == rank
+
+
+@torch.no_grad()
+def own_slices(model: nn.Module, read: Read = live) -> Iterator[Slice]:
+    """The slices of this rank, by HF name. All ranks together have each value that `export_hf` gives, once.
+
+    `read` as in `export_hf`; it is called when a slice's values are asked for. Their memory is that of one parameter of
+    this rank, or of the live parameter itself.
+    """
+    turns, last = _Turns(), _Last(read)
+    for inner in unwrapped(model):
+        for parameter, row, names in parameters(inner):
+            if getattr(parameter, "shared", False):  # Megatron's mark of the embedding's copy for a tied head
+                continue
+            if turns.is_mine(parameter, row):
+                yield from _of_parameter(parameter, row, names, inner, last)
+
+
+def _of_parameter(
+    parameter: Tensor, row: Row, names: tuple[str, ...], inner: HiddenGPTModel, read: Read
+) -> Iterator[Slice]:
+    family, hf = family_for(inner.hf_config), inner.hf_config
+    wholes = hf_parts(parameter, row, inner)
+    rank, ranks = rank_and_size(shard_group(row))
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    written = family.written(names[0], wholes[0], hf)
+    if written.number is not None:
+        mine = family.written(names[0], parameter.data.to("meta"), hf).tensor.shape
+        where = ((written.number, written.number + 1), *_cut(tuple(mine), written.shape[1:], rank))
+        place = Place(written.name, dtype, written.shape, where)
+        yield Slice(place, lambda: family.written(names[0], read(parameter), hf).tensor[None])
+        return
+    shapes = tuple(tuple(whole.shape) for whole in wholes)
+    for piece in pieces(row.layout, shapes, inner.sizes, rank, ranks):
+        if piece.part is not None:  # otherwise it is padding
+            place = Place(names[piece.part], dtype, shapes[piece.part], _where(piece, shapes[piece.part]))
+            yield Slice(place, partial(_values, read, parameter, row, piece))
+
+
+def _values(read: Read, parameter: Tensor, row: Row, piece: Piece) -> Tensor:
+    """The rows of a piece, with their columns as in the files: the layouts that move columns move them back, too."""
+    return row.layout.columns(piece.of(read(parameter)))
+
+
+def _where(piece: Piece, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    whole = [(0, size) for size in shape]
+    whole[piece.axis] = piece.source, piece.source + piece.size
+    return tuple(whole)
+
+
+def _cut(mine: tuple[int, ...], whole: tuple[int, ...], rank: int) -> Iterator[tuple[int, int]]:
+    """Where the shard of tensor-parallel rank `rank` is."""
+    for size, of in zip(mine, whole, strict=True):
+        yield (0, of) if size == of else (rank * size, (rank + 1) * size)

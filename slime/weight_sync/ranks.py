@@ -1,0 +1,45 @@
+"""What trainer ranks tell each other while they publish weights. A process without torch.distributed is alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def count() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def everywhere(mine: T) -> list[T]:
+    """The objects of all ranks, in rank order, on all of them. Collective."""
+    of_ranks: list[T] = [mine] * count()
+    if len(of_ranks) > 1:
+        dist.all_gather_object(of_ranks, mine)
+    return of_ranks
+
+
+@contextmanager
+def on_all_ranks(what: str) -> Iterator[None]:
+    """A block that all ranks run. If it fails on some, they raise their errors, and the others raise one that names the
+    first of them. Collective: no rank leaves the block before the last one is through."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as found:  # raised again below, when the other ranks know of it
+        error = found
+    said = everywhere(None if error is None else (isinstance(error, ValueError), str(error)))
+    if error is not None:
+        raise error
+    for rank, told in enumerate(said):
+        if told is not None:
+            kind = ValueError if told[0] else RuntimeError
+            raise kind(f"all trainer ranks must {what}, got a failure on rank {rank}: {told[1]}")

@@ -1,0 +1,107 @@
+"""One safetensors file that all trainer ranks write together, each its own slices at their places.
+
+So the file holds whole tensors, any engine reads it, and no rank holds more than its slices. A rank writes exactly the
+bytes of its slices with pwrite: ranks on different hosts may share a page of the file, and with mapped memory a host
+would write the other's part of it, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from slime.weight_sync.slices import Place, Slice
+
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+"""torch's name -> that of the format."""
+
+
+class SlicedFile:
+    """The file at `path`. `places`: the slices of all ranks; all ranks compute the same header from them."""
+
+    def __init__(self, path: Path, places: Iterable[Place]) -> None:
+        self.path = path
+        whole = {place.name: place for place in places}
+        # larger values first, so that each tensor begins at a multiple of its value's size
+        entries: dict[str, object] = {}
+        self._first: dict[str, int] = {}
+        self.weights_bytes = 0
+        for name in sorted(whole, key=lambda name: (-whole[name].itemsize, name)):
+            place = whole[name]
+            end = self.weights_bytes + place.whole_bytes
+            self._first[name] = self.weights_bytes
+            entries[name] = {
+                "dtype": _DTYPES[place.dtype],
+                "shape": list(place.shape),
+                "data_offsets": [self.weights_bytes, end],
+            }
+            self.weights_bytes = end
+        header = json.dumps(entries, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        self._header = len(header).to_bytes(8, "little") + header
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._header) + self.weights_bytes
+
+    def create(self) -> None:
+        """Make the file with its header and its full length. One rank calls it before all ranks write."""
+        with self.path.open("wb") as file:
+            file.write(self._header)
+            file.truncate(self.nbytes)
+
+    def write(self, slices: Sequence[Slice]) -> Iterator[tuple[Place, np.ndarray]]:
+        """Write slices into the file. Gives the bytes of each after it is written."""
+        try:
+            file = os.open(self.path, os.O_WRONLY)
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"--weight-dir must be a folder that the hosts of all trainer ranks see, got no {self.path} on "
+                f"{socket.gethostname()}; name a shared folder"
+            ) from error
+        try:
+            for each in slices:
+                data = octets(each.values())
+                _write(file, len(self._header) + self._first[each.place.name], each.place, data)
+                yield each.place, data
+        finally:
+            os.close(file)  # on a network disk, a full disk is an error here
+
+
+def octets(tensor: torch.Tensor) -> np.ndarray:
+    """The bytes of a tensor in row-major order, on the host."""
+    found: np.ndarray = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return found
+
+
+def _write(file: int, first: int, place: Place, data: np.ndarray) -> None:
+    """Write the bytes of a slice; its tensor begins at byte `first` of the file."""
+    length, runs = place.runs()
+    view = data.data
+    for number, run in enumerate(runs):
+        left, at = view[number * length : (number + 1) * length], first + run
+        while left.nbytes:  # Linux writes 2 GiB at most in one call
+            written = os.pwrite(file, left, at)
+            if not written:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            left, at = left[written:], at + written

@@ -1,0 +1,105 @@
+"""Slices of the weights: what one trainer rank publishes. All ranks together have each value of each weight once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from slime.weight_sync.ranks import everywhere
+
+Where = tuple[tuple[int, int], ...]
+"""The first index and the one after the last, for each axis of a tensor. JSON makes lists of it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a slice belongs."""
+
+    name: str
+    """The HF name of the tensor."""
+    dtype: str
+    """As torch calls it: "bfloat16"."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    where: Where
+
+    @property
+    def itemsize(self) -> int:
+        kind: torch.dtype = getattr(torch, self.dtype)
+        return kind.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(end - start for start, end in self.where) * self.itemsize
+
+    @property
+    def whole_bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The view of the slice."""
+        return whole[tuple(slice(start, end) for start, end in self.where)]
+
+    def runs(self) -> tuple[int, Iterator[int]]:
+        """Bytes that follow each other in the whole tensor, and the first byte of each such run, in the order of the
+        slice's values."""
+        steps = [math.prod(self.shape[axis + 1 :]) * self.itemsize for axis in range(len(self.shape))]
+        cut = [axis for axis, size in enumerate(self.shape) if self.where[axis] != (0, size)]
+        last = cut[-1] if cut else 0
+        if not self.shape:
+            return self.itemsize, iter((0,))
+        start, end = self.where[last]
+        outer = product(*(range(*self.where[axis]) for axis in range(last)))
+        firsts = (
+            start * steps[last] + sum(i * step for i, step in zip(index, steps, strict=False))
+            for index in outer
+        )
+        return (end - start) * steps[last], firsts
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A part of one tensor, on any device. `values` reads it, which may copy it from the host of an offloaded model, so
+    it is called once and its result is not kept."""
+
+    place: Place
+    values: Callable[[], Tensor]
+
+
+def whole_slices(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Slice]:
+    """Whole tensors, by HF name, as slices."""
+    for name, tensor in tensors:
+        where = tuple((0, size) for size in tensor.shape)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        yield Slice(Place(name, dtype, tuple(tensor.shape), where), lambda tensor=tensor: tensor)  # type: ignore[misc]
+
+
+def places_of_all(mine: list[Place]) -> list[Place]:
+    """The places of the slices of all ranks, in rank order. Collective. RuntimeError unless they are all of each
+    tensor."""
+    places = [place for of_rank in everywhere(mine) for place in of_rank]
+    require_whole(places)
+    return places
+
+
+def require_whole(places: Iterable[Place]) -> None:
+    """RuntimeError unless the slices have as many values as their tensors."""
+    given: dict[str, tuple[Place, int]] = {}
+    for place in places:
+        first, before = given.setdefault(place.name, (place, 0))
+        if (first.shape, first.dtype) != (place.shape, place.dtype):
+            raise RuntimeError(
+                f"{place.name} must have one shape and dtype on all ranks, got {list(first.shape)} {first.dtype} and "
+                f"{list(place.shape)} {place.dtype}"
+            )
+        given[place.name] = first, before + place.nbytes
+    for name, (first, found) in given.items():
+        if found != first.whole_bytes:
+            raise RuntimeError(
+                f"the ranks must publish each value of {name} once, got {found} of {first.whole_bytes} bytes"
+            )

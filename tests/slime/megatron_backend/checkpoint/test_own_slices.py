@@ -1,0 +1,124 @@
+"""What ranks publish: together each weight of the model, bit by bit, each value once, and each rank its own shard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_cases import make_config, tiny_checkpoint, trained
+from rank_processes import on_ranks
+from safetensors.torch import load_file
+
+from slime.megatron_backend.checkpoint.own_slices import own_slices
+from slime.megatron_backend.checkpoint.weights import load_hf
+from slime.megatron_backend.model.gpt import build_model, unwrapped
+from slime.megatron_backend.model.model_config import load_hf_config
+from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+from slime.weight_sync.file_channel import FileChannel, require_checksums
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {"mlp_only_layers": [0]},
+    "gpt_oss": {"tie_word_embeddings": False},
+    "qwen3_next": {"tie_word_embeddings": False},
+    "qwen3_5_moe_text": {"tie_word_embeddings": False},
+    "deepseek_v3": {},
+    "mimo": {"tie_word_embeddings": False},
+}
+TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp": TP2,
+    "pp": {"pipeline_model_parallel_size": 2},
+    "ep": {"expert_model_parallel_size": 2},
+    "dp": {},
+}
+DENSE = ("qwen3", "mimo")
+FOUR: dict[str, dict[str, Any]] = {
+    "tp-dp": {**TP2},
+    "tp-ep": {
+        **TP2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
+    "etp-ep": {
+        **TP2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+    },
+    "pp-tp": {"pipeline_model_parallel_size": 2, **TP2},
+    "cp": {"context_parallel_size": 2, **TP2},
+}
+
+
+def published(rank: int, directory: Path, config: Any, weight_dir: Path) -> dict[str, Any]:
+    """What this rank gave of the model in `directory`."""
+    model = build_model(load_hf_config(directory), config, ddp=False)
+    load_hf(model, directory)
+    asked: list[int] = []
+
+    def read(parameter: torch.Tensor) -> torch.Tensor:
+        asked.append(id(parameter))
+        return parameter.data
+
+    slices = list(own_slices(model, read))
+    assert not asked, "nothing is read before it is written"
+    update = FileChannel(weight_dir).publish(slices, 1, checksums=True)
+    assert len(asked) == len(set(asked)), "a parameter is read once"
+    return {
+        "given": sum(each.place.nbytes for each in slices),
+        "shard": sum(x.nbytes for part in unwrapped(model) for x in part.parameters()),
+        "info": update.info,
+    }
+
+
+def work(rank: int, root: Path, layouts: dict[str, dict[str, Any]], ranks: int) -> None:
+    torch.set_num_threads(1)
+    out: dict[tuple[str, str], dict[str, Any]] = {}
+    for layout, sizes in layouts.items():
+        config = make_config(**sizes)
+        init_parallel(rank, ranks, config, init_method=f"file://{root}/store-{layout}", local_rank=rank)
+        for name in MODELS:
+            if "ep" not in layout or name not in DENSE:
+                out[layout, name] = published(rank, root / name, config, root / f"{name}-{layout}")
+        destroy_parallel()
+    torch.save(out, root / f"rank{rank}-{ranks}.pt")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("slices")
+    for name, shape in MODELS.items():
+        tiny_checkpoint(root / name, name, **shape)
+    return root
+
+
+def assert_published(root: Path, layouts: dict[str, dict[str, Any]], ranks: int) -> None:
+    on_ranks(work, root, layouts, ranks, ranks=ranks)
+    of_ranks = [torch.load(root / f"rank{rank}-{ranks}.pt") for rank in range(ranks)]
+    for key in of_ranks[0]:
+        layout, name = key
+        wanted = trained(load_file(root / name / "model.safetensors"), root / name)
+        first, *others = [found[key] for found in of_ranks]
+        assert all(other["info"] == {} for other in others)
+        got = load_file(first["info"]["path"])
+        assert got.keys() == wanted.keys(), key
+        for tensor, value in wanted.items():
+            assert got[tensor].dtype == value.dtype and torch.equal(got[tensor], value), (key, tensor)
+        require_checksums(wanted.keys(), wanted.__getitem__, first["info"]["checksums"])
+        given = [found[key]["given"] for found in of_ranks]
+        assert sum(given) == sum(x.nbytes for x in wanted.values()), key
+        for found in of_ranks:
+            assert 0 < found[key]["given"] <= found[key]["shard"], key
+        if layout == "dp":  # the most that one rank has more than another: a parameter and an expert's
+            assert max(given) - min(given) <= 2 * max(x.nbytes for x in wanted.values()), (name, given)
+
+
+def test_two_ranks_publish_the_weights_that_one_has(root):
+    assert_published(root, LAYOUTS, 2)
+
+
+@pytest.mark.slow
+def test_four_ranks_publish_the_weights_that_one_has(root):
+    assert_published(root, FOUR, 4)
