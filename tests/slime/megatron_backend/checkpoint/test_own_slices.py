@@ -36,7 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 DENSE = ("qwen3", "mimo")
 FOUR: dict[str, dict[str, Any]] = {
-    "tp-dp": {**TP2},
+    "tp-dp": TP2,
     "tp-ep": {
         **TP2,
         "expert_model_parallel_size": 2,
@@ -48,7 +48,7 @@ FOUR: dict[str, dict[str, Any]] = {
         "expert_tensor_parallel_size": 2,
     },
     "pp-tp": {"pipeline_model_parallel_size": 2, **TP2},
-    "cp": {"context_parallel_size": 2, **TP2},
+    "cp-dp": {"context_parallel_size": 2},
 }
 
 

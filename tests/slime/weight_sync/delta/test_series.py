@@ -204,8 +204,8 @@ def _rank(rank: int, root: Path) -> None:
             assert not part.info and not trainer.written
     # a channel of buckets: all ranks count the same ones
     sent = Snapshot("xor", "sha256")
-    list(sent.taken(lambda: iter(weights(0).items())))
-    made = sent.payloads(lambda: iter(weights(3).items()))
+    list(sent.taken(Export(weights(0).items)))
+    made = sent.payloads(Export(weights(3).items))
     sizes = [(name, payload.nbytes) for name, payload in made]
     both: list[object] = [None, None]
     dist.all_gather_object(both, sizes)
