@@ -11,29 +11,6 @@ the update; files are in /dev/shm and do not count.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-from slime.megatron_backend.checkpoint.own_slices import own_slices
-from slime.megatron_backend.checkpoint.weights import export_hf
-from slime.megatron_backend.model.gpt import build_model
-from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.rules import resolve
-from slime.weight_sync.broadcast_channel import BroadcastChannel
-from slime.weight_sync.channel import Export, TrainerPlace, Worker
-from slime.weight_sync.file_channel import FileChannel
-from vime.bench.machine import describe
-
 RANKS, REPEATS = 2, 3
 BUCKET_BYTES = 512 * 2**20
 SHAPE = {

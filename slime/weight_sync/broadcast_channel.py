@@ -1,10 +1,10 @@
-"""The broadcast channel: trainer rank 0 sends packed weights to all workers of all engines at once, over a process
-group of their own (slime.weight_sync.group).
+"""The broadcast channel: each trainer rank sends its own slices to all workers of all engines at once, over a process
+group of their own (slime.weight_sync.group). Nothing is gathered on the trainer's side; engines make whole tensors.
 
-The trainer uses two buckets in turn: engines get the description of a bucket and receive it while the trainer sends it
-and fills the other one. The group is used until other engines serve, or until an engine dies and the group is given up;
-then the update begins again for the engines that are left. Rank 0 of the group is the trainer; the workers of the
-engines follow in the pool's order.
+All trainer ranks use two buckets in turn: engines get the description of a bucket and receive it, one rank's region
+after the other, while the ranks fill the other one. The group is used until other engines serve, or until an engine
+dies and the group is given up; then the update begins again for the engines that are left. The first ranks of the group
+are the trainer's; the workers of the engines follow in the pool's order.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.protocols import WeightUpdate
-from slime.weight_sync.buckets import fill, grouped, room_for, views
 from slime.weight_sync.channel import Export, Info, Part, TrainerPlace, WeightChannel, Worker
 from slime.weight_sync.group import GivenUp, Group, GroupInfo, found, give_up, is_given_up
+from slime.weight_sync.ranks import everywhere
+from slime.weight_sync.slices import require_whole
+from slime.weight_sync.sources import Region, by_name, fill_own, loads, whole_tensor
 from slime.weight_sync.variables import ENGINE_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -60,27 +62,29 @@ class BroadcastChannel(WeightChannel):
     def parts(
         self, export: Export, version: int, *, compare: bool, receivers: dict[str, int]
     ) -> Iterator[WeightUpdate]:
-        """Parts of `version`. Rank 0 sends the bucket of a part when the next part is asked for.
+        """Parts of `version`. The ranks send the bucket of a part when the next part is asked for.
 
         `receivers` has at least one engine. With `compare` all weights are sent a second time, and engines compare
-        their live weights with them. The other ranks do not learn that the group was given up: the parts continue
-        without being sent until the driver asks for them again with other receivers.
+        their live weights with them. After the group was given up, the parts continue without being sent until the
+        driver asks for them again with other receivers.
         """
-        sends = dist.get_rank() == 0
-        if sends and self._ranks != receivers:
+        slices = list(export.slices())
+        mine = [each.place for each in slices], self._ranks == receivers
+        found = everywhere(mine)
+        require_whole(place for places, _ in found for place in places)
+        if not all(joined for _, joined in found):
             self._invite(receivers)
-        turn = 0
-        for load in (True, False) if compare else (True,):
-            for tensors in grouped(export.whole(), self.bucket_bytes):
-                if not sends:
-                    yield WeightUpdate(version, self.name, {}, lasting=False)
-                    continue
-                bucket = self._bucket(turn, room_for(tensors))
-                info = {"tensors": fill(bucket, tensors), "bytes": bucket.nbytes, "load": load}
-                info |= {"group": self._info}
-                size = sum(tensor.nbytes for _, tensor in tensors)
-                yield WeightUpdate(version, self.name, info, lasting=False, size_bytes=size)
-                self._send(bucket)
+        turn, first = 0, dist.get_rank() == 0
+        for loads_it in (True, False) if compare else (True,):
+            for load in loads([places for places, _ in found], dist.get_rank(), self.bucket_bytes):
+                bucket = self._bucket(turn, load.nbytes)
+                fill_own(bucket, load, slices)
+                info = {"tensors": load.tensors, "regions": load.regions, "bytes": load.nbytes}
+                info |= {"load": loads_it, "group": self._info}
+                yield WeightUpdate(
+                    *(version, self.name, info if first else {}), lasting=False, size_bytes=load.weights_bytes
+                )
+                self._send(bucket, load.regions)
                 turn = 1 - turn
         self._settle(0)
 
@@ -93,17 +97,18 @@ class BroadcastChannel(WeightChannel):
             ]
         return self._buckets[turn][:size]
 
-    def _send(self, bucket: Tensor) -> None:
-        """Begin to send, and wait until the other bucket may be filled."""
+    def _send(self, bucket: Tensor, regions: list[Region]) -> None:
+        """Begin to send and to receive, and wait until the other bucket may be filled."""
         if self._ranks is None or self._info is None:
             return
         try:
             if self._group is None:
-                self._group = Group(self._info, 0, self.device)
-            self._group.start(bucket)
+                self._group = Group(self._info, dist.get_rank(), self.device)
+            for source, start, size in regions:
+                self._group.start(bucket[start : start + size], source)
         except GivenUp as error:
             self._give_up(error)
-        self._settle(1)
+        self._settle(len(regions))
 
     def _settle(self, limit: int) -> None:
         try:
@@ -117,19 +122,21 @@ class BroadcastChannel(WeightChannel):
         self._group = self._ranks = None
 
     def _invite(self, receivers: dict[str, int]) -> None:
-        """Describe a group of other members; it is made once they know of it."""
+        """Describe a group of other members; it is made once they know of it. Collective."""
         if self._group is not None:
             self._group.close()
         self._group, self._ranks = None, dict(receivers)
-        first, ranks = 1, {}
+        first, ranks = dist.get_world_size(), {}
         for name, workers in receivers.items():
             ranks[name] = first
             first += workers
-        self._info = found(self.directory, ranks, first, self.timeout_s)
+        info = found(self.directory, ranks, first, self.timeout_s) if dist.get_rank() == 0 else None
+        self._info = everywhere(info)[0]
 
 
 class BroadcastReceiver:
-    """The engine worker's side: {"tensors", "bytes", "group" (see `group.found`), "load"}."""
+    """The engine worker's side: {"tensors", "regions" (see slime.weight_sync.sources), "bytes", "group" (see
+    `group.found`), "load"}."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -141,10 +148,11 @@ class BroadcastReceiver:
         """None when the group is given up: that is no fault of this engine, and the driver sends the weights again."""
         part = None
         try:
-            tensors = views(self.take(info["bytes"], info["group"]), info["tensors"])
+            bucket = self.take(info["bytes"], info["regions"], info["group"])
+            tensors = by_name(info["tensors"])
             part = Part(
-                {name: list(tensor.shape) for name, tensor in tensors.items()},
-                tensors.__getitem__,
+                {name: list(shape) for name, _, shape, _ in tensors.values()},
+                lambda name: whole_tensor(bucket, tensors[name]),
                 load=info["load"],
                 compare=not info["load"],
                 whole=False,
@@ -155,9 +163,9 @@ class BroadcastReceiver:
             logger.warning("weights are expected again: %s", error)
         yield part
 
-    def take(self, size: int, group: GroupInfo) -> Tensor:
-        """The next bucket, of `size` bytes, in memory of its own; waits for the trainer. Joins `group` if it is another
-        group than before. GivenUp when that group is given up."""
+    def take(self, size: int, regions: list[Region], group: GroupInfo) -> Tensor:
+        """The next bucket, of `size` bytes, in memory of its own; waits for the trainer's ranks. Joins `group` if it is
+        another group than before. GivenUp when that group is given up."""
         if group["store"] != self._store or self._group is None:
             name = self._worker.engine
             if name is None or name not in group["ranks"]:
@@ -167,6 +175,7 @@ class BroadcastReceiver:
             self._store, self._group = group["store"], None
             self._group = Group(group, group["ranks"][name] + self._worker.rank, self._worker.device)
         bucket = torch.empty(size, dtype=torch.uint8, device=self._worker.device)
-        self._group.start(bucket)
+        for source, start, length in regions:
+            self._group.start(bucket[start : start + length], source)
         self._group.settle()
         return bucket

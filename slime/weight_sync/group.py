@@ -1,4 +1,4 @@
-"""A process group for broadcasts from rank 0, in which any rank may die: NCCL between GPUs, gloo between CPUs.
+"""A process group for broadcasts in which any rank may die: NCCL between GPUs, gloo between CPUs.
 
 The process that notices a dead rank writes this into a file next to the group's store. It is the driver, whose call to
 an engine failed, or a rank whose connection broke. All waiting ranks poll that file, so no rank waits for a dead rank
@@ -111,11 +111,11 @@ class Group:
         except RuntimeError as error:
             raise self._abandon(error) from error
 
-    def start(self, bucket: Tensor) -> None:
-        """Begin to send (rank 0) or receive `bucket`. On a GPU it starts after the work on the current stream."""
+    def start(self, bucket: Tensor, source: int = 0) -> None:
+        """Begin to send (rank `source`) or receive `bucket`. A GPU does so after the work on the current stream."""
         assert self._group is not None, "a closed group is not used again"
         try:
-            self._under_way.append((self._group.broadcast(bucket, 0), bucket))
+            self._under_way.append((self._group.broadcast(bucket, source), bucket))
         except RuntimeError as error:
             raise self._abandon(error) from error
 

@@ -19,9 +19,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from slime.weight_sync.broadcast_channel import BroadcastChannel
-from slime.weight_sync.buckets import views
 from slime.weight_sync.channel import Export, Worker
-from slime.weight_sync.group import GivenUp, give_up
+from slime.weight_sync.group import give_up
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -55,13 +54,10 @@ def receiver(name: str, index: int, orders: mp.SimpleQueue, answers: mp.SimpleQu
         elif "stall" in order:
             time.sleep(1000)
         else:
-            try:
-                taken = buckets.take(order["bytes"], order["group"])
-                held |= views(taken, order["tensors"])
-                torch.cuda.synchronize()
-                answers.put("taken")
-            except GivenUp:
-                answers.put("given up")
+            with buckets.receive(order) as part:
+                held |= {} if part is None else {name: part.get(name) for name in part.shapes}
+            torch.cuda.synchronize()
+            answers.put("given up" if part is None else "taken")
 
 
 class Receiver:

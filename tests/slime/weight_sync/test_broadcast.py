@@ -16,6 +16,9 @@ import torch.multiprocessing as mp
 from slime.weight_sync import channel as channels
 from slime.weight_sync.broadcast_channel import BroadcastChannel
 from slime.weight_sync.channel import Export
+from slime.weight_sync.file_channel import FileChannel
+from slime.weight_sync.publisher import Publisher
+from slime.weight_sync.slices import Place, Slice, whole_slices
 
 CPU = torch.device("cpu")
 Worker = tuple[str, int]
@@ -37,8 +40,7 @@ def engine(name: str, worker: int, orders: mp.SimpleQueue, answers: mp.SimpleQue
         info = json.loads(line)
         try:
             with receiver.receive(info) as part:
-                assert part is not None
-                answers.put({key: part.get(key).clone() for key in part.shapes})
+                answers.put(part and {key: part.get(key).clone() for key in part.shapes})
         except ValueError as error:
             answers.put(str(error))
 
@@ -102,3 +104,113 @@ def test_who_is_not_in_the_group_says_so(engines: Engines) -> None:
     orders, answers = engines.queues["engine-1-1", 0]
     orders.put(json.dumps(next(parts).info))
     assert answers.get() == "VIME_ENGINE must be one of ['engine-7-1'], got engine-1-1"
+
+
+def cut(version: int, rank: int) -> Iterator[Slice]:
+    """The slices of one of two ranks: half of the rows, or of the columns, or a whole tensor."""
+    axes = {"odd": 0, "large": 1, "half": 0}
+    for number, (name, tensor) in enumerate(weights(version).items()):
+        if name not in axes:
+            yield from whole_slices([(name, tensor)]) if number % 2 == rank else ()
+            continue
+        where, axis = [(0, size) for size in tensor.shape], axes[name]
+        middle = tensor.shape[axis] // 2
+        where[axis] = (middle, tensor.shape[axis]) if rank else (0, middle)
+        place = Place(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(where))
+        yield Slice(place, lambda place=place, tensor=tensor: place.of(tensor))
+
+
+def trainer_rank(rank: int, root: Path, orders: mp.SimpleQueue, answers: mp.SimpleQueue) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{root}/ranks", rank=rank, world_size=2)
+    channel, version = BroadcastChannel(root, 4096, CPU, timeout_s=60), 0
+    publisher = Publisher(
+        Export(weights(0).items, lambda: cut(version, rank)), channel, FileChannel(root / "w"), compare=False
+    )
+    while (order := orders.get()) is not None:
+        version, receivers = order
+        part = publisher.next(version, receivers)
+        answers.put(None if part is None else json.dumps(part.info))
+    os._exit(0)  # a group that was given up is not waited for
+
+
+class Ranks:
+    """Two trainer ranks and the engines of WORKERS, which the test tells what the driver would."""
+
+    def __init__(self, root: Path) -> None:
+        context = mp.get_context("spawn")
+        self.trainers = [(context.SimpleQueue(), context.SimpleQueue()) for _ in range(2)]
+        self.engines = {worker: (context.SimpleQueue(), context.SimpleQueue()) for worker in WORKERS}
+        ranks = enumerate(self.trainers)
+        self.processes = [
+            context.Process(target=trainer_rank, args=(rank, root, *queues)) for rank, queues in ranks
+        ]
+        self.of_engines = {
+            worker: context.Process(target=engine, args=(*worker, *queues))
+            for worker, queues in self.engines.items()
+        }
+        for process in [*self.processes, *self.of_engines.values()]:
+            process.start()
+
+    def ask(self, version: int, receivers: dict[str, int]) -> None:
+        for orders, _ in self.trainers:
+            orders.put((version, receivers))
+
+    def part(self) -> str | None:
+        """What rank 0 tells of a part; the other rank has it at the same time, and tells nothing."""
+        first, second = (answers.get() for _, answers in self.trainers)
+        assert second == (None if first is None else "{}")
+        return first
+
+    def close(self) -> None:
+        for orders, _ in [*self.trainers, *self.engines.values()]:
+            orders.put(None)
+        for process in [*self.processes, *self.of_engines.values()]:
+            process.join(20)
+            process.kill()
+            process.join()
+            process.close()
+        for queue in (queue for pair in [*self.trainers, *self.engines.values()] for queue in pair):
+            queue.close()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(tmp_path)
+    yield made
+    made.close()
+
+
+def test_each_trainer_rank_sends_its_slices_also_after_an_engine_died(ranks: Ranks) -> None:
+    receivers = {"engine-0-1": 2, "engine-1-1": 1}
+    for version in (1, 2):
+        got = update_of(ranks, version, WORKERS, receivers)
+        for held in got:
+            wanted = weights(version)
+            assert held.keys() == wanted.keys()
+            assert all(torch.equal(held[n], w) and held[n].dtype == w.dtype for n, w in wanted.items())
+    ranks.ask(3, receivers)
+    told = ranks.part()
+    ranks.of_engines["engine-1-1", 0].kill()
+    ranks.ask(3, receivers)  # the ranks send, and the others wait for the lost engine
+    for worker in WORKERS[:2]:
+        ranks.engines[worker][0].put(told)
+    BroadcastChannel.give_up(json.loads(told))  # as the driver does
+    ranks.part()
+    for worker in WORKERS[:2]:  # gloo may have brought the part before
+        ranks.engines[worker][1].get()
+    for held in update_of(ranks, 3, WORKERS[:2], {"engine-0-1": 2}):
+        assert all(torch.equal(held[name], tensor) for name, tensor in weights(3).items())
+
+
+def update_of(
+    ranks: Ranks, version: int, members: list[Worker], receivers: dict[str, int]
+) -> list[dict[str, Any]]:
+    got: list[dict[str, Any]] = [{} for _ in members]
+    ranks.ask(version, receivers)
+    while (told := ranks.part()) is not None:
+        for member in members:
+            ranks.engines[member][0].put(told)
+        ranks.ask(version, receivers)  # sends the part
+        for member, held in zip(members, got, strict=True):
+            held |= ranks.engines[member][1].get()
+    return got

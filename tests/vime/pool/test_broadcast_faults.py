@@ -170,7 +170,7 @@ def test_without_engines_left_those_that_come_back_get_a_file(start: Callable[[i
 def test_a_trainer_that_fails_ends_the_run_with_its_own_error(start: Callable[[int], BroadcastRun]) -> None:
     run = start(2)
 
-    def fail(bucket: torch.Tensor) -> None:
+    def fail(bucket: torch.Tensor, regions: object) -> None:
         raise FloatingPointError("the trainer's own")
 
     run.channel._send = fail

@@ -1,0 +1,110 @@
+"""Buckets that several trainer ranks send: which slices are where, and whole tensors from them on the other side.
+
+    bucket    | slices of rank 0 | slices of rank 1 | ...      each rank sends its region, in rank order
+
+A bucket has all slices of its tensors, so a receiver needs memory for one bucket and one whole tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime.weight_sync.buckets import aligned, views
+from slime.weight_sync.slices import Place, Slice, Where
+
+Pieces = list[tuple[Where, int]]
+"""Where each slice of a tensor belongs, and its first byte in the bucket."""
+Entry = tuple[str, str, list[int], Pieces]
+"""HF name, dtype and shape of a whole tensor, and its slices; JSON makes lists of them."""
+Region = tuple[int, int, int]
+"""The rank that sends it, its first byte in the bucket, and its bytes."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one bucket has."""
+
+    tensors: list[Entry]
+    regions: list[Region]
+    own: list[tuple[int, int]]
+    """The number of each slice of this rank, and its first byte in the bucket."""
+    nbytes: int
+    """Of the bucket."""
+    weights_bytes: int
+
+
+def loads(of_ranks: Sequence[Sequence[Place]], rank: int, limit: int) -> Iterator[Load]:
+    """The buckets of an update, of at most `limit` bytes each unless a tensor is larger. `of_ranks`: the places of all
+    ranks' slices, which all ranks compute the same buckets from; `rank` is this one. Layers come one after the other,
+    whoever has them: an engine keeps what it has of a layer until the layer is complete."""
+    by_name: dict[str, list[tuple[int, int, Place]]] = {}
+    for source, places in enumerate(of_ranks):
+        for number, place in enumerate(places):
+            by_name.setdefault(place.name, []).append((source, number, place))
+    group: list[tuple[int, int, Place]] = []
+    total = 0
+    for name in sorted(by_name, key=_in_order):
+        size = sum(aligned(place.nbytes) for _, _, place in by_name[name])
+        if group and total + size > limit:
+            yield _load(group, rank)
+            group, total = [], 0
+        group += by_name[name]
+        total += size
+    if group:
+        yield _load(group, rank)
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """Layer 2 is before layer 10."""
+    return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", name)]
+
+
+def _load(group: list[tuple[int, int, Place]], rank: int) -> Load:
+    tensors: dict[str, Entry] = {}
+    regions: list[Region] = []
+    own, offset = [], 0
+    for source, number, place in sorted(group, key=lambda found: found[:2]):
+        if not regions or regions[-1][0] != source:
+            regions.append((source, offset, 0))
+        _, _, _, pieces = tensors.setdefault(place.name, (place.name, place.dtype, list(place.shape), []))
+        pieces.append((place.where, offset))
+        if source == rank:
+            own.append((number, offset))
+        offset += aligned(place.nbytes)
+        regions[-1] = source, regions[-1][1], offset - regions[-1][1]
+    return Load(list(tensors.values()), regions, own, offset, sum(place.nbytes for _, _, place in group))
+
+
+def fill_own(bucket: Tensor, load: Load, slices: Sequence[Slice]) -> None:
+    """Copy this rank's slices to their places in `bucket`, which is uint8."""
+    for number, offset in load.own:
+        values = slices[number].values()
+        bucket[offset : offset + values.nbytes].view(values.dtype).view(values.shape).copy_(values)
+
+
+def whole_tensor(bucket: Tensor, entry: Entry) -> Tensor:
+    """A tensor of a bucket: a view if it came as one slice, else in memory of its own. ValueError for a slice that is
+    not inside the bucket, and unless the slices have each value once."""
+    name, dtype, shape, pieces = entry
+    sizes = [[end - start for start, end in where] for where, _ in pieces]
+    if sum(torch.Size(size).numel() for size in sizes) != torch.Size(shape).numel():
+        raise ValueError(
+            f"{name} must come whole, got slices of {sizes} for a tensor of {shape}; trainer and engine must have the "
+            "same version"
+        )
+    found = views(bucket, [(str(i), dtype, sizes[i], first) for i, (_, first) in enumerate(pieces)])
+    if len(pieces) == 1:
+        return found["0"]
+    whole = torch.empty(shape, dtype=getattr(torch, dtype), device=bucket.device)
+    for i, (where, _) in enumerate(pieces):
+        whole[tuple(slice(start, end) for start, end in where)] = found[str(i)]
+    return whole
+
+
+def by_name(tensors: Sequence[Entry]) -> Mapping[str, Entry]:
+    return {entry[0]: entry for entry in tensors}
