@@ -52,13 +52,22 @@ def _bounds(c: Config, hf: dict[str, object], gpu: Hardware, domain: int) -> Ite
         )
 
 
+def update_link(c: Config) -> tuple[str, float] | None:
+    """The link that an update crosses, or, for files, that between a node and a shared folder."""
+    if c.cluster.gpu is None:
+        return None
+    gpu = HARDWARE[c.cluster.gpu]
+    domain = c.cluster.nvlink_domain_size or gpu.nvlink_domain
+    return _weight_link(c, gpu, domain) or ("network of one GPU", gpu.network_bytes_s)
+
+
 def _weight_link(c: Config, gpu: Hardware, domain: int) -> tuple[str, float] | None:
     """The link through which all weights reach the engines. None for files, because the table has no speed for them."""
     transport, rollout_gpus = c.weight_update.update_weight_transport, c.cluster.rollout_num_gpus
     gpus = CHANNELS[transport].gpus
     if gpus == "shared":  # each rank packs all weights into buckets of its own GPU
         return "the GPU's memory", gpu.memory_bytes_s
-    if gpus == "apart":  # rank 0 sends them to all engines
+    if gpus == "apart":  # all weights reach each GPU of the engines
         inside = trainer_ranks(c) + rollout_gpus <= domain
         return ("NVLink", gpu.nvlink_bytes_s) if inside else ("network of one GPU", gpu.network_bytes_s)
     return None

@@ -29,6 +29,8 @@ class Channel:
     default. None: it works everywhere."""
     buckets: bool = False
     """The trainer keeps two buckets on its device."""
+    sliced: bool = False
+    """Each trainer rank gives its own slices. Otherwise each has all weights."""
     tensor_parallel_only: bool = False
     """It reaches no data-parallel copies and pipeline stages."""
     copies: int = 0
@@ -55,12 +57,14 @@ CHANNELS = {
         plan="broadcast",
         gpus="apart",
         buckets=True,
+        sliced=True,
         tensor_parallel_only=True,
     ),
     "disk": Channel(
         _HERE + "file_channel:FileChannel",
         help="through files that trainer and engines can read (default otherwise)",
         plan="files in {weight_dir}",
+        sliced=True,
         copies=3,
     ),
 }

@@ -101,6 +101,44 @@ def test_the_link_of_a_weight_update(flags, capsys, layout, link, speed):
     assert len(bounds) == 1 and bounds[0].endswith(f"GB/s ({link}) = {seconds:.3g} s")
 
 
+LARGE = """
+--actor-num-nodes 8 --actor-num-gpus-per-node 8 --rollout-num-gpus 32 --rollout-num-gpus-per-engine 8
+--tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 8 --expert-tensor-parallel-size 1
+"""
+
+
+@pytest.mark.parametrize("transport", ["nccl", "disk"])
+def test_what_a_rank_gives_in_an_update_and_what_bounds_it(flags, tmp_path, capsys, transport):
+    """Qwen3-235B on 64 ranks: all of them together give every weight once."""
+    arch = {
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        **ARCHITECTURES["qwen3-235b-a22b"].config_fields(),
+    }
+    (tmp_path / "config.json").write_text(json.dumps(arch))
+    more = ["--update-weight-transport", transport, "--weight-dir", str(tmp_path), "--gpu", "h200"]
+    main(["plan", *flags, *LARGE.split(), *more])
+    given, taken, time = section(capsys.readouterr().out, "Update of the engines, per trainer rank")
+    whole = Shape.of(arch).params * 2
+    assert given.startswith(f"a rank gives {whole / 64 / GIB:.2f} GiB of {whole / GIB:.2f} GiB: ")
+    assert given.endswith("/ TP 4 / 16 copies x 2 B + experts 227 G / EP 8 / ETP 1 / 8 copies x 2 B")
+    assert f"{whole / GIB:.2f} GiB" in taken
+    link = "50 GB/s (network of one GPU)"
+    if transport == "nccl":
+        assert time.startswith(
+            f"at least {whole / 50e9:.3g} s at {link}, bounded by the engines: all weights"
+        )
+        assert time.endswith(f"a rank's own part needs {whole / 64 / 50e9:.3g} s")
+    else:
+        assert time.startswith(f"at least {whole / 64 / 50e9:.3g} s for a rank to write at {link}")
+        assert "bounded by the folder's file system" in time
+
+
+def test_no_rank_gives_slices_where_gpus_are_shared(flags, capsys):
+    main(["plan", *flags, *COLOCATED, "--gpu", "h200"])
+    assert "Update of the engines" not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_benchmark_is_planned_for_a_named_gpu(capfd, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))

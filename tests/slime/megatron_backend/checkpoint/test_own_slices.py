@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_cases import make_config, tiny_checkpoint, trained
 from rank_processes import on_ranks
 from safetensors.torch import load_file
@@ -16,6 +17,8 @@ from slime.megatron_backend.checkpoint.weights import load_hf
 from slime.megatron_backend.model.gpt import build_model, unwrapped
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+from slime.plan.model_shape import Shape
+from slime.plan.update_estimate import given_bytes
 from slime.weight_sync.file_channel import FileChannel, require_checksums
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -70,6 +73,10 @@ def published(rank: int, directory: Path, config: Any, weight_dir: Path) -> dict
         "given": sum(each.place.nbytes for each in slices),
         "shard": sum(x.nbytes for part in unwrapped(model) for x in part.parameters()),
         "info": update.info,
+        "planned": given_bytes(
+            config.with_values(actor_num_gpus_per_node=dist.get_world_size()),
+            Shape.of(load_hf_config(directory)),
+        )[0],
     }
 
 
@@ -111,6 +118,9 @@ def assert_published(root: Path, layouts: dict[str, dict[str, Any]], ranks: int)
         assert sum(given) == sum(x.nbytes for x in wanted.values()), key
         for found in of_ranks:
             assert 0 < found[key]["given"] <= found[key]["shard"], key
+        if layout in ("dp", "ep"):  # the plan counts matrices
+            planned = first["planned"] * ranks
+            assert 0.97 * sum(given) < planned <= sum(given), (key, planned)
         if layout == "dp":  # the most that one rank has more than another: a parameter and an expert's
             assert max(given) - min(given) <= 2 * max(x.nbytes for x in wanted.values()), (name, given)
 

@@ -1,0 +1,72 @@
+"""What a trainer rank gives to the engines in one update of the weights, from shapes.
+
+slime.megatron_backend.checkpoint.own_slices gives as this file computes. Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slime.config import Config
+from slime.models.lora import sends_adapters
+from slime.plan.memory_estimate import BYTES
+from slime.plan.model_shape import Shape
+from slime.plan.rank_params import stage_params
+from slime.plan.units import amount, count
+from slime.weight_sync.registry import CHANNELS
+
+
+def given_bytes(c: Config, shape: Shape) -> tuple[float, str]:
+    """Bytes that a rank of the largest pipeline stage gives in an update of all weights, and their arithmetic. Ranks
+    with the same shard share the work."""
+    params, stage = stage_params(c, shape, c.algorithm.enable_mtp_training)
+    tp, ep, etp = (
+        c.megatron.tensor_model_parallel_size,
+        c.megatron.expert_model_parallel_size,
+        c.megatron.expert_tensor_parallel,
+    )
+    copies, size = c.data_parallel_size * c.megatron.context_parallel_size, BYTES[c.megatron.params_dtype]
+    dense, experts = params.split + params.whole, params.experts
+    how = f"{count(dense)}{stage} / TP {tp} / {copies} copies x {size} B"
+    given = dense / (tp * copies) * size
+    if experts:
+        of_experts = copies * tp // (ep * etp)
+        how += f" + experts {count(experts)} / EP {ep} / ETP {etp} / {of_experts} copies x {size} B"
+        given += experts / (ep * etp * of_experts) * size
+    return given, how
+
+
+def update_lines(c: Config, shape: Shape, link: tuple[str, float] | None) -> Iterator[str]:
+    """Bytes and time of an update, per rank, and what bounds it. `link`: the name and the bytes per second of what
+    joins trainer and engines, or the node and a shared folder; None if it is not known. `c`: that of the policy's
+    group. Nothing where rank 0 gives all, and for GPUs that both share."""
+    channel = CHANNELS[c.weight_update.update_weight_transport]
+    if (
+        not channel.sliced
+        or not c.num_engines
+        or sends_adapters(c)
+        or c.weight_update.update_weight_mode != "full"
+    ):
+        return
+    given, how = given_bytes(c, shape)
+    whole = shape.params * BYTES[c.megatron.params_dtype]
+    yield f"a rank gives {amount(given)} of {amount(whole)}: {how}"
+    if channel.buckets:
+        yield f"a worker of an engine takes in {amount(whole)}, and keeps its part"
+    else:
+        yield f"the file has {amount(whole)}; a worker of an engine reads its part of each matrix that is cut by rows"
+    if link is None:
+        yield "times need --gpu"
+        return
+    name, speed = link
+    giving, taking = given / speed, whole / speed
+    if channel.buckets:
+        yield (
+            f"at least {taking:.3g} s at {speed / 1e9:g} GB/s ({name}), bounded by the engines: all weights cross the "
+            f"link of each of their GPUs; a rank's own part needs {giving:.3g} s"
+        )
+    else:
+        yield (
+            f"at least {giving:.3g} s for a rank to write at {speed / 1e9:g} GB/s ({name}), if the folder is not on "
+            "its host; bounded by the folder's file system, whose speed the plan does not know"
+        )
