@@ -42,4 +42,6 @@ def on_all_ranks(what: str) -> Iterator[None]:
     for rank, told in enumerate(said):
         if told is not None:
             kind = ValueError if told[0] else RuntimeError
-            raise kind(f"all trainer ranks must {what}, got a failure on rank {rank}: {told[1]}")
+            raise kind(
+                f"all trainer ranks must {what}, got '{told[1]}' on rank {rank}; see the log of trainer-{rank}"
+            )

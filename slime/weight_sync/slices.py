@@ -95,11 +95,12 @@ def require_whole(places: Iterable[Place]) -> None:
         if (first.shape, first.dtype) != (place.shape, place.dtype):
             raise RuntimeError(
                 f"{place.name} must have one shape and dtype on all ranks, got {list(first.shape)} {first.dtype} and "
-                f"{list(place.shape)} {place.dtype}"
+                f"{list(place.shape)} {place.dtype}; report this as a bug"
             )
         given[place.name] = first, before + place.nbytes
     for name, (first, found) in given.items():
         if found != first.whole_bytes:
             raise RuntimeError(
-                f"the ranks must publish each value of {name} once, got {found} of {first.whole_bytes} bytes"
+                f"the ranks must publish each value of {name} once, got {found} of {first.whole_bytes} bytes; report "
+                "this as a bug"
             )

@@ -136,8 +136,8 @@ def test_a_rank_that_fails_fails_all_and_the_next_version_comes(tmp_path: Path) 
     mp.spawn(rank, (tmp_path, fails), 2)
     assert (tmp_path / "error-1").read_text() == "ValueError: --x must be y, got z; do that"
     assert (tmp_path / "error-0").read_text() == (
-        "ValueError: all trainer ranks must write version 2 of the weights, got a failure on rank 1: "
-        "--x must be y, got z; do that"
+        "ValueError: all trainer ranks must write version 2 of the weights, got '--x must be y, got z; do that' on "
+        "rank 1; see the log of trainer-1"
     )
     assert_holds(str(tmp_path / "weights/weights-1/model.safetensors"), 1)
     assert_holds(str(tmp_path / "weights/weights-3/model.safetensors"), 3)
@@ -165,7 +165,7 @@ def test_ranks_that_share_no_folder_say_so(tmp_path: Path) -> None:
     mp.spawn(with_folders_of_their_own, (tmp_path,), 2)
     said = (tmp_path / "error-1").read_text()
     assert said.startswith("--weight-dir must be a folder that the hosts of all trainer ranks see, got no ")
-    assert (tmp_path / "error-0").read_text().endswith(said)
+    assert said in (tmp_path / "error-0").read_text()
     assert not list((tmp_path / "weights-of-0").iterdir())
 
 
