@@ -123,7 +123,7 @@ def measure(case: str) -> list[dict[str, Any]]:
         mp.start_processes(rank_work, args=(root, case, orders), nprocs=RANKS, start_method="spawn")
         if case.startswith("broadcast"):
             engine.join()
-        return [json.loads((root / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
+        return [json.loads((root / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(RANKS)]
 
 
 CASES = ("gathered, file", "own slices, file", "broadcast of own slices")

@@ -22,7 +22,6 @@ from slime.plan.memory_estimate import Item, adapters_sent, estimate
 from slime.plan.model_shape import Shape
 from slime.plan.stages import micro_batch_group, stages_of
 from slime.plan.units import GIB, amount, count
-from slime.plan.update_estimate import update_lines
 from slime.roles import order_of_step
 from slime.roles.groups import Group, groups_of, sent_lines, trainer_ranks
 from slime.roles.served import ServedModel, frozen_devices
@@ -30,7 +29,7 @@ from slime.rollout.eval_datasets import check_evaluation
 from slime.run_start import check_start, start_line
 from slime.weight_sync.registry import CHANNELS
 from vime.backends import backend_of, models_of, parse_config
-from vime.plan_hardware import hardware, update_link
+from vime.plan_hardware import hardware, update
 from vime.pool.served import in_own_flags
 from vime.run.prompts import plural, prompts
 from vime.vllm.memory import engine_memory, engine_verdict, scored_logits
@@ -317,9 +316,7 @@ def describe(c: Config, gpu_bytes: float | None = None, data: Sequence[str] | No
             f"Loading, per {group.name} rank": list(memory_lines(list(loading(group.config, hf))))
             for group in groups
         },
-        "Update of the engines, per trainer rank": [
-            line for group in groups[:1] for line in update_lines(group.config, shape, update_link(c))
-        ],
+        "Update of the engines, per trainer rank": list(update(groups, shape)),
         "Memory of an engine, per GPU": list(memory_of_engine(c, hf, gpu_bytes)),
         "Engine flags": list(backend_of(c).command_lines(c)),
         **frozen_models(c, gpu_bytes),

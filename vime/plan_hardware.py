@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from slime.config import Config
 from slime.data.packing import sample_flops
@@ -10,7 +10,8 @@ from slime.hardware import HARDWARE, Hardware
 from slime.plan.memory_estimate import BYTES
 from slime.plan.model_shape import Shape
 from slime.plan.units import amount
-from slime.roles.groups import trainer_ranks
+from slime.plan.update_estimate import update_lines
+from slime.roles.groups import Group, trainer_ranks
 from slime.weight_sync.registry import CHANNELS
 
 
@@ -52,13 +53,16 @@ def _bounds(c: Config, hf: dict[str, object], gpu: Hardware, domain: int) -> Ite
         )
 
 
-def update_link(c: Config) -> tuple[str, float] | None:
-    """The link that an update crosses, or, for files, that between a node and a shared folder."""
-    if c.cluster.gpu is None:
-        return None
-    gpu = HARDWARE[c.cluster.gpu]
-    domain = c.cluster.nvlink_domain_size or gpu.nvlink_domain
-    return _weight_link(c, gpu, domain) or ("network of one GPU", gpu.network_bytes_s)
+def update(groups: Sequence[Group], shape: Shape) -> Iterator[str]:
+    """What a rank of the first group, which has the policy, gives to the engines. With --gpu: also how long it takes,
+    over the link that an update crosses, or, for files, that between a node and a shared folder."""
+    for c in (group.config for group in groups[:1]):
+        link = None
+        if c.cluster.gpu is not None:
+            gpu = HARDWARE[c.cluster.gpu]
+            domain = c.cluster.nvlink_domain_size or gpu.nvlink_domain
+            link = _weight_link(c, gpu, domain) or ("network of one GPU", gpu.network_bytes_s)
+        yield from update_lines(c, shape, link)
 
 
 def _weight_link(c: Config, gpu: Hardware, domain: int) -> tuple[str, float] | None:
