@@ -325,16 +325,14 @@ def test_plot_writes_the_pictures(world: World, whole: Path) -> None:
 def test_tensor_parallel_disaggregated_run_equals_the_colocated_one(
     world: World, whole: Path, transport: str
 ) -> None:
-    """Each of the two ranks gives its slices of the weights."""
-    name = f"tensor-{transport}"
     flags = [
-        *world.grpo(name, rollouts=2),
+        *world.grpo(transport, rollouts=2),
         *("--update-weight-transport", transport),
         *("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
         *("--rollout-num-gpus", "1", "--check-weight-update-equal", *KL),
     ]
-    run(vime("train", *flags), world.root / f"{name}.out")
-    run_dir = world.root / name
+    run(vime("train", *flags), world.root / f"{transport}.out")
+    run_dir = world.root / transport
     assert_agree(run_dir, steps=2)
     assert [s["tokens"] for s in samples(run_dir, 0)] == [s["tokens"] for s in samples(whole, 0)]
     expected, actual = rows(whole, "train/step"), rows(run_dir, "train/step")
