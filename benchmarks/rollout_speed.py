@@ -49,13 +49,14 @@ from slime.rollout.generate import generate
 from slime.rollout.manager import RolloutManager
 from slime.types import Sample
 from vime.backends import parse_config
+from vime.pool.control import SERVED_MODEL_NAME
 from vime.pool.process import sigterm_interrupts
 from vime.pool.router import RouterSpec
 from vime.vllm import versions as vllm_versions
 from vime.vllm.client import VllmEngineClient
 from vime.vllm.control import VllmControl
 from vime.vllm.pool import VllmEnginePool
-from vime.vllm.server import SERVED_MODEL_NAME, VllmSpec
+from vime.vllm.server import VllmSpec
 from vime.vllm.server_flags import engine_dtype, engine_settings
 
 OURS, RAW = "ours", "raw"

@@ -115,10 +115,9 @@ class FileChannel(WeightChannel):
     def _remove_older(self, version: int) -> None:
         if self._keep_files:
             return
-        versions = {
-            int(file.parent.name.removeprefix(f"{self.stem}-")): file
-            for file in self.directory.glob(f"{self.stem}-*/{FILE}")
-        }
+        start = f"{self.stem}-"
+        found = {f.parent.name.removeprefix(start): f for f in self.directory.glob(f"{start}*/{FILE}")}
+        versions = {int(end): file for end, file in found.items() if end.isdigit()}  # others: of longer stems
         previous = max((v for v in versions if v < version), default=version)
         for other in versions.keys() - {version, previous}:
             shutil.rmtree(versions[other].parent)

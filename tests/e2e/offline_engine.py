@@ -12,7 +12,7 @@ import torch
 from transformers import DeepseekV3Config
 
 from slime.protocols import WeightUpdate
-from vime.vllm.worker.adapter import ADAPTER_ID
+from vime.vllm.worker.adapter import request_for
 
 GPU_SHARE = 0.1
 """Of a GPU's memory, which other tests use too. vLLM does not start unless so much is free."""
@@ -23,17 +23,15 @@ class OfflineEngine:
         self._llm = llm
         self.worker = llm.llm_engine.model_executor.driver_worker.worker
 
-    def log_probs(self, tokens: list[int], *, lora: bool = True) -> torch.Tensor:
-        """Of each token but the first, given those before it. `lora`: with the adapter, if the engine has a slot."""
+    def log_probs(self, tokens: list[int], adapter: str = "") -> torch.Tensor:
+        """Of each token but the first, given those before it, by the base or by an adapter."""
         from vllm import SamplingParams
-        from vllm.lora.request import LoRARequest
 
         self._llm.reset_prefix_cache()
         settings = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        has_slot = self._llm.llm_engine.vllm_config.lora_config is not None
-        adapter = LoRARequest("policy", ADAPTER_ID, "received") if lora and has_slot else None
+        lora = request_for(adapter) if adapter else None
         prompt = {"prompt_token_ids": tokens}
-        (out,) = self._llm.generate(prompt, settings, use_tqdm=False, lora_request=adapter)
+        (out,) = self._llm.generate(prompt, settings, use_tqdm=False, lora_request=lora)
         pairs = zip(tokens[1:], out.prompt_logprobs[1:], strict=True)
         return torch.tensor([found[token].logprob for token, found in pairs])
 

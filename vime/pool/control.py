@@ -17,6 +17,10 @@ from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
 PauseMode = Literal["keep", "abort", "wait"]
+SERVED_MODEL_NAME = "policy"
+"""What the servers of this project call the model of their checkpoint."""
+ADAPTER_HEADER = "x-adapter"
+"""The header of a request that is for one adapter of an engine alone."""
 CHECKPOINT_VERSION = -1
 """The version of a server that was given no weights yet: those of its checkpoint."""
 _LOOK_EVERY_S = 1.0

@@ -17,7 +17,7 @@ from slime.tracking.events import Events
 from vime.pool import external
 from vime.pool.engine_server import EngineSpec
 from vime.pool.places import LOOPBACK, EnginePlace, Places
-from vime.pool.pool import ServerPool
+from vime.pool.pool import Kind, ServerPool
 from vime.pool.router import RouterSpec
 
 if TYPE_CHECKING:
@@ -34,9 +34,10 @@ def make_pool(
     *,
     dtype: str,
     gives_memory: bool = False,
+    kind: Kind | None = None,
 ) -> ServerPool:
     """The engines of `model` and their router; `config` is from `vime.pool.served.config_of`. `make_spec` gets the
-    fields of an engine's spec that every engine has. `dtype` and `gives_memory`: see ServerPool."""
+    fields of an engine's spec that every engine has. `dtype`, `gives_memory` and `kind`: see ServerPool."""
     run_key = external.key_of(config)
     logs = Path(config.logging.run_dir).resolve() / "logs"
     prefix = f"{model.name}-" if model.frozen else ""
@@ -57,7 +58,7 @@ def make_pool(
             log_path=str(logs / f"{prefix}engine-{index}.log"),
         )
 
-    parts, colocated = pool.kind, config.cluster.colocate
+    parts, colocated = kind or pool.kind, config.cluster.colocate
     places = Places(config, model.name, spec_of, parts.server, parts.control, joined, colocated)
     own = [EnginePlace(placed, bundles) for bundles in placed.engine_bundles[model.name]]
     router = RouterSpec(
@@ -81,4 +82,5 @@ def make_pool(
         health_check_first_wait_s=config.fault_tolerance.rollout_health_check_first_wait,
         dtype=dtype,
         gives_memory=gives_memory,
+        kind=parts,
     )

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from slime.protocols import RolloutEngine, WeightSource, WeightUpdate
 from slime.roles.served import POLICY
@@ -60,7 +60,8 @@ class ServerPool:
     log-probs. `max_restarts` bounds the restarts of one engine between two weight updates; 0 turns restarts off.
     """
 
-    kind: ClassVar[Kind]
+    kind: Kind
+    """Of the class; `__init__` may be given another one."""
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class ServerPool:
         places: Places | None = None,
         events: Events | None = None,
         model: str = POLICY,
+        kind: Kind | None = None,
         max_restarts: int = 3,
         health_check_interval_s: float = 30.0,
         health_check_timeout_s: float = 30.0,
@@ -82,6 +84,8 @@ class ServerPool:
     ) -> None:
         if not specs:
             raise ValueError("an engine pool must have engines, got none; check --rollout-num-gpus")
+        if kind is not None:
+            self.kind = kind
         self._pause_mode: PauseMode = pause_mode
         self._members = [self._member(spec) for spec in specs]
         self._router = self.kind.router(router)

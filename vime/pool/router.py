@@ -26,6 +26,8 @@ class RouterSpec(ServerSpec):
     external: bool = False
     """Whether somebody else started the router at `host` and `port`. Then only the gateway is the run's own."""
     request_timeout_s: float = 600.0
+    adapter: str = ""
+    """The adapter that requests of plug-ins are for."""
 
     @property
     def gateway_url(self) -> str:

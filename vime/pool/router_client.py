@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 import aiohttp
@@ -106,22 +106,25 @@ class RouterClient:
             )
         return self._session
 
-    async def _request(self, method: str, url: str, body: object = None) -> bytes:
+    async def _request(
+        self, method: str, url: str, body: object = None, headers: Mapping[str, str] | None = None
+    ) -> bytes:
         """The answer to one control request, with status 200. RuntimeError for another status."""
         url = url if url.startswith("http") else self.router_url + url
         timeout = aiohttp.ClientTimeout(total=_CONTROL_S)
-        async with self._connections().request(method, url, json=body, timeout=timeout) as response:
+        sent = self._connections().request(method, url, json=body, headers=headers, timeout=timeout)
+        async with sent as response:
             if response.status != 200:
                 raise RuntimeError(f"{url} must answer, got HTTP {response.status}: {await response.text()}")
             return await response.read()
 
-    async def _on_all(self, path: str, body: object) -> None:
+    async def _on_all(self, path: str, body: object, headers: Mapping[str, str] | None = None) -> None:
         """POST `body` to `path` of every engine of the router. A dead engine has nothing to abort: its requests fail,
         and `_until` retries them until their deadline."""
         listed = json.loads(await self._request("GET", "/workers"))
         urls = [worker["url"] for worker in listed["workers"]]
         results = await asyncio.gather(
-            *(self._request("POST", url + path, body) for url in urls), return_exceptions=True
+            *(self._request("POST", url + path, body, headers) for url in urls), return_exceptions=True
         )
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, aiohttp.ClientError | OSError):

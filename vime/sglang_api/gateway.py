@@ -6,7 +6,8 @@ vllm-router 0.1.17 cannot take these calls: it drops fields of POST /generate th
 
 - puts a body of /generate into one field of /inference/v1/generate, and the router balances the request;
 - sends /abort_request and /flush_cache to every engine;
-- passes every other request to the router.
+- passes every other request to the router;
+- names the run's adapter, if it has one, in requests that name none.
 
 It has no key: the router and the engines check the key of the caller.
 """
@@ -24,6 +25,7 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
+from vime.pool.control import ADAPTER_HEADER, SERVED_MODEL_NAME
 from vime.sglang_api.request import WRAPPED, parse
 
 _TO_ALL = ("/abort_request", "/abort_requests", "/flush_cache")
@@ -43,8 +45,9 @@ class _Peek(msgspec.Struct):
     input_ids: msgspec.Raw = msgspec.Raw(b"null")
 
 
-def wrap(body: bytes) -> bytes:
-    """A body of /inference/v1/generate that contains a body of /generate. ValueError that names a malformed field.
+def wrap(body: bytes, adapter: str = "") -> bytes:
+    """A body of /inference/v1/generate that contains a body of /generate, for `adapter` unless it names another.
+    ValueError that names a malformed field.
 
     The token ids are also outside, for the router's policies that read the prompt, and so is `stream`, which the router
     must know.
@@ -60,19 +63,33 @@ def wrap(body: bytes) -> bytes:
     except msgspec.DecodeError:  # text, or a batch
         ids = b"[0]"
     stream = b"true" if peek.stream else b"false"
-    return b'{"token_ids":%b,"sampling_params":{},"stream":%b,"%b":%b}' % (
+    named = b'"vime_adapter":%b,' % msgspec.json.encode(adapter) if adapter else b""
+    return b'{"token_ids":%b,"sampling_params":{},"stream":%b,%b"%b":%b}' % (
         ids,
         stream,
+        named,
         WRAPPED.encode(),
         body,
     )
 
 
-class Gateway:
-    """The HTTP handlers in front of the router at `router_url`."""
+def with_model(body: bytes, adapter: str) -> bytes:
+    """A body of one of vLLM's own routes, whose model is `adapter` if it was none or the base. Another body stays."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        model = msgspec.json.decode(fields.get("model", b"null"), type=str | None)
+    except (msgspec.DecodeError, TypeError):  # vLLM says what is wrong with it
+        return body
+    if model not in (None, SERVED_MODEL_NAME):
+        return body
+    return msgspec.json.encode({**fields, "model": adapter})
 
-    def __init__(self, router_url: str) -> None:
-        self._url = router_url
+
+class Gateway:
+    """The HTTP handlers in front of the router at `router_url`, for a run whose adapter is `adapter`, if it has one."""
+
+    def __init__(self, router_url: str, adapter: str = "") -> None:
+        self._url, self._adapter = router_url, adapter
 
     async def serve(self, listening: socket.socket) -> None:
         """Serve until cancelled."""
@@ -92,7 +109,7 @@ class Gateway:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         try:
-            body = wrap(await request.read())
+            body = wrap(await request.read(), self._adapter)
         except ValueError as error:
             if (refusal := await self._refusal(request)) is not None:
                 return refusal
@@ -102,8 +119,11 @@ class Gateway:
     async def other(self, request: web.Request) -> web.StreamResponse:
         if request.path in _TO_ALL:
             return await self._to_all(request)
-        path = _OLDER_NAMES.get(request.path, request.path)
-        return await self._pass(request, path + request.rel_url.raw_path_qs[len(request.rel_url.raw_path) :])
+        path, body = _OLDER_NAMES.get(request.path, request.path), None
+        if self._adapter and request.method == "POST" and "/v1/" in path:
+            body = with_model(await request.read(), self._adapter)
+        query = request.rel_url.raw_path_qs[len(request.rel_url.raw_path) :]
+        return await self._pass(request, path + query, body)
 
     async def _pass(self, request: web.Request, path: str, body: bytes | None = None) -> web.StreamResponse:
         """The router's answer: at once if it has a length, otherwise as a stream."""
@@ -136,6 +156,8 @@ class Gateway:
     async def _to_all(self, request: web.Request) -> web.StreamResponse:
         """Call every engine. The status is the worst one. An engine that has died counts as done."""
         headers, data = _forwarded(request.headers), await request.read()
+        if self._adapter:
+            headers[ADAPTER_HEADER] = self._adapter
         limit = aiohttp.ClientTimeout(total=_ALL_S)
 
         async def ask(url: str) -> tuple[int, str]:
@@ -172,13 +194,13 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def serve(router_url: str, listening: socket.socket) -> None:
+def serve(router_url: str, listening: socket.socket, adapter: str = "") -> None:
     """Serve until the process ends."""
     import uvloop  # vLLM brings it
 
     gc.freeze()
-    uvloop.run(Gateway(router_url).serve(listening))
+    uvloop.run(Gateway(router_url, adapter).serve(listening))
 
 
 if __name__ == "__main__":  # in front of a router that was started apart
-    serve(sys.argv[3], listen(sys.argv[1], int(sys.argv[2])))
+    serve(sys.argv[3], listen(sys.argv[1], int(sys.argv[2])), *sys.argv[4:])

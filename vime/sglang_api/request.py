@@ -88,6 +88,7 @@ class GenerateFields(msgspec.Struct, forbid_unknown_fields=True):
     top_logprobs_num: _Count | None = None  # the engine has the limit
     return_text_in_logprobs: bool | None = None
     return_routed_experts: bool | None = None
+    lora_path: str | None = None  # the name of an adapter
     # They change nothing in the answer.
     log_metrics: object = None
     priority: object = None
@@ -100,7 +101,6 @@ class GenerateFields(msgspec.Struct, forbid_unknown_fields=True):
     audio_data: object = None
     modalities: object = None
     input_embeds: object = None
-    lora_path: object = None
     session_params: object = None
     token_ids_logprob: object = None
     return_hidden_states: object = None
@@ -117,7 +117,6 @@ _REFUSED = {
     "audio_data": _NO_IMAGES,
     "modalities": _NO_IMAGES,
     "input_embeds": "send text or input_ids",
-    "lora_path": "this engine has no adapters",
     "session_params": "send the whole prompt; the engine caches prefixes",
     "token_ids_logprob": "use top_logprobs_num",
     "return_hidden_states": "vLLM does not return them",
@@ -160,12 +159,13 @@ class WantedOutput:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A parsed request. `batched`: the answer is a list."""
+    """A parsed request. `batched`: the answer is a list. `adapter`: who answers; empty: not said."""
 
     each: list[OneRequest]
     wanted: WantedOutput
     stream: bool
     batched: bool
+    adapter: str = ""
 
 
 _decoder = msgspec.json.Decoder(GenerateFields)
@@ -192,7 +192,7 @@ def parse(body: bytes) -> GenerateRequest:
             own = params if copy == 0 or "seed" not in params else {**params, "seed": params["seed"] + copy}
             named = name if name is None or count == 1 else f"{name}-{copy}"
             each.append(OneRequest(prompt, own, named, scored=given.max_new_tokens == 0))
-    return GenerateRequest(each, _wanted(fields), bool(fields.stream), batched)
+    return GenerateRequest(each, _wanted(fields), bool(fields.stream), batched, fields.lora_path or "")
 
 
 def translate(given: SamplingFields) -> dict[str, Any]:

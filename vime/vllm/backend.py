@@ -22,6 +22,7 @@ from vime.sglang_api.translate_flags import PREFIX, targets, translate_sglang
 from vime.vllm import fp8
 from vime.vllm import server_flags as flags
 from vime.vllm.server import VllmServer, VllmSpec
+from vime.vllm.worker.adapter import name_of
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
@@ -213,7 +214,7 @@ class VllmBackend:
     ) -> EnginePool:
         """The engines of a model and their router, not started yet."""
         from vime.pool.launch import make_pool
-        from vime.vllm.pool import VllmEnginePool
+        from vime.vllm.pool import VllmEnginePool, kind_for
 
         own: dict[str, object] = {
             "top_tokens": model.top_tokens,
@@ -221,7 +222,7 @@ class VllmBackend:
             "scores": model.frozen,
         }
         if model.frozen:  # no adapter is for it
-            own |= {"lora_name": "", "keeps_weights": False, "bitwise": False}
+            own |= {"lora_rank": 0, "keeps_weights": False, "bitwise": False}
         return make_pool(
             VllmEnginePool,
             config,
@@ -231,4 +232,5 @@ class VllmBackend:
             functools.partial(VllmSpec, **flags.engine_settings(config) | own),
             dtype=flags.engine_dtype(config),
             gives_memory=flags.gives_memory(config),
+            kind=kind_for("" if model.frozen else name_of(config)),
         )

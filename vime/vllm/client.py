@@ -16,9 +16,11 @@ import numpy as np
 
 from slime.protocols import FinishReason, GenerateResult, OnTokens, ScoreResult
 from slime.rollout.sampling import checked
+from vime.pool.control import ADAPTER_HEADER, SERVED_MODEL_NAME
 from vime.pool.router_client import RouterClient, Transient, check_start, require_finite, require_ok, scored
 from vime.sglang_api.sampling_names import NAMES
 from vime.vllm.group_wire import (
+    ADAPTER_FIELD,
     KEPT_FIELD,
     SAMPLES,
     SCORE_FIELD,
@@ -29,7 +31,6 @@ from vime.vllm.group_wire import (
     GroupParams,
     SampleAnswer,
 )
-from vime.vllm.server import SERVED_MODEL_NAME
 from vime.vllm.worker import routed_experts
 
 _OWN = ("max_tokens",)
@@ -38,12 +39,15 @@ _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "
 
 
 class VllmEngineClient(RouterClient):
-    """RolloutEngine over vllm-router at `router_url`, e.g. "http://127.0.0.1:3000"."""
+    """RolloutEngine over vllm-router at `router_url`, e.g. "http://127.0.0.1:3000". With the name of an `adapter` that
+    the engines have, it is the model of all requests, and none of other adapters is touched."""
 
     streams = True
 
-    def __init__(self, router_url: str, run_key: str) -> None:
+    def __init__(self, router_url: str, run_key: str, adapter: str = "") -> None:
         super().__init__(router_url, run_key)
+        self._of_adapter: dict[str, object] = {ADAPTER_FIELD: adapter} if adapter else {}
+        self._headers = {ADAPTER_HEADER: adapter} if adapter else {}
         self._waiting: dict[bytes, _Request] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
@@ -75,6 +79,7 @@ class VllmEngineClient(RouterClient):
         any other status.
         """
         shared, own = request_fields(sampling_params, seed)
+        shared |= self._of_adapter
         if experts_from is not None:
             shared[routed_experts.START_FIELD] = experts_from
         if kept_tokens:
@@ -97,7 +102,7 @@ class VllmEngineClient(RouterClient):
         room for it in the engine's context. It gives log-probs of at most --max-logprobs tokens at a place. Faults: see
         `generate`."""
         check_start(start, token_ids)
-        shared: dict[str, object] = {SCORE_FIELD: start, TOP_FIELD: top_k}
+        shared: dict[str, object] = {SCORE_FIELD: start, TOP_FIELD: top_k} | self._of_adapter
         answer = await self._until(
             deadline_s,
             lambda: self._join(token_ids, shared, {"max_tokens": 1}, None),
@@ -114,8 +119,9 @@ class VllmEngineClient(RouterClient):
         )
 
     async def abort_all(self) -> None:
-        """Abort every running request on every engine of the router. Each request returns the tokens that it has."""
-        await self._on_all("/abort_requests", {})
+        """Abort every running request, of the adapter if there is one, on every engine of the router. Each request
+        returns the tokens that it has."""
+        await self._on_all("/abort_requests", {}, self._headers)
 
     def _join(
         self,

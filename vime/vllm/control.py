@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 from urllib.parse import urlencode
 
-from vime.pool.control import ControlError, Load, PauseMode, answers, request
+from vime.pool.control import ADAPTER_HEADER, ControlError, Load, PauseMode, answers, request
 from vime.vllm.versions import finish_body
 from vime.vllm.worker.middleware import NEW_VERSION_HEADER, VERSIONS_HEADER
 
@@ -23,14 +23,16 @@ _SLOW_S = 600.0
 class VllmControl:
     """A `vime.pool.control.Control` of the server at `url`, e.g. "http://127.0.0.1:8000".
 
+    With the name of an `adapter`, updates and versions are the adapter's, and updates of others are waited for.
     Thread-safe: one connection per call.
 
     Every method but `is_healthy` raises ControlError when the engine answers with an error, and OSError when the engine
     does not answer in time.
     """
 
-    def __init__(self, url: str, run_key: str) -> None:
+    def __init__(self, url: str, run_key: str, adapter: str = "") -> None:
         self.url = url
+        self._headers = {ADAPTER_HEADER: adapter} if adapter else {}
         self._run_key = run_key
 
     def pause(self, mode: PauseMode = "keep") -> None:
@@ -71,8 +73,10 @@ class VllmControl:
         self._post("/wake_up", query=[("tags", tag) for tag in tags], timeout_s=_SLOW_S)
 
     def weight_version(self) -> int:
-        """Version of the live weights; -1 means the weights of the checkpoint."""
-        response, _ = request(self.url, self._run_key, "GET", "/health", timeout_s=_QUICK_S)
+        """Version of the live weights; -1 means the weights of the checkpoint, without an adapter."""
+        response, _ = request(
+            self.url, self._run_key, "GET", "/health", headers=self._headers, timeout_s=_QUICK_S
+        )
         return int(response.headers[VERSIONS_HEADER].split(",")[-1])
 
     def is_healthy(self, timeout_s: float) -> bool:
@@ -109,4 +113,5 @@ class VllmControl:
         timeout_s: float = _QUICK_S,
     ) -> bytes:
         path = f"{path}?{urlencode(query)}" if query else path
-        return request(self.url, self._run_key, "POST", path, body, headers=headers, timeout_s=timeout_s)[1]
+        own = {**self._headers, **(headers or {})}
+        return request(self.url, self._run_key, "POST", path, body, headers=own, timeout_s=timeout_s)[1]

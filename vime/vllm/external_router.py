@@ -27,6 +27,7 @@ class ExternalRouter(VllmRouter):
             spec.gateway_host,
             str(spec.gateway_port),
             spec.url,
+            spec.adapter,
         ]
 
     def start(self) -> str:

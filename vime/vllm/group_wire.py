@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import msgspec
 
 SAMPLES = "vime_samples"
+ADAPTER_FIELD = "vime_adapter"
+"""A shared parameter: the name of the adapter that answers. Without it, the base does."""
 KEPT_FIELD = "vime_kept_tokens"
 """A shared parameter: the largest set of kept ids that the answers shall hold."""
 SCORE_FIELD = "vime_score_from"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 from vime.pool.pool import Kind, ServerPool
 from vime.pool.router import RouterSpec
 from vime.pool.run_key import health_prefix
@@ -12,8 +15,16 @@ from vime.vllm.router import VllmRouter
 from vime.vllm.server import VllmServer
 
 
-def _router(spec: RouterSpec) -> VllmRouter:
+def _router(spec: RouterSpec, adapter: str = "") -> VllmRouter:
+    spec = replace(spec, adapter=adapter)
     return ExternalRouter(spec) if spec.external else VllmRouter(spec)
+
+
+def kind_for(adapter: str) -> Kind:
+    """The parts of a pool whose run trains this adapter; empty for one that trains whole weights."""
+    control, client = partial(VllmControl, adapter=adapter), partial(VllmEngineClient, adapter=adapter)
+    router = partial(_router, adapter=adapter)
+    return Kind(control, client, router, VllmServer, "/list_workers", health_prefix)
 
 
 class VllmEnginePool(ServerPool):
@@ -24,4 +35,4 @@ class VllmEnginePool(ServerPool):
         """And where sessions find the parser of the model's text."""
         return {**super().facts, "chat_parser_path": "vime.vllm.chat_parser.make_parser"}
 
-    kind = Kind(VllmControl, VllmEngineClient, _router, VllmServer, "/list_workers", health_prefix)
+    kind = kind_for("")

@@ -38,6 +38,7 @@ class VllmRouter(RouterServer):
         argv = [sys.executable, "-m", "vime.vllm.router_main"]
         for name, value in flags.items():
             argv += [f"--{name}", str(value)]
+        argv += ["--adapter", spec.adapter] if spec.adapter else []
         # Retries are the client's, which knows the deadline.
         return [*argv, "--disable-retries", *spec.argv]
 

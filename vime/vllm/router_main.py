@@ -57,12 +57,12 @@ def start_key_server(run_key: str) -> str:
     return f"http://127.0.0.1:{server.server_port}"
 
 
-def start_gateway(host: str, port: int, router_port: int) -> None:
+def start_gateway(host: str, port: int, router_port: int, adapter: str) -> None:
     """Fork the process of vime.sglang_api.gateway. It ends with the caller's."""
     listening = gateway.listen(host, port)
     if os.fork() == 0:
         die_with_parent()
-        gateway.serve(f"http://{host}:{router_port}", listening)
+        gateway.serve(f"http://{host}:{router_port}", listening, adapter)
         os._exit(0)
     listening.close()
 
@@ -72,6 +72,7 @@ def main(argv: Sequence[str]) -> None:
     run_key = os.environ[KEY_VARIABLE]
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--gateway-port", type=int, required=True)
+    parser.add_argument("--adapter", default="")
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
     given = parser.parse_args(argv)
     args = RouterArgs.from_cli_args(given, use_router_prefix=False)
@@ -90,7 +91,7 @@ def main(argv: Sequence[str]) -> None:
         "api_key_validation_urls": [start_key_server(run_key)],
     }
     del settings["mini_lb"]
-    start_gateway(args.host, given.gateway_port, args.port)
+    start_gateway(args.host, given.gateway_port, args.port, given.adapter)
     vllm_router_rs.Router(**settings).start()
 
 

@@ -13,13 +13,13 @@ from ipaddress import ip_address
 
 from slime.cluster.rendezvous import LOOPBACK_ONLY
 from slime.weight_sync.variables import LOCAL_DIR_VARIABLE, WEIGHT_DIR_VARIABLE
+from vime.pool.control import SERVED_MODEL_NAME
 from vime.pool.engine_server import EngineServer, EngineSpec, option, pair_up
 from vime.vllm.cpu import engine as cpu_engine
 from vime.vllm.versions import request_times, server_module, speculation_counts, token_routes
 from vime.vllm.worker import adapter, bitwise, routed_experts, scaled_logits, shared_gpu
 from vime.vllm.worker.plugin import BACKEND, SUPERVISED_VARIABLE
 
-SERVED_MODEL_NAME = "policy"
 SCORED_TOKENS = 2048
 """Tokens of a pass of an engine on GPUs that scores: vLLM makes logits of all of them, outside its memory share."""
 _CPU_ARGV = (
@@ -49,10 +49,8 @@ class VllmSpec(EngineSpec):
     """The most ids with log-probs that an answer may have for a token."""
     temperature: float = 1.0
     """The model's logits are divided by it, before a request's own temperature."""
-    lora_name: str = ""
-    """The adapter that requests use and that updates bring. "": updates bring all weights."""
     lora_rank: int = 0
-    """Its rank."""
+    """The largest rank of the adapters that updates bring. 0: updates bring all weights."""
     bitwise: bool = False
     """Whether it computes with the trainer's operators."""
     scores: bool = False
@@ -100,7 +98,7 @@ class VllmServer(EngineServer):
             argv += [routed_experts.FLAG]
         if spec.bitwise and spec.device == "cuda":
             argv += ["--compilation-config", json.dumps(bitwise.COMPILATION)]
-        if spec.lora_name:
+        if spec.lora_rank:
             argv += adapter.server_flags(spec.lora_rank)
         if spec.trust_remote_code:
             argv += ["--trust-remote-code"]
@@ -138,8 +136,6 @@ class VllmServer(EngineServer):
             env[LOCAL_DIR_VARIABLE] = spec.local_checkpoint_dir
         if spec.temperature != 1:
             env[scaled_logits.VARIABLE] = repr(spec.temperature)
-        if spec.lora_name:
-            env[adapter.VARIABLE] = spec.lora_name
         if spec.bitwise:
             # The other model runner of vLLM makes log-probs elsewhere.
             env |= {bitwise.VARIABLE: "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}

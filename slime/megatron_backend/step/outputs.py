@@ -49,6 +49,7 @@ class Outputs:
         place = TrainerPlace(
             *(Path(flags.weight_dir), flags.update_weight_buffer_size, device, timeout_s),
             keep_files=flags.update_weight_disk_keep_files,
+            stem=self._stem(),
         )
         compare = flags.check_weight_update_equal
         if models.main.role is POLICY:
@@ -92,6 +93,10 @@ class Outputs:
     def weights_file(self) -> WeightUpdate:
         """The current weights in a file, for an engine that starts between two updates."""
         return self._publisher.file(self.version)
+
+    def _stem(self) -> str:
+        """Runs that share engines may share the folder of weights, too: each adapter has files of its own."""
+        return f"adapter-{self.config.lora.lora_name}" if sends_adapters(self.config) else TrainerPlace.stem
 
     def _weights(self) -> WeightSet:
         """What engines get of the policy."""

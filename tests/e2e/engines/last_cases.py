@@ -14,8 +14,8 @@ import torch
 from engine_fixtures import Stack, hf_log_probs, server_of
 
 from slime.protocols import GenerateResult
+from vime.pool.control import SERVED_MODEL_NAME
 from vime.vllm.group_wire import ALIVE, ALIVE_S, SAMPLES, Frames
-from vime.vllm.server import SERVED_MODEL_NAME
 
 PROMPT = [14, 5, 8, 13, 21, 30]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_fixtures import make_checkpoint
-from offline_engine import offline_engine
+from offline_engine import OfflineEngine, offline_engine
 
 from slime.models.lora import Lora
 from slime.protocols import CHECKPOINT, WeightSet, WeightUpdate
@@ -65,29 +65,49 @@ def merged_log_probs(checkpoint: Path, tensors: dict[str, torch.Tensor], tokens:
     return torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
+def check_another(
+    engine: OfflineEngine, weights: Path, checkpoint: Path, tokens: list[int], of_policy: torch.Tensor
+) -> None:
+    """A second adapter is served beside the first, which stays to the bit. There is no slot for a third."""
+    for version in (7, 8):
+        tensors = adapter(version)
+        engine.take(update(weights, version, tensors, name="other"))
+        wanted = merged_log_probs(checkpoint, tensors, tokens)
+        got = engine.log_probs(tokens, "other")
+        assert (got - wanted).abs().max() < 1e-5 and (got - of_policy).abs().max() > 0.1
+        assert torch.equal(engine.log_probs(tokens, "policy"), of_policy)
+    with pytest.raises(ValueError, match="--vllm-max-loras must be at least 3 .* got 2 and third"):
+        engine.take(update(weights, 9, tensors, name="third"))
+    assert torch.equal(engine.log_probs(tokens, "policy"), of_policy)
+    assert torch.equal(engine.log_probs(tokens, "other"), got)
+
+
 def test_an_update_replaces_the_adapter(tmp_path, monkeypatch):
     checkpoint, weights = make_checkpoint(tmp_path / "base"), tmp_path / "weights"
     weights.mkdir(mode=0o700)
     tokens = [5, 9, 17, 30, 22, 8, 41, 12, 3, 19]
     with offline_engine(
-        checkpoint, weights, monkeypatch, enable_lora=True, max_loras=1, max_lora_rank=8
+        checkpoint, weights, monkeypatch, enable_lora=True, max_loras=2, max_lora_rank=8
     ) as engine:
-        bare = engine.log_probs(tokens, lora=False)
+        bare = engine.log_probs(tokens)
         for version in (1, 2):
             tensors = adapter(version)
             engine.take(update(weights, version, tensors))  # compares each live tensor, too
             wanted = merged_log_probs(checkpoint, tensors, tokens)
-            got = engine.log_probs(tokens)
+            got = engine.log_probs(tokens, "policy")
             assert (got - wanted).abs().max() < 1e-5
             assert (got - bare).abs().max() > 0.1
-            assert torch.equal(engine.log_probs(tokens, lora=False), bare)
+            assert torch.equal(engine.log_probs(tokens), bare)
+        check_another(engine, weights, checkpoint, tokens, got)
         # what is live is version 2, and an update of other values is not equal to it
         with pytest.raises(RuntimeError, match="the live adapter must equal .* got 28 tensors that differ"):
             engine.take(update(weights, 3, adapter(3)), load=False)
         # fewer modules: those of the version before are gone
         some = adapter(4, {"self_attn.v_proj": MODULES["self_attn.v_proj"]})
         engine.take(update(weights, 4, some))
-        assert (engine.log_probs(tokens) - merged_log_probs(checkpoint, some, tokens)).abs().max() < 1e-5
+        assert (
+            engine.log_probs(tokens, "policy") - merged_log_probs(checkpoint, some, tokens)
+        ).abs().max() < 1e-5
 
         for changed, message in (
             (
@@ -102,7 +122,9 @@ def test_an_update_replaces_the_adapter(tmp_path, monkeypatch):
             ValueError, match="a set of weights must be one of full, adapter, delta, got shards"
         ):
             engine.take(update(weights, 6, some, kind="shards"))
-        assert (engine.log_probs(tokens) - merged_log_probs(checkpoint, some, tokens)).abs().max() < 1e-5
+        assert (
+            engine.log_probs(tokens, "policy") - merged_log_probs(checkpoint, some, tokens)
+        ).abs().max() < 1e-5
 
 
 def test_an_engine_without_a_slot_refuses_adapters():

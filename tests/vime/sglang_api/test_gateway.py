@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from vime.pool.router import RouterSpec
-from vime.sglang_api.gateway import wrap
+from vime.sglang_api.gateway import with_model, wrap
 from vime.sglang_api.request import WRAPPED
 from vime.vllm.router import VllmRouter
 
@@ -29,6 +29,15 @@ def test_a_body_travels_whole_with_what_the_router_must_know() -> None:
     for other in (b'{"text":"a"}', b'{"input_ids":[[1],[2]]}', b'{"input_ids":"x"}'):
         wrapped = json.loads(wrap(other))
         assert (wrapped["token_ids"], wrapped["stream"], wrapped[WRAPPED]) == ([0], False, json.loads(other))
+
+
+def test_requests_that_name_no_adapter_get_that_of_the_run() -> None:
+    assert json.loads(wrap(b'{"text":"a"}', "maths"))["vime_adapter"] == "maths"
+    for model, expected in (({}, "maths"), ({"model": "policy"}, "maths"), ({"model": "code"}, "code")):
+        body = json.dumps({**model, "prompt": "a", "n": 2}).encode()
+        assert json.loads(with_model(body, "maths")) == {"prompt": "a", "n": 2, "model": expected}
+    for other in (b"{", b"[1]", b'{"model": 3}', b""):
+        assert with_model(other, "maths") == other
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"stream":3}', b'{"text":"a","stream":"x"}'])

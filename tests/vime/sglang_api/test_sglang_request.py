@@ -108,7 +108,7 @@ def test_what_the_answer_must_hold() -> None:
         ({"logprob_start_len": -2}, "logprob_start_len must be int >= -1, got -2"),
         ({"top_logprobs_num": -1}, "top_logprobs_num must be int >= 0, got -1"),
         ({"image_data": ["x"]}, r"image_data must be left out, got list .*; this engine takes text only"),
-        ({"lora_path": "x"}, "lora_path must be left out, got str 'x'"),
+        ({"lora_path": ["x"]}, r"lora_path must be str \| null, got \[\"x\"\]"),
         ({"return_hidden_states": True}, "return_hidden_states must be left out"),
         ({"max_new_tokens": 4}, "max_new_tokens must be left out, got it; it is no field of /generate"),
         ({"sampling_params": 3}, "sampling_params must be object | array | null, got 3"),

@@ -130,7 +130,7 @@ def engine() -> Any:
     double = create_autospec(AsyncLLM, instance=True)
     double.output_handler = None
     double.output_processor = SimpleNamespace(
-        request_states={"one": SimpleNamespace(detokenizer=None)}, parent_requests={}
+        request_states={"one": SimpleNamespace(detokenizer=None, lora_name=None)}, parent_requests={}
     )
     double.reset_prefix_cache.return_value = True
     double.wake_up.return_value = True

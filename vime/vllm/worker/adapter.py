@@ -1,34 +1,56 @@
-"""The adapter of an engine, in the server's process: vLLM's flags for its slot, and requests that use it.
+"""The adapters of an engine, in the server's process: vLLM's flags for their slots, the names that requests call them
+by, and whose update the engine is in.
 
-vLLM never reads a file of it: an adapter that the workers have is used as it is (vime.vllm.worker.adapter_loader).
+vLLM never reads a file of them: adapters that the workers have are used as they are (vime.vllm.worker.adapter_loader).
+A request names its adapter in a field of ours (`vime.vllm.group_wire.ADAPTER_FIELD`), in SGLang's lora_path, or as the
+model of vLLM's own routes. A request without a name gets the base.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import AsyncGenerator
-from typing import Any
+import asyncio
+import hashlib
+from typing import TYPE_CHECKING, Any
 
 from slime.config import Config
 from slime.models.lora import sends_adapters
+from vime.pool.control import SERVED_MODEL_NAME
 
-VARIABLE = "VIME_LORA_NAME"
-"""Of the server's environment: the name of the policy's adapter."""
-ADAPTER_ID = 1
-"""Its number in the engine, which has one."""
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of --max-lora-rank that vLLM has kernels for."""
+WAIT_S = 300.0
+"""How long one adapter's update waits for another's to end."""
+
+
+def name_of(config: Config) -> str:
+    """What requests of the run call its adapter. Empty where updates bring all weights."""
+    return config.lora.lora_name if sends_adapters(config) else ""
+
+
+def number_of(name: str) -> int:
+    """vLLM's number of an adapter: the server and its workers, which never speak of it, find the same one."""
+    return 1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % (2**31 - 1)
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """The fields of a server's record for updates that bring an adapter alone. Its base must outlive its sleep."""
+    """The fields of a server's record for updates that bring an adapter alone. Its base must outlive its sleep.
+    ValueError for a name that the base has."""
     if not sends_adapters(config):
         return {}
-    return {"lora_name": config.lora.lora_name, "lora_rank": config.lora.lora_rank, "keeps_weights": True}
+    if config.lora.lora_name == SERVED_MODEL_NAME:
+        raise ValueError(
+            f"--lora-name must not be {SERVED_MODEL_NAME}, got it; engines call the base so: choose another name"
+        )
+    return {"lora_rank": config.lora.lora_rank, "keeps_weights": True}
 
 
 def server_flags(rank: int) -> list[str]:
-    """vLLM's flags for one adapter of this rank. ValueError for a rank that vLLM has no slot for."""
+    """vLLM's flags for adapters up to this rank. ValueError for a rank that vLLM has no slot for."""
     fits = [most for most in RANKS if most >= rank]
     if not fits:
         raise ValueError(
@@ -38,22 +60,72 @@ def server_flags(rank: int) -> list[str]:
     return ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(fits[0])]
 
 
-def install(name: str) -> None:
-    """Requests of this process that name no adapter use the adapter `name`. May run more than once."""
+def request_for(name: str) -> LoRARequest:
+    """What vLLM gets with each request for the adapter."""
     from vllm.lora.request import LoRARequest
-    from vllm.v1.engine.async_llm import AsyncLLM
 
-    generate = AsyncLLM.generate
-    if hasattr(generate, "wraps"):
+    return LoRARequest(name, number_of(name), "received from the trainer")
+
+
+class Adapters:
+    """The adapters of one server. Runs that share it update it one after the other: from the pause to the end of the
+    pause, it is one adapter's. Of runs that send whole weights, the name is empty."""
+
+    def __init__(self) -> None:
+        self._served: dict[str, LoRARequest] = {}
+        self._updating: str | None = None
+        self._ended = asyncio.Event()
+
+    def find(self, name: str) -> LoRARequest | None:
+        """For a request that names `name`; None for the base. ValueError for an adapter that never came."""
+        if not name:
+            return None
+        if name not in self._served:
+            raise ValueError(
+                f"a request must name an adapter that the engine has, got {name}; it has "
+                f"{', '.join(sorted(self._served)) or 'none'}"
+            )
+        return self._served[name]
+
+    def serve(self, name: str, models: OpenAIServingModels) -> None:
+        """Requests may name the adapter from now on, those of vLLM's own routes too."""
+        if name and name not in self._served:
+            self._served[name] = models.lora_requests[name] = request_for(name)
+
+    async def begin(self, name: str) -> None:
+        """Return when no other adapter's update has the engine. ValueError after `WAIT_S`, and for a name that the
+        workers could not tell from another one."""
+        same = [other for other in self._served if other != name and number_of(other) == number_of(name)]
+        if same:
+            raise ValueError(
+                f"--lora-name must be another one, got {name}, which has the number of {same[0]}"
+            )
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while self._updating not in (None, name):
+                    self._ended.clear()
+                    await self._ended.wait()
+        except TimeoutError:
+            raise ValueError(
+                f"an update of {name or 'the weights'} must begin within {WAIT_S:g} s, got one of "
+                f"{self._updating or 'the weights'} that does not end; start its run again, or the engine"
+            ) from None
+        self._updating = name
+
+    def end(self, name: str) -> bool:
+        """End the update of `name`. False if it is another adapter's: the engine then stays paused."""
+        if self._updating not in (None, name):
+            return False
+        self._updating = None
+        self._ended.set()
+        return True
+
+
+async def abort_all(engine: AsyncLLM, name: str | None) -> None:
+    """Abort every request, or with a name those of its adapter."""
+    known = engine.output_processor
+    if name is None:
+        await engine.abort([*known.request_states, *known.parent_requests], internal=True)
         return
-    policy = LoRARequest(name, ADAPTER_ID, "received from the trainer")
-
-    @functools.wraps(generate)
-    async def adapted(self: AsyncLLM, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        if kwargs.get("lora_request") is None and len(args) < 4:
-            kwargs["lora_request"] = policy
-        async for output in generate(self, *args, **kwargs):
-            yield output
-
-    adapted.wraps = generate  # type: ignore[attr-defined]
-    AsyncLLM.generate = adapted  # type: ignore[method-assign]
+    own = [key for key, state in known.request_states.items() if (state.lora_name or "") == name]
+    await engine.abort(own, internal=True)

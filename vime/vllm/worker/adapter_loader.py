@@ -1,4 +1,4 @@
-"""Runs inside vLLM's workers: puts the adapter of an update into vLLM's slot, in place, and compares both.
+"""Runs inside vLLM's workers: puts the adapter of an update into its slot of vLLM, in place, and compares both.
 
 An adapter comes whole in one part, or in several. It is put in place when all of it is there, so the engine never has a
 part of one.
@@ -13,7 +13,7 @@ import torch
 from slime.protocols import WeightSet
 from slime.weight_sync.channel import Part
 from vime.vllm.versions import keep_adapters, renames_alone
-from vime.vllm.worker.adapter import ADAPTER_ID
+from vime.vllm.worker.adapter import number_of
 
 if TYPE_CHECKING:
     from vllm.lora.layers import BaseLayerWithLoRA
@@ -110,11 +110,17 @@ def place(
     weights: WeightSet,
     device: torch.device,
 ) -> None:
-    """Replace the engine's adapter. ValueError for matrices without their pair, of modules that the engine's model does
-    not have, or a rank above its slot's."""
+    """Replace the adapter of this name. ValueError for matrices without their pair, of modules that the engine's model
+    does not have, a rank above its slot's, and for a new name where no slot is free."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
+    number, there = number_of(weights.name), manager.list_adapters()
+    if number not in there and len(there) == manager.lora_slots:
+        raise ValueError(
+            f"--vllm-max-loras must be at least {len(there) + 1} for an engine that gets another adapter, got "
+            f"{manager.lora_slots} and {weights.name}; start the engine with more, or again without the others"
+        )
     known = {part for name in manager.modules for part in manager.packed_modules.get(name, [name])}
     for module, pair in _matrices(tensors, model).items():
         if len(pair) != 2 or module not in known:
@@ -127,7 +133,7 @@ def place(
     helper = PEFTHelper.from_dict(dict(weights.settings))
     helper.validate_legal(manager.lora_config)
     loaded = LoRAModel.from_lora_tensors(
-        ADAPTER_ID,
+        number,
         tensors,
         helper,
         device=str(device),
@@ -135,9 +141,9 @@ def place(
         model_vocab_size=manager.vocab_size,
         weights_mapper=_mapper(model),
     )
-    manager.remove_adapter(ADAPTER_ID)
+    manager.remove_adapter(number)
     manager.add_adapter(loaded)
-    manager.activate_adapter(ADAPTER_ID)
+    manager.activate_adapter(number)
 
 
 def differing(
@@ -147,7 +153,7 @@ def differing(
     matrix that is not live."""
     given = _matrices(tensors, model)
     scale = weights.settings["lora_alpha"] / weights.settings["r"]
-    slot = manager.lora_index_to_id.index(ADAPTER_ID)
+    slot = manager.lora_index_to_id.index(number_of(weights.name))
     wrong, seen = [], set()
     for name, module in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from vime.vllm.group_wire import (
+    ADAPTER_FIELD,
     ALIVE,
     ALIVE_S,
     KEPT_FIELD,
@@ -30,12 +31,14 @@ from vime.vllm.group_wire import (
     frame,
 )
 from vime.vllm.versions import refusals
+from vime.vllm.worker.adapter import Adapters
 from vime.vllm.worker.asgi import Message, Receive, Send
 from vime.vllm.worker.routed_experts import START_FIELD
 from vime.vllm.worker.token_versions import spans_of
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -75,6 +78,8 @@ class GroupRequest:
         kept = shared.pop(KEPT_FIELD, 0)
         self.kept_tokens = min(kept, vocabulary) if isinstance(kept, int) else 0
         self.score_from = shared.pop(SCORE_FIELD, None)
+        adapter = shared.pop(ADAPTER_FIELD, "")
+        self.adapter = adapter if isinstance(adapter, str) else ""
         self.streams = shared.pop(STREAM_FIELD, False) is True
         top = shared.pop(TOP_FIELD, 0)
         self.top_tokens = min(top, vocabulary) if isinstance(top, int) else 0
@@ -105,24 +110,30 @@ class GroupRequest:
 
 
 async def answer(
-    engine: AsyncLLM, body: bytes, receive: Receive, send: Send, versions: Callable[[], list[int]]
+    engine: AsyncLLM,
+    body: bytes,
+    receive: Receive,
+    send: Send,
+    versions: Callable[[str], list[int]],
+    adapters: Adapters,
 ) -> None:
     """Sample what `body` asks for and send each sample's frame when it is finished, and signs of life meanwhile.
 
-    `engine`: vLLM's AsyncLLM. `versions`: the weight versions live since the request arrived. The request
+    `engine`: vLLM's AsyncLLM. `versions`: an adapter's weight versions live since the request arrived. The request
     ends when the client goes away. A request that vLLM refuses is answered with 400 and the reason.
     """
     bad_request: tuple[type[Exception], ...] = (*refusals(), TypeError, msgspec.DecodeError)
     try:
         model = engine.model_config
         request = GroupRequest(body, model.max_model_len, model.get_vocab_size())
+        lora = adapters.find(request.adapter)
     except bad_request as error:
         await _respond(send, 400, b"text/plain", str(error).encode())
         return
     finished: Finished = asyncio.Queue()
     name = uuid4().hex
     tasks = [
-        asyncio.create_task(_sample(engine, request, place, f"{name}-{place}", versions, finished))
+        asyncio.create_task(_sample(engine, request, place, f"{name}-{place}", lora, versions, finished))
         for place in range(len(request.samples))
     ]
     tasks += [asyncio.create_task(_gone(receive, finished)), asyncio.create_task(_alive(finished))]
@@ -177,16 +188,18 @@ async def _sample(
     request: GroupRequest,
     place: int,
     name: str,
-    versions: Callable[[], list[int]],
+    lora: LoRARequest | None,
+    versions: Callable[[str], list[int]],
     finished: Finished,
 ) -> None:
     from vllm.inputs.engine import tokens_input
 
     try:
-        outputs = engine.generate(tokens_input(request.prompt), request.samples[place], name)
+        prompt, params = tokens_input(request.prompt), request.samples[place]
+        outputs = engine.generate(prompt, params, name, lora_request=lora)
         output = await _last(outputs, place, request.streams, finished)
         if isinstance(request.score_from, int):
-            finished.put_nowait(_scores_of(output, place, versions(), request.score_from))
+            finished.put_nowait(_scores_of(output, place, versions(request.adapter), request.score_from))
             return
         wanted = request.wants_experts, request.kept_tokens, request.top_tokens
         finished.put_nowait(_answer_of(output, place, *wanted))

@@ -12,11 +12,14 @@ secret derived from the key (`vime.pool.run_key.health_prefix`). Below that path
 from __future__ import annotations
 
 import hmac
+import json
 import os
 
+from vime.pool.control import ADAPTER_HEADER
 from vime.pool.run_key import KEY_VARIABLE, health_prefix
 from vime.sglang_api.request import ROUTES, WRAPPED
 from vime.vllm.group_wire import SAMPLES
+from vime.vllm.worker.adapter import Adapters, abort_all
 from vime.vllm.worker.asgi import App, Message, Receive, Scope, Send
 from vime.vllm.worker.token_versions import TokenVersions
 
@@ -27,6 +30,8 @@ _SAMPLES = f'"{SAMPLES}":'.encode()
 _WRAPPED = f'"{WRAPPED}":'.encode()
 _READ = ROUTES | {("POST", "/v1/completions"), ("POST", "/inference/v1/generate")}
 """Routes whose body says whether they are ours."""
+_TURNS = {"/pause", "/resume", "/abort_requests"}
+"""Control routes that concern the requests of one adapter."""
 
 
 def has_key(headers: list[tuple[bytes, bytes]], run_key: str) -> bool:
@@ -42,7 +47,8 @@ class RunKeyMiddleware:
 
     The header lists the versions live from the arrival of a request to its first response byte, oldest first; a
     generation request answered whole (not streamed) therefore names all versions that its tokens may come from. A
-    successful POST /finish_weight_update that carries `x-new-weight-version: V` makes V the live version.
+    successful POST /finish_weight_update that carries `x-new-weight-version: V` makes V the live version. Each adapter
+    has versions of its own: `x-adapter: NAME` says which one a request is about.
     Raises KeyError at start-up when $VIME_RUN_KEY is not set: a server without a key must not run.
     """
 
@@ -52,8 +58,7 @@ class RunKeyMiddleware:
         if not self.run_key:
             raise ValueError(f"{KEY_VARIABLE} must not be empty; the engine pool sets it")
         self.prefix = health_prefix(self.run_key)
-        self.token_versions = TokenVersions()
-        self.versions = self.token_versions.live
+        self.token_versions, self.adapters = TokenVersions(), Adapters()
         self.running: dict[str, str] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,6 +74,8 @@ class RunKeyMiddleware:
             await _refuse(scope, send)
         elif scope["type"] == "websocket":
             await self.app(scope, receive, send)
+        elif scope["method"] == "POST" and scope["path"] in _TURNS:
+            await self._take_turns(scope, receive, send)
         elif (scope["method"], scope["path"]) in _READ:
             await self._read(scope, receive, send, routed=routed)
         else:
@@ -77,7 +84,7 @@ class RunKeyMiddleware:
     async def _read(self, scope: Scope, receive: Receive, send: Send, *, routed: bool) -> None:
         """Requests for a group of samples (group_route) and SGLang's routes (sglang_routes) are ours, others vLLM's."""
         self.token_versions.install()
-        arrived = len(self.versions) - 1
+        since, adapter = self.token_versions.since(), _adapter_of(scope)
         body, more = bytearray(), True
         while more:
             message = await receive()
@@ -90,13 +97,14 @@ class RunKeyMiddleware:
             from vime.vllm.worker import group_route
 
             engine = scope["app"].state.engine_client
-            await group_route.answer(engine, bytes(body), receive, send, lambda: self.versions[arrived:])
+            await group_route.answer(engine, bytes(body), receive, send, since, self.adapters)
         elif route in ROUTES or _WRAPPED in body:
             from vime.vllm.worker import sglang_routes
 
             llm = scope["app"].state.engine_client
             ours = sglang_routes.ServedEngine(
-                llm, lambda: self.versions[arrived:], self.running, self.token_versions.change
+                *(llm, lambda: since(adapter), self.running, self.token_versions.change),
+                *(self.adapters, adapter),
             )
             await sglang_routes.answer(
                 ours, route, bytes(body), receive, self._annotate(scope, send), routed=routed
@@ -109,26 +117,57 @@ class RunKeyMiddleware:
 
             await self.app(scope, again, self._annotate(scope, send))
 
+    async def _take_turns(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Adapters of one engine are updated one after the other, and a run aborts no requests of others."""
+        adapter, path = _adapter_of(scope), scope["path"]
+        if path == "/pause":
+            try:
+                await self.adapters.begin(adapter or "")
+            except ValueError as error:
+                await _answer(send, 409, error=str(error))
+                return
+        elif path == "/resume" and not self.adapters.end(adapter or ""):
+            await _answer(send, 200, message="another adapter is updated; the end of that resumes the engine")
+            return
+        elif path == "/abort_requests" and adapter is not None:
+            await abort_all(scope["app"].state.engine_client, adapter)
+            await _answer(send, 200, message=f"requests of {adapter} are aborted")
+            return
+        await self.app(scope, receive, self._annotate(scope, send))
+
     def _annotate(self, scope: Scope, send: Send) -> Send:
-        arrived = len(self.versions) - 1
+        since, adapter = self.token_versions.since(), _adapter_of(scope)
         new = [value for name, value in scope["headers"] if name == NEW_VERSION_HEADER.encode()]
 
         async def annotated(message: Message) -> None:
             if message["type"] == "http.response.start":
                 if new and scope["path"] == "/finish_weight_update" and message["status"] == 200:
-                    await self.token_versions.change(scope["app"].state.engine_client, int(new[0]))
-                live = ",".join(str(version) for version in self.versions[arrived:])
+                    state, name = scope["app"].state, adapter or ""
+                    await self.token_versions.change(state.engine_client, int(new[0]), name)
+                    if name:
+                        self.adapters.serve(name, state.openai_serving_models)
+                live = ",".join(map(str, since(adapter)))
                 message["headers"] = [*message["headers"], (VERSIONS_HEADER.encode(), live.encode())]
             await send(message)
 
         return annotated
 
 
+def _adapter_of(scope: Scope) -> str | None:
+    """The name in `ADAPTER_HEADER`."""
+    found = [value for name, value in scope["headers"] if name == ADAPTER_HEADER.encode()]
+    return found[0].decode("latin-1") if found else None
+
+
+async def _answer(send: Send, status: int, **said: str) -> None:
+    body = json.dumps(said).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
 async def _refuse(scope: Scope, send: Send) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
         return
-    body = b'{"error": "the run\'s key is needed: Authorization: Bearer <key>"}'
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await _answer(send, 401, error="the run's key is needed: Authorization: Bearer <key>")

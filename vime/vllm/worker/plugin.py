@@ -18,7 +18,6 @@ from vime.vllm.cpu import rotary as cpu_rotary
 from vime.vllm.cpu import vision as cpu_vision
 from vime.vllm.versions import meet_in_a_file, register_backend
 from vime.vllm.worker import (
-    adapter,
     bitwise,
     compact_log_probs,
     draft,
@@ -57,8 +56,6 @@ def register() -> None:
         routed_experts.install()
     if (temperature := os.environ.get(scaled_logits.VARIABLE)) is not None:
         scaled_logits.install(float(temperature))
-    if (name := os.environ.get(adapter.VARIABLE)) is not None:
-        adapter.install(name)
     gate, sleeps = os.environ.get(shared_gpu.GATE_VARIABLE), shared_gpu.SLEEPS_VARIABLE in os.environ
     if gate is not None or sleeps:
         shared_gpu.install(gate, sleeps=sleeps)

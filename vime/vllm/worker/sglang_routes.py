@@ -22,6 +22,7 @@ import numpy as np
 from vime.sglang_api.request import GenerateRequest, OneRequest, WantedOutput, parse
 from vime.vllm.versions import installed, refusals
 from vime.vllm.worker import routed_experts, sglang_control
+from vime.vllm.worker.adapter import Adapters, abort_all
 from vime.vllm.worker.asgi import Receive, Send
 from vime.vllm.worker.group_route import LOWEST
 from vime.vllm.worker.token_versions import spans_of
@@ -29,6 +30,7 @@ from vime.vllm.worker.token_versions import spans_of
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.logprobs import FlatLogprobs
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.tokenizers import TokenizerLike
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -39,12 +41,15 @@ _HEALTH_S = 20.0
 @dataclass(frozen=True)
 class ServedEngine:
     """What answers a request: vLLM's AsyncLLM, the weight versions live since the request arrived, the `rid` of each
-    running request by its name in vLLM, and what makes a version the live one."""
+    running request by its name in vLLM, what makes a version the live one, and the engine's adapters. `adapter`: the
+    one whose requests alone are aborted; None: all are."""
 
     llm: AsyncLLM
     versions: Callable[[], list[int]]
     running: dict[str, str]
     set_version: Callable[[AsyncLLM, int], Awaitable[None]]
+    adapters: Adapters
+    adapter: str | None = None
 
 
 async def answer(
@@ -57,11 +62,11 @@ async def answer(
     path = route[1]
     try:
         if path == "/inference/v1/generate":
-            await _generate(engine, unwrapped(body), receive, send)
+            await _generate(engine, *unwrapped(body), receive, send)
         elif path == "/generate":
             if routed:
                 require_whole(body)
-            await _generate(engine, body, receive, send)
+            await _generate(engine, body, "", receive, send)
         elif path == "/abort_request":
             await _abort(engine, body)
             await _json(send, 200, {"success": True})
@@ -80,11 +85,14 @@ async def answer(
 
 class _Wrapped(msgspec.Struct):
     vime_generate: msgspec.Raw
+    vime_adapter: str = ""
 
 
-def unwrapped(body: bytes) -> bytes:
-    """The body of /generate inside one of /inference/v1/generate. ValueError where it has none."""
-    return bytes(msgspec.json.decode(body, type=_Wrapped).vime_generate)
+def unwrapped(body: bytes) -> tuple[bytes, str]:
+    """The body of /generate inside one of /inference/v1/generate, and the adapter that it is for unless it names one.
+    ValueError where it has none."""
+    found = msgspec.json.decode(body, type=_Wrapped)
+    return bytes(found.vime_generate), found.vime_adapter
 
 
 def _controlled(engine: ServedEngine) -> sglang_control.Controlled:
@@ -127,8 +135,7 @@ async def _abort(engine: ServedEngine, body: bytes) -> None:
 
 
 async def _abort_all(engine: ServedEngine) -> None:
-    known = engine.llm.output_processor
-    await engine.llm.abort([*known.request_states, *known.parent_requests], internal=True)
+    await abort_all(engine.llm, engine.adapter)
 
 
 async def _health(engine: ServedEngine) -> tuple[int, dict[str, object]]:
@@ -166,9 +173,10 @@ def _info(engine: ServedEngine, *, server: bool) -> dict[str, object]:
     return info
 
 
-async def _generate(engine: ServedEngine, body: bytes, receive: Receive, send: Send) -> None:
+async def _generate(engine: ServedEngine, body: bytes, adapter: str, receive: Receive, send: Send) -> None:
     request = parse(body)
-    jobs = [_Job(engine, one, request) for one in request.each]
+    lora = engine.adapters.find(request.adapter or adapter)
+    jobs = [_Job(engine, one, request, lora) for one in request.each]
     gone = asyncio.create_task(_gone(receive))
     work = asyncio.create_task(
         _stream(jobs, request, send) if request.stream else _whole(jobs, request, send)
@@ -225,8 +233,10 @@ async def _stream(jobs: list[_Job], request: GenerateRequest, send: Send) -> Non
 class _Job:
     """One sample: vLLM's parameters of it, and SGLang's form of what the engine says."""
 
-    def __init__(self, engine: ServedEngine, one: OneRequest, request: GenerateRequest) -> None:
-        self.engine, self.wanted = engine, request.wanted
+    def __init__(
+        self, engine: ServedEngine, one: OneRequest, request: GenerateRequest, lora: LoRARequest | None
+    ) -> None:
+        self.engine, self.wanted, self.lora = engine, request.wanted, lora
         self.tokenizer = engine.llm.get_tokenizer()
         prompt = one.prompt
         self.prompt: list[int] = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -239,8 +249,11 @@ class _Job:
         from vllm.inputs.engine import tokens_input
 
         self.engine.running[self.name] = self.rid
+        prompt = tokens_input(self.prompt)
         try:
-            async for output in self.engine.llm.generate(tokens_input(self.prompt), self.params, self.name):
+            async for output in self.engine.llm.generate(
+                prompt, self.params, self.name, lora_request=self.lora
+            ):
                 yield self.of(output)
         finally:
             del self.engine.running[self.name]

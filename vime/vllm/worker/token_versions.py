@@ -8,7 +8,7 @@ puts the notes into the answer. Newer versions of vLLM have spans of their own, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from vime.pool.control import CHECKPOINT_VERSION
@@ -56,11 +56,27 @@ def spans(notes: Sequence[tuple[int, int]], version: int, tokens: int) -> list[S
 
 
 class TokenVersions:
-    """The versions of a server's weights, oldest first, in `live`. One in a process: it wraps a function of vLLM."""
+    """The versions of a server's weights: those of each adapter by its name, and of the rest by "". One in a process:
+    it wraps a function of vLLM."""
 
     def __init__(self) -> None:
-        self.live = [CHECKPOINT_VERSION]
+        self._live = {"": [CHECKPOINT_VERSION]}
+        self._updated = ""
         self._installed = False
+
+    def live(self, adapter: str | None = None) -> list[int]:
+        """Oldest first, the one that samples last. None: of what the last update brought."""
+        return self._live.setdefault(self._updated if adapter is None else adapter, [CHECKPOINT_VERSION])
+
+    def since(self) -> Callable[[str | None], list[int]]:
+        """A function that gives the versions of an adapter (see `live`) that are live from now to its call."""
+        began = {adapter: len(versions) - 1 for adapter, versions in self._live.items()}
+
+        def passed(adapter: str | None) -> list[int]:
+            name = self._updated if adapter is None else adapter
+            return self.live(name)[began.get(name, 0) :]
+
+        return passed
 
     def install(self) -> None:
         """Have vLLM's answers carry spans, from the first call on. In place of those of another object before."""
@@ -69,7 +85,7 @@ class TokenVersions:
         self._installed = True
         from vllm.v1.engine.output_processor import RequestState
 
-        live = self.live
+        live_of = self.live
         vllms = getattr(RequestState._new_completion_output, "wraps", RequestState._new_completion_output)
 
         def new_completion_output(
@@ -80,22 +96,23 @@ class TokenVersions:
         ) -> CompletionOutput:
             made: CompletionOutput = vllms(self, token_ids, finish_reason, stop_reason)
             notes = getattr(self, _NOTES, ())
-            attach(made, spans(notes, live[-1], len(made.token_ids)))
+            attach(made, spans(notes, live_of(self.lora_name or "")[-1], len(made.token_ids)))
             return made
 
         new_completion_output.wraps = vllms  # type: ignore[attr-defined]
         RequestState._new_completion_output = new_completion_output  # type: ignore[method-assign]
 
-    async def change(self, engine: AsyncLLM, version: int) -> None:
+    async def change(self, engine: AsyncLLM, version: int, adapter: str = "") -> None:
         """Make `version` the live one. The engine is paused, and samples no token meanwhile."""
-        if version == self.live[-1]:
+        live, self._updated = self.live(adapter), adapter
+        if version == live[-1]:
             return
         await _processed(engine)
         for state in engine.output_processor.request_states.values():
-            if state.detokenizer is not None:
+            if state.detokenizer is not None and (state.lora_name or "") == adapter:
                 notes = getattr(state, _NOTES, ())
-                setattr(state, _NOTES, (*notes, (self.live[-1], state.detokenizer.num_output_tokens())))
-        self.live.append(version)
+                setattr(state, _NOTES, (*notes, (live[-1], state.detokenizer.num_output_tokens())))
+        live.append(version)
 
 
 async def _processed(engine: AsyncLLM) -> None:

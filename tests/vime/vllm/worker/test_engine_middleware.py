@@ -10,6 +10,7 @@ import pytest
 from vllm.v1.engine.output_processor import RequestState
 
 from vime.pool.run_key import health_prefix
+from vime.vllm.worker import adapter
 from vime.vllm.worker.middleware import RunKeyMiddleware
 
 KEY = "secret"
@@ -24,6 +25,7 @@ class ProtectedApp:
         monkeypatch.setattr(RequestState, "_new_completion_output", RequestState._new_completion_output)
         processor = SimpleNamespace(request_states={})
         self.llm = SimpleNamespace(output_handler=None, output_processor=processor)
+        self.models = SimpleNamespace(lora_requests={})
         self.reached: list[str] = []
         self.status = 200
         self.hold = asyncio.Event()
@@ -45,7 +47,8 @@ class ProtectedApp:
             sent.append(message)
 
         scope = {"type": kind, "path": path, "raw_path": path.encode(), "headers": headers}
-        scope["app"] = SimpleNamespace(state=SimpleNamespace(engine_client=self.llm))
+        state = SimpleNamespace(engine_client=self.llm, openai_serving_models=self.models)
+        scope["app"] = SimpleNamespace(state=state)
         if kind == "http":
             scope["method"] = method
 
@@ -149,7 +152,65 @@ def test_a_failed_or_misplaced_update_changes_no_version(app: ProtectedApp) -> N
     assert app.status_of("/finish_weight_update", [*AUTHORIZED, new], method="POST") == 500
     app.status = 200
     assert app.status_of("/v1/completions", [*AUTHORIZED, new], method="POST") == 200
-    assert app.middleware.versions == [-1]
+    assert app.middleware.token_versions.live() == [-1]
+
+
+def test_each_adapter_has_versions_of_its_own(app: ProtectedApp) -> None:
+    async def run() -> list[bytes]:
+        async def versions(path: str, *names: bytes, version: bytes | None = None) -> bytes:
+            new = [] if version is None else [(b"x-new-weight-version", version)]
+            named = [(b"x-adapter", name) for name in names]
+            return (await app.ask(path, [*AUTHORIZED, *named, *new], "POST"))[1][b"x-weight-versions"]
+
+        found = [await versions("/finish_weight_update", b"a", version=b"7"), await versions("/x", b"b")]
+        found += [
+            await versions("/finish_weight_update", b"b", version=b"0"),
+            await versions("/x", b"a"),
+            await versions("/x", b""),
+            await versions("/x"),
+        ]
+        return found
+
+    # a request without a name is told of the last update
+    assert asyncio.run(run()) == [b"-1,7", b"-1", b"-1,0", b"7", b"-1", b"0"]
+    assert sorted(app.models.lora_requests) == ["a", "b"]
+
+
+def test_adapters_are_updated_one_after_the_other(app: ProtectedApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "WAIT_S", 0.2)
+
+    async def run() -> None:
+        async def ask(path: str, name: bytes) -> int:
+            return (await app.ask(path, [*AUTHORIZED, (b"x-adapter", name)], "POST"))[0]
+
+        assert await ask("/pause", b"a") == 200
+        waiting = asyncio.create_task(ask("/pause", b"b"))
+        await asyncio.sleep(0.05)
+        assert await ask("/resume", b"b") == 200  # of a run that has just begun, say
+        assert app.reached == ["/pause"] and not waiting.done()
+        assert await ask("/pause", b"a") == 200 and await ask("/resume", b"a") == 200
+        assert await waiting == 200
+        assert app.reached == ["/pause", "/pause", "/resume", "/pause"]
+        assert await ask("/pause", b"a") == 409  # b's run was killed
+        assert app.reached[3:] == ["/pause"]
+        assert await ask("/resume", b"b") == 200 and await ask("/pause", b"a") == 200
+
+    asyncio.run(run())
+
+
+def test_a_run_aborts_the_requests_of_its_adapter_alone(app: ProtectedApp) -> None:
+    aborted: list[Any] = []
+
+    async def abort(names: list[str], internal: bool) -> None:
+        aborted.append(names)
+
+    app.llm.abort = abort
+    states = {name: SimpleNamespace(lora_name=lora) for name, lora in (("1", "a"), ("2", "b"), ("3", None))}
+    app.llm.output_processor.request_states = states
+    for name in (b"a", b"b", b"c", b""):
+        headers = [*AUTHORIZED, (b"x-adapter", name)]
+        assert app.status_of("/abort_requests", headers, method="POST") == 200
+    assert aborted == [["1"], ["2"], [], ["3"]] and app.reached == []
 
 
 def test_headers_of_the_app_stay(app: ProtectedApp) -> None:

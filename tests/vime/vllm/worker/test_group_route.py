@@ -18,8 +18,9 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
 from vime.vllm.client import result_of
-from vime.vllm.group_wire import KEPT_FIELD, SAMPLES, TOP_FIELD
+from vime.vllm.group_wire import ADAPTER_FIELD, KEPT_FIELD, SAMPLES, TOP_FIELD
 from vime.vllm.versions import refusals
+from vime.vllm.worker.adapter import Adapters, number_of
 from vime.vllm.worker.group_route import LOWEST, GroupRequest, _answer_of, answer
 from vime.vllm.worker.token_versions import Span, attach
 
@@ -55,6 +56,18 @@ def test_each_sample_has_its_own_parameters_and_those_of_all() -> None:
 def test_anything_else_is_refused(given: bytes, error: Any, said: str) -> None:
     with pytest.raises(error, match=said):
         GroupRequest(given, 6, 50)
+
+
+def test_a_request_names_its_adapter() -> None:
+    assert GroupRequest(body([1], [{}], {ADAPTER_FIELD: "maths"}), 6, 50).adapter == "maths"
+    assert GroupRequest(body([1], [{}]), 6, 50).adapter == ""
+    adapters = Adapters()
+    adapters.serve("code", SimpleNamespace(lora_requests={}))
+    found = adapters.find("code")
+    assert found is not None and found.lora_int_id == number_of("code") > 0
+    assert adapters.find("") is None
+    with pytest.raises(ValueError, match="an adapter that the engine has, got maths; it has code"):
+        adapters.find("maths")
 
 
 def test_no_more_ids_than_the_vocabulary_has_are_asked_for() -> None:

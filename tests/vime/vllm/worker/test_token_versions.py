@@ -14,6 +14,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 
+from vime.vllm.worker.adapter import request_for
 from vime.vllm.worker.token_versions import Span, TokenVersions, spans, spans_of
 
 
@@ -35,10 +36,11 @@ class Server:
         )
         AsyncLLM._run_output_handler(self.llm)
 
-    def ask(self, name: str) -> None:
+    def ask(self, name: str, adapter: str | None = None) -> None:
+        lora = request_for(adapter) if adapter else None
         params = SamplingParams(max_tokens=99, output_kind=RequestOutputKind.FINAL_ONLY)
         request = EngineCoreRequest(
-            name, [1, 2], None, params, None, 0.0, None, None, None, external_req_id=name
+            name, [1, 2], None, params, None, 0.0, lora, None, None, external_req_id=name
         )
         self.answers[name] = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, name)
         self.llm.output_processor.add_request(request, None, None, 0, self.answers[name])
@@ -49,8 +51,8 @@ class Server:
         outputs = [EngineCoreOutput(name, list(range(tokens)), finish_reason=reason) for name in names]
         self.queue.put_nowait(EngineCoreOutputs(outputs=outputs))
 
-    async def change(self, version: int) -> None:
-        await self.versions.change(self.llm, version)
+    async def change(self, version: int, adapter: str = "") -> None:
+        await self.versions.change(self.llm, version, adapter)
 
     async def spans(self, name: str) -> list[Span]:
         return spans_of((await self.answers[name].get()).outputs[0])
@@ -84,6 +86,25 @@ def test_every_token_has_the_version_that_was_live_when_it_came() -> None:
     assert a == [Span(-1, 0, 3), Span(4, 3, 4), Span(6, 4, 7)]
     assert b == [Span(4, 0, 1), Span(6, 1, 4)]
     assert c == [Span(4, 0, 1), Span(6, 1, 2)]
+
+
+def test_an_update_of_one_adapter_is_none_of_the_others() -> None:
+    async def run() -> list[list[Span]]:
+        server = Server()
+        await server.change(3, "one")
+        for name, adapter in (("a", "one"), ("b", "two"), ("c", None)):
+            server.ask(name, adapter)
+        server.step("a", "b", "c")
+        await server.change(8, "two")
+        server.step("a", "b", "c")
+        await server.change(4, "one")
+        server.step("a", "b", "c", ends=True)
+        return [await server.spans(name) for name in "abc"]
+
+    a, b, c = asyncio.run(run())
+    assert a == [Span(3, 0, 2), Span(4, 2, 3)]
+    assert b == [Span(-1, 0, 1), Span(8, 1, 3)]
+    assert c == [Span(-1, 0, 3)]
 
 
 def test_tokens_that_vllm_has_not_counted_yet_are_the_old_weights() -> None:
@@ -134,7 +155,7 @@ def test_a_handler_that_has_ended_is_not_waited_for() -> None:
         await asyncio.wait_for(server.change(3), 5)
         server.llm.output_handler = None  # no request has come
         await asyncio.wait_for(server.change(4), 5)
-        return server.versions.live
+        return server.versions.live()
 
     assert asyncio.run(run()) == [-1, 3, 4]
 
