@@ -3,6 +3,8 @@ engines change while it trains: one joins, one that was started apart joins, and
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import secrets
 import signal
@@ -29,9 +31,10 @@ from train_fixtures import (
 
 from slime.tracking.ledger import read_ledger
 from vime.members.table import read_fleet
-from vime.pool.control import answers
+from vime.pool.control import answers, request
 from vime.pool.process import free_port
 from vime.pool.router import RouterSpec
+from vime.vllm.client import VllmEngineClient
 from vime.vllm.control import VllmControl
 from vime.vllm.router import VllmRouter
 
@@ -102,6 +105,63 @@ def test_two_runs_with_an_engine_and_a_router_of_their_own(world: World, tmp_pat
                 assert launch.process.wait(60) == 2
             assert said in launch.output and time.monotonic() - began < 15 * (os.cpu_count() or 1)
         assert answers(control.url, KEY, "/health", timeout_s=30)
+
+
+def test_two_runs_train_adapters_of_one_engine_at_once(world: World, tmp_path: Path) -> None:
+    """The base is loaded once. Each run samples from its own adapter, which the engine updates at any time; versions
+    and answers are apart."""
+    weights, port = tmp_path / "weights", free_port("127.0.0.1")
+    apart = ["--rollout-external-engine-addrs", f"127.0.0.1:{port}", "--weight-dir", str(weights)]
+    apart += ["--actor-num-gpus-per-node", "1"]
+    lora = ["--lora-rank", "8", "--lora-alpha", "16", "--lr", "1e-2"]
+    served = [f"127.0.0.1:{port}", *world.grpo("served", rollouts=1), *apart, *lora, "--vllm-max-loras", "2"]
+    rollouts = {"maths": 3, "code": 5}
+    with ExitStack() as stack:
+        engine = launched(with_key(vime("serve", "engine", *served)), tmp_path / "engine.log")
+        wait_for_line(stack.enter_context(engine), "engine serves at 127.0.0.1")
+        runs = []
+        for name, number in rollouts.items():
+            more = ["--lora-name", name, "--seed", str(number), "--check-weight-update-equal"]
+            command = vime("train", *world.grpo(name, rollouts=number), *apart, *lora, *more)
+            runs.append(stack.enter_context(launched(with_key(command), tmp_path / f"{name}.out")))
+        for launch in runs:
+            assert launch.process.wait(280) == 0, launch.output[-3000:]
+        for name, number in rollouts.items():
+            steps = rows(world.root / name, "train/step")
+            assert sorted(steps) == list(range(number))
+            for step, row in steps.items():
+                assert row["train/train_rollout_logprob_abs_diff_max"] < 1e-5, (name, step)
+                versions = {tuple(one["weight_versions"]) for one in samples(world.root / name, step)}
+                assert versions == {(step,)}, (name, step)
+            assert VllmControl(f"http://127.0.0.1:{port}", KEY, name).weight_version() == number
+        assert VllmControl(f"http://127.0.0.1:{port}", KEY, "third").weight_version() == -1
+        asyncio.run(check_answers(f"http://127.0.0.1:{port}"))
+
+
+async def check_answers(url: str) -> None:
+    """Of the base and two adapters, by each way to name one. Nobody else asks the engine."""
+    tokens = list(range(5, 17))
+    scores = {}
+    for name in ("", "maths", "code"):
+        client = VllmEngineClient(url, KEY, name)
+        scores[name] = (await client.score(tokens, start=1, deadline_s=60)).log_probs
+        theirs = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+        theirs |= {"logprob_start_len": 0} | ({"lora_path": name} if name else {})
+        _, answer = await asyncio.to_thread(request, url, KEY, "POST", "/generate", theirs, timeout_s=60)
+        found = [row[0] for row in json.loads(answer)["meta_info"]["input_token_logprobs"][1:]]
+        assert found == pytest.approx(scores[name].tolist(), abs=1e-6), name
+        body = {"model": name or "policy", "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
+        _, answer = await asyncio.to_thread(request, url, KEY, "POST", "/v1/completions", body, timeout_s=60)
+        listed = json.loads(answer)["choices"][0]["prompt_logprobs"][1:]
+        found = [place[str(token)]["logprob"] for token, place in zip(tokens[1:], listed, strict=True)]
+        assert found == pytest.approx(scores[name].tolist(), abs=1e-6), name
+        await client.close()
+    for one, other in (("", "maths"), ("", "code"), ("maths", "code")):
+        assert abs(scores[one] - scores[other]).max() > 1e-3, (one, other)
+    client = VllmEngineClient(url, KEY, "third")
+    with pytest.raises(ValueError, match="got third; it has code, maths"):
+        await client.score(tokens, start=1, deadline_s=60)
+    await client.close()
 
 
 def engines(*argv: str, refused: str = "") -> str:

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from vime.pool.control import ADAPTER_HEADER
 from vime.pool.router import RouterSpec
 from vime.sglang_api.gateway import with_model, wrap
 from vime.sglang_api.request import WRAPPED
@@ -80,18 +81,43 @@ class Workers:
                 await response.write(piece)
             return response
         said = {"number": number, "path": path, "body": json.loads(text or "null")}
+        said["adapter"] = request.headers.get(ADAPTER_HEADER)
         status = 400 if "refuse" in text else 200
         return web.json_response({**said, "key": request.headers.get("Authorization")}, status=status)
 
 
 @pytest.fixture
-def router(tmp_path: Path) -> Iterator[VllmRouter]:
-    argv = ("--policy", "consistent_hash")
-    router = VllmRouter(RouterSpec(run_key=KEY, log_path=str(tmp_path / "router.log"), argv=argv))
+def router(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[VllmRouter]:
+    argv, adapter = ("--policy", "consistent_hash"), getattr(request, "param", "")
+    log = str(tmp_path / "router.log")
+    router = VllmRouter(RouterSpec(run_key=KEY, log_path=log, argv=argv, adapter=adapter))
     router.start()
     router.wait_ready()
     yield router
     router.stop()
+
+
+@pytest.mark.parametrize("router", ["maths"], indirect=True)
+def test_the_run_s_adapter_reaches_the_engines(router: VllmRouter) -> None:
+    async def run() -> None:
+        async with Workers() as workers, aiohttp.ClientSession() as session:
+            await asyncio.to_thread(router.add, workers.urls[0])
+
+            async def ask(path: str, body: Any) -> Any:
+                async with session.post(router.spec.gateway_url + path, json=body, headers=HEADERS) as answer:
+                    return await answer.json()
+
+            assert (await ask("/generate", {"text": "a"}))["body"]["vime_adapter"] == "maths"
+            for path, body in (
+                ("/v1/completions", {"model": "policy", "prompt": "a"}),
+                ("/v1/chat/completions", {"model": "policy", "messages": [{"role": "user", "content": "a"}]}),
+                ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {}}),
+            ):
+                assert (await ask(path, body))["body"]["model"] == "maths", path
+            for path in ("/abort_request", "/abort_requests"):
+                assert (await ask(path, {"abort_all": True}))["adapter"] == "maths"
+
+    asyncio.run(run())
 
 
 def test_the_gateway_and_the_router(router: VllmRouter) -> None:

@@ -59,8 +59,8 @@ def test_anything_else_is_refused(given: bytes, error: Any, said: str) -> None:
 
 
 def test_a_request_names_its_adapter() -> None:
-    assert GroupRequest(body([1], [{}], {ADAPTER_FIELD: "maths"}), 6, 50).adapter == "maths"
-    assert GroupRequest(body([1], [{}]), 6, 50).adapter == ""
+    assert GroupRequest(body([1], [{}], {ADAPTER_FIELD: "maths"}), 60, 50).adapter == "maths"
+    assert GroupRequest(body([1], [{}]), 60, 50).adapter == ""
     adapters = Adapters()
     adapters.serve("code", SimpleNamespace(lora_requests={}))
     found = adapters.find("code")
@@ -150,7 +150,7 @@ def test_times_are_in_seconds_and_missing_where_vllm_has_none() -> None:
 def test_a_fault_of_the_engine_breaks_the_answer() -> None:
     """The client sees no answer and retries. A double: a real engine cannot be made to fail in one request."""
 
-    async def generate(*_: Any) -> AsyncIterator[Any]:
+    async def generate(*_: Any, **__: Any) -> AsyncIterator[Any]:
         raise RuntimeError("out of memory")
         yield
 
@@ -164,7 +164,11 @@ def test_a_fault_of_the_engine_breaks_the_answer() -> None:
             sent.append(message)
 
         with pytest.raises(RuntimeError, match="out of memory"):
-            await answer(engine, body([1], [{"max_tokens": 2}]), asyncio.Event().wait, send, lambda: [0])
+            given = body([1], [{"max_tokens": 2}])
+            await answer(engine, given, asyncio.Event().wait, send, lambda _: [0], Adapters())
         assert sent == []
+        other = body([1], [{"max_tokens": 2}], {ADAPTER_FIELD: "maths"})
+        await answer(engine, other, asyncio.Event().wait, send, lambda _: [0], Adapters())
+        assert sent[0]["status"] == 400 and b"got maths; it has none" in sent[1]["body"]
 
     asyncio.run(run())
