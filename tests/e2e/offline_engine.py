@@ -1,4 +1,5 @@
-"""A real vLLM in this process, which takes published weights as an engine does and tells log-probs of a prompt."""
+"""A real vLLM in this process, which takes published weights as an engine does and tells log-probs of a prompt. Several
+workers have processes of their own."""
 
 from __future__ import annotations
 
@@ -21,7 +22,16 @@ GPU_SHARE = 0.1
 class OfflineEngine:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
-        self.worker = llm.llm_engine.model_executor.driver_worker.worker
+
+    @property
+    def worker(self) -> Any:
+        """The only one."""
+        return self._llm.llm_engine.model_executor.driver_worker.worker
+
+    def on_workers(self, act: Any, *args: Any) -> list[Any]:
+        """Call a method of each worker by its name, or a function with each worker."""
+        found: list[Any] = self._llm.collective_rpc(act, args=args)
+        return found
 
     def log_probs(self, tokens: list[int], adapter: str = "") -> torch.Tensor:
         """Of each token but the first, given those before it, by the base or by an adapter."""
@@ -37,9 +47,9 @@ class OfflineEngine:
 
     def take(self, update: WeightUpdate, *, load: bool = True) -> None:
         """Load, and with checksums compare every live tensor; RuntimeError when one differs."""
-        self.worker.start_weight_update()
-        self.worker.update_weights({**update.message(), "info": {**update.info, "load": load}})
-        self.worker.finish_weight_update()
+        self.on_workers("start_weight_update")
+        self.on_workers("update_weights", {**update.message(), "info": {**update.info, "load": load}})
+        self.on_workers("finish_weight_update")
 
 
 @contextmanager
@@ -50,6 +60,7 @@ def offline_engine(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions for workers in other processes
     monkeypatch.setenv("VIME_WEIGHT_DIR", str(weight_dir))
     monkeypatch.setattr(torch, "set_num_threads", torch.set_num_threads)  # vLLM replaces it
     # For Kimi K2, vLLM changes the model_type of transformers' class, and later checkpoints would be saved under it.

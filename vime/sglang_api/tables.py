@@ -177,7 +177,7 @@ _REFUSED = {
         "disaggregation_mode disaggregation_transfer_backend disaggregation_bootstrap_port "
         "disaggregation_ib_device disaggregation_decode_tp disaggregation_decode_dp pdlb_url"
     ),
-    "adapters are not supported; all weights are trained": (
+    "--lora-rank and --target-modules train an adapter, --vllm-max-loras gives engines more slots": (
         "enable_lora lora_paths max_lora_rank lora_target_modules max_loras_per_batch lora_backend"
     ),
     "use --vllm-quantization": ("torchao_config quantization_param_path"),

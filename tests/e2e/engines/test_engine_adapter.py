@@ -17,6 +17,7 @@ from slime.weight_sync.slices import whole_slices
 from vime.vllm.worker.adapter_loader import AdapterLoader
 
 LORA = Lora(8, 12.0)
+TOKENS = [5, 9, 17, 30, 22, 8, 41, 12, 3, 19]
 MODULES = {
     "self_attn.q_proj": (64, 128),
     "self_attn.k_proj": (64, 64),
@@ -85,7 +86,7 @@ def check_another(
 def test_an_update_replaces_the_adapter(tmp_path, monkeypatch):
     checkpoint, weights = make_checkpoint(tmp_path / "base"), tmp_path / "weights"
     weights.mkdir(mode=0o700)
-    tokens = [5, 9, 17, 30, 22, 8, 41, 12, 3, 19]
+    tokens = TOKENS
     with offline_engine(
         checkpoint, weights, monkeypatch, enable_lora=True, max_loras=2, max_lora_rank=8
     ) as engine:
@@ -125,6 +126,25 @@ def test_an_update_replaces_the_adapter(tmp_path, monkeypatch):
         assert (
             engine.log_probs(tokens, "policy") - merged_log_probs(checkpoint, some, tokens)
         ).abs().max() < 1e-5
+
+
+@pytest.mark.slow
+def test_workers_share_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers with a part of each matrix, which each compares (--check-weight-update-equal)."""
+    checkpoint, weights = make_checkpoint(tmp_path / "base"), tmp_path / "weights"
+    weights.mkdir(mode=0o700)
+    slots = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "tensor_parallel_size": 2}
+    with offline_engine(checkpoint, weights, monkeypatch, **slots) as engine:
+        for version, name in ((1, "maths"), (2, "code"), (3, "maths")):
+            tensors = adapter(version)
+            engine.take(update(weights, version, tensors, name=name))
+            wanted = merged_log_probs(checkpoint, tensors, TOKENS)
+            assert (engine.log_probs(TOKENS, name) - wanted).abs().max() < 1e-5
+        code = merged_log_probs(checkpoint, adapter(2), TOKENS)
+        assert (engine.log_probs(TOKENS, "code") - code).abs().max() < 1e-5
+        # the last call: vLLM gives up its workers' answers when one of them fails
+        with pytest.raises(Exception, match="the live adapter must equal .* got 28 tensors that differ"):
+            engine.take(update(weights, 4, adapter(3), name="code"), load=False)
 
 
 def test_an_engine_without_a_slot_refuses_adapters():

@@ -53,6 +53,22 @@ def whole_log_probs(engine: OfflineEngine, tensors: dict[str, torch.Tensor]) -> 
     return engine.log_probs(TOKENS)
 
 
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(data)
+
+
+def of_transformers(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model.load_state_dict(tensors, strict=False)
+    with torch.no_grad():
+        logits = model(torch.tensor([TOKENS])).logits[0, :-1]
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
+
+
 def check_parts(engine: OfflineEngine, trainer: Trainer, new: torch.Tensor) -> None:
     """`new`: log-probs of the live weights before."""
     # in parts, as a broadcast brings it, of which the last one is lost
@@ -110,10 +126,7 @@ def test_deltas_give_the_trainers_weights(tmp_path: Path, monkeypatch: pytest.Mo
 
         # a damaged delta is named, the live weights stay, and the whole set comes within the same update
         part = trainer.update(3)
-        path = Path(part.info["path"])
-        data = bytearray(path.read_bytes())
-        data[-40] ^= 1
-        path.write_bytes(data)
+        damage(Path(part.info["path"]))
         engine.worker.start_weight_update()
         engine.worker.update_weights(part.message())
         (said,) = refusals(part)
@@ -134,3 +147,38 @@ def test_deltas_give_the_trainers_weights(tmp_path: Path, monkeypatch: pytest.Mo
         assert "a delta to version 5 must be applied to version 4, got version 3 in" in said
         assert torch.equal(engine.log_probs(TOKENS), new)
         check_parts(engine, trainer, new)
+
+
+@pytest.mark.slow
+def test_workers_share_the_copy_of_their_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two, one applies a delta. Both load their parts of the copy, and compare each live tensor."""
+    checkpoint, weights = make_checkpoint(tmp_path / "base"), tmp_path / "weights"
+    weights.mkdir(mode=0o700)
+    monkeypatch.setenv("VIME_LOCAL_CHECKPOINT_DIR", str(tmp_path / "local"))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    with offline_engine(checkpoint, weights, monkeypatch, tensor_parallel_size=2) as engine:
+        trainer = Trainer(checkpoint, weights)
+        for version in range(4):
+            part = trainer.update(version, changed=version > 0)
+            assert part.weights.kind == ("delta" if version else "full")
+            engine.take(part)
+            assert not refusals(part)
+            wanted = of_transformers(checkpoint, trainer.tensors)
+            assert (engine.log_probs(TOKENS) - wanted).abs().max() < 1e-5
+
+        # a worker finds that a delta does not fit, the other one no copy any longer; the whole set comes within the same update
+        part = trainer.update(4)
+        damage(Path(part.info["path"]))
+        before = engine.log_probs(TOKENS)
+        engine.on_workers("start_weight_update")
+        engine.on_workers("update_weights", part.message())
+        said = sorted(refusals(part))
+        assert len(said) == 2, said
+        assert "must be applied to version 3, got no complete copy" in said[0], said
+        assert "must give the trainer's weights, got 1 tensors that differ" in said[1], said
+        assert torch.equal(engine.log_probs(TOKENS), before)
+        engine.on_workers("update_weights", trainer.update(4, changed=False).message())
+        engine.on_workers("finish_weight_update")
+        wanted = of_transformers(checkpoint, trainer.tensors)
+        assert (engine.log_probs(TOKENS) - wanted).abs().max() < 1e-5
+        engine.take(trainer.update(5))

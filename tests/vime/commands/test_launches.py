@@ -157,7 +157,7 @@ def test_one_report_has_every_reason(folder, capsys):
     assert main(["plan", *text.split(), *more.format(dir=folder).split()]) == 2
     told = capsys.readouterr().err
     for reason in (
-        "--sglang-enable-lora must be left out; adapters are not supported",
+        "--sglang-enable-lora must be left out; --lora-rank",
         "--lrr is not a known flag; did you mean --lr?",
         "--opd-type must be given with --use-opd",
         "--custom-config-path must name a YAML file",

@@ -67,7 +67,7 @@ def request_for(name: str) -> LoRARequest:
     return LoRARequest(name, number_of(name), "received from the trainer")
 
 
-class Adapters:
+class ServedAdapters:
     """The adapters of one server. Runs that share it update it one after the other: from the pause to the end of the
     pause, it is one adapter's. Of runs that send whole weights, the name is empty."""
 

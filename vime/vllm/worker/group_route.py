@@ -31,7 +31,7 @@ from vime.vllm.group_wire import (
     frame,
 )
 from vime.vllm.versions import refusals
-from vime.vllm.worker.adapter import Adapters
+from vime.vllm.worker.adapter import ServedAdapters
 from vime.vllm.worker.asgi import Message, Receive, Send
 from vime.vllm.worker.routed_experts import START_FIELD
 from vime.vllm.worker.token_versions import spans_of
@@ -115,7 +115,7 @@ async def answer(
     receive: Receive,
     send: Send,
     versions: Callable[[str], list[int]],
-    adapters: Adapters,
+    adapters: ServedAdapters,
 ) -> None:
     """Sample what `body` asks for and send each sample's frame when it is finished, and signs of life meanwhile.
 

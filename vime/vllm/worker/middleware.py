@@ -19,7 +19,7 @@ from vime.pool.control import ADAPTER_HEADER
 from vime.pool.run_key import KEY_VARIABLE, health_prefix
 from vime.sglang_api.request import ROUTES, WRAPPED
 from vime.vllm.group_wire import SAMPLES
-from vime.vllm.worker.adapter import Adapters, abort_all
+from vime.vllm.worker.adapter import ServedAdapters, abort_all
 from vime.vllm.worker.asgi import App, Message, Receive, Scope, Send
 from vime.vllm.worker.token_versions import TokenVersions
 
@@ -58,7 +58,7 @@ class RunKeyMiddleware:
         if not self.run_key:
             raise ValueError(f"{KEY_VARIABLE} must not be empty; the engine pool sets it")
         self.prefix = health_prefix(self.run_key)
-        self.token_versions, self.adapters = TokenVersions(), Adapters()
+        self.token_versions, self.adapters = TokenVersions(), ServedAdapters()
         self.running: dict[str, str] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,7 +118,7 @@ class RunKeyMiddleware:
             await self.app(scope, again, self._annotate(scope, send))
 
     async def _take_turns(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Adapters of one engine are updated one after the other, and a run aborts no requests of others."""
+        """ServedAdapters of one engine are updated one after the other, and a run aborts no requests of others."""
         adapter, path = _adapter_of(scope), scope["path"]
         if path == "/pause":
             try:

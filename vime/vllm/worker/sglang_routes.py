@@ -22,7 +22,7 @@ import numpy as np
 from vime.sglang_api.request import GenerateRequest, OneRequest, WantedOutput, parse
 from vime.vllm.versions import installed, refusals
 from vime.vllm.worker import routed_experts, sglang_control
-from vime.vllm.worker.adapter import Adapters, abort_all
+from vime.vllm.worker.adapter import ServedAdapters, abort_all
 from vime.vllm.worker.asgi import Receive, Send
 from vime.vllm.worker.group_route import LOWEST
 from vime.vllm.worker.token_versions import spans_of
@@ -48,7 +48,7 @@ class ServedEngine:
     versions: Callable[[], list[int]]
     running: dict[str, str]
     set_version: Callable[[AsyncLLM, int], Awaitable[None]]
-    adapters: Adapters
+    adapters: ServedAdapters
     adapter: str | None = None
 
 

@@ -20,7 +20,7 @@ from vllm.v1.metrics.stats import RequestStateStats
 from vime.vllm.client import result_of
 from vime.vllm.group_wire import ADAPTER_FIELD, KEPT_FIELD, SAMPLES, TOP_FIELD
 from vime.vllm.versions import refusals
-from vime.vllm.worker.adapter import Adapters, number_of
+from vime.vllm.worker.adapter import ServedAdapters, number_of
 from vime.vllm.worker.group_route import LOWEST, GroupRequest, _answer_of, answer
 from vime.vllm.worker.token_versions import Span, attach
 
@@ -61,7 +61,7 @@ def test_anything_else_is_refused(given: bytes, error: Any, said: str) -> None:
 def test_a_request_names_its_adapter() -> None:
     assert GroupRequest(body([1], [{}], {ADAPTER_FIELD: "maths"}), 60, 50).adapter == "maths"
     assert GroupRequest(body([1], [{}]), 60, 50).adapter == ""
-    adapters = Adapters()
+    adapters = ServedAdapters()
     adapters.serve("code", SimpleNamespace(lora_requests={}))
     found = adapters.find("code")
     assert found is not None and found.lora_int_id == number_of("code") > 0
@@ -165,10 +165,10 @@ def test_a_fault_of_the_engine_breaks_the_answer() -> None:
 
         with pytest.raises(RuntimeError, match="out of memory"):
             given = body([1], [{"max_tokens": 2}])
-            await answer(engine, given, asyncio.Event().wait, send, lambda _: [0], Adapters())
+            await answer(engine, given, asyncio.Event().wait, send, lambda _: [0], ServedAdapters())
         assert sent == []
         other = body([1], [{"max_tokens": 2}], {ADAPTER_FIELD: "maths"})
-        await answer(engine, other, asyncio.Event().wait, send, lambda _: [0], Adapters())
+        await answer(engine, other, asyncio.Event().wait, send, lambda _: [0], ServedAdapters())
         assert sent[0]["status"] == 400 and b"got maths; it has none" in sent[1]["body"]
 
     asyncio.run(run())
