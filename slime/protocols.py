@@ -198,9 +198,9 @@ class WeightUpdate:
     weights: WeightSet = FULL
     """What all parts of the update hold together."""
     size_bytes: int | None = None
-    """Of its weights; None: not known."""
-    figures: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the update up to this part: bytes that an engine gets, and the share of the weights that changed."""
+    """Bytes that an engine gets of this part; None: not known."""
+    density: float = 1.0
+    """Of the whole update: the share of the weights' bytes that belong to values which it changes."""
 
     def message(self) -> dict[str, object]:
         """What engines get of it."""

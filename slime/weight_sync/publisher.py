@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slime.protocols import FULL, WeightSet, WeightUpdate
 from slime.weight_sync.channel import Export, TrainerPlace, WeightChannel
-from slime.weight_sync.delta.series import DeltaSeries, figures
+from slime.weight_sync.delta.series import DeltaSeries
 from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.registry import CHANNELS
@@ -88,10 +88,9 @@ class Publisher:
         if self._deltas is not None:
             yield from self._deltas.parts(self._export, version, receivers)
             return
-        channel, sent = self._channel if receivers else self._files, 0
+        channel = self._channel if receivers else self._files
         for part in channel.parts(self._export, version, compare=self._compare, receivers=receivers):
-            sent += part.size_bytes or 0
-            yield replace(part, weights=self._weights, figures=figures(sent, 1.0))
+            yield replace(part, weights=self._weights)
 
     def _told(self, part: WeightUpdate) -> WeightUpdate:
         if self._written is not None and part.channel == FileChannel.name and part.info:

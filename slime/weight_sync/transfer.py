@@ -30,6 +30,7 @@ from slime.weight_sync.delta.refusals import refusals
 from slime.weight_sync.registry import CHANNELS
 
 logger = logging.getLogger(__name__)
+_BYTES, _DENSITY = "perf/update_weights_wire_bytes", "perf/update_weights_density"
 
 
 class State(enum.Enum):
@@ -150,7 +151,7 @@ class WeightTransfer:
         self.state = State.SERVING
         self._last: WeightUpdate | None = None
         self.figures: Mapping[str, float] = {}
-        """Metrics of the last update, see `WeightUpdate.figures`."""
+        """Metrics of the last update: bytes that one engine got, and `WeightUpdate.density`."""
 
     @property
     def version(self) -> int | None:
@@ -250,7 +251,7 @@ class WeightTransfer:
             began = time.perf_counter()
             if self._reaches_all(part, takers):
                 self._told(part, place, time.perf_counter() - began)
-                self.figures = part.figures
+                self._count(part, place)
                 said, part, place = refusals(part), next(parts, None), place + 1
                 if not said:
                     continue
@@ -270,6 +271,10 @@ class WeightTransfer:
             parts = self._parts(version, takers)
             self._last = part = next(parts)
             place = 0
+
+    def _count(self, part: WeightUpdate, place: int) -> None:
+        before = self.figures[_BYTES] if place else 0
+        self.figures = {_BYTES: before + (part.size_bytes or 0), _DENSITY: part.density}
 
     def _reaches_all(self, part: WeightUpdate, takers: list[Engine]) -> bool:
         """Have the engines load a part. False if they must take it together, and not all `takers` have it."""

@@ -7,7 +7,7 @@ whole set 0 --> delta 1 (base 0) --> delta 2 (base 1) --> ...          one chain
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +65,7 @@ class DeltaSeries:
         weights = WeightSet("full", settings={"chain": self._chain, "version": version})
         taken = Export(lambda: self._snapshot.taken(export))
         for part in self._files.parts(taken, version, compare=self._compare, receivers={}):
-            yield replace(part, weights=weights, figures=figures(part.size_bytes or 0, 1.0))
+            yield replace(part, weights=weights)
 
     def _delta(
         self, export: Export, base: int, version: int, receivers: dict[str, int]
@@ -83,12 +83,6 @@ class DeltaSeries:
             },
         )
         share = self._snapshot.changed_bytes / max(1, self._snapshot.total_bytes)
-        told = figures(sum(payload.nbytes for _, payload in payloads), share)
         parts = self._channel.parts(Export(lambda: payloads), version, compare=False, receivers=receivers)
         for part in parts:
-            yield replace(part, weights=weights, lasting=False, figures=told)
-
-
-def figures(wire_bytes: int, density: float) -> Mapping[str, float]:
-    """The metrics of an update."""
-    return {"perf/update_weights_wire_bytes": wire_bytes, "perf/update_weights_density": density}
+            yield replace(part, weights=weights, lasting=False, density=share)

@@ -166,7 +166,7 @@ def test_workers_share_the_copy_of_their_host(tmp_path: Path, monkeypatch: pytes
             wanted = of_transformers(checkpoint, trainer.tensors)
             assert (engine.log_probs(TOKENS) - wanted).abs().max() < 1e-5
 
-        # a worker finds that a delta does not fit, the other one no copy any longer; the whole set comes within the same update
+        # a worker finds that a delta does not fit, the other one no copy any longer; the whole set comes then
         part = trainer.update(4)
         damage(Path(part.info["path"]))
         before = engine.log_probs(TOKENS)

@@ -124,9 +124,10 @@ def test_a_refused_delta_is_followed_by_the_whole_set(
     delta = WeightSet("delta", 3, settings={"refusals": str(said)})
     whole = WeightSet("full", settings={"chain": "a", "version": 4})
     coming = [
-        WeightUpdate(4, "disk", {"part": 1}, lasting=False, weights=delta, figures={"perf/density": 0.1}),
+        WeightUpdate(4, "disk", {"part": 1}, lasting=False, weights=delta, size_bytes=5, density=0.1),
         None,
-        WeightUpdate(4, "disk", {"part": 2}, weights=whole, figures={"perf/density": 1.0}),
+        WeightUpdate(4, "disk", {"part": 2}, weights=whole, size_bytes=40),
+        WeightUpdate(4, "disk", {"part": 3}, weights=whole, size_bytes=2),
         None,
     ]
 
@@ -143,9 +144,10 @@ def test_a_refused_delta_is_followed_by_the_whole_set(
     one.next_weights, one.update_weights = next_weights, update_weights  # type: ignore[method-assign]
     one.transfer.publish(4)
     start, *_, finish, reset = PARTS
-    assert one.take_calls() == ["pause", start, "delta 1", "full 2", finish, reset, "resume"]
+    assert one.take_calls() == ["pause", start, "delta 1", "full 2", "full 3", finish, reset, "resume"]
     assert (
         "the whole set of weights is sent in place of a delta: engine: version 3 is not here" in caplog.text
     )
-    assert one.transfer.figures == {"perf/density": 1.0} and not coming
+    sizes = {"perf/update_weights_wire_bytes": 42, "perf/update_weights_density": 1.0}
+    assert one.transfer.figures == sizes and not coming
     assert one.transfer._last is not None and one.transfer._last.lasting

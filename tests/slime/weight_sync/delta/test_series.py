@@ -92,7 +92,7 @@ def test_a_whole_set_then_deltas(tmp_path: Path, encoding: str) -> None:
     for version in versions:
         part = trainer.update(version)
         kinds.append((part.weights.kind, part.weights.base_version, part.lasting))
-        shares.append(part.figures["perf/update_weights_density"])
+        shares.append(part.density)
         take(copy, part)
         take(copy, part)  # of another worker, which finds the work done
         assert_holds(copy, weights(version))
