@@ -25,6 +25,7 @@ from torch import Tensor
 
 from slime.disk_space import Room, require_room
 from slime.weight_sync.delta.payload import apply
+from slime.weight_sync.delta.threads import for_tensors
 
 FILE, STATE, LOCK = "model.safetensors", "state.json", "lock"
 FLAG = "--update-weight-local-checkpoint-dir"
@@ -90,12 +91,14 @@ class LocalCopy:
             raise RefusedError(
                 f"a delta must have the tensors of the copy, got {len(differ)} that differ: {', '.join(differ[:8])}"
             )
-        wrong = []
-        for name, entry in header.items():
-            first, last = entry["data_offsets"]
-            if (why := apply(whole[at + first : at + last], payloads[name])) is not None:
-                wrong.append(f"{name} ({why})")
-        whole.flush()
+
+        def changed(name: str) -> str | None:
+            first, last = header[name]["data_offsets"]
+            return apply(whole[at + first : at + last], payloads[name])
+
+        # Nothing waits for the disk: other processes see the change, and if the host ends, so does the chain.
+        found = zip(header, for_tensors().map(changed, header), strict=True)
+        wrong = [f"{name} ({why})" for name, why in found if why is not None]
         if wrong:
             raise RefusedError(
                 f"a delta to version {place.version} must give the trainer's weights, got {len(wrong)} tensors that "

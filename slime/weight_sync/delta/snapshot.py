@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import torch
 import torch.distributed as dist
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from slime.weight_sync.channel import Export
 from slime.weight_sync.delta.payload import encode, octets
+from slime.weight_sync.delta.threads import TENSORS, for_tensors
 
 
 class Snapshot:
@@ -22,7 +26,8 @@ class Snapshot:
     def __init__(self, encoding: str, checksum: str) -> None:
         self._encoding, self._checksum = encoding, checksum
         self._tensors: dict[str, Tensor] = {}
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._rooms = [torch.empty(0, dtype=torch.uint8)] * TENSORS
+        self._counting = threading.Lock()
         self.changed_bytes = self.total_bytes = 0
         """Of the last `payloads`: bytes of values that changed, and of all values. On rank 0."""
 
@@ -50,29 +55,41 @@ class Snapshot:
         return made
 
     def _changes(self, export: Export) -> Iterator[tuple[str, Tensor]]:
+        """Threads compare the last tensors while the next one is gathered and comes to the host."""
         self.changed_bytes = self.total_bytes = 0
-        for name, tensor in export.whole():
-            new = self._on_host(tensor.detach())
+        running: deque[tuple[str, Future[Tensor]]] = deque()
+        for place, (name, tensor) in enumerate(export.whole()):
+            if len(running) == TENSORS:  # the oldest one has the room of this tensor
+                done, payload = running.popleft()
+                yield done, payload.result()
+            new = self._on_host(tensor.detach(), place % TENSORS)
             old = self._tensors[name]
             if (new.dtype, new.shape) != (old.dtype, old.shape):
                 raise RuntimeError(
                     f"{name} must keep its dtype and shape, got {new.dtype} {list(new.shape)} after {old.dtype} "
                     f"{list(old.shape)}"
                 )
-            payload, changed = encode(
-                *(octets(old), octets(new), new.dtype.itemsize), by=self._encoding, checked_by=self._checksum
-            )
-            old.copy_(new)
+            running.append((name, for_tensors().submit(self._encoded, old, new)))
+        for name, payload in running:
+            yield name, payload.result()
+
+    def _encoded(self, old: Tensor, new: Tensor) -> Tensor:
+        """The payload from `old` to `new`; `old` has the new values then."""
+        payload, changed = encode(
+            *(octets(old), octets(new), new.dtype.itemsize), by=self._encoding, checked_by=self._checksum
+        )
+        octets(old)[:] = octets(new)
+        with self._counting:
             self.changed_bytes += changed
             self.total_bytes += new.nbytes
-            yield name, payload
+        return payload
 
-    def _on_host(self, tensor: Tensor) -> Tensor:
-        """The tensor in host memory, until the next call. One buffer serves all: with one for each tensor, payloads
-        would take the places between freed ones, and the heap would grow by the size of the model."""
+    def _on_host(self, tensor: Tensor, place: int) -> Tensor:
+        """The tensor in host memory, until the next call for this place. A few buffers serve all: with one for each
+        tensor, payloads would take the places between freed ones, and the heap would grow by the size of the model."""
         if tensor.device.type == "cpu":
             return tensor.contiguous()
-        if self._room.nbytes < tensor.nbytes:
-            self._room = torch.empty(tensor.nbytes, dtype=torch.uint8)
-        room = self._room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        if self._rooms[place].nbytes < tensor.nbytes:
+            self._rooms[place] = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
+        room = self._rooms[place][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return room.copy_(tensor)

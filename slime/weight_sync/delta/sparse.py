@@ -11,33 +11,26 @@ in Python's standard library, so trainer and engine host need no package for it.
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from types import ModuleType
 
 import numpy as np
 
-PIECE = 1 << 22
+from slime.weight_sync.delta.threads import for_pieces
+
+PIECE = 1 << 20
 """Values of a piece. It bounds the memory of positions, and pieces are packed at the same time."""
 _HEAD = struct.Struct("<3I")
 _LEVEL = 1
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    """zlib and numpy leave the interpreter to other threads."""
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="delta")
 
 
 def pack(old: np.ndarray, new: np.ndarray, encoding: ModuleType) -> tuple[bytes, int]:
     """The difference of two arrays of words of one size, and how many words differ."""
     starts = range(0, old.size, PIECE)
     packed = list(
-        _threads().map(lambda at: _pack(old[at : at + PIECE], new[at : at + PIECE], encoding), starts)
+        for_pieces().map(lambda at: _pack(old[at : at + PIECE], new[at : at + PIECE], encoding), starts)
     )
     changed = sum(count for _, count in packed)
     return b"".join(data for data, _ in packed) if changed else b"", changed
@@ -48,7 +41,7 @@ def _pack(old: np.ndarray, new: np.ndarray, encoding: ModuleType) -> tuple[bytes
     distances = np.diff(positions, prepend=0)
     largest = int(distances.max(initial=0))
     width = 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 4
-    words = encoding.values(old[positions], new[positions])
+    words = encoding.values(old.take(positions), new.take(positions))
     raw = _planes(distances.astype(f"<u{width}")) + _planes(words)
     data = zlib.compress(raw, _LEVEL) if positions.size else b""
     return _HEAD.pack(positions.size, width, len(data)) + data, positions.size
@@ -62,7 +55,7 @@ def apply(words: np.ndarray, packed: bytes, encoding: ModuleType) -> None:
     records = list(_records(packed))
     if len(records) != len(pieces):
         raise ValueError(f"{len(pieces)} pieces must come, got {len(records)}")
-    list(_threads().map(lambda piece, record: _apply(piece, record, encoding), pieces, records))
+    list(for_pieces().map(lambda piece, record: _apply(piece, record, encoding), pieces, records))
 
 
 def _records(packed: bytes) -> Iterator[tuple[int, int, bytes]]:
