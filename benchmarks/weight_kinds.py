@@ -1,7 +1,11 @@
 """Bytes and seconds of an update: all weights, what changed, and an adapter alone.
 
     python benchmarks/weight_kinds.py --of 1e-6=DIR 5e-6=DIR --out weight_kinds_cpu.json
+    python benchmarks/weight_kinds.py --runs full=RUN delta=RUN adapter=RUN --out weight_kinds_runs_cpu.json
     python benchmarks/weight_kinds.py --show weight_kinds_cpu.json              the tables of a record
+
+RUN is the --run-dir of a whole run of that kind, with its trainer and engine. Its own metrics are taken, and whether
+the engine compared all live weights in each update (--check-weight-update-equal).
 
 DIR is the --weight-dir of a run with --update-weight-disk-keep-files, of mode full or delta; its name is the learning
 rate. Each version is compared with the one before. The functions are those of a run; float32 weights are rounded to
@@ -23,6 +27,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -175,7 +180,7 @@ def peak(case: str) -> dict[str, float]:
             sent.copy_(source).mul_(1 + i)
             if version:
                 sent.view(-1)[::100].mul_(1.25)
-            yield f"layers.{i}", sent if case != "full" else sent.clone()
+            yield f"layers.{i}", sent.clone()
 
     version = 0
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
@@ -225,7 +230,85 @@ def measure(runs: dict[str, Path]) -> dict[str, Any]:
     return record
 
 
+def speeds(share: float, updates: int = 4) -> dict[str, Any]:
+    """Seconds to make a delta of 505 million bfloat16 weights of which `share` changes, and to apply it."""
+    shapes = [(1536, 4096)] * 40 + [(4096, 1536)] * 20 + [(1536, 1536)] * 40 + [(32768, 1024)]
+    weights = {f"w{i}": torch.empty(*shape, dtype=torch.bfloat16).normal_() for i, shape in enumerate(shapes)}
+    found: dict[str, Any] = {"share": share, "weights": sum(t.numel() for t in weights.values())}
+    found |= {"trainer_s": [], "host_s": []}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+        snapshot, copy = Snapshot("xor", "xxh3-128"), LocalCopy(f"{root}/copy")
+        source = FileChannel(f"{root}/whole").publish(snapshot.taken(lambda: iter(weights.items())), 0)
+        copy.keep(source.info["path"], Place("chain", 0))
+        for version in range(updates):
+            for tensor in weights.values():
+                places = torch.randint(0, tensor.numel(), (int(tensor.numel() * share),))
+                tensor.view(-1)[places] *= 1.01
+            seconds, payloads = timed(lambda: dict(snapshot.payloads(lambda: iter(weights.items()))))
+            found["trainer_s"].append(seconds)
+            seconds, _ = timed(lambda: copy.patch(payloads, version, Place("chain", version + 1)))  # noqa: B023
+            found["host_s"].append(seconds)
+        result = load_file(copy.path)
+        found["equal"] = all(np.array_equal(octets(result[n]), octets(t)) for n, t in weights.items())
+    return found
+
+
+def run_record(kind: str, run_dir: Path) -> dict[str, Any]:
+    """The updates of a run after its first, which brings all weights or a new adapter. ValueError for a run that has
+    not ended well."""
+    config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if "perf/update_weights_time" in row]
+    if len(rows) != config["data"]["num_rollout"]:
+        raise ValueError(
+            f"{run_dir} must be a run of {config['num_rollout']} rollouts, got {len(rows)}; run it again"
+        )
+    found = {
+        "kind": kind,
+        "model": Path(config["rollout"]["hf_checkpoint"]).name,
+        "dtype": config["megatron"]["params_dtype"],
+        "lr": config["megatron"]["lr"],
+        "transport": config["weight_update"]["update_weight_transport"],
+        "rank": config["lora"]["lora_rank"],
+        "compared": config["weight_update"]["check_weight_update_equal"],
+    }
+    for name, metric in (("s", "time"), ("bytes", "wire_bytes"), ("share", "density")):
+        found[name] = [row[f"perf/update_weights_{metric}"] for row in rows]
+    return found
+
+
+def run_report(runs: list[dict[str, Any]]) -> str:
+    lines = [
+        "| kind | MB that the engine gets | values changed | seconds, median | seconds | live weights compared |"
+    ]
+    lines.append("| --- " * 6 + "|")
+    for run in runs:
+        kind = f"adapter, rank {run['rank']}" if run["rank"] else f"{run['kind']}, lr {run['lr']:g}"
+        size, share = median(run["bytes"]) / 1e6, "-" if run["rank"] else f"{median(run['share']):.2%}"
+        seconds = ", ".join(f"{s:.2f}" for s in run["s"])
+        compared = f"equal in {len(run['s'])} of {len(run['s'])}" if run["compared"] else "no"
+        lines.append(f"| {kind} | {size:.2f} | {share} | {median(run['s']):.2f} | {seconds} | {compared} |")
+    return "\n".join(lines)
+
+
+def speed_report(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| values changed | trainer s, best | all | host s, best | all | equal to the bit |",
+        "| --- " * 6 + "|",
+    ]
+    for row in rows:
+        times = [
+            f"{min(row[n]):.2f} | {', '.join(f'{s:.2f}' for s in row[n])}" for n in ("trainer_s", "host_s")
+        ]
+        lines.append(
+            f"| {row['share']:.1%} | {times[0]} | {times[1]} | {'yes' if row['equal'] else '**no**'} |"
+        )
+    return "\n".join(lines)
+
+
 def report(record: dict[str, Any]) -> str:
+    if "runs" in record:
+        return f"{run_report(record['runs'])}\n\n{speed_report(record['speeds'])}"
     lines = ["| learning rate | step | changed | full MB | xor MB | full / xor | overwrite MB | adapter MB |"]
     lines.append("| --- " * 8 + "|")
     for rate, steps in record["steps"].items():
@@ -259,9 +342,15 @@ def report(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def write(path: Path, record: dict[str, Any]) -> None:
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(report(record))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--of", nargs="+", default=[], metavar="RATE=DIR")
+    parser.add_argument("--runs", nargs="+", default=[], metavar="KIND=DIR")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--show", type=Path)
     parser.add_argument("--peak")
@@ -269,14 +358,18 @@ def main() -> None:
     if given.show is not None:
         print(report(json.loads(given.show.read_text(encoding="utf-8"))))
         return
+    pairs = [(name, Path(path)) for name, _, path in (one.partition("=") for one in given.runs or given.of)]
+    if given.runs:
+        runs = [run_record(kind, run_dir) for kind, run_dir in pairs]
     with tempfile.TemporaryDirectory() as root:
         dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)
-        if given.peak is not None:
+        if given.runs:
+            record = {"machine": describe(torch.device("cpu"), sys.argv), "runs": runs}
+            write(given.out, record | {"speeds": [speeds(share) for share in (0.002, 0.02)]})
+        elif given.peak is not None:
             print(json.dumps(peak(given.peak)))
         else:
-            record = measure({name: Path(path) for name, _, path in (one.partition("=") for one in given.of)})
-            given.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-            print(report(record))
+            write(given.out, measure(dict(pairs)))
         dist.destroy_process_group()
 
 
