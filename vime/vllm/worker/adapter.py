@@ -98,7 +98,8 @@ class ServedAdapters:
         same = [other for other in self._served if other != name and number_of(other) == number_of(name)]
         if same:
             raise ValueError(
-                f"--lora-name must be another one, got {name}, which has the number of {same[0]}"
+                f"--lora-name must have a number of its own in the engine, got {name} with that of {same[0]}; choose "
+                "another name"
             )
         try:
             async with asyncio.timeout(WAIT_S):
