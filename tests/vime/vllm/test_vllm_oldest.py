@@ -81,7 +81,7 @@ TYPED = {  # in what file, what is renamed, and what the type checker says
         "packages/vllm/v1/engine/async_llm.py",
         "internal: bool = False",
         "inner: bool = False",
-        'sglang_routes.py: Unexpected keyword argument "internal" for "abort" of "AsyncLLM"',
+        'adapter.py: Unexpected keyword argument "internal" for "abort" of "AsyncLLM"',
     ),
     "a class": (
         "packages/vllm/v1/worker/worker_base.py",
@@ -111,7 +111,7 @@ TYPED = {  # in what file, what is renamed, and what the type checker says
         "packages/vllm/v1/engine/output_processor.py",
         r"self\.parent_requests\b",
         "self.parents",
-        'sglang_routes.py: "OutputProcessor" has no attribute "parent_requests"',
+        'adapter.py: "OutputProcessor" has no attribute "parent_requests"',
     ),
 }
 ASKED = {  # in what file, what is renamed, and the test that fails
