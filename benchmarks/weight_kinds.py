@@ -238,13 +238,14 @@ def speeds(share: float, updates: int = 4) -> dict[str, Any]:
     found |= {"trainer_s": [], "host_s": []}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
         snapshot, copy = Snapshot("xor", "xxh3-128"), LocalCopy(f"{root}/copy")
-        source = FileChannel(f"{root}/whole").publish(snapshot.taken(lambda: iter(weights.items())), 0)
+        taken = whole_slices(snapshot.taken(Export(weights.items)))
+        source = FileChannel(f"{root}/whole").publish(taken, 0)
         copy.keep(source.info["path"], Place("chain", 0))
         for version in range(updates):
             for tensor in weights.values():
                 places = torch.randint(0, tensor.numel(), (int(tensor.numel() * share),))
                 tensor.view(-1)[places] *= 1.01
-            seconds, payloads = timed(lambda: dict(snapshot.payloads(lambda: iter(weights.items()))))
+            seconds, payloads = timed(lambda: dict(snapshot.payloads(Export(weights.items))))
             found["trainer_s"].append(seconds)
             seconds, _ = timed(lambda: copy.patch(payloads, version, Place("chain", version + 1)))  # noqa: B023
             found["host_s"].append(seconds)

@@ -12,7 +12,7 @@ from offline_engine import OfflineEngine, offline_engine
 from safetensors.torch import load_file
 
 from slime.protocols import WeightUpdate
-from slime.weight_sync.channel import TrainerPlace
+from slime.weight_sync.channel import Export, TrainerPlace
 from slime.weight_sync.delta.refusals import refusals
 from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.publisher import Publisher
@@ -37,7 +37,7 @@ def check_deltas(
         dict[str, torch.Tensor](),
     )
     given = Publisher.of(
-        *("disk", place, lambda: iter(tensors.items())),
+        *("disk", place, Export(tensors.items)),
         compare=True,
         snapshot=Snapshot("xor", "sha256"),
     )
