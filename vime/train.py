@@ -37,7 +37,7 @@ from slime.roles import roles_of
 from slime.roles.groups import step_lines
 from slime.rollout.eval_datasets import check_evaluation
 from slime.run_start import check_start, finished, start_line
-from slime.tracking import StepLine, make_trackers, write_environment
+from slime.tracking import StepLine, check_trackers, make_trackers, write_environment
 from slime.tracking.events import Events
 from slime.tracking.report import Reporter
 from slime.tracking.run_record import record_error, recorded
@@ -140,6 +140,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
             config = config.with_values(weight_dir=str(private))
             stack.callback(shutil.rmtree, private, ignore_errors=True)
         require_disk_space(config)
+        check_trackers(config)
         with Room("--run-dir", run_dir, "the records of a run"):
             config.save_json(run_dir / "config.json")
             write_environment(run_dir, ["vime", "train", *argv], files=_inputs(config))
@@ -176,7 +177,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         report = Reporter(
             config, make_trackers(config, run_dir, start), StepLine(total=config.data.num_rollout)
         )
-        stack.callback(report.close)
+        stack.push(functools.partial(_close, report))
         print(f"run directory {run_dir}: metrics.jsonl, config.json, logs/", flush=True)
         if trainer is None:
             loop.generate_only(config, rollout, pool, report)
@@ -195,6 +196,12 @@ def _end_by_signal(config: Config, first: int) -> None:
     if first < config.rollouts:
         print(f"saved the checkpoint of rollout {first - 1}, rollout {first} is the next", flush=True)
         raise KeyboardInterrupt("SIGTERM")
+
+
+def _close(report: Reporter, kind: type[BaseException] | None, error: object, trace: object) -> None:
+    """Trackers show whether the run finished."""
+    failed = kind is not None and issubclass(kind, Exception)
+    report.close("failed" if failed else "finished" if kind is None else "interrupted")
 
 
 def _keep_ray_logs(

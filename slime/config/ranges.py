@@ -54,6 +54,7 @@ BYTES = Range(0, 2**63 - 1, open_low=True)
 TOP_K = Range(0, LARGEST_INT, open_low=True, off=-1)
 SEED = Range(0, 2**32 - 1)
 """What NumPy accepts. torch and vLLM accept more."""
+PORT_OR_ANY = Range(0, 2**16 - 1, interval=True)
 SECONDS = Range(0, 1e9, open_low=True)
 SECONDS_OR_ZERO = Range(0, 1e9)
 FRACTION = Range(0, 1, open_low=True, interval=True)

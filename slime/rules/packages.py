@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from slime.config.problems import Problems
 from slime.imports import is_installed
+from slime.tracking.trackers import TRACKERS
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -22,8 +23,9 @@ _COMPARED_AS_MATHEMATICS = ("math", "deepscaler", "dapo")
 def check_packages(c: Config) -> None:
     """ValueError with the flag, its missing package and the command that installs the package."""
     needed = []
-    if c.logging.use_tensorboard:
-        needed.append(("--use-tensorboard", "tensorboard", "tensorboard"))
+    for kind in TRACKERS:
+        if kind.asked(c.logging) and not kind.optional:
+            needed.append((kind.flag, kind.module, kind.package))
     if (
         c.reward.custom_rm_path is None
         and (c.reward.rm_type or "").removeprefix("boxed_") in _COMPARED_AS_MATHEMATICS
@@ -44,9 +46,10 @@ def check_packages(c: Config) -> None:
 
 
 def package_notes(c: Config) -> Iterator[str]:
-    """A note for --use-wandb without wandb: the run's own record is complete without it."""
-    if c.logging.use_wandb and not is_installed("wandb"):
-        yield (
-            "--use-wandb: the package wandb is not installed, so metrics go to metrics.jsonl of the run directory "
-            "alone (`vime plot` draws them); pip install wandb to send them, too"
-        )
+    """A note for an optional tracker without its package (--use-wandb): the run's own record is complete without it."""
+    for kind in TRACKERS:
+        if kind.optional and kind.asked(c.logging) and not is_installed(kind.module):
+            yield (
+                f"{kind.flag}: the package {kind.package} is not installed, so metrics go to metrics.jsonl of the run "
+                f"directory alone (`vime plot` draws them); pip install {kind.package} to send them, too"
+            )

@@ -5,7 +5,7 @@ from slime.tracking.console import StepLine, progress
 from slime.tracking.environment import collect_environment, write_environment
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
 from slime.tracking.timers import Timers
-from slime.tracking.trackers import Tracker, Trackers, make_trackers
+from slime.tracking.trackers import Tracker, Trackers, check_trackers, make_trackers
 
 __all__ = [
     "LOGPROB_DIFF",
@@ -14,6 +14,7 @@ __all__ = [
     "Timers",
     "Tracker",
     "Trackers",
+    "check_trackers",
     "collect_environment",
     "make_trackers",
     "mask_secrets",

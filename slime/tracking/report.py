@@ -18,6 +18,7 @@ from slime.tracking.percentiles import StepFigures
 from slime.tracking.speed import training_speed
 from slime.tracking.timers import Timers
 from slime.tracking.trackers import Trackers
+from slime.tracking.trackers.record import State
 
 
 class Reporter:
@@ -123,6 +124,6 @@ class Reporter:
             scores = {name: value for name, value in metrics.items() if name.count("/") == 1}
             self.line.show_eval(rollout_id, scores)
 
-    def close(self) -> None:
-        self.trackers.close()
+    def close(self, state: State = "finished") -> None:
+        self.trackers.close(state)
         self.events.close()

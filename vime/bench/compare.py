@@ -11,7 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat, Switch, by_order, flags_of
 
-EXCEPTED = ("run_dir", "weight_dir", "tb_experiment_name", "wandb_dir", "wandb_run_id", "notes")
+EXCEPTED = (
+    *("run_dir", "weight_dir", "tb_experiment_name", "wandb_dir", "wandb_run_id", "notes"),
+    *("mlflow_run_name", "mlflow_run_id", "swanlab_experiment_name", "trackio_run_name"),
+    *("prometheus_run_name", "prometheus_port"),
+)
 """Configuration: where a run writes, names and remarks. A value may differ; that there is one at all may not."""
 PER_PAIR = ("seed", "rollout_seed")
 """Configuration: what one pair of repeats may have otherwise than the next, both of its runs alike."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config.fields import flag
-from slime.config.ranges import COUNT_OR_ZERO
+from slime.config.ranges import COUNT_OR_ZERO, PORT_OR_ANY
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """metrics.jsonl is always written. TensorBoard and wandb are optional."""
+    """metrics.jsonl is always written. The trackers (slime.tracking.trackers) are optional."""
 
     run_dir: str = flag(None, "directory for the records of the run (default: runs/<model>-<time>)")
     save_samples: int = flag(
@@ -41,6 +41,38 @@ class LoggingConfig:
     wandb_run_id: str | None = flag(None, "id of the wandb run to continue")
     disable_wandb_random_suffix: bool = flag(False, "do not add a random suffix to the name of the wandb run")
     wandb_always_use_train_step: bool = flag(False, "use the training step as the x axis of all charts")
+    use_mlflow: bool = flag(False, "log to MLflow")
+    mlflow_tracking_uri: str | None = flag(
+        None, "MLflow server or database (default: MLFLOW_TRACKING_URI, else mlflow.db in the run directory)"
+    )
+    mlflow_experiment_name: str = flag("vime", "MLflow experiment; a new name makes a new one")
+    mlflow_run_name: str | None = flag(
+        None, "name of the MLflow run (default: --wandb-group, else the run directory's)"
+    )
+    mlflow_run_id: str | None = flag(None, "id of the MLflow run to continue")
+    use_swanlab: bool = flag(False, "log to SwanLab")
+    swanlab_project: str | None = flag(None, "SwanLab project (default: --wandb-project, else vime)")
+    swanlab_experiment_name: str | None = flag(
+        None, "name of the SwanLab experiment (default: --wandb-group, else the run directory's)"
+    )
+    swanlab_mode: str | None = flag(
+        None,
+        "SwanLab mode; cloud and online are the same",
+        choices=("cloud", "online", "local", "offline", "disabled"),
+    )
+    use_trackio: bool = flag(False, "log to Trackio")
+    trackio_project: str | None = flag(None, "Trackio project (default: --wandb-project, else vime)")
+    trackio_run_name: str | None = flag(
+        None, "name of the Trackio run (default: --wandb-group, else the run directory's)"
+    )
+    use_prometheus: bool = flag(False, "serve the newest metrics to Prometheus, at /metrics")
+    prometheus_host: str = flag(
+        "127.0.0.1", "address of this host that serves Prometheus; 0.0.0.0 for all, without a key"
+    )
+    prometheus_port: int = flag(9090, "port that serves Prometheus; 0 for any free one", range=PORT_OR_ANY)
+    prometheus_run_name: str | None = flag(
+        None, "label run_name of all metrics (default: --wandb-group, else the run directory's)"
+    )
     log_multi_turn: bool = flag(False, "report multi_turn/* metrics")
     log_passrate: bool = flag(False, "report pass@k of the training samples")
     log_reward_category: str | None = flag(None, "field of the reward object whose values are counted")

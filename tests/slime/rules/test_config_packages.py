@@ -11,12 +11,17 @@ from config_cases import good_argv
 from slime.config import Config
 from slime.rules import parse_args
 from slime.rules.packages import package_notes
+from slime.tracking.trackers import TRACKERS
 
 
 @pytest.mark.parametrize(
     ("flags", "module", "package"),
     [
-        ("--use-tensorboard", "tensorboard", "tensorboard"),
+        *(
+            (kind.flag, kind.module, kind.package)
+            for kind in TRACKERS
+            if not kind.optional  # a script of slime with --use-wandb runs without wandb, too
+        ),
         ("--rm-type boxed_math", "math_verify", "math-verify"),
     ],
 )

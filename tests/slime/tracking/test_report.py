@@ -30,13 +30,13 @@ class Recorder:
 
     def __init__(self) -> None:
         self.logged: list[tuple] = []
-        self.closed = False
+        self.closed = None
 
     def log(self, metrics, step, step_key) -> None:
         self.logged.append((step_key, step, dict(metrics)))
 
-    def close(self) -> None:
-        self.closed = True
+    def close(self, state) -> None:
+        self.closed = state
 
 
 @pytest.fixture
@@ -148,5 +148,5 @@ def test_rollout_alone_and_evaluation(parts):
         ("eval/step", 5, {"eval/gsm8k": 0.5}),
     ]
     assert "eval at step 5:  gsm8k 0.5" in screen.getvalue()
-    report.close()
-    assert recorder.closed
+    report.close("failed")
+    assert recorder.closed == "failed"

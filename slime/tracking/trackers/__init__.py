@@ -1,0 +1,85 @@
+"""Where metrics go: `metrics.jsonl` always, and the trackers of TRACKERS on request: one file each and a line here.
+
+A tracker shows slime's metric names as they are. Only characters that it refuses become `_` (`record.Names`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, SupportsFloat
+
+from slime.imports import is_installed
+from slime.tracking.metrics import STEP_KEYS, StepKey, as_floats
+from slime.tracking.trackers.jsonl import METRICS_FILE, RESERVED, JsonlTracker, read_metric_lines
+from slime.tracking.trackers.mlflow import MLFLOW
+from slime.tracking.trackers.prometheus import PROMETHEUS
+from slime.tracking.trackers.record import State, Tracker, TrackerKind
+from slime.tracking.trackers.swanlab import SWANLAB
+from slime.tracking.trackers.tensorboard import TENSORBOARD
+from slime.tracking.trackers.trackio import TRACKIO
+from slime.tracking.trackers.wandb import WANDB
+
+if TYPE_CHECKING:
+    from slime.config.schema import Config
+
+TRACKERS: tuple[TrackerKind, ...] = (TENSORBOARD, WANDB, MLFLOW, SWANLAB, TRACKIO, PROMETHEUS)
+
+
+class Trackers:
+    """All trackers of a run. The loop calls one `log`, which checks names and numbers once."""
+
+    def __init__(self, trackers: list[Tracker]) -> None:
+        self._trackers = trackers
+
+    def log(self, metrics: Mapping[str, SupportsFloat], step: int, step_key: StepKey) -> None:
+        """Send `metrics` to every tracker. ValueError for an unknown step key or a value that is not a number."""
+        if step_key not in STEP_KEYS:
+            raise ValueError(
+                f"step_key must be one of {', '.join(STEP_KEYS)}, got {step_key!r}; use one of them"
+            )
+        numbers = as_floats(metrics)
+        for tracker in self._trackers:
+            tracker.log(numbers, int(step), step_key)
+
+    def close(self, state: State = "finished") -> None:
+        """The run has ended so. Trackers that have states show it."""
+        for tracker in self._trackers:
+            tracker.close(state)
+
+
+def check_trackers(config: Config) -> None:
+    """ValueError for a tracker that would not start on this host, before the models are loaded."""
+    for kind in TRACKERS:
+        if kind.check is not None and kind.asked(config.logging):
+            kind.check(config)
+
+
+def make_trackers(config: Config, run_dir: Path, resume_step: int) -> Trackers:
+    """The trackers that `config` selects, ready to log from rollout `resume_step` on (0 for a new run).
+
+    Records that an earlier process logged in this run directory for rollout `resume_step` and later are removed,
+    because they will be logged again. The first such optimizer step is resume_step * --num-steps-per-rollout.
+    """
+    run_dir = Path(run_dir)
+    resume = dict.fromkeys(STEP_KEYS, resume_step)
+    resume["train/step"] = resume_step * config.data.num_steps_per_rollout
+    trackers: list[Tracker] = [JsonlTracker(run_dir / METRICS_FILE, resume)]
+    for kind in TRACKERS:
+        if kind.asked(config.logging) and not (kind.optional and not is_installed(kind.module)):
+            trackers.append(kind.make(config, run_dir, resume))
+    return Trackers(trackers)
+
+
+__all__ = [
+    "METRICS_FILE",
+    "RESERVED",
+    "TRACKERS",
+    "JsonlTracker",
+    "Tracker",
+    "TrackerKind",
+    "Trackers",
+    "check_trackers",
+    "make_trackers",
+    "read_metric_lines",
+]
