@@ -6,6 +6,7 @@
     vime bench plan BENCHMARK        the commands of module and e2e, checked, and their memory; starts no run
                                   --gpu-memory-gib 80: does it fit GPUs of that size, which need not be here
     vime bench report DIR ...     what they measured, as a page with pictures
+    vime bench plot RECORD ...    the pictures alone, of records of any form; --all: of benchmarks/results
 
 BENCHMARK is a YAML file (vime.bench.settings; examples/bench has some). Runs are `vime train` itself.
 """
@@ -40,7 +41,14 @@ from vime.run.prompts import prompts
 
 def main(argv: Sequence[str]) -> int:
     """One tier, or the report. ValueError for what the user can put right."""
-    commands = {"op": _operators, "module": _runs, "e2e": _runs, "plan": _plan, "report": _report}
+    commands = {
+        "op": _operators,
+        "module": _runs,
+        "e2e": _runs,
+        "plan": _plan,
+        "report": _report,
+        "plot": _plot,
+    }
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
         return 0
@@ -62,6 +70,10 @@ def _operators(tier: str, argv: list[str]) -> int:
 
 def _report(tier: str, argv: list[str]) -> int:
     return importlib.import_module("vime.bench.report").main(argv) or 0
+
+
+def _plot(tier: str, argv: list[str]) -> int:
+    return importlib.import_module("vime.bench.plot").main(argv) or 0
 
 
 def _runs(tier: str, argv: list[str]) -> int:

@@ -1,8 +1,12 @@
-"""Pictures of whole runs, one colour a side: step times, memory, reward, log-prob difference. All from a record."""
+"""Pictures of whole runs, one colour a side: step times, memory, reward, log-prob difference.
+
+`sides`: of each side, or run, its repeats. `warm_up`: steps of each repeat whose times do not count.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,7 +14,7 @@ from matplotlib.figure import Figure
 
 from slime.tracking.metrics import LOGPROB_DIFF
 from vime.bench.compare import Pair
-from vime.bench.record import SIDES, Record, Repeat
+from vime.bench.record import SIDES, Repeat
 from vime.bench.statistics import Array
 from vime.bench.verdicts import PEAK, STEP, metric_of, number, values_of
 from vime.plot import COLOURS, draw_lines, draw_logprob_diff, draw_reward, dress, name_runs
@@ -19,6 +23,7 @@ from vime.run_metrics import UNITS, RunMetrics, Series
 WIDTH = 7.5  # inches
 REWARD = "rollout/raw_reward"
 PEAKS = tuple(f"perf/{part}{PEAK}" for part in ("trainer", "forward", "policy_loss", "backward", "optimizer"))
+Sides: TypeAlias = Mapping[str, Sequence[Repeat]]
 MIN_STEPS = 100
 """Steps of a side from which on its 99th percentile is given."""
 
@@ -27,19 +32,19 @@ def sides_of(pairs: Sequence[Pair]) -> dict[str, list[Repeat]]:
     return {side: [pair[i] for pair in pairs] for i, side in enumerate(SIDES)}
 
 
-def counted(record: Record, repeats: Sequence[Repeat], name: str) -> Array:
+def counted(warm_up: int, repeats: Sequence[Repeat], name: str) -> Array:
     """What all repeats of a side reported of a metric, step by step; times and speeds without the warm-up."""
-    values: Array = np.concatenate([values_of(repeat, name, record.warm_up) for repeat in repeats])
+    values: Array = np.concatenate([values_of(repeat, name, warm_up) for repeat in repeats])
     finite: Array = values[np.isfinite(values)]
     return finite
 
 
-def mean_step_time(record: Record, pairs: Sequence[Pair]) -> Figure | str:
+def mean_step_time(warm_up: int, sides: Sides) -> Figure | str:
     """A bar per side, from zero, with the steps' 99th percentile where there are enough of them."""
-    times = {side: counted(record, repeats, STEP) for side, repeats in sides_of(pairs).items()}
+    times = {side: counted(warm_up, repeats, STEP) for side, repeats in sides.items()}
     if not all(map(len, times.values())):
         return "not every side recorded the time of its steps"
-    figure, axes = plain_figure(2.4)
+    figure, axes = plain_figure(1.2 + 0.6 * len(times))
     for row, seconds in enumerate(times.values()):
         mean, words = float(seconds.mean()), f"{number(float(seconds.mean()))} s"
         axes.barh(row, mean, 0.5, color=COLOURS[row])
@@ -52,20 +57,20 @@ def mean_step_time(record: Record, pairs: Sequence[Pair]) -> Figure | str:
     return figure
 
 
-def peak_memory(record: Record, pairs: Sequence[Pair]) -> Figure | str:
+def peak_memory(warm_up: int, sides: Sides) -> Figure | str:
     """Highest peaks of the trainer, whole and part by part, of both sides."""
-    sides = sides_of(pairs)
-    peaks = {name: [counted(record, repeats, name) for repeats in sides.values()] for name in PEAKS}
+    peaks = {name: [counted(warm_up, repeats, name) for repeats in sides.values()] for name in PEAKS}
     shown = {
         name: [float(v.max()) for v in values] for name, values in peaks.items() if all(map(len, values))
     }
     if not shown:
         return "no peak of memory was recorded by both sides"
-    figure, axes = plain_figure(1.2 + 0.5 * len(shown))
+    bars = len(sides)
+    figure, axes = plain_figure(1.2 + 0.25 * bars * len(shown))
     for i, side in enumerate(sides):
-        rows = np.arange(len(shown)) + 0.38 * (i - 0.5)
+        rows = np.arange(len(shown)) + 0.76 / bars * (i - (bars - 1) / 2)
         values = [each[i] for each in shown.values()]
-        axes.barh(rows, values, 0.36, color=COLOURS[i], label=side)
+        axes.barh(rows, values, 0.72 / bars, color=COLOURS[i], label=side)
         for row, value in zip(rows, values, strict=True):
             words = f"{number(value)} GiB"
             axes.annotate(words, (value, row), (3, 0), textcoords="offset points", va="center", fontsize=7)
@@ -74,27 +79,27 @@ def peak_memory(record: Record, pairs: Sequence[Pair]) -> Figure | str:
     return figure
 
 
-def step_time(record: Record, pairs: Sequence[Pair]) -> Figure | str:
+def step_time(warm_up: int, sides: Sides) -> Figure | str:
     """The time of each step after the warm-up, the mean of the repeats."""
-    return _lines(record, pairs, (STEP,), lambda axes, runs: draw_lines(axes, runs, ((STEP, "step"),), "s"))
+    return _lines(warm_up, sides, (STEP,), lambda axes, runs: draw_lines(axes, runs, ((STEP, "step"),), "s"))
 
 
-def raw_reward(record: Record, pairs: Sequence[Pair]) -> Figure | str:
+def raw_reward(warm_up: int, sides: Sides) -> Figure | str:
     """The mean reward of each rollout, and of each evaluation of held-out prompts."""
-    return _lines(record, pairs, (REWARD,), draw_reward)
+    return _lines(warm_up, sides, (REWARD,), draw_reward)
 
 
-def logprob_diff(record: Record, pairs: Sequence[Pair]) -> Figure | str:
-    return _lines(record, pairs, (LOGPROB_DIFF,), draw_logprob_diff)
+def logprob_diff(warm_up: int, sides: Sides) -> Figure | str:
+    return _lines(warm_up, sides, (LOGPROB_DIFF,), draw_logprob_diff)
 
 
 def _lines(
-    record: Record,
-    pairs: Sequence[Pair],
+    warm_up: int,
+    sides: Sides,
     needed: Sequence[str],
     draw: Callable[[Axes, list[RunMetrics]], object],
 ) -> Figure | str:
-    runs = [_mean_run(record, side, repeats) for side, repeats in sides_of(pairs).items()]
+    runs = [_mean_run(warm_up, side, repeats) for side, repeats in sides.items()]
     if missing := [run.name for run in runs if not run.series.keys() >= set(needed)]:
         return f"{' and '.join(needed)} was not recorded by {' and '.join(missing)}"
     figure, axes = plain_figure(3.6)
@@ -104,13 +109,13 @@ def _lines(
     return figure
 
 
-def _mean_run(record: Record, side: str, repeats: Sequence[Repeat]) -> RunMetrics:
+def _mean_run(warm_up: int, side: str, repeats: Sequence[Repeat]) -> RunMetrics:
     """A side as one run: of each metric the mean over its repeats. Times begin after the warm-up."""
     steps: dict[str, dict[int, list[float]]] = {}
     for repeat in repeats:
         for step, values in enumerate(repeat.steps):
             for name, value in values.items():
-                if step >= record.warm_up or not name.endswith("_time"):
+                if step >= warm_up or not name.endswith("_time"):
                     steps.setdefault(name, {}).setdefault(step, []).append(value)
         for rollouts, scores in repeat.evaluations.items():
             for name, value in scores.items():

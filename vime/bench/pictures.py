@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 
 from vime.bench import curves
 from vime.bench.compare import Pair
-from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
+from vime.bench.record import BASELINE, RL_KERNEL, Record, Repeat
 from vime.bench.statistics import LEVEL, Difference
 from vime.bench.verdicts import Comparison, number, verdict
 from vime.plot import COLOURS, PART_COLOURS, dress, save
@@ -27,14 +27,18 @@ def draw_pictures(
 ) -> tuple[dict[str, Path], list[str]]:
     """Write `prefix`-*.png to `out`; returns ({caption: path}, what was not drawn and why)."""
     interval = f"with {100 * LEVEL:.0f} % intervals" if len(pairs) > 2 else "of too few runs for intervals"
+    sides = curves.sides_of(pairs)
     figures = {
         "differences": (f"Differences {interval}", differences(found)),
-        "mean_step_time": ("Mean step time", curves.mean_step_time(record, pairs)),
-        "step_time": ("Step time over steps", curves.step_time(record, pairs)),
-        "time_breakdown": ("Where the time of a step goes", breakdown(record, pairs)),
-        "peak_memory": ("Peak memory", curves.peak_memory(record, pairs)),
-        "raw_reward": ("Raw reward", curves.raw_reward(record, pairs)),
-        "logprob_diff": ("Log-prob difference of trainer and engine", curves.logprob_diff(record, pairs)),
+        "mean_step_time": ("Mean step time", curves.mean_step_time(record.warm_up, sides)),
+        "step_time": ("Step time over steps", curves.step_time(record.warm_up, sides)),
+        "time_breakdown": ("Where the time of a step goes", breakdown(record.warm_up, sides)),
+        "peak_memory": ("Peak memory", curves.peak_memory(record.warm_up, sides)),
+        "raw_reward": ("Raw reward", curves.raw_reward(record.warm_up, sides)),
+        "logprob_diff": (
+            "Log-prob difference of trainer and engine",
+            curves.logprob_diff(record.warm_up, sides),
+        ),
     }
     written, notes = {}, []
     for name, (caption, figure) in figures.items():
@@ -103,11 +107,11 @@ def _span(found: Sequence[Difference]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _mean_parts(record: Record, repeats: Sequence[Repeat]) -> dict[str, float] | None:
+def _mean_parts(warm_up: int, repeats: Sequence[Repeat]) -> dict[str, float] | None:
     """Part of a step -> mean seconds, over steps and then repeats; None when a repeat timed no part."""
     found = []
     for repeat in repeats:
-        steps = repeat.steps[record.warm_up :]
+        steps = repeat.steps[warm_up:]
         series = {
             name: Series(
                 np.array([i for i, step in enumerate(steps) if name in step]),
@@ -123,27 +127,27 @@ def _mean_parts(record: Record, repeats: Sequence[Repeat]) -> dict[str, float] |
     return {part: float(np.mean([each.get(part, 0.0) for each in found])) for part in PART_COLOURS}
 
 
-def breakdown(record: Record, pairs: Sequence[Pair]) -> Figure | str:
+def breakdown(warm_up: int, sides: curves.Sides) -> Figure | str:
     """One bar per side, from zero, of the mean seconds of each part of a step; or why there is none."""
-    parts = {side: _mean_parts(record, [pair[i] for pair in pairs]) for i, side in enumerate(SIDES)}
-    if untimed := [side for side in SIDES if parts[side] is None]:
+    parts = {side: _mean_parts(warm_up, repeats) for side, repeats in sides.items()}
+    if untimed := [side for side in sides if parts[side] is None]:
         return f"the parts of a step were not recorded by {' and '.join(untimed)}"
-    figure, axes = curves.plain_figure(3.0)
-    left = np.zeros(len(SIDES))
+    figure, axes = curves.plain_figure(1.8 + 0.6 * len(sides))
+    left = np.zeros(len(sides))
     handles = []
     for part, colour in PART_COLOURS.items():
-        seconds = np.array([(parts[side] or {})[part] for side in SIDES])
+        seconds = np.array([(parts[side] or {})[part] for side in sides])
         if seconds.any():
-            axes.barh(range(len(SIDES)), seconds, 0.5, left, color=colour)
+            axes.barh(range(len(sides)), seconds, 0.5, left, color=colour)
             handles.append(Patch(color=colour, label=part))
             left += seconds
     for row, total in enumerate(left):
         axes.annotate(
             f"{number(total)} s", (total, row), (5, 0), textcoords="offset points", va="center", fontsize=8
         )
-    axes.set_yticks(range(len(SIDES)), SIDES)
+    axes.set_yticks(range(len(sides)), list(sides))
     axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(SIDES) - 0.5, -0.5)
+    axes.set_ylim(len(sides) - 0.5, -0.5)
     axes.set_xlim(0, 1.14 * left.max())
     axes.set_xlabel("mean of a step (s); beside each bar the sum of its parts")
     dress(axes, "")

@@ -33,7 +33,7 @@ def percentile_lines(record: Record, pairs: Sequence[Pair], found: Sequence[Comp
             continue
         cells = []
         for repeats in sides_of(pairs).values():
-            values = counted(record, repeats, c.metric.name)
+            values = counted(record.warm_up, repeats, c.metric.name)
             enough = len(values) >= MIN_STEPS
             cells += [
                 with_unit(number(float(value)), c.metric) if enough else "too few"

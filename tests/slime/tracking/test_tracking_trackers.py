@@ -170,7 +170,7 @@ def test_wandb_works_offline(tmp_path, monkeypatch):
     trackers = make_trackers(config, tmp_path, resume_step=0)
     log_rollouts(trackers, 0, 3)
     wandb_run = trackers._trackers[1]._run
-    assert wandb_run.config["wandb_key"] == "***"
+    assert wandb_run.config["logging"]["wandb_key"] == "***"
     assert wandb_run.name == wandb_run.group == "tiny"
     summary = dict(wandb_run.summary)
     trackers.close()

@@ -143,7 +143,10 @@ def test_the_numbers_are_those_of_the_steps():
 def test_what_cannot_be_drawn_is_said():
     record = drop(full_steps(repeats=1, steps=6), BASELINE, "perf/")
     pairs = pairs_of(record)[0]
-    assert pictures.breakdown(record, pairs) == "the parts of a step were not recorded by baseline"
+    assert (
+        pictures.breakdown(record.warm_up, curves.sides_of(pairs))
+        == "the parts of a step were not recorded by baseline"
+    )
     nothing = "no time, speed or memory was recorded by both sides"
     assert pictures.differences([c for c in compared(record, pairs) if c.missing]) == nothing
 
@@ -227,7 +230,7 @@ def test_pictures_show_the_numbers():
     for step in (step for repeat in record.sides[RL_KERNEL] for step in repeat.steps):
         step["perf/optimizer_time"] *= 5
     pairs = pairs_of(record)[0]
-    drawn = pictures.breakdown(record, pairs)
+    drawn = pictures.breakdown(record.warm_up, curves.sides_of(pairs))
     assert isinstance(drawn, Figure)
     (axes,) = drawn.axes
     bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
@@ -252,15 +255,15 @@ def test_bars_and_curves_show_the_numbers():
         repeat.steps[0]["perf/step_time"] = 1e4
     pairs = pairs_of(record)[0]
     seconds = [s["perf/step_time"] for s in record.sides[BASELINE][0].steps[1:]]
-    (axes,) = curves.mean_step_time(record, pairs).axes
+    (axes,) = curves.mean_step_time(record.warm_up, curves.sides_of(pairs)).axes
     bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
     assert [bar.get_x() for bar in bars] == [0, 0] and bars[0].get_width() == pytest.approx(np.mean(seconds))
     assert axes.lines[0].get_xdata()[1] == pytest.approx(np.percentile(seconds, 99))
-    (axes,) = curves.peak_memory(record, pairs).axes
+    (axes,) = curves.peak_memory(record.warm_up, curves.sides_of(pairs)).axes
     assert max(patch.get_width() for patch in axes.patches) == 71
-    (axes,) = curves.step_time(record, pairs).axes
+    (axes,) = curves.step_time(record.warm_up, curves.sides_of(pairs)).axes
     assert list(axes.lines[0].get_xdata()) == list(range(1, 120)) and max(axes.lines[0].get_ydata()) < 1e3
-    (axes,) = curves.raw_reward(record, pairs).axes
+    (axes,) = curves.raw_reward(record.warm_up, curves.sides_of(pairs)).axes
     marked = [line for line in axes.lines if line.get_marker() == "o"]
     assert [list(line.get_xydata()[-1]) for line in marked] == [[120, 0.2], [120, 0.25]]
 
