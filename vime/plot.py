@@ -97,7 +97,7 @@ def _colour(runs: Sequence[RunMetrics], run: int, line: int) -> str:
 
 def _under(runs: Sequence[RunMetrics], run: int) -> float:
     """Points by which a run's line is wider than the last run's line, so that equal curves are all visible."""
-    return 1.4 * (len(runs) - 1 - run)
+    return min(1.4, 4.2 / max(1, len(runs) - 1)) * (len(runs) - 1 - run)
 
 
 def _proxy(runs: Sequence[RunMetrics], colour: str) -> str:

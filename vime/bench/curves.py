@@ -11,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from slime.tracking.metrics import LOGPROB_DIFF
 from vime.bench.compare import Pair
@@ -81,7 +82,12 @@ def peak_memory(warm_up: int, sides: Sides) -> Figure | str:
 
 def step_time(warm_up: int, sides: Sides) -> Figure | str:
     """The time of each step after the warm-up, the mean of the repeats."""
-    return _lines(warm_up, sides, (STEP,), lambda axes, runs: draw_lines(axes, runs, ((STEP, "step"),), "s"))
+    return _lines(
+        warm_up,
+        sides,
+        (STEP,),
+        lambda axes, runs: draw_lines(axes, runs, ((STEP, "step"),), "time of a step (s)"),
+    )
 
 
 def raw_reward(warm_up: int, sides: Sides) -> Figure | str:
@@ -105,6 +111,7 @@ def _lines(
     figure, axes = plain_figure(3.6)
     draw(axes, runs)
     dress(axes, "")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
     name_runs(figure, runs)
     return figure
 
