@@ -57,8 +57,8 @@ def _runs(value: object, name: str) -> Iterator[tuple[str, list[dict[str, float]
         for item in inside:  # such as the parts of its steps
             columns |= _columns(item)
         if columns:
-            steps = range(max(map(len, columns.values())))
-            yield name, [{key: float(c[i]) for key, c in columns.items() if i < len(c)} for i in steps]
+            places = range(max(map(len, columns.values())))
+            yield name, [{key: float(c[i]) for key, c in columns.items() if i < len(c)} for i in places]
         for key, item in value.items():
             if not any(item is part for part in inside):
                 yield from _runs(item, name if key in NAMELESS else _joined(name, key))

@@ -155,7 +155,7 @@ def _lacking(picture: Picture, lacking: dict[str, list[str]], runs: int) -> Iter
     for side, metrics in lacking.items():
         told = [WORDS.get(name.removeprefix("any of "), name) for name in metrics]
         same.setdefault(" and ".join(told), []).append(side)
-    for metrics, names in same.items():
+    for what, names in same.items():
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         whose = "" if len(names) == runs else f" of {'; '.join(names[:MOST_NAMED])}{more}"
-        yield f"{picture.caption}{whose}: not drawn, as {metrics} was not recorded step by step"
+        yield f"{picture.caption}{whose}: not drawn, as {what} was not recorded step by step"
