@@ -67,7 +67,7 @@ class LoggingConfig:
     )
     use_prometheus: bool = flag(False, "serve the newest metrics to Prometheus, at /metrics")
     prometheus_host: str = flag(
-        "127.0.0.1", "address of this host that serves Prometheus; 0.0.0.0 for all, without a key"
+        "127.0.0.1", "address of this host that serves Prometheus; whoever reaches it reads without a key"
     )
     prometheus_port: int = flag(9090, "port that serves Prometheus; 0 for any free one", range=PORT_OR_ANY)
     prometheus_run_name: str | None = flag(
