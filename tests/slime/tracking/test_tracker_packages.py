@@ -271,3 +271,19 @@ def test_a_run_has_the_name_of_its_directory(tmp_path):
     trackers = make_trackers(config_of(use_prometheus=True), Path(tmp_path, "runs", ".."), 0)
     assert trackers._trackers[1]._run == tmp_path.name
     trackers.close()
+
+
+def test_what_mlflow_did_not_take_is_a_warning(tmp_path, monkeypatch, caplog):
+    """Of a server that is lost during the run; the real client tries again for minutes."""
+    calls = stand_in("mlflow", monkeypatch)
+
+    def lost(operation) -> None:
+        raise sys.modules["mlflow.exceptions"].MlflowException("connection refused")
+
+    monkeypatch.setattr(Anything, "wait", lost)
+    trackers = make_trackers(config_of(**FLAGS["mlflow"]), tmp_path, resume_step=0)
+    log_all(trackers)
+    trackers.close()
+    told = ", ".join(f"{step} (connection refused)" for step in (0, 1, 2))
+    assert f"MLflow did not take step {told}; metrics.jsonl has every step" in caplog.text
+    assert "MlflowClient.set_terminated" in dict(calls)
