@@ -23,7 +23,7 @@ from slime.weight_sync.channel import Export, Info, Part, TrainerPlace, WeightCh
 from slime.weight_sync.group import GivenUp, Group, GroupInfo, found, give_up, is_given_up
 from slime.weight_sync.ranks import everywhere
 from slime.weight_sync.slices import require_whole
-from slime.weight_sync.sources import Region, by_name, fill_own, loads, whole_tensor
+from slime.weight_sync.sources import Region, by_name, fill_own, sliced_buckets, whole_tensor
 from slime.weight_sync.variables import ENGINE_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -76,15 +76,15 @@ class BroadcastChannel(WeightChannel):
             self._invite(receivers)
         turn, first = 0, dist.get_rank() == 0
         for loads_it in (True, False) if compare else (True,):
-            for load in loads([places for places, _ in found], dist.get_rank(), self.bucket_bytes):
-                bucket = self._bucket(turn, load.nbytes)
-                fill_own(bucket, load, slices)
-                info = {"tensors": load.tensors, "regions": load.regions, "bytes": load.nbytes}
+            for part in sliced_buckets([places for places, _ in found], dist.get_rank(), self.bucket_bytes):
+                bucket = self._bucket(turn, part.nbytes)
+                fill_own(bucket, part, slices)
+                info = {"tensors": part.tensors, "regions": part.regions, "bytes": part.nbytes}
                 info |= {"load": loads_it, "group": self._info}
                 yield WeightUpdate(
-                    *(version, self.name, info if first else {}), lasting=False, size_bytes=load.weights_bytes
+                    *(version, self.name, info if first else {}), lasting=False, size_bytes=part.weights_bytes
                 )
-                self._send(bucket, load.regions)
+                self._send(bucket, part.regions)
                 turn = 1 - turn
         self._settle(0)
 

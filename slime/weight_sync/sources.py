@@ -26,7 +26,7 @@ Region = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Load:
+class SlicedBucket:
     """What one bucket has."""
 
     tensors: list[Entry]
@@ -38,7 +38,7 @@ class Load:
     weights_bytes: int
 
 
-def loads(of_ranks: Sequence[Sequence[Place]], rank: int, limit: int) -> Iterator[Load]:
+def sliced_buckets(of_ranks: Sequence[Sequence[Place]], rank: int, limit: int) -> Iterator[SlicedBucket]:
     """The buckets of an update, of at most `limit` bytes each unless a tensor is larger. `of_ranks`: the places of all
     ranks' slices, which all ranks compute the same buckets from; `rank` is this one. Layers come one after the other,
     whoever has them: an engine keeps what it has of a layer until the layer is complete."""
@@ -51,12 +51,12 @@ def loads(of_ranks: Sequence[Sequence[Place]], rank: int, limit: int) -> Iterato
     for name in sorted(by_name, key=_in_order):
         size = sum(aligned(place.nbytes) for _, _, place in by_name[name])
         if group and total + size > limit:
-            yield _load(group, rank)
+            yield _sliced(group, rank)
             group, total = [], 0
         group += by_name[name]
         total += size
     if group:
-        yield _load(group, rank)
+        yield _sliced(group, rank)
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
@@ -64,7 +64,7 @@ def _in_order(name: str) -> list[tuple[int, str]]:
     return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", name)]
 
 
-def _load(group: list[tuple[int, int, Place]], rank: int) -> Load:
+def _sliced(group: list[tuple[int, int, Place]], rank: int) -> SlicedBucket:
     tensors: dict[str, Entry] = {}
     regions: list[Region] = []
     own, offset = [], 0
@@ -77,12 +77,14 @@ def _load(group: list[tuple[int, int, Place]], rank: int) -> Load:
             own.append((number, offset))
         offset += aligned(place.nbytes)
         regions[-1] = source, regions[-1][1], offset - regions[-1][1]
-    return Load(list(tensors.values()), regions, own, offset, sum(place.nbytes for _, _, place in group))
+    return SlicedBucket(
+        list(tensors.values()), regions, own, offset, sum(place.nbytes for _, _, place in group)
+    )
 
 
-def fill_own(bucket: Tensor, load: Load, slices: Sequence[Slice]) -> None:
+def fill_own(bucket: Tensor, of: SlicedBucket, slices: Sequence[Slice]) -> None:
     """Copy this rank's slices to their places in `bucket`, which is uint8."""
-    for number, offset in load.own:
+    for number, offset in of.own:
         values = slices[number].values()
         bucket[offset : offset + values.nbytes].view(values.dtype).view(values.shape).copy_(values)
 

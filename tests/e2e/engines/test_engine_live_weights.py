@@ -156,7 +156,13 @@ def push_buckets(worker: Any, sent: list[tuple[dict[str, torch.Tensor], bool]], 
         channel = "nccl" if groups else "ipc"
         engine._receiver(channel).take = lambda *where, bucket=bucket: bucket
         if groups:
-            info |= {"bytes": bucket.nbytes, "group": {"store": groups[number]}}
+            whole = [
+                (name, dtype, shape, [([(0, size) for size in shape], first)])
+                for name, dtype, shape, first in info["tensors"]
+            ]
+            regions = [(0, 0, bucket.nbytes)]
+            group = {"store": groups[number]}
+            info |= {"tensors": whole, "regions": regions, "bytes": bucket.nbytes, "group": group}
         engine.update_weights({"channel": channel, "info": {"handles": {}, **info}})
         if not groups:
             bucket.fill_(255)  # the trainer fills it again: what the engine keeps must be its own
