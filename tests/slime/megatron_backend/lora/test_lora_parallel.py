@@ -139,7 +139,7 @@ def test_ranks_train_the_adapters_of_one_rank(root: Path, name: str) -> None:
                 assert got[metric] == pytest.approx(step[metric], rel=1e-4, abs=1e-6), metric
         assert_equal(found["adapters"], wanted["adapters"])
         assert_equal(found["merged"], wanted["merged"])
-    published = load_file(next((root / f"{kind}.out" / name).glob("weights-1/*.safetensors")))
+    published = load_file(next((root / f"{kind}.out" / name).glob("adapter-policy-lora-1/*.safetensors")))
     assert_equal(published, wanted["adapters"])
 
 
