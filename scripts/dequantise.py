@@ -33,7 +33,7 @@ def dequantise(source: Path, out: Path) -> None:
             shutil.copyfile(file, out / file.name)
     (out / "config.json").unlink()
     whole = ((name, tensors.get(name)[...]) for name in sorted(tensors.names()))
-    write_shards(family.written(whole, hf), out, 5 * 2**30)
+    write_shards(family.exported(whole, hf), out, 5 * 2**30)
     plain = {key: value for key, value in hf.items() if key != "quantization_config"}
     (out / "config.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
 

@@ -312,7 +312,7 @@ def test_a_plan_for_gpus_that_are_not_here(tmp_path, capfd):
 
 def test_commands_that_are_not_there(capsys):
     assert vime(["bench", "modul", "x"]) == 2
-    assert "one of op, module, e2e, plan, report, got modul; did you mean" in capsys.readouterr().err
+    assert "one of op, module, e2e, plan, report, plot, got modul; did you mean" in capsys.readouterr().err
     assert vime(["bench"]) == 0
     assert "vime bench e2e BENCHMARK" in capsys.readouterr().out
 

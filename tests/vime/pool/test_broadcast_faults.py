@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
@@ -106,9 +107,10 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], BroadcastRun]]:
         return runs[-1]
 
     yield make
-    for run in runs:
-        run.pool.stop()
-        run.thread.shutdown()
+    while runs:
+        runs[-1].pool.stop()
+        runs.pop().thread.shutdown()
+    gc.collect()  # a pool refers to itself, and keeps the source of its weights with its group
     dist.destroy_process_group()
 
 

@@ -70,7 +70,10 @@ def test_speculative_flags_become_one():
     ("given", "message"),
     [
         ("--sglang-config c.yaml", "--sglang-config must name a file, got c.yaml (No such file"),
-        ("--sglang-enable-lora", "--sglang-enable-lora must be left out; adapters are not supported"),
+        (
+            "--sglang-enable-lora",
+            "--sglang-enable-lora must be left out; --lora-rank and --target-modules train an adapter",
+        ),
         ("--sglang-max-runing-requests 1", "did you mean --sglang-max-running-requests?"),
         ("--sglang-attention-backend dual", "--sglang-attention-backend must be one of fa3, fa4, flashinfer"),
         (
