@@ -114,8 +114,8 @@ def test_a_recovery_waits_for_what_ran_at_the_fault() -> None:
     assert seen.recovered(10.0, 2) is None
 
 
-def test_the_plan_has_every_fault_before_the_quiet_steps() -> None:
-    arguments, kinds = soak.parsed(["--steps", "500"])
+def test_the_plan_has_every_fault_before_the_quiet_steps(tmp_path: Path) -> None:
+    arguments, kinds = soak.parsed(["--steps", "500", "--work", str(tmp_path)])
     plan = soak.make_plan(arguments, kinds)
     assert len(plan) == 24 and {kind for _, kind in plan} == set(soak.FAULTS)
     assert plan == sorted(plan, key=lambda one: one[0]) and plan[0][0] >= 4 and plan[-1][0] < 300
