@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import multiprocessing
 
 
@@ -15,3 +17,19 @@ def on_ranks(work: Callable[..., None], *args: Any, ranks: int) -> None:
     """
     multiprocessing.set_forkserver_preload(["slime.megatron_backend.step.trainer"])
     multiprocessing.start_processes(work, args=args, nprocs=ranks, start_method="forkserver")
+
+
+def in_layouts(
+    layouts: Mapping[str, Mapping[str, Any]], rank: int, ranks: int, root: Path
+) -> Iterator[tuple[str, Any]]:
+    """The name and the configuration of each layout, whose groups exist until the next one is asked for."""
+    from megatron_cases import make_config
+
+    from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+
+    torch.set_num_threads(1)
+    for layout, sizes in layouts.items():
+        config = make_config(**sizes)
+        init_parallel(rank, ranks, config, init_method=f"file://{root}/store-{layout}", local_rank=rank)
+        yield layout, config
+        destroy_parallel()

@@ -12,7 +12,7 @@ import torch
 import transformers
 from megatron.core import parallel_state
 from megatron_cases import VOCAB, make_config, tiny_checkpoint, trained
-from rank_processes import on_ranks
+from rank_processes import in_layouts, on_ranks
 from safetensors.torch import load_file, save_file
 
 from slime.checkpoints import hf_files
@@ -103,17 +103,13 @@ def held_bytes(name: str, tensor: torch.Tensor) -> int:
 
 
 def work(rank: int, root: Path) -> None:
-    torch.set_num_threads(1)
     out: dict[tuple[str, str], dict[str, Any]] = {}
-    for layout, sizes in LAYOUTS.items():
-        config = make_config(**sizes)
-        init_parallel(rank, 2, config, init_method=f"file://{root}/store-{layout}", local_rank=rank)
+    for layout, config in in_layouts(LAYOUTS, rank, 2, root):
         for name in MODELS:
             if layout != "ep" or name not in ("qwen3", "mimo"):
                 model, out[layout, name] = loaded(root / name, config)
                 if name in SHARDED:
                     save_hf(model, root / name, root / f"{name}-{layout}", max_shard_bytes=40_000)
-        destroy_parallel()
     torch.save(out, root / f"rank{rank}.pt")
 
 

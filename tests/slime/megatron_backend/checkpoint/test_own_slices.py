@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cases import make_config, tiny_checkpoint, trained
-from rank_processes import on_ranks
+from megatron_cases import tiny_checkpoint, trained
+from rank_processes import in_layouts, on_ranks
 from safetensors.torch import load_file
 
 from slime.megatron_backend.checkpoint.own_slices import own_slices
 from slime.megatron_backend.checkpoint.weights import load_hf
 from slime.megatron_backend.model.gpt import build_model, unwrapped
 from slime.megatron_backend.model.model_config import load_hf_config
-from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.plan.model_shape import Shape
 from slime.plan.update_estimate import given_bytes
 from slime.weight_sync.file_channel import FileChannel, require_checksums
@@ -81,15 +80,11 @@ def published(rank: int, directory: Path, config: Any, weight_dir: Path) -> dict
 
 
 def work(rank: int, root: Path, layouts: dict[str, dict[str, Any]], ranks: int) -> None:
-    torch.set_num_threads(1)
     out: dict[tuple[str, str], dict[str, Any]] = {}
-    for layout, sizes in layouts.items():
-        config = make_config(**sizes)
-        init_parallel(rank, ranks, config, init_method=f"file://{root}/store-{layout}", local_rank=rank)
+    for layout, config in in_layouts(layouts, rank, ranks, root):
         for name in MODELS:
             if "ep" not in layout or name not in DENSE:
                 out[layout, name] = published(rank, root / name, config, root / f"{name}-{layout}")
-        destroy_parallel()
     torch.save(out, root / f"rank{rank}-{ranks}.pt")
 
 
