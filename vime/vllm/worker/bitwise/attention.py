@@ -14,22 +14,18 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 import rl_kernel.invariant as invariant
+from vime.vllm.worker.bitwise.paged import Paged
 
 
-class PagedAttention(CPUAttentionBackendImpl):
+class PagedAttention(Paged, CPUAttentionBackendImpl):
     """Keys and values lie in the cache as they are: [blocks, G, block size, 2 D], a key beside its value."""
 
-    @property
-    def strange(self) -> str | None:
-        """What of this layer the operator does not compute; None for nothing."""
-        parts = {
+    def other_differences(self) -> dict[str, bool]:
+        return {
             "a sliding window": self.sliding_window != -1,
             "capped scores": bool(self.logits_soft_cap),
-            "sinks": self.sinks is not None,
-            "ALiBi": self.alibi_slopes is not None,
             "a quantised cache": self.is_fp8_kv_cache,
         }
-        return next((name for name, there in parts.items() if there), None)
 
     def do_kv_cache_update(
         self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -39,30 +35,16 @@ class PagedAttention(CPUAttentionBackendImpl):
         pair = torch.cat((key, value), -1)[: len(slots)][used]
         kv_cache[slots[used] // size, :, slots[used] % size] = pair
 
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        if attn_metadata is None:  # vLLM measures memory
-            return output
-        first = attn_metadata.query_start_loc.long()
-        queries, keys = first.diff(), attn_metadata.seq_lens.long()
+    def attend(self, query: Tensor, kv_cache: Tensor, metadata: Any, output: Tensor) -> None:
+        first = metadata.query_start_loc.long()
+        queries, keys = first.diff(), metadata.seq_lens.long()
         # One token each, and whole prompts, apart: padding a token to a prompt would be most of the work.
         for of_call in (queries == 1, queries > 1):
             if (chosen := of_call.nonzero()[:, 0]).numel():
                 rows, seen, places = _padded(first[chosen], queries[chosen], keys[chosen])
-                table = attn_metadata.block_table[chosen].long()
+                table = metadata.block_table[chosen].long()
                 found = self._attend(query, kv_cache, table, rows, seen, places)
                 output[rows[places]] = found[places].view(-1, *output.shape[1:])
-        return output
 
     def _attend(
         self, query: Tensor, kv_cache: Tensor, table: Tensor, rows: Tensor, seen: Tensor, places: Tensor
