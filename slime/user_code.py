@@ -41,7 +41,7 @@ def remedy(error: BaseException) -> str:
     if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
         return (
             "; it runs in a thread, where signal.signal and signal.alarm cannot limit the time: give "
-            "--reward-deadline-s, or compute in a process of your own (math_verify: parsing_timeout=None)"
+            "--reward-deadline-s, or compute in a process of your own (math_verify: parsing_timeout=None)"  # ok: a text
         )
     return ""
 

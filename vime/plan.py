@@ -7,7 +7,6 @@ Memory is estimated from shapes (slime/plan/memory_estimate.py). A run decides f
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 
@@ -29,7 +28,7 @@ from slime.rollout.eval_datasets import check_evaluation
 from slime.run_start import check_start, start_line
 from slime.weight_sync.registry import CHANNELS
 from vime.backends import backend_of, models_of, parse_config
-from vime.plan_hardware import hardware, update
+from vime.plan_hardware import hardware, machine, update
 from vime.pool.served import in_own_flags
 from vime.run.prompts import plural, prompts
 from vime.vllm.memory import engine_memory, engine_verdict, scored_logits
@@ -153,13 +152,6 @@ def watched(c: Config) -> Iterator[str]:
         yield f"memory snapshots of trainer ranks: {c.debug.memory_snapshot_dir or f'{run_dir}/profile'}"
     if c.debug.profile_steps:
         yield f"traces of the training of rollouts {c.debug.profile_steps}: {run_dir}/profile"
-
-
-def machine() -> str:
-    """Cores and GPUs of this machine."""
-    import torch
-
-    return f"{os.cpu_count()} CPU cores and {plural(torch.cuda.device_count(), 'GPU')}"
 
 
 def batches(c: Config) -> Iterator[str]:

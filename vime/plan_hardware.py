@@ -1,7 +1,8 @@
-"""The part of a plan about the GPU of --gpu: its data, and lower bounds of times from its peak speeds."""
+"""What a plan says of hardware: this machine, the data of --gpu, lower bounds of times from its peak speeds."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 
 from slime.config import Config
@@ -13,6 +14,14 @@ from slime.plan.units import amount
 from slime.plan.update_estimate import update_lines
 from slime.roles.groups import Group, trainer_ranks
 from slime.weight_sync.registry import CHANNELS
+from vime.run.prompts import plural
+
+
+def machine() -> str:
+    """Cores and GPUs of this machine."""
+    import torch
+
+    return f"{os.cpu_count()} CPU cores and {plural(torch.cuda.device_count(), 'GPU')}"
 
 
 def hardware(c: Config, hf: dict[str, object]) -> Iterator[str]:

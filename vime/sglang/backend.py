@@ -18,7 +18,7 @@ from vime.pool import external
 from vime.pool.engine_server import pair_up
 from vime.sglang import server_flags as flags
 from vime.sglang.server import SglangServer, SglangSpec
-from vime.vllm.server_flags import check_engine_heads, common_settings, engine_dtype, rows_of
+from vime.vllm.server_flags import check_engine_heads, common_settings, engine_dtype
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
@@ -75,7 +75,7 @@ class SglangBackend:
 
     def rows(self) -> Iterator[Row]:
         """Every flag of sglang-router (imports it). Those of SGLang are not checked here."""
-        yield from rows_of(flags.ROUTER)
+        yield from flags.ROUTER.rows()
 
     def command_lines(self, config: Config) -> Iterator[str]:
         """The server's own command-line option for each engine and router flag."""

@@ -180,7 +180,8 @@ class VllmBackend:
 
     def rows(self) -> Iterator[Row]:
         """Every flag of vLLM and vllm-router (imports both), and the flags of SGLang that are translated."""
-        yield from flags.list_flags()
+        for owner in (flags.VLLM, flags.ROUTER):
+            yield from owner.rows()
         for name, target in targets().items():
             yield {
                 "flag": "--sglang-" + name.replace("_", "-"),

@@ -176,6 +176,21 @@ class PrefixOwner:
         plain = {k: _plain(v) for k, v in parsed.items() if v is not unset}
         return {k: v for k, v in plain.items() if v is not None}
 
+    def rows(self) -> Iterator[Row]:
+        """One row per flag of this project, for `vime flags`. Imports the project."""
+        for name, action in self.options().items():
+            if action.dest in self.reserved:
+                continue
+            flag = name.replace("_", "-")
+            yield {
+                "flag": f"--{self.prefix[:-1]}-{flag}",
+                "owner": self.project,
+                "default": None if action.default is argparse.SUPPRESS else _plain(action.default),
+                "help": " ".join((action.help or "").split()),
+                "choices": _plain(list(action.choices)) if action.choices else None,
+                "translated_to": f"{self.project} --{flag}",
+            }
+
 
 def _plain(value: object) -> Any:
     """The value as JSON stores it. None for objects that JSON cannot represent, such as config classes."""
@@ -376,25 +391,3 @@ def engine_dtype(config: Config) -> str:
 
 
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-
-
-def list_flags() -> Iterator[Row]:
-    """One row per flag that vLLM or vllm-router owns. Imports vLLM and vllm-router."""
-    for owner in (VLLM, ROUTER):
-        yield from rows_of(owner)
-
-
-def rows_of(owner: PrefixOwner) -> Iterator[Row]:
-    """One row per flag of `owner`. Imports its project."""
-    for name, action in owner.options().items():
-        if action.dest in owner.reserved:
-            continue
-        flag = name.replace("_", "-")
-        yield {
-            "flag": f"--{owner.prefix[:-1]}-{flag}",
-            "owner": owner.project,
-            "default": None if action.default is argparse.SUPPRESS else _plain(action.default),
-            "help": " ".join((action.help or "").split()),
-            "choices": _plain(list(action.choices)) if action.choices else None,
-            "translated_to": f"{owner.project} --{flag}",
-        }
