@@ -88,14 +88,18 @@ class VllmControl:
         _, answer = request(self.url, self._run_key, "GET", "/v1/models", timeout_s=_QUICK_S)
         return str(json.loads(answer)["data"][0]["root"])
 
-    def load(self) -> Load:
-        """From the server's own gauges: sums over its engine processes, and the mean share of their caches."""
+    def load(self) -> Load | None:
+        """From the server's own gauges: sums over its engine processes, and the mean share of their caches. None from a
+        server without gauges (--vllm-disable-log-stats)."""
         _, page = request(self.url, self._run_key, "GET", "/metrics", timeout_s=_QUICK_S)
         found: dict[str, list[float]] = {name: [] for name in GAUGES}
         for line in page.decode().splitlines():
             if (name := line.partition("{")[0]) in found:
                 found[name].append(float(line.split()[-1]))
-        if missing := [name for name, values in found.items() if not values]:
+        missing = [name for name, values in found.items() if not values]
+        if len(missing) == len(GAUGES):
+            return None
+        if missing:
             raise ControlError(
                 f"engine {self.url} must have the metrics {', '.join(missing)}, got a page without them; use a vLLM "
                 "that `vime doctor` accepts"
