@@ -46,20 +46,19 @@ class Place:
         return whole[tuple(slice(start, end) for start, end in self.where)]
 
     def runs(self) -> tuple[int, Iterator[int]]:
-        """Bytes that follow each other in the whole tensor, and the first byte of each such run, in the order of the
-        slice's values."""
-        steps = [math.prod(self.shape[axis + 1 :]) * self.itemsize for axis in range(len(self.shape))]
-        cut = [axis for axis, size in enumerate(self.shape) if self.where[axis] != (0, size)]
-        last = cut[-1] if cut else 0
+        """The slice as runs of bytes that lie together in the whole tensor: the length of each, and their first bytes
+        in the order of the slice's values."""
         if not self.shape:
             return self.itemsize, iter((0,))
-        start, end = self.where[last]
-        outer = product(*(range(*self.where[axis]) for axis in range(last)))
+        strides = [math.prod(self.shape[axis + 1 :]) * self.itemsize for axis in range(len(self.shape))]
+        # Axes behind the last one that is cut are whole, so a run goes over them.
+        cut = max((a for a, size in enumerate(self.shape) if self.where[a] != (0, size)), default=0)
+        start, end = self.where[cut]
+        outer = product(*(range(*bounds) for bounds in self.where[:cut]))
         firsts = (
-            start * steps[last] + sum(i * step for i, step in zip(index, steps, strict=False))
-            for index in outer
+            sum(i * stride for i, stride in zip((*index, start), strides, strict=False)) for index in outer
         )
-        return (end - start) * steps[last], firsts
+        return (end - start) * strides[cut], firsts
 
 
 @dataclass(frozen=True)
