@@ -1,7 +1,7 @@
-"""What a rank publishes of the live model: its own slices of the HF tensors, without a word to other ranks.
+"""What a rank publishes of the live model: its own slices of the HF tensors. Ranks do not communicate for it.
 
-The slices of a shard are those that loading reads (slime.models.slices). Ranks with the same shard share the work: each
-parameter is given by the one that has given the fewest bytes, which all of them compute alike.
+The slices of a shard are those that loading reads (slime.models.slices). Ranks with the same shard share the work: the
+rank that has given the fewest bytes so far gives the next parameter. All ranks compute this from the shapes alone.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def request_for(name: str) -> LoRARequest:
 
 
 class ServedAdapters:
-    """The adapters of one server. Runs that share it update it one after the other: from the pause to the end of the
-    pause, it is one adapter's. Of runs that send whole weights, the name is empty."""
+    """The adapters of one server. Runs that share the server update it one after the other: an update begins with the
+    pause and ends with the resume. A run that sends whole weights has the empty name."""
 
     def __init__(self) -> None:
         self._served: dict[str, LoRARequest] = {}

@@ -118,7 +118,7 @@ class RunKeyMiddleware:
             await self.app(scope, again, self._annotate(scope, send))
 
     async def _take_turns(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ServedAdapters of one engine are updated one after the other, and a run aborts no requests of others."""
+        """The adapters of an engine are updated one after the other, and a run aborts its own requests alone."""
         adapter, path = _adapter_of(scope), scope["path"]
         if path == "/pause":
             try:
