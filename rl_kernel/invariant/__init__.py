@@ -7,12 +7,14 @@ trainer that packs whole sequences, get the same log-probs. Gradients are those 
 `broken` tests the promise where it runs. Reasons and limits: docs/design/bitwise.md.
 """
 
+from rl_kernel.invariant.autograd import with_value
 from rl_kernel.invariant.causal import attention, packed_attention, paged_attention
-from rl_kernel.invariant.head import log_softmax
-from rl_kernel.invariant.layers import angles, linear, rms_norm, rotate, swiglu
+from rl_kernel.invariant.head import log_softmax, target_log_probs
+from rl_kernel.invariant.layers import add_rms_norm, angles, linear, rms_norm, rotate, swiglu
 from rl_kernel.invariant.selfcheck import broken
 
 __all__ = [
+    "add_rms_norm",
     "angles",
     "attention",
     "broken",
@@ -23,4 +25,6 @@ __all__ = [
     "rms_norm",
     "rotate",
     "swiglu",
+    "target_log_probs",
+    "with_value",
 ]

@@ -1,4 +1,7 @@
-"""A value by one function, its gradient by another: the exact operators have no backward of their own."""
+"""A value by one function, its gradient by another: the exact operators have no backward of their own.
+
+`with_gradient_of` computes the other function in the backward, `with_value` takes its result, which is there already.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,22 @@ def with_gradient_of(plain: Callable[..., Tensor], value: Callable[..., Tensor],
     """
     found: Tensor = _Value.apply(plain, value, *tensors)
     return found
+
+
+def with_value(plain: Tensor, value: Tensor) -> Tensor:
+    """`plain + (value - plain).detach()`, with the bits of `value`: both are the same function but for rounding."""
+    found: Tensor = _Replaced.apply(plain, value)
+    return found
+
+
+class _Replaced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plain: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return upstream, None
 
 
 class _Value(torch.autograd.Function):

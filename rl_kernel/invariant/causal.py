@@ -5,6 +5,8 @@ S sequences, A query heads, G key heads, Q queries and K keys of a sequence with
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -47,21 +49,66 @@ def packed_attention(
     first_query: Tensor,
     first_key: Tensor,
     most_queries: int,
+    most_keys: int,
     scale: float,
 ) -> Tensor:
-    """Causal attention of packed sequences on a GPU, without a gradient: query [T, A, D], key and value [K, G, D] ->
-    [T, A, D]. `first_query` and `first_key` [S + 1] int32 bound the sequences; a sequence's last query is at its last
-    key, and `most_queries` is the most of one.
+    """Causal attention of packed sequences on a GPU: query [T, A, D], key and value [K, G, D] -> [T, A, D].
+    `first_query` and `first_key` [S + 1] int32 bound the sequences; a sequence's last query is at its last key, and
+    `most_queries` and `most_keys` are the most of one.
 
-    A query has the bits of `paged_attention`, whatever its place and the other sequences.
+    A query has the bits of `paged_attention`, whatever its place and the other sequences. Differentiable in query, key
+    and value, by the backward of torch's flash attention from this output and its log-sum-exp.
     """
-    from rl_kernel.invariant import kernels
-
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    out = query.new_empty(query.shape)
-    return kernels.attention(
-        query, key, value, out, first_query, first_key.diff(), most_queries, scale, first_key=first_key
+    bounds = (first_query, first_key, most_queries, most_keys)
+    out: Tensor = _Packed.apply(
+        *(x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)), bounds, scale
     )
+    return out
+
+
+class _Packed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: tuple[Tensor, Tensor, int, int],
+        scale: float,
+    ) -> Tensor:
+        from rl_kernel.invariant import kernels
+
+        first_query, first_key, most_queries, most_keys = bounds
+        out = query.new_empty(query.shape)
+        lse = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
+        kernels.attention(
+            query,
+            key,
+            value,
+            out,
+            first_query,
+            first_key.diff(),
+            most_queries,
+            scale,
+            first_key=first_key,
+            lse=lse,
+        )
+        ctx.save_for_backward(query, key, value, out, lse, first_query, first_key)
+        ctx.longest, ctx.scale = (most_queries, most_keys), scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse, first_query, first_key = ctx.saved_tensors
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none
+        gradients = torch.ops.aten._flash_attention_backward(
+            *(upstream.contiguous(), query, key, value, out, lse, first_query, first_key, *ctx.longest),
+            *(0.0, True, seed, seed),
+            scale=ctx.scale,
+            window_size_left=-1,
+            window_size_right=0,
+        )
+        return *gradients, None, None
 
 
 def paged_attention(

@@ -1,4 +1,4 @@
-"""Log-probs whose value for a row does not depend on the other rows, on hosts in float32. N rows, V vocabulary."""
+"""Log-probs whose value for a row does not depend on the other rows. N rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -12,15 +12,41 @@ from rl_kernel.invariant.autograd import with_gradient_of
 def log_softmax(logits: Tensor) -> Tensor:
     """`logits.log_softmax(-1)` in float32 nats: logits [N, V] -> [N, V]. -inf stays -inf. Differentiable.
 
-    The sum is one of fractions of 2**-34, so that columns of -inf at any place change nothing.
+    On a host the sum is one of fractions of 2**-34, so that columns of -inf at any place change nothing. On a GPU it is
+    a float32 sum in one order of the columns.
     """
+    if logits.is_cuda:
+        return with_gradient_of(_plain, _in_order, logits)
+    return with_gradient_of(_plain, _exactly, logits)
 
-    def value(logits: Tensor) -> Tensor:
-        wide = logits.double()
-        shifted = wide - wide.amax(-1, keepdim=True)
-        return (shifted - exact.log(exact.sum_of_fractions(exact.exp(shifted)))[:, None]).float()
 
-    def plain(logits: Tensor) -> Tensor:
-        return torch.log_softmax(logits.float(), -1)
+def target_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+    """`log_softmax(logits).gather(1, targets[:, None])[:, 0]`, with the same bits: logits [N, V], targets [N] -> [N].
 
-    return with_gradient_of(plain, value, logits)
+    Without a gradient. On a GPU no log-probs of other tokens are made.
+    """
+    if not logits.is_cuda:
+        return _exactly(logits).gather(1, targets[:, None])[:, 0]
+    from rl_kernel.invariant import kernels
+
+    logits = logits.float()
+    top, log_sum = kernels.log_sums(logits)
+    return ((logits.gather(1, targets[:, None]) - top) - log_sum)[:, 0]
+
+
+def _exactly(logits: Tensor) -> Tensor:
+    wide = logits.double()
+    shifted = wide - wide.amax(-1, keepdim=True)
+    return (shifted - exact.log(exact.sum_of_fractions(exact.exp(shifted)))[:, None]).float()
+
+
+def _in_order(logits: Tensor) -> Tensor:
+    from rl_kernel.invariant import kernels
+
+    logits = logits.float()
+    top, log_sum = kernels.log_sums(logits)
+    return (logits - top).sub_(log_sum)
+
+
+def _plain(logits: Tensor) -> Tensor:
+    return torch.log_softmax(logits.float(), -1)

@@ -61,7 +61,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.is_cuda:
             from rl_kernel.invariant import kernels
 
-            return kernels.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
+            return kernels.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps)[0].view(x.shape)
         wide, scale = x.double(), exact.power_of_two(exact.exponents(x))
         share = wide / scale  # at most 1
         squares = exact.sum_of_fractions(share * share)[..., None]
@@ -72,6 +72,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, eps)
 
     return with_gradient_of(plain, value, x, weight)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`(rms_norm(x + residual, weight, eps), x + residual)`, with the same bits, in one kernel on a GPU. x and residual
+    [N, K], weight [K]. Without a gradient."""
+    if x.is_cuda:
+        from rl_kernel.invariant import kernels
+
+        return kernels.rms_norm(x, weight, eps, residual)
+    total = x + residual
+    return rms_norm(total, weight, eps), total
 
 
 def swiglu(x: Tensor) -> Tensor:

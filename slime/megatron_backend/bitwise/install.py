@@ -18,12 +18,10 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 import rl_kernel.invariant as invariant
-from rl_kernel.invariant.autograd import with_gradient_of
 from slime.config import Config
 from slime.megatron_backend.model.attention import (
     PackedAttention,
     PackedLayout,
-    flash_attention,
     padded_attention,
 )
 from slime.megatron_backend.model.gpt import HiddenGPTModel
@@ -77,15 +75,10 @@ def _attend(
 ) -> Tensor:
     if not query.is_cuda or not layout.own:
         return padded_attention(query, key, value, layout, scale, window, inner=invariant.attention)
-    bounds = (layout.cu_seqlens_q, layout.cu_seqlens_kv, layout.max_seqlen_q)
-
-    def by_kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return invariant.packed_attention(query, key, value, *bounds, scale)
-
-    def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return flash_attention(query, key, value, layout, scale)
-
-    return with_gradient_of(plain, by_kernel, query, key, value)
+    return invariant.packed_attention(
+        *(query, key, value, layout.cu_seqlens_q, layout.cu_seqlens_kv),
+        *(layout.max_seqlen_q, layout.max_seqlen_kv, scale),
+    )
 
 
 def _angles(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:

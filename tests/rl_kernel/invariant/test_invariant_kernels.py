@@ -61,10 +61,37 @@ def test_a_row_of_a_product_alone_and_among_others():
 
 def test_rms_norm():
     x, weight = torch.randn(9, 96).half(), torch.randn(96).half()
-    together = kernels.rms_norm(x, weight, 1e-6)
-    assert torch.equal(together[4:5], kernels.rms_norm(x[4:5], weight, 1e-6))
+    together, same = kernels.rms_norm(x, weight, 1e-6)
+    assert same is x and torch.equal(together[4:5], kernels.rms_norm(x[4:5], weight, 1e-6)[0])
     true = functional.rms_norm(x.double(), (96,), weight.double(), 1e-6)
     assert (together - true).abs().max() <= 2**-10 * true.abs().max()
+
+
+def test_rms_norm_of_a_sum():
+    x, residual, weight = (
+        torch.randn(9, 96).half(),
+        torch.randn(9, 192).half()[:, ::2],
+        torch.randn(96).half(),
+    )
+    normed, total = kernels.rms_norm(x, weight, 1e-6, residual)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, kernels.rms_norm(total, weight, 1e-6)[0])
+
+
+@pytest.mark.parametrize("columns", [7, 4096, 9000])
+def test_log_sums(columns):
+    logits = torch.randn(5, columns) * 9
+    logits[3, 1] = -torch.inf
+    top, log_sum = kernels.log_sums(logits)
+    for i in range(5):
+        assert torch.equal(
+            torch.cat((top, log_sum), 1)[i], torch.cat(kernels.log_sums(logits[i : i + 1]), 1)[0]
+        )
+    torch.testing.assert_close(
+        (logits - top) - log_sum, logits.double().log_softmax(-1).float(), rtol=2e-6, atol=2e-6
+    )
+    logits[2, 0] = torch.nan
+    assert kernels.log_sums(logits)[1].isnan().flatten().tolist() == [False, False, True, False, False]
 
 
 LENGTHS = [70, 5, 130]
@@ -82,9 +109,15 @@ def firsts(lengths: list[int]) -> torch.Tensor:
 
 def test_attention_of_packed_sequences(packed):
     query, key, value = packed
-    first, out = firsts(LENGTHS), torch.empty_like(query)
-    kernels.attention(query, key, value, out, first, first.diff(), 130, 0.25, first_key=first)
+    first, out, lse = firsts(LENGTHS), torch.empty_like(query), torch.empty(4, len(query))
+    kernels.attention(query, key, value, out, first, first.diff(), 130, 0.25, first_key=first, lse=lse)
     for start, end in itertools.pairwise(first.tolist()):
+        scores = query[start:end].double().transpose(0, 1) @ (
+            key[start:end].double().permute(1, 2, 0).repeat_interleave(2, 0)
+        )
+        hidden = torch.ones(end - start, end - start).triu(1).bool()
+        wanted = (scores * 0.25).masked_fill(hidden, -torch.inf).logsumexp(-1)
+        torch.testing.assert_close(lse[:, start:end], wanted.float(), rtol=1e-3, atol=1e-3)
         parts = (x[start:end].double().transpose(0, 1)[None] for x in (query, key, value))
         true = functional.scaled_dot_product_attention(*parts, is_causal=True, scale=0.25, enable_gqa=True)
         assert (out[start:end] - true[0].transpose(0, 1)).abs().max() < 2e-3
@@ -121,7 +154,8 @@ COMPILE = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from rl_kernel.invariant import kernels
+from rl_kernel.invariant.kernels.attention import attention_kernel
+from rl_kernel.invariant.kernels.product import linear_kernel
 
 def code(kernel, types, constants, **options):
     names = kernel.arg_names
@@ -130,13 +164,14 @@ def code(kernel, types, constants, **options):
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 of = dict.fromkeys
-print(code(kernels.linear_kernel, of(["X", "W", "BIAS", "OUT"], "*bf16"),
+print(code(linear_kernel, of(["X", "W", "BIAS", "OUT"], "*bf16"),
            {"HAS_BIAS": False, "ROWS": 64, "COLUMNS": 64, "INNER": 64, "GROUP": 8}, num_warps=4, num_stages=4))
 for page in (0, 16):
     print("=" * 9)
-    types = of(["Q", "K", "V", "OUT"], "*bf16") | of(["FIRST_QUERY", "FIRST_KEY", "LENGTH", "TABLE"], "*i32")
-    print(code(kernels.attention_kernel, types | {"scale": "fp32"},
-               {"PAGE": page, "SHARED": 4, "SIZE": 64, "QUERIES": 64, "KEYS": 64}, num_warps=4, num_stages=2))
+    types = of(["Q", "K", "V", "OUT"], "*bf16") | {"LSE": "*fp32", "scale": "fp32"}
+    print(code(attention_kernel, types | of(["FIRST_QUERY", "FIRST_KEY", "LENGTH", "TABLE"], "*i32"),
+               {"PAGE": page, "SHARED": 4, "SIZE": 64, "ROWS": 64, "KEYS": 64, "HAS_LSE": False},
+               num_warps=4, num_stages=2))
 """
 
 

@@ -72,8 +72,7 @@ class InvariantNorm(RMSNorm):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if residual is None:
             return invariant.rms_norm(x, self.weight.data, self.variance_epsilon)
-        residual = x + residual
-        return invariant.rms_norm(residual, self.weight.data, self.variance_epsilon), residual
+        return invariant.add_rms_norm(x, residual, self.weight.data, self.variance_epsilon)
 
 
 class InvariantActivation(SiluAndMul):
@@ -106,6 +105,8 @@ class InvariantRotary(RotaryEmbedding):
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = x.view(len(cos), -1, self.head_size)
         turned = invariant.rotate(heads[..., : self.rotary_dim], cos, sin)
+        if self.rotary_dim == self.head_size:
+            return turned.view(x.shape)
         return torch.cat((turned, heads[..., self.rotary_dim :]), -1).reshape(x.shape)
 
 

@@ -1,0 +1,110 @@
+"""Causal attention over packed keys (a trainer) and paged keys (an engine)."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS, KEYS = 64, 64
+"""Of one step: pairs of a query and a head that share keys, and keys."""
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+
+@triton.jit
+def attention_kernel(
+    Q, K, V, OUT, LSE, FIRST_QUERY, FIRST_KEY, LENGTH, TABLE,
+    q_stride, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, out_stride, out_head, lse_head, table_stride,
+    scale, PAGE: tl.constexpr, SHARED: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of one sequence: a row is a query and one of the SHARED heads that share keys. Keys come in steps of
+    KEYS from the first one on. A step whose keys a row does not see multiplies its sums by 1 and adds 0.
+
+    PAGE 0: the keys of a sequence are rows from FIRST_KEY on. Otherwise they are on the pages of its row of TABLE.
+    """
+    sequence, group = tl.program_id(2), tl.program_id(1)
+    first = tl.load(FIRST_QUERY + sequence)
+    count = tl.load(FIRST_QUERY + sequence + 1) - first
+    length = tl.load(LENGTH + sequence)
+    start_row = tl.program_id(0) * ROWS
+    if start_row < count * SHARED:
+        number = (start_row + tl.arange(0, ROWS)) // SHARED
+        head = group * SHARED + (start_row + tl.arange(0, ROWS)) % SHARED
+        row = (first + number).to(tl.int64)
+        lane, step = tl.arange(0, SIZE), tl.arange(0, KEYS)
+        here = (number < count)[:, None]
+        q = tl.load(Q + row[:, None] * q_stride + head[:, None] * q_head + lane, here, other=0.0)
+        place = length - count + number
+        end = min(length, length - count + (start_row + ROWS - 1) // SHARED + 1)
+        top = tl.full((ROWS,), -float("inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        sums = tl.zeros((ROWS, SIZE), tl.float32)
+        for start in range(0, end, KEYS):
+            key = start + step
+            there = key < end
+            if PAGE == 0:
+                slot = (tl.load(FIRST_KEY + sequence) + key).to(tl.int64)
+                at_k, at_v = slot * k_slot, slot * v_slot
+            else:
+                page = tl.load(TABLE + sequence * table_stride + key // PAGE, there, other=0).to(tl.int64)
+                slot = (key % PAGE).to(tl.int64)
+                at_k, at_v = page * k_page + slot * k_slot, page * v_page + slot * v_slot
+            k = tl.load(K + at_k[:, None] + group * k_head + lane, there[:, None], other=0.0)
+            v = tl.load(V + at_v[:, None] + group * v_head + lane, there[:, None], other=0.0)
+            scores = tl.dot(q, tl.trans(k)) * scale
+            seen = (key[None, :] <= place[:, None]) & there[None, :]
+            scores = tl.where(seen, scores, -float("inf"))
+            highest = tl.maximum(top, tl.max(scores, 1))
+            finite = tl.where(highest == -float("inf"), 0.0, highest)
+            shares = tl.exp2(scores - finite[:, None])
+            shrunk = tl.exp2(top - finite)
+            total = total * shrunk + tl.sum(shares, 1)
+            sums = tl.dot(shares.to(v.dtype), v, sums * shrunk[:, None])
+            top = highest
+        out = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+        to = OUT + row[:, None] * out_stride + head[:, None] * out_head + lane
+        tl.store(to, out.to(OUT.dtype.element_ty), here)
+        if HAS_LSE:
+            tl.store(LSE + head * lse_head + row, (top + tl.log2(total)) * LN_2, number < count)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    first_query: Tensor,
+    lengths: Tensor,
+    most_queries: int,
+    scale: float,
+    *,
+    first_key: Tensor | None = None,
+    table: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of sequences into `out` [T, A, D]: query [T, A, D], rows first_query[s] to first_query[s + 1].
+
+    `lengths` [S]: keys of each sequence; its last query is at its last key. Keys and values [K, G, D] from row
+    first_key[s] on, or [pages, page, G, D] on the pages table[s]. D must be a power of two.
+    `lse` [A, T] fp32, if given, receives the log-sum-exp of the scores, in nats.
+    """
+    sequences, heads, size = len(lengths), query.shape[1], query.shape[2]
+    shared = heads // key.shape[-2]
+    if not sequences or not most_queries:
+        return out
+    paged = table is not None
+    page_strides = (key.stride(0), value.stride(0)) if paged else (0, 0)
+    assert query.stride(2) == key.stride(-1) == value.stride(-1) == out.stride(2) == 1
+    with torch.cuda.device_of(query):
+        attention_kernel[(triton.cdiv(most_queries * shared, ROWS), key.shape[-2], sequences)](
+            query, key, value, out, query if lse is None else lse,
+            first_query, first_query if first_key is None else first_key, lengths,
+            first_query if table is None else table,
+            query.stride(0), query.stride(1), page_strides[0], key.stride(-3), key.stride(-2),
+            page_strides[1], value.stride(-3), value.stride(-2), out.stride(0), out.stride(1),
+            0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0), scale * LOG2_E,
+            PAGE=key.shape[1] if paged else 0, SHARED=shared, SIZE=size, ROWS=ROWS, KEYS=KEYS,
+            HAS_LSE=lse is not None, num_warps=4, num_stages=2,
+        )  # fmt: skip
+    return out
