@@ -43,9 +43,7 @@ def _exactly(logits: Tensor) -> Tensor:
 def _in_order(logits: Tensor) -> Tensor:
     from rl_kernel.invariant import kernels
 
-    logits = logits.float()
-    top, log_sum = kernels.log_sums(logits)
-    return (logits - top).sub_(log_sum)
+    return kernels.log_softmax(logits.float())
 
 
 def _plain(logits: Tensor) -> Tensor:

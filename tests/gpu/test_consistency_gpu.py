@@ -32,3 +32,27 @@ def test_figures_are_those_of_the_host():
 
 def test_operators_of_bitwise_runs_keep_their_promise():
     assert invariant.broken("cuda", torch.bfloat16) == []
+
+
+def test_packed_attention_has_the_gradients_of_flash_attention():
+    """In bfloat16, for sequences of several lengths; the outputs differ by their rounding."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    torch.manual_seed(0)
+    lengths = [300, 1, 64, 517]
+    first = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    heads = [torch.randn(sum(lengths), count, 64, device="cuda", dtype=torch.bfloat16) for count in (8, 2, 2)]
+    bounds = (first, first)
+    longest = (max(lengths), max(lengths))
+    upstream = torch.randn_like(heads[0])
+    found = []
+    for operator in (
+        lambda q, k, v: invariant.packed_attention(q, k, v, *bounds, *longest, 0.125),
+        lambda q, k, v: varlen_attn(q, k, v, *bounds, *longest, scale=0.125, window_size=(-1, 0)),
+    ):
+        leaves = [x.clone().requires_grad_() for x in heads]
+        out = operator(*leaves)
+        out.backward(upstream)
+        found.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours.float(), wanted.float(), rtol=0.03, atol=0.02)

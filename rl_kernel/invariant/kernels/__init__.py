@@ -6,6 +6,6 @@ batch of 1 and of 10,000 takes the same steps. What stands in the other rows of 
 
 from rl_kernel.invariant.kernels.attention import attention
 from rl_kernel.invariant.kernels.product import linear
-from rl_kernel.invariant.kernels.rows import log_sums, rms_norm
+from rl_kernel.invariant.kernels.rows import log_softmax, log_sums, rms_norm
 
-__all__ = ["attention", "linear", "log_sums", "rms_norm"]
+__all__ = ["attention", "linear", "log_softmax", "log_sums", "rms_norm"]

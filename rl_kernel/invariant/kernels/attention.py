@@ -5,10 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, KEYS = 64, 64
-"""Of one step: pairs of a query and a head that share keys, and keys."""
+ROWS, FEW_ROWS, KEYS = 128, 16, 64
+"""Of one step: pairs of a query and a head that share keys, the same where a sequence has no more, and keys."""
+ONES = tl.constexpr(16)
+"""Columns of the ones by which shares are added up: the least that a product takes."""
 LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -38,7 +40,9 @@ def attention_kernel(
         place = length - count + number
         end = min(length, length - count + (start_row + ROWS - 1) // SHARED + 1)
         top = tl.full((ROWS,), -float("inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
+        # Shares are added up by products with ones: the order of such a sum does not depend on ROWS, tl.sum's does.
+        ones = tl.full((KEYS, ONES), 1.0, Q.dtype.element_ty)
+        total = tl.zeros((ROWS, ONES), tl.float32)
         sums = tl.zeros((ROWS, SIZE), tl.float32)
         for start in range(0, end, KEYS):
             key = start + step
@@ -57,11 +61,12 @@ def attention_kernel(
             scores = tl.where(seen, scores, -float("inf"))
             highest = tl.maximum(top, tl.max(scores, 1))
             finite = tl.where(highest == -float("inf"), 0.0, highest)
-            shares = tl.exp2(scores - finite[:, None])
-            shrunk = tl.exp2(top - finite)
-            total = total * shrunk + tl.sum(shares, 1)
-            sums = tl.dot(shares.to(v.dtype), v, sums * shrunk[:, None])
+            shares = tl.exp2(scores - finite[:, None]).to(v.dtype)
+            shrunk = tl.exp2(top - finite)[:, None]
+            total = tl.dot(shares, ones, total * shrunk)
+            sums = tl.dot(shares, v, sums * shrunk)
             top = highest
+        total = tl.max(total, 1)  # its columns are equal
         out = sums / tl.where(total == 0.0, 1.0, total)[:, None]
         to = OUT + row[:, None] * out_stride + head[:, None] * out_head + lane
         tl.store(to, out.to(OUT.dtype.element_ty), here)
@@ -94,17 +99,18 @@ def attention(
     if not sequences or not most_queries:
         return out
     paged = table is not None
+    rows = FEW_ROWS if most_queries * shared <= FEW_ROWS else ROWS
     page_strides = (key.stride(0), value.stride(0)) if paged else (0, 0)
     assert query.stride(2) == key.stride(-1) == value.stride(-1) == out.stride(2) == 1
     with torch.cuda.device_of(query):
-        attention_kernel[(triton.cdiv(most_queries * shared, ROWS), key.shape[-2], sequences)](
+        attention_kernel[(triton.cdiv(most_queries * shared, rows), key.shape[-2], sequences)](
             query, key, value, out, query if lse is None else lse,
             first_query, first_query if first_key is None else first_key, lengths,
             first_query if table is None else table,
             query.stride(0), query.stride(1), page_strides[0], key.stride(-3), key.stride(-2),
             page_strides[1], value.stride(-3), value.stride(-2), out.stride(0), out.stride(1),
             0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0), scale * LOG2_E,
-            PAGE=key.shape[1] if paged else 0, SHARED=shared, SIZE=size, ROWS=ROWS, KEYS=KEYS,
-            HAS_LSE=lse is not None, num_warps=4, num_stages=2,
+            PAGE=key.shape[1] if paged else 0, SHARED=shared, SIZE=size, ROWS=rows, KEYS=KEYS,
+            HAS_LSE=lse is not None, num_warps=8 if rows == ROWS else 4, num_stages=3,
         )  # fmt: skip
     return out

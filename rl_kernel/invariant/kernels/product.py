@@ -1,60 +1,122 @@
-"""The product. It has one tile for few rows and one for many. On an H200 a sum does not depend on the tile: 16 tiles
-gave the same bits (benchmarks/reports/bitwise_h200.md). `rl_kernel.invariant.broken` compares the two on each machine.
+"""The product. Its tile is chosen by the shape: on an H200, all tiles that were tried gave the same bits for 115 shapes
+(benchmarks/reports/bitwise_h200.md). `rl_kernel.invariant.broken` compares few with many rows on each machine.
 """
+
+import functools
+import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rl_kernel.invariant.kernels.rows import readable_rows
+ALIGNMENT = 16
+"""Bytes: rows that a GPU copies by tiles start at multiples of it."""
 
-INNER, WIDE, MANY = 64, 8192, 1024
-"""Inner elements of a tile of the product; outputs from which on it is wider; rows from which on it is larger."""
+
+class Tile(NamedTuple):
+    """A part of the result, and how much of K a program reads at a time. If `persistent`, each processor runs one
+    program, which computes several parts. `time` of one part, relative to the others, measured on an H200."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+    persistent: bool
+    time: float
+
+
+TILES = (
+    Tile(16, 32, 256, 4, 3, False, 1.55),
+    Tile(64, 16, 256, 4, 4, False, 2.43),
+    Tile(64, 32, 128, 4, 6, False, 2.95),
+    Tile(64, 64, 128, 4, 4, False, 3.12),
+    Tile(64, 128, 64, 4, 4, False, 4.75),
+    Tile(128, 64, 128, 4, 4, False, 4.71),
+    Tile(128, 128, 64, 4, 4, True, 6.00),
+    Tile(128, 256, 64, 8, 3, True, 11.22),
+)
+GROUP = 8
+"""Tiles of rows that are computed before the next columns, so that the weight's tiles stay in the cache."""
+
+
+def tile_of(rows: int, outputs: int, processors: int) -> Tile:
+    """The tile whose parts of a result [rows, outputs] are made in the shortest time."""
+    return min(TILES, key=lambda tile: tile.time * math.ceil(_parts(tile, rows, outputs) / processors))
 
 
 @triton.jit
 def linear_kernel(
-    X, W, BIAS, OUT, M, N, K, x_stride, w_stride, out_stride,
+    X, W, BIAS, OUT, M, N, K,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of X @ W.T + BIAS. Float32 sums over K from first to last. Programs go through GROUP tiles of rows before
-    the next columns, so that the weight's tiles stay in the cache."""
-    number = tl.program_id(0)
+    """Tiles of X @ W.T + BIAS. Float32 sums over K from first to last."""
     tall, broad = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
-    group = number // (GROUP * broad)
-    height = min(tall - group * GROUP, GROUP)
-    row = (group * GROUP + number % (GROUP * broad) % height).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (number % (GROUP * broad) // height).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    lane = tl.arange(0, INNER)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(0, K, INNER):
-        inside = first + lane < K
-        x = tl.load(X + row[:, None] * x_stride + first + lane, (row < M)[:, None] & inside, other=0.0)
-        w = tl.load(W + column[:, None] * w_stride + first + lane, (column < N)[:, None] & inside, other=0.0)
-        total = tl.dot(x, tl.trans(w), total)
-    if HAS_BIAS:
-        total += tl.load(BIAS + column, column < N, other=0.0).to(tl.float32)[None, :]
-    place = OUT + row[:, None] * out_stride + column
-    tl.store(place, total.to(OUT.dtype.element_ty), (row < M)[:, None] & (column < N))
+    step = PROGRAMS if PERSISTENT else tall * broad
+    for part in tl.range(tl.program_id(0), tall * broad, step, flatten=PERSISTENT):
+        group = part // (GROUP * broad)
+        height = min(tall - group * GROUP, GROUP)
+        row = (group * GROUP + part % (GROUP * broad) % height) * ROWS
+        column = (part % (GROUP * broad) // height) * COLUMNS
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(0, K, INNER):
+            total = tl.dot(X.load([row, first]), W.load([column, first]).T, total)
+        if HAS_BIAS:
+            lane = column + tl.arange(0, COLUMNS)
+            total += tl.load(BIAS + lane, lane < N, other=0.0).to(tl.float32)[None, :]
+        OUT.store([row, column], total.to(OUT.dtype))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [M, K] and weight [N, K], whose rows are contiguous -> [M, N] in the dtype of x."""
-    x, weight = readable_rows(x), readable_rows(weight)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
+    """x [M, K] and weight [N, K] -> [M, N] in the dtype of x, whose rows start at multiples of 16 bytes.
+
+    Copies x or the weight if the rows do not start at such multiples. `tile`: another than the fastest, with the same
+    bits.
+    """
+    x, weight = _aligned(x), _aligned(weight)
     (rows, inner), outputs = x.shape, len(weight)
-    out = x.new_empty(rows, outputs)
+    out = x.new_empty(rows, _whole(outputs, x))[:, :outputs]
     if out.numel():
-        if rows >= MANY:
-            height, columns, warps, stages = 128, 128, 8, 3
-        else:
-            height, columns, warps, stages = 64, 128 if outputs >= WIDE else 64, 4, 4
-        grid = (triton.cdiv(rows, height) * triton.cdiv(outputs, columns),)
+        processors = _processors(x.device)
+        tile = tile or tile_of(rows, outputs, processors)
+        parts = _parts(tile, rows, outputs)
         with torch.cuda.device_of(x):
-            linear_kernel[grid](
-                x, weight, weight if bias is None else bias, out, rows, outputs, inner,
-                x.stride(0), weight.stride(0), out.stride(0),
-                HAS_BIAS=bias is not None, ROWS=height, COLUMNS=columns, INNER=INNER, GROUP=8,
-                num_warps=warps, num_stages=stages,
+            linear_kernel[(min(parts, processors) if tile.persistent else parts,)](
+                TensorDescriptor.from_tensor(x, [tile.rows, tile.inner]),
+                TensorDescriptor.from_tensor(weight, [tile.columns, tile.inner]),
+                weight if bias is None else bias,
+                TensorDescriptor.from_tensor(out, [tile.rows, tile.columns]),
+                rows, outputs, inner,
+                HAS_BIAS=bias is not None, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner, GROUP=GROUP,
+                PROGRAMS=processors, PERSISTENT=tile.persistent, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
     return out
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """1 on a host, where Triton's interpreter runs one program after another."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _parts(tile: Tile, rows: int, outputs: int) -> int:
+    return int(triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.columns))
+
+
+def _whole(elements: int, x: Tensor) -> int:
+    """At least so many elements, which fill whole units of ALIGNMENT."""
+    unit = ALIGNMENT // x.itemsize
+    return -(-elements // unit) * unit
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """`x` itself if its rows are contiguous and start at multiples of ALIGNMENT, otherwise a copy."""
+    starts_aligned = x.data_ptr() % ALIGNMENT == x.stride(0) * x.itemsize % ALIGNMENT == 0
+    if starts_aligned and x.stride(1) == 1 and x.stride(0) >= x.shape[1]:
+        return x
+    copy = x.new_empty(len(x), _whole(x.shape[1], x))[:, : x.shape[1]]
+    return copy.copy_(x)

@@ -1,12 +1,13 @@
-"""RMSNorm, with a residual if there is one, and the two numbers of a log-softmax. One program computes one row."""
+"""RMSNorm, with a residual if there is one, and log-softmax. A program computes one row, or LANES columns
+of one."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-LANES = 4096
-"""Logits that a program reads at a time."""
+LANES = 8192
+"""Logits of a row that a program reads."""
 
 
 @triton.jit
@@ -47,34 +48,66 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 
 @triton.jit
-def log_sums_kernel(X, TOP, LOG_SUM, x_stride, V, LANES: tl.constexpr):
-    """max(x), and log(sum(exp(x - max(x)))). Each lane adds every LANES-th column from the first on."""
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, LANES)
-    largest = tl.full((LANES,), -float("inf"), tl.float32)
-    for first in range(0, V, LANES):
-        x = tl.load(X + row * x_stride + first + lane, first + lane < V, other=-float("inf"))
-        largest = tl.maximum(largest, x)
-    top = tl.max(largest, 0)
-    total = tl.zeros((LANES,), tl.float32)
-    for first in range(0, V, LANES):
-        x = tl.load(X + row * x_stride + first + lane, first + lane < V, other=-float("inf"))
-        total += tl.exp(x - top)
+def part_sums_kernel(X, TOPS, SUMS, x_stride, parts, V, LANES: tl.constexpr):
+    """max(x), and sum(exp(x - max(x))), of LANES columns of a row."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = part * LANES + tl.arange(0, LANES)
+    x = tl.load(X + row * x_stride + column, column < V, other=-float("inf"))
+    top = tl.max(x, 0)
+    finite = tl.where(top == -float("inf"), 0.0, top)
+    tl.store(TOPS + row * parts + part, top)
+    tl.store(SUMS + row * parts + part, tl.sum(tl.exp(x - finite), 0))
+
+
+@triton.jit
+def log_sums_kernel(TOPS, SUMS, TOP, LOG_SUM, parts, PARTS: tl.constexpr):
+    """The same of a whole row, with the logarithm of the sum."""
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
+    tops = tl.load(TOPS + row * parts + part, part < parts, other=-float("inf"))
+    sums = tl.load(SUMS + row * parts + part, part < parts, other=0.0)
+    top = tl.max(tops, 0)
     tl.store(TOP + row, top)
-    tl.store(LOG_SUM + row, tl.log(tl.sum(total, 0)))
+    tl.store(LOG_SUM + row, tl.log(tl.sum(sums * tl.exp(tops - top), 0)))
+
+
+@triton.jit
+def log_probs_kernel(X, TOP, LOG_SUM, OUT, x_stride, V, LANES: tl.constexpr):
+    """(x - TOP) - LOG_SUM for LANES columns of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    x = tl.load(X + row * x_stride + column, column < V)
+    tl.store(OUT + row * V + column, (x - tl.load(TOP + row)) - tl.load(LOG_SUM + row), column < V)
 
 
 def log_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     """(`logits.amax(-1)`, `logits.logsumexp(-1) - logits.amax(-1)`) of fp32 logits [N, V], [N, 1] each."""
     assert logits.dtype == torch.float32, "another dtype may have another order of lanes"
     logits = readable_rows(logits)
-    top, log_sum = logits.new_empty(2, len(logits), 1)
+    rows, columns = logits.shape
+    parts = triton.cdiv(columns, LANES)
+    (tops, sums), (top, log_sum) = logits.new_empty(2, rows, parts), logits.new_empty(2, rows, 1)
     if logits.numel():
         with torch.cuda.device_of(logits):
-            log_sums_kernel[(len(logits),)](
-                logits, top, log_sum, logits.stride(0), logits.shape[1], LANES=LANES, num_warps=8
+            part_sums_kernel[(rows, parts)](
+                logits, tops, sums, logits.stride(0), parts, columns, LANES=LANES, num_warps=8
+            )
+            log_sums_kernel[(rows,)](
+                tops, sums, top, log_sum, parts, PARTS=triton.next_power_of_2(parts), num_warps=1
             )
     return top, log_sum
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """`(logits - top) - log_sum` with `log_sums`: fp32 [N, V] -> [N, V]."""
+    logits = readable_rows(logits)
+    top, log_sum = log_sums(logits)
+    out = logits.new_empty(logits.shape)
+    if out.numel():
+        with torch.cuda.device_of(logits):
+            log_probs_kernel[(len(out), triton.cdiv(out.shape[1], LANES))](
+                logits, top, log_sum, out, logits.stride(0), out.shape[1], LANES=LANES, num_warps=8
+            )
+    return out
 
 
 def readable_rows(x: Tensor) -> Tensor:

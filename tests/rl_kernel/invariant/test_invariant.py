@@ -169,4 +169,4 @@ def test_the_operators_keep_their_promise_here():
 def test_an_operator_that_looks_at_other_rows_is_named(monkeypatch):
     monkeypatch.setattr(layers, "swiglu", lambda x: x - x.mean())
     monkeypatch.setattr(layers, "linear", lambda x, w: functional.linear(x, w) * len(x))
-    assert invariant.broken("cpu", torch.float32) == ["linear", "linear of many rows", "swiglu"]
+    assert invariant.broken("cpu", torch.float32) == ["linear", "swiglu"]

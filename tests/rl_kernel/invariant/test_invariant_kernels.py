@@ -24,6 +24,7 @@ pytest.importorskip("triton")
 from triton.runtime import interpreter
 
 from rl_kernel.invariant import kernels
+from rl_kernel.invariant.kernels import product
 
 SIZE = 16
 
@@ -45,18 +46,33 @@ def products_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
-def test_a_row_of_a_product_alone_and_among_others():
+@pytest.mark.parametrize("tile", product.TILES, ids=lambda tile: f"{tile.rows}x{tile.columns}")
+def test_a_row_of_a_product_alone_and_among_others(tile, monkeypatch):
     x, weight, bias = torch.randn(70, 96).half(), torch.randn(130, 96).half(), torch.randn(130).half()
-    together = kernels.linear(x, weight, bias)
+    together = kernels.linear(x, weight, bias, tile)
     for i in (0, 5, 63, 64, 69):
-        assert torch.equal(together[i : i + 1], kernels.linear(x[i : i + 1], weight, bias))
+        assert torch.equal(together[i : i + 1], kernels.linear(x[i : i + 1], weight, bias, tile))
     true = functional.linear(x.double(), weight.double(), bias.double())
     assert (together - true).abs().max() <= 2**-11 * true.abs().max()
-    assert torch.equal(
-        kernels.linear(x[:, ::2], weight[:, ::2], None),
-        kernels.linear(x[:, ::2].contiguous(), weight[:, ::2].contiguous(), None),
-    )
-    assert kernels.linear(x[:0], weight, None).shape == (0, 130)
+    monkeypatch.setattr(product, "_processors", lambda device: 3)  # several programs, each with several parts
+    assert torch.equal(together, kernels.linear(x, weight, bias, tile))
+
+
+def test_rows_of_a_product_that_a_tile_cannot_copy():
+    """Every second column, 7 columns, and rows that begin at odd elements."""
+    x, weight = torch.randn(9, 97).half(), torch.randn(21, 97).half()
+    for part in (slice(None, None, 2), slice(7), slice(1, 97)):
+        found = kernels.linear(x[:, part], weight[:, part], None)
+        assert torch.equal(found, kernels.linear(x[:, part].contiguous(), weight[:, part].contiguous(), None))
+        true = functional.linear(x[:, part].double(), weight[:, part].double())
+        assert found.shape == (9, 21) and (found - true).abs().max() <= 2**-10 * true.abs().max()
+    assert kernels.linear(x[:0], weight, None).shape == (0, 21)
+
+
+def test_the_tile_follows_the_shape():
+    """On a GPU with 132 processors: decoding, a batch of prompts, training."""
+    chosen = [product.tile_of(rows, 6144, 132)[:2] for rows in (8, 64, 8192)]
+    assert chosen == [(16, 32), (64, 64), (128, 256)]
 
 
 def test_rms_norm():
@@ -78,7 +94,7 @@ def test_rms_norm_of_a_sum():
     assert torch.equal(normed, kernels.rms_norm(total, weight, 1e-6)[0])
 
 
-@pytest.mark.parametrize("columns", [7, 4096, 9000])
+@pytest.mark.parametrize("columns", [7, 8192, 20000])
 def test_log_sums(columns):
     logits = torch.randn(5, columns) * 9
     logits[3, 1] = -torch.inf
@@ -87,6 +103,7 @@ def test_log_sums(columns):
         assert torch.equal(
             torch.cat((top, log_sum), 1)[i], torch.cat(kernels.log_sums(logits[i : i + 1]), 1)[0]
         )
+    assert torch.equal(kernels.log_softmax(logits), (logits - top) - log_sum)
     torch.testing.assert_close(
         (logits - top) - log_sum, logits.double().log_softmax(-1).float(), rtol=2e-6, atol=2e-6
     )
@@ -164,13 +181,15 @@ def code(kernel, types, constants, **options):
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 of = dict.fromkeys
-print(code(linear_kernel, of(["X", "W", "BIAS", "OUT"], "*bf16"),
-           {"HAS_BIAS": False, "ROWS": 64, "COLUMNS": 64, "INNER": 64, "GROUP": 8}, num_warps=4, num_stages=4))
+tiles = {"X": "tensordesc<bf16[128, 64]>", "W": "tensordesc<bf16[256, 64]>", "OUT": "tensordesc<bf16[128, 256]>"}
+print(code(linear_kernel, tiles | {"BIAS": "*bf16"},
+           {"HAS_BIAS": False, "ROWS": 128, "COLUMNS": 256, "INNER": 64, "GROUP": 8, "PROGRAMS": 132,
+            "PERSISTENT": True}, num_warps=8, num_stages=3))
 for page in (0, 16):
     print("=" * 9)
     types = of(["Q", "K", "V", "OUT"], "*bf16") | {"LSE": "*fp32", "scale": "fp32"}
     print(code(attention_kernel, types | of(["FIRST_QUERY", "FIRST_KEY", "LENGTH", "TABLE"], "*i32"),
-               {"PAGE": page, "SHARED": 4, "SIZE": 64, "ROWS": 64, "KEYS": 64, "HAS_LSE": False},
+               {"PAGE": page, "SHARED": 4, "SIZE": 64, "ROWS": 64, "KEYS": 64, "HAS_LSE": True},
                num_warps=4, num_stages=2))
 """
 
