@@ -93,7 +93,7 @@ def loss_head(config: Config) -> tuple[Head, str]:
     reads_logits = loss_of(config.algorithm).objective is None
     if (provider := config.kernels.selected_logprob_provider) and not reads_logits:
         return PROVIDER, f"--selected-logprob-provider {provider}"
-    if config.kernels.rlk_bitwise:
+    if "head" in bitwise(config):
         return BITWISE, "--rlk-bitwise"
     if config.kernels.rlk_fast == "off":
         return NATIVE, "--rlk-fast off"
@@ -109,11 +109,16 @@ def loss_head(config: Config) -> tuple[Head, str]:
     return NATIVE, "no operator for log-probs is in --rl-kernel-ops"
 
 
+def bitwise(config: Config) -> tuple[str, ...]:
+    """The operators of rl_kernel.invariant that trainer and engine have, of BITWISE_OPERATORS."""
+    return tuple(config.kernels.rlk_bitwise_operators) if config.kernels.rlk_bitwise else ()
+
+
 def pass_head(config: Config) -> Head:
     """The head for log-probs without a gradient, of the old policy and of the reference model."""
     if config.kernels.selected_logprob_provider:
         return PROVIDER
-    if config.kernels.rlk_bitwise:
+    if "head" in bitwise(config):
         return BITWISE
     if config.kernels.rlk_fast == "off":
         return NATIVE
@@ -164,7 +169,7 @@ def _rates_groups(config: Config) -> bool:
 def _own_activation(config: Config) -> bool:
     """With Transformer Engine, Megatron's own activation runs instead; with --rlk-bitwise, the engine's."""
     local = config.megatron.overrides.get("transformer_impl", "local") == "local"
-    return bool(local and not config.kernels.rlk_bitwise)
+    return bool(local and "activation" not in bitwise(config))
 
 
 def _own_advantages(config: Config) -> bool:

@@ -10,7 +10,7 @@ trainer that packs whole sequences, get the same log-probs. Gradients are those 
 from rl_kernel.invariant.autograd import with_value
 from rl_kernel.invariant.causal import attention, packed_attention, paged_attention
 from rl_kernel.invariant.head import log_softmax, target_log_probs
-from rl_kernel.invariant.layers import add_rms_norm, angles, linear, rms_norm, rotate, swiglu
+from rl_kernel.invariant.layers import add_rms_norm, angles, linear, rms_norm, rotate, rotate_at, swiglu
 from rl_kernel.invariant.selfcheck import broken
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rotate",
+    "rotate_at",
     "swiglu",
     "target_log_probs",
     "with_value",

@@ -18,6 +18,8 @@ def with_gradient_of(plain: Callable[..., Tensor], value: Callable[..., Tensor],
     Both are the same function of `tensors` but for rounding. Autograd keeps `tensors` only. Deterministic as far as
     the backward of `plain` is.
     """
+    if not torch.is_grad_enabled():
+        return value(*tensors)
     found: Tensor = _Value.apply(plain, value, *tensors)
     return found
 

@@ -25,20 +25,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     library of products (`rl_kernel.invariant.exact.product`). Differentiable in all three; the gradients are plain
     products, deterministic for one shape.
     """
-    out: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    out: Tensor = (
+        _Linear.apply(rows, weight, bias) if torch.is_grad_enabled() else _linear(rows, weight, bias)
+    )
     return out.view(*x.shape[:-1], len(weight))
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.is_cuda:
+        from rl_kernel.invariant import kernels
+
+        return kernels.linear(x, weight, bias)
+    total = exact.product(x, weight)
+    return (total if bias is None else total + bias.double()).to(x.dtype)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        if x.is_cuda:
-            from rl_kernel.invariant import kernels
-
-            return kernels.linear(x, weight, bias)
-        total = exact.product(x, weight)
-        return (total if bias is None else total + bias.double()).to(x.dtype)
+        return _linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -61,7 +68,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.is_cuda:
             from rl_kernel.invariant import kernels
 
-            return kernels.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps)[0].view(x.shape)
+            rows = x if x.dim() <= 3 else x.reshape(-1, *x.shape[-2:])
+            return kernels.rms_norm(rows, weight, eps)[0].view(x.shape)
         wide, scale = x.double(), exact.power_of_two(exact.exponents(x))
         share = wide / scale  # at most 1
         squares = exact.sum_of_fractions(share * share)[..., None]
@@ -127,3 +135,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         fused: Tensor = Rotary.apply(x, cos, sin)
         return fused
     return rotary_reference(x, cos, sin)
+
+
+def rotate_at(x: Tensor, angles: Tensor, positions: Tensor) -> Tensor:
+    """`rotate(x, *angles[:, positions])`, with the same bits: x [N, heads, D], angles [2, P, 1, D / 2], positions [N].
+    Without a gradient. On a GPU the kernel reads the table."""
+    if not x.is_cuda:
+        return rotary_reference(x, *angles[:, positions])
+    from rl_kernel.ops.rotary import kernels
+
+    return kernels.rotate(x, *angles, back=False, places=positions)

@@ -12,7 +12,7 @@ from rl_kernel.invariant.causal import attention
 from rl_kernel.invariant.head import log_softmax
 
 ROWS, WIDTH, OUTPUTS, HEADS, GROUPS, SIZE = 37, 96, 80, 4, 2, 32
-TALL, INNER = 300, 512
+TALL, INNER = 304, 512
 """Rows and outputs, and inputs, of a product of which each tile has several parts."""
 
 Rows = Callable[[Tensor], Tensor]

@@ -8,7 +8,7 @@ from slime.algo.losses import loss_of
 from slime.config.fields import nearest
 from slime.config.problems import given
 from slime.config.schema import Config
-from slime.config.sections.kernels import OPERATORS
+from slime.config.sections.kernels import BITWISE_OPERATORS, OPERATORS
 from slime.hooks import MissingHookError, load_function
 
 PROVIDER = "--selected-logprob-provider"
@@ -49,11 +49,23 @@ def check_kernels(c: Config) -> None:
 
 def _check_bitwise(c: Config) -> None:
     """What --rlk-bitwise needs, and what was not made or not run with it. Modules are checked where they are built."""
+    chosen = c.kernels.rlk_bitwise_operators
+    if unknown := [name for name in chosen if name not in BITWISE_OPERATORS]:
+        raise ValueError(
+            f"--rlk-bitwise-operators must be of {', '.join(BITWISE_OPERATORS)}, got {unknown[0]}"
+            f"{nearest(unknown[0], BITWISE_OPERATORS, prefix='')}"
+        )
+    whole = set(chosen) == set(BITWISE_OPERATORS)
     if not c.kernels.rlk_bitwise:
+        if not whole:
+            raise ValueError(
+                f"--rlk-bitwise-operators must stand beside --rlk-bitwise, got {','.join(chosen)} alone; add "
+                "--rlk-bitwise"
+            )
         return
     dtypes = BITWISE_DTYPES[c.cluster.device]
     wants: dict[str, tuple[object, object]] = {
-        "--rlk-consistency": ("strict", c.kernels.rlk_consistency),
+        "--rlk-consistency": ("strict" if whole else "audit", c.kernels.rlk_consistency),
         "--rollout-backend": ("vllm", c.engine.rollout_backend),
         PROVIDER: (None, c.kernels.selected_logprob_provider),
         "--custom-loss-function-path": (None, c.algorithm.custom_loss_function_path),

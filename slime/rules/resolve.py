@@ -14,7 +14,7 @@ from slime import megatron_versions
 from slime.algo.losses import loss_of
 from slime.config.fields import Values
 from slime.config.schema import SECTIONS, Config
-from slime.config.sections.kernels import OPERATORS
+from slime.config.sections.kernels import BITWISE_OPERATORS, OPERATORS
 from slime.hardware import HARDWARE
 from slime.models.lora import read_peft
 from slime.roles.served import teachers
@@ -247,6 +247,8 @@ def _kernels(c: argparse.Namespace) -> None:
         c.rlk_fast = "strict" if c.rl_kernel_strict else "auto"
     named = ",".join(OPERATORS if c.rl_kernel_ops is None else c.rl_kernel_ops)
     c.rl_kernel_ops = [name for name in named.split(",") if name]
+    chosen = ",".join(BITWISE_OPERATORS if c.rlk_bitwise_operators is None else c.rlk_bitwise_operators)
+    c.rlk_bitwise_operators = [name for name in chosen.split(",") if name]
 
 
 def _run_dir(c: argparse.Namespace) -> None:

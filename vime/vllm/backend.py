@@ -223,7 +223,7 @@ class VllmBackend:
             "scores": model.frozen,
         }
         if model.frozen:  # no adapter is for it
-            own |= {"lora_rank": 0, "keeps_weights": False, "bitwise": False}
+            own |= {"lora_rank": 0, "keeps_weights": False, "bitwise": ()}
         return make_pool(
             VllmEnginePool,
             config,

@@ -51,7 +51,7 @@ class VllmSpec(EngineSpec):
     """The model's logits are divided by it, before a request's own temperature."""
     lora_rank: int = 0
     """The largest rank of the adapters that updates bring. 0: updates bring all weights."""
-    bitwise: bool = False
+    bitwise: tuple[str, ...] = ()
     """Whether it computes with the trainer's operators."""
     scores: bool = False
     """Whether the engine is there to give log-probs of whole prompts."""
@@ -138,7 +138,7 @@ class VllmServer(EngineServer):
             env[scaled_logits.VARIABLE] = repr(spec.temperature)
         if spec.bitwise:
             # The other model runner of vLLM makes log-probs elsewhere.
-            env |= {bitwise.VARIABLE: "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+            env |= {bitwise.VARIABLE: ",".join(spec.bitwise), "VLLM_USE_V2_MODEL_RUNNER": "0"}
         if spec.tells_experts:
             env[routed_experts.VARIABLE] = "1"
         if ip_address(spec.host).is_loopback:

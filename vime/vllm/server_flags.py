@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from slime import operators
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config, FlagGroup
 from slime.config.fields import nearest
@@ -357,7 +358,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
         "sleeps": gives_memory(config),
         **adapter.settings(config),
-        "bitwise": config.kernels.rlk_bitwise,
+        "bitwise": operators.bitwise(config),
         "tells_experts": config.off_policy.use_rollout_routing_replay,
         "top_tokens": max(config.off_policy.replay_kept_tokens, config.algorithm.centred_ids),
         "cache_bytes": _cache_bytes(config),

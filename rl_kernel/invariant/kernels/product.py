@@ -48,7 +48,7 @@ def tile_of(rows: int, outputs: int, processors: int) -> Tile:
     return min(TILES, key=lambda tile: tile.time * math.ceil(_parts(tile, rows, outputs) / processors))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # no code of its own for other numbers of rows
 def linear_kernel(
     X, W, BIAS, OUT, M, N, K,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,

@@ -12,17 +12,19 @@ LANES = 8192
 
 @triton.jit
 def rms_norm_kernel(
-    X, RESIDUAL, W, OUT, SUM, x_stride, residual_stride, K, eps, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    X, RESIDUAL, W, OUT, SUM, heads, x_stride, x_head, residual_stride, residual_head, K, eps,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x * rsqrt(mean(x ** 2) + eps), rounded to the dtype, times the weight, as checkpoints expect. ADD: x is X +
     RESIDUAL, rounded to the dtype, and is written to SUM."""
     row = tl.program_id(0).to(tl.int64)
+    token, head = row // heads, row % heads
     lane = tl.arange(0, BLOCK)
     inside = lane < K
-    x = tl.load(X + row * x_stride + lane, inside, other=0.0).to(tl.float32)
+    x = tl.load(X + token * x_stride + head * x_head + lane, inside, other=0.0).to(tl.float32)
     if ADD:
-        other = tl.load(RESIDUAL + row * residual_stride + lane, inside, other=0.0).to(tl.float32)
-        total = (x + other).to(SUM.dtype.element_ty)
+        at = RESIDUAL + token * residual_stride + head * residual_head + lane
+        total = (x + tl.load(at, inside, other=0.0).to(tl.float32)).to(SUM.dtype.element_ty)
         tl.store(SUM + row * K + lane, total, inside)
         x = total.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / K + eps)
@@ -32,17 +34,19 @@ def rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The norm of x [N, K], or of x + residual, and what was normed: both [N, K], the former contiguous."""
+    """The norm of x [N, K] or [N, heads, K], or of x + residual, contiguous, and what was normed."""
     x = readable_rows(x)
-    out = x.new_empty(x.shape)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     added = residual is not None
     residual = x if residual is None else readable_rows(residual)
     total = torch.empty_like(out) if added else x
+    heads = x.shape[1] if x.dim() == 3 else 1
     if out.numel():
         with torch.cuda.device_of(x):
-            rms_norm_kernel[(len(x),)](
-                x, residual, weight, out, total, x.stride(0), residual.stride(0), x.shape[1], eps,
-                ADD=added, BLOCK=triton.next_power_of_2(x.shape[1]), num_warps=4,
+            rms_norm_kernel[(len(x) * heads,)](
+                x, residual, weight, out, total, heads,
+                x.stride(0), x.stride(-2), residual.stride(0), residual.stride(-2), x.shape[-1], eps,
+                ADD=added, BLOCK=triton.next_power_of_2(x.shape[-1]), num_warps=4,
             )  # fmt: skip
     return out, total
 

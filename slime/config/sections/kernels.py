@@ -19,6 +19,9 @@ OPERATORS = (
 )
 """The values of --rl-kernel-ops. group_advantage also selects the masked reductions."""
 
+BITWISE_OPERATORS = ("product", "norm", "activation", "rotary", "attention", "head")
+"""The values of --rlk-bitwise-operators, in the order in which a token meets them first."""
+
 
 @dataclass(frozen=True)
 class KernelsConfig:
@@ -54,6 +57,11 @@ class KernelsConfig:
         False,
         "the same operators, rl_kernel.invariant, in trainer and engine: with --rlk-consistency strict, the run ends "
         "at the first log-prob whose bits differ",
+    )
+    rlk_bitwise_operators: list[str] = flag(  # noqa: RUF009
+        None,
+        "which of them, separated by commas (default: all): product, norm, activation, rotary, attention, head. Fewer "
+        "show what each is worth, with --rlk-consistency audit",
     )
     selected_logprob_provider: str | None = flag(
         None,

@@ -6,7 +6,7 @@ another kind is an error that names it. The head is `slime.megatron_backend.step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -18,7 +18,9 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 import rl_kernel.invariant as invariant
+from slime import operators
 from slime.config import Config
+from slime.config.sections.kernels import BITWISE_OPERATORS
 from slime.megatron_backend.model.attention import (
     PackedAttention,
     PackedLayout,
@@ -35,11 +37,14 @@ def adaptation(config: Config) -> Callable[[Sequence[nn.Module]], None] | None:
     """`build_model`'s `adapt` for a run with --rlk-bitwise; None without it."""
     if not config.kernels.rlk_bitwise:
         return None
-    return partial(use_invariant, dtype=params_dtype(config))
+    return partial(use_invariant, dtype=params_dtype(config), chosen=operators.bitwise(config))
 
 
-def use_invariant(parts: Sequence[nn.Module], *, dtype: torch.dtype) -> None:
-    """Give each module of the model's parts its operator. `parts`: without data-parallel wrappers.
+def use_invariant(
+    parts: Sequence[nn.Module], *, dtype: torch.dtype, chosen: Collection[str] = BITWISE_OPERATORS
+) -> None:
+    """Give each module of the model's parts its operator, if it is a chosen one. `parts`: without data-parallel
+    wrappers.
 
     ValueError with every module that has none, or with operators whose rows are not independent on this machine.
     Nothing is changed then.
@@ -62,7 +67,9 @@ def use_invariant(parts: Sequence[nn.Module], *, dtype: torch.dtype) -> None:
             f"{device}: {', '.join(broken)}; leave --rlk-bitwise out on this machine"
         )
     for _, module in named:
-        _GIVES[type(module)](module)
+        name, give = _GIVES[type(module)]
+        if name in chosen:
+            give(module)
 
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None, **of_ranks: object) -> Tensor:
@@ -109,24 +116,24 @@ def _give_angles(module: HiddenGPTModel) -> None:
 def _nothing(module: nn.Module) -> None: ...
 
 
-_GIVES: dict[type, Callable[..., None]] = {
-    NormedLinear: _give_product,
-    ColumnParallelLinear: _give_product,
-    RowParallelLinear: _give_product,
-    RMSNorm: _give_norm,
-    GatedMLP: _give_activation,
-    PackedAttention: _give_attention,
-    HiddenGPTModel: _give_angles,
+_GIVES: dict[type, tuple[str | None, Callable[..., None]]] = {
+    NormedLinear: ("product", _give_product),
+    ColumnParallelLinear: ("product", _give_product),
+    RowParallelLinear: ("product", _give_product),
+    RMSNorm: ("norm", _give_norm),
+    GatedMLP: ("activation", _give_activation),
+    PackedAttention: ("attention", _give_attention),
+    HiddenGPTModel: ("rotary", _give_angles),
     # These pass tensors on, look rows up, or add the residual, which is rounded correctly.
     **dict.fromkeys(
         (
             *(LanguageModelEmbedding, VocabParallelEmbedding, TransformerBlock, DecoderLayer, SelfAttention),
             *(IdentityOp, IdentityFuncOp, nn.ModuleList, nn.Dropout),
         ),
-        _nothing,
+        (None, _nothing),
     ),
 }
-"""The exact class of a module -> what it gets."""
+"""The exact class of a module -> the name of its operator, and what gives it that."""
 
 
 def _reason(module: nn.Module) -> str | None:

@@ -165,11 +165,13 @@ class Audit:
             metrics |= figures(sums, percentiles, worst.distance)
         self._write(rollout_id, metrics, reasons, worst)
         of_bits: dict[str, float] = {}
+        strict = self.config.kernels.rlk_consistency == "strict"
         if self.config.kernels.rlk_bitwise:
             first = next((p.differing for p in parts if p.differing), None)
             of_bits[DIFFERING] = sums.tokens - sums.bitwise_equal
-            self._judge_bits(rollout_id, data, of_bits[DIFFERING], first, reasons)
-        if self.config.kernels.rlk_consistency == "strict":
+            if strict:
+                self._judge_bits(rollout_id, data, of_bits[DIFFERING], first, reasons)
+        if strict:
             self._judge(rollout_id, data, worst, reasons)
         metrics |= {f"not_comparable/{reason}": float(tokens) for reason, tokens in reasons.items()}
         return {f"consistency/{name}": value for name, value in metrics.items()} | of_bits

@@ -40,6 +40,16 @@ def test_two_steps_have_the_same_bits(world: World) -> None:
 
 
 @pytest.mark.slow
+def test_a_part_of_the_operators_leaves_some_bits_different(world: World) -> None:
+    flags = ("--rlk-bitwise-operators", "head,norm,activation,rotary", "--rlk-consistency", "audit")
+    flags = (*BITWISE[:3], "--rlk-bitwise", *flags)
+    run(vime("train", *world.grpo("part", rollouts=1), *flags), world.root / "part.out")
+    row = rows(world.root / "part", "rollout/step")[0]
+    assert 0 < row["rl_kernel/bitwise/differing"] < row["consistency/tokens"]
+    assert row["consistency/abs_dlogp_max"] < 1e-5
+
+
+@pytest.mark.slow
 def test_twenty_steps_have_the_same_bits(world: World) -> None:
     """Two optimizer steps each, at a temperature, so that old log-probs need a pass of their own."""
     flags = ("--global-batch-size", "16", "--rollout-max-response-len", "24", "--rollout-temperature", "0.9")

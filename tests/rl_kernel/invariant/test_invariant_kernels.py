@@ -83,6 +83,14 @@ def test_rms_norm():
     assert (together - true).abs().max() <= 2**-10 * true.abs().max()
 
 
+def test_rms_norm_of_heads_in_place():
+    """Heads that are a part of wider rows, as an engine has them."""
+    x, weight = torch.randn(5, 3 * 96).half(), torch.randn(32).half()
+    heads = x[:, 96:192].view(5, 3, 32)
+    found, _ = kernels.rms_norm(heads, weight, 1e-6)
+    assert torch.equal(found, kernels.rms_norm(heads.reshape(15, 32), weight, 1e-6)[0].view(5, 3, 32))
+
+
 def test_rms_norm_of_a_sum():
     x, residual, weight = (
         torch.randn(9, 96).half(),

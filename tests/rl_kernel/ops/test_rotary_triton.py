@@ -113,3 +113,14 @@ def test_calls_are_counted():
     triton(x, cos, sin)
     counts = telemetry(reset=True)["rotary"]
     assert (counts["calls"], counts["tokens"]) == (1, 5) and counts["implementations"] == {"triton": 1}
+
+
+def test_angles_from_a_table_have_the_bits_of_given_ones():
+    """Places in any order, as an engine has them."""
+    from rl_kernel.ops.rotary import kernels
+
+    x = torch.randn(5, 3, 16, device=DEVICE)
+    cos, sin = torch.rand(2, 9, 1, 8, device=DEVICE)
+    places = torch.tensor([7, 0, 8, 0, 3], device=DEVICE)
+    found = kernels.rotate(x, cos, sin, back=False, places=places)
+    assert torch.equal(found, kernels.rotate(x, cos[places], sin[places], back=False))

@@ -23,8 +23,14 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vime.vllm.worker import bitwise
-import sys, tempfile
+import os, sys, tempfile
+from slime.config.sections.kernels import BITWISE_OPERATORS
+from vllm.model_executor.custom_op import op_registry_oot
 
+os.environ[bitwise.VARIABLE] = "norm"
+bitwise.install()
+assert list(op_registry_oot) == ["RMSNorm"]
+os.environ[bitwise.VARIABLE] = ",".join(BITWISE_OPERATORS)
 bitwise.install()
 bitwise.install()
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul

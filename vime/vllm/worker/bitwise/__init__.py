@@ -10,35 +10,42 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from slime.config.sections.kernels import BITWISE_OPERATORS
+
 if TYPE_CHECKING:
     from torch import nn
 
 VARIABLE = "VIME_BITWISE"
-"""Of the server's environment."""
+"""Of the server's environment: the operators, separated by commas, of slime's BITWISE_OPERATORS."""
 COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """vLLM's --compilation-config on GPUs: nothing is compiled, and steps of one token a request are graphs."""
 
 
-def wanted() -> bool:
-    """Whether this process is one of such an engine."""
-    return VARIABLE in os.environ
+def wanted() -> frozenset[str]:
+    """The operators that this engine has; none in an engine of another kind."""
+    return frozenset(filter(None, os.environ.get(VARIABLE, "").split(",")))
 
 
 def install() -> None:
     """Register our layers, our attention and our log-probs in this process. May run more than once."""
     from vime.vllm.worker.bitwise import attention, layers, sampling
 
-    layers.register()
-    attention.register()
-    sampling.install()
+    chosen = wanted()
+    layers.register(chosen)
+    if "attention" in chosen:
+        attention.register()
+    if "head" in chosen:
+        sampling.install()
 
 
 def require(model: nn.Module) -> None:
     """ValueError with the modules of a model that do not compute with our operators, or with operators of ours that
-    break their promise on this machine."""
+    break their promise on this machine. Nothing is asked of an engine that has a part of our operators."""
     import rl_kernel.invariant as invariant
     from vime.vllm.worker.bitwise.check import strangers
 
+    if wanted() != frozenset(BITWISE_OPERATORS):
+        return
     if found := strangers(model):
         raise ValueError(
             f"--rlk-bitwise must have every operator of the engine from rl_kernel.invariant, got {', '.join(found)}; "

@@ -6,6 +6,7 @@ vLLM's; what is computed from them is ours.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -99,35 +100,37 @@ class InvariantRotary(RotaryEmbedding):
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        cos, sin = self.angles[:, positions.flatten()]
-        return self._turned(query, cos, sin), None if key is None else self._turned(key, cos, sin)
+        places = positions.flatten()
+        return self._turned(query, places), None if key is None else self._turned(key, places)
 
-    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        heads = x.view(len(cos), -1, self.head_size)
-        turned = invariant.rotate(heads[..., : self.rotary_dim], cos, sin)
+    def _turned(self, x: Tensor, places: Tensor) -> Tensor:
+        heads = x.view(len(places), -1, self.head_size)
+        turned = invariant.rotate_at(heads[..., : self.rotary_dim], self.angles, places)
         if self.rotary_dim == self.head_size:
             return turned.view(x.shape)
-        return torch.cat((turned, heads[..., self.rotary_dim :]), -1).reshape(x.shape)
+        return torch.cat((turned, heads[..., self.rotary_dim :]), -1).view(x.shape)
 
 
-LAYERS: dict[str, type] = {
-    base.__name__: _with_our_method(base)
-    for base in (
-        *(QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear),
-        *(VocabParallelEmbedding, ParallelLMHead),
-    )
-}
+_PRODUCTS = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
+_HEADS = (VocabParallelEmbedding, ParallelLMHead)
+LAYERS: dict[str, type] = {base.__name__: _with_our_method(base) for base in (*_PRODUCTS, *_HEADS)}
 OPERATORS: dict[str, type] = {
     "RMSNorm": InvariantNorm,
     "SiluAndMul": InvariantActivation,
     "RotaryEmbedding": InvariantRotary,
 }
 """vLLM's class -> ours."""
+_OPERATOR = {
+    **{base.__name__: "product" for base in _PRODUCTS},
+    **{base.__name__: "head" for base in _HEADS},
+    **{"RMSNorm": "norm", "SiluAndMul": "activation", "RotaryEmbedding": "rotary"},
+}
+"""vLLM's class -> its name in slime's BITWISE_OPERATORS."""
 
 
-def register() -> None:
-    """Register all of them. May run more than once."""
+def register(chosen: Collection[str]) -> None:
+    """Register those of the chosen operators. May run more than once."""
     for base, classes in ((PluggableLayer, LAYERS), (CustomOp, OPERATORS)):
         for name, ours in classes.items():
-            if name not in op_registry_oot:
+            if _OPERATOR[name] in chosen and name not in op_registry_oot:
                 base.register_oot(ours, name=name)
