@@ -4,9 +4,11 @@
     python benchmarks/bitwise.py OUT --arch qwen3-tiny      on a CPU
     python benchmarks/bitwise.py OUT --sides bitwise        one side only
 
-trains GRPO once for each side, with the same seeds, in OUT/SIDE, and prints one row for each. Sides: off (the default
-operators), invariant (vLLM's own --vllm-batch-invariant, on GPUs), bitwise (--rlk-bitwise). A run that ended well is
-not made again. The reward says whether the last token is odd, so that a random model has something to learn.
+trains GRPO once for each side, with the same seeds, in OUT/SIDE, and prints one row for each. A run that ended well is
+not made again. Sides: off (the default operators, not compared), logged (the same, compared), invariant (vLLM's own
+--vllm-batch-invariant, on GPUs only), head, norms and attention (a part of the operators of --rlk-bitwise, each with
+those before), bitwise (all, with the products). The reward says whether the last token is odd, so that a random model
+has something to learn.
 """
 
 from __future__ import annotations
@@ -23,9 +25,17 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+COMPARED = ("--rlk-consistency", "audit")
+PARTS = {
+    "head": "head",
+    "norms": "head,norm,activation,rotary",
+    "attention": "head,norm,activation,rotary,attention",
+}
 SIDES = {
-    "off": ("--rlk-consistency", "audit"),
-    "invariant": ("--rlk-consistency", "audit", "--vllm-batch-invariant"),
+    "off": (),
+    "logged": COMPARED,
+    "invariant": (*COMPARED, "--vllm-batch-invariant"),
+    **{side: (*COMPARED, "--rlk-bitwise", "--rlk-bitwise-operators", part) for side, part in PARTS.items()},
     "bitwise": ("--rlk-consistency", "strict", "--rlk-bitwise"),
 }
 
@@ -75,19 +85,35 @@ def run(side: str, model: Path, asked: argparse.Namespace) -> int:
 
 
 def row(run_dir: Path) -> str:
-    """The figures of a run: differing tokens of all tokens, mean and largest difference in nats, seconds of a step
-    (median without the first)."""
-    audits = [json.loads(line) for line in (run_dir / "audit.jsonl").read_text(encoding="utf-8").splitlines()]
+    """The figures of a run: differing tokens of all tokens, mean and largest difference in nats; medians without the
+    first step: seconds of a step, its rollout and its training, tokens per second of the engine; the trainer's most
+    memory in GiB."""
+    steps = [step for step in lines(run_dir / "metrics.jsonl") if "perf/step_time" in step]
+
+    def median(name: str) -> str:
+        found = [step[name] for step in steps[1:] if name in step]
+        return f"{statistics.median(found):.2f}" if found else "-"
+
+    peaks = [step["perf/trainer_peak_gib"] for step in steps if "perf/trainer_peak_gib" in step]
+    names = ("step_time", "rollout_time", "train_time", "tokens_per_gpu_per_sec")
+    figures = [*(median(f"perf/{name}") for name in names), f"{max(peaks):.1f}" if peaks else "-"]
+    return " | ".join([compared(run_dir), *figures])
+
+
+def compared(run_dir: Path) -> str:
+    """Differing tokens of all tokens, mean and largest difference."""
+    if not (run_dir / "audit.jsonl").exists():
+        return "not compared | - | -"
+    audits = lines(run_dir / "audit.jsonl")
     tokens = sum(a["tokens"] for a in audits)
     differing = sum(a["tokens"] - a.get("bitwise_equal_tokens", 0) for a in audits)
     mean = sum(a["tokens"] * a.get("abs_dlogp_mean", 0) for a in audits) / max(tokens, 1)
     largest = max(a.get("abs_dlogp_max", 0) for a in audits)
-    steps = [
-        json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    times = [step["perf/step_time"] for step in steps if "perf/step_time" in step][1:]
-    seconds = f"{statistics.median(times):.2f}" if times else "-"
-    return f"{differing:.0f} of {tokens:.0f} | {mean:.2e} | {largest:.2e} | {seconds}"
+    return f"{differing:.0f} of {tokens:.0f} | {mean:.2e} | {largest:.2e}"
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def main() -> None:
@@ -95,12 +121,13 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--arch", default="smollm2-135m", help="a row of scripts/architectures.py")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--sides", default="bitwise,off,invariant", help="separated by commas")
+    parser.add_argument("--sides", help="separated by commas; default: all that the device has")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=16, help="each with 8 samples")
     parser.add_argument("--length", type=int, default=128, help="most tokens of a response")
     asked = parser.parse_args()
-    sides = asked.sides.split(",")
+    of_device = [side for side in SIDES if asked.device == "cuda" or side != "invariant"]
+    sides = asked.sides.split(",") if asked.sides else of_device
     if unknown := [side for side in sides if side not in SIDES]:
         parser.error(f"--sides must be of {', '.join(SIDES)}, got {unknown[0]}")
     asked.out = asked.out.resolve()
@@ -109,10 +136,14 @@ def main() -> None:
     if not model.exists():
         make = [sys.executable, str(ROOT / "scripts" / "make_model.py"), "--arch", asked.arch, "--random"]
         subprocess.run([*make, "--arithmetic", str(model)], check=True)
-    print("side | differing tokens | mean difference | largest | seconds per step", flush=True)
+    print(
+        "side | differing tokens | mean difference | largest | step, s | rollout, s | training, s | tokens/s | "
+        "peak, GiB",
+        flush=True,
+    )
     for side in sides:
         code = run(side, model, asked)
-        there = (asked.out / side / "audit.jsonl").exists()
+        there = (asked.out / side / "metrics.jsonl").exists()
         print(f"{side} | {row(asked.out / side) if there else 'no step'}", flush=True)
         if code:
             lines = (asked.out / f"{side}.log").read_text(encoding="utf-8", errors="replace").splitlines()

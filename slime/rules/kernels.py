@@ -53,7 +53,7 @@ def _check_bitwise(c: Config) -> None:
     if unknown := [name for name in chosen if name not in BITWISE_OPERATORS]:
         raise ValueError(
             f"--rlk-bitwise-operators must be of {', '.join(BITWISE_OPERATORS)}, got {unknown[0]}"
-            f"{nearest(unknown[0], BITWISE_OPERATORS, prefix='')}"
+            f"{nearest(unknown[0], BITWISE_OPERATORS, prefix='')}; leave the flag out for all of them"
         )
     whole = set(chosen) == set(BITWISE_OPERATORS)
     if not c.kernels.rlk_bitwise:
