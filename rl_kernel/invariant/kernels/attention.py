@@ -103,7 +103,7 @@ def attention(
     page_strides = (key.stride(0), value.stride(0)) if paged else (0, 0)
     assert query.stride(2) == key.stride(-1) == value.stride(-1) == out.stride(2) == 1
     with torch.cuda.device_of(query):
-        attention_kernel[(triton.cdiv(most_queries * shared, rows), key.shape[-2], sequences)](
+        attention_kernel[(-(-most_queries * shared // rows), key.shape[-2], sequences)](
             query, key, value, out, query if lse is None else lse,
             first_query, first_query if first_key is None else first_key, lengths,
             first_query if table is None else table,

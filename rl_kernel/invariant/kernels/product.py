@@ -39,13 +39,18 @@ TILES = (
     Tile(128, 128, 64, 4, 4, True, 6.00),
     Tile(128, 256, 64, 8, 3, True, 11.22),
 )
+MANY = 512
+"""Rows from which on persistent tiles were measured."""
 GROUP = 8
 """Tiles of rows that are computed before the next columns, so that the weight's tiles stay in the cache."""
 
 
+@functools.lru_cache(1024)
 def tile_of(rows: int, outputs: int, processors: int) -> Tile:
-    """The tile whose parts of a result [rows, outputs] are made in the shortest time."""
-    return min(TILES, key=lambda tile: tile.time * math.ceil(_parts(tile, rows, outputs) / processors))
+    """The tile whose parts of a result [rows, outputs] are made in the shortest time. A persistent one needs many rows:
+    with few, so few programs cannot read the weight at the memory's speed."""
+    fitting = [tile for tile in TILES if rows >= MANY or not tile.persistent]
+    return min(fitting, key=lambda tile: tile.time * math.ceil(_parts(tile, rows, outputs) / processors))
 
 
 @triton.jit(do_not_specialize=["M"])  # no code of its own for other numbers of rows
@@ -104,7 +109,7 @@ def _processors(device: torch.device) -> int:
 
 
 def _parts(tile: Tile, rows: int, outputs: int) -> int:
-    return int(triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.columns))
+    return -(-rows // tile.rows) * -(-outputs // tile.columns)
 
 
 def _whole(elements: int, x: Tensor) -> int:
