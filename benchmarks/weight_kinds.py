@@ -26,6 +26,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,7 +46,8 @@ from slime.weight_sync.delta.registry import ENCODINGS, encoding
 from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.publisher import Publisher
-from slime.weight_sync.slices import whole_slices
+from slime.weight_sync.slices import Place as SlicePlace
+from slime.weight_sync.slices import Slice, whole_slices
 
 RANK = 32
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -114,12 +116,18 @@ def delta(old: Tensors, new: Tensors, name: str, scratch: Path) -> dict[str, flo
     trainer, host = [], []
     for _ in range(1):
         snapshot, copy = Snapshot(name, "xxh3-128"), LocalCopy(scratch / "copy")
-        source = FileChannel(scratch / "whole").publish(whole_slices(snapshot.taken(Export(old.items))), 0)
+        source = FileChannel(scratch / "whole").publish(snapshot.taken(Export(old.items)), 0)
         copy.keep(source.info["path"], Place("chain", 0))
         files = FileChannel(scratch / "delta", stem="delta")
 
-        def publish(snapshot: Snapshot = snapshot, files: FileChannel = files) -> WeightUpdate:
-            return files.publish(whole_slices(snapshot.payloads(Export(new.items))), 1)
+        shares: list[float] = []
+
+        def publish(
+            snapshot: Snapshot = snapshot, files: FileChannel = files, shares: list[float] = shares
+        ) -> WeightUpdate:
+            made = snapshot.delta(Export(new.items))
+            shares.append(made.density)
+            return files.publish(made.slices, 1)
 
         seconds, update = timed(publish, 1)
         trainer.append(seconds)
@@ -129,12 +137,11 @@ def delta(old: Tensors, new: Tensors, name: str, scratch: Path) -> dict[str, flo
         result = load_file(copy.path)
         equal = all(np.array_equal(octets(result[n]), octets(t)) for n, t in new.items())
         size = Path(update.info["path"]).stat().st_size
-        share = snapshot.changed_bytes / snapshot.total_bytes
         for folder in ("copy", "whole", "delta"):
             shutil.rmtree(scratch / folder)
     return {
         "bytes": size,
-        "share": share,
+        "share": shares[0],
         "trainer_s": min(trainer),
         "host_s": min(host),
         "equal": equal,
@@ -175,19 +182,24 @@ def peak(case: str) -> dict[str, float]:
     source = torch.empty(2048, 2048, dtype=torch.bfloat16).normal_()
     sent = source.clone()  # stands for the GPU's memory: the export makes nothing on the host
 
-    def export(version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def values(i: int, version: int) -> torch.Tensor:
+        sent.copy_(source).mul_(1 + i)
+        if version:
+            sent.view(-1)[::100].mul_(1.25)
+        return sent.clone()
+
+    def slices(version: int) -> Iterator[Slice]:
         for i in range(119):  # 499 million values
-            sent.copy_(source).mul_(1 + i)
-            if version:
-                sent.view(-1)[::100].mul_(1.25)
-            yield f"layers.{i}", sent.clone()
+            shape = (2048, 2048)
+            slice_place = SlicePlace(f"layers.{i}", "bfloat16", shape, tuple((0, size) for size in shape))
+            yield Slice(slice_place, partial(values, i, version))
 
     version = 0
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
         place = TrainerPlace(Path(root), 1 << 29, torch.device("cpu"), 60.0)
         snapshot = None if case == "full" else Snapshot("xor", "xxh3-128")
         publisher = Publisher.of(
-            "disk", place, Export(lambda: export(version)), compare=False, snapshot=snapshot
+            "disk", place, Export(None, lambda: slices(version)), compare=False, snapshot=snapshot
         )
         before = _status("VmRSS")
         for version in range(2 if case == "delta" else 1):
@@ -238,14 +250,14 @@ def speeds(share: float, updates: int = 4) -> dict[str, Any]:
     found |= {"trainer_s": [], "host_s": []}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
         snapshot, copy = Snapshot("xor", "xxh3-128"), LocalCopy(f"{root}/copy")
-        taken = whole_slices(snapshot.taken(Export(weights.items)))
-        source = FileChannel(f"{root}/whole").publish(taken, 0)
+        source = FileChannel(f"{root}/whole").publish(snapshot.taken(Export(weights.items)), 0)
         copy.keep(source.info["path"], Place("chain", 0))
         for version in range(updates):
             for tensor in weights.values():
                 places = torch.randint(0, tensor.numel(), (int(tensor.numel() * share),))
                 tensor.view(-1)[places] *= 1.01
-            seconds, payloads = timed(lambda: dict(snapshot.payloads(Export(weights.items))))
+            seconds, made = timed(lambda: snapshot.delta(Export(weights.items)))
+            payloads = {each.place.name: each.values() for each in made.slices}
             found["trainer_s"].append(seconds)
             seconds, _ = timed(lambda: copy.patch(payloads, version, Place("chain", version + 1)))  # noqa: B023
             found["host_s"].append(seconds)

@@ -2,11 +2,12 @@
 
     python benchmarks/weight_shards.py --out benchmarks/results/weight_shards_cpu.json
 
-A dense Qwen3 of 500 million random weights in bfloat16 on two ranks, which talk through gloo. They publish in three
-ways. "gathered, file": rank 0 gathers all tensors and writes them, as adapters and deltas are written. "own slices,
-file": each rank writes its own slices. "broadcast of own slices": the buckets of --update-weight-transport nccl to one
-engine worker, another process that drops them. Peaks are what the kernel says of a process (VmHWM) beyond what it had
-before the first update; files are in /dev/shm and do not count.
+A dense Qwen3 of 500 million random weights in bfloat16 on two ranks, which talk through gloo. They publish in these
+ways. "gathered, file": rank 0 gathers all tensors and writes them, as adapters are written. "own slices, file": each
+rank writes its own slices. "broadcast of own slices": the buckets of --update-weight-transport nccl to one engine
+worker, another process that drops them. "delta": a whole set, then deltas, before each of which 1% of the values is
+drawn and changed; "whole set" is the first update of such a run. Peaks are what the kernel says of a process (VmHWM)
+beyond what it had before the first update; files are in /dev/shm and do not count.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,16 @@ from slime.megatron_backend.checkpoint.own_slices import own_slices
 from slime.megatron_backend.checkpoint.weights import export_hf
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+from slime.protocols import WeightUpdate
 from slime.weight_sync.broadcast_channel import BroadcastChannel
-from slime.weight_sync.channel import Export, WeightChannel, Worker
+from slime.weight_sync.channel import Export, TrainerPlace, WeightChannel, Worker
+from slime.weight_sync.delta.snapshot import Delta, Snapshot
 from slime.weight_sync.file_channel import FileChannel
+from slime.weight_sync.publisher import Publisher
 
 RANKS, REPEATS = 2, 3
+ENGINE = {"engine": 1}
+Orders = mp.SimpleQueue
 BUCKET_BYTES = 512 * 2**20
 SHAPE = {
     "model_type": "qwen3",
@@ -75,27 +82,74 @@ def rank_work(rank: int, root: Path, case: str, orders: mp.SimpleQueue) -> None:
     sliced = Export(lambda: export_hf(model), lambda: own_slices(model))
     export = Export(sliced.whole) if "gathered" in case else sliced
     channel: WeightChannel = FileChannel(root / "weights")
-    if case.startswith("broadcast"):
+    if "broadcast" in case:
         channel = BroadcastChannel(root, BUCKET_BYTES, torch.device("cpu"), 300.0)
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak counts from here
-    for version in range(REPEATS):
-        dist.barrier()
-        began, sent = time.perf_counter(), 0
-        for part in channel.parts(export, version, compare=False, receivers={"engine": 1}):
-            sent += part.size_bytes or 0
-            if rank == 0 and case.startswith("broadcast"):
-                orders.put(part.info)
-        dist.barrier()
-        found = {"seconds": time.perf_counter() - began, "weights_bytes": sent}
-    found |= {"before": before, "peak": status("VmHWM")}
-    shard = sum(parameter.nbytes for parameter in model.parameters())
+    before, engine = status("VmRSS"), orders if rank == 0 else None
     given = sum(each.place.nbytes for each in export.slices())
-    found |= {"shard_bytes": shard, "given_bytes": given}
+    if case.startswith("delta"):
+        snapshot = CountedSnapshot("xor", "xxh3-128")
+        transport = "nccl" if "broadcast" in case else "disk"
+        place = TrainerPlace(root / "weights", BUCKET_BYTES, torch.device("cpu"), 300.0)
+        publisher = Publisher.of(transport, place, export, compare=False, snapshot=snapshot)
+
+        def parts(version: int) -> Iterator[WeightUpdate]:
+            return iter(lambda: publisher.next(version, ENGINE), None)
+
+        found = {"whole set": updated(parts, [0], engine) | {"given_bytes": given}}
+        for version in range(1, 1 + REPEATS):
+            change(model, seed=version * RANKS + rank)
+            found["delta"] = updated(parts, [version], engine) | {"given_bytes": snapshot.given}
+    else:
+
+        def parts(version: int) -> Iterator[WeightUpdate]:
+            return channel.parts(export, version, compare=False, receivers=ENGINE)
+
+        found = {"": updated(parts, range(REPEATS), engine) | {"given_bytes": given}}
+    shard = sum(parameter.nbytes for parameter in model.parameters())
+    for row in found.values():
+        row |= {"before": before, "shard_bytes": shard}
     (root / f"rank-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     if rank == 0:
         orders.put(None)
     destroy_parallel()
+
+
+class CountedSnapshot(Snapshot):
+    """Keeps how many bytes this rank gave of the last delta."""
+
+    given = 0
+
+    def delta(self, export: Export) -> Delta:
+        made = super().delta(export)
+        self.given = sum(each.place.nbytes for each in made.slices)
+        return made
+
+
+def change(model: torch.nn.Module, seed: int) -> None:
+    """1% of the values of this rank."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        values = parameter.data.view(-1)
+        for piece in values.split(1 << 20):
+            piece[torch.randint(piece.numel(), (piece.numel() // 100,), generator=generator)] *= 1.01
+
+
+def updated(
+    parts: Callable[[int], Iterator[WeightUpdate]], versions: Iterable[int], engine: Orders | None
+) -> dict[str, Any]:
+    """Some updates: the peak of all, and the seconds and bytes of the last one. `engine` is told of each part of a
+    broadcast."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak counts from here
+    for version in versions:
+        dist.barrier()
+        began, sent = time.perf_counter(), 0
+        for part in parts(version):
+            sent += part.size_bytes or 0
+            if engine is not None and part.channel == BroadcastChannel.name:
+                engine.put(part.info)
+        dist.barrier()
+        found = {"seconds": time.perf_counter() - began, "sent_bytes": sent}
+    return found | {"peak": status("VmHWM")}
 
 
 def engine_work(root: Path, orders: mp.SimpleQueue) -> None:
@@ -114,29 +168,31 @@ def status(name: str) -> int:
 
 
 def measure(case: str) -> list[dict[str, Any]]:
+    """Of each rank: what it measured, by update."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         root, orders = Path(folder), context.SimpleQueue()
         engine = context.Process(target=engine_work, args=(root, orders))
-        if case.startswith("broadcast"):
+        if "broadcast" in case:
             engine.start()
         mp.start_processes(rank_work, args=(root, case, orders), nprocs=RANKS, start_method="spawn")
-        if case.startswith("broadcast"):
+        if "broadcast" in case:
             engine.join()
         return [json.loads((root / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(RANKS)]
 
 
-CASES = ("gathered, file", "own slices, file", "broadcast of own slices")
+CASES = ("gathered, file", "own slices, file", "broadcast of own slices", "delta, file", "delta, broadcast")
 
 
 def report(record: dict[str, Any]) -> str:
     lines = ["| update | rank | MB given | peak MB more | share of the model | seconds |", "| --- " * 6 + "|"]
     for case, ranks in record["cases"].items():
+        weights_bytes = RANKS * ranks[0]["shard_bytes"]
         for rank, row in enumerate(ranks):
             more = row["peak"] - row["before"]
             lines.append(
                 f"| {case} | {rank} | {row['given_bytes'] / 1e6:.0f} | {more / 1e6:.0f} | "
-                f"{more / row['weights_bytes']:.2f} | {row['seconds']:.2f} |"
+                f"{more / weights_bytes:.2f} | {row['seconds']:.2f} |"
             )
     return "\n".join(lines)
 
@@ -144,11 +200,15 @@ def report(record: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     args = parser.parse_args()
     record: dict[str, Any] = {"machine": describe(torch.device("cpu"), sys.argv), "cases": {}}
-    for case in CASES:
-        record["cases"][case] = measure(case)
-        print(case, record["cases"][case], flush=True)
+    for case in args.cases:
+        of_ranks = measure(case)
+        for update in of_ranks[0]:
+            name = f"{case}: {update}" if update else case
+            record["cases"][name] = [found[update] for found in of_ranks]
+            print(name, record["cases"][name], flush=True)
     args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(report(record))
 

@@ -15,6 +15,11 @@ from slime.plan.rank_params import stage_params
 from slime.plan.units import amount, count
 from slime.weight_sync.registry import CHANNELS
 
+_CHANGED = 0.01
+"""The share of values that the plan takes a delta to change."""
+_POSITION_BYTES = 2
+"""Of the position of a changed value, where few change (slime.weight_sync.delta.sparse)."""
+
 
 def given_bytes(c: Config, shape: Shape) -> tuple[float, str]:
     """Bytes that a rank of the largest pipeline stage gives in an update of all weights, and their arithmetic. Ranks
@@ -41,16 +46,14 @@ def update_lines(c: Config, shape: Shape, link: tuple[str, float] | None) -> Ite
     joins trainer and engines, or the node and a shared folder; None if it is not known. `c`: that of the policy's
     group. Nothing where rank 0 gives all, and for GPUs that both share."""
     channel = CHANNELS[c.weight_update.update_weight_transport]
-    if (
-        not channel.sliced
-        or not c.num_engines
-        or sends_adapters(c)
-        or c.weight_update.update_weight_mode != "full"
-    ):
+    if not channel.sliced or not c.num_engines or sends_adapters(c):
         return
     given, how = given_bytes(c, shape)
     whole = shape.params * BYTES[c.megatron.params_dtype]
     yield f"a rank gives {amount(given)} of {amount(whole)}: {how}"
+    if c.weight_update.update_weight_mode == "delta":
+        yield from _delta_lines(given, whole, BYTES[c.megatron.params_dtype])
+        return
     if channel.buckets:
         yield f"a worker of an engine takes in {amount(whole)}, and keeps its part"
     else:
@@ -70,3 +73,18 @@ def update_lines(c: Config, shape: Shape, link: tuple[str, float] | None) -> Ite
             f"at least {giving:.3g} s for a rank to write at {speed / 1e9:g} GB/s ({name}), if the folder is not on "
             "its host; bounded by the folder's file system, whose speed the plan does not know"
         )
+
+
+def _delta_lines(given: float, whole: float, size: int) -> Iterator[str]:
+    """`given`, `whole`: bytes of a rank's slices and of all weights; `size`: bytes of a value."""
+    yield (
+        f"this is its part of the first update, which is a file; a rank then keeps {amount(given)} in host memory, and "
+        f"an engine's host {amount(whole)} on its disk"
+    )
+    of_value = _POSITION_BYTES + size
+    share = _CHANGED * of_value / size
+    yield (
+        f"a delta that changes {_CHANGED:.0%} of the values has about {amount(given * share)} of a rank and "
+        f"{amount(whole * share)} of all before they are compressed: {count(given / size)} values x {_CHANGED:.0%} x "
+        f"({_POSITION_BYTES} B position + {size} B value); how many values change, the plan does not know"
+    )

@@ -33,18 +33,23 @@ Named = tuple[str, Tensor]
 class Export:
     """The weights that a trainer rank publishes, by HF name. Every call begins with the first one."""
 
-    whole: Callable[[], Iterable[Named]]
-    """All weights, on all ranks. Collective."""
+    whole: Callable[[], Iterable[Named]] | None
+    """All weights, on all ranks. Collective. None where there is no way to gather them: deltas."""
     own: Callable[[], Iterable[Slice]] | None = None
     """The slices of this rank. All ranks together have each value once. None: rank 0 has all weights."""
+
+    def gathered(self) -> Iterable[Named]:
+        """All weights, on all ranks. Collective."""
+        assert self.whole is not None, "a channel that gathers weights carries no deltas"
+        return self.whole()
 
     def slices(self) -> Iterable[Slice]:
         """What this rank gives to engines. Collective."""
         if self.own is not None:
             return self.own()
         if is_first():
-            return whole_slices(self.whole())
-        for _ in self.whole():  # the other ranks only take part
+            return whole_slices(self.gathered())
+        for _ in self.gathered():  # the other ranks only take part
             pass
         return ()
 

@@ -55,7 +55,7 @@ class IpcChannel(WeightChannel):
         """
         turn = 0
         for load in (True, False) if compare else (True,):
-            for tensors in grouped(export.whole(), self.bucket_bytes):
+            for tensors in grouped(export.gathered(), self.bucket_bytes):
                 size = room_for(tensors)
                 if not self._buckets or self._buckets[0].nbytes < size:
                     self._allocate(max(size, self.bucket_bytes))

@@ -15,8 +15,13 @@ def count() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def own_rank() -> int:
+    """This rank."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return own_rank() == 0
 
 
 def everywhere(mine: T) -> list[T]:

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch.distributed as dist
-
 from slime.protocols import FULL, WeightSet, WeightUpdate
 from slime.weight_sync.channel import Export, WeightChannel
 from slime.weight_sync.delta.refusals import new_file
 from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.file_channel import FileChannel
+from slime.weight_sync.ranks import is_first
 
 
 class DeltaSeries:
@@ -63,26 +62,25 @@ class DeltaSeries:
     def _whole(self, export: Export, version: int) -> Iterator[WeightUpdate]:
         self._chain = uuid.uuid4().hex
         weights = WeightSet("full", settings={"chain": self._chain, "version": version})
-        taken = Export(lambda: self._snapshot.taken(export))
+        taken = Export(None, lambda: self._snapshot.taken(export))
         for part in self._files.parts(taken, version, compare=self._compare, receivers={}):
             yield replace(part, weights=weights)
 
     def _delta(
         self, export: Export, base: int, version: int, receivers: dict[str, int]
     ) -> Iterator[WeightUpdate]:
-        payloads = self._snapshot.payloads(export)
+        delta = self._snapshot.delta(export)
         weights = WeightSet(
             "delta",
             base,
             settings={
                 "chain": self._chain,
                 "version": version,
-                "tensors": len(payloads),
+                "tensors": delta.tensors,
                 "compare": self._compare,
-                "refusals": "" if dist.get_rank() else str(new_file(self._directory)),
+                "refusals": str(new_file(self._directory)) if is_first() else "",
             },
         )
-        share = self._snapshot.changed_bytes / max(1, self._snapshot.total_bytes)
-        parts = self._channel.parts(Export(lambda: payloads), version, compare=False, receivers=receivers)
-        for part in parts:
-            yield replace(part, weights=weights, lasting=False, density=share)
+        payloads = Export(None, lambda: delta.slices)
+        for part in self._channel.parts(payloads, version, compare=False, receivers=receivers):
+            yield replace(part, weights=weights, lasting=False, density=delta.density)

@@ -1,95 +1,131 @@
-"""The trainer's side: the last published weights in host memory, and what changed since."""
+"""The trainer's side: what each rank keeps of the last published weights in host memory, and what changed since.
+
+A rank keeps and compares its own slices. Of each slice it makes a record, and the payload of a tensor has the records
+of all its slices, one after the other in the order of the ranks. So a payload is itself a tensor that ranks give slices
+of, and every channel that takes slices of weights takes those of payloads.
+"""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from slime.weight_sync.channel import Export
 from slime.weight_sync.delta.payload import encode, octets
 from slime.weight_sync.delta.threads import TENSORS, for_tensors
+from slime.weight_sync.ranks import everywhere, on_all_ranks, own_rank
+from slime.weight_sync.slices import Place, Slice
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What changed in one update."""
+
+    slices: list[Slice]
+    """This rank's slices of the payloads, by the HF names of the tensors."""
+    tensors: int
+    """The number of payloads, of all ranks together."""
+    density: float
+    """The share of all ranks' bytes that belong to values that changed."""
+
+
+Record = tuple[Place, Tensor, int]
+"""Of one slice: its place, its record, and its bytes of values that changed."""
 
 
 class Snapshot:
-    """Of one trainer rank. Rank 0 keeps the weights: one copy of the model in host memory. The other ranks only take
-    part in the export.
+    """Of one trainer rank: the values of its own slices, in host memory.
 
     `encoding`, `checksum`: values of the flags --update-weight-delta-*.
     """
 
     def __init__(self, encoding: str, checksum: str) -> None:
         self._encoding, self._checksum = encoding, checksum
-        self._tensors: dict[str, Tensor] = {}
+        self._kept: dict[Place, Tensor] = {}
         self._rooms = [torch.empty(0, dtype=torch.uint8)] * TENSORS
-        self._counting = threading.Lock()
-        self.changed_bytes = self.total_bytes = 0
-        """Of the last `payloads`: bytes of values that changed, and of all values. On rank 0."""
 
-    def taken(self, export: Export) -> Iterator[tuple[str, Tensor]]:
-        """All weights, which are the snapshot from now on. The tensors are the snapshot's own."""
-        self._tensors = {}
-        for name, tensor in export.whole():
-            if dist.get_rank():
-                yield name, tensor
-                continue
-            self._tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            yield name, self._tensors[name]
+    def taken(self, export: Export) -> Iterator[Slice]:
+        """This rank's slices, which are the snapshot from now on. Each is copied when its values are asked for."""
+        self._kept = {}
+        for each in export.slices():
+            yield Slice(each.place, partial(self._keep, each))
 
-    def payloads(self, export: Export) -> list[tuple[str, Tensor]]:
-        """A payload for each tensor, on the host; the snapshot has the new weights afterwards. Collective: the other
-        ranks get tensors of the same sizes without data, because all ranks count the same buckets."""
-        if dist.get_rank():
-            for _ in export.whole():
-                pass
-            sizes: list[list[tuple[str, int]]] = [[]]
-            dist.broadcast_object_list(sizes)
-            return [(name, torch.empty(size, dtype=torch.uint8, device="meta")) for name, size in sizes[0]]
-        made = list(self._changes(export))
-        dist.broadcast_object_list([[(name, payload.nbytes) for name, payload in made]])
-        return made
+    def _keep(self, each: Slice) -> Tensor:
+        kept = each.values().detach().to("cpu", copy=True).contiguous()
+        self._kept[each.place] = kept
+        return kept
 
-    def _changes(self, export: Export) -> Iterator[tuple[str, Tensor]]:
-        """Threads compare the last tensors while the next one is gathered and comes to the host."""
-        self.changed_bytes = self.total_bytes = 0
-        running: deque[tuple[str, Future[Tensor]]] = deque()
-        for place, (name, tensor) in enumerate(export.whole()):
-            if len(running) == TENSORS:  # the oldest one has the room of this tensor
-                done, payload = running.popleft()
-                yield done, payload.result()
-            new = self._on_host(tensor.detach(), place % TENSORS)
-            old = self._tensors[name]
-            if (new.dtype, new.shape) != (old.dtype, old.shape):
+    def delta(self, export: Export) -> Delta:
+        """What changed in this rank's slices; the snapshot has the new weights afterwards. Collective: ranks tell each
+        other the sizes of their records. An error of one rank is raised on all."""
+        with on_all_ranks("compare their weights with the last version"):
+            records = list(self._records(export))
+        mine = [(place.name, record.nbytes) for place, record, _ in records]
+        changed = sum(of_values for _, _, of_values in records)
+        of_ranks = everywhere((mine, changed, sum(place.nbytes for place, _, _ in records)))
+        ends: dict[str, int] = {}
+        starts: list[int] = []
+        for rank, (sizes, _, _) in enumerate(of_ranks):
+            for name, size in sizes:
+                start = ends.get(name, 0)
+                ends[name] = start + size
+                if rank == own_rank():
+                    starts.append(start)
+        slices = [
+            Slice(
+                Place(place.name, "uint8", (ends[place.name],), ((start, start + record.nbytes),)),
+                partial(_given, record),
+            )
+            for start, (place, record, _) in zip(starts, records, strict=True)
+        ]
+        share = sum(of_values for _, of_values, _ in of_ranks) / max(1, sum(total for *_, total in of_ranks))
+        return Delta(slices, len(ends), share)
+
+    def _records(self, export: Export) -> Iterator[Record]:
+        """Threads compare the last slices while the next one is read and comes to the host."""
+        running: deque[Future[Record]] = deque()
+        for number, each in enumerate(export.slices()):
+            if len(running) == TENSORS:  # the oldest one has the room of this slice
+                yield running.popleft().result()
+            old = self._kept.get(each.place)
+            if old is None:
                 raise RuntimeError(
-                    f"{name} must keep its dtype and shape, got {new.dtype} {list(new.shape)} after {old.dtype} "
-                    f"{list(old.shape)}"
+                    f"{each.place.name} must keep its dtype, shape and slices, got {_told(each.place)} after "
+                    f"{', '.join(_told(place) for place in self._kept if place.name == each.place.name)}"
                 )
-            running.append((name, for_tensors().submit(self._encoded, old, new)))
-        for name, payload in running:
-            yield name, payload.result()
+            new = self._on_host(each.values().detach(), number % TENSORS)
+            running.append(for_tensors().submit(self._compared, each.place, old, new))
+        for record in running:
+            yield record.result()
 
-    def _encoded(self, old: Tensor, new: Tensor) -> Tensor:
-        """The payload from `old` to `new`; `old` has the new values then."""
-        payload, changed = encode(
-            *(octets(old), octets(new), new.dtype.itemsize), by=self._encoding, checked_by=self._checksum
+    def _compared(self, place: Place, old: Tensor, new: Tensor) -> Record:
+        """The record from `old` to `new`; `old` has the new values then."""
+        record, changed = encode(
+            octets(old), octets(new), place, by=self._encoding, checked_by=self._checksum
         )
         octets(old)[:] = octets(new)
-        with self._counting:
-            self.changed_bytes += changed
-            self.total_bytes += new.nbytes
-        return payload
+        return place, record, changed
 
     def _on_host(self, tensor: Tensor, place: int) -> Tensor:
         """The tensor in host memory, until the next call for this place. A few buffers serve all: with one for each
-        tensor, payloads would take the places between freed ones, and the heap would grow by the size of the model."""
+        slice, records would take the places between freed ones, and the heap would grow by the size of the shard."""
         if tensor.device.type == "cpu":
             return tensor.contiguous()
         if self._rooms[place].nbytes < tensor.nbytes:
             self._rooms[place] = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
         room = self._rooms[place][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return room.copy_(tensor)
+
+
+def _given(record: Tensor) -> Tensor:
+    return record
+
+
+def _told(place: Place) -> str:
+    return f"{place.dtype} {list(place.shape)} at {[list(bounds) for bounds in place.where]}"

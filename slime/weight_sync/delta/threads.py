@@ -1,4 +1,4 @@
-"""Threads for deltas: some tensors at the same time, and of each some pieces. numpy, zlib and checksums leave the
+"""Threads for deltas: some tensors (on a trainer rank: slices) at the same time, and of each some pieces. numpy, zlib and checksums leave the
 interpreter to other threads.
 
 The two are apart, because a tensor's thread waits for its pieces.
@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 TENSORS = 4
-"""So many tensors at the same time. Each has a buffer in host memory where weights are on a GPU."""
+"""So many at the same time. Each has a buffer in host memory where weights are on a GPU."""
 
 
 @cache

@@ -56,6 +56,24 @@ def test_a_run_with_deltas_is_the_same(world: World, full: list[dict[str, float]
     assert sent(world, transport, "wire_bytes") != sent(world, "full", "wire_bytes")
 
 
+@pytest.mark.parametrize("transport", ["disk", "nccl"])
+def test_two_ranks_send_deltas_of_their_own_slices(
+    world: World, full: list[dict[str, float]], transport: str
+) -> None:
+    """Tensor parallel; engines compare each live tensor. Two ranks sum in another order than one."""
+    name = f"tp-{transport}"
+    flags = [*world.grpo(name, rollouts=STEPS), *APART, *DELTA, "--update-weight-transport", transport]
+    flags += ["--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    said = run(vime("train", *flags), world.root / f"{name}.out")
+    assert "in place of a delta" not in said
+    for key in ("train/loss", "train/grad_norm"):
+        assert trained(world, name)[0][key] == pytest.approx(full[0][key], rel=1e-4, abs=1e-6)
+    found = sent(world, name, "density")
+    assert found[0] == 1.0 and all(0 < density <= 1 for density in found[1:])
+    moved = sent(world, name, "wire_bytes")
+    assert all(0 < bytes_ != moved[0] for bytes_ in moved[1:])
+
+
 def test_an_engine_killed_in_a_delta_comes_back_with_the_same_weights(
     world: World, full: list[dict[str, float]]
 ) -> None:

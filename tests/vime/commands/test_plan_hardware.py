@@ -134,6 +134,22 @@ def test_what_a_rank_gives_in_an_update_and_what_bounds_it(flags, tmp_path, caps
         assert "bounded by the folder's file system" in time
 
 
+def test_what_a_rank_keeps_and_gives_with_deltas(flags, tmp_path, capsys):
+    """Qwen3-4B on four ranks, of which two share each shard; 1% of the values, with two bytes each for the position."""
+    more = (
+        "--actor-num-gpus-per-node 4 --rollout-num-gpus 1 --tensor-model-parallel-size 2 --sequence-parallel"
+    )
+    more += f" --update-weight-mode delta --weight-dir {tmp_path} --gpu h200"
+    main(["plan", *flags, *more.split()])
+    given, kept, delta = section(capsys.readouterr().out, "Update of the engines, per trainer rank")
+    params = Shape.of(QWEN3_4B).params
+    own, whole = f"{params / 2 / GIB:.2f} GiB", f"{params * 2 / GIB:.2f} GiB"
+    assert given.startswith(f"a rank gives {own} of {whole}: ")
+    assert f"a rank then keeps {own} in host memory, and an engine's host {whole} on its disk" in kept
+    rank, total = (f"{params * share * 0.01 * 4 / 2**20:.2f} MiB" for share in (0.25, 1))
+    assert f"has about {rank} of a rank and {total} of all before they are compressed: 1.01 G values" in delta
+
+
 def test_no_rank_gives_slices_where_gpus_are_shared(flags, capsys):
     main(["plan", *flags, *COLOCATED, "--gpu", "h200"])
     assert "Update of the engines" not in capsys.readouterr().out

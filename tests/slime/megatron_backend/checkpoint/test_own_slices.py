@@ -1,7 +1,9 @@
-"""What ranks publish: together each weight of the model, bit by bit, each value once, and each rank its own shard."""
+"""What ranks publish: together each weight of the model, bit by bit, each value once, and each rank its own shard. As a
+whole set, and as a delta."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron_cases import tiny_checkpoint, trained
 from rank_processes import in_layouts, on_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from slime.megatron_backend.checkpoint.own_slices import own_slices
 from slime.megatron_backend.checkpoint.weights import load_hf
@@ -18,7 +20,12 @@ from slime.megatron_backend.model.gpt import build_model, unwrapped
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.plan.model_shape import Shape
 from slime.plan.update_estimate import given_bytes
+from slime.weight_sync.channel import Export, TrainerPlace
+from slime.weight_sync.delta.local_copy import LocalCopy
+from slime.weight_sync.delta.local_copy import Place as Version
+from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.file_channel import FileChannel, require_checksums
+from slime.weight_sync.publisher import Publisher
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
@@ -69,6 +76,7 @@ def published(rank: int, directory: Path, config: Any, weight_dir: Path) -> dict
     update = FileChannel(weight_dir).publish(slices, 1, checksums=True)
     assert len(asked) == len(set(asked)), "a parameter is read once"
     return {
+        "delta": after_delta(model, directory, weight_dir),
         "given": sum(each.place.nbytes for each in slices),
         "shard": sum(x.nbytes for part in unwrapped(model) for x in part.parameters()),
         "info": update.info,
@@ -77,6 +85,38 @@ def published(rank: int, directory: Path, config: Any, weight_dir: Path) -> dict
             Shape.of(load_hf_config(directory)),
         )[0],
     }
+
+
+def after_delta(model: Any, directory: Path, weight_dir: Path) -> dict[str, Any]:
+    """A whole set of the live model, then a delta to the weights of `changed`: what this rank gave, and the first
+    rank's copy of them."""
+    place = TrainerPlace(weight_dir / "deltas", 1 << 20, torch.device("cpu"), 60.0)
+    snapshot, copy = Snapshot("xor", "sha256"), LocalCopy(weight_dir / "copy")
+    export = Export(None, lambda: own_slices(model))
+    publisher = Publisher.of("disk", place, export, compare=False, snapshot=snapshot)
+    for version in range(2):
+        if version:
+            load_hf(model, directory.with_name(f"{directory.name}-changed"))
+        part = publisher.next(version, {"engine": 1})
+        assert publisher.next(version, {"engine": 1}) is None
+        assert part.weights.kind == ("delta" if version else "full")
+        to = Version(part.weights.settings["chain"], version)
+        if part.info and version:
+            copy.patch(load_file(part.info["path"]), 0, to)
+        elif part.info:
+            copy.keep(part.info["path"], to)
+    kept = sum(each.nbytes for each in snapshot._kept.values())
+    return {"copy": copy.path, "kept": kept, "density": part.density}
+
+
+def change(directory: Path) -> None:
+    """A checkpoint beside it, in which each eleventh value differs."""
+    changed = directory.with_name(f"{directory.name}-changed")
+    shutil.copytree(directory, changed)
+    tensors = load_file(changed / "model.safetensors")
+    for i, tensor in enumerate(tensors.values()):
+        tensor.view(-1)[i % 7 :: 11] *= 1.25
+    save_file(tensors, changed / "model.safetensors", {"format": "pt"})
 
 
 def work(rank: int, root: Path, layouts: dict[str, dict[str, Any]], ranks: int) -> None:
@@ -93,6 +133,7 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("slices")
     for name, shape in MODELS.items():
         tiny_checkpoint(root / name, name, **shape)
+        change(root / name)
     return root
 
 
@@ -109,7 +150,9 @@ def assert_published(root: Path, layouts: dict[str, dict[str, Any]], ranks: int)
         for tensor, value in wanted.items():
             assert got[tensor].dtype == value.dtype and torch.equal(got[tensor], value), (key, tensor)
         require_checksums(wanted.keys(), wanted.__getitem__, first["info"]["checksums"])
+        assert_delta(root, name, [found[key]["delta"] for found in of_ranks])
         given = [found[key]["given"] for found in of_ranks]
+        assert given == [found[key]["delta"]["kept"] for found in of_ranks], key
         assert sum(given) == sum(x.nbytes for x in wanted.values()), key
         for found in of_ranks:
             assert 0 < found[key]["given"] <= found[key]["shard"], key
@@ -118,6 +161,19 @@ def assert_published(root: Path, layouts: dict[str, dict[str, Any]], ranks: int)
             assert 0.97 * sum(given) < planned <= sum(given), (key, planned)
         if layout == "dp":  # the most that one rank has more than another: a parameter and an expert's
             assert max(given) - min(given) <= 2 * max(x.nbytes for x in wanted.values()), (name, given)
+
+
+def assert_delta(root: Path, name: str, of_ranks: list[dict[str, Any]]) -> None:
+    directory = root / f"{name}-changed"
+    wanted = trained(load_file(directory / "model.safetensors"), directory)
+    got = load_file(of_ranks[0]["copy"])
+    assert got.keys() == wanted.keys(), name
+    for tensor, value in wanted.items():
+        assert got[tensor].dtype == value.dtype and torch.equal(got[tensor], value), (name, tensor)
+    (density,) = {found["density"] for found in of_ranks}
+    old = load_file(root / name / "model.safetensors")
+    changed = sum((old[tensor] != value).sum().item() * value.itemsize for tensor, value in wanted.items())
+    assert density == changed / sum(x.nbytes for x in wanted.values()), name
 
 
 def test_two_ranks_publish_the_weights_that_one_has(root):

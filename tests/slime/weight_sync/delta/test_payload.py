@@ -9,6 +9,7 @@ import torch
 from slime.weight_sync.delta import sparse
 from slime.weight_sync.delta.payload import apply, encode, octets
 from slime.weight_sync.delta.registry import CHECKSUMS, ENCODINGS, checksum, encoding
+from slime.weight_sync.slices import Place, Where
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
 DTYPES += [torch.float8_e4m3fn, torch.complex128]
@@ -32,6 +33,20 @@ def changed(old: torch.Tensor, share: float, seed: int = 7) -> torch.Tensor:
     return new
 
 
+def place(tensor: torch.Tensor, where: Where | None = None) -> Place:
+    """Of the whole tensor, or of a slice of it."""
+    shape = tuple(tensor.shape)
+    whole = tuple((0, size) for size in shape)
+    return Place("x", str(tensor.dtype).removeprefix("torch."), shape, whole if where is None else where)
+
+
+def record(
+    old: torch.Tensor, new: torch.Tensor, by: str, checked_by: str = "sha256"
+) -> tuple[torch.Tensor, int]:
+    """From one whole tensor to another."""
+    return encode(octets(old), octets(new), place(old), by=by, checked_by=checked_by)
+
+
 @pytest.mark.parametrize("name", ENCODINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (0, 4), (1,), (7, 13), (3, 1, 2, 5), (513, 129)], ids=str)
@@ -39,7 +54,7 @@ def changed(old: torch.Tensor, share: float, seed: int = 7) -> torch.Tensor:
 def test_the_new_bits_come_out(name: str, dtype: torch.dtype, shape: tuple[int, ...], share: float) -> None:
     old = bits(shape, dtype, 1)
     new = changed(old, share)
-    payload, count = encode(octets(old), octets(new), dtype.itemsize, by=name, checked_by="sha256")
+    payload, count = record(old, new, name)
     differing = (
         (octets(old).reshape(-1, dtype.itemsize) != octets(new).reshape(-1, dtype.itemsize)).any(1).sum()
     )
@@ -54,7 +69,7 @@ def test_signs_of_zero_and_payloads_of_nan_are_changes() -> None:
     old = torch.tensor([0.0, float("nan"), 1.0, float("inf")])
     new = torch.tensor([-0.0, float("nan"), 1.0, -float("inf")])
     new.view(torch.int32)[1] ^= 1  # another NaN
-    payload, count = encode(octets(old), octets(new), 4, by="xor", checked_by="xxh3-128")
+    payload, count = record(old, new, "xor", "xxh3-128")
     assert count == 12
     result = octets(old).copy()
     assert apply(result, payload) is None and result.tobytes() == octets(new).tobytes()
@@ -66,7 +81,7 @@ def test_large_tensors_are_cut_into_pieces(monkeypatch: pytest.MonkeyPatch) -> N
     new = old.clone()
     new[10:12] = changed(old[10:12], 0.5)  # other pieces have no change
     new[-1, -1] = 5.0
-    payload, _ = encode(octets(old), octets(new), 2, by="overwrite", checked_by="adler32")
+    payload, _ = record(old, new, "overwrite", "adler32")
     result = octets(old).copy()
     assert apply(result, payload) is None and np.array_equal(result, octets(new))
 
@@ -76,9 +91,9 @@ def test_distances_of_every_width() -> None:
     for positions in ([3, 250], [3, 60_000], [3, 199_999]):
         new = old.clone()
         new[positions] = 1.5
-        payload, count = encode(octets(old), octets(new), 2, by="xor", checked_by="adler32")
+        payload, count = record(old, new, "xor", "adler32")
         result = octets(old).copy()
-        assert count == 4 and payload.nbytes < 200
+        assert count == 4 and payload.nbytes < 250
         assert apply(result, payload) is None and np.array_equal(result, octets(new))
 
 
@@ -86,18 +101,70 @@ def test_few_changed_values_take_few_bytes() -> None:
     old = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).bfloat16()
     new = old.clone()
     new.view(torch.int16)[::50] ^= 1  # a fiftieth, by the last bit
-    sizes = {
-        name: encode(octets(old), octets(new), 2, by=name, checked_by="sha256")[0].nbytes
-        for name in ENCODINGS
-    }
+    sizes = {name: record(old, new, name)[0].nbytes for name in ENCODINGS}
     assert sizes["xor"] < sizes["overwrite"] < old.nbytes / 50
+
+
+CUTS = {
+    "rows": ((6, 8), [((0, 2), (0, 8)), ((2, 6), (0, 8))]),
+    "columns": ((6, 8), [((0, 6), (0, 3)), ((0, 6), (3, 8))]),
+    "both": ((6, 8), [(rows, columns) for rows in ((0, 1), (1, 6)) for columns in ((0, 4), (4, 8))]),
+    "experts": ((3, 4, 5), [((i, i + 1), (0, 4), columns) for i in range(3) for columns in ((0, 2), (2, 5))]),
+}
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.complex128], ids=str)
+@pytest.mark.parametrize("cut", CUTS)
+def test_records_of_slices_give_the_whole_tensor(name: str, dtype: torch.dtype, cut: str) -> None:
+    shape, slices = CUTS[cut]
+    old = bits(shape, dtype, 1)
+    new = changed(old, 0.3)
+    records = [
+        encode(
+            *(octets(place(old, where).of(tensor).contiguous()) for tensor in (old, new)),
+            place(old, where),
+            by=name,
+            checked_by="sha256",
+        )
+        for where in slices
+    ]
+    result = octets(old).copy()
+    assert apply(result, torch.cat([each for each, _ in reversed(records)])) is None
+    assert np.array_equal(result, octets(new))
+    if dtype.itemsize <= 8:
+        assert sum(count for _, count in records) == record(old, new, name)[1]
+    lost, twice = records[1:], [records[0], *records]
+    sizes = [place(old, where).nbytes for where in slices]
+    for given, size in ((lost, sum(sizes[1:])), (twice, sizes[0] + sum(sizes))):
+        said = apply(octets(old).copy(), torch.cat([each for each, _ in given]))
+        if name == "overwrite" or given is lost:  # an xor that comes twice brings the old values back
+            assert said == f"{old.nbytes} bytes must have a record, got records of {size}"
+        else:
+            assert said is not None
+
+
+def test_a_slice_that_is_wrong_does_not_reach_the_tensor() -> None:
+    """Of a slice that does not lie together, which is changed in a copy."""
+    old = bits((6, 8), torch.float32, 1)
+    where = ((0, 6), (2, 5))
+    part = place(old, where).of(old).contiguous()
+    made, _ = encode(
+        octets(part), octets(changed(part, 0.5)), place(old, where), by="overwrite", checked_by="sha256"
+    )
+    digest = made.numpy().tobytes().index(b'"digest":"') + len('"digest":"')
+    made[digest] = ord("1") if made[digest] == ord("0") else ord("0")
+    result = octets(old).copy()
+    said = apply(result, made)
+    assert said is not None and said.startswith("sha256 must be ")
+    assert np.array_equal(result, octets(old))
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_damage_is_found(name: str) -> None:
     old = bits((64, 65), torch.bfloat16, 1)
     new = changed(old, 0.1)
-    payload, _ = encode(octets(old), octets(new), 2, by=name, checked_by="xxh3-128")
+    payload, _ = record(old, new, name, "xxh3-128")
     head = payload.numpy().tobytes().index(b"\n") + 1
     for at in (2, head, head + 5, head + 20, payload.nbytes // 2, payload.nbytes - 1):
         broken = payload.clone()
