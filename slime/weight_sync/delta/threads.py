@@ -1,5 +1,5 @@
-"""Threads for deltas: some tensors (on a trainer rank: slices) at the same time, and of each some pieces. numpy, zlib and checksums leave the
-interpreter to other threads.
+"""Threads for deltas: some tensors (on a trainer rank: slices) at the same time, and of each some pieces. numpy, zlib
+and checksums leave the interpreter to other threads.
 
 The two are apart, because a tensor's thread waits for its pieces.
 """

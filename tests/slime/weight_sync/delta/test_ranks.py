@@ -3,10 +3,12 @@ one rank gives, and a rank that fails or is killed leaves the last version."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from slime.weight_sync.publisher import Publisher
 from slime.weight_sync.registry import CHANNELS
 from slime.weight_sync.slices import Place as SlicePlace
 from slime.weight_sync.slices import Slice
+from slime.weight_sync.transfer import channel_of
 
 CPU = torch.device("cpu")
 ENGINE, RECEIVERS = "engine-0-1", {"engine-0-1": 1}
@@ -110,17 +113,20 @@ class Engine:
 
 
 def updated(trainer: Trainer, engine: Engine | None, version: int) -> list[WeightUpdate]:
-    """One update of the engine, which is with the first rank; the next part is asked for while it takes one."""
-    found = []
+    """One update of the engine, which is with the first rank; the next part is asked for while it takes one.
+    RuntimeError when the broadcast is given up, as in the driver when all its engines run."""
+    found: list[WeightUpdate] = []
     with ThreadPoolExecutor(1) as thread:
-        taking = None
-        for part in trainer.parts(version):
+        taking: Future[None] | None = None
+        for part in itertools.chain(trainer.parts(version), [None]):
             if taking is not None:
                 taking.result()
+                if channel_of(found[-1]).is_given_up(found[-1].info):
+                    raise RuntimeError("the broadcast is given up")
+            if part is None:
+                break
             found.append(part)
             taking = thread.submit(engine.take, part.message()) if engine is not None else None
-        if taking is not None:
-            taking.result()
     if engine is not None:
         engine.loader.finish()
     return found
@@ -210,23 +216,40 @@ def test_a_rank_that_fails_fails_all_and_the_whole_set_comes_next(tmp_path: Path
     )
 
 
-def die(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def deadly(act: Callable[..., Any], calls: int, ready: Callable[[], bool]) -> Callable[..., Any]:
+    """`act`, but the process is killed when it is called after `calls` calls, as soon as it is `ready`."""
+    count = itertools.count(1)
+
+    def wrapped(*args: Any) -> Any:
+        if next(count) <= calls:
+            return act(*args)
+        while not ready():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return wrapped
 
 
 def dies(rank: int, root: Path, transport: str) -> None:
-    """Rank 1 is killed when it writes or sends its part of version 2."""
+    """Rank 1 is killed when it writes or sends its part of version 2, of which the engine has a bucket by then."""
     export, engine = of_ranks(rank, root)
     trainer = Trainer(root, transport, "xor", export)
     for version in (0, 1):
         updated(trainer, engine, version)
+    taken = root / "taken"
     if rank:
-        os.pwrite = die  # type: ignore[assignment]
-        Group.start = die  # type: ignore[method-assign,assignment]
+        os.pwrite = deadly(os.pwrite, 1, lambda: True)
+        Group.start = deadly(Group.start, 2, taken.exists)  # type: ignore[method-assign]
+    elif engine is not None:
+        take = engine.take
+        engine.take = lambda message: (take(message), taken.touch())[0]  # type: ignore[method-assign]
     try:
         updated(trainer, engine, 2)
     except (RuntimeError, ValueError) as error:
         (root / f"error-{rank}").write_text(f"{type(error).__name__}: {error}")
+    if engine is not None and transport == "nccl":
+        with pytest.raises(ValueError, match=r"a delta must have all 6 tensors, got [1-5];"):
+            engine.loader.finish()  # the engine does not serve
     os._exit(0)  # without waiting for a dead rank
 
 
@@ -241,8 +264,8 @@ def test_a_rank_killed_in_a_delta_leaves_the_last_version(tmp_path: Path, transp
         rank.join(120)
     assert [rank.exitcode for rank in ranks] == [0, -signal.SIGKILL]
     said = (tmp_path / "error-0").read_text()
-    if transport == "nccl":  # no engine serves with a part of a delta
-        assert "ValueError: a delta must have all 6 tensors, got" in said or "RuntimeError" in said
+    if transport == "nccl":
+        assert said == "RuntimeError: the broadcast is given up"
     engine = Engine(tmp_path)
     state = engine.copy.state()
     assert state is not None and state.version == 1
