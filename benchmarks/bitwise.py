@@ -3,6 +3,7 @@
     python benchmarks/bitwise.py OUT                        on a GPU: the shape of SmolLM2-135M, random weights
     python benchmarks/bitwise.py OUT --arch qwen3-tiny      on a CPU
     python benchmarks/bitwise.py OUT --sides bitwise        one side only
+    python benchmarks/bitwise.py OUT --ranks 2              two tensor-parallel ranks in trainer and engine
 
 trains GRPO once for each side, with the same seeds, in OUT/SIDE, and prints one row for each. A run that ended well is
 not made again. Sides: off (the default operators, not compared), logged (the same, compared), invariant (vLLM's own
@@ -54,7 +55,10 @@ def flags(model: Path, run_dir: Path, asked: argparse.Namespace) -> list[str]:
         *("--custom-rm-path", "bitwise.odd_end", "--num-rollout", str(asked.steps)),
         *("--rollout-batch-size", str(asked.prompts), "--n-samples-per-prompt", "8"),
         *("--global-batch-size", str(8 * asked.prompts), "--rollout-max-response-len", str(asked.length)),
-        *("--actor-num-gpus-per-node", "1", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"),
+        *("--actor-num-gpus-per-node", str(asked.ranks), "--rollout-num-gpus-per-engine", str(asked.ranks)),
+        *("--tensor-model-parallel-size", str(asked.ranks)),
+        *(("--sequence-parallel",) if asked.sequence_parallel else ()),
+        *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"),
         *("--lr", "1e-5", "--device", asked.device),
         *(("--bf16",) if asked.device == "cuda" else ()),
     ]
@@ -125,6 +129,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=16, help="each with 8 samples")
     parser.add_argument("--length", type=int, default=128, help="most tokens of a response")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="tensor-parallel ranks of the trainer and of the engine"
+    )
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="in the trainer, with --ranks above 1"
+    )
     asked = parser.parse_args()
     of_device = [side for side in SIDES if asked.device == "cuda" or side != "invariant"]
     sides = asked.sides.split(",") if asked.sides else of_device

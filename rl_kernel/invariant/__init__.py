@@ -11,6 +11,7 @@ from rl_kernel.invariant.autograd import with_value
 from rl_kernel.invariant.causal import attention, packed_attention, paged_attention
 from rl_kernel.invariant.head import log_softmax, target_log_probs
 from rl_kernel.invariant.layers import add_rms_norm, angles, linear, rms_norm, rotate, rotate_at, swiglu
+from rl_kernel.invariant.ranks import column_parallel_linear, linear_over_ranks, own_rows, row_parallel_linear
 from rl_kernel.invariant.selfcheck import broken
 
 __all__ = [
@@ -18,13 +19,17 @@ __all__ = [
     "angles",
     "attention",
     "broken",
+    "column_parallel_linear",
     "linear",
+    "linear_over_ranks",
     "log_softmax",
+    "own_rows",
     "packed_attention",
     "paged_attention",
     "rms_norm",
     "rotate",
     "rotate_at",
+    "row_parallel_linear",
     "swiglu",
     "target_log_probs",
     "with_value",

@@ -27,25 +27,30 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     rows = x.reshape(-1, x.shape[-1])
     out: Tensor = (
-        _Linear.apply(rows, weight, bias) if torch.is_grad_enabled() else _linear(rows, weight, bias)
+        _Linear.apply(rows, weight, bias) if torch.is_grad_enabled() else product(rows, weight, bias)
     )
     return out.view(*x.shape[:-1], len(weight))
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """`linear` of x [N, K] without gradient, rounded to `dtype`, which is that of x by default. float32 on a GPU and
+    float64 on a host are the sum itself."""
+    dtype = x.dtype if dtype is None else dtype
     if x.is_cuda:
         from rl_kernel.invariant import kernels
 
-        return kernels.linear(x, weight, bias)
+        return kernels.linear(x, weight, bias, dtype=dtype)
     total = exact.product(x, weight)
-    return (total if bias is None else total + bias.double()).to(x.dtype)
+    return (total if bias is None else total + bias.double()).to(dtype)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _linear(x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:

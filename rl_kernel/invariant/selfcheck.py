@@ -10,6 +10,7 @@ from torch import Tensor
 from rl_kernel.invariant import layers
 from rl_kernel.invariant.causal import attention
 from rl_kernel.invariant.head import log_softmax
+from rl_kernel.invariant.ranks import linear_over_ranks
 
 ROWS, WIDTH, OUTPUTS, HEADS, GROUPS, SIZE = 37, 96, 80, 4, 2, 32
 TALL, INNER = 304, 512
@@ -36,6 +37,7 @@ def _operators(device: torch.device | str, dtype: torch.dtype) -> dict[str, tupl
 
     found: dict[str, tuple[Tensor, Rows]] = {
         "linear": (rows, lambda x: layers.linear(x, weight)),
+        "linear_over_ranks": (rows, lambda x: _by_two_ranks(x, weight)),
         "rms_norm": (rows, lambda x: layers.rms_norm(x, gain, 1e-6)),
         "swiglu": (rows, layers.swiglu),
         "angles": (places, turned),
@@ -48,6 +50,16 @@ def _operators(device: torch.device | str, dtype: torch.dtype) -> dict[str, tupl
     of_queries = _queries if torch.device(device).type == "cpu" else _packed_queries
     found["attention"] = (torch.arange(ROWS, device=device), of_queries(drawn))
     return found
+
+
+def _by_two_ranks(x: Tensor, weight: Tensor) -> Tensor:
+    """The product of two ranks that have half of the inputs each, on one device."""
+    (first, second), (of_first, of_second) = x.chunk(2, 1), weight.chunk(2, 1)
+    return linear_over_ranks(
+        first,
+        of_first,
+        lambda part: torch.stack((part, layers.product(second, of_second, dtype=part.dtype))),
+    )
 
 
 def _queries(drawn: Callable[..., Tensor]) -> Rows:
@@ -114,4 +126,5 @@ def _tiles_agree(device: torch.device | str, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(2, TALL, INNER, generator=generator).to(device, dtype)
     first, *others = (product.linear(x, weight, None, tile) for tile in product.TILES)
-    return all(torch.equal(first, other) for other in others)
+    unrounded = product.linear(x, weight, None, dtype=torch.float32)
+    return all(torch.equal(first, other) for other in [*others, unrounded.to(dtype)])

@@ -70,8 +70,6 @@ def _check_bitwise(c: Config) -> None:
         PROVIDER: (None, c.kernels.selected_logprob_provider),
         "--custom-loss-function-path": (None, c.algorithm.custom_loss_function_path),
         "--rollout-external-engine-addrs": (None, c.rollout.rollout_external_engine_addrs),
-        "--rollout-num-gpus-per-engine": (1, c.cluster.rollout_num_gpus_per_engine),
-        "--tensor-model-parallel-size": (1, c.megatron.tensor_model_parallel_size),
         "--context-parallel-size": (1, c.megatron.context_parallel_size),
         "--lora-rank": (0, c.lora.lora_rank or 0),
         "--max-staleness": (0, c.rollout.max_staleness),
@@ -83,6 +81,7 @@ def _check_bitwise(c: Config) -> None:
             raise ValueError(
                 f"{name} must {must} with --rlk-bitwise, got {got}; change it, or leave --rlk-bitwise out"
             )
+    _check_bitwise_ranks(c)
     if c.megatron.params_dtype not in dtypes:
         raise ValueError(
             f"parameters must be {' or '.join(dtypes)} with --rlk-bitwise on --device {c.cluster.device}, got "
@@ -98,8 +97,25 @@ def _check_bitwise(c: Config) -> None:
     facts = c.engine.engine_facts
     if not facts.invariant or facts.dtype not in (None, "auto", c.megatron.params_dtype):
         raise ValueError(
-            "engines must have plain weights of the trainer's dtype and no drafts with --rlk-bitwise, got flags that "
-            "say otherwise; leave out the engine's flags for quantisation, dtype and speculation"
+            "engines must have plain weights of the trainer's dtype, no drafts and no context parallelism with "
+            "--rlk-bitwise, got flags that say otherwise; leave out the engine's flags for quantisation, dtype, "
+            "speculation and context parallelism"
+        )
+
+
+def _check_bitwise_ranks(c: Config) -> None:
+    """The ranks of an engine and of a trainer cut the inputs of a product at the same places, and add up as many
+    parts."""
+    facts, trainer = c.engine.engine_facts, c.megatron.tensor_model_parallel_size
+    for name in ("data_parallel_size", "pipeline_parallel_size"):
+        if (size := getattr(facts, name)) != 1:
+            raise ValueError(
+                f"{facts.flag(name)} must be 1 with --rlk-bitwise, got {size}; leave it out, or leave --rlk-bitwise out"
+            )
+    if (engine := c.cluster.rollout_num_gpus_per_engine) != trainer:
+        raise ValueError(
+            f"--rollout-num-gpus-per-engine must equal --tensor-model-parallel-size with --rlk-bitwise, got {engine} "
+            f"and {trainer}; sums over ranks have the same bits only if engine and trainer have equally many"
         )
 
 

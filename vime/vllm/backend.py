@@ -94,6 +94,8 @@ FLAG_OF = {
     "pipeline_parallel_size": "--vllm-pipeline-parallel-size",
 }
 
+_CONTEXT_PARALLEL = ("prefill_context_parallel_size", "decode_context_parallel_size")
+
 
 def engine_facts(args: dict[str, Any]) -> EngineFacts:
     """What slime must know about engines with these arguments, which have vLLM's names."""
@@ -104,7 +106,9 @@ def engine_facts(args: dict[str, Any]) -> EngineFacts:
         cache_bytes=args.get("kv_cache_memory_bytes"),
         dtype=args.get("dtype"),
         weight_bytes=fp8.WEIGHT_BYTES if fp8.quantises(args) else None,
-        invariant=not fp8.quantises(args) and not args.get("speculative_config"),
+        invariant=not fp8.quantises(args)
+        and not args.get("speculative_config")
+        and all((args.get(name) or 1) == 1 for name in _CONTEXT_PARALLEL),
         drafts=(args.get("speculative_config") or {}).get("method") == "mtp",
         data_parallel_size=args.get("data_parallel_size") or 1,
         pipeline_parallel_size=args.get("pipeline_parallel_size") or 1,

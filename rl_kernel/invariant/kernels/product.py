@@ -41,16 +41,28 @@ TILES = (
 )
 MANY = 512
 """Rows from which on persistent tiles were measured."""
+SHARED_BYTES = 227 * 1024
+"""Shared memory of one program on Hopper GPUs: what it reads ahead, and a part of the result on its way out."""
 GROUP = 8
 """Tiles of rows that are computed before the next columns, so that the weight's tiles stay in the cache."""
 
 
 @functools.lru_cache(1024)
-def tile_of(rows: int, outputs: int, processors: int) -> Tile:
-    """The tile whose parts of a result [rows, outputs] are made in the shortest time. A persistent one needs many rows:
-    with few, so few programs cannot read the weight at the memory's speed."""
-    fitting = [tile for tile in TILES if rows >= MANY or not tile.persistent]
+def tile_of(rows: int, outputs: int, processors: int, itemsize: int = 2) -> Tile:
+    """The tile whose parts of a result [rows, outputs], of elements of `itemsize` bytes, are made in the shortest time.
+    A persistent one needs many rows: with few, so few programs cannot read the weight at the memory's speed."""
+    fitting = [
+        tile
+        for tile in TILES
+        if (rows >= MANY or not tile.persistent) and _shared_bytes(tile, itemsize) <= SHARED_BYTES
+    ]
     return min(fitting, key=lambda tile: tile.time * math.ceil(_parts(tile, rows, outputs) / processors))
+
+
+def _shared_bytes(tile: Tile, itemsize: int) -> int:
+    """For factors of 16 bits."""
+    ahead = tile.stages * (tile.rows + tile.columns) * tile.inner * 2
+    return ahead + tile.rows * tile.columns * itemsize
 
 
 @triton.jit(do_not_specialize=["M"])  # no code of its own for other numbers of rows
@@ -76,18 +88,26 @@ def linear_kernel(
         OUT.store([row, column], total.to(OUT.dtype))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
-    """x [M, K] and weight [N, K] -> [M, N] in the dtype of x, whose rows start at multiples of 16 bytes.
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tile: Tile | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x [M, K] and weight [N, K] -> [M, N] in `dtype`, which is that of x by default. Its rows start at multiples of 16
+    bytes.
 
     Copies x or the weight if the rows do not start at such multiples. `tile`: another than the fastest, with the same
     bits.
     """
     x, weight = _aligned(x), _aligned(weight)
     (rows, inner), outputs = x.shape, len(weight)
-    out = x.new_empty(rows, _whole(outputs, x))[:, :outputs]
+    dtype = x.dtype if dtype is None else dtype
+    out = x.new_empty(rows, _whole(outputs, dtype), dtype=dtype)[:, :outputs]
     if out.numel():
         processors = _processors(x.device)
-        tile = tile or tile_of(rows, outputs, processors)
+        tile = tile or tile_of(rows, outputs, processors, dtype.itemsize)
         parts = _parts(tile, rows, outputs)
         with torch.cuda.device_of(x):
             linear_kernel[(min(parts, processors) if tile.persistent else parts,)](
@@ -112,9 +132,9 @@ def _parts(tile: Tile, rows: int, outputs: int) -> int:
     return -(-rows // tile.rows) * -(-outputs // tile.columns)
 
 
-def _whole(elements: int, x: Tensor) -> int:
+def _whole(elements: int, dtype: torch.dtype) -> int:
     """At least so many elements, which fill whole units of ALIGNMENT."""
-    unit = ALIGNMENT // x.itemsize
+    unit = ALIGNMENT // dtype.itemsize
     return -(-elements // unit) * unit
 
 
@@ -123,5 +143,5 @@ def _aligned(x: Tensor) -> Tensor:
     starts_aligned = x.data_ptr() % ALIGNMENT == x.stride(0) * x.itemsize % ALIGNMENT == 0
     if starts_aligned and x.stride(1) == 1 and x.stride(0) >= x.shape[1]:
         return x
-    copy = x.new_empty(len(x), _whole(x.shape[1], x))[:, : x.shape[1]]
+    copy = x.new_empty(len(x), _whole(x.shape[1], x.dtype))[:, : x.shape[1]]
     return copy.copy_(x)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.attention import SelfAttention
@@ -72,9 +73,32 @@ def use_invariant(
             give(module)
 
 
-def _product(input: Tensor, weight: Tensor, bias: Tensor | None, **of_ranks: object) -> Tensor:
-    """In place of Megatron's product. `of_ranks` are settings for several tensor-parallel ranks."""
-    return invariant.linear(input, weight, bias)
+def _outputs(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    tp_group: dist.ProcessGroup,
+    sequence_parallel: bool,
+    **unused: object,
+) -> Tensor:
+    """In place of the product of Megatron's column-parallel layers, as they call it."""
+    if tp_group.size() == 1:
+        return invariant.linear(input, weight, bias)
+    return invariant.column_parallel_linear(input, weight, bias, tp_group, gather=sequence_parallel)
+
+
+def _of_all_inputs(module: RowParallelLinear, input: Tensor) -> tuple[Tensor, Tensor | None]:
+    """In place of the forward of Megatron's row-parallel layers, whose sum over ranks it calls by name."""
+    if module.tp_group.size() == 1:
+        output = invariant.linear(input, module.weight)
+    else:
+        output = invariant.row_parallel_linear(
+            input, module.weight, module.tp_group, scatter=module.sequence_parallel
+        )
+    if module.skip_bias_add or module.bias is None:
+        return output, module.bias
+    return output + module.bias, None
 
 
 def _attend(
@@ -93,8 +117,12 @@ def _angles(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
     return invariant.angles(positions, rope.frequencies().to(positions.device))
 
 
-def _give_product(module: RowParallelLinear) -> None:
-    module._forward_impl = _product
+def _give_outputs(module: ColumnParallelLinear) -> None:
+    module._forward_impl = _outputs
+
+
+def _give_sum(module: RowParallelLinear) -> None:
+    module.forward = partial(_of_all_inputs, module)
 
 
 def _give_norm(module: RMSNorm) -> None:
@@ -117,14 +145,15 @@ def _nothing(module: nn.Module) -> None: ...
 
 
 _GIVES: dict[type, tuple[str | None, Callable[..., None]]] = {
-    NormedLinear: ("product", _give_product),
-    ColumnParallelLinear: ("product", _give_product),
-    RowParallelLinear: ("product", _give_product),
+    NormedLinear: ("product", _give_outputs),
+    ColumnParallelLinear: ("product", _give_outputs),
+    RowParallelLinear: ("product", _give_sum),
     RMSNorm: ("norm", _give_norm),
     GatedMLP: ("activation", _give_activation),
     PackedAttention: ("attention", _give_attention),
     HiddenGPTModel: ("rotary", _give_angles),
-    # These pass tensors on, look rows up, or add the residual, which is rounded correctly.
+    # These pass tensors on, look rows up, or add the residual, which is rounded correctly. A row of the embedding is
+    # on one rank, and the others add zeros, in whatever order.
     **dict.fromkeys(
         (
             *(LanguageModelEmbedding, VocabParallelEmbedding, TransformerBlock, DecoderLayer, SelfAttention),
@@ -142,6 +171,8 @@ def _reason(module: nn.Module) -> str | None:
         return ""
     if isinstance(module, RMSNorm) and module.zero_centred:
         return "centred at zero"
+    if isinstance(module, RowParallelLinear) and not module.input_is_parallel:
+        return "input of all ranks"
     if isinstance(module, PackedAttention):
         parts = {
             "sliding window": module.window is not None,

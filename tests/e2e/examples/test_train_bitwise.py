@@ -17,12 +17,15 @@ def world() -> Iterator[World]:
     yield from make_world()
 
 
-BITWISE = ("--colocate", "--actor-num-gpus-per-node", "1", "--rlk-bitwise", "--rlk-consistency", "strict")
+BITWISE = ("--colocate", "--rlk-bitwise", "--rlk-consistency", "strict")
 
 
-def compared(world: World, name: str, rollouts: int, *flags: str) -> int:
-    """Tokens of a whole run, each of which has the same bits on both sides."""
-    run(vime("train", *world.grpo(name, rollouts=rollouts), *BITWISE, *flags), world.root / f"{name}.out")
+def compared(world: World, name: str, rollouts: int, *flags: str, ranks: int = 1) -> int:
+    """Tokens of a whole run, each of which has the same bits on both sides, with `ranks` tensor-parallel ranks."""
+    count = str(ranks)
+    parallel = ("--tensor-model-parallel-size", count, "--rollout-num-gpus-per-engine", count)
+    argv = [*world.grpo(name, rollouts=rollouts), *BITWISE, "--actor-num-gpus-per-node", count, *parallel]
+    run(vime("train", *argv, *flags), world.root / f"{name}.out")
     found = rows(world.root / name, "rollout/step")
     audits: list[dict[str, Any]] = [
         json.loads(line) for line in (world.root / name / "audit.jsonl").read_text().splitlines()
@@ -42,7 +45,7 @@ def test_two_steps_have_the_same_bits(world: World) -> None:
 @pytest.mark.slow
 def test_a_part_of_the_operators_leaves_some_bits_different(world: World) -> None:
     flags = ("--rlk-bitwise-operators", "head,norm,activation,rotary", "--rlk-consistency", "audit")
-    flags = (*BITWISE[:3], "--rlk-bitwise", *flags)
+    flags = ("--colocate", "--actor-num-gpus-per-node", "1", "--rlk-bitwise", *flags)
     run(vime("train", *world.grpo("part", rollouts=1), *flags), world.root / "part.out")
     row = rows(world.root / "part", "rollout/step")[0]
     assert 0 < row["rl_kernel/bitwise/differing"] < row["consistency/tokens"]
@@ -50,7 +53,14 @@ def test_a_part_of_the_operators_leaves_some_bits_different(world: World) -> Non
 
 
 @pytest.mark.slow
-def test_twenty_steps_have_the_same_bits(world: World) -> None:
+@pytest.mark.parametrize("flags", [(), ("--sequence-parallel",)], ids=["tp", "sp"])
+def test_two_ranks_on_each_side_have_the_same_bits(world: World, flags: tuple[str, ...]) -> None:
+    assert compared(world, f"ranks{len(flags)}", 2, *flags, ranks=2) > 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_twenty_steps_have_the_same_bits(world: World, ranks: int) -> None:
     """Two optimizer steps each, at a temperature, so that old log-probs need a pass of their own."""
     flags = ("--global-batch-size", "16", "--rollout-max-response-len", "24", "--rollout-temperature", "0.9")
-    assert compared(world, "twenty", 20, *flags) > 10_000
+    assert compared(world, f"twenty{ranks}", 20, *flags, ranks=ranks) > 10_000

@@ -56,6 +56,8 @@ def test_a_row_of_a_product_alone_and_among_others(tile, monkeypatch):
     assert (together - true).abs().max() <= 2**-11 * true.abs().max()
     monkeypatch.setattr(product, "_processors", lambda device: 3)  # several programs, each with several parts
     assert torch.equal(together, kernels.linear(x, weight, bias, tile))
+    unrounded = kernels.linear(x, weight, bias, tile, torch.float32)
+    assert torch.equal(unrounded.half(), together) and not torch.equal(unrounded, together.float())
 
 
 def test_rows_of_a_product_that_a_tile_cannot_copy():
@@ -73,6 +75,7 @@ def test_the_tile_follows_the_shape():
     """On a GPU with 132 processors: decoding, a batch of prompts, training."""
     chosen = [product.tile_of(rows, 6144, 132)[:2] for rows in (8, 64, 8192)]
     assert chosen == [(16, 32), (64, 64), (128, 256)]
+    assert product.tile_of(8192, 6144, 132, 4)[:2] == (128, 128)  # of float32, a larger part is too large
 
 
 def test_rms_norm():

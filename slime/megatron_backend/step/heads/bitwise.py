@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import rl_kernel.invariant as invariant
+from rl_kernel.collectives import gather_stack
 from slime import operators
 from slime.data.packing import MicroBatch
 from slime.megatron_backend.model.gpt import output_weight, vocab_range
@@ -33,13 +35,29 @@ class BitwiseHead(LinearHead):
 
     @torch.no_grad()
     def _value(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        weight = output_weight(self.model)[: vocab_range(self.model)[1]]
-        rows = max(1, self.workspace_bytes // (_BYTES[hidden.device.type] * len(weight)))
+        ranks, vocabulary = self.ranks.tp_size, vocab_range(self.model)[1]
+        rows = max(1, self.workspace_bytes // (_BYTES[hidden.device.type] * vocabulary)) * ranks
         pieces = zip(hidden.split(rows), targets.split(rows), strict=True)
-        return torch.cat([self._of_piece(x, weight, ids) for x, ids in pieces])
+        return torch.cat([self._of_piece(x, ids) for x, ids in pieces])
 
-    def _of_piece(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        logits = invariant.linear(hidden, weight).float()
+    def _of_piece(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits, targets = self._whole_logits(hidden, targets)
+        logits = logits.float()
         # a tensor, as in the engine: for a number, a kernel may multiply by its inverse
         logits /= logits.new_full((len(logits), 1), self.temperature)
-        return invariant.target_log_probs(logits, targets)
+        log_probs = invariant.target_log_probs(logits, targets)
+        if self.ranks.tp_size == 1:
+            return log_probs
+        return gather_stack(log_probs, self.ranks.tp_group).flatten()[: len(hidden)]
+
+    def _whole_logits(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of all columns, and their targets, of this rank's part of the rows: [rows / TP, V] and [rows / TP].
+        The last parts may have rows of padding. Collective over tensor-parallel ranks."""
+        ranks, vocabulary = self.ranks.tp_size, vocab_range(self.model)[1]
+        if ranks == 1:
+            return invariant.linear(hidden, output_weight(self.model)[:vocabulary]), targets
+        missing = -len(hidden) % ranks
+        hidden, targets = pad(hidden, (0, 0, 0, missing)), pad(targets, (0, missing))
+        logits = invariant.linear(hidden, output_weight(self.model))
+        logits = invariant.own_rows(logits, self.ranks.tp_group).transpose(0, 1).flatten(1)
+        return logits[:, :vocabulary], targets.tensor_split(ranks)[self.ranks.tp_rank]

@@ -154,7 +154,7 @@ def test_a_machine_whose_operators_break_their_promise_is_refused(monkeypatch):
         ({"max_staleness": 1}, "--max-staleness must be 0 with --rlk-bitwise, got 1"),
         ({"partial_rollout": True}, "--partial-rollout must be left out with --rlk-bitwise, got True"),
         ({"fp32": False, "bf16": True}, "parameters must be float32 with --rlk-bitwise on --device cpu, got bfloat16"),
-        ({}, "engines must have plain weights of the trainer's dtype and no drafts"),
+        ({}, "engines must have plain weights of the trainer's dtype, no drafts and no context"),
     ],
 )  # fmt: skip
 def test_flags_that_do_not_go_with_it(root, flags, message):

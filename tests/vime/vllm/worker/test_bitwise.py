@@ -64,17 +64,82 @@ with set_current_vllm_config(VllmConfig()):
         print(error)
 """
 
+RANK_PROGRAM = """
+import os, sys
+import torch
+from torch import nn
+from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from slime.config.sections.kernels import BITWISE_OPERATORS
+from vime.vllm.worker import bitwise
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+os.environ[bitwise.VARIABLE] = ",".join(BITWISE_OPERATORS)
+bitwise.install()
+from vllm.model_executor.layers.linear import RowParallelLinear
+import rl_kernel.invariant as invariant
+from rl_kernel.invariant.layers import product
+
+with set_current_vllm_config(VllmConfig(parallel_config=ParallelConfig(tensor_parallel_size=2))):
+    init_distributed_environment(2, rank, f"file://{store}", rank, "gloo")
+    initialize_model_parallel(2)
+    torch.manual_seed(0)
+    whole, bias, x = torch.randn(24, 64), torch.randn(24), torch.randn(7, 64)
+    plain, biased = RowParallelLinear(64, 24, bias=False), RowParallelLinear(64, 24)
+    bitwise.require(nn.ModuleList([plain, biased]))
+    half = slice(32 * rank, 32 * rank + 32)
+    for layer in (plain, biased):
+        layer.weight.data.copy_(whole[:, half])
+    biased.bias.data.copy_(bias)
+    parts = [product(a, b, dtype=torch.float64) for a, b in zip(x.chunk(2, 1), whole.chunk(2, 1))]
+    wanted = (parts[0] + parts[1]).float()
+    for rows in (slice(None), slice(3, 4)):
+        assert torch.equal(plain(x[rows, half])[0], wanted[rows])
+        assert torch.equal(biased(x[rows, half])[0], wanted[rows] + bias)
+    without = RowParallelLinear(64, 24, bias=False, reduce_results=False)
+    splits = RowParallelLinear(64, 24, bias=False, input_is_parallel=False)
+    try:
+        bitwise.require(nn.ModuleList([plain, without, splits]))
+    except ValueError as error:
+        print(error)
+"""
+
+
+def started(program: str, *argv: str) -> subprocess.Popen[str]:
+    env = os.environ | {"VLLM_HOST_IP": "127.0.0.1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *argv],
+        env=env | {"VLLM_DIST_IDENT": f"test-bitwise-{os.getpid()}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_a_layer_of_two_ranks_adds_them_in_their_order(tmp_path: Path) -> None:
+    ranks = [started(RANK_PROGRAM, str(rank), str(tmp_path / "store")) for rank in (0, 1)]
+    try:
+        said = [process.communicate(timeout=240) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    for process, (output, errors) in zip(ranks, said, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+        assert (
+            "got 1 (a row-parallel layer without its sum), 2 (a row-parallel layer that splits its input)"
+            in output
+        )
+
 
 @pytest.mark.slow
 def test_layers_of_vllm_are_ours_and_others_are_listed() -> None:
-    env = os.environ | {"VLLM_HOST_IP": "127.0.0.1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = started(PROGRAM)
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors[-3000:]
     assert (
         "every operator of the engine from rl_kernel.invariant, got 3 (GeluAndMul), 4 (ReplicatedLinear)"
-        in done.stdout
+        in output
     )
 
 

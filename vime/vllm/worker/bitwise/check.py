@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from vime.vllm.worker.bitwise.attention import strange
@@ -36,9 +37,18 @@ def _reason(module: nn.Module) -> str | None:
         method = module.quant_method
         if not isinstance(method, (LinearMethod, HeadMethod)):
             return f"{name} with {type(method).__name__}"
-        return None if module.tp_size == 1 else f"{name} on {module.tp_size} ranks"
+        return _other_sum(module) if isinstance(module, RowParallelLinear) else None
     if isinstance(module, Attention):
         return strange(module.impl)
     if isinstance(module, LogitsProcessor):
         return None if module.soft_cap is None and module.scale == 1 else "scaled or capped logits"
     return name
+
+
+def _other_sum(layer: RowParallelLinear) -> str | None:
+    """Why a sum over ranks is not that of the trainer's layer of the same place."""
+    if layer.tp_size == 1:
+        return None
+    if not layer.input_is_parallel:
+        return "a row-parallel layer that splits its input"
+    return None if layer.reduce_results else "a row-parallel layer without its sum"

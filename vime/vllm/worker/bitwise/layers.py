@@ -1,7 +1,8 @@
 """vLLM's layers with the operators of `rl_kernel.invariant`, as classes of its registry.
 
 vLLM builds the registered class in place of its own class of that name. Weights, their names and their loading stay
-vLLM's; what is computed from them is ours.
+vLLM's; what is computed from them is ours. A row of an embedding is on one rank, and the others add zeros, so that
+vLLM's sum of them is right in any order.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.custom_op import CustomOp, PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -55,16 +57,35 @@ METHODS = {UnquantizedLinearMethod: LinearMethod, UnquantizedEmbeddingMethod: He
 """vLLM's method of a layer -> ours."""
 
 
-def _with_our_method(base: type[nn.Module]) -> type[nn.Module]:
-    """vLLM's layer `base`, which has our method after vLLM has built it. A quantised layer keeps its own, and `check`
-    names it."""
+def _with_our_method(base: type[nn.Module], **methods: object) -> type[nn.Module]:
+    """vLLM's layer `base` with `methods`, which has our method of products after vLLM has built it. A quantised layer
+    keeps its own, and `check` names it."""
 
     def __init__(self: Any, *args: object, **kwargs: object) -> None:
         base.__init__(self, *args, **kwargs)
         if (ours := METHODS.get(type(self.quant_method))) is not None:
             self.quant_method = ours()
 
-    return type(f"Invariant{base.__name__}", (base,), {"__init__": __init__})
+    return type(f"Invariant{base.__name__}", (base,), {"__init__": __init__, **methods})
+
+
+def _of_all_ranks(part: Tensor) -> Tensor:
+    """[N, M] of each rank -> [R, N, M], bit for bit: as float32, because vLLM's own gather on CPUs has no float64."""
+    gathered = tensor_model_parallel_all_gather(part.contiguous().view(torch.float32), dim=0)
+    return gathered.view(part.dtype).view(-1, *part.shape)
+
+
+def _sum_of_ranks(layer: Any, x: Tensor) -> Any:
+    """In place of the forward of vLLM's row-parallel layer. The bias is added after the sum, as in the trainer."""
+    if not isinstance(layer.quant_method, LinearMethod):
+        return RowParallelLinear.forward(layer, x)
+    if layer.tp_size == 1:
+        output = invariant.linear(x, layer.weight)
+    else:
+        output = invariant.linear_over_ranks(x, layer.weight, _of_all_ranks)
+    if layer.bias is not None and not layer.skip_bias_add:
+        output = output + layer.bias
+    return (output, layer.bias if layer.skip_bias_add else None) if layer.return_bias else output
 
 
 class InvariantNorm(RMSNorm):
@@ -114,6 +135,7 @@ class InvariantRotary(RotaryEmbedding):
 _PRODUCTS = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
 _HEADS = (VocabParallelEmbedding, ParallelLMHead)
 LAYERS: dict[str, type] = {base.__name__: _with_our_method(base) for base in (*_PRODUCTS, *_HEADS)}
+LAYERS[RowParallelLinear.__name__] = _with_our_method(RowParallelLinear, forward=_sum_of_ranks)
 OPERATORS: dict[str, type] = {
     "RMSNorm": InvariantNorm,
     "SiluAndMul": InvariantActivation,

@@ -1,0 +1,127 @@
+"""Products that tensor-parallel ranks share, with the same bits in an engine and a trainer of equally many ranks.
+
+Column parallel: each rank has some outputs, so that nothing is added. Row parallel: each rank has some of the inputs.
+Its products are gathered unrounded (float32 on a GPU, float64 on a host), added in the order of the ranks, and rounded
+once. An all-reduce would leave the order to the library.
+
+R ranks, N rows, K inputs of this rank, M outputs of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_kernel.collectives import gather_stack
+from rl_kernel.invariant.layers import product
+
+Gather = Callable[[Tensor], Tensor]
+"""This rank's [N, M] -> [R, n, M]: of all ranks, in their order, the n rows that this rank wants. Collective."""
+
+
+def linear_over_ranks(x: Tensor, weight: Tensor, gather: Gather) -> Tensor:
+    """`sum(x_r @ weight_r.T for r in ranks)`: x [N, K], weight [M, K] -> [n, M] in the dtype of x, for the n rows that
+    `gather` returns. Without gradient.
+
+    The sum has the bits of (((p_0 + p_1) + p_2) + ...) of unrounded products, rounded once. `gather` must move bits
+    unchanged.
+    """
+    parts = gather(product(x, weight, dtype=torch.float32 if x.is_cuda else torch.float64))
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.to(x.dtype)
+
+
+def row_parallel_linear(
+    x: Tensor, weight: Tensor, group: dist.ProcessGroup, *, scatter: bool = False
+) -> Tensor:
+    """`linear_over_ranks` of `group` with gradients: x [..., K], weight [M, K] -> [..., M] in the dtype of x, on every
+    rank.
+
+    `scatter`: each rank gets its part of the first dimension, which must be divisible by the ranks. The gradient is
+    that of the plain product and of an all-reduce or a reduce-scatter. Collective, forward and backward.
+    """
+    out: Tensor = _RowParallel.apply(x.reshape(-1, x.shape[-1]), weight, group, scatter)
+    return out.view(-1, *x.shape[1:-1], len(weight))
+
+
+def column_parallel_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, *, gather: bool = False
+) -> Tensor:
+    """`rl_kernel.invariant.linear` of this rank's outputs: x [..., K] equal on all ranks, weight [M, K] -> [..., M].
+
+    `gather`: x is this rank's part of the first dimension. The gradient of x is the sum over `group`. Collective.
+    """
+    out: Tensor = _ColumnParallel.apply(x.reshape(-1, x.shape[-1]), weight, bias, group, gather)
+    return out.view(-1, *x.shape[1:-1], len(weight))
+
+
+class _RowParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup, scatter: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.scatter = group, scatter
+        return linear_over_ranks(x, weight, partial(own_rows if scatter else gather_stack, group=group))
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if ctx.scatter:
+            upstream = gather_stack(upstream, ctx.group).flatten(0, 1)
+        of_x, of_weight = ctx.needs_input_grad[:2]
+        return upstream @ weight if of_x else None, upstream.T @ x if of_weight else None, None, None
+
+
+class _ColumnParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, gather: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.gather = group, gather
+        if gather:
+            x = gather_stack(x, group).flatten(0, 1)
+        return product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        # the sum over ranks runs beside the product for the weight
+        grad, added = _start_sum(upstream @ weight, ctx.group, scatter=ctx.gather) if of_x else (None, None)
+        of_rows = None
+        if of_weight:
+            if ctx.gather:  # a second time, so that only this rank's rows are kept between
+                x = gather_stack(x, ctx.group).flatten(0, 1)
+            of_rows = upstream.T @ x
+        if added is not None:
+            added.wait()
+        return grad, of_rows, upstream.sum(0) if of_bias else None, None, None
+
+
+def _start_sum(grad: Tensor, group: dist.ProcessGroup, *, scatter: bool) -> tuple[Tensor, dist.Work | None]:
+    """The sum over ranks, or this rank's rows of it, once the second value has been waited for."""
+    if not scatter:
+        return grad, dist.all_reduce(grad, group=group, async_op=True)
+    mine = grad.new_empty(len(grad) // group.size(), *grad.shape[1:])
+    return mine, dist.reduce_scatter_tensor(mine, grad, group=group, async_op=True)
+
+
+def own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[N, M] of each rank -> [R, N / R, M]: of all ranks, in their order, the rows of this rank's part. Collective.
+
+    ValueError if N is no multiple of R.
+    """
+    ranks = group.size()
+    if len(x) % ranks:
+        raise ValueError(f"rows must be a multiple of the {ranks} ranks to be scattered, got {len(x)}; pad x")
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out.view(ranks, -1, *x.shape[1:])
