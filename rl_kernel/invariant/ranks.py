@@ -20,6 +20,8 @@ from torch import Tensor
 from rl_kernel.collectives import gather_stack
 from rl_kernel.invariant.layers import product
 
+Context = Any
+"""Torch's record of a call, whose attributes are ours and have no types."""
 Gather = Callable[[Tensor], Tensor]
 """This rank's [N, M] -> [R, n, M]: of all ranks, in their order, the n rows that this rank wants. Collective."""
 
@@ -64,13 +66,13 @@ def column_parallel_linear(
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup, scatter: bool) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, group: dist.ProcessGroup, scatter: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.scatter = group, scatter
         return linear_over_ranks(x, weight, partial(own_rows if scatter else gather_stack, group=group))
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if ctx.scatter:
             upstream = gather_stack(upstream, ctx.group).flatten(0, 1)
@@ -81,7 +83,7 @@ class _RowParallel(torch.autograd.Function):
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, gather: bool
+        ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, gather: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.gather = group, gather
@@ -90,7 +92,7 @@ class _ColumnParallel(torch.autograd.Function):
         return product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         # the sum over ranks runs beside the product for the weight

@@ -75,14 +75,15 @@ def _of_all_ranks(part: Tensor) -> Tensor:
     return gathered.view(part.dtype).view(-1, *part.shape)
 
 
-def _sum_of_ranks(layer: Any, x: Tensor) -> Any:
+def _sum_of_ranks(layer: RowParallelLinear, x: Tensor) -> object:
     """In place of the forward of vLLM's row-parallel layer. The bias is added after the sum, as in the trainer."""
     if not isinstance(layer.quant_method, LinearMethod):
         return RowParallelLinear.forward(layer, x)
+    weight = layer.get_parameter("weight")
     if layer.tp_size == 1:
-        output = invariant.linear(x, layer.weight)
+        output = invariant.linear(x, weight)
     else:
-        output = invariant.linear_over_ranks(x, layer.weight, _of_all_ranks)
+        output = invariant.linear_over_ranks(x, weight, _of_all_ranks)
     if layer.bias is not None and not layer.skip_bias_add:
         output = output + layer.bias
     return (output, layer.bias if layer.skip_bias_add else None) if layer.return_bias else output
