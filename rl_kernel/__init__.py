@@ -2,36 +2,23 @@
 
 The package needs torch and uses Triton where Triton is installed. It imports no package that calls it. The docstring of
 each operator states its contract. `configure` switches the fast implementations on and off, `capabilities` lists what
-can run here, and `telemetry` counts what ran.
+can run here, and `telemetry` counts what ran. The list is in rl_kernel.public.
+
+The first use of a name imports the operators and torch. A module that needs neither, such as rl_kernel.host, imports
+without them.
 """
 
-from rl_kernel.dispatch import capabilities
-from rl_kernel.mode import configure
-from rl_kernel.ops.group_advantage import group_advantage
-from rl_kernel.ops.grpo_loss import grpo_loss
-from rl_kernel.ops.linear_logp import linear_logp, linear_top
-from rl_kernel.ops.linear_token_loss import linear_token_loss
-from rl_kernel.ops.logp import logp
-from rl_kernel.ops.masked import masked_mean, masked_sum, masked_whiten
-from rl_kernel.ops.ratio_kl import ratio_kl
-from rl_kernel.ops.rotary import rotary
-from rl_kernel.ops.swiglu import swiglu
-from rl_kernel.telemetry import telemetry
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "capabilities",
-    "configure",
-    "group_advantage",
-    "grpo_loss",
-    "linear_logp",
-    "linear_token_loss",
-    "linear_top",
-    "logp",
-    "masked_mean",
-    "masked_sum",
-    "masked_whiten",
-    "ratio_kl",
-    "rotary",
-    "swiglu",
-    "telemetry",
-]
+from rl_kernel.telemetry import telemetry as telemetry  # at once, because its module has the same name
+
+if TYPE_CHECKING:
+    from rl_kernel.public import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        public = import_module("rl_kernel.public")
+        if name != "__all__" and name not in public.__all__:
+            raise AttributeError(f"module 'rl_kernel' has no attribute {name!r}")
+        return getattr(public, name)

@@ -11,11 +11,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from rl_kernel.dispatch import Choice
+    from rl_kernel.dispatch import Choice
 
 
 class OperatorCalls(TypedDict):
@@ -71,6 +72,8 @@ def timed(operator: str, device: torch.device) -> Iterator[None]:
     if not _timing:
         yield
     elif device.type == "cuda":
+        import torch
+
         events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         events[0].record()
         yield

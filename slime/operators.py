@@ -1,7 +1,7 @@
 """Decides which operators of rl_kernel the training runs: one decision per operator, at start-up.
 
 Owns the rule that chooses how log-probs are computed from hidden states, and the metrics of the operators. Imports no
-Megatron.
+Megatron, and rl_kernel with its torch only in what decides, installs or counts: the driver asks for a rule alone.
 """
 
 from __future__ import annotations
@@ -10,11 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import rl_kernel
-from rl_kernel.contract import contract_id
-from rl_kernel.dispatch import HOST_OPERATORS, Refused, machine_refusal
-from rl_kernel.mode import settings
-from rl_kernel.telemetry import set_timing
 from slime.algo.corrections import LEVELS
 from slime.algo.estimators import estimator_of, surrogate_of
 from slime.algo.losses import loss_of
@@ -224,6 +219,9 @@ def decide(config: Config, device_type: str) -> list[Decision]:
     Raises:
         Refused: with --rlk-fast strict, if an operator that the configuration calls cannot run fast.
     """
+    from rl_kernel.contract import contract_id
+    from rl_kernel.dispatch import Refused
+
     found, refused = [], {}
     for name in (*OPERATORS, "masked_whiten"):
         chosen, reason, fallback = _chosen(name, config, device_type)
@@ -249,6 +247,8 @@ def _chosen(name: str, config: Config, device_type: str) -> tuple[str, str, bool
         return "reference", f"{listed} is not in --rl-kernel-ops", False
     if name == "group_advantage":
         return "reference", "rewards are on the host", False
+    from rl_kernel.dispatch import HOST_OPERATORS, machine_refusal
+
     refusal = machine_refusal(device_type)
     if refusal is None:
         return "triton", "", False
@@ -267,6 +267,9 @@ def headline(config: Config) -> str:
 
 def install(config: Config) -> None:
     """Apply --rlk-fast and --rl-kernel-ops in this process, and set the timing of operators."""
+    import rl_kernel
+    from rl_kernel.telemetry import set_timing
+
     names = list(config.kernels.rl_kernel_ops)
     if "group_advantage" in names:
         names += REDUCTIONS
@@ -287,6 +290,9 @@ def step_metrics() -> dict[str, float]:
     The function reads timing events of the device. Call the function at the end of a step, when the step's metrics have
     arrived.
     """
+    import rl_kernel
+    from rl_kernel.mode import settings
+
     counted = rl_kernel.telemetry(reset=True)
     if settings().mode == "off":
         return {}

@@ -46,6 +46,7 @@ from vime.backends import make_pools, parse_config, require_reachable
 from vime.members.control_socket import ControlSocket
 from vime.pool.process import tail
 from vime.run import interrupts, surroundings
+from vime.run.apart import apart
 from vime.run.disk_space import require_disk_space
 from vime.run.interrupts import by, catch_signals, exit_code
 from vime.run.lock import lock_all
@@ -63,8 +64,9 @@ def main(argv: Sequence[str]) -> int:
     catch_signals()
     surroundings.prepare(os.environ)
     config = parse_config(argv, (check_evaluation, check_start), download=True)
-    with said("reading the prompts"):
-        config = with_data(config)
+    with said("reading the prompts"):  # by what the driver never needs again: transformers, datasets, pandas
+        num_rollout = apart(lambda: with_data(config).data.num_rollout, "reading the prompts")
+    config = config.with_values(num_rollout=num_rollout)
     run_dir = config.logging.run_dir
     for note in config.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -73,8 +75,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"all {config.data.num_rollout} rollouts are done; --num-rollout or --num-epoch adds more")
         return 0
     require_reachable(config)
-    if config.cluster.device == "cpu":  # on GPUs the trainers know what they have
-        decide(config, config.cluster.device)
+    if config.cluster.device == "cpu":
+        if config.kernels.rlk_fast == "strict":  # on GPUs the trainers know what they have
+            decide(config, config.cluster.device)  # raises
         # For trainers and engines, which share the cores: threads that wait for work sleep instead of spinning.
         os.environ.setdefault(WAIT_VARIABLE, "passive")
     try:

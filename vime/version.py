@@ -8,8 +8,8 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
+from rl_kernel.host import git_state
 from slime.tracking.environment import installed_packages
-from vime.doctor.machine import run_command
 from vime.doctor.packages import STACK
 
 PACKAGE = Path(__file__).resolve().parent
@@ -18,11 +18,8 @@ COMMIT_FILE = "COMMIT"
 
 def commit(package: Path = PACKAGE) -> str:
     """The commit of the package in the directory `package`, as text to print."""
-    # rl_kernel.host knows the state of a checkout too, but it imports torch, which this command must do without.
-    describe = ("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= (with local changes)")
-    told = run_command(("git", "-C", str(package.parent), *describe))
-    if told.code == 0 and (package.parent / ".git").exists():  # not installed inside another repository
-        return told.text
+    if (state := git_state(package.parent)) is not None:
+        return f"{state['commit']}{' (with local changes)' if state['modified'] else ''}"
     recorded = package / COMMIT_FILE
     return recorded.read_text(encoding="utf-8").strip() if recorded.is_file() else "unknown"
 

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -14,14 +15,15 @@ from slime.cluster.calls import log_path
 from slime.cluster.numa import bind, choose_cpus
 from slime.cluster.rendezvous import open_store
 from slime.config import Config
-from slime.data.rank_data import RankData
-from slime.data.transport import pack_columns, unpack_columns
 from slime.hardware import HARDWARE
 from slime.imports import uncollected
-from slime.operators import Decision
 from slime.protocols import TrainResult, WeightUpdate
 from slime.tracking.run_record import record_warnings
-from slime.types import TrainData
+
+if TYPE_CHECKING:
+    from slime.data.rank_data import RankData
+    from slime.operators import Decision
+    from slime.types import TrainData
 
 
 def log_to(config: Config, name: str) -> None:
@@ -89,7 +91,8 @@ class TrainerActor:
             env
         )  # CUDA and the collectives read these variables when they start, which is later
         os.environ.update({key: str(value) for key, value in config.cluster.train_env_vars.items()})
-        self.config, self.rank, self.scored = config, rank, RankData()
+        self.config, self.rank = config, rank
+        self.scored: RankData | None = None
         if threads:
             import torch
 
@@ -121,14 +124,19 @@ class TrainerActor:
     def score(self, rollout_id: int, data: TrainData) -> tuple[None, TrainData]:
         """The passes before training, where a run has several groups of ranks. Returns None, for which the driver
         waits, and the columns for the other groups, which Ray sends to their ranks and not to the driver."""
+        from slime.data.transport import pack_columns, unpack_columns
+
         self.scored = unpack_columns(data)
         return None, pack_columns(self.trainer.score(rollout_id, self.scored))
 
     def train(self, rollout_id: int, data: TrainData | None, *received: TrainData) -> TrainResult:
         """Without `data`: the second half, with what the other groups' ranks have filled."""
+        from slime.data.transport import unpack_columns
+
         whole = self.scored if data is None else unpack_columns(data)
+        assert whole is not None, "score() comes first"
         result = self.trainer.train(rollout_id, whole, [unpack_columns(columns) for columns in received])
-        self.scored = RankData()
+        self.scored = None
         return_freed_memory()
         return result
 

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -17,17 +18,18 @@ from typing import Any
 import ray
 import ray.job_config
 from ray._private import node, ray_constants, services
-from ray._private import utils as ray_utils
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # Ray's stub has too few names
 from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 
-from slime.cluster import ray_token
+from slime.cluster import quiet_agent, ray_token
 from slime.cluster.watchdog import descendants, processes
 from slime.import_path import SAFE_PATH, UTF8, of_workers
 
 logger = logging.getLogger(__name__)
 
 LISTEN_S = 3.0
+_PYTHON = "_build_python_executable_command_memory_profileable"
+_COMMAND_OF = getattr(services, _PYTHON)
 
 
 def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = None) -> None:
@@ -121,8 +123,8 @@ def _own_processes() -> Iterator[None]:
     """While a cluster starts: each of its processes gets a process group, and those that serve nobody here stay away.
 
     The actors' output goes to files of the run, which needs no log monitor, and one host needs no autoscaler. Ray
-    starts a server of its dashboard even where none is asked for. The three take 1.5 s of a core at the start, and one
-    second at the end.
+    starts a server and an agent of its dashboard even where none is asked for. The four take 2.3 s of a core at the
+    start, and one second at the end.
     """
 
     def no_server(self: node.Node, **settings: object) -> None:
@@ -132,12 +134,18 @@ def _own_processes() -> Iterator[None]:
         popen = functools.partial(services.ConsolePopen, process_group=0)
         stack.enter_context(_replaced(services, "ConsolePopen", popen))
         stack.enter_context(_replaced(node.Node, "start_api_server", no_server))
-        # The agent of each node then loads no extensions of the dashboard.
-        absent = ImportError("nobody reads the dashboard of this cluster")
-        stack.enter_context(_replaced(ray_utils, "get_dashboard_dependency_error", lambda: absent))
+        stack.enter_context(_replaced(services, _PYTHON, _command_of))
         for name in ("start_monitor", "start_log_monitor"):
             stack.enter_context(_replaced(node.Node, name, lambda self: None))
         yield
+
+
+def _command_of(component: str, session_dir: str, *more: Any, **named: Any) -> list[str]:
+    """The command of a Python process of Ray, which its arguments follow."""
+    if component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:
+        return [sys.executable, "-P", quiet_agent.__file__]
+    command: list[str] = _COMMAND_OF(component, session_dir, *more, **named)
+    return command
 
 
 @contextlib.contextmanager

@@ -13,15 +13,15 @@ from slime.cluster.actors import PROGRESS, freeze_objects, log_to
 from slime.cluster.calls import Ref, ask_progress, first_failure_or_all
 from slime.cluster.trainers import Trainers
 from slime.config import Config
-from slime.data.transport import pack_columns
 from slime.import_path import SAFE_PATH
+from slime.imports import uncollected
 from slime.protocols import RolloutBatch, RolloutEngine
-from slime.rollout.manager import RolloutManager
 from slime.tracking.run_record import record_warnings
 
 
-class RolloutActor(RolloutManager):
-    """The rollout manager in its own process. The manager keeps the data of each rank in Ray's object store."""
+class RolloutActor:
+    """The rollout manager in its own process. Torch and all that the manager needs are imported here, never in the
+    driver. The data of each rank is kept in Ray's object store."""
 
     def __init__(self, config: Config) -> None:
         log_to(config, "rollout")
@@ -31,28 +31,40 @@ class RolloutActor(RolloutManager):
 
     def build(self, engine: RolloutEngine | None, dp_size: int, facts: Mapping[str, object]) -> None:
         """Build the manager. If the constructor did this and raised, Ray would only report that the process died."""
-        super().__init__(self.config, engine, dp_size, facts, lambda data: ray.put(pack_columns(data)))
-        record_warnings(self.state.events)
+        with uncollected(freeze=True):
+            from slime.data.transport import pack_columns
+            from slime.rollout.manager import RolloutManager
+
+        self.manager = RolloutManager(
+            self.config, engine, dp_size, facts, lambda data: ray.put(pack_columns(data))
+        )
+        record_warnings(self.manager.state.events)
         freeze_objects()
+
+    def load(self, start_rollout_id: int) -> None:
+        self.manager.load(start_rollout_id)
+
+    def generate(self, rollout_id: int, saves: bool) -> RolloutBatch:
+        return self.manager.generate(rollout_id, saves)
 
     @ray.method(concurrency_group="progress")
     def progress(self) -> tuple[int, int]:
-        return self.state.progress
+        return self.manager.state.progress
 
     @ray.method(concurrency_group="progress")
     def allow(self, rollout_id: int, version: int) -> None:
         """See `GenerateState.allow`."""
-        self.state.allow(rollout_id, version)
+        self.manager.state.allow(rollout_id, version)
 
     @ray.method(concurrency_group="progress")
     def set_engines(self, count: int) -> None:
         """See `GenerateState.set_engines`."""
-        self.state.set_engines(count)
+        self.manager.state.set_engines(count)
 
     @ray.method(concurrency_group="evaluation")
-    def evaluate_beside(self, rollout_id: int) -> dict[str, float]:
-        """`evaluate`, while a rollout may run."""
-        return self.evaluate(rollout_id)
+    def evaluate(self, rollout_id: int) -> dict[str, float]:
+        """A rollout may run at the same time."""
+        return self.manager.evaluate(rollout_id)
 
 
 class RolloutGroup:
@@ -91,7 +103,7 @@ class RolloutGroup:
         return self._threads[0].submit(self._result, self._actor.generate.remote(rollout_id, saves))
 
     def evaluate(self, rollout_id: int) -> Future[dict[str, float]]:
-        return self._threads[1].submit(self._result, self._actor.evaluate_beside.remote(rollout_id))
+        return self._threads[1].submit(self._result, self._actor.evaluate.remote(rollout_id))
 
     def set_engines(self, count: int) -> None:
         """That many engines of the policy serve from now on."""

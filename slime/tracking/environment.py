@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from rl_kernel.host import git_state, gpu_rows
 from slime.config.secrets import MASK, is_secret, mask_secrets
 
 ENVIRONMENT_FILE = "environment.json"
@@ -67,8 +68,6 @@ def collect_environment(
 
     The value of a secret variable in `environ` is masked everywhere, even under another name.
     """
-    from rl_kernel.host import git_state  # here: rl_kernel imports torch, which `vime plot` does not need
-
     variables = {
         name: MASK if is_secret(name) else value
         for name, value in sorted(environ.items())
@@ -165,8 +164,6 @@ def _cpu() -> dict[str, object]:
 
 def _gpus() -> list[dict[str, object]] | None:
     """One record per GPU, or None if nvidia-smi is missing or fails."""
-    from rl_kernel.host import gpu_rows
-
     rows = gpu_rows(("name", "driver_version", "memory.total"))
     if rows is None:
         return None

@@ -33,7 +33,6 @@ class BroadcastChannel(WeightChannel):
     """The trainer's side. `directory`, where the group's file is, must be seen by all hosts."""
 
     name = "nccl"
-    collective = True
 
     def __init__(self, directory: Path, bucket_bytes: int, device: torch.device, timeout_s: float) -> None:
         self.directory, self.bucket_bytes, self.device = directory, bucket_bytes, device

@@ -138,8 +138,6 @@ class WeightChannel(ABC):
 
     name: ClassVar[str]
     """Its name in the registry."""
-    collective: ClassVar[bool] = False
-    """Whether all engines receive a part at the same time. If one dies, the update starts again for the others."""
 
     @classmethod
     @abstractmethod

@@ -31,6 +31,8 @@ class Channel:
     """The trainer keeps two buckets on its device."""
     sliced: bool = False
     """Each trainer rank gives its own slices. Otherwise each has all weights."""
+    collective: bool = False
+    """All engines receive a part at the same time. If one dies, the update starts again for the others."""
     tensor_parallel_only: bool = False
     """It reaches no data-parallel copies and pipeline stages."""
     copies: int = 0
@@ -58,6 +60,7 @@ CHANNELS = {
         gpus="apart",
         buckets=True,
         sliced=True,
+        collective=True,
         tensor_parallel_only=True,
     ),
     "disk": Channel(

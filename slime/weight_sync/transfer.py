@@ -21,13 +21,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from slime.protocols import WeightSource, WeightUpdate
 from slime.waiting import wait
-from slime.weight_sync.channel import WeightChannel
 from slime.weight_sync.delta.refusals import refusals
 from slime.weight_sync.registry import CHANNELS
+
+if TYPE_CHECKING:
+    from slime.weight_sync.channel import WeightChannel
 
 logger = logging.getLogger(__name__)
 _BYTES, _DENSITY = "perf/update_weights_wire_bytes", "perf/update_weights_density"
@@ -106,13 +108,14 @@ class Fleet(Protocol):
 
 
 def channel_of(part: WeightUpdate) -> type[WeightChannel]:
+    """Its class, which the driver needs only for a collective channel and after a fault (imports torch)."""
     return CHANNELS[part.channel].load()
 
 
 def load_part(engine: Loader, part: WeightUpdate) -> None:
     """Have one engine load a part. If it fails, whoever waits for it in the channel is released at once."""
     with ExitStack() as on_failure:
-        on_failure.callback(channel_of(part).give_up, part.info)
+        on_failure.callback(lambda: channel_of(part).give_up(part.info))
         engine.update_weights(part.message())
         on_failure.pop_all()
 
@@ -278,10 +281,13 @@ class WeightTransfer:
 
     def _reaches_all(self, part: WeightUpdate, takers: list[Engine]) -> bool:
         """Have the engines load a part. False if they must take it together, and not all `takers` have it."""
-        channel = channel_of(part)
-        if not channel.collective or self._pool.serving() == takers:
+        collective = CHANNELS[part.channel].collective
+        if not collective or self._pool.serving() == takers:
             self._pool.on_serving(lambda engine: load_part(engine, part))
-        if not channel.collective or (self._pool.serving() == takers and not channel.is_given_up(part.info)):
+        if not collective:
+            return True
+        channel = channel_of(part)
+        if self._pool.serving() == takers and not channel.is_given_up(part.info):
             return True
         channel.give_up(part.info)
         return False

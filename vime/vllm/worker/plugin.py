@@ -1,31 +1,14 @@
 """The plug-in that vLLM loads from the entry point `vllm.general_plugins`: registers the weight receiver, and installs
 the changes to vLLM that runs need.
 
-vLLM loads it in each process that it starts. A process that is forked from a server has it already.
+vLLM loads it in each process that it starts. A process that is forked from a server has it already. The driver, which
+has no torch, reads the names below, so `register` does the imports.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-
-from vime.pool.supervise import die_with_parent, forks_die_with_parent
-from vime.vllm.cpu import draft as cpu_draft
-from vime.vllm.cpu import engine as cpu_engine
-from vime.vllm.cpu import experts as cpu_experts
-from vime.vllm.cpu import fp8 as cpu_fp8
-from vime.vllm.cpu import rotary as cpu_rotary
-from vime.vllm.cpu import vision as cpu_vision
-from vime.vllm.versions import meet_in_a_file, register_backend
-from vime.vllm.worker import (
-    bitwise,
-    compact_log_probs,
-    draft,
-    merged_log_probs,
-    routed_experts,
-    scaled_logits,
-    shared_gpu,
-)
 
 BACKEND = "vime"
 SUPERVISED_VARIABLE = "VIME_SUPERVISED"
@@ -38,6 +21,24 @@ def register() -> None:
     process would survive a kill -9 of the supervisor. Requests may then ask for compact log-probs. Variables of the
     server's environment turn on routed experts, scaled logits, a shared GPU and the trainer's operators.
     """
+    from vime.pool.supervise import die_with_parent, forks_die_with_parent
+    from vime.vllm.cpu import draft as cpu_draft
+    from vime.vllm.cpu import engine as cpu_engine
+    from vime.vllm.cpu import experts as cpu_experts
+    from vime.vllm.cpu import fp8 as cpu_fp8
+    from vime.vllm.cpu import rotary as cpu_rotary
+    from vime.vllm.cpu import vision as cpu_vision
+    from vime.vllm.versions import meet_in_a_file, register_backend
+    from vime.vllm.worker import (
+        bitwise,
+        compact_log_probs,
+        draft,
+        merged_log_probs,
+        routed_experts,
+        scaled_logits,
+        shared_gpu,
+    )
+
     if SUPERVISED_VARIABLE in os.environ:
         gc.freeze()
         gc.enable()  # see vime.vllm.serve
