@@ -292,6 +292,14 @@ def assert_on_loopback(sockets: list[tuple[str, str, int]]) -> None:
         assert (getattr(ip, "ipv4_mapped", None) or ip).is_loopback, (command, address, port)
 
 
+def assert_small(launch: Launch) -> None:
+    """What a run on one host needs once is in no second process, and what it does not need in none."""
+    files = Path(f"/proc/{launch.process.pid}/maps").read_text()
+    for package in ("torch", "pandas", "pyarrow"):
+        assert f"/{package}/" not in files, f"the driver has imported {package}"
+    assert launch.find("quiet_agent") and not launch.find("DashboardAgent")
+
+
 def other_interface() -> str | None:
     """An interface of this host with an IPv4 address that is not loopback."""
     up = psutil.net_if_stats()

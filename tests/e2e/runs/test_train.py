@@ -25,6 +25,7 @@ from train_fixtures import (
     SAMPLES,
     World,
     assert_on_loopback,
+    assert_small,
     launched,
     make_world,
     other_interface,
@@ -270,6 +271,7 @@ def test_killed_driver_leaves_nothing_and_the_same_command_continues_the_curve(
         saved = lambda: newest.exists() and newest.read_text().strip() == "1"  # noqa: E731
         launch.wait_for(saved, "checkpoint after rollout 1", 300)
         assert_on_loopback(launch.sockets())
+        assert_small(launch)
         os.kill(launch.process.pid, signal.SIGKILL)
         launch.process.wait(5)
         launch.await_gone(30)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 import ray
 from ray._private import services
 
-from slime.cluster import ray_start, watchdog
+from slime.cluster import quiet_agent, ray_start, watchdog
 
 
 @pytest.mark.slow
@@ -39,6 +41,24 @@ def test_ray_that_does_not_answer_in_time_is_started_again(monkeypatch):
         assert len(servers) == 1, "those of the first start have ended"
     finally:
         ray.shutdown()
+
+
+def test_an_agent_without_ports_ends_with_the_process_that_started_it(tmp_path):
+    """Its files have the names for which the raylet waits: otherwise no cluster of a run would start."""
+    command = [sys.executable, "-P", quiet_agent.__file__, "agent.py", f"--session-dir={tmp_path}"]
+    with subprocess.Popen([*command, "--node-id=n1", "--head"], stdin=subprocess.PIPE) as agent:
+        assert agent.stdin is not None
+        end = time.monotonic() + 30
+        while len(list(tmp_path.glob("*_n1"))) < 3:
+            assert time.monotonic() < end and agent.poll() is None
+            time.sleep(0.01)
+        assert {path.read_text() for path in tmp_path.iterdir()} == {"-1"}
+        agent.stdin.close()
+        assert agent.wait(10) == 0
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL
+    ) as older:  # Ray 2.50 names no node and waits for no file
+        assert older.wait(10) == 0
 
 
 def test_an_address_where_nothing_listens_is_named_within_seconds(monkeypatch):

@@ -1,0 +1,66 @@
+"""A call in a forked process: its result, its errors, and what stays out of this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from vime.run.apart import apart
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
+def test_the_result_comes_back_and_what_was_imported_does_not():
+    def call() -> list[str]:
+        import xmlrpc.server
+
+        return [xmlrpc.server.__name__, str(os.getpid())]
+
+    assert "xmlrpc.server" not in sys.modules
+    name, process = apart(call, "a call")
+    assert name == "xmlrpc.server" and name not in sys.modules and int(process) != os.getpid()
+
+
+def test_a_value_error_is_the_same_and_another_error_has_its_traceback():
+    def refuse() -> None:
+        raise ValueError("--x must be 1, got 2; set it")
+
+    def fail() -> None:
+        raise OSError("no such disk")
+
+    with pytest.raises(ValueError, match=r"^--x must be 1, got 2; set it$"):
+        apart(refuse, "a call")
+    with pytest.raises(
+        RuntimeError, match=r"(?s)^a call failed:\nTraceback.*in fail\n.*OSError: no such disk"
+    ):
+        apart(fail, "a call")
+
+
+def test_a_killed_process_is_an_error():
+    with pytest.raises(
+        RuntimeError, match=r"^a call must end with a result, got exit code -9 of its process; .*memory"
+    ):
+        apart(lambda: os.kill(os.getpid(), signal.SIGKILL), "a call")
+
+
+def test_an_interrupt_ends_the_process():
+    before = children()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            apart(lambda: time.sleep(30), "a call")
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, handler)
+    assert time.monotonic() - began < 10 and children() == before
