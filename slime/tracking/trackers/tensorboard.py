@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from slime.tracking.metrics import STEP_KEYS, StepKey
 from slime.tracking.trackers.record import State, TrackerKind
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     from slime.config.schema import Config
 
@@ -23,12 +24,9 @@ class TensorBoardTracker:
     """
 
     def __init__(self, log_dir: Path, resume: Mapping[str, int]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._make_writer = SummaryWriter
         self._log_dir = Path(log_dir)
         self._resume = dict(resume)
-        self._writers: dict[str, SummaryWriter] = {}
+        self._writers: dict[str, EventFileWriter] = {}
         for step_key in STEP_KEYS:
             if self._directory(
                 step_key
@@ -36,9 +34,12 @@ class TensorBoardTracker:
                 self._writer(step_key)
 
     def log(self, metrics: Mapping[str, float], step: int, step_key: StepKey) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         writer = self._writer(step_key)
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
+        writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         writer.flush()
 
     def close(self, state: State) -> None:
@@ -48,11 +49,18 @@ class TensorBoardTracker:
     def _directory(self, step_key: str) -> Path:
         return self._log_dir / step_key.split("/")[0]
 
-    def _writer(self, step_key: str) -> SummaryWriter:
+    def _writer(self, step_key: str) -> EventFileWriter:
+        """Not torch's writer, which imports torch: the driver has none."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
         if step_key not in self._writers:
             directory = self._directory(step_key)
-            purge_step = self._resume.get(step_key) if directory.is_dir() else None
-            self._writers[step_key] = self._make_writer(str(directory), purge_step=purge_step)
+            again = self._resume.get(step_key) if directory.is_dir() else None
+            writer = self._writers[step_key] = EventFileWriter(str(directory))
+            if again is not None:  # TensorBoard then drops what earlier files have from this step on
+                log = SessionLog(status=SessionLog.START)
+                writer.add_event(Event(wall_time=time.time(), step=again, session_log=log))
         return self._writers[step_key]
 
 

@@ -350,12 +350,8 @@ def test_asynchronous_data_parallel_run_keeps_within_its_staleness(world: World)
     flags = [
         *world.grpo("async", rollouts=ROLLOUTS),
         *("--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1", "--max-staleness", "1"),
-        *(
-            "--over-sampling-batch-size",
-            str(PROMPTS + 4),
-            "--dynamic-sampling-filter-path",
-            FILTER,
-        ),
+        *("--over-sampling-batch-size", str(PROMPTS + 4)),
+        *("--dynamic-sampling-filter-path", FILTER),
         *("--check-weight-update-equal", "--balance-data"),
     ]
     run([sys.executable, str(ROOT / "train_async.py"), *flags], world.root / "async.out")

@@ -45,9 +45,7 @@ def test_a_value_error_is_the_same_and_another_error_has_its_traceback():
 
 
 def test_a_killed_process_is_an_error():
-    with pytest.raises(
-        RuntimeError, match=r"^a call must end with a result, got exit code -9 of its process; .*memory"
-    ):
+    with pytest.raises(RuntimeError, match=r"^a call must end with a result, got exit code -9 .*more memory"):
         apart(lambda: os.kill(os.getpid(), signal.SIGKILL), "a call")
 
 
