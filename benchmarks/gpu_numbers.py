@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from gpu_runs import GpuRun, Sources, read
 
-from slime.data.packing import sample_flops
 from slime.hardware import HARDWARE
+from slime.plan.flops import ForwardFlops
 
 PEAK_TFLOPS = {device: gpu.bf16_flops / 1e12 for gpu in HARDWARE.values() for device in gpu.devices}
 """Dense bfloat16 products by the name that the driver gives a GPU."""
@@ -89,7 +89,7 @@ def _mfu(sources: Sources) -> Found:
             continue
         if MICRO_BATCHES[0] <= run.flags["max_tokens_per_gpu"] <= MICRO_BATCHES[1]:
             length = speed * seconds / run.samples
-            flops = 3 * run.samples * sample_flops(length, 0, run.model)
+            flops = 3 * run.samples * ForwardFlops(run.model)(length, 0)
             yield flops / seconds / run.trainers / 1e12 / PEAK_TFLOPS[run.gpu], run.series.name
 
 

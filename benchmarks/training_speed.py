@@ -7,7 +7,7 @@ Made-up sequences of equal length go through the trainer (slime.megatron_backend
 Ray. Every step is one optimizer step. With --colocate --offload-train the state leaves after each step and comes back.
 
 Model FLOPs are 6 x parameters of the layers x tokens, attention's and the head's over the response
-(slime.data.packing.sample_flops); what recomputation does again is not counted. By the time of actor_train: forward,
+(slime.plan.flops.ForwardFlops); what recomputation does again is not counted. By the time of actor_train: forward,
 loss, backward and optimizer.
 """
 
@@ -30,8 +30,8 @@ from gpu_numbers import PEAK_TFLOPS
 
 from rl_kernel.benchmarks.machine import describe
 from slime.checkpoints.hf_config import read_hf_config
-from slime.data.packing import sample_flops
 from slime.data.train_data import make_rank_data
+from slime.plan.flops import ForwardFlops
 from slime.types import Sample, TrainData
 from vime.backends import parse_config
 
@@ -106,8 +106,8 @@ def measure(arguments: argparse.Namespace, given: list[str]) -> dict[str, Any]:
             print(top_kernels(trainer, arguments, hf_config))
         trainer.close()
     length = arguments.prompt_len + arguments.response_len
-    flops = 3 * arguments.sequences * sample_flops(length, arguments.response_len, hf_config)
-    body = 3 * arguments.sequences * sample_flops(length, 0, hf_config)
+    flops = 3 * arguments.sequences * ForwardFlops(hf_config)(length, arguments.response_len)
+    body = 3 * arguments.sequences * ForwardFlops(hf_config)(length, 0)
     kept = rows[COMPILING:]
     medians = {key: statistics.median(row[key] for row in kept) for key in kept[0]}
     seconds, peak = medians["perf/actor_train_time"], arguments.peak_tflops

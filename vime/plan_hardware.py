@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator, Sequence
 
 from slime.config import Config
-from slime.data.packing import sample_flops
 from slime.hardware import HARDWARE, Hardware
+from slime.plan.flops import ForwardFlops
 from slime.plan.memory_estimate import BYTES
 from slime.plan.model_shape import Shape
 from slime.plan.units import amount
@@ -54,7 +54,7 @@ def _bounds(c: Config, hf: dict[str, object], gpu: Hardware, domain: int) -> Ite
             f"lower bound of a weight update: {amount(size)} / {speed / 1e9:g} GB/s ({name}) = {size / speed:.3g} s"
         )
     if not c.debug.debug_rollout_only and c.megatron.params_dtype == "bfloat16":
-        flops = 3 * sample_flops(1, 0, hf)
+        flops = 3 * ForwardFlops(hf)(1, 0)
         rate = c.world_size * gpu.bf16_flops / flops
         yield (
             f"upper bound of training: {c.world_size} x {gpu.bf16_flops / 1e12:g} TFLOP/s / {flops / 1e9:.3g} GFLOP "

@@ -41,11 +41,6 @@ class Schedule:
     global_batch_sizes: list[int]
 
 
-def sample_flops(length: float, response_length: float, hf_config: Hf) -> float:
-    """FLOPs of one forward pass over a sample (slime.plan.flops)."""
-    return ForwardFlops(hf_config)(length, response_length)
-
-
 def karmarkar_karp(costs: Sequence[float], k: int, *, equal_size: bool) -> list[list[int]]:
     """Split positions 0..n-1 into k parts with near-equal cost sums (largest differencing method, Karmarkar and Karp
     1982). `equal_size` also makes the parts equally long and needs n % k == 0. Deterministic.

@@ -14,8 +14,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from slime.data.packing import build_dp_schedule, karmarkar_karp, pack, prediction_flops, sample_flops
-from slime.plan.flops import PredictionFlops
+from slime.data.packing import build_dp_schedule, karmarkar_karp, pack, prediction_flops
+from slime.plan.flops import ForwardFlops, PredictionFlops
 
 HF = {
     "model_type": "qwen3",
@@ -56,7 +56,7 @@ def args(**changes):
 def test_flops_of_a_sample_by_hand():
     # Weights of a layer: attention 8*4*(2*2 + 2*1) = 192, MLP 3*8*16 = 384. Five tokens see 1+2+3+4+5 = 15 pairs, each
     # costs 2*4 FLOPs twice in each of 2 heads. The head, 8*10, sees three response tokens.
-    assert sample_flops(5, 3, HF) == 2 * (2 * 576 * 5 + 15 * 2 * 2 * 2 * 4) + 2 * 80 * 3
+    assert ForwardFlops(HF)(5, 3) == 2 * (2 * 576 * 5 + 15 * 2 * 2 * 2 * 4) + 2 * 80 * 3
 
 
 def test_flops_of_a_sample_are_those_of_a_real_model():
@@ -67,7 +67,7 @@ def test_flops_of_a_sample_are_those_of_a_real_model():
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, length, dtype=torch.int64), logits_to_keep=response)
     in_vain = 2 * 2 * 2 * 2 * 4 * (length * (length - 1) // 2)  # layers, heads, products, 2 x head_dim, pairs
-    assert counter.get_total_flops() - in_vain == sample_flops(length, response, HF)
+    assert counter.get_total_flops() - in_vain == ForwardFlops(HF)(length, response)
 
 
 def test_flops_of_multi_token_prediction_by_hand():
@@ -83,8 +83,8 @@ def test_flops_of_multi_token_prediction_by_hand():
 def test_a_window_has_fewer_pairs():
     """A token sees at most 3: 1 + 2 + 3 + 3 + 3 = 12 of 15 pairs in each of 2 layers and heads, two products of 2*4."""
     windowed = HF | {"model_type": "mistral", "sliding_window": 3}
-    assert sample_flops(5, 3, HF) - sample_flops(5, 3, windowed) == 3 * 2 * 2 * 2 * 2 * 4
-    assert sample_flops(3, 3, HF) == sample_flops(3, 3, windowed)
+    assert ForwardFlops(HF)(5, 3) - ForwardFlops(windowed)(5, 3) == 3 * 2 * 2 * 2 * 2 * 4
+    assert ForwardFlops(HF)(3, 3) == ForwardFlops(windowed)(3, 3)
 
 
 def test_flops_of_experts_are_those_a_token_goes_to():
@@ -103,10 +103,10 @@ def test_flops_of_experts_are_those_a_token_goes_to():
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, length, dtype=torch.int64), logits_to_keep=response)
     in_vain = 3 * 2 * 2 * 2 * 4 * (length * (length - 1) // 2)
-    assert counter.get_total_flops() - in_vain == sample_flops(length, response, hf)
+    assert counter.get_total_flops() - in_vain == ForwardFlops(hf)(length, response)
     # Qwen's spelling and that of transformers are one
     renamed = {k: v for k, v in hf.items() if k != "num_experts"} | {"num_local_experts": 7}
-    assert sample_flops(length, response, renamed) == sample_flops(length, response, hf)
+    assert ForwardFlops(renamed)(length, response) == ForwardFlops(hf)(length, response)
 
 
 def test_flops_of_shared_experts_are_counted():
@@ -130,7 +130,7 @@ def test_flops_of_shared_experts_are_counted():
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, length, dtype=torch.int64), logits_to_keep=response)
     in_vain = 3 * 2 * 2 * 2 * 4 * (length * (length - 1) // 2)
-    assert counter.get_total_flops() - in_vain == sample_flops(length, response, hf)
+    assert counter.get_total_flops() - in_vain == ForwardFlops(hf)(length, response)
 
 
 def test_first_fit_then_stride():

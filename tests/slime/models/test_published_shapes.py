@@ -8,8 +8,8 @@ import pytest
 from hybrid_shapes import TEXT_ONLY
 from make_model import build_config, build_model, stored_tensors
 
-from slime.data.packing import sample_flops
 from slime.models import decoder_of
+from slime.plan.flops import ForwardFlops
 from slime.plan.model_shape import Shape
 
 
@@ -37,7 +37,7 @@ def test_what_a_token_uses_is_as_published():
     embedding."""
     config = json.loads(build_config("qwen3-30b-a3b").to_json_string(use_diff=False))
     pair = 48 * 4 * 32 * 128
-    assert f"{((sample_flops(1, 1, config) - pair) / 2 + 151936 * 2048) / 1e9:.2f}" == "3.35"
+    assert f"{((ForwardFlops(config)(1, 1) - pair) / 2 + 151936 * 2048) / 1e9:.2f}" == "3.35"
     config = json.loads(build_config("glm-4.5-air").to_json_string(use_diff=False))
     pair = 46 * 4 * 96 * 128  # 12.2 without the head and the embedding; the card says 12
-    assert f"{(sample_flops(1, 0, config) - pair) / 2e9:.1f}" == "12.2"
+    assert f"{(ForwardFlops(config)(1, 0) - pair) / 2e9:.1f}" == "12.2"

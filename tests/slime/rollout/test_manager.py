@@ -7,8 +7,8 @@ import torch
 from rollout_double import EngineDouble, make_tokenizer, write_lines
 
 from slime.config.schema import Config
-from slime.data.packing import sample_flops
 from slime.data.train_data import convert_samples_to_train_data
+from slime.plan.flops import ForwardFlops
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.manager import RolloutManager
 from slime.rules.resolve import resolve
@@ -74,7 +74,7 @@ def test_a_rollout(build):
     assert batch.metrics["perf/rollout_time"] > 0
     assert batch.tokens == 11 + 11 + 12 + 12
     hf = manager.hf_config
-    assert batch.forward_flops == 2 * (sample_flops(11, 2, hf) + sample_flops(12, 3, hf)) > 0
+    assert batch.forward_flops == 2 * (ForwardFlops(hf)(11, 2) + ForwardFlops(hf)(12, 3)) > 0
     assert prompts(manager.generate(1))[::2] == ["c len=3 :", "d len=4 :"]
 
 

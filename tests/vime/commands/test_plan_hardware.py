@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from architectures import ARCHITECTURES
 
-from slime.data.packing import sample_flops
 from slime.hardware import HARDWARE
+from slime.plan.flops import ForwardFlops
 from slime.plan.model_shape import Shape
 from slime.plan.units import GIB
 from vime.cli import main
@@ -77,7 +77,7 @@ def test_the_section_shows_the_figures_and_the_layout(flags, capsys):
         f"lower bound of a weight update: {size / GIB:.2f} GiB / 900 GB/s (NVLink) = {size / 900e9:.3g} s"
     )
     rate = re.search(r"= ([\d,]+) tokens/s", training)[1]
-    assert int(rate.replace(",", "")) == round(2.5e15 / (3 * sample_flops(1, 0, QWEN3_4B)))
+    assert int(rate.replace(",", "")) == round(2.5e15 / (3 * ForwardFlops(QWEN3_4B)(1, 0)))
 
 
 @pytest.mark.parametrize(

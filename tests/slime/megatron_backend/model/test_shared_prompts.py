@@ -16,11 +16,12 @@ from torch import Tensor
 from trainer_cases import make_checkpoints, make_config, make_samples, rank_data
 
 from slime.checkpoints.hf_config import read_hf_config
-from slime.data.packing import forward_flops, pack, sample_flops, shares_prompts
+from slime.data.packing import forward_flops, pack, shares_prompts
 from slime.data.token_slice import token_slice
 from slime.megatron_backend.model.attention import PackedAttention, packed_layout
 from slime.megatron_backend.model.rows import Rows, take
 from slime.megatron_backend.step.trainer import MegatronTrainer
+from slime.plan.flops import ForwardFlops
 from slime.types import Sample
 
 STEPS = {"global_batch_size": 4, "max_tokens_per_gpu": 200, "clip_grad": 0.0, "entropy_coef": 0.01}
@@ -186,11 +187,11 @@ def test_flops_count_a_shared_prompt_once(roots):
     config = make_config(roots["dense"], **STEPS)
     data, hf = rank_data(config, make_samples()), read_hf_config(config.rollout.hf_checkpoint)
     lengths = list(zip(data["total_lengths"], data["response_lengths"], strict=True))
-    own = sum(sample_flops(n, r, hf) for n, r in lengths)
+    own = sum(ForwardFlops(hf)(n, r) for n, r in lengths)
     assert forward_flops(data, [], hf, share_prompts=False) == own
     # groups 0 and 1 have two samples with the prompt, group 3 has three
     n0, n1, n3 = (lengths[i][0] - lengths[i][1] for i in (0, 2, 6))
-    saved = sum(sample_flops(n, 0, hf) for n in (n0, n1, n3, n3))
+    saved = sum(ForwardFlops(hf)(n, 0) for n in (n0, n1, n3, n3))
     assert forward_flops(data, [], hf, share_prompts=True) == pytest.approx(own - saved, rel=1e-12)
 
 
