@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import multiprocessing
+
+_PRELOADED = ["slime.megatron_backend.step.trainer"]
 
 
 def on_ranks(work: Callable[..., None], *args: Any, ranks: int) -> None:
@@ -15,8 +20,31 @@ def on_ranks(work: Callable[..., None], *args: Any, ranks: int) -> None:
 
     The environment of the processes is that of the first call in this test process: use it in tests/slime alone.
     """
-    multiprocessing.set_forkserver_preload(["slime.megatron_backend.step.trainer"])
+    multiprocessing.set_forkserver_preload(_PRELOADED)
     multiprocessing.start_processes(work, args=args, nprocs=ranks, start_method="forkserver")
+
+
+def killed(work: Callable[..., None], of_each: Sequence[Sequence[Any]]) -> None:
+    """Call `work(*args)` for each of the args in a process of its own, side by side. SIGKILL must end them all."""
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=work, args=tuple(args)) for args in of_each]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == -signal.SIGKILL, process.exitcode
+
+
+def kill_when_seen(folder: Path, pattern: str) -> None:
+    """SIGKILL for this process as soon as `folder` has a file of that name."""
+
+    def watch() -> None:
+        while not list(folder.glob(pattern)):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def in_layouts(

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron_cases import make_config, sequences, train_step
-from rank_processes import on_ranks
+from rank_processes import kill_when_seen, killed, on_ranks
 
 from slime.checkpoints.checkpoint_dir import latest
 from slime.checkpoints.checkpoint_files import damage, iterations, read_sums
@@ -121,46 +117,28 @@ def test_an_error_of_the_thread_is_raised_by_the_next_wait(hf_dir, tmp_path, bac
     assert latest(tmp_path) == 2
 
 
-KILLED = """
-    import os, signal, sys, threading, time
-    from pathlib import Path
-    sys.path[:0] = sys.argv[1].split(os.pathsep)
-    from megatron_cases import make_config
-    from slime.megatron_backend.parallel import init_parallel
-    from slime.megatron_backend.checkpoint.background import BackgroundSaves
-    from slime.megatron_backend.checkpoint.distributed import save_checkpoint
-    out, hf, watched = Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+def save_twice(out: Path, hf_dir: Path, watched: str) -> None:
+    """In a process of its own, which ends in the second save."""
+    torch.set_num_threads(1)
     init_parallel(0, 1, make_config(), init_method=f"file://{out}/store")
-    from test_async_save import run, trainer
-    parts, background = trainer(hf), BackgroundSaves(1)
+    parts, background = trainer(hf_dir), BackgroundSaves(1)
     save_checkpoint(out, 1, *parts, extra={"rollout_id": 1}, background=background)
     background.wait()
-
-    def kill_when_seen():
-        while not list(out.glob(watched)):
-            pass
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=kill_when_seen, daemon=True).start()
+    kill_when_seen(out, watched)
     save_checkpoint(out, 2, *parts, extra={"rollout_id": 2}, background=background)
     run(parts, 1, 9)
     background.wait()
     time.sleep(10)
-"""
 
 
 def test_kill_in_the_middle_leaves_the_checkpoint_before(hf_dir, tmp_path):
     """SIGKILL when the copies are made, when the first tensor file appears, and when the folder takes its place."""
     watched = [".iter_0000002.partial/common.pt", ".iter_0000002.partial/*.distcp", "iter_0000002"]
-    paths = os.pathsep.join([str(here := Path(__file__).parent), str(here.parents[1])])
-    runs = []
-    for i, pattern in enumerate(watched):
-        (out := tmp_path / str(i)).mkdir()
-        command = [sys.executable, "-c", textwrap.dedent(KILLED), paths, out, hf_dir, pattern]
-        runs.append((out, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)))
-    for i, (out, process) in enumerate(runs):
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == -signal.SIGKILL, errors.decode()
+    folders = [tmp_path / str(i) for i in range(len(watched))]
+    for out in folders:
+        out.mkdir()
+    killed(save_twice, [(out, hf_dir, pattern) for out, pattern in zip(folders, watched, strict=True)])
+    for i, out in enumerate(folders):
         found = latest(out)
         assert found == 1 if i < 2 else found in (1, 2)
         parts = trainer(hf_dir)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
-import textwrap
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from megatron_cases import make_config, sequences, tiny_checkpoint, train_step
+from rank_processes import kill_when_seen, killed
 
 from slime.checkpoints.checkpoint_dir import latest
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
@@ -21,6 +18,7 @@ from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import build_optimizer
+from slime.megatron_backend.parallel import init_parallel
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 
@@ -158,50 +156,25 @@ def test_cut_off_between_two_renames_still_loads(hf_dir, tmp_path):
     assert load_checkpoint(tmp_path, *parts) == {"first": False}
 
 
-KILLED = """
-    import os, signal, sys, threading, time
-    from pathlib import Path
-    sys.path[:0] = sys.argv[1].split(os.pathsep)
-    from megatron_cases import make_config
-    from slime.megatron_backend.parallel import init_parallel
-    from slime.megatron_backend.checkpoint.distributed import save_checkpoint
-    out, hf, watched = Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+def save_twice(out: Path, hf_dir: Path, watched: str) -> None:
+    """In a process of its own, which ends in the second save."""
+    torch.set_num_threads(1)
     init_parallel(0, 1, make_config(), init_method=f"file://{out}/store")
-    from test_megatron_checkpoint import trainer
-    parts = trainer(hf)
+    parts = trainer(hf_dir)
     save_checkpoint(out, 1, *parts, extra={"rollout_id": 1})
-
-    def kill_when_seen():
-        while not list(out.glob(watched)):
-            pass
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=kill_when_seen, daemon=True).start()
+    kill_when_seen(out, watched)
     save_checkpoint(out, 2, *parts, extra={"rollout_id": 2})
     time.sleep(10)
-"""
 
 
 def test_kill_during_a_save_leaves_a_latest_that_loads(hf_dir, tmp_path):
     """SIGKILL when the first tensor file appears, and when the finished directory takes its place."""
     watched = [".iter_0000002.partial/*.distcp", "iter_0000002"]
-    runs = []
-    for i, pattern in enumerate(watched):
-        out = tmp_path / str(i)
+    folders = [tmp_path / str(i) for i in range(len(watched))]
+    for out in folders:
         out.mkdir()
-        command = [
-            sys.executable,
-            "-c",
-            textwrap.dedent(KILLED),
-            os.pathsep.join([str(here := Path(__file__).parent), str(here.parents[1])]),
-            out,
-            hf_dir,
-            pattern,
-        ]
-        runs.append((out, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)))
-    for i, (out, process) in enumerate(runs):
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == -signal.SIGKILL, errors.decode()
+    killed(save_twice, [(out, hf_dir, pattern) for out, pattern in zip(folders, watched, strict=True)])
+    for i, out in enumerate(folders):
         parts = trainer(hf_dir)
         found = latest(out)
         assert found == 1 if i == 0 else found in (1, 2)
