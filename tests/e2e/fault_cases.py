@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from train_fixtures import PROMPTS, SAMPLES, Launch, World, launched, published_weights, rows, samples, vime
 
 from slime.tracking.ledger import read_ledger
@@ -182,3 +185,24 @@ def resumed_with_a_slow_engine_then_interrupted(run: FaultyRun) -> None:
     ledger = read_ledger(run.run_dir)
     assert ledger.is_exact and ledger.starts == 2 and ledger.again > 0 and ledger.dropped["deadline"] > 0
     run.assert_right_weights()
+
+
+@contextlib.contextmanager
+def training(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
+    """A run after its first step. It must end within 15 s of the block, and leave nothing where temporary files go."""
+    temporary = Path(
+        tempfile.mkdtemp(prefix="vt-", dir=world.root.parent)
+    )  # unix sockets have short paths only
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    semaphores = set(Path("/dev/shm").glob("sem.*"))
+    with launched(vime("train", *world.sft(name, rollouts=10_000)), world.root / f"{name}.out") as launch:
+        launch.wait_for(lambda: rows(world.root / name, "train/step"), "a step", 240)
+        assert list(temporary.glob("vime-*/session_latest"))  # Ray's files are there, too
+        yield launch
+        began = time.monotonic()
+        launch.process.wait(15)
+        print(f"ended after {time.monotonic() - began:.1f} s")
+        launch.await_gone(10)
+    assert [path.name for path in temporary.iterdir() if "torchinductor" not in path.name] == []
+    assert set(Path("/dev/shm").glob("sem.*")) <= semaphores
+    shutil.rmtree(temporary)

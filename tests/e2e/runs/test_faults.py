@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 
 import pytest
 from fault_cases import (
@@ -19,8 +16,9 @@ from fault_cases import (
     rank_killed,
     resumed_with_a_slow_engine_then_interrupted,
     trainer_killed,
+    training,
 )
-from train_fixtures import Launch, World, launched, make_world, published_weights, rows, samples, vime
+from train_fixtures import World, launched, make_world, published_weights, rows, samples, vime
 
 pytestmark = pytest.mark.e2e
 
@@ -103,38 +101,6 @@ def test_trainer_rank_that_dies_is_named_though_its_peers_wait_for_it(world: Wor
     rank_killed(world, "dead", ranks=2)
 
 
-@contextmanager
-def training(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
-    """A run after its first step. It must end within 15 s of the block, and leave nothing where temporary files go."""
-    temporary = Path(
-        tempfile.mkdtemp(prefix="vt-", dir=world.root.parent)
-    )  # unix sockets have short paths only
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    semaphores = set(Path("/dev/shm").glob("sem.*"))
-    with launched(vime("train", *world.sft(name, rollouts=10_000)), world.root / f"{name}.out") as launch:
-        launch.wait_for(lambda: rows(world.root / name, "train/step"), "a step", 240)
-        assert list(temporary.glob("vime-*/session_latest"))  # Ray's files are there, too
-        yield launch
-        began = time.monotonic()
-        launch.process.wait(15)
-        print(f"ended after {time.monotonic() - began:.1f} s")
-        launch.await_gone(10)
-    assert [path.name for path in temporary.iterdir() if "torchinductor" not in path.name] == []
-    assert set(Path("/dev/shm").glob("sem.*")) <= semaphores
-    shutil.rmtree(temporary)
-
-
-def test_sigterm_of_the_group_ends_a_run_as_ctrl_c_does(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`timeout` sends it to the command and then to the group. Ray has a handler of its own for it."""
-    with training(world, "ended", monkeypatch) as launch:
-        launch.process.terminate()
-        os.killpg(launch.process.pid, signal.SIGTERM)
-    assert launch.process.returncode == 143
-    assert launch.output.splitlines()[-1].startswith("interrupted by SIGTERM: everything"), launch.output
-
-
 @pytest.mark.slow
 def test_sigterm_of_every_process_ends_a_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As systemd and Slurm send it: Ray's servers get it, too, and no call may wait for them."""
@@ -188,6 +154,7 @@ def test_a_killed_process_of_ray_is_named(
     assert "Traceback" not in launch.output, launch.output[-3000:]
 
 
+@pytest.mark.slow
 def test_too_many_devices_are_refused_before_anything_is_placed(world: World) -> None:
     flags = [
         *world.grpo("large", rollouts=1),

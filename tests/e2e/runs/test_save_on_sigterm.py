@@ -1,18 +1,20 @@
-"""A run that gets SIGTERM with --exit-signal-handler, and goes on later as if nothing had been; checkpoints are written
-in the background, and two stay."""
+"""SIGTERM: it ends a run as Ctrl-C does. With --exit-signal-handler the run saves first, and goes on later as if it
+had not ended; checkpoints are written in the background, and two stay."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fault_cases import training
 from train_fixtures import World, launched, make_world, rows, run, vime
 
 from slime.checkpoints.checkpoint_files import iterations
 
-ROLLOUTS = 40
+ROLLOUTS = 24
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +26,24 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {step: row["train/loss"] for step, row in rows(run_dir, "train/step").items()}
 
 
-def test_sigterm_saves_and_the_next_start_goes_on(world: World) -> None:
-    run(vime("train", *world.sft("whole", rollouts=ROLLOUTS)), world.root / "whole.out")
+@pytest.fixture(scope="module")
+def whole(world: World) -> dict[int, float]:
+    """The losses of a run without a checkpoint. It ends by SIGTERM, sent as `timeout` sends it: to the command and then
+    to the group. Ray has a handler of its own for it."""
+    with pytest.MonkeyPatch.context() as monkeypatch, training(world, "whole", monkeypatch) as launch:
+        launch.wait_for(lambda: len(losses(world.root / "whole")) >= ROLLOUTS, f"{ROLLOUTS} steps", 120)
+        launch.process.terminate()
+        os.killpg(launch.process.pid, signal.SIGTERM)
+    assert launch.process.returncode == 143
+    assert launch.output.splitlines()[-1].startswith("interrupted by SIGTERM: everything"), launch.output
+    return losses(world.root / "whole")
+
+
+def test_sigterm_of_the_group_ends_a_run_as_ctrl_c_does(whole: dict[int, float]) -> None:
+    assert len(whole) >= ROLLOUTS
+
+
+def test_sigterm_saves_and_the_next_start_goes_on(world: World, whole: dict[int, float]) -> None:
     save = world.root / "saved"
     flags = [
         *("--save", str(save), "--load", str(save), "--save-interval", "4", "--async-save"),
@@ -43,7 +61,7 @@ def test_sigterm_saves_and_the_next_start_goes_on(world: World) -> None:
     assert (save / "latest_checkpointed_iteration.txt").read_text() == str(ended)
     assert iterations(save) == [(ended - 1) // 4 * 4 + 3 if ended % 4 == 0 else ended // 4 * 4 - 1, ended]
     run(command, out)
-    assert losses(world.root / "parts") == losses(world.root / "whole")
+    assert losses(world.root / "parts") == {step: whole[step] for step in range(ROLLOUTS)}
     assert iterations(save) == [ROLLOUTS - 5, ROLLOUTS - 1]
     assert not list(save.glob(".iter*"))
     left = sorted(file.name for file in (save / "rollout").iterdir())
