@@ -44,6 +44,7 @@ def example(
     return printed
 
 
+@pytest.mark.slow
 def test_rloo_learns(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = example(world, monkeypatch, "rloo", "config.yaml")
     assert "step: ref_log_probs (reference) -> train policy\n" in printed
