@@ -9,7 +9,7 @@ without them.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_kernel.telemetry import telemetry as telemetry  # at once, because its module has the same name
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rl_kernel.public import *  # noqa: F403
 else:
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         public = import_module("rl_kernel.public")
         if name != "__all__" and name not in public.__all__:
             raise AttributeError(f"module 'rl_kernel' has no attribute {name!r}")

@@ -44,9 +44,9 @@ from slime.tracking.run_record import record_error, recorded
 from slime.waiting import said
 from vime.backends import make_pools, parse_config, require_reachable
 from vime.members.control_socket import ControlSocket
+from vime.pool.apart import apart
 from vime.pool.process import tail
 from vime.run import interrupts, surroundings
-from vime.run.apart import apart
 from vime.run.disk_space import require_disk_space
 from vime.run.interrupts import by, catch_signals, exit_code
 from vime.run.lock import lock_all

@@ -140,7 +140,7 @@ def _own_processes() -> Iterator[None]:
         yield
 
 
-def _command_of(component: str, session_dir: str, *more: Any, **named: Any) -> list[str]:
+def _command_of(component: str, session_dir: str, *more: object, **named: object) -> list[str]:
     """The command of a Python process of Ray, which its arguments follow."""
     if component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:
         return [sys.executable, "-P", quiet_agent.__file__]

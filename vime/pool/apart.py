@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from vime.pool.supervise import die_with_parent
 
@@ -48,12 +48,14 @@ def apart(call: Callable[[], T], what: str) -> T:
     if kind is ValueError:
         raise ValueError(value)
     if kind is RuntimeError:
-        raise RuntimeError(f"{what} failed:\n{value}")
+        raise RuntimeError(
+            f"{what} must end without an exception, got this one; its last line says what to change:\n{value}"
+        )
     result: T = value
     return result
 
 
-def _answer(call: Callable[[], Any], writing: int) -> NoReturn:
+def _answer(call: Callable[[], object], writing: int) -> NoReturn:
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:

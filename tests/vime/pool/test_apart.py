@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from vime.run.apart import apart
+from vime.pool.apart import apart
 
 
 def children() -> set[int]:
@@ -39,7 +39,8 @@ def test_a_value_error_is_the_same_and_another_error_has_its_traceback():
     with pytest.raises(ValueError, match=r"^--x must be 1, got 2; set it$"):
         apart(refuse, "a call")
     with pytest.raises(
-        RuntimeError, match=r"(?s)^a call failed:\nTraceback.*in fail\n.*OSError: no such disk"
+        RuntimeError,
+        match=r"(?s)^a call must end without an exception, got this one; .*\nTraceback.*in fail\n.*OSError: no such disk",
     ):
         apart(fail, "a call")
 
