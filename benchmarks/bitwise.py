@@ -4,12 +4,13 @@
     python benchmarks/bitwise.py OUT --arch qwen3-tiny      on a CPU
     python benchmarks/bitwise.py OUT --sides bitwise        one side only
     python benchmarks/bitwise.py OUT --ranks 2              two tensor-parallel ranks in trainer and engine
+    python benchmarks/bitwise.py OUT --sides bitwise,logged --steps 200 -- --config FILE ...    another run: its flags
 
 trains GRPO once for each side, with the same seeds, in OUT/SIDE, and prints one row for each. A run that ended well is
 not made again. Sides: off (the default operators, not compared), logged (the same, compared), invariant (vLLM's own
 --vllm-batch-invariant, on GPUs only), head, norms and attention (a part of the operators of --rlk-bitwise, each with
-those before), bitwise (all, with the products). The reward says whether the last token is odd, so that a random model
-has something to learn.
+those before), bitwise (all, with the products). Without other flags, the reward says whether the last token is odd, so
+that a random model has something to learn. Below a row are the mean rewards of 20 steps each, and the evaluations.
 """
 
 from __future__ import annotations
@@ -46,25 +47,25 @@ def odd_end(args: Any, sample: Any, **unused: Any) -> float:
     return float(sample.tokens[-1] % 2)
 
 
-def flags(model: Path, run_dir: Path, asked: argparse.Namespace) -> list[str]:
-    """Of `vime train`, without those of a side."""
+def flags(model: Path, asked: argparse.Namespace) -> list[str]:
+    """Of `vime train` with a random model, without those that each run has."""
     return [
-        *("--hf-checkpoint", str(model), "--run-dir", str(run_dir), "--colocate"),
+        *("--hf-checkpoint", str(model), "--colocate"),
         *("--prompt-data", str(model / "arithmetic" / "train.jsonl"), "--input-key", "prompt"),
         *("--label-key", "label", "--apply-chat-template", "--rollout-shuffle"),
-        *("--custom-rm-path", "bitwise.odd_end", "--num-rollout", str(asked.steps)),
+        *("--custom-rm-path", "bitwise.odd_end"),
         *("--rollout-batch-size", str(asked.prompts), "--n-samples-per-prompt", "8"),
         *("--global-batch-size", str(8 * asked.prompts), "--rollout-max-response-len", str(asked.length)),
         *("--actor-num-gpus-per-node", str(asked.ranks), "--rollout-num-gpus-per-engine", str(asked.ranks)),
         *("--tensor-model-parallel-size", str(asked.ranks)),
         *(("--sequence-parallel",) if asked.sequence_parallel else ()),
         *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"),
-        *("--lr", "1e-5", "--device", asked.device),
+        *("--lr", "1e-5"),
         *(("--bf16",) if asked.device == "cuda" else ()),
     ]
 
 
-def run(side: str, model: Path, asked: argparse.Namespace) -> int:
+def run(side: str, given: list[str], asked: argparse.Namespace) -> int:
     """The exit code of the side's run. Its output is in OUT/SIDE.log."""
     run_dir = asked.out / side
     if (run_dir / "done").exists():
@@ -74,7 +75,8 @@ def run(side: str, model: Path, asked: argparse.Namespace) -> int:
         "-m",
         "vime",
         "train",
-        *flags(model, run_dir, asked),
+        *given,
+        *("--run-dir", str(run_dir), "--num-rollout", str(asked.steps), "--device", asked.device),
         *SIDES[side],
         "--overwrite",
     ]
@@ -116,6 +118,35 @@ def compared(run_dir: Path) -> str:
     return f"{differing:.0f} of {tokens:.0f} | {mean:.2e} | {largest:.2e}"
 
 
+def curves(run_dir: Path) -> str:
+    """Mean rewards of 20 steps each, and what evaluations found."""
+    steps = lines(run_dir / "metrics.jsonl")
+    rewards = [step["rollout/raw_reward"] for step in steps if "rollout/raw_reward" in step]
+    means = [statistics.fmean(rewards[i : i + 20]) for i in range(0, len(rewards), 20)]
+    evaluations: dict[str, list[float]] = {}
+    for step in steps:
+        for name, value in step.items():
+            if (
+                name.startswith("eval/")
+                and name.count("/") == 1
+                and isinstance(value, float)
+                and "-" not in name
+            ):
+                evaluations.setdefault(name, []).append(value)
+    found = {"reward": means, **evaluations}
+    return "\n".join(
+        f"  {name}: {' '.join(f'{value:.4f}' for value in values)}" for name, values in found.items()
+    )
+
+
+def random_model(asked: argparse.Namespace) -> Path:
+    model: Path = asked.out / asked.arch
+    if not model.exists():
+        make = [sys.executable, str(ROOT / "scripts" / "make_model.py"), "--arch", asked.arch, "--random"]
+        subprocess.run([*make, "--arithmetic", str(model)], check=True)
+    return model
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
@@ -135,29 +166,28 @@ def main() -> None:
     parser.add_argument(
         "--sequence-parallel", action="store_true", help="in the trainer, with --ranks above 1"
     )
-    asked = parser.parse_args()
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    asked, given = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     of_device = [side for side in SIDES if asked.device == "cuda" or side != "invariant"]
     sides = asked.sides.split(",") if asked.sides else of_device
     if unknown := [side for side in sides if side not in SIDES]:
         parser.error(f"--sides must be of {', '.join(SIDES)}, got {unknown[0]}")
     asked.out = asked.out.resolve()
     asked.out.mkdir(parents=True, exist_ok=True)
-    model = asked.out / asked.arch
-    if not model.exists():
-        make = [sys.executable, str(ROOT / "scripts" / "make_model.py"), "--arch", asked.arch, "--random"]
-        subprocess.run([*make, "--arithmetic", str(model)], check=True)
     print(
         "side | differing tokens | mean difference | largest | step, s | rollout, s | training, s | tokens/s | "
         "peak, GiB",
         flush=True,
     )
     for side in sides:
-        code = run(side, model, asked)
+        code = run(side, given or flags(random_model(asked), asked), asked)
         there = (asked.out / side / "metrics.jsonl").exists()
         print(f"{side} | {row(asked.out / side) if there else 'no step'}", flush=True)
+        if there:
+            print(curves(asked.out / side), flush=True)
         if code:
-            lines = (asked.out / f"{side}.log").read_text(encoding="utf-8", errors="replace").splitlines()
-            print(f"  exit code {code}: " + "\n  ".join(lines[-12:]), flush=True)
+            log = (asked.out / f"{side}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+            print(f"  exit code {code}: " + "\n  ".join(log[-12:]), flush=True)
 
 
 if __name__ == "__main__":

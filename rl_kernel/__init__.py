@@ -22,3 +22,6 @@ else:
         if name != "__all__" and name not in public.__all__:
             raise AttributeError(f"module 'rl_kernel' has no attribute {name!r}")
         return getattr(public, name)
+
+    def __dir__() -> list[str]:
+        return list(import_module("rl_kernel.public").__all__)
