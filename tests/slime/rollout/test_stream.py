@@ -105,6 +105,7 @@ def test_a_batch_waits_for_old_groups_that_later_batches_have_no_room_for():
     run = Run(["a", "b", ONE, ONE, ONE, ONE, "g", "h"], max_staleness=2)
     asked = [run.ask(rollout_id, 0) for rollout_id in range(3)]
     assert prompts_of(asked[0]()) == ["a", "b"]
+    assert until(lambda: run.engine.running == 8)  # the four groups, drawn at weights 0
     last = run.ask(3, 1)
     assert until(lambda: len(run.engine.calls) == 16 and run.engine.running == 8)
     run.engine.released.add("1")
