@@ -236,18 +236,19 @@ def test_transient_faults_are_retried_with_the_key() -> None:
 def test_a_lost_answer_is_asked_for_again_and_a_slow_one_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first answer never comes. The second one is finished after three times the limit."""
     monkeypatch.setattr(client_module, "SILENT_S", 0.5)
-    calls = []
+    calls, answered = [], asyncio.Event()
 
     async def handler(request: web.Request) -> web.StreamResponse:
         calls.append(time.monotonic())
         if len(calls) == 1:
-            await asyncio.Event().wait()
+            await answered.wait()  # the server would wait a minute for a handler that never ends
         response = web.StreamResponse()
         await response.prepare(request)
         for _ in range(15):
             await response.write(ALIVE)
             await asyncio.sleep(0.1)
         await response.write(frame(ANSWER))
+        answered.set()
         return response
 
     answer = serve(handler, generate(deadline_s=20.0))
