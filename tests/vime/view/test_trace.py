@@ -61,7 +61,7 @@ def test_a_trace_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     }
     assert spans["group 3"]["args"]["fate"] == "dropped: zero_std"
     assert {"weights of the checkpoint", "weights 0", "weights 1", "weights 2"} <= spans.keys()
-    assert spans["part 0 of weights 1"]["dur"] == 1000
+    assert abs(spans["part 0 of weights 1"]["dur"] - 1000) <= 1  # both ends are rounded to microseconds
     (counter,) = [e for e in events if e["ph"] == "C"]
     assert counter["args"] == {"running": 12, "waiting": 3, "kv_cache_percent": 42.0}
     marks = [e["name"] for e in events if e["ph"] == "i"]
