@@ -10,7 +10,7 @@ trainer that packs whole sequences, get the same log-probs. Gradients are those 
 from rl_kernel.invariant.autograd import with_value
 from rl_kernel.invariant.causal import attention, packed_attention, paged_attention
 from rl_kernel.invariant.head import log_softmax, target_log_probs
-from rl_kernel.invariant.layers import add_rms_norm, angles, linear, rms_norm, rotate, rotate_at, swiglu
+from rl_kernel.invariant.layers import add_rms_norm, angles, linear, rms_norm, rotate, swiglu
 from rl_kernel.invariant.ranks import column_parallel_linear, linear_over_ranks, own_rows, row_parallel_linear
 from rl_kernel.invariant.selfcheck import broken
 
@@ -28,7 +28,6 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rotate",
-    "rotate_at",
     "row_parallel_linear",
     "swiglu",
     "target_log_probs",

@@ -128,23 +128,14 @@ def angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     return cos.float(), sin.float()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)` for the halves x1, x2 of the last dimension.
+def rotate(x: Tensor, angles: Tensor, positions: Tensor) -> Tensor:
+    """`cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)` for the halves x1, x2 of the last dimension, with
+    `cos, sin = angles[:, positions]`. Without a gradient.
 
-    x [N, heads, D], cos and sin [N, 1, D / 2] -> [N, heads, D] in the dtype of x. On a host, each product and sum is
-    rounded by itself; on a GPU it is the kernel of `rl_kernel.rotary`. Differentiable in x. Source: Su et al. (2021).
+    x [N, heads, D], angles [2, P, 1, D / 2] fp32, positions [N] -> [N, heads, D] in the dtype of x. The bits are those
+    of `rl_kernel.rotary`: on a host each product and sum is rounded by itself, and on a GPU its kernel reads the table.
+    Source: Su et al. (2021).
     """
-    if x.is_cuda:
-        from rl_kernel.ops.rotary.autograd import Rotary
-
-        fused: Tensor = Rotary.apply(x, cos, sin)
-        return fused
-    return rotary_reference(x, cos, sin)
-
-
-def rotate_at(x: Tensor, angles: Tensor, positions: Tensor) -> Tensor:
-    """`rotate(x, *angles[:, positions])`, with the same bits: x [N, heads, D], angles [2, P, 1, D / 2], positions [N].
-    Without a gradient. On a GPU the kernel reads the table."""
     if not x.is_cuda:
         return rotary_reference(x, *angles[:, positions])
     from rl_kernel.ops.rotary import kernels

@@ -35,6 +35,7 @@ def _operators(device: torch.device | str, dtype: torch.dtype) -> dict[str, tupl
         cos, sin = layers.angles(places, frequencies)
         return torch.cat((cos, sin), -1)
 
+    table = torch.stack(layers.angles(places, frequencies))
     found: dict[str, tuple[Tensor, Rows]] = {
         "linear": (rows, lambda x: layers.linear(x, weight)),
         "linear_over_ranks": (rows, lambda x: _by_two_ranks(x, weight)),
@@ -43,7 +44,7 @@ def _operators(device: torch.device | str, dtype: torch.dtype) -> dict[str, tupl
         "angles": (places, turned),
         "rotate": (
             drawn(ROWS, HEADS, SIZE),
-            lambda x: layers.rotate(x, *turned(places[-1:]).expand(len(x), 1, SIZE).chunk(2, -1)),
+            lambda x: layers.rotate(x, table, places.new_full((len(x),), ROWS - 1)),
         ),
         "log_softmax": (drawn(ROWS, OUTPUTS, of=torch.float32) * 8, log_softmax),
     }
@@ -104,7 +105,7 @@ def _packed_queries(drawn: Callable[..., Tensor]) -> Rows:
 def broken(device: torch.device | str, dtype: torch.dtype) -> list[str]:
     """The operators whose bits for a row change with the other rows, with their number or their order. [] is right.
 
-    `dtype` of the model. Takes some milliseconds.
+    `dtype` of the model. Takes some milliseconds, and on a GPU the first call compiles the kernels.
     """
     names = []
     for name, (rows, operator) in _operators(device, dtype).items():

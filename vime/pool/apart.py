@@ -44,7 +44,7 @@ def apart(call: Callable[[], T], what: str) -> T:
             f"{what} must end with a result, got exit code {os.waitstatus_to_exitcode(status)} of its process; a "
             "process that the system killed may have needed more memory than there is"
         )
-    kind, value = pickle.loads(answer)
+    kind, value = pickle.loads(answer)  # ok: from a fork of this process, through its own pipe
     if kind is ValueError:
         raise ValueError(value)
     if kind is RuntimeError:

@@ -127,7 +127,7 @@ class InvariantRotary(RotaryEmbedding):
 
     def _turned(self, x: Tensor, places: Tensor) -> Tensor:
         heads = x.view(len(places), -1, self.head_size)
-        turned = invariant.rotate_at(heads[..., : self.rotary_dim], self.angles, places)
+        turned = invariant.rotate(heads[..., : self.rotary_dim], self.angles, places)
         if self.rotary_dim == self.head_size:
             return turned.view(x.shape)
         return torch.cat((turned, heads[..., self.rotary_dim :]), -1).view(x.shape)
