@@ -8,7 +8,7 @@ from torch import Tensor
 ROWS, FEW_ROWS, KEYS = 128, 16, 64
 """Of one step: pairs of a query and a head that share keys, the same where a sequence has no more, and keys."""
 ONES = tl.constexpr(16)
-"""Columns of the ones by which shares are added up: the least that a product takes."""
+"""Columns of that matrix of ones: the fewest that a product takes."""
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -40,7 +40,7 @@ def attention_kernel(
         place = length - count + number
         end = min(length, length - count + (start_row + ROWS - 1) // SHARED + 1)
         top = tl.full((ROWS,), -float("inf"), tl.float32)
-        # Shares are added up by products with ones: the order of such a sum does not depend on ROWS, tl.sum's does.
+        # The shares of a row are added by a product with ones. tl.sum adds in an order that depends on ROWS.
         ones = tl.full((KEYS, ONES), 1.0, Q.dtype.element_ty)
         total = tl.zeros((ROWS, ONES), tl.float32)
         sums = tl.zeros((ROWS, SIZE), tl.float32)

@@ -1,5 +1,4 @@
-"""RMSNorm, with a residual if there is one, and log-softmax. A program computes one row, or LANES columns
-of one."""
+"""RMSNorm, with a residual if there is one, and log-softmax. A program computes one row, or LANES columns of one."""
 
 import torch
 import triton
