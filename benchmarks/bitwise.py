@@ -7,10 +7,11 @@
     python benchmarks/bitwise.py OUT --sides bitwise,logged --steps 200 -- --config FILE ...    another run: its flags
 
 trains GRPO once for each side, with the same seeds, in OUT/SIDE, and prints one row for each. A run that ended well is
-not made again. Sides: off (the default operators, not compared), logged (the same, compared), invariant (vLLM's own
---vllm-batch-invariant, on GPUs only), head, norms and attention (a part of the operators of --rlk-bitwise, each with
-those before), bitwise (all, with the products). Without other flags, the reward says whether the last token is odd, so
-that a random model has something to learn. Below a row are the mean rewards of 20 steps each, and the evaluations.
+not made again. Sides: off (the default operators, not compared), logged (the same, compared), plain (no operator of
+rl_kernel, compared), invariant (vLLM's own --vllm-batch-invariant, on GPUs only), head, norms and attention (a part of
+the operators of --rlk-bitwise, each with those before), bitwise (all, with the products). Without other flags, the
+reward says whether the last token is odd, so that a random model has something to learn. Below a row are the mean
+rewards of 20 steps each, and the evaluations.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPARED = ("--rlk-consistency", "audit")
+ON_GPUS = (
+    *("--bf16", "--vllm-max-model-len", "1024"),
+    # A small engine, so that the state of a 4B need not leave a GPU of 140 GiB while the engine generates.
+    *("--vllm-gpu-memory-utilization", "0.2", "--vllm-kv-cache-memory-bytes", str(8 << 30)),
+)
 PARTS = {
     "head": "head",
     "norms": "head,norm,activation,rotary",
@@ -36,6 +42,7 @@ PARTS = {
 SIDES = {
     "off": (),
     "logged": COMPARED,
+    "plain": (*COMPARED, "--rlk-fast", "off"),
     "invariant": (*COMPARED, "--vllm-batch-invariant"),
     **{side: (*COMPARED, "--rlk-bitwise", "--rlk-bitwise-operators", part) for side, part in PARTS.items()},
     "bitwise": ("--rlk-consistency", "strict", "--rlk-bitwise"),
@@ -61,7 +68,7 @@ def flags(model: Path, asked: argparse.Namespace) -> list[str]:
         *(("--sequence-parallel",) if asked.sequence_parallel else ()),
         *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"),
         *("--lr", "1e-5"),
-        *(("--bf16",) if asked.device == "cuda" else ()),
+        *(ON_GPUS if asked.device == "cuda" else ()),
     ]
 
 

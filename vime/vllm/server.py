@@ -137,8 +137,7 @@ class VllmServer(EngineServer):
         if spec.temperature != 1:
             env[scaled_logits.VARIABLE] = repr(spec.temperature)
         if spec.bitwise:
-            # The other model runner of vLLM makes log-probs elsewhere.
-            env |= {bitwise.VARIABLE: ",".join(spec.bitwise), "VLLM_USE_V2_MODEL_RUNNER": "0"}
+            env |= {bitwise.VARIABLE: ",".join(spec.bitwise), **bitwise.ENVIRONMENT}
         if spec.tells_experts:
             env[routed_experts.VARIABLE] = "1"
         if ip_address(spec.host).is_loopback:

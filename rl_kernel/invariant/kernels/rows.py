@@ -1,4 +1,5 @@
-"""RMSNorm, with a residual if there is one, and log-softmax. A program computes one row, or LANES columns of one."""
+"""RMSNorm, with a residual if there is one, and log-softmax. A program computes one long row, several short ones, or
+LANES columns of one."""
 
 import torch
 import triton
@@ -7,28 +8,31 @@ from torch import Tensor
 
 LANES = 8192
 """Logits of a row that a program reads."""
+NORMED = 2048
+"""Values that a program norms, of rows that are not longer."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
-    X, RESIDUAL, W, OUT, SUM, heads, x_stride, x_head, residual_stride, residual_head, K, eps,
-    ADD: tl.constexpr, BLOCK: tl.constexpr,
+    X, RESIDUAL, W, OUT, SUM, rows, heads, x_stride, x_head, residual_stride, residual_head, K, eps,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x * rsqrt(mean(x ** 2) + eps), rounded to the dtype, times the weight, as checkpoints expect. ADD: x is X +
     RESIDUAL, rounded to the dtype, and is written to SUM."""
-    row = tl.program_id(0).to(tl.int64)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     token, head = row // heads, row % heads
-    lane = tl.arange(0, BLOCK)
-    inside = lane < K
+    lane = tl.arange(0, BLOCK)[None, :]
+    of_row = lane < K
+    inside = (row < rows) & of_row
     x = tl.load(X + token * x_stride + head * x_head + lane, inside, other=0.0).to(tl.float32)
     if ADD:
         at = RESIDUAL + token * residual_stride + head * residual_head + lane
         total = (x + tl.load(at, inside, other=0.0).to(tl.float32)).to(SUM.dtype.element_ty)
         tl.store(SUM + row * K + lane, total, inside)
         x = total.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / K + eps)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1, keep_dims=True) / K + eps)
     normed = (x * scale).to(OUT.dtype.element_ty).to(tl.float32)
-    weight = tl.load(W + lane, inside, other=0.0).to(tl.float32)
+    weight = tl.load(W + lane, of_row, other=0.0).to(tl.float32)
     tl.store(OUT + row * K + lane, (normed * weight).to(OUT.dtype.element_ty), inside)
 
 
@@ -40,12 +44,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     residual = x if residual is None else readable_rows(residual)
     total = torch.empty_like(out) if added else x
     heads = x.shape[1] if x.dim() == 3 else 1
+    rows, block = len(x) * heads, power_of_two(x.shape[-1])
+    together = max(
+        1, NORMED // block
+    )  # follows from K alone, because the order of a sum follows from the tile
     if out.numel():
         with torch.cuda.device_of(x):
-            rms_norm_kernel[(len(x) * heads,)](
-                x, residual, weight, out, total, heads,
+            rms_norm_kernel[(-(-rows // together),)](
+                x, residual, weight, out, total, rows, heads,
                 x.stride(0), x.stride(-2), residual.stride(0), residual.stride(-2), x.shape[-1], eps,
-                ADD=added, BLOCK=power_of_two(x.shape[-1]), num_warps=4,
+                ADD=added, ROWS=together, BLOCK=block, num_warps=4,
             )  # fmt: skip
     return out, total
 

@@ -17,8 +17,14 @@ if TYPE_CHECKING:
 
 VARIABLE = "VIME_BITWISE"
 """Of the server's environment: the operators, separated by commas, of slime's BITWISE_OPERATORS."""
-COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-"""vLLM's --compilation-config on GPUs: nothing is compiled, and steps of one token a request are graphs."""
+COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"}
+"""vLLM's --compilation-config on GPUs: nothing is compiled. Steps of one token a request are one graph. Others, of at
+most 512 tokens, are a graph for each part between two attentions."""
+ENVIRONMENT = {
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it makes log-probs elsewhere
+    "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",  # graphs of parts without torch.compile
+}
+"""Variables of such a server, on each device."""
 
 
 def wanted() -> frozenset[str]:
