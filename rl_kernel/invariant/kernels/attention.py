@@ -13,7 +13,7 @@ LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["FIRST_QUERY", "FIRST_KEY", "LENGTH", "TABLE", "lse_head", "table_stride"])
 def attention_kernel(
     Q, K, V, OUT, LSE, FIRST_QUERY, FIRST_KEY, LENGTH, TABLE,
     q_stride, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, out_stride, out_head, lse_head, table_stride,

@@ -58,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     return out, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["SUMS"])
 def part_sums_kernel(X, TOPS, SUMS, x_stride, parts, V, LANES: tl.constexpr):
     """max(x), and sum(exp(x - max(x))), of LANES columns of a row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -70,7 +70,7 @@ def part_sums_kernel(X, TOPS, SUMS, x_stride, parts, V, LANES: tl.constexpr):
     tl.store(SUMS + row * parts + part, tl.sum(tl.exp(x - finite), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["SUMS", "LOG_SUM"])
 def log_sums_kernel(TOPS, SUMS, TOP, LOG_SUM, parts, PARTS: tl.constexpr):
     """The same of a whole row, with the logarithm of the sum."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
@@ -81,7 +81,7 @@ def log_sums_kernel(TOPS, SUMS, TOP, LOG_SUM, parts, PARTS: tl.constexpr):
     tl.store(LOG_SUM + row, tl.log(tl.sum(sums * tl.exp(tops - top), 0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LOG_SUM"])
 def log_probs_kernel(X, TOP, LOG_SUM, OUT, x_stride, V, LANES: tl.constexpr):
     """(x - TOP) - LOG_SUM for LANES columns of a row."""
     row = tl.program_id(0).to(tl.int64)

@@ -192,7 +192,7 @@ def _backward_block(
         store(D_ENTROPY, lane, slope.to(D_ENTROPY.dtype.element_ty), left, FULL)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["UPSTREAM", "N"])
 def backward_kernel(
     UPSTREAM,
     SLOPE,

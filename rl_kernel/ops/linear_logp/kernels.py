@@ -54,7 +54,7 @@ def _logit(LEFT, RIGHT, length, ROUND: tl.constexpr, BLOCK: tl.constexpr):
     return logit.to(tl.bfloat16).to(tl.float32) if ROUND else logit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TARGETS", "TEMPERATURE", "CENTER"])
 def _centers_kernel(
     HIDDEN, WEIGHT, TARGETS, TEMPERATURE, SCALE, CENTER, FLAG, H, stride_h, stride_w, first, real,
     PER_TOKEN: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
@@ -71,13 +71,13 @@ def _centers_kernel(
         tl.store(FLAG, 0)
 
 
-@triton.jit(do_not_specialize=["C"])
+@triton.jit(do_not_specialize=["CENTER", "SUMS", "WEIGHTED", "C", "real"])
 def _exp_product_kernel(
     hidden_desc, weight_desc, out_desc, SCALE, CENTER, SUMS, WEIGHTED, FLAG,
-    C, V, H, real, programs,
+    C, V, H, real, height, programs,
     CONDITIONAL: tl.constexpr, STORE: tl.constexpr, STATS: tl.constexpr, ENTROPY: tl.constexpr,
     MAXIMUM: tl.constexpr, ROUND: tl.constexpr, WIDEN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     row_blocks = tl.cdiv(C, BM)
     column_blocks = tl.cdiv(V, BN)
@@ -85,13 +85,13 @@ def _exp_product_kernel(
     tiles = row_blocks * column_blocks
     if CONDITIONAL:
         tiles = tiles * tl.load(FLAG)
-    per_group = GROUP * column_blocks
+    per_group = height * column_blocks
     # A persistent, flattened loop: the loads of the next tile start while this tile is being stored.
     for tile in tl.range(tl.program_id(0), tiles, programs, flatten=True):
         group = tile // per_group
-        height = tl.minimum(row_blocks - group * GROUP, GROUP)
-        block_row = group * GROUP + (tile % per_group) % height
-        block_column = (tile % per_group) // height
+        here = tl.minimum(row_blocks - group * height, height)
+        block_row = group * height + (tile % per_group) % here
+        block_column = (tile % per_group) // here
         acc = tl.zeros((BM, BN), tl.float32)
         for step in range(steps):
             a = hidden_desc.load([block_row * BM, step * BK])
@@ -136,7 +136,7 @@ def _exp_product_kernel(
                 tl.store(WEIGHTED + at, weighted, mask=inside)
 
 
-@triton.jit(do_not_specialize=["C"])
+@triton.jit(do_not_specialize=["WEIGHTED", "CENTER", "TARGETS", "C"])
 def _block_sums_kernel(
     SUMS, WEIGHTED, CENTER, TARGETS, STATS, FLAG, C, B, first, real, limit,
     CONDITIONAL: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
@@ -172,7 +172,7 @@ def _block_sums_kernel(
             tl.store(FLAG, 1)
 
 
-@triton.jit(do_not_specialize=["C"])
+@triton.jit(do_not_specialize=["CENTER", "C"])
 def _raise_centers_kernel(SUMS, CENTER, STATS, FLAG, C, B, BLOCK: tl.constexpr, STEP: tl.constexpr):
     """SUMS holds block maxima of z - center. The center of a row that overflowed moves to the row's maximum."""
     if tl.load(FLAG) == 0:
@@ -191,7 +191,7 @@ def _raise_centers_kernel(SUMS, CENTER, STATS, FLAG, C, B, BLOCK: tl.constexpr, 
     tl.store(CENTER + rows, center + shift, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["GRAD", "CENTER"])
 def _row_factors_kernel(
     HIDDEN, GRAD, SCALE, CENTER, LSE, FACTOR, OUT, H, stride_h, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -214,7 +214,7 @@ def _expm1(x):
     return tl.where(x > -0.01, series, tl.exp2(x * LOG2E) - 1)
 
 
-@triton.jit(do_not_specialize=["C"])
+@triton.jit(do_not_specialize=["TARGETS", "CENTER", "C", "real"])
 def _target_entries_kernel(
     TILE, TARGETS, LOG_PROBS, CENTER, LSE, C, stride, first, real, BLOCK: tl.constexpr
 ):
@@ -232,7 +232,7 @@ def _target_entries_kernel(
     tl.store(TILE + rows.to(tl.int64) * stride + column, value.to(TILE.dtype.element_ty), mask=owned)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["GRAD", "GRAD_ENTROPY", "CENTER"])
 def _entropy_gradient_kernel(
     TILE, HIDDEN, WEIGHT, GRAD, GRAD_ENTROPY, SCALE, CENTER, LSE, ENTROPY_OF, V, H, stride, stride_h, stride_w,
     HAS_GRAD: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -275,7 +275,7 @@ def _entropy_gradient_kernel(
             largest = tl.max(e, 0)
 
 
-@triton.jit(do_not_specialize=["C"])
+@triton.jit(do_not_specialize=["TARGETS", "GRAD", "GRAD_ENTROPY", "C", "real"])
 def _entropy_target_entries_kernel(
     TILE, TARGETS, GRAD, GRAD_ENTROPY, SCALE, LOG_PROBS, ENTROPY_OF, C, stride, first, real,
     HAS_GRAD: tl.constexpr, BLOCK: tl.constexpr,
@@ -303,7 +303,7 @@ def _scale_rows_kernel(VALUES, FACTOR, OUT, H, stride_out, HAS_FACTOR: tl.conste
         tl.store(OUT + row * stride_out + at, value.to(OUT.dtype.element_ty), mask=at < H)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["FACTOR", "count"])
 def _scale_kernel(VALUES, FACTOR, count, BLOCK: tl.constexpr):
     """VALUES *= FACTOR, a scalar on the device. A factor of 1 writes nothing."""
     factor = tl.load(FACTOR)
@@ -356,9 +356,8 @@ def launch_exp_product(
     weighted = sums[1] if sums is not None and len(sums) == 2 else None
     _exp_product_kernel[(count,)](
         *maps, rows["scale"], rows["center"], None if sums is None else sums[0], weighted, rows.get("flag"),
-        tokens, columns, width, real, count,
+        tokens, columns, width, real, 8 if tokens <= FEW_ROWS else 4, count,
         CONDITIONAL=conditional, STORE=store and not maximum, STATS=sums is not None, ENTROPY=weighted is not None,
         MAXIMUM=maximum, ROUND=rounding, WIDEN=interpreted(),
-        BM=BLOCK_ROWS, BN=BLOCK_COLUMNS, BK=BLOCK_HIDDEN, GROUP=8 if tokens <= FEW_ROWS else 4,
-        num_stages=STAGES, num_warps=4,
+        BM=BLOCK_ROWS, BN=BLOCK_COLUMNS, BK=BLOCK_HIDDEN, num_stages=STAGES, num_warps=4,
     )  # fmt: skip

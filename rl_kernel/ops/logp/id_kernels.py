@@ -31,7 +31,7 @@ def _column_grad(z, own, total, h, lse, entropy, inverse, cap, CAPPED: tl.conste
     return d
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TARGETS", "GRAD_ENTROPY", "real"])
 def _ids_grad_kernel(
     OUT, Z, IDS, TARGETS, LOG_PROBS, LSE, ENTROPY, GRAD, GRAD_IDS, TOTAL, GRAD_ENTROPY, INVERSE,
     out_row_stride, out_column_stride, start, real, count, cap,

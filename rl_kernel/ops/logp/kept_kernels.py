@@ -40,7 +40,7 @@ def _ids_of(OFFSETS, row, count):
     return tl.maximum(tl.load(OFFSETS + row), 0), tl.minimum(tl.load(OFFSETS + row + 1), count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["IDS", "OFFSETS", "column_stride", "real", "count"])
 def _pick_kernel(
     TILE, INVERSE, IDS, OFFSETS, Z, row_stride, column_stride, start, real, count, cap,
     PER_TOKEN: tl.constexpr, ROUND: tl.constexpr, CAPPED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
@@ -57,7 +57,7 @@ def _pick_kernel(
         tl.store(Z + at, _logit(x, cap, ROUND, CAPPED) * inverse, mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["IDS", "OFFSETS", "TARGETS", "out_stride", "count"])
 def _kept_stats_kernel(
     Z, AGAIN, IDS, OFFSETS, TARGETS, OUT, out_stride, start, real, limit, count, BLOCK: tl.constexpr
 ):
@@ -83,7 +83,20 @@ def _kept_stats_kernel(
     tl.store(OUT + 2 * out_stride + row, at_target)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "IDS",
+        "OFFSETS",
+        "TARGETS",
+        "GRAD",
+        "GRAD_ENTROPY",
+        "out_column_stride",
+        "grad_stride",
+        "grad_entropy_stride",
+        "real",
+        "count",
+    ]
+)
 def _kept_grad_kernel(
     OUT, Z, IDS, OFFSETS, TARGETS, LSE, WHOLE_LSE, ENTROPY, GRAD, GRAD_ENTROPY, INVERSE,
     out_row_stride, out_column_stride, grad_stride, grad_entropy_stride, start, real, count, cap,

@@ -22,8 +22,10 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 FLOOR = tl.constexpr(-10000.0)
 """exp2() of this is 0, and 0 * this is 0. Clamping to it keeps columns of -inf out of the entropy without a select."""
 
-ROW_BLOCK = 4096
-GRAD_BLOCK = 4096
+BLOCK = 4096
+"""Columns that a program takes at a time. One number for tiles of all widths, which follow from the number of rows."""
+PARTS_BLOCK, ROWS_BLOCK = 16, 128
+"""Of one step of a merge."""
 
 
 @triton.jit
@@ -82,7 +84,7 @@ def _absorb(x, top, total, weighted, scale, ENTROPY: tl.constexpr):
     return top, total, weighted
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TARGETS", "OUT", "column_stride", "out_stride", "real"])
 def _row_stats_kernel(
     LOGITS, TARGETS, INVERSE, OUT, row_stride, column_stride, out_stride, start, real, limit, cap,
     PER_TOKEN: tl.constexpr, ENTROPY: tl.constexpr, ROUND: tl.constexpr, CAPPED: tl.constexpr, UNIT: tl.constexpr,
@@ -120,7 +122,7 @@ def _row_stats_kernel(
         tl.store(OUT + 3 * out_stride + row, weighted * LN2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["PARTS", "part_stride", "stat_stride", "count", "rows"])
 def _merge_kernel(
     PARTS, LOG_PROBS, LSE, ENTROPY, part_stride, stat_stride, row_stride, count, rows,
     BP: tl.constexpr, BC: tl.constexpr,
@@ -155,7 +157,19 @@ def _merge_kernel(
         tl.store(ENTROPY + row, log_total - weighted / total, mask=here)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "TARGETS",
+        "GRAD",
+        "GRAD_ENTROPY",
+        "column_stride",
+        "out_column_stride",
+        "grad_stride",
+        "grad_entropy_stride",
+        "blocks",
+        "real",
+    ]
+)
 def _logits_grad_kernel(
     LOGITS, OUT, TARGETS, LSE, ENTROPY, GRAD, GRAD_ENTROPY, INVERSE,
     row_stride, column_stride, out_row_stride, out_column_stride, grad_stride, grad_entropy_stride,
@@ -168,7 +182,12 @@ def _logits_grad_kernel(
     first = program % blocks * BLOCK
     columns = first + tl.arange(0, BLOCK)
     at = LOGITS + row * row_stride + _offsets(columns, column_stride, UNIT)
-    x = _logit(tl.load(at, mask=columns < real, other=-float("inf")), cap, ROUND, CAPPED)
+    # Most blocks need no mask. A mask by a number that may be odd would split each load into single columns.
+    if first + BLOCK <= real:  # noqa: SIM108 (a Python conditional would load both ways)
+        raw = tl.load(at)
+    else:
+        raw = tl.load(at, mask=columns < real, other=-float("inf"))
+    x = _logit(raw, cap, ROUND, CAPPED)
     inverse = tl.load(INVERSE + row).to(tl.float32) if PER_TOKEN else INVERSE
     log_p = x * inverse - tl.load(LSE + row)
     p = tl.exp2(log_p * LOG2E)
@@ -223,7 +242,7 @@ def row_stats(
         logits, targets.contiguous(), _dense(inv_temperature), out,
         logits.stride(0), logits.stride(1), out.stride(0), shard.start, shard.real, shard.limit, float(cap or 1),
         PER_TOKEN=per_token, ENTROPY=with_entropy, ROUND=_ROUNDING[rounding], CAPPED=cap is not None,
-        UNIT=logits.stride(1) == 1, BLOCK=_block(shard.real, ROW_BLOCK), num_warps=4,
+        UNIT=logits.stride(1) == 1, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -239,10 +258,8 @@ def merge(
         log_probs, lse = parts.new_empty(rows), parts.new_empty(rows)
         out = log_probs, lse, parts.new_empty(rows) if stats == 4 else None
     if rows:
-        part_block = min(64, triton.next_power_of_2(count))
-        row_block = min(256, 2048 // part_block)
-        _merge_kernel[(triton.cdiv(rows, row_block),)](
-            parts, *out, *parts.stride(), count, rows, BP=part_block, BC=row_block, num_warps=4
+        _merge_kernel[(triton.cdiv(rows, ROWS_BLOCK),)](
+            parts, *out, *parts.stride(), count, rows, BP=PARTS_BLOCK, BC=ROWS_BLOCK, num_warps=4
         )
     return out
 
@@ -270,8 +287,7 @@ def logits_grad(
     if rows == 0:
         return out
     per_token = isinstance(inv_temperature, Tensor)
-    block = _block(stored, GRAD_BLOCK)
-    blocks = triton.cdiv(stored, block)
+    blocks = triton.cdiv(stored, BLOCK)
     g, h = grad_log_probs, grad_entropy
     _logits_grad_kernel[(rows * blocks,)](
         logits, out, targets.contiguous(), lse.contiguous(), None if h is None else _dense(entropy), g, h,
@@ -279,15 +295,10 @@ def logits_grad(
         0 if g is None else g.stride(0), 0 if h is None else h.stride(0), blocks, shard.start, shard.real, stored,
         float(cap or 1),
         PER_TOKEN=per_token, ROUND=_ROUNDING[rounding], CAPPED=cap is not None,
-        UNIT=logits.stride(1) == 1, OUT_UNIT=out.stride(1) == 1, BLOCK=block, num_warps=4,
+        UNIT=logits.stride(1) == 1, OUT_UNIT=out.stride(1) == 1, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return out
 
 
 def _dense(value: float | Tensor | None) -> float | Tensor | None:
     return value.contiguous() if isinstance(value, Tensor) else value
-
-
-def _block(columns: int, largest: int) -> int:
-    block: int = triton.next_power_of_2(max(columns, 1))
-    return max(16, min(largest, block))

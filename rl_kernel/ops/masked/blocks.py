@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ALIGNMENT = 16
+"""Bytes: four neighbours of float32 are read in one instruction only from multiples of it."""
+
 
 @triton.jit
 def load(pointer, lane, left, FULL: tl.constexpr, stride=1):
@@ -58,7 +61,15 @@ def add_rows(partials: Tensor, out: Tensor) -> None:
 
 
 def flat(value: Tensor) -> Tensor:
-    """The entries in row-major order, bool as bytes, as the kernels read them. Only a strided tensor is copied."""
+    """The entries in row-major order, bool as bytes, as the kernels read them. Only a strided tensor is copied, or one
+    that is not `aligned`."""
     if value.dim() != 1 or not value.is_contiguous():
         value = value.contiguous().view(-1)
+    value = aligned(value)
     return value.view(torch.uint8) if value.dtype == torch.bool else value
+
+
+def aligned(value: Tensor) -> Tensor:
+    """`value` itself if it starts at a multiple of 16 bytes, as new tensors do, otherwise a copy. Triton compiles a
+    kernel again for a tensor that does not, and reads it slowly."""
+    return value if value.data_ptr() % ALIGNMENT == 0 else value.clone()

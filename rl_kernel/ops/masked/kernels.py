@@ -164,56 +164,88 @@ def whiten_kernel(VALUES, MASK, STATS, OUT, E, eps, SHIFT: tl.constexpr, BLOCK: 
 
 
 @triton.jit
+def _whiten_sums(VALUES, MASK, D_OUT, high, low, left, BLOCK: tl.constexpr, FULL: tl.constexpr):
+    """The two sums of `whiten_sums_kernel`."""
+    lane = tl.arange(0, BLOCK)
+    counted = counts(MASK, lane, left, FULL)
+    values = load(VALUES, lane, left, FULL).to(tl.float32)
+    grad = load(D_OUT, lane, left, FULL).to(tl.float32)
+    centred = tl.where(counted, (values - high) - low, 0.0).to(tl.float64)
+    grad = tl.where(counted, grad, 0.0).to(tl.float64)
+    return tl.sum(grad, 0), tl.sum(grad * centred, 0)
+
+
+@triton.jit(do_not_specialize=["E", "blocks"])
 def whiten_sums_kernel(VALUES, MASK, STATS, D_OUT, PARTIALS, E, blocks, BLOCK: tl.constexpr):
     """PARTIALS [2, P]: for one block, the sum of the gradient, and the sum of gradient * distance from the mean."""
     program = tl.program_id(0)
     at = program.to(tl.int64) * BLOCK
-    lane = tl.arange(0, BLOCK)
     high, low = _halves(tl.load(STATS + 1) / tl.maximum(tl.load(STATS), 1.0))
-    counted = counts(MASK + at, lane, E - at, False)
-    values = load(VALUES + at, lane, E - at, False).to(tl.float32)
-    grad = load(D_OUT + at, lane, E - at, False).to(tl.float32)
-    centred = tl.where(counted, (values - high) - low, 0.0).to(tl.float64)
-    grad = tl.where(counted, grad, 0.0).to(tl.float64)
-    tl.store(PARTIALS + program, tl.sum(grad, 0))
-    tl.store(PARTIALS + blocks + program, tl.sum(grad * centred, 0))
+    if at + BLOCK <= E:
+        total, product = _whiten_sums(VALUES + at, MASK + at, D_OUT + at, high, low, BLOCK, BLOCK, True)
+    else:
+        total, product = _whiten_sums(VALUES + at, MASK + at, D_OUT + at, high, low, E - at, BLOCK, False)
+    tl.store(PARTIALS + program, total)
+    tl.store(PARTIALS + blocks + program, product)
 
 
 @triton.jit
+def _whiten_grad(
+    VALUES, MASK, D_OUT, D_VALUES, high, low, grad_high, grad_low, scale, pull, left,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, BLOCK)
+    counted = counts(MASK, lane, left, FULL)
+    values = load(VALUES, lane, left, FULL).to(tl.float32)
+    grad = load(D_OUT, lane, left, FULL).to(tl.float32)
+    centred = (values - high) - low
+    grad = ((grad - grad_high) - grad_low) * scale - centred * pull
+    if not SHIFT:
+        grad = grad + grad_high
+    store(D_VALUES, lane, tl.where(counted, grad, 0.0).to(D_VALUES.dtype.element_ty), left, FULL)
+
+
+@triton.jit(do_not_specialize=["E"])
 def whiten_backward_kernel(
     VALUES, MASK, STATS, SUMS, D_OUT, D_VALUES, E, eps, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
     """d_values of one block, with s = 1 / deviation, c = values - mean and g the gradient of the result:
     `s * (g - g.mean()) - s**3 * c * (g * c).sum() / (n - 1)`, plus `g.mean()` where the mean was added back."""
     at = tl.program_id(0).to(tl.int64) * BLOCK
-    lane = tl.arange(0, BLOCK)
     number = tl.load(STATS)
     mean, scale = _scale(STATS, eps)
     high, low = _halves(mean)
-    grad_mean = tl.load(SUMS) / tl.maximum(number, 1.0)
-    grad_high, grad_low = _halves(grad_mean)
-    pull = scale * scale * scale * tl.load(SUMS + 1) / tl.maximum(number - 1.0, 1.0)
-    counted = counts(MASK + at, lane, E - at, False)
-    values = load(VALUES + at, lane, E - at, False).to(tl.float32)
-    grad = load(D_OUT + at, lane, E - at, False).to(tl.float32)
-    centred = (values - high) - low
-    grad = ((grad - grad_high) - grad_low) * scale.to(tl.float32) - centred * pull.to(tl.float32)
-    if not SHIFT:
-        grad = grad + grad_high
-    grad = tl.where(counted, grad, 0.0).to(D_VALUES.dtype.element_ty)
-    store(D_VALUES + at, lane, grad, E - at, False)
+    grad_high, grad_low = _halves(tl.load(SUMS) / tl.maximum(number, 1.0))
+    pull = (scale * scale * scale * tl.load(SUMS + 1) / tl.maximum(number - 1.0, 1.0)).to(tl.float32)
+    scale = scale.to(tl.float32)
+    # fmt: off
+    if at + BLOCK <= E:
+        _whiten_grad(VALUES + at, MASK + at, D_OUT + at, D_VALUES + at, high, low, grad_high, grad_low, scale, pull,
+                     BLOCK, SHIFT, BLOCK, True)
+    else:
+        _whiten_grad(VALUES + at, MASK + at, D_OUT + at, D_VALUES + at, high, low, grad_high, grad_low, scale, pull,
+                     E - at, SHIFT, BLOCK, False)
+    # fmt: on
 
 
 @triton.jit
+def _spread_grad(MASK, D_VALUES, grad, left, BLOCK: tl.constexpr, FULL: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    grad = tl.where(counts(MASK, lane, left, FULL), grad, 0.0)
+    store(D_VALUES, lane, grad.to(D_VALUES.dtype.element_ty), left, FULL)
+
+
+@triton.jit(do_not_specialize=["UPSTREAM", "E"])
 def spread_grad_kernel(MASK, STATS, UPSTREAM, D_VALUES, E, MEAN: tl.constexpr, BLOCK: tl.constexpr):
     """d_values of a sum or a mean: one number for all counted entries, 0 for the others."""
     at = tl.program_id(0).to(tl.int64) * BLOCK
-    lane = tl.arange(0, BLOCK)
     grad = tl.load(UPSTREAM).to(tl.float32)
     if MEAN:
         grad = (grad.to(tl.float64) / tl.maximum(tl.load(STATS), 1.0)).to(tl.float32)
-    grad = tl.where(counts(MASK + at, lane, E - at, False), grad, 0.0)
-    store(D_VALUES + at, lane, grad.to(D_VALUES.dtype.element_ty), E - at, False)
+    if at + BLOCK <= E:
+        _spread_grad(MASK + at, D_VALUES + at, grad, BLOCK, BLOCK, True)
+    else:
+        _spread_grad(MASK + at, D_VALUES + at, grad, E - at, BLOCK, False)
 
 
 def moments(values: Tensor, mask: Tensor, *, spread: bool, mean: bool = False) -> tuple[Tensor, Tensor]:

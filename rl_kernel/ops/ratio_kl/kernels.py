@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_kernel.ops.masked.blocks import counts, load, store
+from rl_kernel.ops.masked.blocks import aligned, counts, load, store
 from rl_kernel.ops.ratio_kl.reference import LOW_VAR_BOUND, MAX_EXPONENT
 
 _TOP = tl.constexpr(MAX_EXPONENT)
@@ -226,6 +226,7 @@ def backward(
 ) -> Tensor:
     """d_log_probs [N] in the dtype of `log_probs`; gradients may have any stride."""
     grad = torch.empty_like(log_probs)
+    d_ratio, d_kl = (value if value is None else aligned(value) for value in (d_ratio, d_kl))
     has_kl = d_kl is not None and ref is not None
     if tokens := log_probs.numel():
         with torch.cuda.device_of(log_probs):

@@ -8,7 +8,7 @@ from torch import Tensor
 WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["PLACES"])
 def rotate_kernel(
     X,
     COS,
