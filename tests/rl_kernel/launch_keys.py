@@ -11,7 +11,6 @@ import pkgutil
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,9 @@ import rl_kernel
 
 Kernel = KernelInterface[Any]
 Key = tuple[tuple[str, object], ...]
+"""Each argument with its type and what Triton knows of its value, then the options of the launch."""
+Binder = Callable[..., tuple[dict[str, Any], list[tuple[str, object]], dict[str, Any]]]
+"""Arguments of a launch -> (arguments by name, what the key has of each, options)."""
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
 
@@ -61,21 +63,23 @@ def _helpers(kernel: Kernel) -> list[Kernel]:
     return [value for value in values if isinstance(value, KernelInterface)]
 
 
-@cache
-def _binder(kernel: Kernel) -> Callable[..., tuple[dict[str, Any], list[tuple[str, object]], dict[str, Any]]]:
+def binder_of(kernel: Kernel) -> Binder:
     """Triton's interpreter ignores the arguments of the decorator, but keeps them."""
     compiled = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
     return create_function_from_signature(compiled.signature, compiled.params, BACKEND)
 
 
 class Launches:
-    """Kernel -> argument -> what the key has of it -> keys. Nothing runs: results are whatever was in their memory."""
+    """Kernel -> keys of its launches. Nothing runs: results are whatever was in their memory."""
 
     def __init__(self) -> None:
+        self.binders: dict[Kernel, Binder] = {}
         self.keys: defaultdict[str, set[Key]] = defaultdict(set)
 
     def record(self, kernel: Kernel, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
-        arguments, specialization, options = _binder(kernel)(*args, **kwargs)
+        if kernel not in self.binders:
+            self.binders[kernel] = binder_of(kernel)
+        arguments, specialization, options = self.binders[kernel](*args, **kwargs)
         key = []
         for (name, value), (kind, special) in zip(arguments.items(), specialization, strict=True):
             key.append((name, (kind, value if kind == "constexpr" else special)))
