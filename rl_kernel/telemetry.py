@@ -1,4 +1,5 @@
-"""Counts of what the operators did: calls, tokens, fallbacks by reason, and milliseconds if timing is on.
+"""Counts of what the operators did: calls, tokens, fallbacks by reason, milliseconds if timing is on, and the time of
+compilations.
 
 Counting adds a few integers per call. Timing records two CUDA events per call (on the host: wall time). Only
 `telemetry()` reads the events, so that timing never stops a stream.
@@ -11,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,8 @@ class _Counts:
 
 _counts: defaultdict[str, _Counts] = defaultdict(_Counts)
 _timing = False
+_compiled_ms: float | None = None
+"""None before `time_compilations`."""
 
 
 def record(choice: Choice, tokens: int) -> None:
@@ -64,6 +67,36 @@ def set_timing(on: bool) -> None:
     """Turn the milliseconds of `telemetry()` on or off."""
     global _timing
     _timing = on
+
+
+def time_compilations() -> None:
+    """From now on, `compiled_ms` counts what Triton compiles in this process. Needs Triton. A listener that Triton has
+    already hears of each compilation too."""
+    global _compiled_ms
+    if _compiled_ms is not None:
+        return
+    from triton import knobs
+
+    other, _compiled_ms = knobs.compilation.listener, 0.0
+
+    def listener(*, times: Any, cache_hit: bool, **rest: Any) -> None:
+        global _compiled_ms
+        if not cache_hit:  # otherwise the code was read from Triton's cache on the disk
+            _compiled_ms = (_compiled_ms or 0.0) + times.total / 1e3
+        if other is not None:
+            other(times=times, cache_hit=cache_hit, **rest)
+
+    knobs.compilation.listener = listener
+
+
+def compiled_ms() -> float:
+    """Milliseconds in which Triton compiled kernels of this process since the last call, those of other packages
+    too. 0.0 before `time_compilations`."""
+    global _compiled_ms
+    if _compiled_ms is None:
+        return 0.0
+    found, _compiled_ms = _compiled_ms, 0.0
+    return found
 
 
 @contextmanager

@@ -268,7 +268,7 @@ def headline(config: Config) -> str:
 def install(config: Config) -> None:
     """Apply --rlk-fast and --rl-kernel-ops in this process, and set the timing of operators."""
     import rl_kernel
-    from rl_kernel.telemetry import set_timing
+    from rl_kernel.telemetry import set_timing, time_compilations
 
     names = list(config.kernels.rl_kernel_ops)
     if "group_advantage" in names:
@@ -277,26 +277,40 @@ def install(config: Config) -> None:
         names.append("linear_top")  # of a teacher: the same head, see `pass_head`
     rl_kernel.configure(config.kernels.rlk_fast, names)
     set_timing(config.kernels.rlk_fast != "off")
+    if _has_kernels():
+        time_compilations()
+
+
+def _has_kernels() -> bool:
+    """Whether this process can run Triton kernels."""
+    import torch
+
+    from rl_kernel.dispatch import machine_refusal
+
+    return torch.cuda.is_available() and machine_refusal("cuda") is None
 
 
 def step_metrics() -> dict[str, float]:
-    """Metrics of the operators in this process since the last call of this function; empty with --rlk-fast off.
+    """Metrics of the operators in this process since the last call of this function.
 
-    `rl_kernel/{op}/calls`, `/tokens`, `/fallbacks` and `/ms` are per operator. `rl_kernel/fast` is the share of fast
-    runs among the calls that the mode wants to be fast. The share is the mean over operators, so that a fallback of any
-    operator shows: a layer calls its operators hundreds of times per step, and the head is called once per micro-batch.
-    Operators of the host, operators outside --rl-kernel-ops and the native path do not count.
+    `rl_kernel/compile_ms` is the time in which Triton compiled kernels, absent if it compiled none. With --rlk-fast off
+    there is nothing else. `rl_kernel/{op}/calls`, `/tokens`, `/fallbacks` and `/ms` are per operator. `rl_kernel/fast`
+    is the share of fast runs among the calls that the mode wants to be fast. The share is the mean over operators, so
+    that a fallback of any operator shows: a layer calls its operators hundreds of times per step, and the head is
+    called once per micro-batch. Operators of the host, operators outside --rl-kernel-ops and the native path do not
+    count.
 
     The function reads timing events of the device. Call the function at the end of a step, when the step's metrics have
     arrived.
     """
     import rl_kernel
     from rl_kernel.mode import settings
+    from rl_kernel.telemetry import compiled_ms
 
     counted = rl_kernel.telemetry(reset=True)
+    metrics = {"rl_kernel/compile_ms": compiled} if (compiled := compiled_ms()) else {}
     if settings().mode == "off":
-        return {}
-    metrics: dict[str, float] = {}
+        return metrics
     shares = []
     for name, counts in counted.items():
         fallen = sum(counts["fallbacks"].values())

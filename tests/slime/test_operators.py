@@ -1,5 +1,9 @@
 """The switch: which head a configuration takes and why, one decision an operator, strict mode, the counts of a step."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from config_cases import good_argv
@@ -237,3 +241,37 @@ def test_a_provider_that_is_not_there(configured):
         ValueError, match="--selected-logprob-provider-mode must be one of auto, strict, got fast"
     ):
         configured(*PROVIDER, "--selected-logprob-provider-mode", "fast")
+
+
+COMPILE = """
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from rl_kernel.ops.swiglu.kernels import forward_kernel
+from rl_kernel.telemetry import time_compilations
+from slime import operators
+
+heard = []
+knobs.compilation.listener = lambda **event: heard.append(event["cache_hit"])
+time_compilations()
+time_compilations()
+types = {"X": "*fp32", "OUT": "*fp32", "x_stride": "i32", "F": "i32", "BLOCK": "constexpr"}
+steps = []
+for block in (64, 64, 128):
+    source = ASTSource(forward_kernel, types, {(4,): block})
+    compile(source, target=GPUTarget("cuda", 90, 32))
+    steps.append(operators.step_metrics())
+print([step.get("rl_kernel/compile_ms", 0) > 1 for step in steps], [len(step) for step in steps], heard)
+"""
+
+
+def test_a_step_says_how_long_triton_compiled(tmp_path):
+    """The second step reads its kernel from the disk. The listener that Triton had is called as before."""
+    pytest.importorskip("triton")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split("\n")[-2] == "[True, False, True] [1, 0, 1] [False, True, False]"
