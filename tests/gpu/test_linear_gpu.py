@@ -1,6 +1,9 @@
-"""The linear operators on a GPU: accuracy, memory bounds, repeats, no synchronisation, CUDA graphs, strict mode."""
+"""The linear operators on a GPU: accuracy, memory bounds, repeats, no synchronisation, CUDA graphs, strict mode; and
+when Triton compiles, for all operators."""
 
+import itertools
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -171,3 +174,25 @@ def test_auto_mode_falls_back_to_nothing_here_and_strict_mode_reads_targets():
     with using("strict"), pytest.raises(ValueError, match="targets must lie in"):
         linear_logp(**layer, targets=bad)
     configure()
+
+
+def test_no_step_after_the_first_compiles(monkeypatch):
+    """The steps of tests/rl_kernel/test_compilations.py, where nothing runs. Code from Triton's cache on the disk
+    counts too. This test was never run: there was no GPU when it was written."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "rl_kernel")
+    from trainer_steps import SIZES, STARTS, STEPS, Batch
+    from triton import knobs
+
+    compiled = []
+    monkeypatch.setattr(
+        knobs.runtime, "jit_post_compile_hook", lambda **event: compiled.append(event["repr"])
+    )
+    first, *others = (Batch(*one) for one in itertools.product(SIZES, STARTS))
+    for name, step in STEPS.items():
+        step(first)
+        known = len(compiled)
+        for batch in others:
+            step(batch)
+            assert compiled[known:] == [], (name, batch.tokens, batch.start)
+    torch.cuda.synchronize()
+    assert len(compiled) > len(STEPS)

@@ -9,8 +9,7 @@ With this center, e overflows only if the target's log-prob is below about -39 n
 sets a flag on the device. Further launches repeat the work with the row's maximum as center if the flag is set, and do
 nothing otherwise. So all finite logits give correct results, and the host never waits.
 
-Legend: C rows, H hidden, V columns of a tile, B blocks of columns. Exponents (z, center) are in units of ln 2. C
-differs from call to call in training, so that the kernels that take C are not specialised on it.
+Legend: C rows, H hidden, V columns of a tile, B blocks of columns. Exponents (z, center) are in units of ln 2.
 """
 
 from __future__ import annotations
