@@ -12,10 +12,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
     import torch
+    from triton.knobs import CompileTimes
 
     from rl_kernel.dispatch import Choice
 
@@ -79,7 +80,7 @@ def time_compilations() -> None:
 
     other, _compiled_ms = knobs.compilation.listener, 0.0
 
-    def listener(*, times: Any, cache_hit: bool, **rest: Any) -> None:
+    def listener(*, times: CompileTimes, cache_hit: bool, **rest: object) -> None:
         global _compiled_ms
         if not cache_hit:  # otherwise the code was read from Triton's cache on the disk
             _compiled_ms = (_compiled_ms or 0.0) + times.total / 1e3
