@@ -182,12 +182,9 @@ def _logits_grad_kernel(
     first = program % blocks * BLOCK
     columns = first + tl.arange(0, BLOCK)
     at = LOGITS + row * row_stride + _offsets(columns, column_stride, UNIT)
-    # Most blocks need no mask. A mask by a number that may be odd would split each load into single columns.
-    if first + BLOCK <= real:  # noqa: SIM108 (a Python conditional would load both ways)
-        raw = tl.load(at)
-    else:
-        raw = tl.load(at, mask=columns < real, other=-float("inf"))
-    x = _logit(raw, cap, ROUND, CAPPED)
+    # The padding is read too: a mask by `real`, which may be odd, would split each load into single columns.
+    x = tl.load(at, mask=columns < stored, other=-float("inf"))
+    x = _logit(tl.where(columns < real, x, -float("inf")), cap, ROUND, CAPPED)
     inverse = tl.load(INVERSE + row).to(tl.float32) if PER_TOKEN else INVERSE
     log_p = x * inverse - tl.load(LSE + row)
     p = tl.exp2(log_p * LOG2E)
