@@ -4,6 +4,7 @@ Without a GPU, tests/rl_kernel runs the Triton kernels in Triton's interpreter. 
 """
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -35,6 +36,10 @@ has 48 threads and 64 files."""
 GONE_S = 60
 """Seconds in which threads and processes that were told to end must have ended."""
 
+# Imports and test items live as long as the process. The collector looks at none of them, neither while they are made
+# nor in tests: Megatron has it look at everything for each checkpoint, which took half a second.
+gc.disable()
+
 # Tables of the tests' prompt files, for this process and those that it starts. `datasets` reads this at import.
 PROMPTS = tempfile.TemporaryDirectory(prefix="vime-test-prompts-")
 os.environ["HF_DATASETS_CACHE"] = PROMPTS.name
@@ -43,6 +48,16 @@ os.environ["HF_DATASETS_CACHE"] = PROMPTS.name
 def pytest_configure(config: pytest.Config) -> None:
     """Treat SIGTERM (from a time limit) as Ctrl-C, so that fixtures stop the processes that tests started."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """At its end the interpreter frees modules only if the collector may."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-_PRELOADED = ["slime.megatron_backend.step.trainer"]
+_PRELOADED = ["slime.megatron_backend.step.trainer", "torch._dynamo"]
+"""torch imports the second when a weight is loaded."""
 
 
 def on_ranks(work: Callable[..., None], *args: Any, ranks: int) -> None:
@@ -21,7 +23,12 @@ def on_ranks(work: Callable[..., None], *args: Any, ranks: int) -> None:
     The environment of the processes is that of the first call in this test process: use it in tests/slime alone.
     """
     multiprocessing.set_forkserver_preload(_PRELOADED)
-    multiprocessing.start_processes(work, args=args, nprocs=ranks, start_method="forkserver")
+    multiprocessing.start_processes(_call, args=(work, *args), nprocs=ranks, start_method="forkserver")
+
+
+def _call(rank: int, work: Callable[..., None], *args: Any) -> None:
+    gc.freeze()  # else each checkpoint of Megatron looks at all that the server imported
+    work(rank, *args)
 
 
 def killed(work: Callable[..., None], of_each: Sequence[Sequence[Any]]) -> None:
