@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-_PRELOADED = ["slime.megatron_backend.step.trainer", "torch._dynamo"]
-"""torch imports the second when a weight is loaded."""
+_PRELOADED = ["slime.megatron_backend.step.trainer", "torch._dynamo", "pytest", "transformers"]
+"""What each process needs: torch imports the second when a weight is loaded, the tests the others."""
 
 
 def on_ranks(work: Callable[..., None], *args: Any, ranks: int) -> None:
