@@ -28,6 +28,7 @@ def on_ranks(work: Callable[..., None], *args: Any, ranks: int) -> None:
 
 def _call(rank: int, work: Callable[..., None], *args: Any) -> None:
     gc.freeze()  # else each checkpoint of Megatron looks at all that the server imported
+    torch.set_num_threads(1)
     work(rank, *args)
 
 
