@@ -16,7 +16,11 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
+
+# numpy's threads, which Triton's interpreter uses for each product, spin as torch's do. Read when torch loads numpy.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
+import torch  # noqa: E402
 
 OPERATORS = Path(__file__).parent / "rl_kernel"
 RUNS = Path(__file__).parent / "e2e"
@@ -88,10 +92,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         with contextlib.suppress(PermissionError):  # only root may raise a priority again
             os.setpriority(os.PRIO_PROCESS, 0, 0 if RUNS in item.path.parents else 5)
     logging.getLogger().setLevel(logging.WARNING)  # a library that vLLM's server imports sets it to ERROR
-    if INTERPRET and OPERATORS in item.path.parents:
-        os.environ["TRITON_INTERPRET"] = "1"
-    else:
-        os.environ.pop("TRITON_INTERPRET", None)
+    for name in ("TRITON_INTERPRET", "OPENBLAS_NUM_THREADS"):
+        if INTERPRET and OPERATORS in item.path.parents:
+            os.environ[name] = "1"
+        else:
+            os.environ.pop(name, None)
 
 
 def held() -> dict[str, int]:
