@@ -168,7 +168,7 @@ def test_devices_held_by_another_job(cluster, monkeypatch):
     place(placement_config("cpu", actor_num_gpus_per_node=3)).release()  # the one that failed holds nothing
 
 
-def test_an_engine_that_joins_takes_devices_that_are_free(cluster):
+def test_an_engine_that_joins_takes_devices_that_are_free(cluster, monkeypatch):
     """Two of four devices are taken: two engines of one device may join, and one more when one has left."""
     config = placement_config("cpu", actor_num_gpus_per_node=1, rollout_num_gpus=1)
     placed = place(config)
@@ -176,10 +176,14 @@ def test_an_engine_that_joins_takes_devices_that_are_free(cluster):
     try:
         assert [each.engine_bundles for each in joined] == [{"policy": [[0]]}] * 2
         assert len({each.group.id for each in (placed, *joined)}) == 3
-        with pytest.raises(
-            ValueError,
-            match="one more engine must find 1 free devices .0.5 CPUs. in 10 s, got 0 of 2 CPUs",
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(
+                ValueError,
+                match="one more engine must find 1 free devices .0.5 CPUs. in 1 s, got 0 of 2 CPUs",
+            ),
         ):
+            patch.setattr(placement, "_MORE_TIMEOUT_S", 1)
             place_engine(config, "policy")
         joined.pop().release()
         joined.append(place_engine(config, "policy"))
