@@ -20,7 +20,7 @@ import pytest
 # numpy's threads, which Triton's interpreter uses for each product, spin as torch's do. Read when torch loads numpy.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
-import torch  # noqa: E402
+import torch
 
 OPERATORS = Path(__file__).parent / "rl_kernel"
 RUNS = Path(__file__).parent / "e2e"

@@ -14,7 +14,7 @@ from family_cases import CASES, MULTIMODAL, engine_shape
 from family_record import note
 from megatron_cases import make_config, tiny_checkpoint
 from offline_engine import offline_engine
-from torch.multiprocessing import spawn
+from rank_processes import on_ranks
 
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.slices import whole_slices
@@ -50,7 +50,6 @@ def train(_: int, root: Path, names: Sequence[str], dtype: str | None, checksums
     from slime.megatron_backend.model.gpt import build_model, logits_of, stage_output, unwrap
     from slime.megatron_backend.parallel import init_parallel
 
-    torch.set_num_threads(1)
     config = make_config()
     device = init_parallel(0, 1, config, init_method=f"file://{root}/store").device
     tokens = torch.tensor(TOKENS, device=device)
@@ -101,7 +100,7 @@ def trained_models(
         tiny_checkpoint(root / name, case.kind, **(engine_shape(case) | (shape or {})))
         if case.kind in REMOTE_KINDS:
             with_remote_config(root / name, case.kind)
-    spawn(train, args=(root, names, dtype, checksums))
+    on_ranks(train, root, names, dtype, checksums, ranks=1)
     return root, torch.load(root / "trained.pt", weights_only=False)
 
 

@@ -17,12 +17,19 @@ _PRELOADED = ["slime.megatron_backend.step.trainer", "torch._dynamo", "pytest", 
 """What each process needs: torch imports the second when a weight is loaded, the tests the others."""
 
 
-def on_ranks(work: Callable[..., None], *args: Any, ranks: int) -> None:
-    """Call `work(rank, *args)` in `ranks` processes and wait for them.
+def forks() -> Any:
+    """A multiprocessing context whose processes have imported the trainer.
 
-    The environment of the processes is that of the first call in this test process: use it in tests/slime alone.
+    Their environment is that of the first process in this test process: not for tests/rl_kernel, whose environment is
+    another one.
     """
     multiprocessing.set_forkserver_preload(_PRELOADED)
+    return multiprocessing.get_context("forkserver")
+
+
+def on_ranks(work: Callable[..., None], *args: Any, ranks: int) -> None:
+    """Call `work(rank, *args)` in `ranks` processes of `forks` and wait for them."""
+    forks()
     multiprocessing.start_processes(_call, args=(work, *args), nprocs=ranks, start_method="forkserver")
 
 
@@ -34,8 +41,7 @@ def _call(rank: int, work: Callable[..., None], *args: Any) -> None:
 
 def killed(work: Callable[..., None], of_each: Sequence[Sequence[Any]]) -> None:
     """Call `work(*args)` for each of the args in a process of its own, side by side. SIGKILL must end them all."""
-    multiprocessing.set_forkserver_preload(_PRELOADED)
-    context = multiprocessing.get_context("forkserver")
+    context = forks()
     processes = [context.Process(target=work, args=tuple(args)) for args in of_each]
     for process in processes:
         process.start()

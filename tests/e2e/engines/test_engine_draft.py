@@ -11,7 +11,7 @@ from family_cases import ENGINE_SHAPE
 from family_engine import with_remote_config
 from megatron_cases import make_config, tiny_checkpoint
 from offline_engine import offline_engine
-from torch.multiprocessing import spawn
+from rank_processes import on_ranks
 
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.slices import whole_slices
@@ -74,7 +74,7 @@ def test_the_draft_gets_the_trained_layers(tmp_path: Path, monkeypatch: pytest.M
     shape = {**ENGINE_SHAPE, "tie_word_embeddings": False}
     tiny_checkpoint(tmp_path / "hf", "mimo", **shape)
     with_remote_config(tmp_path / "hf", "mimo")
-    spawn(publish, args=(tmp_path,))
+    on_ranks(publish, tmp_path, ranks=1)
     first, second = torch.load(tmp_path / "updates.pt", weights_only=False)
     settings = {
         "trust_remote_code": True,

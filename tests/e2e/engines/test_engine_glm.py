@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from offline_engine import offline_engine
+from rank_processes import on_ranks
 from safetensors.torch import load_file, save_file
-from torch.multiprocessing import spawn
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from slime.config import Config
@@ -61,7 +61,6 @@ def train(_: int, root: Path) -> None:
     from slime.megatron_backend.model.gpt import build_model, logits_of, stage_output, unwrap
     from slime.megatron_backend.parallel import init_parallel
 
-    torch.set_num_threads(1)
     config = Config.from_flat({"params_dtype": "float32", "seed": 1, "distributed_timeout_minutes": 1})
     init_parallel(0, 1, config, init_method=f"file://{root}/store")
     tokens = torch.tensor(TOKENS)
@@ -88,7 +87,7 @@ def train(_: int, root: Path) -> None:
 def test_trainer_and_engine_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in (0, 1):
         make_glm(tmp_path / str(seed), seed)
-    spawn(train, args=(tmp_path,))
+    on_ranks(train, tmp_path, ranks=1)
     expected, updates = torch.load(tmp_path / "trained.pt", weights_only=False)
     assert (expected[0] - expected[1]).abs().max() > 0.1
     published = load_file(updates[1].info["path"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from rank_processes import forks
 
 from slime.weight_sync import channel as channels
 from slime.weight_sync.broadcast_channel import BroadcastChannel
@@ -51,7 +52,7 @@ class Engines:
     def __init__(self, root: Path) -> None:
         dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)
         self.channel = BroadcastChannel(root, 4096, CPU, timeout_s=60)
-        context = mp.get_context("spawn")
+        context = forks()
         self.queues = {worker: (context.SimpleQueue(), context.SimpleQueue()) for worker in WORKERS}
         self.processes = [
             context.Process(target=engine, args=(*worker, *queues)) for worker, queues in self.queues.items()
@@ -137,7 +138,7 @@ class Ranks:
     """Two trainer ranks and the engines of WORKERS, which the test tells what the driver would."""
 
     def __init__(self, root: Path) -> None:
-        context = mp.get_context("spawn")
+        context = forks()
         self.trainers = [(context.SimpleQueue(), context.SimpleQueue()) for _ in range(2)]
         self.engines = {worker: (context.SimpleQueue(), context.SimpleQueue()) for worker in WORKERS}
         ranks = enumerate(self.trainers)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from rank_processes import on_ranks
 from safetensors.torch import load_file
 
 from slime.weight_sync.channel import Worker
@@ -133,7 +134,7 @@ def rank(rank: int, root: Path, fault: Values) -> None:
 
 
 def test_a_rank_that_fails_fails_all_and_the_next_version_comes(tmp_path: Path) -> None:
-    mp.spawn(rank, (tmp_path, fails), 2)
+    on_ranks(rank, tmp_path, fails, ranks=2)
     assert (tmp_path / "error-1").read_text() == "ValueError: --x must be y, got z; do that"
     assert (tmp_path / "error-0").read_text() == (
         "ValueError: all trainer ranks must write version 2 of the weights, got '--x must be y, got z; do that' on "
@@ -145,7 +146,7 @@ def test_a_rank_that_fails_fails_all_and_the_next_version_comes(tmp_path: Path) 
 
 def test_a_rank_killed_in_a_write_leaves_the_old_version(tmp_path: Path) -> None:
     with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
-        mp.spawn(rank, (tmp_path, dies), 2, daemon=False)
+        on_ranks(rank, tmp_path, dies, ranks=2)
     assert [x.parent.name for x in tmp_path.glob("weights/*/*.safetensors")] == ["weights-1"]
     assert_holds(str(tmp_path / "weights/weights-1/model.safetensors"), 1)
     again = FileChannel(tmp_path / "weights").publish(sliced(2), 2)  # what the killed run left is no obstacle
@@ -162,7 +163,7 @@ def with_folders_of_their_own(rank: int, root: Path) -> None:
 
 
 def test_ranks_that_share_no_folder_say_so(tmp_path: Path) -> None:
-    mp.spawn(with_folders_of_their_own, (tmp_path,), 2)
+    on_ranks(with_folders_of_their_own, tmp_path, ranks=2)
     said = (tmp_path / "error-1").read_text()
     assert said.startswith("--weight-dir must be a folder that the hosts of all trainer ranks see, got no ")
     assert said in (tmp_path / "error-0").read_text()

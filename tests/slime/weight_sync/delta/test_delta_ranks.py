@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import on_ranks
+from rank_processes import forks, on_ranks
 from safetensors.torch import load_file
-from torch import multiprocessing
 
 from slime.protocols import WeightSet, WeightUpdate
 from slime.weight_sync.channel import Export, Receiver, TrainerPlace, Worker
@@ -255,8 +254,7 @@ def dies(rank: int, root: Path, transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["disk", "nccl"])
 def test_a_rank_killed_in_a_delta_leaves_the_last_version(tmp_path: Path, transport: str) -> None:
-    multiprocessing.set_forkserver_preload(["slime.megatron_backend.step.trainer"])
-    context = multiprocessing.get_context("forkserver")
+    context = forks()
     ranks = [context.Process(target=dies, args=(rank, tmp_path, transport)) for rank in range(2)]
     for rank in ranks:
         rank.start()
