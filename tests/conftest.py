@@ -34,6 +34,9 @@ if INTERPRET:
 if INTERPRET:
     torch.set_num_threads(1)
 
+LONGEST = ("tests/e2e/", "tests/house/test_tools.py", "tests/vime/vllm/test_vllm_oldest.py")
+"""Whole runs, which one worker runs, and what checks types."""
+
 SLACK = {"threads": 20, "open files": 30, "child processes": 4}
 """What a test file may leave behind: a first use of torch, Ray or multiprocessing starts things that stay. One trainer
 has 48 threads and 64 files."""
@@ -52,6 +55,15 @@ os.environ["HF_DATASETS_CACHE"] = PROMPTS.name
 def pytest_configure(config: pytest.Config) -> None:
     """Treat SIGTERM (from a time limit) as Ctrl-C, so that fixtures stop the processes that tests started."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, so that no worker is left with one of them at the end."""
+    items.sort(
+        key=lambda item: next(
+            (i for i, path in enumerate(LONGEST) if item.nodeid.startswith(path)), len(LONGEST)
+        )
+    )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

