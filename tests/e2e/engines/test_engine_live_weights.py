@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_fixtures import make_checkpoint, publish_checkpoint
+from offline_engine import leave_what_is_there
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -33,6 +34,7 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     patch.setattr(torch, "set_num_threads", torch.set_num_threads)  # vLLM replaces it; undone with the patch
     from vllm import LLM
 
+    leave_what_is_there(patch)
     llm = LLM(
         str(checkpoint),
         dtype="float32",
