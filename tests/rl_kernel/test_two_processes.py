@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import on_ranks
 
 from rl_kernel import linear_logp, logp, masked_mean, masked_sum, masked_whiten, vocab
 from rl_kernel.dispatch import interpreted
@@ -203,7 +203,7 @@ def part(rank):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_processes")
-    mp.spawn(on_rank, args=(str(folder),), nprocs=2)
+    on_ranks(on_rank, str(folder), ranks=2)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -1,4 +1,4 @@
-"""Processes for the ranks of a test, forked from a server that imported the trainer once: 5 s less per process."""
+"""Processes for the ranks of a test, forked from a server that imported once what they need: 5 s less per process."""
 
 from __future__ import annotations
 
@@ -7,23 +7,32 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import multiprocessing
 
-_PRELOADED = ["slime.megatron_backend.step.trainer", "torch._dynamo", "pytest", "transformers"]
+_TRAINER = ["slime.megatron_backend.step.trainer", "torch._dynamo", "pytest", "transformers"]
 """What each process needs: torch imports the second when a weight is loaded, the tests the others."""
+_OPERATORS = ["rl_kernel", "triton.language", "pytest"]
+"""What those of tests/rl_kernel need, which Triton's interpreter must not leave to others."""
+_served: list[str] = []
+"""What the present server has imported."""
 
 
 def forks() -> Any:
-    """A multiprocessing context whose processes have imported the trainer.
+    """A multiprocessing context whose processes have imported the trainer, or with Triton's interpreter the operators.
 
-    Their environment is that of the first process in this test process: not for tests/rl_kernel, whose environment is
-    another one.
+    Their environment is that of the server, which is a new one only where the interpreter comes or goes.
     """
-    multiprocessing.set_forkserver_preload(_PRELOADED)
+    global _served
+    wanted = _OPERATORS if os.environ.get("TRITON_INTERPRET") else _TRAINER
+    if _served is not wanted:
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # as Python's own tests do
+        multiprocessing.set_forkserver_preload(wanted)
+        _served = wanted
     return multiprocessing.get_context("forkserver")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import on_ranks
 
 import rl_kernel
 from rl_kernel.contract import contract_id
@@ -257,7 +257,7 @@ def of_a_rank(rank: int, folder: str) -> None:
 
 
 def test_two_tensor_parallel_ranks(tmp_path):
-    mp.spawn(of_a_rank, args=(str(tmp_path),), nprocs=2)
+    on_ranks(of_a_rank, str(tmp_path), ranks=2)
 
 
 def test_it_imports_nothing_of_a_trainer():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import on_ranks
 from torch import Tensor
 
 import rl_kernel.invariant as invariant
@@ -68,7 +68,7 @@ def on_rank(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(on_rank, args=(str(folder),), nprocs=RANKS)
+    on_ranks(on_rank, str(folder), ranks=RANKS)
     return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
 

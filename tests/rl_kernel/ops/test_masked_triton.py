@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import on_ranks
 
 from rl_kernel import masked_mean, masked_sum, masked_whiten, telemetry
 from rl_kernel.contract import CONTRACTS, max_error
@@ -156,7 +156,7 @@ def on_rank(rank, folder):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter's processes; NCCL is tested in tests/gpu")
 def test_ragged_ranks_give_what_one_process_gives(tmp_path):
-    mp.spawn(on_rank, args=(str(tmp_path),), nprocs=len(PARTS))
+    on_ranks(on_rank, str(tmp_path), ranks=len(PARTS))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(len(PARTS))]
     values, mask = MaskedCase("whole", (sum(PARTS),)).inputs()
     for i, (op, options) in enumerate(OPERATORS.values()):

@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hardware_rounding import rounding_to_nearest
+from rank_processes import on_ranks
 
 from rl_kernel import linear_logp, linear_token_loss, telemetry
 from rl_kernel.dispatch import interpreted
@@ -156,7 +156,7 @@ def gathered(case, first, last, size):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("linear_processes")
-    mp.spawn(on_rank, args=(str(folder),), nprocs=2)
+    on_ranks(on_rank, str(folder), ranks=2)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 

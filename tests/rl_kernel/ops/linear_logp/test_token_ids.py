@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import on_ranks
 
 from rl_kernel import linear_logp, linear_token_loss, linear_top
 from rl_kernel.contract import CONTRACTS, Tolerance, max_error
@@ -388,7 +388,7 @@ def work(rank, path):
 
 @pytest.mark.skipif(not interpreted(), reason="the processes have no GPU of their own")
 def test_two_processes_are_as_one(tmp_path):
-    mp.spawn(work, args=(str(tmp_path),), nprocs=2)
+    on_ranks(work, str(tmp_path), ranks=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for split, (starts, end, _) in SPLITS.items():
         for impl in IMPLS:
