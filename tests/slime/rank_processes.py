@@ -78,7 +78,6 @@ def in_layouts(
 
     from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 
-    torch.set_num_threads(1)
     for layout, sizes in layouts.items():
         config = make_config(**sizes)
         init_parallel(rank, ranks, config, init_method=f"file://{root}/store-{layout}", local_rank=rank)

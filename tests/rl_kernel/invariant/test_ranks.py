@@ -54,7 +54,6 @@ def results(rank: int, ranks: int, group: Any) -> dict[str, list[Tensor]]:
 
 
 def on_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=RANKS)
     found: dict[str, Any] = dict(results(rank, RANKS, dist.group.WORLD))
     try:

@@ -168,7 +168,6 @@ def run(root: Path, flags: dict[str, Any], rank: int, ranks: int, name: str) -> 
 
 
 def work(rank: int, root: Path, names: list[str], reward: bool = False) -> None:
-    torch.set_num_threads(1)
     kind = REWARD if reward else {}
     found = {name: run(root, LAYOUTS[name] | kind, rank, 2, name) for name in names}
     torch.save(found, root / f"dpo-{rank}.pt")

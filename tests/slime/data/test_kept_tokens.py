@@ -164,7 +164,6 @@ def run(root: Path, flags: dict[str, Any], rank: int, ranks: int, name: str) -> 
 
 
 def work(rank: int, root: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
     torch.save({n: run(root, LAYOUTS[n], rank, 2, n) for n in names}, root / f"kept-{rank}.pt")
 
 

@@ -89,7 +89,6 @@ def one_pass_truth(layer, targets, **options):
 
 def on_rank(rank, folder):
     """What one process contributes; saved for the parent to compare."""
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )

@@ -61,7 +61,6 @@ def run(name: str, root: Path, flags: dict[str, Any], rank: int, ranks: int) -> 
 
 
 def work(rank: int, root: Path) -> None:
-    torch.set_num_threads(1)
     found = {
         name: run(name, root / checkpoint, flags | BITWISE, rank, 2)
         for name, (checkpoint, flags) in CASES.items()

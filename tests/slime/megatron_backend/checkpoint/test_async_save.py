@@ -151,7 +151,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {"dp": {}, "tp": {"tensor_model_parallel_si
 
 
 def work(rank: int, root: Path, hf_dir: Path) -> None:
-    torch.set_num_threads(1)
     for name, layout in LAYOUTS.items():
         config = make_config(**layout)
         info = init_parallel(rank, 2, config, init_method=f"file://{root}/store-{name}", local_rank=rank)

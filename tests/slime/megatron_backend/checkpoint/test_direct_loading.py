@@ -263,7 +263,6 @@ def test_a_damaged_shard_is_named(single_rank, root, tmp_path, damage, message):
 
 
 def work_of_memory(rank: int, root: Path, ranks: int) -> None:
-    torch.set_num_threads(1)
     config = make_config(tensor_model_parallel_size=ranks)
     init_parallel(rank, ranks, config, init_method=f"file://{root}/store-{ranks}", local_rank=rank)
     model = build_model(load_hf_config(root), config, ddp=False)
@@ -302,7 +301,6 @@ def test_host_memory_is_the_shard_and_one_tensor(tmp_path, ranks):
 
 
 def work_of_export(rank: int, root: Path) -> None:
-    torch.set_num_threads(1)
     given = {"hf_checkpoint": str(root / "hf")}
     export_checkpoint(make_config(**given), None, root / "converted", "torch_dist")
     Path("/proc/self/clear_refs").write_text("5")

@@ -105,7 +105,6 @@ def results(trainer: MegatronTrainer, rank: int, ranks: int, rollout_id: int = 0
 
 
 def work(rank: int, root: Path) -> None:
-    torch.set_num_threads(1)
     for name, (kind, layout) in LAYOUTS.items():
         more = {"save": str(root / f"saved-{name}")} if name in SAVED else {}
         config = config_of(root, kind, name, actor_num_gpus_per_node=2, **layout, **more)

@@ -56,7 +56,6 @@ def predicted(directory: Path, names: Iterable[str]) -> set[str]:
 
 
 def work(rank: int, root: Path) -> None:
-    torch.set_num_threads(1)
     out: dict[tuple[str, str], dict[str, Any]] = {}
     for layout, sizes in LAYOUTS.items():
         config = make_config(**sizes)

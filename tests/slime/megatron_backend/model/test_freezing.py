@@ -169,7 +169,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def work(rank: int, root: Path) -> None:
-    torch.set_num_threads(1)
     out: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
         config = make_config(freeze_params_name_list=[r"layers\.1\.mlp", "embedding"], **layout)

@@ -144,7 +144,6 @@ def of_part(rank: int, ranks: int, directory) -> tuple[torch.Tensor, torch.Tenso
 
 
 def share_a_row(rank: int, directory) -> None:
-    torch.set_num_threads(1)
     config = make_config(context_parallel_size=2, use_distributed_optimizer=False)
     init_parallel(rank, 2, config, init_method=f"file://{directory}/store", local_rank=rank)
     torch.save(of_part(rank, 2, directory), directory / f"rank{rank}.pt")

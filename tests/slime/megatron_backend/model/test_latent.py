@@ -121,7 +121,6 @@ def test_full_recomputation_has_the_same_gradients(tmp_path, single_rank):
 
 
 def of_a_rank(rank, root):
-    torch.set_num_threads(1)
     config = make_config(context_parallel_size=2, use_distributed_optimizer=False)
     info = init_parallel(rank, 2, config, init_method=f"file://{root}/store", local_rank=rank)
     model = build_model(load_hf_config(root / "hf"), config)

@@ -59,7 +59,6 @@ def exported(model: Any) -> dict[str, Tensor]:
 
 
 def work(rank: int, root: Path) -> None:
-    torch.set_num_threads(1)
     out: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
         config = make_config(lr=LR, **layout)

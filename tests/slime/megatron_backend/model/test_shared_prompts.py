@@ -126,7 +126,6 @@ def test_a_shared_prompt_changes_no_result(roots, model, case):
 
 
 def work(rank: int, roots: dict[str, Path]) -> None:
-    torch.set_num_threads(1)
     found = {
         (model, name): trained(
             roots[model], f"two-{name}", rank, 2, **flags, **(REPLAY if model == "experts" else {})

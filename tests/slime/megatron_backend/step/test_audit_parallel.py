@@ -58,7 +58,6 @@ def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> 
 
 
 def work(rank: int, root: Path) -> None:
-    torch.set_num_threads(1)
     out = {name: run(name, flags, root, rank, 2) for name, flags in LAYOUTS.items()}
     torch.save(out, root / f"rank{rank}.pt")
 

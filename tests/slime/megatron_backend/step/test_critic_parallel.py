@@ -99,7 +99,6 @@ def run(
 
 
 def work(rank: int, root: Path, ranks: int, chosen: set[str]) -> None:
-    torch.set_num_threads(1)
     found = {}
     for name, flags in {2: TWO, 4: FOUR}[ranks].items():
         if name in chosen:

@@ -204,7 +204,6 @@ def test_every_head_trains_the_same(root, teacher, loss):
 
 
 def work(rank: int, root: Path, cases: list[tuple[str, str]]) -> None:
-    torch.set_num_threads(1)
     found = {case: run(root, case[0], rank, 2, case[1], **LAYOUTS[case[1]]) for case in cases}
     torch.save(found, root / f"ids-{rank}.pt")
 

@@ -93,7 +93,6 @@ def test_leaving_out_the_first_step_changes_no_bit(root, case):
 
 
 def work(rank: int, root: Path) -> None:
-    torch.set_num_threads(1)
     found = {
         name: [trained(root, name, rank, 2, full=full, **flags) for full in (False, True)]
         for name, flags in PAIRS.items()

@@ -200,7 +200,6 @@ def test_out_of_memory_names_peaks_and_flags(build):
 
 
 def work(rank: int, root: Any) -> None:
-    torch.set_num_threads(1)
     out = {}
     for layout, flags in LAYOUTS.items():
         for name, more in (("stays", {}), ("leaves", AWAY)):

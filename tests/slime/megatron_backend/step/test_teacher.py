@@ -144,7 +144,6 @@ def run(root: Path, name: str, rank: int, ranks: int) -> dict[str, Any]:
 
 
 def work(rank: int, root: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
     torch.save({name: run(root, name, rank, 2) for name in names}, root / f"teacher-{rank}.pt")
 
 

@@ -134,7 +134,6 @@ def resumed(root: Path, name: str, saved: str, rank: int, ranks: int) -> dict[st
 
 
 def work(rank: int, root: Path, ranks: int, chosen: set[str]) -> None:
-    torch.set_num_threads(1)
     cases = {name: flags for name, flags in {2: TWO, 4: FOUR}[ranks].items() if name in chosen}
     out = {name: whole(root, name, rank, ranks, flags) for name, flags in cases.items()}
     for name in cases:

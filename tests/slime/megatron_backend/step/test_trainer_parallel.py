@@ -238,7 +238,6 @@ def resumed(name: str, saved: str, root: Path, rank: int, ranks: int) -> dict[st
 
 
 def work(rank: int, root: Path, ranks: int, chosen: set[str]) -> None:
-    torch.set_num_threads(1)
     layouts = {name: flags for name, flags in {2: TWO, 4: FOUR}[ranks].items() if name in chosen}
     out = {name: run(name, flags, root, rank, ranks) for name, flags in layouts.items()}
     if ranks == 2:

@@ -118,7 +118,6 @@ def test_saved_samples_are_looked_at_with_their_experts(root, one):
 
 
 def work(rank: int, root: Path) -> None:
-    torch.set_num_threads(1)
     found = {}
     for name, flags in LAYOUTS.items():
         for kind, replay in (("engine", ENGINE), ("own", OWN)):
