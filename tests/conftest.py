@@ -66,7 +66,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """After the collection, and in the process of pytest-xdist that collects nothing."""
     gc.freeze()
     gc.enable()
 
