@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 
 from rl_kernel.benchmarks.machine import describe
 from slime.config import Config
-from slime.megatron_backend.checkpoint.own_slices import own_slices
+from slime.megatron_backend.checkpoint.own_slices import OwnSlices
 from slime.megatron_backend.checkpoint.weights import export_hf
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
@@ -79,7 +79,7 @@ def rank_work(rank: int, root: Path, case: str, orders: mp.SimpleQueue) -> None:
     model = build_model(SHAPE, config, ddp=False)
     for parameter in model.parameters():
         parameter.data.normal_()  # its pages exist now
-    sliced = Export(lambda: export_hf(model), lambda: own_slices(model))
+    sliced = Export(lambda: export_hf(model), OwnSlices(model))
     export = Export(sliced.whole) if "gathered" in case else sliced
     channel: WeightChannel = FileChannel(root / "weights")
     if "broadcast" in case:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 from slime.models.decoder import Decoder, Hf
@@ -28,6 +29,15 @@ class Tensors(Protocol):
     def place(self, name: str) -> str:
         """The file of a tensor, for messages."""
         ...
+
+
+@cache
+def _pattern(megatron: str) -> re.Pattern[str]:
+    """Matches the Megatron names of a row."""
+    pattern = re.escape(megatron)
+    for letter in "ie":
+        pattern = pattern.replace(re.escape(f"{{{letter}}}"), rf"(?P<{letter}>\d+)")
+    return re.compile(pattern)
 
 
 def as_stored(tensors: Tensors, hf: Hf) -> Tensors:
@@ -112,10 +122,7 @@ class Family:
     def find(self, parameter: str) -> tuple[Row, tuple[str, ...]]:
         """The row of a Megatron parameter, and its HF names with the numbers filled in. KeyError without a row."""
         for row in self.rows + (self.prediction.rows if self.prediction else ()):
-            pattern = re.escape(row.megatron)
-            for letter in "ie":
-                pattern = pattern.replace(re.escape(f"{{{letter}}}"), rf"(?P<{letter}>\d+)")
-            if match := re.fullmatch(pattern, parameter):
+            if match := _pattern(row.megatron).fullmatch(parameter):
                 return row, tuple(name.format(**match.groupdict()) for name in row.hf)
         raise KeyError(f"{parameter} has no row in the {self.model_type} table")
 

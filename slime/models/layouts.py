@@ -184,4 +184,4 @@ class SwappedHalves(Direct):
         return [self.columns(full)]
 
     def columns(self, rows: Tensor) -> Tensor:
-        return rows.roll(rows.shape[1] // 2, 1)
+        return rows.roll(rows.shape[-1] // 2, -1)

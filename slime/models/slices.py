@@ -6,7 +6,7 @@ torch is imported only to compute.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import EllipsisType
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -32,34 +32,54 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows (or columns) of a rank's part, and where they are in a file."""
+    """Rows (or columns) of a rank's part, and where they are in a file. They lie together in the file. In the rank's
+    part they are `count` blocks at equal distances: the query heads of each group, for example."""
 
     axis: int
     """0: rows, 1: columns."""
     target: int
     """The first of them in the rank's part."""
     size: int
-    """Their number."""
+    """Their number in a block."""
     part: int | None
     """The number of the HF tensor. None: they are zero."""
     source: int
     """The first of them in the HF tensor."""
+    count: int = 1
+    """The number of blocks."""
+    step: int = 0
+    """From the first row of a block to that of the next one."""
+
+    @property
+    def length(self) -> int:
+        """The number of rows in all blocks."""
+        return self.count * self.size
 
     @property
     def where(self) -> tuple[slice, ...]:
         """The index of the HF tensor."""
-        return (*(slice(None),) * self.axis, slice(self.source, self.source + self.size))
+        return (*(slice(None),) * self.axis, slice(self.source, self.source + self.length))
+
+    @property
+    def targets(self) -> list[int]:
+        """The row of the rank's part that each row of the file becomes."""
+        firsts = range(self.target, self.target + self.count * self.step, self.step) if self.step else (self.target,)
+        return [first + i for first in firsts for i in range(self.size)]
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The view of the rank's part."""
-        return parameter.narrow(self.axis, self.target, self.size)
+        """The view of the rank's part. Of several blocks, `axis` becomes two axes [count, size]. So the view has the
+        order of the file's rows, and `reshape` converts between both shapes."""
+        reach = (self.count - 1) * self.step + self.size
+        rows = parameter.narrow(self.axis, self.target, reach)
+        return rows if self.count == 1 else rows.unfold(self.axis, self.size, self.step).movedim(-1, self.axis + 1)
 
 
 @lru_cache(maxsize=1024)
 def pieces(
     layout: Layout, shapes: tuple[tuple[int, ...], ...], sizes: Sizes, rank: int, ranks: int
 ) -> tuple[Piece, ...]:
-    """The slices of HF tensors of `shapes` that tensor-parallel rank `rank` of `ranks` holds, in the order of its part.
+    """The slices of HF tensors of `shapes` that tensor-parallel rank `rank` of `ranks` holds, in the order of the first
+    row of each in its part.
 
     The rows of all HF tensors are numbered, and `layout` joins and shards the numbers as if they were the rows.
     """
@@ -79,7 +99,7 @@ def pieces(
     step = torch.where(mine[1:] == 0, 0, 1)
     new = (mine[1:] - mine[:-1] != step) | (parts[1:] != parts[:-1])
     starts = [0, *(new.nonzero()[:, 0] + 1).tolist()]
-    return tuple(_found(axis, starts, mine.tolist(), parts.tolist(), ends.tolist(), lengths))
+    return tuple(_joined(_found(axis, starts, mine.tolist(), parts.tolist(), ends.tolist(), lengths)))
 
 
 def _found(
@@ -90,3 +110,26 @@ def _found(
             yield Piece(axis, start, end - start, None, 0)
         else:
             yield Piece(axis, start, end - start, part, mine[start] - 1 - (ends[part] - lengths[part]))
+
+
+def _joined(found: Iterator[Piece]) -> list[Piece]:
+    """One piece in place of those whose rows follow each other in the file, at equal distances in the rank's part."""
+    whole: list[Piece] = []
+    last: dict[int, int] = {}  # where the last piece of an HF tensor is in `whole`
+    for piece in found:
+        before = None if piece.part is None or piece.part not in last else whole[last[piece.part]]
+        if before is not None and (step := _step(before, piece)):
+            assert piece.part is not None
+            whole[last[piece.part]] = replace(before, count=before.count + 1, step=step)
+            continue
+        if piece.part is not None:
+            last[piece.part] = len(whole)
+        whole.append(piece)
+    return whole
+
+
+def _step(before: Piece, piece: Piece) -> int:
+    """The distance of the blocks of `before` with `piece` as its next block. 0: it cannot be."""
+    step = piece.target - before.target - (before.count - 1) * before.step
+    follows = piece.size == before.size and piece.source == before.source + before.length
+    return step if follows and before.step in (0, step) else 0

@@ -22,7 +22,7 @@ from slime.protocols import WeightUpdate
 from slime.weight_sync.channel import Export, Info, Part, TrainerPlace, WeightChannel, Worker
 from slime.weight_sync.group import GivenUp, Group, GroupInfo, found, give_up, is_given_up
 from slime.weight_sync.ranks import everywhere
-from slime.weight_sync.slices import require_whole
+from slime.weight_sync.slices import OfAllRanks
 from slime.weight_sync.sources import Region, by_name, fill_own, sliced_buckets, whole_tensor
 from slime.weight_sync.variables import ENGINE_VARIABLE
 
@@ -41,6 +41,9 @@ class BroadcastChannel(WeightChannel):
         self._info: GroupInfo | None = None
         self._ranks: dict[str, int] | None = None
         self._buckets: list[Tensor] = []
+        self._of_update = OfAllRanks(
+            lambda of_ranks: list(sliced_buckets(of_ranks, dist.get_rank(), self.bucket_bytes))
+        )
 
     @classmethod
     def on_trainer(cls, place: TrainerPlace) -> BroadcastChannel:
@@ -68,14 +71,12 @@ class BroadcastChannel(WeightChannel):
         driver asks for them again with other receivers.
         """
         slices = list(export.slices())
-        mine = [each.place for each in slices], self._ranks == receivers
-        found = everywhere(mine)
-        require_whole(place for places, _ in found for place in places)
-        if not all(joined for _, joined in found):
+        buckets = self._of_update.get([each.place for each in slices])
+        if not all(everywhere(self._ranks == receivers)):
             self._invite(receivers)
         turn, first = 0, dist.get_rank() == 0
         for loads_it in (True, False) if compare else (True,):
-            for part in sliced_buckets([places for places, _ in found], dist.get_rank(), self.bucket_bytes):
+            for part in buckets:
                 bucket = self._bucket(turn, part.nbytes)
                 fill_own(bucket, part, slices)
                 info = {"tensors": part.tensors, "regions": part.regions, "bytes": part.nbytes}

@@ -26,7 +26,7 @@ from slime.protocols import WeightUpdate
 from slime.weight_sync.channel import Export, Info, Part, TrainerPlace, WeightChannel, Worker
 from slime.weight_sync.ranks import everywhere, is_first, on_all_ranks
 from slime.weight_sync.sliced_file import SlicedFile, octets
-from slime.weight_sync.slices import Slice, Where, places_of_all
+from slime.weight_sync.slices import OfAllRanks, Slice, Where
 from slime.weight_sync.variables import WEIGHT_DIR_VARIABLE
 
 FILE = "model.safetensors"
@@ -51,6 +51,7 @@ class FileChannel(WeightChannel):
         self, directory: str | os.PathLike[str], *, keep_files: bool = False, stem: str = "weights"
     ) -> None:
         self.directory, self._keep_files, self.stem = Path(directory), keep_files, stem
+        self._of_update = OfAllRanks(lambda of_ranks: [place for places in of_ranks for place in places])
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = self.directory.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
@@ -81,7 +82,7 @@ class FileChannel(WeightChannel):
         """
         mine = list(slices)
         path = self.directory / f"{self.stem}-{version}" / FILE
-        file = SlicedFile(path.with_suffix(".partial"), places_of_all([each.place for each in mine]))
+        file = SlicedFile(path.with_suffix(".partial"), self._of_update.get([each.place for each in mine]))
         what = f"version {version} of the weights"
         digests: Digests = {}
         try:

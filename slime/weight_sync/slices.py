@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from slime.weight_sync.ranks import everywhere
 
+T = TypeVar("T")
 Where = tuple[tuple[int, int], ...]
 """The first index and the one after the last, for each axis of a tensor. JSON makes lists of it."""
 
@@ -68,6 +70,7 @@ class Slice:
 
     place: Place
     values: Callable[[], Tensor]
+    """In the order of the place. They may have more axes than the place: a view of rows that do not lie together."""
 
 
 def whole_slices(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Slice]:
@@ -78,12 +81,25 @@ def whole_slices(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Slice]:
         yield Slice(Place(name, dtype, tuple(tensor.shape), where), lambda tensor=tensor: tensor)  # type: ignore[misc]
 
 
-def places_of_all(mine: list[Place]) -> list[Place]:
-    """The places of the slices of all ranks, in rank order. Collective. RuntimeError unless they are all of each
-    tensor."""
-    places = [place for of_rank in everywhere(mine) for place in of_rank]
-    require_whole(places)
-    return places
+class OfAllRanks(Generic[T]):
+    """What follows from the slices of all ranks. `make` gets their places, one list a rank. It is called when the
+    slices of a rank are others than in the last update. Otherwise ranks only tell each other that they are the same."""
+
+    def __init__(self, make: Callable[[list[list[Place]]], T]) -> None:
+        self._make = make
+        self._mine: list[Place] | None = None
+        self._made: list[T] = []
+
+    def get(self, mine: list[Place]) -> T:
+        """Collective; `mine` has the places of this rank. RuntimeError unless the slices of all ranks are all of each
+        tensor."""
+        if any(everywhere(mine != self._mine)):
+            self._mine = None  # after an error, all ranks tell their places again
+            of_ranks = everywhere(mine)
+            require_whole(place for places in of_ranks for place in places)
+            self._made = [self._make(of_ranks)]
+            self._mine = mine
+        return self._made[0]
 
 
 def require_whole(places: Iterable[Place]) -> None:

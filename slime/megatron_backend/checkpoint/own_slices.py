@@ -7,8 +7,8 @@ rank that has given the fewest bytes so far gives the next parameter. All ranks 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 
 import torch
 from megatron.core import parallel_state
@@ -33,7 +33,8 @@ class _Last:
     def __call__(self, parameter: Tensor) -> Tensor:
         if self._found is None or self._found[0] is not parameter:
             self._found = None  # its memory is free before the next one is read
-            self._found = parameter, self._read(parameter)
+            with torch.no_grad():
+                self._found = parameter, self._read(parameter)
         return self._found[1]
 
 
@@ -58,25 +59,46 @@ class _Turns:
         return turn == rank
 
 
-@torch.no_grad()
-def own_slices(model: nn.Module, read: Read = live) -> Iterator[Slice]:
+_Own = tuple[Place, Tensor, Callable[[Tensor], Tensor]]
+"""A slice: its place, its parameter, and the view or copy of the parameter's values that it is."""
+
+
+class OwnSlices:
     """The slices of this rank, by HF name. All ranks together have each value that `export_hf` gives, once.
 
-    `read` as in `export_hf`; it is called when a slice's values are asked for. Their memory is that of one parameter of
-    this rank, or of the live parameter itself.
+    Places and views follow from the model's shapes, so they are computed in the first call and kept for all updates.
     """
-    turns, last = _Turns(), _Last(read)
-    for inner in unwrapped(model):
-        for parameter, row, names in parameters(inner):
-            if getattr(parameter, "shared", False):  # Megatron's mark of the embedding's copy for a tied head
-                continue
-            if turns.is_mine(parameter, row):
-                yield from _of_parameter(parameter, row, names, inner, last)
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, read: Read = live) -> Iterator[Slice]:
+        """`read` as in `export_hf`; it is called when a slice's values are asked for. Their memory is that of one
+        parameter of this rank, or of the live parameter itself."""
+        last = _Last(read)  # values of the update before would be old
+        for place, parameter, of in self._own:
+            yield Slice(place, partial(_values, last, parameter, of))
+
+    @cached_property
+    def _own(self) -> list[_Own]:
+        turns = _Turns()
+        return [
+            own
+            for inner in unwrapped(self._model)
+            for parameter, row, names in parameters(inner)
+            # Megatron's mark of the embedding's copy for a tied head
+            if not getattr(parameter, "shared", False) and turns.is_mine(parameter, row)
+            for own in _of_parameter(parameter, row, names, inner)
+        ]
+
+
+def _values(read: Read, parameter: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
+    return of(read(parameter))
 
 
 def _of_parameter(
-    parameter: Tensor, row: Row, names: tuple[str, ...], inner: HiddenGPTModel, read: Read
-) -> Iterator[Slice]:
+    parameter: Tensor, row: Row, names: tuple[str, ...], inner: HiddenGPTModel
+) -> Iterator[_Own]:
     family, hf = family_for(inner.hf_config), inner.hf_config
     wholes = hf_parts(parameter, row, inner)
     rank, ranks = rank_and_size(shard_group(row))
@@ -86,23 +108,23 @@ def _of_parameter(
         mine = family.written(names[0], parameter.data.to("meta"), hf).tensor.shape
         where = ((written.number, written.number + 1), *_cut(tuple(mine), written.shape[1:], rank))
         place = Place(written.name, dtype, written.shape, where)
-        yield Slice(place, lambda: family.written(names[0], read(parameter), hf).tensor[None])
+        yield place, parameter, lambda values: family.written(names[0], values, hf).tensor[None]
         return
     shapes = tuple(tuple(whole.shape) for whole in wholes)
     for piece in pieces(row.layout, shapes, inner.sizes, rank, ranks):
         if piece.part is not None:  # otherwise it is padding
             place = Place(names[piece.part], dtype, shapes[piece.part], _where(piece, shapes[piece.part]))
-            yield Slice(place, partial(_values, read, parameter, row, piece))
+            yield place, parameter, partial(_of_piece, row, piece)
 
 
-def _values(read: Read, parameter: Tensor, row: Row, piece: Piece) -> Tensor:
+def _of_piece(row: Row, piece: Piece, values: Tensor) -> Tensor:
     """The rows of a piece, with their columns as in the files: the layouts that move columns move them back, too."""
-    return row.layout.columns(piece.of(read(parameter)))
+    return row.layout.columns(piece.of(values))
 
 
 def _where(piece: Piece, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     whole = [(0, size) for size in shape]
-    whole[piece.axis] = piece.source, piece.source + piece.size
+    whole[piece.axis] = piece.source, piece.source + piece.length
     return tuple(whole)
 
 

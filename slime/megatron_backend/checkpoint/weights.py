@@ -139,7 +139,8 @@ def _fill_from(
             f"{tensors.place(name)}"
         )
     for piece in wanted:
-        piece.of(parameter.data).copy_(row.layout.columns(stored[piece.where]))
+        mine = piece.of(parameter.data)
+        mine.copy_(row.layout.columns(stored[piece.where]).reshape(mine.shape))
 
 
 def load_weights(model: Any, directory: str, iteration: int | None = None) -> None:

@@ -142,15 +142,15 @@ def _adapter(
     slots: list[Slot] = []
     places: list[int] = []
     for part, (module, shape) in enumerate(zip(modules, shapes, strict=True)):
-        mine = sorted((p.source, p.size, p.target) for p in found if p.part == part)
-        first = mine[0][0] if mine else 0
-        rows = sum(size for _, size, _ in mine) if mine else shape[0]
-        assert not mine or mine[-1][0] + mine[-1][1] == first + rows, (
+        mine = sorted((p for p in found if p.part == part), key=lambda p: p.source)
+        first = mine[0].source if mine else 0
+        rows = sum(p.length for p in mine) if mine else shape[0]
+        assert not mine or mine[-1].source + mine[-1].length == first + rows, (
             "a rank has neighbouring rows of a module"
         )
         slots.append(Slot(module, shape[0], shape[1], first, rows))
-        for _, size, target in mine:
-            places += range(target, target + size)
+        for piece in mine:
+            places += piece.targets
     order = None
     if axis == 0 and places != list(range(len(places))):
         order = torch.empty(len(places), dtype=torch.int64)

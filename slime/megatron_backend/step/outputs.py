@@ -12,7 +12,7 @@ from slime.config import Config
 from slime.hooks import load_function
 from slime.megatron_backend.checkpoint.background import BackgroundSaves
 from slime.megatron_backend.checkpoint.merged import merged
-from slime.megatron_backend.checkpoint.own_slices import own_slices
+from slime.megatron_backend.checkpoint.own_slices import OwnSlices
 from slime.megatron_backend.checkpoint.peft import export_adapters, peft_config
 from slime.megatron_backend.checkpoint.weights import export_hf, live, save_hf
 from slime.megatron_backend.step.models import Models
@@ -123,9 +123,10 @@ class Outputs:
         main = self.models.main
         if sends_adapters(self.config):
             return Export(lambda: export_adapters(main.model, main.residence.read))
+        own = OwnSlices(main.model)
         return Export(
             lambda: export_hf(main.model, merged(main.model, main.residence.read)),
-            lambda: own_slices(main.model, merged(main.model, main.residence.read)),
+            lambda: own(merged(main.model, main.residence.read)),
         )
 
     def _save_hf(self, rollout_id: int) -> None:

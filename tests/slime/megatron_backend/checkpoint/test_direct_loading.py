@@ -206,20 +206,22 @@ def test_pieces_are_what_join_and_shard_give(layout, shapes):
             wanted = layout.shard(full, rank, ranks)
             got = torch.full_like(wanted, torch.nan)
             for piece in pieces(layout, tuple(shapes), SIZES, rank, ranks):
-                source = 0 if piece.part is None else layout.columns(parts[piece.part][piece.where])
-                piece.of(got)[:] = source
+                mine, source = piece.of(got), torch.zeros(())
+                if piece.part is not None:
+                    source = layout.columns(parts[piece.part][piece.where]).reshape(mine.shape)
+                mine[:] = source
             assert torch.equal(got, wanted)
 
 
-def test_contiguous_rows_are_one_piece():
+def test_rows_of_equal_distances_are_one_piece():
     sizes = Sizes(groups=4, head_dim=2, vocab=10, padded_vocab=16)
     assert pieces(Vocab(), ((10, 4),), sizes, 0, 2) == (Piece(0, 0, 8, 0, 0),)
     assert pieces(Vocab(), ((10, 4),), sizes, 1, 2) == (Piece(0, 0, 2, 0, 8), Piece(0, 2, 6, None, 0))
     half = pieces(GroupedQkv(), ((16, 4), (8, 4), (8, 4)), sizes, 1, 2)
-    assert [(piece.part, piece.source, piece.size) for piece in half] == [
-        *((0, 8, 4), (1, 4, 2), (2, 4, 2)),
-        *((0, 12, 4), (1, 6, 2), (2, 6, 2)),
+    assert [(piece.part, piece.source, piece.size, piece.count, piece.step) for piece in half] == [
+        *((0, 8, 4, 2, 8), (1, 4, 2, 2, 8), (2, 4, 2, 2, 8)),
     ]
+    assert half[1].targets == [4, 5, 12, 13]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from megatron_cases import tiny_checkpoint, trained
 from rank_processes import in_layouts, on_ranks
 from safetensors.torch import load_file, save_file
 
-from slime.megatron_backend.checkpoint.own_slices import own_slices
+from slime.megatron_backend.checkpoint.own_slices import OwnSlices
 from slime.megatron_backend.checkpoint.weights import load_hf
 from slime.megatron_backend.model.gpt import build_model, unwrapped
 from slime.megatron_backend.model.model_config import load_hf_config
@@ -71,12 +71,13 @@ def published(rank: int, directory: Path, config: Any, weight_dir: Path) -> dict
         asked.append(id(parameter))
         return parameter.data
 
-    slices = list(own_slices(model, read))
+    own = OwnSlices(model)
+    slices = list(own(read))
     assert not asked, "nothing is read before it is written"
     update = FileChannel(weight_dir).publish(slices, 1, checksums=True)
     assert len(asked) == len(set(asked)), "a parameter is read once"
     return {
-        "delta": after_delta(model, directory, weight_dir),
+        "delta": after_delta(model, own, directory, weight_dir),
         "given": sum(each.place.nbytes for each in slices),
         "shard": sum(x.nbytes for part in unwrapped(model) for x in part.parameters()),
         "info": update.info,
@@ -87,12 +88,12 @@ def published(rank: int, directory: Path, config: Any, weight_dir: Path) -> dict
     }
 
 
-def after_delta(model: Any, directory: Path, weight_dir: Path) -> dict[str, Any]:
+def after_delta(model: Any, own: OwnSlices, directory: Path, weight_dir: Path) -> dict[str, Any]:
     """A whole set of the live model, then a delta to the weights of `changed`: what this rank gave, and the first
     rank's copy of them."""
     place = TrainerPlace(weight_dir / "deltas", 1 << 20, torch.device("cpu"), 60.0)
     snapshot, copy = Snapshot("xor", "sha256"), LocalCopy(weight_dir / "copy")
-    export = Export(None, lambda: own_slices(model))
+    export = Export(None, own)
     publisher = Publisher.of("disk", place, export, compare=False, snapshot=snapshot)
     for version in range(2):
         if version:
