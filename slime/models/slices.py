@@ -63,15 +63,16 @@ class Piece:
     @property
     def targets(self) -> list[int]:
         """The row of the rank's part that each row of the file becomes."""
-        firsts = range(self.target, self.target + self.count * self.step, self.step) if self.step else (self.target,)
-        return [first + i for first in firsts for i in range(self.size)]
+        blocks = (self.target + block * self.step for block in range(self.count))
+        return [first + row for first in blocks for row in range(self.size)]
 
     def of(self, parameter: Tensor) -> Tensor:
         """The view of the rank's part. Of several blocks, `axis` becomes two axes [count, size]. So the view has the
         order of the file's rows, and `reshape` converts between both shapes."""
-        reach = (self.count - 1) * self.step + self.size
-        rows = parameter.narrow(self.axis, self.target, reach)
-        return rows if self.count == 1 else rows.unfold(self.axis, self.size, self.step).movedim(-1, self.axis + 1)
+        rows = parameter.narrow(self.axis, self.target, (self.count - 1) * self.step + self.size)
+        if self.count == 1:
+            return rows
+        return rows.unfold(self.axis, self.size, self.step).movedim(-1, self.axis + 1)
 
 
 @lru_cache(maxsize=1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -54,12 +55,13 @@ def fill(bucket: Tensor, tensors: list[tuple[str, Tensor]]) -> list[Entry]:
 
 def views(bucket: Tensor, tensors: Iterable[Entry]) -> dict[str, Tensor]:
     """The tensors of a bucket by HF name, without a copy. ValueError for a tensor that is not inside the bucket."""
-    return {name: _view(bucket, name, dtype, shape, first) for name, dtype, shape, first in tensors}
+    return {name: view(bucket, name, dtype, shape, first) for name, dtype, shape, first in tensors}
 
 
-def _view(bucket: Tensor, name: str, dtype: str, shape: list[int], first: int) -> Tensor:
+def view(bucket: Tensor, name: str, dtype: str, shape: list[int], first: int) -> Tensor:
+    """The tensor whose first byte is `first`. ValueError if it is not inside the bucket."""
     kind: torch.dtype = getattr(torch, dtype)
-    size = torch.Size(shape).numel() * kind.itemsize
+    size = math.prod(shape) * kind.itemsize
     if first < 0 or first + size > bucket.nbytes:
         raise ValueError(
             f"{name} must lie inside its bucket, got bytes {first} to {first + size} of {bucket.nbytes}"

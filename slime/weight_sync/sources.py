@@ -7,6 +7,7 @@ A bucket has all slices of its tensors, so a receiver needs memory for one bucke
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime.weight_sync.buckets import aligned, views
+from slime.weight_sync.buckets import aligned, view
 from slime.weight_sync.slices import Place, Slice, Where
 
 Pieces = list[tuple[Where, int]]
@@ -94,17 +95,17 @@ def whole_tensor(bucket: Tensor, entry: Entry) -> Tensor:
     not inside the bucket, and unless the slices have each value once."""
     name, dtype, shape, pieces = entry
     sizes = [[end - start for start, end in where] for where, _ in pieces]
-    if sum(torch.Size(size).numel() for size in sizes) != torch.Size(shape).numel():
+    if sum(map(math.prod, sizes)) != math.prod(shape):
         raise ValueError(
             f"{name} must come whole, got slices of {sizes} for a tensor of {shape}; trainer and engine must have the "
             "same version"
         )
-    found = views(bucket, [(str(i), dtype, sizes[i], first) for i, (_, first) in enumerate(pieces)])
-    if len(pieces) == 1:
-        return found["0"]
+    found = [view(bucket, name, dtype, size, first) for size, (_, first) in zip(sizes, pieces, strict=True)]
+    if len(found) == 1:
+        return found[0]
     whole = torch.empty(shape, dtype=getattr(torch, dtype), device=bucket.device)
-    for i, (where, _) in enumerate(pieces):
-        whole[tuple(slice(start, end) for start, end in where)] = found[str(i)]
+    for values, (where, _) in zip(found, pieces, strict=True):
+        whole[tuple(slice(start, end) for start, end in where)] = values
     return whole
 
 

@@ -24,6 +24,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
 from slime.protocols import WeightSource, WeightUpdate
+from slime.tracking.timers import Timers
 from slime.waiting import wait
 from slime.weight_sync.delta.refusals import refusals
 from slime.weight_sync.registry import CHANNELS
@@ -153,8 +154,10 @@ class WeightTransfer:
         self.lock = threading.RLock()
         self.state = State.SERVING
         self._last: WeightUpdate | None = None
+        self._timers = Timers()
         self.figures: Mapping[str, float] = {}
-        """Metrics of the last update: bytes that one engine got, and `WeightUpdate.density`."""
+        """Metrics of the last update: bytes that one engine got, `WeightUpdate.density`, and the seconds in which the
+        driver waited for the trainer, paused the engines, had them load the parts, and had them serve again."""
 
     @property
     def version(self) -> int | None:
@@ -179,14 +182,17 @@ class WeightTransfer:
                     "weights must be published to engines that are awake, got sleeping ones; wake them"
                 )
             empty = self.state is State.EMPTY
+            self._timers.flush()  # what an update that failed has left
             try:
                 self._load_everywhere(version)
                 self.state = State.FINISHING
-                self._pool.on_serving(lambda engine: finish(engine, version))
-                if empty:
-                    self._pool.on_serving(lambda engine: engine.take_cache_memory())
-                self._pool.on_serving(lambda engine: engine.resume())
+                with self._timers.measure("update_weights_finish"):
+                    self._pool.on_serving(lambda engine: finish(engine, version))
+                    if empty:
+                        self._pool.on_serving(lambda engine: engine.take_cache_memory())
+                    self._pool.on_serving(lambda engine: engine.resume())
                 self.state = State.SERVING
+                self.figures = {**self.figures, **self._timers.flush()}
             finally:
                 if self.state is not State.SERVING:
                     self.state = State.EMPTY if empty else State.PAUSED
@@ -243,11 +249,12 @@ class WeightTransfer:
         takers = self._pool.serving()
         parts = self._parts(version, takers)
         self._last = first = next(parts)
-        if self.state is not State.EMPTY:
-            self.state = State.PAUSED
-            self._pool.on_serving(lambda engine: engine.pause())
-        self.state = State.LOADING
-        self._pool.on_serving(lambda engine: engine.start_weight_update())
+        with self._timers.measure("update_weights_pause"):
+            if self.state is not State.EMPTY:
+                self.state = State.PAUSED
+                self._pool.on_serving(lambda engine: engine.pause())
+            self.state = State.LOADING
+            self._pool.on_serving(lambda engine: engine.start_weight_update())
         part: WeightUpdate | None = first
         place = 0
         while part is not None:
@@ -283,7 +290,8 @@ class WeightTransfer:
         """Have the engines load a part. False if they must take it together, and not all `takers` have it."""
         collective = CHANNELS[part.channel].collective
         if not collective or self._pool.serving() == takers:
-            self._pool.on_serving(lambda engine: load_part(engine, part))
+            with self._timers.measure("update_weights_load"):
+                self._pool.on_serving(lambda engine: load_part(engine, part))
         if not collective:
             return True
         channel = channel_of(part)
@@ -297,10 +305,14 @@ class WeightTransfer:
         assert self._source is not None, "a pool without a trainer has no weights to publish"
         receivers = {engine.name: engine.workers for engine in takers}
         coming = self._source.next_weights(version, receivers)
-        while (part := wait(coming, self._pool.check_health)) is not None:
+        while (part := self._came(coming)) is not None:
             coming = self._source.next_weights(version, receivers)
             coming.add_done_callback(functools.partial(_release_engines, part))
             yield part
+
+    def _came(self, coming: Future[WeightUpdate | None]) -> WeightUpdate | None:
+        with self._timers.measure("update_weights_wait"):
+            return wait(coming, self._pool.check_health)
 
 
 def _release_engines(part: WeightUpdate, sent: Future[WeightUpdate | None]) -> None:

@@ -75,6 +75,7 @@ NAMES = {
             for name in ("train_wait", "train", "data_preprocess", "ref_log_probs", "actor_train")
         ),
         *(f"perf/{name}_time" for name in ("sleep", "wake_up", "save_model", "update_weights", "step")),
+        *(f"perf/update_weights_{name}_time" for name in ("wait", "pause", "load", "finish")),
         *(f"perf/{name}_time" for name in ("trainer", "handover", "make_data", "advantages", "pack")),
         *(
             f"perf/{name}_time"
@@ -177,6 +178,8 @@ def test_parts_of_a_step_add_up_to_it(whole: Path) -> None:
     assert_adds_up(
         list(steps.values()), ("train_wait", "sleep", "train", "wake_up", "update_weights"), "step"
     )
+    of_update = tuple(f"update_weights_{name}" for name in ("wait", "pause", "load", "finish"))
+    assert_adds_up(list(steps.values()), of_update, "update_weights")
     inside = ("data_preprocess", "ref_log_probs", "advantages", "actor_train", "rollout_metrics")
     assert_adds_up(list(steps.values()), inside, "trainer")
     parts = ("pack", "forward", "policy_loss", "backward", "reduce_grads", "optimizer", "step_metrics")

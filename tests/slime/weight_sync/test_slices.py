@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from slime.weight_sync.channel import Worker
 from slime.weight_sync.file_channel import FileChannel, FileReceiver, require_checksums
-from slime.weight_sync.slices import Place, Slice, require_whole, whole_slices
+from slime.weight_sync.slices import OfAllRanks, Place, Slice, require_whole, whole_slices
 
 SHAPES = {
     "rows": (6, 5),
@@ -95,6 +95,47 @@ def test_every_value_comes_once() -> None:
         RuntimeError, match=r"a must have one shape and dtype on all ranks, got \[4, 2\] float32"
     ):
         require_whole([first, Place("a", "bfloat16", (4, 2), ((2, 4), (0, 2)))])
+
+
+def place(name: str, rank: int) -> Place:
+    return Place(name, "float32", (4,), ((2 * rank, 2 * rank + 2),))
+
+
+def tells_its_places(rank: int, root: Path) -> None:
+    """Rank 1 alone has another order in the second round, and in the third one a tensor that rank 0 lacks."""
+    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
+    made: list[list[list[str]]] = []
+
+    def make(of_ranks: list[list[Place]]) -> int:
+        made.append([[each.name for each in places] for places in of_ranks])
+        return len(made)
+
+    kept = OfAllRanks(make)
+    for name, times, order in (
+        ("first", 2, "ab"),
+        ("second", 3, "ba"),
+        ("third", 1, "abc"),
+        ("last", 2, "ba"),
+    ):
+        mine = order if rank else "ab"
+        for _ in range(times):
+            try:
+                found = str(kept.get([place(letter, rank) for letter in mine]))
+            except RuntimeError as error:
+                found = str(error)
+            with (root / f"told-{rank}").open("a") as file:
+                file.write(f"{name} {found}\n")
+    assert made == [[["a", "b"], ["a", "b"]], *[[["a", "b"], ["b", "a"]]] * 2]
+    dist.destroy_process_group()
+
+
+def test_ranks_tell_their_places_once(tmp_path: Path) -> None:
+    """Until they change on any rank, and anew after an error."""
+    mp.spawn(tells_its_places, (tmp_path,), 2)
+    wrong = "the ranks must publish each value of c once, got 8 of 16 bytes; report this as a bug"
+    told = ["first 1"] * 2 + ["second 2"] * 3 + [f"third {wrong}"] + ["last 3"] * 2
+    for rank in range(2):
+        assert (tmp_path / f"told-{rank}").read_text().splitlines() == told
 
 
 Values = Callable[[Path], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -61,6 +62,7 @@ class OneEngine:
         return calls
 
 
+PHASES = ("wait", "pause", "load", "finish")
 PARTS = ["start_weight_update", "part 1", "part 2", "finish_weight_update", "reset_prefix_cache"]
 
 
@@ -68,6 +70,36 @@ def test_an_update_pauses_and_resumes_engines_that_serve() -> None:
     one = OneEngine()
     one.transfer.publish(1)
     assert one.take_calls() == ["pause", *PARTS, "resume"] and one.transfer.state is State.SERVING
+
+
+def test_an_update_tells_what_its_time_is_made_of() -> None:
+    """Each part from the calls that it measures, and none from an update that failed before."""
+    one = OneEngine(fails=("finish_weight_update",))
+    slow = {"pause": 0.05, "start_weight_update": 0.02, "update_weights": 0.04, "reset_prefix_cache": 0.03}
+    slow |= {"resume": 0.02, "next_weights": 0.01}
+
+    def slowly(name: str) -> Callable[..., Any]:
+        call = getattr(one, name)
+
+        def called(*args: Any) -> Any:
+            time.sleep(slow[name])
+            return call(*args)
+
+        return called
+
+    for name in slow:
+        setattr(one, name, slowly(name))
+    with pytest.raises(RuntimeError, match="told to fail"):
+        one.transfer.publish(1)
+    assert not any(name.endswith("_time") for name in one.transfer.figures)
+    one.fails = ()
+    began = time.perf_counter()
+    one.transfer.publish(1)
+    whole = time.perf_counter() - began
+    found = {name: one.transfer.figures[f"perf/update_weights_{name}_time"] for name in PHASES}
+    least = {"wait": 0, "pause": 0.07, "load": 0.08, "finish": 0.05}  # two parts
+    assert all(found[name] >= least[name] for name in PHASES), found
+    assert sum(found.values()) < whole - 3 * slow["next_weights"]
 
 
 def test_engines_without_weights_serve_after_the_update_alone() -> None:
@@ -149,5 +181,7 @@ def test_a_refused_delta_is_followed_by_the_whole_set(
         "the whole set of weights is sent in place of a delta: engine: version 3 is not here" in caplog.text
     )
     sizes = {"perf/update_weights_wire_bytes": 42, "perf/update_weights_density": 1.0}
-    assert one.transfer.figures == sizes and not coming
+    times = {f"perf/update_weights_{name}_time" for name in PHASES}
+    assert one.transfer.figures.keys() == sizes.keys() | times and not coming
+    assert sizes.items() <= one.transfer.figures.items()
     assert one.transfer._last is not None and one.transfer._last.lasting
