@@ -131,7 +131,7 @@ def tells_its_places(rank: int, root: Path) -> None:
 
 def test_ranks_tell_their_places_once(tmp_path: Path) -> None:
     """Until they change on any rank, and anew after an error."""
-    mp.spawn(tells_its_places, (tmp_path,), 2)
+    on_ranks(tells_its_places, tmp_path, ranks=2)
     wrong = "the ranks must publish each value of c once, got 8 of 16 bytes; report this as a bug"
     told = ["first 1"] * 2 + ["second 2"] * 3 + [f"third {wrong}"] + ["last 3"] * 2
     for rank in range(2):
