@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import sys
 from collections.abc import Iterator
 
 
@@ -19,6 +20,20 @@ def uncollected(*, freeze: bool) -> Iterator[None]:
         if freeze:
             gc.freeze()
         gc.enable()
+
+
+@contextlib.contextmanager
+def refused(module: str) -> Iterator[None]:
+    """Inside, `import module` raises ImportError, as where it is not installed, unless it was imported before. For
+    modules that their importer can do without."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[module]
 
 
 def is_installed(module: str) -> bool:

@@ -12,10 +12,14 @@ import os
 import runpy
 import sys
 
+from vime.vllm.cpu.memory import uncompiled
+
 if __name__ == "__main__":
     gc.disable()  # vime.vllm.worker.plugin switches it on
     del sys.argv[0]
     try:
+        with uncompiled():
+            import vllm  # noqa: F401
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     except BaseException:
         # Frozen objects are never collected: Triton would print a list of them after the error that ended the server.

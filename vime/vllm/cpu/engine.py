@@ -25,11 +25,12 @@ _PROMPT_TOKENS = 256
 _OTHER_STATE = ("kv_lora_rank", "linear_num_value_heads", "mamba_d_state")
 METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
 WAIT_VARIABLE = "OMP_WAIT_POLICY"
+EAGER_VARIABLE = "TORCHDYNAMO_DISABLE"
 KERNELS_VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 MOST_KERNELS = 16
-"""Products of matrices whose kernels oneDNN keeps, each for one shape and one number of tokens. One takes 0.3 MiB. vLLM
-itself keeps those of 32 numbers of tokens for each shape. oneDNN's own limit is 1024, and an engine grows for hundreds
-of steps until that is reached."""
+"""Products of matrices whose kernels oneDNN keeps, each for one shape and one number of tokens. One takes 0.3 MiB. The
+layers of vLLM keep some besides (vime.vllm.cpu.memory). oneDNN's own limit is 1024, and an engine grows for hundreds of
+steps until that is reached."""
 
 
 def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[str, str]:
@@ -49,7 +50,7 @@ def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[
         METHOD_VARIABLE: given.get(METHOD_VARIABLE, "fork"),
     }
     if eager:
-        env["TORCHDYNAMO_DISABLE"] = "1"
+        env[EAGER_VARIABLE] = "1"
     if library := torchs_openmp():
         env["LD_PRELOAD"] = ":".join(filter(None, [given.get("LD_PRELOAD"), library]))
     return env

@@ -26,6 +26,7 @@ def register() -> None:
     from vime.vllm.cpu import engine as cpu_engine
     from vime.vllm.cpu import experts as cpu_experts
     from vime.vllm.cpu import fp8 as cpu_fp8
+    from vime.vllm.cpu import memory as cpu_memory
     from vime.vllm.cpu import rotary as cpu_rotary
     from vime.vllm.cpu import vision as cpu_vision
     from vime.vllm.versions import meet_in_a_file, register_backend
@@ -42,12 +43,14 @@ def register() -> None:
     if SUPERVISED_VARIABLE in os.environ:
         gc.freeze()
         gc.enable()  # see vime.vllm.serve
+        os.register_at_fork(before=gc.freeze)
         die_with_parent()
         forks_die_with_parent()
         compact_log_probs.install()
         merged_log_probs.install()
         meet_in_a_file()
         cpu_engine.install()
+        cpu_memory.install()
     cpu_rotary.install()
     cpu_experts.install()
     cpu_draft.install()
