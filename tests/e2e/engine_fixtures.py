@@ -84,6 +84,7 @@ class Stack:
     """A pool of one engine, and two sets of weights for it: the checkpoint's weights and other weights."""
 
     key = "test-key-0123456789"
+    resident_at_start = 0
 
     def __init__(self, root: Path) -> None:
         self.weight_dir = root / "weights"
@@ -160,6 +161,12 @@ def server_of(url: str) -> psutil.Process:
         for process in psutil.Process().children(recursive=True)
         if port in command_line(process) + " " and "supervise" not in command_line(process)
     )
+    return found
+
+
+def engine_core_of(url: str) -> psutil.Process:
+    """The process of the only engine core of the server at `url`."""
+    (found,) = (p for p in server_of(url).children(recursive=True) if "EngineCore" in command_line(p))
     return found
 
 

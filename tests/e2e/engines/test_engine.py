@@ -18,7 +18,7 @@ from urllib.parse import quote, urlsplit
 import psutil
 import pytest
 import torch
-from engine_fixtures import EOS_ID, Stack, hf_log_probs, publish_checkpoint, status
+from engine_fixtures import EOS_ID, Stack, engine_core_of, hf_log_probs, publish_checkpoint, status
 from process_names import command_line
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -27,6 +27,7 @@ from slime.protocols import GenerateResult, WeightUpdate
 from slime.weight_sync.transfer import load
 from vime.pool.control import ControlError
 from vime.pool.run_key import health_prefix
+from vime.vllm.cpu.engine import MOST_CACHE_BYTES
 
 pytestmark = pytest.mark.e2e
 KEY = Stack.key
@@ -39,12 +40,18 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     stack.pool.start()
     processes = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    stack.resident_at_start = resident(stack)
     assert len(processes) >= 6, "supervisors, API server, engine core, router, key server, gateway"
     yield stack
     stack.pool.stop()
     left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
     assert left == []
     assert psutil.wait_procs(processes, timeout=5)[1] == []
+
+
+def resident(stack: Stack) -> int:
+    """Bytes of the engine core's process."""
+    return int(engine_core_of(stack.control.url).memory_info().rss)
 
 
 def test_every_route_of_the_engine_needs_the_key(stack: Stack) -> None:
@@ -256,6 +263,8 @@ def test_an_update_changes_answers_and_version(stack: Stack) -> None:
     before = stack.generate(PROMPT, seed=3, ignore_eos=True)
     assert before.weight_versions == [-1]
     stack.push(stack.checkpoint)
+    freed = stack.resident_at_start - resident(stack)
+    assert freed > 0.8 * MOST_CACHE_BYTES, f"an empty cache must take no memory, got {freed >> 20} MiB freed"
     same = stack.generate(PROMPT, seed=3, ignore_eos=True)
     assert (same.token_ids, same.weight_versions) == (before.token_ids, [0])
     stack.push(stack.other)

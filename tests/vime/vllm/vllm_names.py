@@ -131,6 +131,7 @@ _OURS = {
     "in_turn",
     "keeps",
     "piece",
+    "returns",
     "vllm_reasoning_parser",
     "vllm_tool_call_parser",
     "wraps",

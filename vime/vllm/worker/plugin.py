@@ -43,7 +43,6 @@ def register() -> None:
     if SUPERVISED_VARIABLE in os.environ:
         gc.freeze()
         gc.enable()  # see vime.vllm.serve
-        os.register_at_fork(before=gc.freeze)
         die_with_parent()
         forks_die_with_parent()
         compact_log_probs.install()
