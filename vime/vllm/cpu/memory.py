@@ -14,13 +14,14 @@ import functools
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.imports import refused
 from vime.vllm.cpu.engine import EAGER_VARIABLE
 
 if TYPE_CHECKING:
     import torch
+    from vllm._custom_ops import CPUDNNLGEMMHandler as Product
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -52,12 +53,12 @@ def install() -> None:
         return
     # These replace functions of vLLM on purpose.
     EngineCore.reset_prefix_cache = _returning(EngineCore.reset_prefix_cache)  # type: ignore[method-assign]
-    _custom_ops.create_onednn_mm = _with_few_kernels(_custom_ops.create_onednn_mm)
+    _custom_ops.create_onednn_mm = _with_few_kernels(_custom_ops.create_onednn_mm)  # type: ignore[assignment]
 
 
 def _returning(reset: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(reset)
-    def reset_prefix_cache(self: EngineCore, *args: Any, **kwargs: Any) -> bool:
+    def reset_prefix_cache(self: EngineCore, *args: bool, **kwargs: bool) -> bool:
         done = reset(self, *args, **kwargs)
         if done:  # and no block is in use
             self.model_executor.collective_rpc(return_memory)
@@ -67,9 +68,9 @@ def _returning(reset: Callable[..., bool]) -> Callable[..., bool]:
     return reset_prefix_cache
 
 
-def _with_few_kernels(create: Callable[..., Any]) -> Callable[..., Any]:
+def _with_few_kernels(create: Callable[[torch.Tensor, int], Product]) -> Callable[..., Product]:
     @functools.wraps(create)
-    def create_onednn_mm(weight: torch.Tensor, primitive_cache_size: int = MOST_OF_A_PRODUCT) -> Any:
+    def create_onednn_mm(weight: torch.Tensor, primitive_cache_size: int = MOST_OF_A_PRODUCT) -> Product:
         return create(weight, min(primitive_cache_size, MOST_OF_A_PRODUCT))
 
     return create_onednn_mm
