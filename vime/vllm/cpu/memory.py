@@ -53,7 +53,7 @@ def install() -> None:
         return
     # These replace functions of vLLM on purpose.
     EngineCore.reset_prefix_cache = _returning(EngineCore.reset_prefix_cache)  # type: ignore[method-assign]
-    _custom_ops.create_onednn_mm = _with_few_kernels(_custom_ops.create_onednn_mm)  # type: ignore[assignment]
+    _custom_ops.create_onednn_mm = _with_few_kernels(_custom_ops.create_onednn_mm)
 
 
 def _returning(reset: Callable[..., bool]) -> Callable[..., bool]:

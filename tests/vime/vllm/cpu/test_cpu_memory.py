@@ -23,17 +23,20 @@ from vime.vllm.cpu import memory
 
 with memory.uncompiled():
     import vllm
-print("{COMPILER}" in sys.modules)
+loaded = "{COMPILER}" in sys.modules
 
 import torch
 from vllm import _custom_ops
+from vllm.platforms import current_platform
+
+current_platform.import_kernels()
+if not hasattr(torch.ops._C, "create_onednn_mm_handler"):
+    sys.exit(print(loaded))
 
 names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
 Counts = type("Counts", (ctypes.Structure,), {{"_fields_": [(name, ctypes.c_size_t) for name in names]}})
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Counts
-from vllm.platforms import current_platform
-current_platform.import_kernels()
 
 def grown():
     handler = _custom_ops.create_onednn_mm(torch.ones(128, 128).t(), 32)
@@ -46,7 +49,7 @@ before, first = grown()
 memory.install()
 memory.install()
 after, second = grown()
-print(before, after)
+print(loaded, before, after)
 """
 
 
@@ -89,7 +92,9 @@ def test_an_engine_has_no_compiler_and_few_kernels_of_each_layer() -> None:
     env = os.environ | environment({}, 1, eager=True) | {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    loaded, grown = done.stdout.splitlines()[-2:]
+    loaded, *grown = done.stdout.splitlines()[-1].split()
     assert loaded == "False"
-    before, after = map(int, grown.split())
+    if not grown:
+        pytest.skip("the compiled part of this vLLM does not load beside this torch")
+    before, after = map(int, grown)
     assert before > MIB and after < 2 * before * MOST_OF_A_PRODUCT / 32
