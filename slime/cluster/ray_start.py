@@ -21,7 +21,7 @@ from ray._private import node, ray_constants, services
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # Ray's stub has too few names
 from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 
-from slime.cluster import late_agent, quiet_agent, ray_token
+from slime.cluster import quiet_agent, ray_token
 from slime.cluster.watchdog import descendants, processes
 from slime.import_path import SAFE_PATH, UTF8, of_workers
 
@@ -145,8 +145,6 @@ def _command_of(component: str, session_dir: str, *more: object, **named: object
     if component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:
         return [sys.executable, "-P", quiet_agent.__file__]
     command: list[str] = _COMMAND_OF(component, session_dir, *more, **named)
-    if component == ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT:
-        return [sys.executable, "-P", late_agent.__file__, *command]
     return command
 
 

@@ -275,7 +275,7 @@ def launched(command: list[str], output: Path) -> Iterator[Launch]:
 
 
 LISTENING = (
-    *("vime train", "gcs/gcs_server", "raylet/raylet", r"^\S+ -P \S+/late_agent\.py"),
+    *("vime train", "gcs/gcs_server", "raylet/raylet", "ray::RuntimeEnvAgent"),
     *("ray::TrainerActor", "ray::RolloutActor"),
     *(r"vllm\.entrypoints", "VLLM::EngineCore", r"vime\.vllm\.router_main"),
 )
@@ -297,8 +297,7 @@ def assert_small(launch: Launch) -> None:
     # not torch's libgomp, which vLLM preloads for the children of a process that had an engine
     for library in ("/torch/lib/libtorch", "/pandas/", "/tokenizers/"):
         assert library not in files, f"the driver has loaded {library}"
-    for agent, in_its_place in (("DashboardAgent", "quiet_agent"), ("RuntimeEnvAgent", "late_agent")):
-        assert launch.find(in_its_place) and not launch.find(agent)
+    assert launch.find("quiet_agent") and not launch.find("DashboardAgent")
 
 
 def other_interface() -> str | None:

@@ -13,7 +13,7 @@ import pytest
 import ray
 from ray._private import services
 
-from slime.cluster import late_agent, quiet_agent, ray_start, watchdog
+from slime.cluster import quiet_agent, ray_start, watchdog
 
 
 @pytest.mark.slow
@@ -59,62 +59,6 @@ def test_an_agent_without_ports_ends_with_the_process_that_started_it(tmp_path):
         command, stdin=subprocess.DEVNULL
     ) as older:  # Ray 2.50 names no node and waits for no file
         assert older.wait(10) == 0
-
-
-def test_an_agent_that_nobody_asked_is_none_and_ends_with_the_process_that_started_it(tmp_path):
-    port_file, arguments = tmp_path / "runtime_env_agent_port_n1", "import sys; print(sys.argv[1:])"
-    flags = ["--node-ip-address=127.0.0.1", f"--session-dir={tmp_path}", "--runtime-env-agent-port=0"]
-    command = [
-        sys.executable,
-        "-P",
-        late_agent.__file__,
-        sys.executable,
-        "-c",
-        arguments,
-        *flags,
-        "--node-id=n1",
-    ]
-    for asked in (False, True):
-        port_file.unlink(missing_ok=True)
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
-            assert agent.stdin is not None and agent.stdout is not None
-            end = time.monotonic() + 30
-            while not port_file.exists():
-                assert time.monotonic() < end and agent.poll() is None
-                time.sleep(0.01)
-            port = port_file.read_text()
-            if asked:
-                socket.create_connection(("127.0.0.1", int(port))).close()
-                became = [*flags[:2], f"--runtime-env-agent-port={port}", "--node-id=n1"]
-                assert agent.stdout.read() == f"{became}\n"
-            agent.stdin.close()
-            assert agent.wait(10) == 0
-
-
-def test_a_task_that_asks_for_an_environment_gets_it(monkeypatch):
-    """Ray's own agent starts for it, at the port for which the raylet waits."""
-
-    def agents():
-        running = watchdog.descendants({os.getpid()}, watchdog.processes())
-        return [
-            pid for pid in running if Path(f"/proc/{pid}/cmdline").read_text().startswith("ray::RuntimeEnv")
-        ]
-
-    @ray.remote(num_cpus=0)
-    def variable():
-        return os.environ.get("ASKED")
-
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    try:
-        ray_start.connect()
-        assert ray.get(variable.remote()) is None
-        assert not agents()
-        for value in ("1", "2"):
-            task = variable.options(runtime_env={"env_vars": {"ASKED": value}})
-            assert ray.get(task.remote(), timeout=60) == value
-        assert len(agents()) == 1
-    finally:
-        ray.shutdown()
 
 
 def test_an_address_where_nothing_listens_is_named_within_seconds(monkeypatch):
