@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 VARIABLE = "VIME_BITWISE"
 """Of the server's environment: the operators, separated by commas, of slime's BITWISE_OPERATORS."""
-COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"}
-"""vLLM's --compilation-config on GPUs: nothing is compiled. Steps of one token a request are one graph. Others, of at
-most 512 tokens, are a graph for each part between two attentions."""
+_TOKENS = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), 512, 640, 768, 1024, 1280, 1536, 2048]
+"""Of a step that is a graph: vLLM's own numbers up to 512, and larger ones. Without a graph, the host starts a dozen
+kernels a layer, which takes longer than a small model computes (benchmarks/reports/bitwise_h200.md)."""
+COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": _TOKENS}
+"""vLLM's --compilation-config on GPUs: nothing is compiled. Steps of one token a request are one graph, others a graph
+for each part between two attentions."""
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # it makes log-probs elsewhere
     "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",  # graphs of parts without torch.compile
