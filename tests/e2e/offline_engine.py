@@ -56,6 +56,7 @@ class OfflineEngine:
 def leave_what_is_there(patch: pytest.MonkeyPatch) -> None:
     """The collector looks at nothing that this process has imported. vLLM would undo that with each engine, and it asks
     for nine collections of half a second for each."""
+    gc.collect()  # the engine before, which nothing collects once it is frozen
     gc.freeze()
     for name in ("freeze", "unfreeze"):
         patch.setattr(gc, name, lambda: None)
