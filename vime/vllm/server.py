@@ -64,6 +64,7 @@ class VllmServer(EngineServer):
 
     def command(self) -> list[str]:
         spec = self.spec
+        given = {option(tokens) for tokens in pair_up(spec.vllm_argv)}
         flags = {
             "model": spec.model_path,
             "served-model-name": SERVED_MODEL_NAME,
@@ -97,13 +98,12 @@ class VllmServer(EngineServer):
         if spec.tells_experts:
             argv += [routed_experts.FLAG]
         if spec.bitwise and spec.device == "cuda":
-            argv += ["--compilation-config", json.dumps(bitwise.COMPILATION)]
+            argv += ["--compilation-config", bitwise.compilation(given)]
         if spec.lora_rank:
             argv += adapter.server_flags(spec.lora_rank)
         if spec.trust_remote_code:
             argv += ["--trust-remote-code"]
         argv += self._multi_node()
-        given = {option(tokens) for tokens in pair_up(spec.vllm_argv)}
         ours = [token for tokens in pair_up(argv) if option(tokens) not in given for token in tokens]
         module = server_module() if spec.node == 0 else "vime.vllm.headless"
         return [sys.executable, "-m", "vime.vllm.serve", module, *ours, *spec.vllm_argv]

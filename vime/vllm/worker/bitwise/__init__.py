@@ -7,7 +7,9 @@ known to compute nothing by itself. Which side of vLLM computes what: docs/desig
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from slime.config.sections.kernels import BITWISE_OPERATORS
@@ -20,14 +22,22 @@ VARIABLE = "VIME_BITWISE"
 _TOKENS = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), 512, 640, 768, 1024, 1280, 1536, 2048]
 """Of a step that is a graph: vLLM's own numbers up to 512, and larger ones. Without a graph, the host starts a dozen
 kernels a layer, which takes longer than a small model computes (benchmarks/reports/bitwise_h200.md)."""
-COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": _TOKENS}
-"""vLLM's --compilation-config on GPUs: nothing is compiled. Steps of one token a request are one graph, others a graph
-for each part between two attentions."""
+_COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"}
+_CHOOSES_TOKENS = {"cudagraph-capture-sizes", "max-cudagraph-capture-size"}
+"""vLLM's options that say which steps are graphs."""
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # it makes log-probs elsewhere
     "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",  # graphs of parts without torch.compile
 }
 """Variables of such a server, on each device."""
+
+
+def compilation(given: Collection[str]) -> str:
+    """vLLM's --compilation-config on GPUs: nothing is compiled. Steps of one token a request are one graph, others a
+    graph for each part between two attentions. `given`: the user's options, which may choose the steps; vLLM does not
+    start with two such choices."""
+    tokens = {} if _CHOOSES_TOKENS & set(given) else {"cudagraph_capture_sizes": _TOKENS}
+    return json.dumps({**_COMPILATION, **tokens})
 
 
 def wanted() -> frozenset[str]:
