@@ -163,9 +163,9 @@ def test_engines_that_joined_are_supervised_and_end_with_the_run(start: Callable
     run.publish()
     assert ask(run, "add", "--count", "2") == 0
     assert run.told[-1] == 3 and run.places.free == []
-    die(run.url(2), KEY * 4)
-    wait_for(lambda: run.shown()[2][1] == "dead", 60)
-    wait_for(lambda: run.shown()[2] == ["engine-2", "serving", "4"], 120)
+    died = run.url(2)
+    die(died, KEY * 4)
+    wait_for(lambda: run.url(2) != died and ["engine-2", "serving", "4"] in run.shown(), 120)
     run.stop()
     ended = table(read_fleet(run.root), ended=True)
     assert [line.split()[2] for line in ended[1:]] == ["ended"] * 3
