@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import os
+import re
 import signal
 import tempfile
 import time
@@ -40,6 +41,7 @@ LONGEST = ("tests/e2e/", "tests/house/test_tools.py", "tests/vime/vllm/test_vllm
 SLACK = {"threads": 20, "open files": 30, "child processes": 4}
 """What a test file may leave behind: a first use of torch, Ray or multiprocessing starts things that stay. One trainer
 has 48 threads and 64 files."""
+DEFAULT_RUN_DIR = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}$")
 GONE_S = 60
 """Seconds in which threads and processes that were told to end must have ended."""
 
@@ -123,6 +125,11 @@ def held() -> dict[str, int]:
     }
 
 
+def unnamed_runs() -> set[str]:
+    """Directories of runs that were started without --run-dir."""
+    return {path.name for path in Path("runs").glob("*-*-*-*") if DEFAULT_RUN_DIR.search(path.name)}
+
+
 def _runs(process: psutil.Process) -> bool:
     """Not one that has ended, whose exit status nobody has asked for yet."""
     try:
@@ -133,12 +140,15 @@ def _runs(process: psutil.Process) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left() -> Iterator[None]:
-    """A test file must end with the threads, open files and child processes with which it began, but for SLACK.
+    """A test file must end with the threads, open files and child processes with which it began, but for SLACK, and
+    leaves no run in runs/.
 
     Not checked where a GPU is: CUDA and NCCL have threads for the life of a process.
     """
-    before, end = held(), None
+    before, runs, end = held(), unnamed_runs(), None
     yield
+    more = unnamed_runs() - runs
+    assert not more, f"this file, or one that ran beside it, left runs/{{{','.join(sorted(more))}}}; give a run_dir"
     if not INTERPRET:
         return
     while more := {name: count for name, count in held().items() if count > before[name] + SLACK[name]}:

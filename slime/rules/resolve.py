@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import datetime
 import glob
+import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -265,7 +266,9 @@ def _kernels(c: argparse.Namespace) -> None:
 def _run_dir(c: argparse.Namespace) -> None:
     if c.run_dir is None:
         model = Path(c.hf_checkpoint).name if c.hf_checkpoint else "run"
-        c.run_dir = str(Path("runs") / f"{model}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+        # The number: two runs of one model that start in the same second need a directory each.
+        started = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        c.run_dir = str(Path("runs") / f"{model}-{started}")
 
 
 def _remarks(c: Config) -> Iterator[str]:

@@ -43,6 +43,7 @@ def make_config(root: Path, **flags: Any) -> Config:
         "load": str(root / "policy"),
         "ref_load": str(root / "reference"),
         "weight_dir": str(root / "weights"),
+        "run_dir": str(root / "run"),
         "device": "cpu",
         "fp32": True,
         "actor_num_gpus_per_node": 1,

@@ -12,7 +12,7 @@ from slime.config.ranges import COUNT_OR_ZERO, PORT_OR_ANY
 class LoggingConfig:
     """metrics.jsonl is always written. The trackers (slime.tracking.trackers) are optional."""
 
-    run_dir: str = flag(None, "directory for the records of the run (default: runs/<model>-<time>)")
+    run_dir: str = flag(None, "directory for the records of the run (default: runs/<model>-<time>-<number>)")
     save_samples: int = flag(
         4,
         "samples of each rollout that the run directory keeps in samples/, with the log-probs of engine and trainer",

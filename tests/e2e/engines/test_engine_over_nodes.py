@@ -94,7 +94,7 @@ def test_the_loss_of_the_second_node_is_the_loss_of_the_engine(stack: TwoNodes) 
     (second,) = (
         process
         for process in psutil.Process().children(recursive=True)
-        if command_line(process).split()[1:3] == ["-m", "vime.vllm.headless"]
+        if command_line(process).split()[1:4] == ["-m", "vime.vllm.serve", "vime.vllm.headless"]
     )
     second.kill()
     end = time.monotonic() + 60

@@ -123,6 +123,7 @@ def test_directories():
     given = {"device": "cpu", "hf_checkpoint": "models/tiny"}
     config = resolve(given)
     assert config.logging.run_dir.startswith(str(Path("runs") / "tiny-"))
+    assert resolve(given).logging.run_dir != config.logging.run_dir, "two runs that start in the same second"
     assert config.weight_update.weight_dir is None
     assert resolve({**given, "update_weight_disk_dir": "w"}).weight_update.weight_dir == "w"
     assert (
