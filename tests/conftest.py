@@ -148,7 +148,9 @@ def nothing_left() -> Iterator[None]:
     before, runs, end = held(), unnamed_runs(), None
     yield
     more = unnamed_runs() - runs
-    assert not more, f"this file, or one that ran beside it, left runs/{{{','.join(sorted(more))}}}; give a run_dir"
+    assert not more, (
+        f"this file, or one that ran beside it, left runs/{{{','.join(sorted(more))}}}; give a run_dir"
+    )
     if not INTERPRET:
         return
     while more := {name: count for name, count in held().items() if count > before[name] + SLACK[name]}:

@@ -314,8 +314,8 @@ def work_of_export(rank: int, root: Path) -> None:
 
 @pytest.mark.slow
 def test_an_export_never_holds_the_whole_model(tmp_path):
-    """A model of 1.2 GB whose largest parameter has 34 MB: one file (67 MB), the parameter, what torch reads it into, and
-    what the allocators keep. Measured: up to 222 MB.
+    """A model of 1.2 GB whose largest parameter has 34 MB: one file (67 MB), the parameter, what torch reads it into,
+    and what the allocators keep. Measured: up to 222 MB.
     """
     tiny_checkpoint(
         tmp_path / "hf",
