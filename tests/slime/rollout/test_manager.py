@@ -30,6 +30,7 @@ def build(checkpoint, tmp_path):
             "hf_checkpoint": str(checkpoint),
             "prompt_data": write_lines(tmp_path / "prompts.jsonl", rows),
             "label_key": "label",
+            "run_dir": str(tmp_path / "run"),
             "num_rollout": 3,
             "rollout_batch_size": 2,
             "n_samples_per_prompt": 2,
