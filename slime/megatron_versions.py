@@ -22,6 +22,8 @@ checkpoints
 modules of a layer are built by     build_module             a call with more arguments   ModuleSpec, or a class with
                                                                                           **unused, fit both
 MLP in Megatron's layer spec        ModuleSpec               partial                      our own, or a ModuleSpec
+norms of queries and keys in a      any                      only with qk_layernorm       `ProjectionNormedAttention`
+spec                                                                                      has its own, in both
 hook for the output                 none                     output_processor             `_postprocess`, in both
 fields of the configs               with three that nothing  with 80 others               flags come from the
                                     reads                                                 installed one's fields
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
 LEAST, LAST = (0, 16), (0, 19)
 """The known range, by the first two numbers."""
-RUN = {"0.16.1": "on CPUs and GPUs", "0.19.2": "on CPUs"}
+RUN = {"0.16.1": "on CPUs and GPUs", "0.19.2": "on CPUs and one GPU"}
 """The versions of requirements/cpu.txt and gpu.txt, and where the trainer has run on each."""
 
 COMMON = "common_state"

@@ -39,6 +39,18 @@ class GatedAttention(SelfAttention):  # type: ignore[misc]  # megatron-core has 
         return (x * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
 
 
+class ProjectionNormedAttention(GatedAttention):
+    """Norms over all heads of queries and of keys. megatron-core 0.19 takes none in the spec without `qk_layernorm`, for
+    which it sums the norms' gradients over tensor-parallel ranks. These ranks have a part of the heads each.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        of_head = (config, self.hidden_size_per_attention_head, config.layernorm_epsilon)
+        self.q_layernorm = ProjectionNorm(*of_head, heads=config.num_attention_heads)
+        self.k_layernorm = ProjectionNorm(*of_head, heads=config.num_query_groups)
+
+
 def full_attention(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
     """Softmax attention with grouped heads over all tokens before, or over a sliding window."""
     spec: ModuleSpec = get_gpt_layer_local_spec(normalization=core.normalization).submodules.self_attention
@@ -56,13 +68,9 @@ def full_attention(core: TransformerConfig, decoder: Decoder, layer: Layer) -> M
         spec.module = GatedAttention
     if decoder.output_bias:
         modules.linear_proj = BiasedOutput
-    if decoder.qk_norm == "head":
-        modules.q_layernorm = modules.k_layernorm = RMSNorm
-    elif decoder.qk_norm == "projection":
-        modules.q_layernorm = ModuleSpec(ProjectionNorm, params={"heads": decoder.heads})
-        modules.k_layernorm = ModuleSpec(ProjectionNorm, params={"heads": decoder.groups})
-    else:
-        modules.q_layernorm = modules.k_layernorm = None
+    if decoder.qk_norm == "projection":
+        spec.module = ProjectionNormedAttention
+    modules.q_layernorm = modules.k_layernorm = RMSNorm if decoder.qk_norm == "head" else None
     return spec
 
 

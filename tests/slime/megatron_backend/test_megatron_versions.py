@@ -28,12 +28,11 @@ from slime.rules import parse_args
 ROOT = Path(__file__).parents[3]
 TESTS = ROOT / "tests" / "slime"
 OTHER = next((version for version in RUN if version != installed()), "")
-QUICK = ("test_prediction.py",)
+QUICK = ("test_prediction.py", "test_families.py")
 ALL = [
     f"test_{name}.py"
     for name in [
         "trainer",
-        "families",
         "torch_dist",
         "routing_replay",
         "latent",
@@ -107,7 +106,7 @@ def test_older_ones_are_refused(version):
 def test_others_are_noted(version, place):
     remark = check(version)
     assert remark is not None and remark.startswith(f"megatron-core {version} is {place}")
-    assert remark.endswith("never run here; run were 0.16.1 on CPUs and GPUs and 0.19.2 on CPUs")
+    assert remark.endswith("never run here; run were 0.16.1 on CPUs and GPUs and 0.19.2 on CPUs and one GPU")
 
 
 @pytest.mark.parametrize("name", ["cpu.txt", "gpu.txt"])
