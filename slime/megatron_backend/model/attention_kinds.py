@@ -40,8 +40,8 @@ class GatedAttention(SelfAttention):  # type: ignore[misc]  # megatron-core has 
 
 
 class ProjectionNormedAttention(GatedAttention):
-    """Norms over all heads of queries and of keys. megatron-core 0.19 takes none in the spec without `qk_layernorm`, for
-    which it sums the norms' gradients over tensor-parallel ranks. These ranks have a part of the heads each.
+    """Norms over all heads of queries and of keys. In a spec, megatron-core 0.19 allows norms only with `qk_layernorm`,
+    and then sums their gradients over tensor-parallel ranks. Here each rank has the weights of its own heads.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
