@@ -44,7 +44,7 @@ class ProjectionNormedAttention(GatedAttention):
     and then sums their gradients over tensor-parallel ranks. Here each rank has the weights of its own heads.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
         of_head = (config, self.hidden_size_per_attention_head, config.layernorm_epsilon)
         self.q_layernorm = ProjectionNorm(*of_head, heads=config.num_attention_heads)
