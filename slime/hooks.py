@@ -13,6 +13,29 @@ from typing import Any, TypeAlias
 
 from slime.import_path import in_current_folder
 
+_ENGINES = "vime starts the engines; send requests to args.sglang_router_ip and args.sglang_router_port"
+_PROCESSES = "`vime train` places and starts the processes of a run"
+_LOG = "log numbers with slime.utils.logging_utils.log"
+NO_COUNTERPART = {
+    "backends.sglang_utils": _ENGINES,
+    "backends.vllm_utils": _ENGINES,
+    "ray.actor_group": _PROCESSES,
+    "ray.placement_group": _PROCESSES,
+    "ray.ray_actor": _PROCESSES,
+    "ray.train_actor": _PROCESSES,
+    "ray.utils": _PROCESSES,
+    "router": _ENGINES,
+    "utils.arguments": "`vime train` parses the flags; a hook gets them as args",
+    "utils.distributed_utils": "use torch.distributed",
+    "utils.ray_utils": _PROCESSES,
+    "utils.tensorboard_utils": _LOG,
+    "utils.timer": "vime measures the parts of a step (perf/*_time)",
+    "utils.trace_utils": "--otlp-traces-endpoint sends a span of each sample",
+    "utils.wandb_utils": _LOG,
+}
+"""Modules of upstream slime that this project does not have -> what to do instead. Newer versions have some modules of
+`utils` below `observability`."""
+
 Hook: TypeAlias = Callable[..., Any]
 """A function or class of the user. Its signature is that of its flag, which no type can check."""
 
@@ -65,10 +88,15 @@ def load_function(path: str, flag: str = "hook path") -> Hook:
 
 
 def nearest(module_name: str) -> str | None:
-    """ "did you mean ...?" with the closest module of slime, for a wrong name below `slime` or `vime`, else None."""
+    """What to do about a module that is not there, below `slime` or `vime`, else None: what there is in its place, or
+    "did you mean ...?" with the closest module of slime."""
     root, _, rest = module_name.partition(".")
     if root not in ("slime", "vime") or not rest:
         return None
+    upstream = rest.replace("observability.", "utils.", 1)
+    for name, remedy in NO_COUNTERPART.items():
+        if upstream == name or upstream.startswith(f"{name}."):
+            return remedy
     folder = Path(__file__).parent
     names = [
         ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")

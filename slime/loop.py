@@ -71,7 +71,7 @@ def generate_only(config: Config, rollout: RolloutHandle, engines: EnginePool, r
     for rollout_id in range(start, config.rollouts):
         made = rollout.generate(rollout_id, saves_after(config, rollout_id), start)
         batch = wait(made, engines.check_health)
-        report.rollout(rollout_id, batch.metrics)
+        report.rollout(rollout_id, batch)
         if due(config.evaluation.eval_interval, rollout_id + 1):
             evaluate(config, rollout, engines, report, rollout_id + 1)
 
@@ -81,8 +81,8 @@ def evaluate(
 ) -> None:
     """Evaluate the weights after `count` rollouts."""
     with report.events.phase("eval", rollout=count):
-        metrics = wait(rollout.evaluate(count), engines.check_health)
-    report.evaluation(count, metrics)
+        evaluated = wait(rollout.evaluate(count), engines.check_health)
+    report.evaluation(count, evaluated)
 
 
 def due(interval: int | None, count: int) -> bool:

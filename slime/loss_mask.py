@@ -25,6 +25,11 @@ _MARKERS = {
 }
 
 
+def get_response_lengths(loss_masks: list[list[int]]) -> list[int]:
+    """Number of tokens from the first trained token to the end, for each mask. 0 without trained tokens."""
+    return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
+
+
 class MultiTurnLossMaskGenerator:
     """Masks of conversations for one tokenizer. `tokenizer_type` is a --loss-mask-type."""
 
@@ -75,8 +80,8 @@ class MultiTurnLossMaskGenerator:
         return token_ids + tail, loss_mask + [0] * len(tail)
 
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
-        """Number of tokens from the first trained token to the end, for each mask. 0 without trained tokens."""
-        return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
+        """See the function of that name."""
+        return get_response_lengths(loss_masks)
 
     def _turn_start(
         self,

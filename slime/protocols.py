@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, TypedDict, get_args
 
 import numpy as np
 
+from slime.tracking.outbox import Logged
 from slime.types import SampleGroup, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -290,6 +291,18 @@ class RolloutBatch:
     """The same of the pass for old log-probs, which may leave out the samples of the first step."""
     ahead_flops: float = 0.0
     """FLOPs of training the layers of multi-token prediction."""
+    logged: list[Logged] = field(default_factory=list)
+    """What functions of the user logged, the oldest first."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The result of an evaluation."""
+
+    metrics: dict[str, float]
+    """eval/*; none if a function of the user has logged them."""
+    logged: list[Logged] = field(default_factory=list)
+    """What functions of the user logged, the oldest first."""
 
 
 class RolloutHandle(Protocol):
@@ -300,7 +313,7 @@ class RolloutHandle(Protocol):
         `version`. `saves`: a checkpoint follows it, so the data position is saved, too. Calls end in their order."""
         ...
 
-    def evaluate(self, rollout_id: int) -> Future[dict[str, float]]:
+    def evaluate(self, rollout_id: int) -> Future[Evaluated]:
         """Evaluate with the present weights, beside rollouts that run ahead."""
         ...
 
@@ -359,6 +372,8 @@ class TrainResult:
     """rollout/* means over the data."""
     perf: dict[str, float]
     """perf/* of rank 0."""
+    logged: list[Logged] = field(default_factory=list)
+    """What functions of the user logged, the oldest first."""
 
 
 class DataSource(Protocol):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-PACKAGES = ("agent", "backends", "ray", "rollout", "utils")
+PACKAGES = ("agent", "backends", "observability", "ray", "rollout", "utils")
 """The packages of slime that plug-ins import. Other names under `vime` are vime's own."""
 
 RENAMED = {"rollout.vllm_rollout": "rollout.sglang_rollout"}

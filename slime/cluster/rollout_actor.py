@@ -15,7 +15,7 @@ from slime.cluster.trainers import Trainers
 from slime.config import Config
 from slime.import_path import SAFE_PATH
 from slime.imports import uncollected
-from slime.protocols import RolloutBatch, RolloutEngine
+from slime.protocols import Evaluated, RolloutBatch, RolloutEngine
 from slime.tracking.run_record import record_warnings
 
 
@@ -62,7 +62,7 @@ class RolloutActor:
         self.manager.state.set_engines(count)
 
     @ray.method(concurrency_group="evaluation")
-    def evaluate(self, rollout_id: int) -> dict[str, float]:
+    def evaluate(self, rollout_id: int) -> Evaluated:
         """A rollout may run at the same time."""
         return self.manager.evaluate(rollout_id)
 
@@ -102,7 +102,7 @@ class RolloutGroup:
         self._actor.allow.remote(rollout_id, version)
         return self._threads[0].submit(self._result, self._actor.generate.remote(rollout_id, saves))
 
-    def evaluate(self, rollout_id: int) -> Future[dict[str, float]]:
+    def evaluate(self, rollout_id: int) -> Future[Evaluated]:
         return self._threads[1].submit(self._result, self._actor.evaluate.remote(rollout_id))
 
     def set_engines(self, count: int) -> None:

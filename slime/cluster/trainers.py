@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -132,7 +133,8 @@ class Trainers:
     def train(self, rollout_id: int, rank_data: list[object]) -> Future[TrainResult]:
         if len(self._groups) > 1:
             return self._threads.submit(self._train_groups, rollout_id, rank_data)
-        return self._answer(self.policy.train(rollout_id, rank_data))
+        calls = self.policy.train(rollout_id, rank_data)
+        return self._threads.submit(lambda: of_ranks(self._results(calls)))
 
     def _train_groups(self, rollout_id: int, rank_data: Sequence[object]) -> TrainResult:
         scored: dict[TrainerGroup, dict[Ref, str]] = {}
@@ -141,7 +143,7 @@ class Trainers:
             scored[group] = group.score(rollout_id, rank_data[:size])
             rank_data = rank_data[size:]
         calls = {ref: name for refs in scored.values() for ref, name in refs.items()}
-        results: dict[TrainerGroup, Ref] = {}
+        results: dict[TrainerGroup, list[Ref]] = {}
         # One that awaits nothing of others trains at once.
         for group in sorted(self._groups, key=lambda group: len(self._awaited(group))):
             awaited = self._awaited(group)
@@ -149,9 +151,11 @@ class Trainers:
             self._results({ref: name for other in awaited for ref, name in scored[other].items()})
             received = [ref for other in awaited for ref in other.columns]
             trained = group.train(rollout_id, (), received)
-            results[group], calls = next(iter(trained)), calls | trained
+            results[group], calls = list(trained), calls | trained
         answers = dict(zip(calls, self._results(calls), strict=True))
-        return merged({group.group: answers[results[group]] for group in self._groups})
+        return merged(
+            {group.group: of_ranks([answers[ref] for ref in results[group]]) for group in self._groups}
+        )
 
     def _awaited(self, group: TrainerGroup) -> list[TrainerGroup]:
         return [other for other in self._groups if group.group.awaits(other.group)]
@@ -193,12 +197,23 @@ class Trainers:
             group.stop()
 
 
+def of_ranks(results: Sequence[TrainResult]) -> TrainResult:
+    """The result of the first rank, with what functions of the user logged on all ranks: the function decides which
+    rank logs. Metrics of the same names and step that several ranks logged come from the first of them."""
+    logged = list(results[0].logged)
+    for result in results[1:]:
+        known = {(one.step_key, one.step, *one.metrics) for one in logged}
+        logged += [one for one in result.logged if (one.step_key, one.step, *one.metrics) not in known]
+    return replace(results[0], logged=logged)
+
+
 def merged(results: Mapping[Group, TrainResult]) -> TrainResult:
     """The metrics of a rollout from those of each group, first the policy's. The figures of another group, whose times
     overlap with the policy's, get its name: perf/forward_time -> perf/critic/forward_time."""
     (_, of_policy), *others = results.items()
-    steps, perf = of_policy.steps, dict(of_policy.perf)
+    steps, perf, logged = of_policy.steps, dict(of_policy.perf), list(of_policy.logged)
     for group, result in others:
         steps = [theirs | ours for theirs, ours in zip(result.steps, steps, strict=True)]
         perf |= {name.replace("/", f"/{group.name}/", 1): value for name, value in result.perf.items()}
-    return TrainResult(steps, of_policy.rollout, perf)
+        logged += result.logged
+    return TrainResult(steps, of_policy.rollout, perf, logged)

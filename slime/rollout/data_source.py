@@ -7,9 +7,10 @@ from argparse import Namespace
 from slime.algo.losses import loss_of
 from slime.config.schema import Config
 from slime.data.source import PromptDataSource, pop_first, pop_oldest
+from slime.protocols import DataSource
 from slime.rollout.rewards.labels import LabelCheck, label_check
 
-__all__ = ["RolloutDataSourceWithBuffer", "pop_first", "pop_oldest"]
+__all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "pop_first", "pop_oldest"]
 
 
 class RolloutDataSourceWithBuffer(PromptDataSource):
@@ -17,6 +18,10 @@ class RolloutDataSourceWithBuffer(PromptDataSource):
 
     def label_check(self, args: Namespace) -> LabelCheck | None:
         return training_label_check(Config.of_args(args))
+
+
+RolloutDataSource = RolloutDataSourceWithBuffer
+"""slime's has no buffer; this one's is empty until `add_samples`."""
 
 
 def training_label_check(c: Config) -> LabelCheck | None:

@@ -26,7 +26,7 @@ from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import checked_data, scheduled
 from slime.divergence import DivergedError
 from slime.hooks import load_function
-from slime.protocols import RolloutBatch, RolloutEngine
+from slime.protocols import Evaluated, RolloutBatch, RolloutEngine
 from slime.roles.groups import groups_of
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.debug_data import load_with_facts, save_debug_rollout_data
@@ -37,11 +37,13 @@ from slime.rollout.sample_hooks import accepted
 from slime.rollout.state import GenerateState
 from slime.rollout.stream import stream
 from slime.rollout.vllm_rollout import generate_rollout
+from slime.tracking import outbox
 from slime.tracking.memory import resident_peak_gib
 from slime.tracking.samples import kept_places, token_texts, write_samples
 from slime.types import SampleGroup
 
 logger = logging.getLogger(__name__)
+REWARD = "rollout/raw_reward"
 
 
 class RolloutManager:
@@ -62,6 +64,7 @@ class RolloutManager:
         put: Callable[[RankData], object],
     ) -> None:
         self.config, self.put = config, put
+        outbox.begin()
         further = [group.config.data_parallel_size for group in groups_of(config)[1:]]
         self.dp_sizes = [dp_size, *further]
         """Of each group of trainer ranks, first that of the policy."""
@@ -105,7 +108,7 @@ class RolloutManager:
             save_debug_rollout_data(
                 self.config.debug.save_debug_rollout_data, rollout_id, groups, facts=facts
             )
-        metrics = self._unlogged(rollout_id, groups, metrics, seconds)
+        metrics, logged = self._log(rollout_id, groups, metrics, seconds)
         self._keep_samples(rollout_id, groups)
         of_size = self._rank_data(rollout_id, groups, facts)
         ranks = of_size[self.dp_sizes[0]]
@@ -116,7 +119,7 @@ class RolloutManager:
         if (resident := resident_peak_gib()) is not None:
             metrics["perf/rollout_rss_gib"] = resident
         self.state.events.add("handed", rollout=rollout_id)
-        return self._batch(rank_data, metrics, ranks)
+        return self._batch(rank_data, metrics, ranks, [*outbox.take(), *logged])
 
     def _keep_samples(self, rollout_id: int, groups: list[SampleGroup]) -> None:
         """Some samples for people who look at the run (--save-samples)."""
@@ -140,24 +143,33 @@ class RolloutManager:
         self.data_source.save(rollout_id, **known)
         self.state.events.add("position", rollout=rollout_id)
 
-    def _unlogged(
+    def _log(
         self, rollout_id: int, groups: list[SampleGroup], metrics: dict[str, float], seconds: float
-    ) -> dict[str, float]:
-        """The metrics of a rollout with those of its function; none if --custom-rollout-log-function-path has logged
-        them, whose return value disables the run's own logging."""
+    ) -> tuple[dict[str, float], list[outbox.Logged]]:
+        """The metrics of a rollout with those of its function, and what --custom-rollout-log-function-path has logged.
+        Its return value disables the run's own metrics; slime's trainer logs the reward then, too."""
         if loss_of(self.config.algorithm).rewarded:
             metrics = {**rollout_metrics(self._with_hooks(), groups, seconds), **metrics}
         else:
             metrics = {"perf/rollout_time": seconds, **metrics}
         path = self.config.rollout.custom_rollout_log_function_path
         if not path:
-            return metrics
+            return metrics, []
         samples = [sample for group in groups for sample in group]
         log = load_function(path, flag="--custom-rollout-log-function-path")
-        return {} if log(rollout_id, self.args, samples, metrics, seconds) else metrics
+        with outbox.collected() as logged:
+            done = log(rollout_id, self.args, samples, metrics, seconds)
+        if done:
+            own = {REWARD} - {name for one in logged for name in one.metrics}
+            metrics = {name: value for name, value in metrics.items() if name in own}
+        return metrics, logged
 
     def _batch(
-        self, rank_data: list[object], metrics: dict[str, float], ranks: list[RankData]
+        self,
+        rank_data: list[object],
+        metrics: dict[str, float],
+        ranks: list[RankData],
+        logged: list[outbox.Logged],
     ) -> RolloutBatch:
         """What training gets. Counts the ranks' data only: samples at the end of a batch that do not fill a step are
         left out."""
@@ -167,7 +179,13 @@ class RolloutManager:
         if self.config.algorithm.enable_mtp_training:
             ahead = sum(prediction_flops(data, self.hf_config) for data in ranks)
         return RolloutBatch(
-            rank_data, metrics, sum(totals), forward_flops=flops, old_flops=old, ahead_flops=ahead
+            rank_data,
+            metrics,
+            sum(totals),
+            forward_flops=flops,
+            old_flops=old,
+            ahead_flops=ahead,
+            logged=logged,
         )
 
     def _with_hooks(self) -> Config:
@@ -230,7 +248,7 @@ class RolloutManager:
             attach(found[self.dp_sizes[0]], samples, facts)
         return found
 
-    def evaluate(self, rollout_id: int) -> dict[str, float]:
+    def evaluate(self, rollout_id: int) -> Evaluated:
         """eval/* metrics of every evaluation dataset with the current weights. A rollout function of a plug-in does not
         run at the same time."""
         phase = self.state.events.phase("eval", rollout=rollout_id)
@@ -244,14 +262,17 @@ class RolloutManager:
                 self.config.debug.save_debug_rollout_data, rollout_id, groups, evaluation=True
             )
         metrics = {**eval_metrics(self._with_hooks(), output.data), **(output.metrics or {})}
-        path = self.config.rollout.custom_eval_rollout_log_function_path
-        if path and load_function(path, flag="--custom-eval-rollout-log-function-path")(
-            rollout_id, self.args, output.data, metrics
-        ):
-            return {}
-        return metrics
+        logged: list[outbox.Logged] = []
+        if path := self.config.rollout.custom_eval_rollout_log_function_path:
+            log = load_function(path, flag="--custom-eval-rollout-log-function-path")
+            with outbox.collected() as logged:
+                if log(rollout_id, self.args, output.data, metrics):
+                    metrics = {}
+        return Evaluated(metrics, [*outbox.take(), *logged])
 
     def close(self) -> None:
         if stream.outstanding(self.state):
             self.state.run(stream.stop(self.state))
         self.state.close()
+        if lost := outbox.take():
+            logger.warning("metrics that were logged after the last rollout are lost: %s", lost)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, SupportsFloat, get_args
+from typing import Literal, SupportsFloat, cast, get_args
 
 StepKey = Literal["rollout/step", "train/step", "eval/step"]
 STEP_KEYS: tuple[str, ...] = get_args(StepKey)
+RESERVED = frozenset({"step_key", "step", "time", "nonfinite"})
+"""The names in a line of metrics.jsonl that are no metrics."""
 
 LOGPROB_DIFF = "train/train_rollout_logprob_abs_diff"
 LOGPROB_DIFF_MAX = "train/train_rollout_logprob_abs_diff_max"
@@ -16,8 +18,18 @@ EXPERTS_DIFFER = "train/routed_experts_differ"
 replayed ones. Not a slime name."""
 
 
+def as_step_key(name: str) -> StepKey:
+    """`name`, or ValueError if it is no step key."""
+    if name not in STEP_KEYS:
+        raise ValueError(f"step_key must be one of {', '.join(STEP_KEYS)}, got {name!r}; use one of them")
+    return cast(StepKey, name)
+
+
 def as_floats(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
-    """Every value as a Python float, also NumPy scalars and one-element tensors. ValueError for other values."""
+    """Every value as a Python float, also NumPy scalars and one-element tensors. ValueError for other values and for a
+    reserved name."""
+    if taken := RESERVED.intersection(metrics):
+        raise ValueError(f"metric names must not be {sorted(RESERVED)}, got {sorted(taken)}; rename them")
     out = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or isinstance(value, str):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from slime.config import Config
 from slime.config.sections.debug import profiled_steps
-from slime.protocols import RolloutBatch, TrainResult
+from slime.protocols import Evaluated, RolloutBatch, TrainResult
 from slime.roles.groups import trainer_ranks
 from slime.tracking.console import StepLine, progress
 from slime.tracking.events import Events, Spans
 from slime.tracking.kinds import STEP_PARTS
 from slime.tracking.memory import resident_peak_gib
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX, is_score
+from slime.tracking.outbox import Logged
 from slime.tracking.percentiles import StepFigures
 from slime.tracking.speed import training_speed
 from slime.tracking.timers import Timers
@@ -70,13 +71,24 @@ class Reporter:
         if (resident := resident_peak_gib()) is not None:
             perf["perf/driver_rss_gib"] = resident
         metrics = {**batch.metrics, **trained.rollout, **perf, "rollout/step": rollout_id}
+        of_user = self._send(batch.logged)
         self.trackers.log(metrics, rollout_id, "rollout/step")
         seconds = {f"{name}_s": round(perf.get(f"perf/{name}_time", 0.0), 4) for name in STEP_PARTS}
         self.events.add("step", rollout=rollout_id, **seconds)
         first = rollout_id * self.config.data.num_steps_per_rollout
         for offset, step in enumerate(trained.steps):
             self.trackers.log({**step, "train/step": first + offset}, first + offset, "train/step")
-        self.line.show(rollout_id, {**metrics, **trained.steps[-1], **self._difference(trained.steps)})
+        self._send(trained.logged)
+        shown = {**of_user, **metrics, **trained.steps[-1], **self._difference(trained.steps)}
+        self.line.show(rollout_id, shown)
+
+    def _send(self, logged: Iterable[Logged]) -> dict[str, float]:
+        """Log what functions of the user have logged elsewhere, and return all of it."""
+        of_user: dict[str, float] = {}
+        for one in logged:
+            self.trackers.log(one.metrics, one.step, one.step_key)
+            of_user |= one.metrics
+        return of_user
 
     @staticmethod
     def _difference(steps: list[dict[str, float]]) -> dict[str, float]:
@@ -111,14 +123,18 @@ class Reporter:
 
             yield None if drawn.disable else redraw
 
-    def rollout(self, rollout_id: int, metrics: dict[str, float]) -> None:
+    def rollout(self, rollout_id: int, batch: RolloutBatch) -> None:
         """Log a rollout without training."""
-        self.trackers.log({**metrics, "rollout/step": rollout_id}, rollout_id, "rollout/step")
-        self.line.show(rollout_id, metrics)
+        of_user = self._send(batch.logged)
+        self.trackers.log({**batch.metrics, "rollout/step": rollout_id}, rollout_id, "rollout/step")
+        self.line.show(rollout_id, {**of_user, **batch.metrics})
 
-    def evaluation(self, rollout_id: int, metrics: dict[str, float]) -> None:
-        if metrics:
-            self.trackers.log(metrics, rollout_id, "eval/step")
+    def evaluation(self, rollout_id: int, evaluated: Evaluated) -> None:
+        of_user = self._send(evaluated.logged)
+        if evaluated.metrics:
+            self.trackers.log(evaluated.metrics, rollout_id, "eval/step")
+        seen = {name: value for name, value in of_user.items() if name.startswith("eval/")}
+        if metrics := {**seen, **evaluated.metrics}:
             of_sets = {name.removeprefix("eval/"): value for name, value in metrics.items() if is_score(name)}
             self.events.add("evaluation", rollout=rollout_id, scores=of_sets)
             scores = {name: value for name, value in metrics.items() if name.count("/") == 1}

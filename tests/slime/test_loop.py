@@ -13,7 +13,7 @@ import pytest
 
 from slime import loop
 from slime.config import Config
-from slime.protocols import NoEngines, RolloutBatch, TrainResult
+from slime.protocols import Evaluated, NoEngines, RolloutBatch, TrainResult
 from slime.tracking.console import StepLine
 from slime.tracking.report import Reporter
 from slime.tracking.trackers import Trackers
@@ -72,7 +72,7 @@ class LoopRun:
 
     def evaluate(self, rollout_id: int) -> Future:
         self.calls.append(f"evaluate {rollout_id}")
-        return done({"eval/set": float(rollout_id)})
+        return done(Evaluated({"eval/set": float(rollout_id)}))
 
     def train(self, rollout_id: int, rank_data: list[Any]) -> Future:
         assert rank_data == [f"data {rollout_id}"]

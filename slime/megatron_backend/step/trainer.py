@@ -49,6 +49,7 @@ from slime.protocols import TrainResult, WeightUpdate
 from slime.roles import CRITIC, POLICY
 from slime.roles.groups import name_of, read_by, sent_by
 from slime.rollout.debug_data import save_debug_train_data
+from slime.tracking import outbox
 from slime.tracking.events import Events, Spans
 from slime.tracking.memory import resident_peak_gib
 from slime.tracking.profiler import StepProfiler
@@ -63,6 +64,7 @@ class MegatronTrainer:
         self, config: Config, rank: int, world_size: int, *, init_method: str, local_rank: int = 0
     ) -> None:
         self.config, self.args = config, config.namespace()
+        outbox.begin()
         self.info = init_parallel(rank, world_size, config, init_method=init_method, local_rank=local_rank)
         operators.install(config)
         self.decisions = operators.decide(config, self.info.device.type)
@@ -144,7 +146,7 @@ class MegatronTrainer:
         if (resident := resident_peak_gib()) is not None:
             perf["perf/trainer_rss_gib"] = resident
         operated = from_last_stage(self.info, operators.step_metrics())  # other stages have no head
-        return TrainResult(steps=steps, rollout=rollout, perf=perf | operated)
+        return TrainResult(steps=steps, rollout=rollout, perf=perf | operated, logged=outbox.take())
 
     def _score(self, rollout_id: int, data: RankData) -> None:
         """Move the data to the device and fill the columns of this rank's roles."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, SupportsFloat
 
 from slime.imports import is_installed
-from slime.tracking.metrics import STEP_KEYS, StepKey, as_floats
-from slime.tracking.trackers.jsonl import METRICS_FILE, RESERVED, JsonlTracker, read_metric_lines
+from slime.tracking.metrics import RESERVED, STEP_KEYS, StepKey, as_floats, as_step_key
+from slime.tracking.trackers.jsonl import METRICS_FILE, JsonlTracker, read_metric_lines
 from slime.tracking.trackers.mlflow import MLFLOW
 from slime.tracking.trackers.prometheus import PROMETHEUS
 from slime.tracking.trackers.record import State, Tracker, TrackerKind
@@ -34,13 +34,9 @@ class Trackers:
 
     def log(self, metrics: Mapping[str, SupportsFloat], step: int, step_key: StepKey) -> None:
         """Send `metrics` to every tracker. ValueError for an unknown step key or a value that is not a number."""
-        if step_key not in STEP_KEYS:
-            raise ValueError(
-                f"step_key must be one of {', '.join(STEP_KEYS)}, got {step_key!r}; use one of them"
-            )
-        numbers = as_floats(metrics)
+        key, numbers = as_step_key(step_key), as_floats(metrics)
         for tracker in self._trackers:
-            tracker.log(numbers, int(step), step_key)
+            tracker.log(numbers, int(step), key)
 
     def close(self, state: State = "finished") -> None:
         """The run has ended so. Trackers that have states show it."""

@@ -26,7 +26,6 @@ from slime.tracking.trackers.record import State
 
 METRICS_FILE = "metrics.jsonl"
 DROPPED_FILE = "metrics.dropped.jsonl"
-RESERVED = frozenset({"step_key", "step", "time", "nonfinite"})
 
 
 class JsonlTracker:
@@ -45,9 +44,6 @@ class JsonlTracker:
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close())
 
     def log(self, metrics: Mapping[str, float], step: int, step_key: StepKey) -> None:
-        taken = RESERVED.intersection(metrics)
-        if taken:
-            raise ValueError(f"metric names must not be {sorted(RESERVED)}, got {sorted(taken)}; rename them")
         line: dict[str, object] = {"step_key": step_key, "step": step, "time": time.time()}
         line |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         nonfinite = {name: str(value) for name, value in metrics.items() if not math.isfinite(value)}

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import log_hooks
 import pytest
 import torch
 from train_fixtures import (
@@ -348,17 +349,21 @@ def test_tensor_parallel_disaggregated_run_equals_the_colocated_one(
     assert actual[1]["train/grad_norm"] == pytest.approx(expected[1]["train/grad_norm"], rel=1e-3)
 
 
-def test_asynchronous_data_parallel_run_keeps_within_its_staleness(world: World) -> None:
-    """Generation one update ahead, over-sampled groups dropped when they are too old, groups without spread dropped."""
+def test_asynchronous_data_parallel_run_keeps_within_its_staleness(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Generation one update ahead, over-sampled groups dropped when they are too old, groups without spread dropped.
+    A plug-in logs it."""
+    monkeypatch.setenv("PYTHONPATH", log_hooks.PLUG_INS)
     flags = [
         *world.grpo("async", rollouts=ROLLOUTS),
         *("--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1", "--max-staleness", "1"),
         *("--over-sampling-batch-size", str(PROMPTS + 4)),
         *("--dynamic-sampling-filter-path", FILTER),
-        *("--check-weight-update-equal", "--balance-data"),
+        *("--check-weight-update-equal", "--balance-data", *log_hooks.flags(world)),
     ]
     run([sys.executable, str(ROOT / "train_async.py"), *flags], world.root / "async.out")
-    run_dir = world.root / "async"
+    log_hooks.assert_logged(run_dir := world.root / "async", ROLLOUTS)
     trained, generated = rows(run_dir, "train/step"), rows(run_dir, "rollout/step")
     assert sorted(trained) == sorted(generated) == list(range(ROLLOUTS))
     assert {row["rollout/staleness/max"] for row in generated.values()} == {0, 1}

@@ -14,11 +14,12 @@ from trainer_cases import make_config, make_samples, rank_data
 
 from slime.cluster.calls import ActorError, first_failure_or_all
 from slime.cluster.placement import place
-from slime.cluster.trainers import Trainers, merged
+from slime.cluster.trainers import Trainers, merged, of_ranks
 from slime.config import Config
 from slime.data.transport import pack_columns
 from slime.protocols import TrainResult
 from slime.roles.groups import groups_of
+from slime.tracking.outbox import Logged
 
 PPO = {
     "advantage_estimator": "ppo",
@@ -164,3 +165,22 @@ def test_figures_of_another_group_have_its_name(root: Path) -> None:
         "perf/critic/forward_time": 5.0,
         "perf/critic/values_time": 6.0,
     }
+
+
+def test_every_rank_may_log_and_what_all_log_counts_once() -> None:
+    def result(rank: int, *logged: Logged) -> TrainResult:
+        return TrainResult([{"train/loss": float(rank)}], {}, {}, list(logged))
+
+    def one(name: str, value: float, step: int = 0) -> Logged:
+        return Logged({name: value}, step, "train/step")
+
+    ranks = [
+        result(0, one("all", 0.0), one("all", 0.5), one("first", 1.0)),
+        result(1, one("all", 2.0), one("last", 3.0), one("last", 3.5), one("first", 4.0, step=1)),
+    ]
+    found = of_ranks(ranks)
+    assert found.steps == [{"train/loss": 0.0}]
+    assert [(*each.metrics.items(), each.step) for each in found.logged] == [
+        *((("all", 0.0), 0), (("all", 0.5), 0), (("first", 1.0), 0)),
+        *((("last", 3.0), 0), (("last", 3.5), 0), (("first", 4.0), 1)),
+    ]

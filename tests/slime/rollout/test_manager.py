@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import io
+import json
+import threading
+
+import numpy as np
 import pytest
 import torch
 from rollout_double import EngineDouble, make_tokenizer, write_lines
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slime.config.schema import Config
 from slime.data.train_data import convert_samples_to_train_data
 from slime.plan.flops import ForwardFlops
+from slime.protocols import Evaluated
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.manager import RolloutManager
 from slime.rules.resolve import resolve
+from slime.tracking import StepLine, make_trackers
+from slime.tracking.outbox import Logged
+from slime.tracking.report import Reporter
 from slime.types import Sample
+from slime.utils import logging_utils
 
 LOGGED: list[tuple] = []
 FACTS = {"vllm_router_ip": "127.0.0.1", "vllm_router_port": 30000}
@@ -204,7 +215,7 @@ def test_custom_rollout_log(build):
     manager = build(custom_rollout_log_function_path="test_manager.record_and_say_done")
     left = {name for name in manager.generate(1).metrics if not name.startswith("rl_kernel/")}
     of_the_process = {"perf/make_data_time", "perf/rollout_rss_gib"}  # the hook cannot know them
-    assert left == of_the_process
+    assert left == {"rollout/raw_reward", *of_the_process}  # slime's trainer logs it
     ((rollout_id, args, samples, extra, seconds),) = LOGGED
     assert rollout_id == 1 and args is manager.args and seconds > 0
     assert all(isinstance(s, Sample) for s in samples) and len(samples) == 4
@@ -222,13 +233,103 @@ def test_evaluation_and_its_log_hook(build, tmp_path):
         "n_samples_per_eval_prompt": 2,
         "eval_interval": 1,
     }
-    metrics = build(**flags).evaluate(3)
+    metrics = build(**flags).evaluate(3).metrics
     assert metrics["eval/tiny"] == 0.5 and metrics["eval/tiny-truncated_ratio"] == 0.5
     manager = build(**flags, custom_eval_rollout_log_function_path="test_manager.record_eval")
-    assert manager.evaluate(3) == {}
+    assert manager.evaluate(3) == Evaluated({}, [])
     ((rollout_id, args, data, extra),) = LOGGED
     assert rollout_id == 3 and args is manager.args and list(data) == ["tiny"]
     assert extra["eval/tiny"] == 0.5
+
+
+def logged_rows(run_dir, key: str) -> dict[int, dict[str, float]]:
+    """step -> its metrics in metrics.jsonl. Each metric stands once."""
+    found: dict[int, dict[str, float]] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row.pop("step_key") == key:
+            step = found.setdefault(row.pop("step"), {})
+            assert not step.keys() & row.keys() - {"time"}
+            step |= row
+    return found
+
+
+def test_a_plug_in_of_slime_logs_a_rollout_and_an_evaluation(build, tmp_path):
+    """examples/plugins/answer_metrics.py through the driver's reporter, to metrics.jsonl and TensorBoard: what the run
+    would have logged itself, under the same step, and its own figures."""
+    rows = [{"input": "x len=2 :", "label": "x"}, {"input": "y len=9 :", "label": "y"}]
+    flags = {
+        "eval_prompt_data": ["tiny", write_lines(tmp_path / "eval.jsonl", rows)],
+        "n_samples_per_eval_prompt": 2,
+        "eval_interval": 1,
+        "log_passrate": True,
+    }
+    plain = build(**flags)
+    wanted, wanted_eval = plain.generate(1).metrics, plain.evaluate(2).metrics
+    manager = build(
+        **flags,
+        use_tensorboard=True,
+        custom_rollout_log_function_path="answer_metrics.log_rollout",
+        custom_eval_rollout_log_function_path="answer_metrics.log_evaluation",
+    )
+    report = Reporter(
+        manager.config, make_trackers(manager.config, tmp_path, 0), StepLine(stream=(screen := io.StringIO()))
+    )
+    batch = manager.generate(1)
+    assert "rollout/raw_reward" not in batch.metrics  # the plug-in has it
+    report.rollout(1, batch)
+    report.evaluation(2, manager.evaluate(2))
+    report.close()
+    (step, found), (eval_step, found_eval) = (
+        item for key in ("rollout/step", "eval/step") for item in logged_rows(tmp_path, key).items()
+    )
+    assert (step, eval_step) == (1, 2)
+    same = {name for name in wanted if name.startswith("rollout/")}
+    assert {name: found[name] for name in same} == {name: wanted[name] for name in same} and len(same) > 10
+    assert wanted.keys() <= found.keys()  # the times of perf/ differ
+    assert {name: found_eval[name] for name in wanted_eval} == wanted_eval
+    assert found_eval["eval/tiny-pass@2"] == 1.0 and found_eval["eval/tiny/response_len/max"] == 4
+    assert found["answers/solved_prompts"] == 1.0 and found["answers/right"] == 2
+    assert found["answers/right_response_len/max"] == wanted["rollout/response_len/max"]
+    assert "0.500" in screen.getvalue() and "eval at step 2:" in screen.getvalue()
+    shown = EventAccumulator(str(tmp_path / "tensorboard" / "rollout"))
+    shown.Reload()
+    (point,) = shown.Scalars("answers/right")
+    assert (point.step, point.value) == (1, 2.0)
+
+
+def log_beside(rollout_id, args, samples, extra, time):
+    """Adds to the run's own metrics, here and from a thread of its own."""
+    own = {"mine/samples": np.float32(len(samples)), "rollout/step": rollout_id}
+    logging_utils.log(args, own, step_key="rollout/step")
+    later = {"mine/at": torch.tensor(0.25), "train/step": 7}
+    thread = threading.Thread(target=logging_utils.log, args=(args, later, "train/step"))
+    thread.start()
+    thread.join()
+
+
+def log_evaluation_as_a_rollout(rollout_id, args, data, extra):
+    logging_utils.log(args, {"mine/eval": 1, "rollout/step": rollout_id}, step_key="rollout/step")
+
+
+def test_what_else_a_plug_in_logs_goes_with_the_next_answer(build, tmp_path):
+    rows = [{"input": "x len=2 :", "label": "x"}]
+    flags = {"eval_prompt_data": ["tiny", write_lines(tmp_path / "eval.jsonl", rows)], "eval_interval": 1}
+    manager = build(
+        **flags,
+        custom_rollout_log_function_path="test_manager.log_beside",
+        custom_eval_rollout_log_function_path="test_manager.log_evaluation_as_a_rollout",
+    )
+    batch = manager.generate(1)
+    assert "rollout/raw_reward" in batch.metrics
+    assert batch.logged == [
+        Logged({"mine/at": 0.25}, 7, "train/step"),
+        Logged({"mine/samples": 4.0}, 1, "rollout/step"),
+    ]
+    evaluated = manager.evaluate(2)
+    assert "eval/tiny" in evaluated.metrics
+    assert evaluated.logged == [Logged({"mine/eval": 1.0}, 2, "rollout/step")]
+    assert manager.generate(2).logged[1].metrics == {"mine/samples": 4.0}  # nothing comes twice
 
 
 def test_data_position_is_saved_and_loaded(build, tmp_path):

@@ -7,10 +7,11 @@ import io
 import pytest
 
 from slime.config import Config
-from slime.protocols import RolloutBatch, TrainResult
+from slime.protocols import Evaluated, RolloutBatch, TrainResult
 from slime.tracking.console import StepLine
 from slime.tracking.journal import read_events
 from slime.tracking.kinds import STEP_PARTS
+from slime.tracking.outbox import Logged
 from slime.tracking.report import Reporter
 from slime.tracking.timers import Timers
 from slime.tracking.trackers import Trackers
@@ -140,9 +141,9 @@ def test_percentiles_leave_out_the_first_and_traced_steps(parts):
 
 def test_rollout_alone_and_evaluation(parts):
     report, recorder, screen = parts
-    report.rollout(2, {"rollout/raw_reward": 1.0})
-    report.evaluation(5, {"eval/gsm8k": 0.5})
-    report.evaluation(6, {})  # the hook has logged it
+    report.rollout(2, RolloutBatch([], {"rollout/raw_reward": 1.0}, tokens=0, forward_flops=0.0))
+    report.evaluation(5, Evaluated({"eval/gsm8k": 0.5}))
+    report.evaluation(6, Evaluated({}))  # the hook has logged it
     assert recorder.logged == [
         ("rollout/step", 2, {"rollout/raw_reward": 1.0, "rollout/step": 2}),
         ("eval/step", 5, {"eval/gsm8k": 0.5}),
@@ -150,3 +151,31 @@ def test_rollout_alone_and_evaluation(parts):
     assert "eval at step 5:  gsm8k 0.5" in screen.getvalue()
     report.close("failed")
     assert recorder.closed == "failed"
+
+
+def test_what_functions_of_the_user_log_comes_with_the_answers(tmp_path):
+    """Before the rollout's own line and after the lines of its optimizer steps. The console and the journal show it."""
+    ranks = {"num_steps_per_rollout": 1, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}
+    config = Config.from_flat({"run_dir": str(tmp_path), **ranks})
+    recorder, screen = Recorder(), io.StringIO()
+    report = Reporter(config, Trackers([recorder]), StepLine(total=9, stream=screen))
+    clock = Clock()
+    report.timers = Timers(clock)
+    with report.timers.measure("step"):
+        clock.now = 8.0
+    of_rollout = Logged({"rollout/raw_reward": 0.75}, 3, "rollout/step")
+    of_training = Logged({"mine/a": 1.0}, 3, "train/step")
+    batch = RolloutBatch([], {}, tokens=8, forward_flops=0.0, logged=[of_rollout])
+    report.step(3, batch, TrainResult([{}], {}, {}, [of_training]))
+    logged = [Logged({"eval/set": 0.5, "eval/set-pass@2": 1.0, "mine/b": 2.0}, 4, "rollout/step")]
+    report.evaluation(4, Evaluated({}, logged))
+    report.evaluation(5, Evaluated({}, [Logged({"mine/b": 2.0}, 5, "eval/step")]))  # no score
+    report.close()
+    first, own, step, own_step, *evaluations = recorder.logged
+    assert first == ("rollout/step", 3, {"rollout/raw_reward": 0.75}) and own[:2] == ("rollout/step", 3)
+    assert (step[:2], own_step) == (("train/step", 3), ("train/step", 3, {"mine/a": 1.0}))
+    assert [line[:2] for line in evaluations] == [("rollout/step", 4), ("eval/step", 5)]
+    assert screen.getvalue().splitlines()[1].split()[:2] == ["3/9", "0.750"]
+    assert screen.getvalue().splitlines()[2:] == ["eval at step 4:  set 0.5  set-pass@2 1"]
+    (event,) = read_events(tmp_path, ("evaluation",))
+    assert (event["rollout"], event["scores"]) == (4, {"set": 0.5})

@@ -7,14 +7,45 @@ import inspect
 
 import pytest
 
-from slime import hooks, http, loss_mask, types
+from slime import hooks, http, loss_mask, protocols, types
 from slime.algo import surrogates
 from slime.data import packing, prompts, source, tokenizer
-from slime.rollout import data_source, eval_datasets, generate, rewards, vllm_rollout
+from slime.rollout import data_source, eval_datasets, generate, metrics, rewards, vllm_rollout
+from slime.tracking import outbox
 
 # module, name, the parameters a plug-in passes: a prefix of the signature, "=" marks those with a default
 PATHS = """
 slime.utils.misc load_function path
+slime.utils.misc group_by iterable key=
+slime.utils.logging_utils log args metrics step_key
+slime.utils.logging_utils configure_logger prefix=
+slime.utils.tracking_utils log args metrics step_key
+slime.utils.metric_utils compute_pass_rate flat_rewards group_size num_groups=
+slime.utils.metric_utils compute_rollout_step args rollout_id
+slime.utils.metric_utils compute_statistics values
+slime.utils.metric_utils dict_add_prefix d prefix
+slime.utils.metric_utils has_repetition text
+slime.observability.logging_utils log args metrics step_key
+slime.observability.logging_utils configure_logger prefix=
+slime.observability.metric_utils compute_pass_rate flat_rewards group_size num_groups=
+slime.observability.metric_utils compute_rollout_step args rollout_id
+slime.observability.metric_utils compute_statistics values
+slime.observability.metric_utils dict_add_prefix d prefix
+slime.observability.metric_utils has_repetition text
+slime.observability.rollout_metrics compute_metrics_from_samples args samples
+slime.observability.rollout_metrics compute_perf_metrics_from_samples args samples rollout_time
+slime.ray.rollout compute_metrics_from_samples args samples
+slime.ray.rollout compute_perf_metrics_from_samples args samples rollout_time
+slime.ray.rollout compute_rollout_step args rollout_id
+slime.ray.rollout compute_pass_rate flat_rewards group_size num_groups=
+slime.ray.rollout compute_statistics values
+slime.ray.rollout dict_add_prefix d prefix
+slime.ray.rollout has_repetition text
+slime.ray.rollout_data_source RolloutDataSource args
+slime.ray.rollout_data_source RolloutDataSourceWithBuffer args
+slime.rollout.data_source RolloutDataSource args
+slime.utils.http_utils get_host_info
+slime.utils.mask_utils get_response_lengths loss_masks
 slime.utils.http_utils post url payload max_retries= headers=
 slime.utils.http_utils get url payload= max_retries= headers=
 slime.utils.processing_utils load_tokenizer name_or_path
@@ -123,6 +154,14 @@ def test_what_a_plug_in_awaits_is_a_coroutine():
         ("slime.utils.dp_schedule.build_dp_schedule", packing.build_dp_schedule),
         ("slime.utils.eval_config.build_eval_dataset_configs", eval_datasets.build_eval_dataset_configs),
         ("slime.rollout.data_source.RolloutDataSourceWithBuffer", data_source.RolloutDataSourceWithBuffer),
+        ("slime.ray.rollout_data_source.RolloutDataSource", data_source.RolloutDataSourceWithBuffer),
+        ("slime.rollout.data_source.DataSource", protocols.DataSource),
+        ("slime.utils.logging_utils.log", outbox.log),
+        ("slime.utils.tracking_utils.log", outbox.log),
+        ("slime.observability.logging_utils.log", outbox.log),
+        ("slime.utils.metric_utils.compute_statistics", metrics.statistics_of),
+        ("slime.utils.metric_utils.has_repetition", metrics.ends_in_repetition),
+        ("slime.utils.mask_utils.get_response_lengths", loss_mask.get_response_lengths),
         ("slime.rollout.rm_hub.async_rm", rewards.async_rm),
         ("slime.rollout.sglang_rollout.generate", generate.generate),
         ("slime.rollout.sglang_rollout.generate_rollout", vllm_rollout.generate_rollout),

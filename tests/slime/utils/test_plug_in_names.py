@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,17 @@ from rollout_double import ListSource, make_args, make_state
 
 from slime.config import Config, section_of
 from slime.config.sections.rollout import RolloutConfig
+from slime.ray.rollout import (
+    compute_metrics_from_samples,
+    compute_pass_rate,
+    compute_perf_metrics_from_samples,
+    compute_rollout_step,
+    compute_statistics,
+    dict_add_prefix,
+    has_repetition,
+)
 from slime.rollout import generate, sglang_rollout, vllm_rollout
+from slime.rollout.data_source import DataSource
 from slime.rollout.eval_datasets import build_eval_dataset_configs
 from slime.rollout.evaluation import _sampling_params
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput, should_drop_dynamic_filter_output
@@ -24,6 +35,9 @@ from slime.rollout.rm_hub.gpqa import DEFAULT_VALID_LETTERS, compute_gpqa_reward
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.types import Sample
 from slime.utils.data import _parse_generalized_path
+from slime.utils.http_utils import get_host_info
+from slime.utils.mask_utils import get_response_lengths
+from slime.utils.misc import group_by
 from slime.utils.ppo_utils import chunked_discounted_returns, get_reinforce_plus_plus_returns
 
 
@@ -157,3 +171,59 @@ def test_other_keys_of_an_evaluation_dataset_reach_it():
     assert params["repetition_penalty"] == 1.05 and "app" not in params and "task_timeout" not in params
     with pytest.raises(ValueError, match="known settings, got 'temperture'; did you mean temperature"):
         build_eval_dataset_configs(args, entries, {"temperture": 0.7})
+
+
+def test_metrics_by_hand():
+    assert dict_add_prefix({"a": 1, "b": [2]}, "x/") == {"x/a": 1, "x/b": [2]}
+    assert compute_statistics([1, 4, 1]) == {"mean": 2.0, "median": 1, "max": 4, "min": 1}
+    assert compute_pass_rate([1, 0, 0, 0, 0, 0], 2) == {"pass@1": pytest.approx(1 / 6), "pass@2": 1 / 3}
+    assert compute_pass_rate([1, 0], 1) == {}
+    with pytest.raises(ValueError, match="whole groups of 2, got 3 rewards; group the samples"):
+        compute_pass_rate([1, 0, 0], 2)
+    with pytest.raises(ValueError, match="whole groups of 2, got 4 rewards for 3 groups"):
+        compute_pass_rate([1, 0, 0, 0], 2, num_groups=3)
+    assert has_repetition("ab" * 60) and not has_repetition("ab")
+    # One place converts steps: the tracker of W&B.
+    assert compute_rollout_step(SimpleNamespace(wandb_always_use_train_step=True), 3) == 3
+    assert group_by("abca") == {"a": ["a", "a"], "b": ["b"], "c": ["c"]}
+    assert group_by([1, 2, 3], lambda x: x % 2) == {1: [1, 3], 0: [2]}
+    assert get_response_lengths([[0, 0, 1, 0, 1], [0], []]) == [3, 0, 0]
+
+
+def test_metrics_of_samples_for_any_args():
+    samples = [
+        Sample(group_index=i // 2, response="ab", response_length=2 + i, reward={"score": float(i == 3)})
+        for i in range(4)
+    ]
+    args = SimpleNamespace(reward_key="score", rollout_num_gpus=2)
+    found = compute_metrics_from_samples(args, samples)
+    assert found["response_len/mean"] == 3.5 and found["zero_std/count_0.0"] == 1
+    assert found["truncated_ratio"] == found["repetition_frac"] == 0
+    perf = compute_perf_metrics_from_samples(args, samples, 2.0)
+    assert perf["rollout_time"] == 2.0 and perf["tokens_per_gpu_per_sec"] == 14 / 2 / 2
+    assert perf["longest_sample_tokens_per_sec"] == 2.5
+    for compute in (
+        lambda: compute_metrics_from_samples(args, []),
+        lambda: compute_perf_metrics_from_samples(args, [], 2.0),
+    ):
+        with pytest.raises(ValueError, match="samples must hold at least one sample, got none"):
+            compute()
+
+
+class OwnSource(DataSource):
+    def get_samples(self, num_groups):
+        return [[Sample(index=0)]] * num_groups
+
+    def __len__(self):
+        return 3
+
+
+def test_a_plug_in_derives_its_data_source():
+    assert len(OwnSource().get_samples(2)) == 2 and len(OwnSource()) == 3
+
+
+def test_the_address_of_this_host():
+    name, address = get_host_info()
+    assert name == socket.gethostname()
+    with socket.socket() as server:  # it is one of this host
+        server.bind((address, 0))

@@ -52,7 +52,9 @@ def test_own_modules_come_first():
     assert aliased.__name__ == "slime.backends.megatron_utils"
 
 
-@pytest.mark.parametrize("path", ["vime.utils.nothing", "vime.backends.nothing", "vime.nothing", "vime.ray"])
+@pytest.mark.parametrize(
+    "path", ["vime.utils.nothing", "vime.backends.nothing", "vime.nothing", "vime.ray.nothing"]
+)
 def test_what_slime_has_not_is_not_found(path):
     with pytest.raises(ModuleNotFoundError, match=f"No module named '{path}'"):
         importlib.import_module(path)
@@ -108,6 +110,15 @@ def test_threads_that_import_both_names_at_once():
             "cannot import name 'quark' .*; slime.utils.types defines no such",
         ),
         ("import no_such_package", "No module named 'no_such_package'$"),
+        (
+            "from slime.ray.placement_group import create_placement_groups",
+            "No module named 'slime.ray.placement_group'; `vime train` places and starts the processes",
+        ),
+        (
+            "from slime.observability.wandb_utils import init_wandb_primary",
+            "'slime.observability.wandb_utils'; log numbers with slime.utils.logging_utils.log",
+        ),
+        ("from slime.ray.rollout import RolloutManager", "cannot import name 'RolloutManager'"),
     ],
 )
 def test_an_import_of_a_plug_in_that_fails_names_the_nearest(line, said, tmp_path, monkeypatch):

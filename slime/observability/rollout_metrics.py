@@ -1,0 +1,35 @@
+"""Import path of slime plug-ins: see slime.rollout.metrics. The names have no prefix (rollout/, perf/, eval/{set}/)."""
+
+from collections.abc import Sequence
+
+from slime.config.schema import Config
+from slime.rollout.metrics import group_samples, perf_metrics, sample_metrics
+from slime.types import Sample
+
+__all__ = ["compute_metrics_from_samples", "compute_perf_metrics_from_samples"]
+
+
+def compute_metrics_from_samples(args: object, samples: Sequence[Sample]) -> dict[str, float]:
+    """Lengths, truncation, repetition, groups of one reward and more: see `sample_metrics`.
+
+    `samples` in one list, at least one. Flags that `args` lacks have their defaults. As in slime, the reward is that of
+    --reward-key.
+    """
+    c = Config.of_args(args)
+    return sample_metrics(c.logging, c.reward.reward_key, group_samples(_some(samples)))
+
+
+def compute_perf_metrics_from_samples(
+    args: object, samples: Sequence[Sample], rollout_time: float
+) -> dict[str, float]:
+    """Tokens per second: see `perf_metrics`. `rollout_time` in seconds."""
+    gpus = Config.of_args(args).cluster.rollout_num_gpus
+    return perf_metrics(gpus, list(_some(samples)), rollout_time)
+
+
+def _some(samples: Sequence[Sample]) -> Sequence[Sample]:
+    if not len(samples):
+        raise ValueError(
+            "samples must hold at least one sample, got none; leave out metrics of an empty part"
+        )
+    return samples
