@@ -48,20 +48,10 @@ KL = ("--use-kl-loss", "--kl-loss-coef", "0.01", "--kl-loss-type", "low_var_kl")
 FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 NAMES = {
     "train/step": {
-        *(
-            "train/loss",
-            "train/pg_loss",
-            "train/entropy_loss",
-            "train/kl_loss",
-            "train/pg_clipfrac",
-            "train/ppo_kl",
-        ),
-        *(
-            "train/train_rollout_logprob_abs_diff",
-            "train/train_rollout_logprob_abs_diff_max",
-            "train/grad_norm",
-        ),
-        *("train/lr-pg_0", "train/global_batch_size", "train/step"),
+        *("train/loss", "train/pg_loss", "train/entropy_loss", "train/kl_loss"),
+        *("train/pg_clipfrac", "train/ppo_kl", "train/grad_norm", "train/lr-pg_0"),
+        *("train/train_rollout_logprob_abs_diff", "train/train_rollout_logprob_abs_diff_max"),
+        *("train/global_batch_size", "train/step"),
     },
     "rollout/step": {
         *(
