@@ -13,17 +13,12 @@ from typing import Any, TypeAlias
 
 from slime.import_path import in_current_folder
 
-_ENGINES = "vime starts the engines; send requests to args.sglang_router_ip and args.sglang_router_port"
 _PROCESSES = "`vime train` places and starts the processes of a run"
+_ENGINES = "vime starts the engines, and the router of the run takes the requests (docs/hooks.md)"
 _LOG = "log numbers with slime.utils.logging_utils.log"
 NO_COUNTERPART = {
-    "backends.sglang_utils": _ENGINES,
-    "backends.vllm_utils": _ENGINES,
-    "ray.actor_group": _PROCESSES,
-    "ray.placement_group": _PROCESSES,
-    "ray.ray_actor": _PROCESSES,
-    "ray.train_actor": _PROCESSES,
-    "ray.utils": _PROCESSES,
+    "backends": _ENGINES,
+    "ray": _PROCESSES,
     "router": _ENGINES,
     "utils.arguments": "`vime train` parses the flags; a hook gets them as args",
     "utils.distributed_utils": "use torch.distributed",
@@ -33,8 +28,10 @@ NO_COUNTERPART = {
     "utils.trace_utils": "--otlp-traces-endpoint sends a span of each sample",
     "utils.wandb_utils": _LOG,
 }
-"""Modules of upstream slime that this project does not have -> what to do instead. Newer versions have some modules of
-`utils` below `observability`."""
+"""Upstream's modules that this project does not have, or the packages with them -> what to do instead. Newer versions
+have some modules of `utils` below `observability`."""
+_TYPO = 0.9
+"""From this similarity on, the closest module is meant."""
 
 Hook: TypeAlias = Callable[..., Any]
 """A function or class of the user. Its signature is that of its flag, which no type can check."""
@@ -94,15 +91,18 @@ def nearest(module_name: str) -> str | None:
     if root not in ("slime", "vime") or not rest:
         return None
     upstream = rest.replace("observability.", "utils.", 1)
-    for name, remedy in NO_COUNTERPART.items():
-        if upstream == name or upstream.startswith(f"{name}."):
-            return remedy
+    if upstream in NO_COUNTERPART:
+        return NO_COUNTERPART[upstream]
     folder = Path(__file__).parent
     names = [
         ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
         for path in folder.rglob("*.py")
     ]
     near = difflib.get_close_matches(rest, names, n=1)
+    if not near or difflib.SequenceMatcher(None, near[0], rest).ratio() < _TYPO:
+        remedy = NO_COUNTERPART.get(rest.partition(".")[0])
+        if remedy is not None:
+            return remedy
     return f"did you mean {root}.{near[0]}?" if near else "docs/hooks.md lists the modules for plug-ins"
 
 

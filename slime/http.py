@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,6 +76,19 @@ def bypass_proxy(environ: MutableMapping[str, str], hosts: Iterable[str]) -> Non
     known = (environ.get("no_proxy") or environ.get("NO_PROXY") or "").split(",")
     listed = list(dict.fromkeys([*(host.strip() for host in known if host.strip()), *hosts]))
     environ["no_proxy"] = environ["NO_PROXY"] = ",".join(listed)
+
+
+def get_host_info() -> tuple[str, str]:
+    """(name, IPv4 address) of this host, for a server that a plug-in starts: the address of the interface that leads
+    out, and 127.0.0.1 on a host without one. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(
+                ("192.0.2.1", 9)
+            )  # an address of documentation (RFC 5737): only the route is looked up
+        except OSError:
+            return socket.gethostname(), "127.0.0.1"
+        return socket.gethostname(), probe.getsockname()[0]
 
 
 def keep_connections(loop: asyncio.AbstractEventLoop) -> None:

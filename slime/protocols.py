@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol, TypedDict, get_args
 
 import numpy as np
 
-from slime.tracking.outbox import Logged
 from slime.types import SampleGroup, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -275,6 +274,15 @@ class NoEngines:
 
 
 @dataclass(frozen=True)
+class Logged:
+    """What one call of `slime.tracking.outbox.log` has logged at a step of rollout/step, train/step or eval/step."""
+
+    metrics: dict[str, float]
+    step: int
+    step_key: str
+
+
+@dataclass(frozen=True)
 class RolloutBatch:
     """What one rollout hands to training. Tokens and FLOPs are of the samples that are trained on, all ranks
     together."""
@@ -292,7 +300,6 @@ class RolloutBatch:
     ahead_flops: float = 0.0
     """FLOPs of training the layers of multi-token prediction."""
     logged: list[Logged] = field(default_factory=list)
-    """What functions of the user logged, the oldest first."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +309,6 @@ class Evaluated:
     metrics: dict[str, float]
     """eval/*; none if a function of the user has logged them."""
     logged: list[Logged] = field(default_factory=list)
-    """What functions of the user logged, the oldest first."""
 
 
 class RolloutHandle(Protocol):
@@ -373,7 +379,6 @@ class TrainResult:
     perf: dict[str, float]
     """perf/* of rank 0."""
     logged: list[Logged] = field(default_factory=list)
-    """What functions of the user logged, the oldest first."""
 
 
 class DataSource(Protocol):

@@ -26,7 +26,7 @@ from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import checked_data, scheduled
 from slime.divergence import DivergedError
 from slime.hooks import load_function
-from slime.protocols import Evaluated, RolloutBatch, RolloutEngine
+from slime.protocols import Evaluated, Logged, RolloutBatch, RolloutEngine
 from slime.roles.groups import groups_of
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.debug_data import load_with_facts, save_debug_rollout_data
@@ -145,7 +145,7 @@ class RolloutManager:
 
     def _log(
         self, rollout_id: int, groups: list[SampleGroup], metrics: dict[str, float], seconds: float
-    ) -> tuple[dict[str, float], list[outbox.Logged]]:
+    ) -> tuple[dict[str, float], list[Logged]]:
         """The metrics of a rollout with those of its function, and what --custom-rollout-log-function-path has logged.
         Its return value disables the run's own metrics; slime's trainer logs the reward then, too."""
         if loss_of(self.config.algorithm).rewarded:
@@ -169,7 +169,7 @@ class RolloutManager:
         rank_data: list[object],
         metrics: dict[str, float],
         ranks: list[RankData],
-        logged: list[outbox.Logged],
+        logged: list[Logged],
     ) -> RolloutBatch:
         """What training gets. Counts the ranks' data only: samples at the end of a batch that do not fill a step are
         left out."""
@@ -262,7 +262,7 @@ class RolloutManager:
                 self.config.debug.save_debug_rollout_data, rollout_id, groups, evaluation=True
             )
         metrics = {**eval_metrics(self._with_hooks(), output.data), **(output.metrics or {})}
-        logged: list[outbox.Logged] = []
+        logged: list[Logged] = []
         if path := self.config.rollout.custom_eval_rollout_log_function_path:
             log = load_function(path, flag="--custom-eval-rollout-log-function-path")
             with outbox.collected() as logged:

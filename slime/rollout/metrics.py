@@ -10,7 +10,8 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
 
 from slime.config.schema import Config
 from slime.config.sections.logging import LoggingConfig
@@ -24,6 +25,7 @@ from slime.rollout.on_policy_distillation import source_of
 from slime.rollout.rewards import finite
 from slime.types import Sample, SampleGroup, SpeculationCounts
 
+T = TypeVar("T")
 _REPEATED_CHARS, _REPEATED_TIMES, _LONGEST_UNIT = 100, 4, 200
 
 
@@ -218,12 +220,17 @@ def ends_in_repetition(text: str) -> bool:
     return False
 
 
+def group_by(iterable: Iterable[T], key: Callable[[T], Hashable] | None = None) -> dict[Hashable, list[T]]:
+    """`key(item)` (without a key, the item itself) -> its items, in order of first appearance."""
+    groups: dict[Hashable, list[T]] = {}
+    for item in iterable:
+        groups.setdefault(item if key is None else key(item), []).append(item)
+    return groups
+
+
 def group_samples(samples: Iterable[Sample]) -> list[SampleGroup]:
     """Samples by `group_index`, in order of first appearance."""
-    groups: dict[int | None, SampleGroup] = {}
-    for sample in samples:
-        groups.setdefault(sample.group_index, []).append(sample)
-    return list(groups.values())
+    return list(group_by(samples, lambda sample: sample.group_index).values())
 
 
 def eval_reward_key(reward: RewardConfig) -> str | None:

@@ -12,20 +12,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import SupportsFloat
 
-from slime.tracking.metrics import StepKey, as_floats, as_step_key
-
-
-@dataclass(frozen=True)
-class Logged:
-    """The metrics of one call of `log`, without their step."""
-
-    metrics: dict[str, float]
-    step: int
-    step_key: StepKey
-
+from slime.protocols import Logged
+from slime.tracking.metrics import as_floats, as_step_key
 
 _lock = threading.Lock()
 _waiting: list[Logged] | None = None
@@ -43,8 +33,8 @@ def begin() -> None:
 def log(args: object, metrics: Mapping[str, SupportsFloat], step_key: str) -> None:
     """Send numbers to metrics.jsonl and to the trackers of this run, at the step `metrics[step_key]`.
 
-    `step_key`: rollout/step, train/step or eval/step. `args` has slime's place and is not read. Any thread of the
-    rollout manager or of a trainer rank may call it. ValueError for another step key, without a step, for a value that
+    `step_key`: rollout/step, train/step or eval/step. `args` has slime's place and is not read. Every thread of the
+    rollout manager and of a trainer rank may call it. ValueError for another step key, without a step, for a value that
     is not one number, and in another process.
     """
     key, numbers = as_step_key(step_key), as_floats(metrics)

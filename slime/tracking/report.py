@@ -7,14 +7,13 @@ from contextlib import contextmanager
 
 from slime.config import Config
 from slime.config.sections.debug import profiled_steps
-from slime.protocols import Evaluated, RolloutBatch, TrainResult
+from slime.protocols import Evaluated, Logged, RolloutBatch, TrainResult
 from slime.roles.groups import trainer_ranks
 from slime.tracking.console import StepLine, progress
 from slime.tracking.events import Events, Spans
 from slime.tracking.kinds import STEP_PARTS
 from slime.tracking.memory import resident_peak_gib
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX, is_score
-from slime.tracking.outbox import Logged
 from slime.tracking.percentiles import StepFigures
 from slime.tracking.speed import training_speed
 from slime.tracking.timers import Timers

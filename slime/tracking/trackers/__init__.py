@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, SupportsFloat
 
 from slime.imports import is_installed
-from slime.tracking.metrics import RESERVED, STEP_KEYS, StepKey, as_floats, as_step_key
+from slime.tracking.metrics import RESERVED, STEP_KEYS, as_floats, as_step_key
 from slime.tracking.trackers.jsonl import METRICS_FILE, JsonlTracker, read_metric_lines
 from slime.tracking.trackers.mlflow import MLFLOW
 from slime.tracking.trackers.prometheus import PROMETHEUS
@@ -32,7 +32,7 @@ class Trackers:
     def __init__(self, trackers: list[Tracker]) -> None:
         self._trackers = trackers
 
-    def log(self, metrics: Mapping[str, SupportsFloat], step: int, step_key: StepKey) -> None:
+    def log(self, metrics: Mapping[str, SupportsFloat], step: int, step_key: str) -> None:
         """Send `metrics` to every tracker. ValueError for an unknown step key or a value that is not a number."""
         key, numbers = as_step_key(step_key), as_floats(metrics)
         for tracker in self._trackers:

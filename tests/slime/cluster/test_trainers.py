@@ -17,9 +17,8 @@ from slime.cluster.placement import place
 from slime.cluster.trainers import Trainers, merged, of_ranks
 from slime.config import Config
 from slime.data.transport import pack_columns
-from slime.protocols import TrainResult
+from slime.protocols import Logged, TrainResult
 from slime.roles.groups import groups_of
-from slime.tracking.outbox import Logged
 
 PPO = {
     "advantage_estimator": "ppo",

@@ -15,12 +15,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from slime.config.schema import Config
 from slime.data.train_data import convert_samples_to_train_data
 from slime.plan.flops import ForwardFlops
-from slime.protocols import Evaluated
+from slime.protocols import Evaluated, Logged
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.manager import RolloutManager
 from slime.rules.resolve import resolve
 from slime.tracking import StepLine, make_trackers
-from slime.tracking.outbox import Logged
 from slime.tracking.report import Reporter
 from slime.types import Sample
 from slime.utils import logging_utils

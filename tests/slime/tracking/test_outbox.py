@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from slime.protocols import Logged
 from slime.tracking import outbox
-from slime.tracking.outbox import Logged
 
 
 @pytest.fixture(autouse=True)

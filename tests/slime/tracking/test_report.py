@@ -7,11 +7,10 @@ import io
 import pytest
 
 from slime.config import Config
-from slime.protocols import Evaluated, RolloutBatch, TrainResult
+from slime.protocols import Evaluated, Logged, RolloutBatch, TrainResult
 from slime.tracking.console import StepLine
 from slime.tracking.journal import read_events
 from slime.tracking.kinds import STEP_PARTS
-from slime.tracking.outbox import Logged
 from slime.tracking.report import Reporter
 from slime.tracking.timers import Timers
 from slime.tracking.trackers import Trackers
