@@ -1,16 +1,32 @@
-"""The default --data-source-path: the prompts of slime.data.source, with labels that the run's reward can use."""
+"""The default --data-source-path: the prompts of slime.data.source, with labels that the run's reward can use. And what
+data sources of plug-ins are made of."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from slime.algo.losses import loss_of
 from slime.config.schema import Config
+from slime.data.drawing.mixing import shuffled
+from slime.data.prompts import load_prompts
+from slime.data.rows import Columns
 from slime.data.source import PromptDataSource, pop_first, pop_oldest
 from slime.protocols import DataSource
 from slime.rollout.rewards.labels import LabelCheck, label_check
+from slime.types import Sample
 
-__all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "pop_first", "pop_oldest"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "DataSource",
+    "Dataset",
+    "RolloutDataSource",
+    "RolloutDataSourceWithBuffer",
+    "pop_first",
+    "pop_oldest",
+]
 
 
 class RolloutDataSourceWithBuffer(PromptDataSource):
@@ -27,3 +43,64 @@ RolloutDataSource = RolloutDataSourceWithBuffer
 def training_label_check(c: Config) -> LabelCheck | None:
     """The check of the labels of --prompt-data. None without rewards, as in SFT."""
     return label_check(c, c.data.label_key) if loss_of(c.algorithm).rewarded else None
+
+
+class Dataset:
+    """The prompts of a file as samples, for data sources and evaluations of plug-ins.
+
+    `origin_samples`: in the order of the file. `samples`: in that of the last `shuffle`, at first the file's. Both hold
+    the same objects, so copy a sample before it is generated. `path` and the keys are those of `load_prompts`, whose
+    errors come from here. `max_length`: prompts with more tokens are left out. `processor` is not read: prompts are
+    text.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: PreTrainedTokenizerBase | None,
+        processor: object,
+        max_length: int | None,
+        *,
+        prompt_key: str = "text",
+        multimodal_keys: object = None,
+        label_key: str | None = None,
+        tool_key: str | None = None,
+        metadata_key: str = "metadata",
+        seed: int = 42,
+        apply_chat_template: bool = False,
+        apply_chat_template_kwargs: dict[str, object] | None = None,
+    ) -> None:
+        if multimodal_keys:
+            raise ValueError(
+                f"multimodal_keys must be None, got {multimodal_keys!r}; images, video and audio are not supported"
+            )
+        columns = Columns(
+            input_key=prompt_key,
+            label_key=label_key,
+            metadata_key=metadata_key,
+            tool_key=tool_key,
+            apply_chat_template=apply_chat_template,
+            apply_chat_template_kwargs=apply_chat_template_kwargs or {},
+        )
+        self.seed, self.epoch_id = seed, -1
+        self.origin_samples = [
+            Sample(prompt=prompt.text, label=prompt.label, metadata=prompt.metadata)
+            for prompt in load_prompts(path, columns, tokenizer=tokenizer, max_prompt_len=max_length)
+        ]
+        for sample in self.origin_samples:
+            if apply_chat_template or not isinstance(sample.prompt, str):
+                sample.apply_chat_template_kwargs = dict(columns.apply_chat_template_kwargs)
+        self.samples = self.origin_samples
+
+    def shuffle(self, new_epoch_id: int) -> None:
+        """Put `samples` into the order of an epoch, which is that of --rollout-shuffle."""
+        if new_epoch_id == self.epoch_id:
+            return
+        places = shuffled(len(self.origin_samples), self.seed + new_epoch_id)
+        self.samples, self.epoch_id = [self.origin_samples[i] for i in places], new_epoch_id
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.samples[index]

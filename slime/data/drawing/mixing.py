@@ -101,6 +101,13 @@ class Joined(Sequence[Prompt]):
         return self.parts[part][index - self.starts[part]]
 
 
+def shuffled(size: int, seed: int) -> Sequence[int]:
+    """The order of an epoch, which a checkpoint continues. 10 million prompts take 40 MB and about 4 s."""
+    visits = array("I", range(size))
+    random.Random(seed).shuffle(visits)
+    return visits
+
+
 class Order:
     """The position in one data set. Epoch e visits the prompts in file order, or with `shuffle` in the order
     `random.Random(seed + e).shuffle(range(size))`."""
@@ -126,18 +133,11 @@ class Order:
             self.epoch += 1
             self.position = 0
         if self._visits is None or self._visits[0] != self.epoch:
-            self._visits = self.epoch, self._shuffled()
+            whole = range(self.size)
+            self._visits = self.epoch, shuffled(self.size, self.seed + self.epoch) if self.shuffle else whole
         prompt = self._visits[1][self.position]
         self.position += 1
         return prompt
-
-    def _shuffled(self) -> Sequence[int]:
-        """The order of this epoch, which a checkpoint continues. 10 million prompts take 40 MB and about 4 s."""
-        if not self.shuffle:
-            return range(self.size)
-        visits = array("I", range(self.size))
-        random.Random(self.seed + self.epoch).shuffle(visits)
-        return visits
 
 
 class Mixture:

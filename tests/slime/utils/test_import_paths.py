@@ -63,6 +63,7 @@ slime.rollout.sglang_rollout load_function path
 slime.rollout.sglang_rollout async_rm args sample
 slime.utils.ppo_utils calculate_log_probs_and_entropy logits tokens tp_group with_entropy= chunk_size=
 slime.utils.data read_file path
+slime.utils.data Dataset path tokenizer processor max_length
 slime.utils.data filter_long_prompt samples tokenizer processor max_length
 slime.utils.dp_schedule build_dp_schedule args total_lengths rollout_ids
 slime.utils.eval_config build_eval_dataset_configs args raw_config defaults

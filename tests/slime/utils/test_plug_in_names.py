@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import random
 import socket
 from types import SimpleNamespace
 
 import pytest
 import torch
-from rollout_double import ListSource, make_args, make_state
+from rollout_double import ListSource, make_args, make_state, make_tokenizer, write_lines
 
 from slime.config import Config, section_of
 from slime.config.sections.rollout import RolloutConfig
@@ -34,11 +35,12 @@ from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.gpqa import DEFAULT_VALID_LETTERS, compute_gpqa_reward
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.types import Sample
-from slime.utils.data import _parse_generalized_path
+from slime.utils.data import Dataset, _parse_generalized_path
 from slime.utils.http_utils import get_host_info
 from slime.utils.mask_utils import get_response_lengths
 from slime.utils.misc import group_by
 from slime.utils.ppo_utils import chunked_discounted_returns, get_reinforce_plus_plus_returns
+from slime.utils.processing_utils import load_processor
 
 
 @pytest.mark.parametrize(
@@ -220,6 +222,43 @@ class OwnSource(DataSource):
 
 def test_a_plug_in_derives_its_data_source():
     assert len(OwnSource().get_samples(2)) == 2 and len(OwnSource()) == 3
+
+
+def test_a_data_set_of_a_plug_in(tmp_path):
+    """As data sources and evaluations of plug-ins build it: from their args, in the order of --rollout-shuffle."""
+    tokenizer = make_tokenizer()
+    rows = [
+        {"q": [{"role": "user", "content": c * (i + 1)}], "a": c, "m": {"i": i}} for i, c in enumerate("abcd")
+    ]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    length = len(tokenizer.apply_chat_template(rows[2]["q"], add_generation_prompt=True)["input_ids"])
+    args = Config.from_flat({"prompt_data": path, "rollout_seed": 5}).namespace()
+    found = Dataset(
+        args.prompt_data,
+        tokenizer=tokenizer,
+        processor=load_processor("any"),
+        max_length=length,
+        prompt_key="q",
+        multimodal_keys=args.multimodal_keys,
+        label_key="a",
+        metadata_key="m",
+        tool_key=args.tool_key,
+        apply_chat_template=True,
+        apply_chat_template_kwargs={"x": 1},
+        seed=args.rollout_seed,
+    )
+    first, *_, last = found.origin_samples
+    assert (len(found), first.label, last.label) == (3, "a", "c")  # the fourth prompt is too long
+    assert last.prompt == "<|im_start|>user\nccc<|im_end|>\n<|im_start|>assistant\n"
+    assert (last.metadata, last.apply_chat_template_kwargs) == ({"i": 2}, {"x": 1})
+    for epoch in (3, 3, 4):
+        found.shuffle(epoch)
+        random.Random(5 + epoch).shuffle(order := [0, 1, 2])
+        assert [found[i].metadata["i"] for i in range(3)] == order
+    plain = Dataset(path, None, None, None, prompt_key="q")
+    assert plain[3].prompt == rows[3]["q"] and plain[3].label is None
+    with pytest.raises(ValueError, match="multimodal_keys must be None, got {'image': 'x'}"):
+        Dataset(path, None, None, None, multimodal_keys={"image": "x"})
 
 
 def test_the_address_of_this_host():
