@@ -274,5 +274,3 @@ class RolloutManager:
         if stream.outstanding(self.state):
             self.state.run(stream.stop(self.state))
         self.state.close()
-        if lost := outbox.take():
-            logger.warning("metrics that were logged after the last rollout are lost: %s", lost)
