@@ -55,8 +55,11 @@ os.environ["HF_DATASETS_CACHE"] = PROMPTS.name
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Treat SIGTERM (from a time limit) as Ctrl-C, so that fixtures stop the processes that tests started."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Treat SIGTERM (from a time limit) as Ctrl-C, so that fixtures stop the processes that tests started. And hear
+    Ctrl-C where a shell started pytest in the background: processes that tests start would ignore it, too.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
