@@ -30,6 +30,9 @@ class Hardware:
     """Number of GPUs that NVLink connects, in a node or in a rack."""
     cpu: str
     """Architecture of the host's CPU."""
+    shared_kib: int = 227
+    """Shared memory that one program of a kernel may have (CUDA C++ Programming Guide: compute capability 9.0, 10.0 and
+    10.3)."""
 
 
 # Sources. "CUDA total" is the number in PyTorch's out-of-memory errors ("GPU 0 has a total capacity of ..."), from
@@ -140,6 +143,7 @@ HARDWARE: dict[str, Hardware] = {
             gpus_per_node=8,
             nvlink_domain=8,
             cpu="x86_64",
+            shared_kib=163,  # compute capability 8.0
         ),
     )
 }

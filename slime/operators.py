@@ -17,6 +17,8 @@ from slime.config.sections.kernels import OPERATORS
 from slime.roles import POLICY, passes_of, roles_of
 
 if TYPE_CHECKING:
+    import torch
+
     from slime.config.schema import Config
 
 REDUCTIONS = ("masked_sum", "masked_mean", "masked_whiten")
@@ -107,6 +109,25 @@ def loss_head(config: Config) -> tuple[Head, str]:
 def bitwise(config: Config) -> tuple[str, ...]:
     """The operators of rl_kernel.invariant that trainer and engine have, of BITWISE_OPERATORS."""
     return tuple(config.kernels.rlk_bitwise_operators) if config.kernels.rlk_bitwise else ()
+
+
+def require_promise(side: str, device: torch.device, dtype: torch.dtype) -> None:
+    """ValueError if the operators of --rlk-bitwise cannot run on `device`, or break their promise there.
+
+    `side`: trainer or engine. `dtype` of the model.
+    """
+    import rl_kernel.invariant as invariant
+
+    if reason := invariant.refusal(device):
+        raise ValueError(
+            f"--rlk-bitwise must have a device that runs rl_kernel.invariant, got {device} in the {side}, where "
+            f"{reason}; leave --rlk-bitwise out on this machine"
+        )
+    if names := invariant.broken(device, dtype):
+        raise ValueError(
+            "--rlk-bitwise must have operators whose rows are independent, got others in the "
+            f"{side} on {device}: {', '.join(names)}; leave --rlk-bitwise out on this machine"
+        )
 
 
 def pass_head(config: Config) -> Head:

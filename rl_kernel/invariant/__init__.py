@@ -4,7 +4,8 @@ Each promises: a row of the result depends on that row of the input and on the w
 number and the arrangement of the other rows. So an engine that decodes token by token in a batch that changes, and a
 trainer that packs whole sequences, get the same log-probs. Gradients are those of the plain operators.
 
-`broken` tests the promise where it runs. Reasons and limits: docs/design/bitwise.md.
+`refusal` says why a device cannot run them, and `broken` tests the promise where it runs. Reasons and limits:
+docs/design/bitwise.md.
 """
 
 from rl_kernel.invariant.autograd import with_value
@@ -12,7 +13,7 @@ from rl_kernel.invariant.causal import attention, packed_attention, paged_attent
 from rl_kernel.invariant.head import log_softmax, target_log_probs
 from rl_kernel.invariant.layers import add_rms_norm, angles, linear, rms_norm, rotate, swiglu
 from rl_kernel.invariant.ranks import column_parallel_linear, linear_over_ranks, own_rows, row_parallel_linear
-from rl_kernel.invariant.selfcheck import broken
+from rl_kernel.invariant.selfcheck import broken, refusal
 
 __all__ = [
     "add_rms_norm",
@@ -26,6 +27,7 @@ __all__ = [
     "own_rows",
     "packed_attention",
     "paged_attention",
+    "refusal",
     "rms_norm",
     "rotate",
     "row_parallel_linear",

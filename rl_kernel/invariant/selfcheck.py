@@ -1,12 +1,14 @@
-"""Do the operators keep their promise on this machine? A few rows, alone and among others, bit for bit."""
+"""Do the operators run on this machine, and keep their promise? A few rows, alone and among others, bit for bit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rl_kernel.dispatch import machine_refusal
 from rl_kernel.invariant import layers
 from rl_kernel.invariant.causal import attention
 from rl_kernel.invariant.head import log_softmax
@@ -102,10 +104,29 @@ def _packed_queries(drawn: Callable[..., Tensor]) -> Rows:
     return of
 
 
+def refusal(device: torch.device | str) -> str | None:
+    """Why the operators cannot run on this device; None if they can."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return None
+    if reason := machine_refusal(device.type):
+        return reason
+    from rl_kernel.invariant.kernels import product
+
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's types leave the attribute out
+    there = properties.shared_memory_per_block_optin
+    if there < product.SHARED_BYTES:
+        return (
+            f"a program has {there // 1024} KiB of the GPU's shared memory and the kernels need "
+            f"{product.SHARED_BYTES // 1024}"
+        )
+    return None
+
+
 def broken(device: torch.device | str, dtype: torch.dtype) -> list[str]:
     """The operators whose bits for a row change with the other rows, with their number or their order. [] is right.
 
-    `dtype` of the model. Takes some milliseconds, and on a GPU the first call compiles the kernels.
+    `dtype` of the model. Ask `refusal` first. Takes some milliseconds; on a GPU, the first call compiles kernels.
     """
     names = []
     for name, (rows, operator) in _operators(device, dtype).items():

@@ -9,11 +9,15 @@ from slime.config.fields import nearest
 from slime.config.problems import given
 from slime.config.schema import Config
 from slime.config.sections.kernels import BITWISE_OPERATORS, OPERATORS
+from slime.hardware import HARDWARE
 from slime.hooks import MissingHookError, load_function
+from slime.models import Decoder
 
 PROVIDER = "--selected-logprob-provider"
 BITWISE_DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
 """--device -> the dtypes that rl_kernel.invariant computes there."""
+BITWISE_SHARED_KIB = 227
+"""What the kernels of rl_kernel.invariant need of a GPU's shared memory (SHARED_BYTES of its product)."""
 
 
 def check_kernels(c: Config) -> None:
@@ -94,12 +98,44 @@ def _check_bitwise(c: Config) -> None:
             f"--rlk-fast must be auto or strict, and --rl-kernel-ops have rotary, with --rlk-bitwise, got "
             f"{c.kernels.rlk_fast} and {','.join(c.kernels.rl_kernel_ops)}; the engine rotates with that kernel"
         )
+    if c.cluster.gpu and (shared := HARDWARE[c.cluster.gpu].shared_kib) < BITWISE_SHARED_KIB:
+        raise ValueError(
+            f"--gpu must have {BITWISE_SHARED_KIB} KiB of shared memory for a program with --rlk-bitwise, got "
+            f"{c.cluster.gpu} with {shared}; leave --rlk-bitwise out on such GPUs"
+        )
     facts = c.engine.engine_facts
     if not facts.invariant or facts.dtype not in (None, "auto", c.megatron.params_dtype):
         raise ValueError(
             "engines must have plain weights of the trainer's dtype, no drafts and no context parallelism with "
             "--rlk-bitwise, got flags that say otherwise; leave out the engine's flags for quantisation, dtype, "
             "speculation and context parallelism"
+        )
+
+
+def check_bitwise_model(c: Config, decoder: Decoder) -> None:
+    """ValueError with the parts of the model that no operator of --rlk-bitwise computes, as far as config.json says.
+    Trainer and engine check each module where it is built."""
+    if not c.kernels.rlk_bitwise:
+        return
+    on_gpu, size = c.cluster.device == "cuda", decoder.head_dim
+    parts = {
+        "experts": decoder.experts is not None,
+        f"{decoder.activation} activations": decoder.activation != "swiglu",
+        "norms that multiply by 1 + weight": decoder.zero_centred,
+        "scaled embeddings": decoder.embedding_scale != 1,
+        "sliding windows": any(layer.window is not None for layer in decoder.layers),
+        "another attention": any(layer.kind != "full" for layer in decoder.layers),
+        "sinks": decoder.sinks,
+        "capped scores": decoder.attention_cap is not None,
+        "capped logits": decoder.logit_cap is not None,
+        "rotary frequencies that are not plain": any(rope.kind != "default" for rope in decoder.ropes),
+        "interleaved rotary pairs": any(rope.interleaved for rope in decoder.ropes),
+        f"heads of {size} (no power of two)": on_gpu and size & (size - 1) != 0,
+    }
+    if found := [name for name, there in parts.items() if there]:
+        raise ValueError(
+            "--rlk-bitwise must have a model whose every part rl_kernel.invariant computes, got one with "
+            f"{', '.join(found)}; leave --rlk-bitwise out for this model"
         )
 
 

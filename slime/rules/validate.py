@@ -41,7 +41,7 @@ from slime.rules.distillation import check_distillation, check_teacher
 from slime.rules.experts import check_expert_flags
 from slime.rules.flags import own_flags
 from slime.rules.heads import check_heads
-from slime.rules.kernels import check_kernels
+from slime.rules.kernels import check_bitwise_model, check_kernels
 from slime.rules.lora import check_lora
 from slime.rules.megatron import RULES as MEGATRON
 from slime.rules.megatron import check_dropout, check_padded_vocabulary
@@ -384,6 +384,7 @@ TOGETHER: tuple[Rule, ...] = (
     _with_decoder(lambda c, decoder: check_stages(c.megatron, len(decoder.layers))),
     _with_decoder(check_expert_flags),
     _with_decoder(check_heads),
+    _with_decoder(check_bitwise_model),
     _with_decoder(lambda c, _: check_lora(c, _model(c))),
     _with_decoder(lambda c, _: check_prediction(c, _model(c))),
     _with_decoder(lambda c, _: check_parameter_names(c, _model(c))),

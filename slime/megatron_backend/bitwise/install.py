@@ -47,8 +47,8 @@ def use_invariant(
     """Give each module of the model's parts its operator, if it is a chosen one. `parts`: without data-parallel
     wrappers.
 
-    ValueError with every module that has none, or with operators whose rows are not independent on this machine.
-    Nothing is changed then.
+    ValueError with every module that has none, or with what this machine does not compute as promised. Nothing is
+    changed then.
     """
     named = [(name, module) for part in parts for name, module in part.named_modules()]
     strangers = [
@@ -61,12 +61,7 @@ def use_invariant(
             "--rlk-bitwise must have every operator of the trainer from rl_kernel.invariant, got "
             f"{', '.join(strangers)}; leave --rlk-bitwise out for this model"
         )
-    device = next(parts[0].parameters()).device
-    if broken := invariant.broken(device, dtype):
-        raise ValueError(
-            "--rlk-bitwise must have operators whose rows are independent, got others in the trainer on "
-            f"{device}: {', '.join(broken)}; leave --rlk-bitwise out on this machine"
-        )
+    operators.require_promise("trainer", next(parts[0].parameters()).device, dtype)
     for _, module in named:
         name, give = _GIVES[type(module)]
         if name in chosen:

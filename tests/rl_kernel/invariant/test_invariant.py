@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import rl_kernel.invariant as invariant
-from rl_kernel.invariant import exact, layers
+from rl_kernel.invariant import exact, layers, selfcheck
 
 ROWS, WIDTH, OUTPUTS, SIZE = 41, 72, 51, 16
 
@@ -170,3 +171,22 @@ def test_an_operator_that_looks_at_other_rows_is_named(monkeypatch):
     monkeypatch.setattr(layers, "swiglu", lambda x: x - x.mean())
     monkeypatch.setattr(layers, "linear", lambda x, w: functional.linear(x, w) * len(x))
     assert invariant.broken("cpu", torch.float32) == ["linear", "swiglu"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "shared", "reason"),
+    [
+        (None, 227, None),
+        (None, 163, "a program has 163 KiB of the GPU's shared memory and the kernels need 227"),
+        ("the GPU has compute capability 7.5 and the kernels need 8.0", 227, "compute capability 7.5"),
+    ],
+    ids=["H100", "A100", "T4"],
+)
+def test_a_card_without_the_kernels_is_refused(monkeypatch, machine, shared, reason):
+    pytest.importorskip("triton")
+    there = SimpleNamespace(shared_memory_per_block_optin=shared * 1024)
+    monkeypatch.setattr(selfcheck, "machine_refusal", lambda device_type: machine)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: there)
+    found = invariant.refusal("cuda")
+    assert found is None if reason is None else reason in found
+    assert invariant.refusal("cpu") is None

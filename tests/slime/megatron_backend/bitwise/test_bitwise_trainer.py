@@ -15,6 +15,7 @@ from trainer_cases import make_config, make_samples
 
 import rl_kernel.invariant as invariant
 from rl_kernel.invariant import layers
+from slime import operators
 from slime.megatron_backend.bitwise.install import use_invariant
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
@@ -22,7 +23,8 @@ from slime.megatron_backend.model.norms import RMSNorm
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.step.replay import replay_log_probs
 from slime.megatron_backend.step.trainer import MegatronTrainer
-from slime.rules.kernels import check_kernels
+from slime.models import decoder_of
+from slime.rules.kernels import BITWISE_SHARED_KIB, check_bitwise_model, check_kernels
 
 BITWISE = {"rlk_bitwise": True, "rlk_consistency": "strict"}
 ALONE, TOGETHER = [[i] for i in range(9)], [[8, 0, 3], [1, 2, 4, 5, 6, 7]]
@@ -133,6 +135,45 @@ def test_modules_without_an_operator_are_listed(tmp_path, kind, names):
     finally:
         destroy_parallel()
     assert all(name in str(error.value) for name in names), error.value
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("qwen3", None),
+        ("llama", None),
+        (
+            "gemma2",
+            "geglu activations, norms .*, scaled embeddings, sliding windows, capped scores, capped logits",
+        ),
+        ("gpt_oss", "experts, clipped_swiglu activations, sliding windows, sinks, rotary .* not plain"),
+        ("glm4", "interleaved rotary pairs"),
+        ("deepseek_v3", "experts, another attention"),
+    ],
+)
+def test_a_model_with_other_parts_is_refused_before_the_start(root, tmp_path, kind, parts):
+    tiny_checkpoint(tmp_path / kind, kind)
+    decoder = decoder_of(load_hf_config(tmp_path / kind))
+    check_bitwise_model(make_config(root), decoder)
+    if parts is None:
+        return check_bitwise_model(make_config(root, **BITWISE), decoder)
+    with pytest.raises(ValueError, match=f"every part rl_kernel.invariant computes, got one with {parts}"):
+        check_bitwise_model(make_config(root, **BITWISE), decoder)
+
+
+def test_a_card_without_the_kernels_is_refused_before_the_start(root, monkeypatch):
+    pytest.importorskip("triton")
+    from rl_kernel.invariant.kernels import product
+
+    assert product.SHARED_BYTES == BITWISE_SHARED_KIB * 1024
+    given = {"device": "cuda", "gpu": "a100", "fp32": False, "bf16": True, "colocate": True}
+    with pytest.raises(ValueError, match="--gpu must have 227 KiB of shared memory .*, got a100 with 163"):
+        check_kernels(make_config(root, **BITWISE | given))
+    monkeypatch.setattr(invariant, "refusal", lambda device: "the GPU is too old")
+    with pytest.raises(
+        ValueError, match="got cuda in the engine, where the GPU is too old; leave --rlk-bitwise out"
+    ):
+        operators.require_promise("engine", torch.device("cuda"), torch.bfloat16)
 
 
 def test_a_machine_whose_operators_break_their_promise_is_refused(monkeypatch):

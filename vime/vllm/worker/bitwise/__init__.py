@@ -60,7 +60,7 @@ def install() -> None:
 def require(model: nn.Module) -> None:
     """ValueError with the modules of a model that do not compute with our operators, or with operators of ours that
     break their promise on this machine. Nothing is asked of an engine that has a part of our operators."""
-    import rl_kernel.invariant as invariant
+    from slime import operators
     from vime.vllm.worker.bitwise.check import strangers
 
     if wanted() != frozenset(BITWISE_OPERATORS):
@@ -71,8 +71,4 @@ def require(model: nn.Module) -> None:
             "leave --rlk-bitwise out for this model"
         )
     weight = next(model.parameters())
-    if names := invariant.broken(weight.device, weight.dtype):
-        raise ValueError(
-            "--rlk-bitwise must have operators whose rows are independent, got others in the engine on "
-            f"{weight.device}: {', '.join(names)}; leave --rlk-bitwise out on this machine"
-        )
+    operators.require_promise("engine", weight.device, weight.dtype)
