@@ -1,5 +1,5 @@
 """vLLM's layers with the operators of rl_kernel.invariant: which modules of a real model are not ours, and the names
-of vLLM that are strings. A whole run is in tests/e2e/runs/test_kernel_switch.py."""
+of vLLM that are strings. Whole runs are in tests/e2e/examples/test_train_bitwise.py."""
 
 from __future__ import annotations
 
