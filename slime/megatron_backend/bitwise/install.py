@@ -51,15 +51,15 @@ def use_invariant(
     changed then.
     """
     named = [(name, module) for part in parts for name, module in part.named_modules()]
-    strangers = [
+    others = [
         f"{name} ({type(module).__name__}{', ' + reason if reason else ''})"
         for name, module in named
         if (reason := _reason(module)) is not None
     ]
-    if strangers:
+    if others:
         raise ValueError(
             "--rlk-bitwise must have every operator of the trainer from rl_kernel.invariant, got "
-            f"{', '.join(strangers)}; leave --rlk-bitwise out for this model"
+            f"{', '.join(others)}; leave --rlk-bitwise out for this model"
         )
     operators.require_promise("trainer", next(parts[0].parameters()).device, dtype)
     for _, module in named:

@@ -84,7 +84,7 @@ def test_a_row_alone_has_the_bits_of_the_row_among_others(name, threads):
     assert (together - true).abs().max() <= 2e-7 * true.abs().max()
 
 
-@pytest.mark.parametrize("name", ["linear", "rms_norm", "swiglu", "log_softmax"])
+@pytest.mark.parametrize("name", ["linear", "rms_norm", "swiglu"])
 def test_gradients_are_those_of_the_plain_operator(name):
     ours, plain, inputs = operators()[name]
     gradients = []

@@ -61,11 +61,11 @@ def require(model: nn.Module) -> None:
     """ValueError with the modules of a model that do not compute with our operators, or with operators of ours that
     break their promise on this machine. Nothing is asked of an engine that has a part of our operators."""
     from slime import operators
-    from vime.vllm.worker.bitwise.check import strangers
+    from vime.vllm.worker.bitwise.check import not_ours
 
     if wanted() != frozenset(BITWISE_OPERATORS):
         return
-    if found := strangers(model):
+    if found := not_ours(model):
         raise ValueError(
             f"--rlk-bitwise must have every operator of the engine from rl_kernel.invariant, got {', '.join(found)}; "
             "leave --rlk-bitwise out for this model"

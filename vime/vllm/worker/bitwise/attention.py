@@ -82,17 +82,16 @@ def register() -> None:
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{InvariantAttention.__name__}")
     else:
-        module = __name__.replace(".attention", ".flash")
-        register_backend(AttentionBackendEnum.FLASH_ATTN, f"{module}.InvariantFlashAttention")
+        register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__package__}.flash.InvariantFlashAttention")
 
 
-def strange(impl: object) -> str | None:
+def why_not_ours(impl: object) -> str | None:
     """Why an attention of vLLM is not ours, or what of it our operator does not compute; None for nothing."""
     if isinstance(impl, PagedAttention):
-        return impl.strange
+        return impl.not_computed
     if not current_platform.is_cpu():
         from vime.vllm.worker.bitwise.flash import PagedFlashAttention
 
         if isinstance(impl, PagedFlashAttention):
-            return impl.strange
+            return impl.not_computed
     return f"attention with {type(impl).__name__}"

@@ -7,7 +7,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-from vime.vllm.worker.bitwise.attention import strange
+from vime.vllm.worker.bitwise.attention import why_not_ours
 from vime.vllm.worker.bitwise.layers import LAYERS, OPERATORS, HeadMethod, LinearMethod
 
 _PASSES_ON = {
@@ -20,7 +20,7 @@ _PASSES_ON = {
 """vLLM's classes that compute nothing by themselves. Their source was read."""
 
 
-def strangers(model: nn.Module) -> list[str]:
+def not_ours(model: nn.Module) -> list[str]:
     """ "PATH (CLASS)" of each module that is not ours, and of ours that compute with something else, sorted."""
     return sorted(
         f"{path or 'the model'} ({reason})"
@@ -39,7 +39,7 @@ def _reason(module: nn.Module) -> str | None:
             return f"{name} with {type(method).__name__}"
         return _other_sum(module) if isinstance(module, RowParallelLinear) else None
     if isinstance(module, Attention):
-        return strange(module.impl)
+        return why_not_ours(module.impl)
     if isinstance(module, LogitsProcessor):
         return None if module.soft_cap is None and module.scale == 1 else "scaled or capped logits"
     return name

@@ -33,8 +33,8 @@ import rl_kernel.invariant as invariant
 from slime.models.rope import Rope
 
 
-class LinearMethod(UnquantizedLinearMethod):
-    """The product of a linear layer. The weight stays a plain matrix, which vLLM would pack on CPUs."""
+class _Product:
+    """The product of a layer. The weight stays a plain matrix, which vLLM would pack on CPUs."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         pass
@@ -43,14 +43,12 @@ class LinearMethod(UnquantizedLinearMethod):
         return invariant.linear(x, layer.weight, bias)
 
 
-class HeadMethod(UnquantizedEmbeddingMethod):
-    """Rows of an embedding, and its product where it is the output layer."""
+class LinearMethod(_Product, UnquantizedLinearMethod):
+    """Of a linear layer."""
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        pass
 
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return invariant.linear(x, layer.weight, bias)
+class HeadMethod(_Product, UnquantizedEmbeddingMethod):
+    """Of an embedding, whose rows vLLM looks up, where it is the output layer."""
 
 
 METHODS = {UnquantizedLinearMethod: LinearMethod, UnquantizedEmbeddingMethod: HeadMethod}

@@ -23,7 +23,7 @@ class Paged:
         """What the platform's implementation spells in its own way: name -> whether this layer has it."""
 
     @property
-    def strange(self) -> str | None:
+    def not_computed(self) -> str | None:
         """What of this layer the operator does not compute; None for nothing."""
         parts = self.other_differences() | {
             "sinks": self.sinks is not None,
