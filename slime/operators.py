@@ -171,7 +171,8 @@ def called(config: Config) -> set[str]:
     found = {"group_advantage"} if _rates_groups(config) else set[str]()
     if config.debug.debug_rollout_only:
         return found
-    found.add(loss_head(config)[0].name)
+    head = loss_head(config)[0]
+    found |= {head.name, LINEAR.name} if head == BITWISE else {head.name}  # whose gradients are linear_logp's
     if any(role.head == "lm" for role in passes_of(config)):
         found.add(pass_head(config).name)
     return found | {name for name, calls in _IN_TRAINING.items() if calls(config)}
@@ -281,9 +282,11 @@ def headline(config: Config) -> str:
     head, reason = loss_head(config)
     if head == VALUES:
         return f"--rlk-fast {config.kernels.rlk_fast}, {reason}"
-    return f"--rlk-fast {config.kernels.rlk_fast}, the loss has its log-probs from {head.name}" + (
-        f": {reason}" if reason else ""
-    )
+    line = f"--rlk-fast {config.kernels.rlk_fast}, the loss has its log-probs from {head.name}"
+    line += f": {reason}" if reason else ""
+    if shared := bitwise(config):
+        line += f"; trainer and engine both compute {', '.join(shared)} with rl_kernel.invariant"
+    return line
 
 
 def install(config: Config) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -218,6 +219,21 @@ def test_a_run_says_its_provider(configured):
         "--rlk-fast auto, the loss has its log-probs from provider: --selected-logprob-provider math.fsum"
     )
     assert chosen(config)["linear_token_loss"] == chosen(config)["linear_logp"] == "not called"
+
+
+def test_a_run_says_what_both_sides_compute_alike(configured):
+    plain = configured()
+    config = replace(plain, kernels=replace(plain.kernels, rlk_bitwise=True))
+    assert operators.headline(config) == (
+        "--rlk-fast auto, the loss has its log-probs from bitwise: --rlk-bitwise; trainer and engine both compute "
+        "product, norm, activation, rotary, attention, head with rl_kernel.invariant"
+    )
+    found = chosen(config)
+    assert found["linear_logp"] == "reference" and found["linear_token_loss"] == "not called"
+    config = replace(plain, kernels=replace(config.kernels, rlk_bitwise_operators=["norm"]))
+    assert operators.headline(config).endswith(
+        "from linear_token_loss; trainer and engine both compute norm with rl_kernel.invariant"
+    )
 
 
 def test_a_provider_that_is_not_there(configured):
