@@ -40,7 +40,7 @@ class GatedAttention(SelfAttention):  # type: ignore[misc]  # megatron-core has 
 
 
 class ProjectionNormedAttention(GatedAttention):
-    """Norms over all heads of queries and of keys. In a spec, megatron-core 0.19 allows norms only with `qk_layernorm`,
+    """Norms over all heads of queries and of keys. In a spec, newer Megatron allows norms only with `qk_layernorm`,
     and then sums their gradients over tensor-parallel ranks. Here each rank has the weights of its own heads.
     """
 
