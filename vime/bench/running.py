@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slime.rules.resolve import FALLBACKS
 from slime.tracking.environment import ENVIRONMENT_FILE, collect_environment
-from vime.bench.planning import UNFINISHED, BenchPlan, Planned, refuse_unlike_runs, resolved
+from vime.bench.planning import MAKE_MODEL, UNFINISHED, BenchPlan, Planned, refuse_unlike_runs, resolved
 from vime.bench.record import flags_of
 from vime.bench.run_dirs import collect, ended_well, how_it_ended, is_whole, read_saved, read_steps
 from vime.pool.process import SupervisedProcess, sigterm_interrupts, tail
@@ -98,7 +98,9 @@ def _make_model(plan: BenchPlan) -> None:
         return
     log = plan.out / "model.log"
     print(f"model: {plan.benchmark.model.arch}, random weights, to {plan.model}", flush=True)
-    if status := _run(command, log, plan):
+    # With a safe path, as all commands here have it, Python does not find what lies beside a script.
+    beside = os.pathsep.join([str(MAKE_MODEL.parent), plan.python_path])
+    if status := _run(command, log, beside):
         raise ValueError(
             f"{plan.model} must be made by scripts/make_model.py, got exit status {status}:\n{_last(log)}"
         )
@@ -116,7 +118,7 @@ def _run_all(plan: BenchPlan, missing: Sequence[Planned], command: str) -> bool:
         _set_aside(run)
         print(f"{title}: {run.steps} steps, log {run.log}", flush=True)
         began = time.monotonic()
-        status = _run(run.command, run.log, plan)
+        status = _run(run.command, run.log, plan.python_path)
         run.status.write_text(f"{status}\n", encoding="utf-8")
         if status == 0 and is_whole(run, plan):
             print(f"{title}: done in {time.monotonic() - began:.1f} s", flush=True)
@@ -146,12 +148,10 @@ def _set_aside(run: Planned) -> None:
             path.rename(folder / f"{run.name}.{number}{path.suffix}")
 
 
-def _run(command: Sequence[str], log: Path, plan: BenchPlan) -> int:
+def _run(command: Sequence[str], log: Path, python_path: str) -> int:
     """Exit status of a command. It has ended, and all that it started, when this returns or raises."""
     log.unlink(missing_ok=True)
-    process = SupervisedProcess(
-        command, {**os.environ, "PYTHONPATH": plan.python_path}, str(log), grace_s=GRACE_S
-    )
+    process = SupervisedProcess(command, {**os.environ, "PYTHONPATH": python_path}, str(log), grace_s=GRACE_S)
     try:
         while (status := process.poll()) is None:
             time.sleep(0.1)

@@ -85,16 +85,18 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path, model, monkeypatch) -> Bench:
     made = Bench(tmp_path, model)
-    make_model = script("make_model").main
+    in_a_process = running._run
 
-    def without_a_process(command: list[str], log: Path, plan: BenchPlan) -> int:
-        """The model or the run that `command` names, without the seconds that its process takes to start."""
+    def run(command: list[str], log: Path, python_path: str) -> int:
+        """The run that `command` names, without the seconds that its process takes to start; a model in its process."""
+        if command[:2] != [*planning.ENTRY]:
+            return in_a_process(command, log, python_path)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as file, contextlib.redirect_stdout(file):
-            return (make_model if command == plan.model_command else bench_run_double.main)(command[2:]) or 0
+            return bench_run_double.main(command[2:]) or 0
 
     monkeypatch.setattr(planning, "ENTRY", (sys.executable, bench_run_double.__file__))
-    monkeypatch.setattr(running, "_run", without_a_process)
+    monkeypatch.setattr(running, "_run", run)
     monkeypatch.setattr("slime.tracking.environment.installed_packages", packages)
     monkeypatch.setenv("BENCH_DOUBLE", str(made.orders))
     return made
