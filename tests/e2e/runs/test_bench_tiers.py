@@ -133,5 +133,11 @@ def read_report(folder: Path) -> None:
     assert page.index("## Modules") < page.index("## Full steps")
     assert "fewer than 3 pairs, no verdict" in page
     pictures = re.findall(r"\]\((\S+\.png)\)", page)
-    assert len(pictures) == 4 and all((folder / "page" / name).stat().st_size > 5000 for name in pictures)
+    both = {"differences", "mean_step_time", "step_time", "time_breakdown", "logprob_diff"}
+    assert {re.sub(r"-tiny-cpu-|\.png", " ", name) for name in pictures} == {
+        f"{tier} {picture} "
+        for tier, drawn in (("1-module", both), ("2-e2e", {*both, "raw_reward"}))
+        for picture in drawn
+    }
+    assert all((folder / "page" / name).stat().st_size > 5000 for name in pictures)
     assert "No kernel ran in rl_kernel that baseline did not run" in page
