@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -176,19 +175,3 @@ def test_engine_that_never_becomes_healthy_shows_its_last_log_lines(world: World
     assert code == 1
     assert "must become healthy, got exit status 1" in output
     assert "1000000" in "\n".join(output.splitlines()[-12:]), output[-3000:]
-
-
-@pytest.mark.slow
-def test_a_bad_evaluation_file_ends_the_run_before_engines_serve(world: World) -> None:
-    bad = world.root / "bad.jsonl"
-    bad.write_text('{"prompt": "1+1="}\n{"prompt": \n')
-    evaluation = ("--eval-interval", "1", "--eval-prompt-data", "bad", str(bad))
-    command = vime(
-        "train", *world.grpo("bad", rollouts=1), "--colocate", "--actor-num-gpus-per-node", "1", *evaluation
-    )
-    with launched(command, world.root / "bad.out") as launch:
-        assert launch.finish(120) == 1, launch.output
-        *_, last, more = launch.output.splitlines()
-    assert re.match(r"vime train: rollout failed: ValueError: .*bad\.jsonl", last), last
-    assert more.startswith("more in ")
-    assert "startup complete" not in (world.root / "bad" / "logs" / "engine-0.log").read_text()

@@ -66,7 +66,8 @@ def test_every_step_counts_its_operators(runs: dict[str, Path]) -> None:
         assert row["rl_kernel/linear_token_loss/calls"] >= 1, step
         trained = row["rl_kernel/linear_token_loss/tokens"]
         assert PROMPTS * SAMPLES <= trained <= tokens
-        assert row["rl_kernel/linear_logp/tokens"] == 2 * trained  # old and reference log-probs
+        # Reference log-probs, and old ones of the samples of the second step: the first step computes its own.
+        assert trained < row["rl_kernel/linear_logp/tokens"] < 2 * trained
         # On a CPU nothing is fast, and every call of a kernel says so.
         for name in ("linear_token_loss", "linear_logp", "grpo_loss", "ratio_kl", "swiglu", "rotary"):
             assert row[f"rl_kernel/{name}/fallbacks"] == row[f"rl_kernel/{name}/calls"] > 0, name
