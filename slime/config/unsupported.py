@@ -12,6 +12,7 @@ from slime.config.fields import FlagSpec, spelled
 
 _DEEPGEMM = "DeepGEMM is not used by the trainer"
 _TOKENIZER = "the tokenizer is that of --hf-checkpoint"
+_OBJECTS = "rollout data travels through Ray's object store, with the same content"
 _CI = "these checks are tests of this project, not flags; see tests/e2e"
 
 
@@ -37,6 +38,9 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "keep_old_actor": Unsupported(
         False, "old log-probs come from --use-rollout-logprobs or the recompute pass"
     ),
+    "force_fp8_ue8m0_scale": Unsupported(
+        False, "an engine in fp8 chooses its scales itself (VLLM_USE_DEEP_GEMM_E8M0 of vLLM)"
+    ),
     # rollout and data
     "multimodal_keys": Unsupported(None, "images and audio are not supported yet"),
     # algorithm
@@ -51,7 +55,9 @@ UNSUPPORTED: dict[str, Unsupported] = {
 
 _TEXT = {
     "qwen_gdn_backend": "the model's layers choose their kernels",
-    "rollout_data_transport": "rollout data travels through Ray's object store, with the same content",
+    "rollout_data_transport": _OBJECTS,
+    "transfer_backend": _OBJECTS,
+    "update_weight_encoding": "--update-weight-delta-encoding chooses what a delta has; the weights are the same bits",
     "profile_target": "--profile-steps A:B traces the whole training of those rollouts",
     "ci_train_rollout_logprob_abs_diff_threshold": _CI,
     "ci_save_grad_norm": _CI,

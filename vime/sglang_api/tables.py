@@ -118,17 +118,20 @@ _ENGINE_DECIDES = {
         "schedule_policy schedule_conservativeness num_continuous_decode_steps disable_overlap_schedule "
         "enable_mixed_chunk max_prefill_tokens max_total_tokens max_queued_requests load_balance_method "
         "swa_full_tokens_ratio max_mamba_cache_size mamba_full_memory_ratio stream_interval sleep_on_idle "
+        "mamba_scheduler_strategy mamba_radix_cache_strategy mamba_track_interval "
         "prefill_max_requests disable_hybrid_swa_memory enable_two_batch_overlap enable_single_batch_overlap "
         "tbo_token_distribution_threshold enable_pdmux"
     ),
     "vLLM chooses its kernels itself": (
         "prefill_attention_backend decode_attention_backend mm_attention_backend nsa_prefill_backend "
         "nsa_decode_backend sampling_backend grammar_backend moe_runner_backend fp8_gemm_backend "
-        "fp8_gemm_runner_backend fp4_gemm_backend mamba_backend linear_attn_backend "
+        "fp8_gemm_runner_backend fp4_gemm_backend fp4_gemm_runner_backend bf16_gemm_backend "
+        "mamba_backend linear_attn_backend linear_attn_decode_backend linear_attn_prefill_backend "
         "flashinfer_mla_disable_ragged enable_torch_compile torch_compile_max_bs enable_piecewise_cuda_graph "
         "piecewise_cuda_graph_max_tokens piecewise_cuda_graph_tokens disable_cuda_graph_padding "
         "enable_profile_cuda_graph triton_attention_num_kv_splits "
-        "triton_attention_split_tile_size enable_flashinfer_allreduce_fusion enable_nccl_nvls enable_symm_mem "
+        "triton_attention_split_tile_size enable_flashinfer_allreduce_fusion "
+        "enforce_disable_flashinfer_allreduce_fusion disable_flashinfer_autotune enable_nccl_nvls enable_symm_mem "
         "enable_mscclpp enable_torch_symm_mem enable_p2p_check deepep_config "
         "disable_flashinfer_cutlass_moe_fp4_allgather disable_shared_experts_fusion "
         "disable_chunked_prefix_cache enable_fused_qk_norm_rope enable_attn_tp_input_scattered "
@@ -150,7 +153,7 @@ _ENGINE_DECIDES = {
         "device base_gpu_id gpu_id_step nccl_port dist_init_addr dist_timeout nnodes node_rank numa_node "
         "warmups skip_server_warmup enable_memory_saver enable_weights_cpu_backup "
         "checkpoint_engine_wait_weights delete_ckpt_after_loading weight_loader_disable_mmap "
-        "model_loader_extra_config"
+        "model_loader_extra_config update_weight_delta_chunk_bytes update_weight_delta_read_workers"
     ),
     "the engine pool watches engines: --rollout-health-check-timeout": (
         "watchdog_timeout soft_watchdog_timeout enable_nan_detection"
