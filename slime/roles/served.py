@@ -86,9 +86,14 @@ def served_models(c: Config) -> tuple[ServedModel, ...]:
         c.engine.rollout_backend,
         0 if apart else c.cluster.rollout_num_gpus,
         size,
-        top_tokens=c.off_policy.replay_kept_tokens,
+        top_tokens=policys_top_tokens(c),
     )
     return (policy, *_teachers(c).values(), *listed(c))
+
+
+def policys_top_tokens(c: Config) -> int:
+    """The most ids of one token that the policy's engines are asked for."""
+    return max(c.off_policy.replay_kept_tokens, c.algorithm.centred_ids)
 
 
 def teachers(c: Config) -> dict[str, ServedModel]:

@@ -59,6 +59,21 @@ def test_the_engines_of_a_teacher_have_their_own_settings(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "number"),
+    [
+        (("--use-score-centering", "--score-centering-top-k", "32"), 32),
+        (("--replay-kept-tokens", "40", "--rollout-top-p", "0.9"), 40),
+        ((), 0),
+    ],
+)
+def test_the_policys_engines_give_as_many_ids_as_its_loss_reads(tmp_path: Path, flags, number) -> None:
+    """The plan shows the settings, and a pool has what the record of the model says."""
+    c = parse_config([*good_argv(tmp_path), *flags])
+    ((policy, _, _),) = models_of(c)
+    assert policy.top_tokens == engine_settings(c)["top_tokens"] == number
+
+
 def test_a_teacher_on_sglang(tmp_path: Path) -> None:
     """Its engines are SGLang's beside the policy's of vLLM; they are not installed here."""
     given = argv(tmp_path, "--opd-teacher-engine-args", "mem-fraction-static=0.5")
