@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from family_engine import with_remote_config
 from train_fixtures import World, make_world, rows, run, samples, vime
 
 pytestmark = pytest.mark.e2e
@@ -17,6 +18,8 @@ def world() -> Iterator[World]:
     yield from make_world()
 
 
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+"""Rotary frequencies that are not scaled, which --rlk-bitwise asks for."""
 BITWISE = ("--colocate", "--rlk-bitwise", "--rlk-consistency", "strict")
 
 
@@ -64,3 +67,24 @@ def test_twenty_steps_have_the_same_bits(world: World, ranks: int) -> None:
     """Two optimizer steps each, at a temperature, so that old log-probs need a pass of their own."""
     flags = ("--global-batch-size", "16", "--rollout-max-response-len", "24", "--rollout-temperature", "0.9")
     assert compared(world, f"twenty{ranks}", 20, *flags, ranks=ranks) > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "changes", "flags"),
+    [
+        ("mistral-tiny", {"sliding_window": None}, ()),
+        ("mimo-tiny", {}, ("--trust-remote-code",)),
+        ("llama-tiny", {"rope_scaling": None, "rope_parameters": PLAIN}, ()),
+    ],
+    ids=["mistral", "mimo", "llama"],
+)
+def test_other_families_have_the_same_bits(
+    arch: str, changes: dict[str, object], flags: tuple[str, ...]
+) -> None:
+    for world in make_world(arch=arch):
+        file = world.model / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+        if arch == "mimo-tiny":
+            with_remote_config(world.model, "mimo")
+        assert compared(world, "family", 2, *flags) > 400

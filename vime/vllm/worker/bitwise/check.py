@@ -15,6 +15,8 @@ _PASSES_ON = {
     *("Qwen3ForCausalLM", "Qwen3Model", "Qwen3DecoderLayer", "Qwen3Attention", "Qwen2MLP", "Qwen3MLP"),
     *("Qwen2ForCausalLM", "Qwen2Model", "Qwen2DecoderLayer", "Qwen2Attention"),
     *("LlamaForCausalLM", "LlamaModel", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP"),
+    *("MistralForCausalLM", "MistralModel", "MistralDecoderLayer", "MistralAttention", "MistralMLP"),
+    *("MiMoForCausalLM", "MiMoModel"),
     "ApplyRotaryEmb",  # a part of the rotary embedding, which ours does not call
 }
 """vLLM's classes that compute nothing by themselves. Their source was read."""
@@ -31,6 +33,8 @@ def not_ours(model: nn.Module) -> list[str]:
 
 def _reason(module: nn.Module) -> str | None:
     name = type(module).__name__
+    if name == "MistralAttention" and module.do_llama_4_scaling:
+        return "MistralAttention with queries that grow with their position"
     if type(module) in OPERATORS.values() or name in _PASSES_ON:
         return None
     if type(module) in LAYERS.values():
