@@ -153,13 +153,14 @@ def test_classes_that_are_named_by_a_string_are_in_vllm(source: Path) -> None:
 
     folder = source / "model_executor"
     files = [*folder.glob("layers/*.py"), *folder.glob("layers/rotary_embedding/*.py")]
-    files += [folder / "models" / f"{name}.py" for name in ("qwen2", "qwen3", "llama")]
+    files += [folder / "models" / f"{name}.py" for name in ("qwen2", "qwen3", "llama", "mistral", "mimo")]
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
     known = set(re.findall(r"^class (\w+)", text, re.MULTILINE)) | set(
         re.findall(r"import \w+ as (\w+)", text)
     )
     known |= set(re.findall(r"^from .* import (\w+ as \w+)", text, re.MULTILINE)) | {"ModuleList", "Qwen3MLP"}
     assert not {*_PASSES_ON, *LAYERS, *OPERATORS} - known
+    assert "self.do_llama_4_scaling = " in text
 
 
 @pytest.mark.parametrize(
