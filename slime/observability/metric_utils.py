@@ -27,7 +27,7 @@ def compute_pass_rate(
 ) -> dict[str, float]:
     """pass@1, pass@2, pass@4, ... of groups that lie one after the other: see `slime.rollout.metrics.pass_rate`.
 
-    None for groups of one. ValueError if `flat_rewards` are not whole groups, or not `num_groups` of them.
+    No metric for groups of one. ValueError if `flat_rewards` are not whole groups, or not `num_groups` of them.
     """
     if group_size == 1:
         return {}
