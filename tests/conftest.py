@@ -55,8 +55,10 @@ os.environ["HF_DATASETS_CACHE"] = PROMPTS.name
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Treat SIGTERM (from a time limit) as Ctrl-C, so that fixtures stop the processes that tests started. And hear
-    Ctrl-C where a shell started pytest in the background: processes that tests start would ignore it, too.
+    """Treat SIGTERM (from a time limit) as Ctrl-C, so that fixtures stop the processes that tests started.
+
+    A script that starts pytest in the background makes it ignore Ctrl-C, and the processes that tests start would
+    ignore it, too. So both signals are set.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
@@ -143,8 +145,8 @@ def _runs(process: psutil.Process) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left() -> Iterator[None]:
-    """A test file must end with the threads, open files and child processes with which it began, but for SLACK, and
-    leaves no run in runs/.
+    """A test file must end with the threads, open files and child processes with which it began, but for SLACK. It must
+    leave no run in runs/.
 
     Not checked where a GPU is: CUDA and NCCL have threads for the life of a process.
     """

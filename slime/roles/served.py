@@ -86,12 +86,12 @@ def served_models(c: Config) -> tuple[ServedModel, ...]:
         c.engine.rollout_backend,
         0 if apart else c.cluster.rollout_num_gpus,
         size,
-        top_tokens=policys_top_tokens(c),
+        top_tokens=top_tokens_of_policy(c),
     )
     return (policy, *_teachers(c).values(), *listed(c))
 
 
-def policys_top_tokens(c: Config) -> int:
+def top_tokens_of_policy(c: Config) -> int:
     """The most ids of one token that the policy's engines are asked for."""
     return max(c.off_policy.replay_kept_tokens, c.algorithm.centred_ids)
 

@@ -21,7 +21,7 @@ from slime.config.fields import nearest
 from slime.config.problems import Problems
 from slime.models import decoder_of
 from slime.roles.groups import several_nodes, trainer_ranks
-from slime.roles.served import frozen_devices, policys_top_tokens
+from slime.roles.served import frozen_devices, top_tokens_of_policy
 from slime.rules.listing import Row
 from slime.weight_sync.registry import CHANNELS
 from vime.vllm import fp8, versions
@@ -360,7 +360,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         **adapter.settings(config),
         "bitwise": operators.bitwise(config),
         "tells_experts": config.off_policy.use_rollout_routing_replay,
-        "top_tokens": policys_top_tokens(config),
+        "top_tokens": top_tokens_of_policy(config),
         "cache_bytes": _cache_bytes(config),
         # GPUs also serve frozen models of families that are not trained here
         "stateful": on_cpu and decoder_of(read_hf_config(config.rollout.hf_checkpoint)).stateful,
