@@ -21,17 +21,18 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def target_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """`log_softmax(logits).gather(1, targets[:, None])[:, 0]`, with the same bits: logits [N, V], targets [N] -> [N].
+    """`log_softmax(logits).gather(1, targets)`, with the same bits: logits [N, V], targets [N, K] -> [N, K].
 
-    Without a gradient. On a GPU no log-probs of other tokens are made.
+    targets [N] -> [N]. Without a gradient. On a GPU no log-probs of other tokens are made.
     """
+    ids = targets[:, None] if targets.dim() == 1 else targets
     if not logits.is_cuda:
-        return _exactly(logits).gather(1, targets[:, None])[:, 0]
+        return _exactly(logits).gather(1, ids).view_as(targets)
     from rl_kernel.invariant import kernels
 
     logits = logits.float()
     top, log_sum = kernels.log_sums(logits)
-    return ((logits.gather(1, targets[:, None]) - top) - log_sum)[:, 0]
+    return ((logits.gather(1, ids) - top) - log_sum).view_as(targets)
 
 
 def _exactly(logits: Tensor) -> Tensor:

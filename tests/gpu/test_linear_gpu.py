@@ -176,9 +176,9 @@ def test_auto_mode_falls_back_to_nothing_here_and_strict_mode_reads_targets():
     configure()
 
 
-def test_no_step_after_the_first_compiles_never_run(monkeypatch):
+def test_no_step_after_the_first_compiles(monkeypatch):
     """The steps of tests/rl_kernel/test_compilations.py, where nothing runs. Code from Triton's cache on the disk
-    counts too. This test was never run: there was no GPU when it was written."""
+    counts too."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "rl_kernel")
     from trainer_steps import SIZES, STARTS, STEPS, Batch
     from triton import knobs

@@ -184,7 +184,7 @@ def bitwise_layer(batch: Batch) -> None:
 
 
 def bitwise_attention(batch: Batch) -> None:
-    """Packed: two sequences, one of 40 keys more than queries. Paged: a query of each of `tokens` sequences."""
+    """Packed: two sequences. Paged: a query of each of `tokens` sequences."""
     rows = batch.column(6, HIDDEN, dtype=BF16)
     query, key, value = rows.split([4, 1, 1], 1)
     tokens = batch.tokens
@@ -197,7 +197,7 @@ def bitwise_attention(batch: Batch) -> None:
         query, key, value, out, bounds, bounds.diff(), longest, 0.1, first_key=bounds, lse=lse
     )
     pages = torch.ones(7, 1, 16, 2 * HIDDEN, dtype=BF16, device=DEVICE).transpose(1, 2)
-    table = torch.zeros(tokens, tokens, dtype=torch.int32, device=DEVICE)
+    table = torch.zeros(batch.start + tokens, tokens, dtype=torch.int32, device=DEVICE)
     first = torch.arange(batch.start + tokens + 1, dtype=torch.int32, device=DEVICE)[batch.start :]
     lengths = batch.column(dtype=torch.int32)
     invariant.attention(

@@ -43,6 +43,10 @@ the same without the    get_unstacked_mapper                get_rename_mapper   
 stacking of q, k and v
 adapters after an       stay                                are dropped                         `keep_adapters`
 update of weights
+log-probs of prompts in by the function of sampled tokens   import that function by its name    `replace_log_probs`
+the newer model runner
+logits in its sampler   in the model's dtype                in float32                          always float32, in
+                                                                                                `bitwise/sampling.py`
 flags of --vllm-*       without --log-level and others      without --max-num-partial-prefills  the installed parser's
                                                             and others
 
@@ -62,7 +66,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module, metadata
@@ -72,6 +76,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from vllm.model_executor.models.utils import WeightsMapper
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -253,3 +258,13 @@ class ReceivesOnly:
     def trainer_send_weights(iterator: object, trainer_args: object) -> None:
         """vLLM 0.26 wants every backend to have a sender of its own. Ours are slime.weight_sync, without vLLM."""
         raise RuntimeError("weights must be sent by slime.weight_sync, got a tensor iterator")
+
+
+def replace_log_probs(ours: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Let the newer model runner compute log-probs with `ours`, of (logits [N, V], token ids [N, K]) -> fp32 [N, K]."""
+    from vllm.v1.worker.gpu.sample import logprob, prompt_logprob
+
+    name = logprob.compute_token_logprobs.__name__
+    for module in (logprob, prompt_logprob):
+        if module is logprob or hasattr(module, name):
+            setattr(module, name, ours)

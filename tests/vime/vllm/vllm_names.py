@@ -144,8 +144,15 @@ _LIVE = ("live_weights", "live_experts", "live_quantised", "draft", "weight_rece
 
 def our_files() -> list[Path]:
     """Every file that imports vLLM, and that we ship or that starts an engine for tests."""
-    files = [file for folder in _FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
+    files = _files(_FOLDERS, ".py")
     return [file for file in files if not file.name.startswith("test_") and _USES.search(file.read_text())]
+
+
+def _files(folders: tuple[str, ...], *endings: str) -> list[Path]:
+    """Below these folders, but not below a hidden one, where a benchmark installs packages."""
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*")) if file.is_file()]
+    ours = [file for file in files if not any(part[0] == "." for part in file.relative_to(ROOT).parts)]
+    return [file for file in ours if file.suffix in endings]
 
 
 def copy_of(folder: Path, vllm: Path) -> Path:
@@ -283,8 +290,7 @@ def shipped_options() -> set[str]:
 
 def _shipped(*endings: str) -> list[Path]:
     folders = ("vime", "slime", "benchmarks", "examples", "scripts", "docs", "docker")
-    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*")) if file.is_file()]
-    return [file for file in [*files, ROOT / "README.md"] if file.suffix in endings]
+    return [file for file in [*_files(folders, *endings), ROOT / "README.md"] if file.suffix in endings]
 
 
 def _parsed(file: Path) -> ast.Module:

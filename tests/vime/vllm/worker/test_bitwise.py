@@ -21,6 +21,8 @@ from vime.vllm.server_flags import vllm_parser
 OLDEST = Path(sys.prefix, "vllm-oldest", "vllm")
 SOURCES = [Path(vllm.__file__).parent, *([OLDEST] if OLDEST.is_dir() else [])]
 PROGRAM = """
+from types import SimpleNamespace
+import numpy as np
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -60,6 +62,20 @@ with set_current_vllm_config(VllmConfig()):
     assert torch.equal(log_probs, invariant.log_softmax(x)) and tokens.shape == (5,)
     assert torch.equal(Sampler.compute_logprobs(x), invariant.log_softmax(x))
     assert TopKTopPSampler("raw_logprobs")(x.clone(), {}, None, None)[1] is None
+    from vllm.v1.worker.gpu.sample import logprob, prompt_logprob, states
+    from vllm.v1.worker.gpu.sample.sampler import Sampler as NewerSampler
+
+    ids = torch.tensor([[3, 0], [1, 31], [2, 2], [7, 9], [30, 4]], dtype=torch.int32)
+    for module in (logprob, prompt_logprob):
+        assert torch.equal(module.compute_token_logprobs(x, ids), invariant.log_softmax(x).gather(1, ids.long()))
+    scaled, rows = x.clone(), torch.tensor([2, 0, 1, 2, 1], dtype=torch.int32)
+    states.apply_temperature(scaled, rows, torch.tensor([0.0, 1.0, 0.7]))
+    assert torch.equal(scaled, x / torch.tensor([0.7, 1.0, 1.0, 0.7, 1.0])[:, None])
+    nothing_asked = SimpleNamespace(needs_logits_processing=np.zeros(3, dtype=bool))
+    rows = rows.numpy()
+    others = (None, None, rows, None, None, None, rows)
+    processed = NewerSampler.apply_sampling_params(nothing_asked, x.bfloat16(), *others)
+    assert torch.equal(processed, x.bfloat16().float())
     others = nn.ModuleList([*ours, GeluAndMul(), ReplicatedLinear(32, 8, bias=False)])
     try:
         bitwise.require(others)

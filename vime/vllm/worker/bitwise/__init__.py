@@ -25,10 +25,7 @@ kernels a layer, which takes longer than a small model computes (benchmarks/repo
 _COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"}
 _CHOOSES_TOKENS = {"cudagraph-capture-sizes", "max-cudagraph-capture-size"}
 """vLLM's options that say which steps are graphs."""
-ENVIRONMENT = {
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # version 2 makes log-probs in a kernel of its own
-    "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",  # graphs of parts without torch.compile
-}
+ENVIRONMENT = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}  # graphs of parts without torch.compile
 """Variables of such a server, on each device."""
 
 

@@ -1,6 +1,7 @@
-"""The log-probs that vLLM reports, by `rl_kernel.invariant.log_softmax`.
+"""The log-probs that vLLM reports, by `rl_kernel.invariant`.
 
-vLLM has no registry for its sampler. These replace methods of it on purpose.
+vLLM has no registry for its samplers. These replace functions of both on purpose: that of its older model runner, which
+runs on CPUs, and that of its newer one, the default for dense models on GPUs.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import Any
 from torch import Tensor
 
 import rl_kernel.invariant as invariant
+from vime.vllm.versions import replace_log_probs
 
 
 def install() -> None:
-    """Replace vLLM's log-softmax of sampled tokens and of prompts in this process. May run more than once."""
+    """Replace the log-softmax of sampled tokens and of prompts in this process. May run more than once."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.sample.sampler import Sampler
 
@@ -23,6 +25,7 @@ def install() -> None:
         return
     Sampler.compute_logprobs = staticmethod(invariant.log_softmax)  # type: ignore[method-assign]
     TopKTopPSampler.__init__ = _asking_for_logits(TopKTopPSampler.__init__)  # type: ignore[method-assign]
+    _install_in_newer_runner()
 
 
 def _asking_for_logits(init: Callable[..., None]) -> Callable[..., None]:
@@ -44,3 +47,34 @@ def _asking_for_logits(init: Callable[..., None]) -> Callable[..., None]:
 
     __init__.wraps = init  # type: ignore[attr-defined]
     return __init__
+
+
+def _install_in_newer_runner() -> None:
+    from vllm.v1.worker.gpu.sample import states
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    replace_log_probs(_of_tokens)
+    states.apply_temperature = _divide  # type: ignore[attr-defined]  # imported there
+    Sampler.apply_sampling_params = _in_float32(Sampler.apply_sampling_params)  # type: ignore[method-assign]
+
+
+def _in_float32(process: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """It divides in place, and bfloat16 would round the quotient."""
+
+    @functools.wraps(process)
+    def in_float32(sampler: object, logits: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return process(sampler, logits.float(), *args, **kwargs)
+
+    return in_float32
+
+
+def _of_tokens(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Log-probs of `token_ids` [N, K] by logits [N, V], fp32."""
+    return invariant.target_log_probs(logits, token_ids.long())
+
+
+def _divide(logits: Tensor, expanded_idx_mapping: Tensor, temperature: Tensor) -> None:
+    """In place, each row by its request's temperature, where that is not 0. vLLM's kernel rounds the quotient as its
+    compiler likes."""
+    of_row = temperature[expanded_idx_mapping.long()][:, None]
+    logits /= of_row.where(of_row != 0, 1)
