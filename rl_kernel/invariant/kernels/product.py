@@ -18,7 +18,8 @@ ALIGNMENT = 16
 
 class Tile(NamedTuple):
     """A part of the result, and how much of K a program reads at a time. If `persistent`, each processor runs one
-    program, which computes several parts."""
+    program, which computes several parts and reads for the next one while it writes one. If `halves`, a part is written
+    in two steps, so that more shared memory is left to read ahead."""
 
     rows: int
     columns: int
@@ -26,35 +27,28 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     persistent: bool = False
+    halves: bool = False
 
 
+_NARROW, _SQUARE = Tile(64, 16, 256, 4, 4), Tile(64, 64, 128, 4, 6)
+_TALL, _WIDE = Tile(64, 32, 128, 4, 6), Tile(64, 256, 64, 4, 5, persistent=True, halves=True)
+_LARGE = Tile(128, 256, 64, 8, 4, persistent=True, halves=True)
+_BETWEEN = (
+    Tile(64, 128, 128, 4, 4, persistent=True, halves=True),
+    Tile(128, 128, 64, 4, 6, persistent=True, halves=True),
+)
 TIMES: dict[int, dict[Tile, float]] = {
-    32: {Tile(16, 32, 256, 4, 3): 1.92, Tile(64, 256, 64, 4, 4): 5.94},
-    64: {
-        Tile(64, 16, 256, 4, 4): 1.92,
-        Tile(64, 32, 128, 4, 6): 2.61,
-        Tile(64, 64, 128, 4, 4): 2.64,
-        Tile(64, 256, 64, 4, 4): 6.21,
-    },
-    256: {
-        Tile(64, 16, 256, 4, 4): 2.03,
-        Tile(64, 64, 128, 4, 4): 2.84,
-        Tile(64, 128, 64, 4, 6): 4.43,
-        Tile(128, 128, 64, 8, 4): 6.81,
-    },
-    2**31: {
-        Tile(64, 64, 128, 4, 4): 3.18,
-        Tile(128, 64, 128, 4, 4): 4.79,
-        Tile(128, 128, 64, 4, 4, persistent=True): 6.00,
-        Tile(128, 256, 64, 8, 3, persistent=True): 11.22,
-    },
+    32: {Tile(16, 32, 256, 4, 3): 1.92, _WIDE: 5.94},
+    64: {_NARROW: 1.92, _TALL: 2.61, _SQUARE: 2.64, _WIDE: 6.04},
+    256: {_NARROW: 2.03, _SQUARE: 2.94, _BETWEEN[0]: 3.78, _BETWEEN[1]: 5.84, _WIDE: 6.42, _LARGE: 11.12},
+    2**31: {_SQUARE: 3.03, _BETWEEN[0]: 3.5, _BETWEEN[1]: 5.6, _LARGE: 10.85},
 }
 """The most rows of a product -> tile -> the time of one part, in nanoseconds for each element of K. Fitted to products
-of 15 layers with 16 to 8,192 rows on an H200. On another GPU other tiles may be faster, with the same bits."""
+of 15 layers with 16 to 8,192 rows on H200s. On another GPU other tiles may be faster, with the same bits."""
 TILES = tuple(dict.fromkeys(tile for times in TIMES.values() for tile in times))
 SHARED_BYTES = 227 * 1024
 """Shared memory of one program on Hopper GPUs: what it reads ahead, and a part of the result on its way out."""
-GROUP = 8
+GROUP = 16
 """Tiles of rows that are computed before the next columns, so that the weight's tiles stay in the cache."""
 
 
@@ -69,14 +63,19 @@ def tile_of(rows: int, outputs: int, processors: int, itemsize: int = 2) -> Tile
 def _shared_bytes(tile: Tile, itemsize: int) -> int:
     """For factors of 16 bits."""
     ahead = tile.stages * (tile.rows + tile.columns) * tile.inner * 2
-    return ahead + tile.rows * tile.columns * itemsize
+    return ahead + tile.rows * _written(tile) * itemsize
+
+
+def _written(tile: Tile) -> int:
+    """Columns that leave at a time."""
+    return tile.columns // 2 if tile.halves else tile.columns
 
 
 @triton.jit(do_not_specialize=["M"])  # no code of its own for other numbers of rows
 def linear_kernel(
     X, W, BIAS, OUT, M, N, K,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr, PERSISTENT: tl.constexpr,
+    PROGRAMS: tl.constexpr, PERSISTENT: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Tiles of X @ W.T + BIAS. Float32 sums over K from first to last."""
     tall, broad = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
@@ -92,7 +91,12 @@ def linear_kernel(
         if HAS_BIAS:
             lane = column + tl.arange(0, COLUMNS)
             total += tl.load(BIAS + lane, lane < N, other=0.0).to(tl.float32)[None, :]
-        OUT.store([row, column], total.to(OUT.dtype))
+        if HALVES:
+            left, right = tl.split(total.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1))
+            OUT.store([row, column], left.to(OUT.dtype))
+            OUT.store([row, column + COLUMNS // 2], right.to(OUT.dtype))
+        else:
+            OUT.store([row, column], total.to(OUT.dtype))
 
 
 def linear(
@@ -121,10 +125,11 @@ def linear(
                 TensorDescriptor.from_tensor(x, [tile.rows, tile.inner]),
                 TensorDescriptor.from_tensor(weight, [tile.columns, tile.inner]),
                 weight if bias is None else bias,
-                TensorDescriptor.from_tensor(out, [tile.rows, tile.columns]),
+                TensorDescriptor.from_tensor(out, [tile.rows, _written(tile)]),
                 rows, outputs, inner,
                 HAS_BIAS=bias is not None, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner, GROUP=GROUP,
-                PROGRAMS=processors, PERSISTENT=tile.persistent, num_warps=tile.warps, num_stages=tile.stages,
+                PROGRAMS=processors, PERSISTENT=tile.persistent, HALVES=tile.halves,
+                num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
     return out
 

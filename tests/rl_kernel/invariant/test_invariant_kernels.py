@@ -192,10 +192,10 @@ def code(kernel, types, constants, **options):
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 of = dict.fromkeys
-tiles = {"X": "tensordesc<bf16[128, 64]>", "W": "tensordesc<bf16[256, 64]>", "OUT": "tensordesc<bf16[128, 256]>"}
+tiles = {"X": "tensordesc<bf16[128, 64]>", "W": "tensordesc<bf16[256, 64]>", "OUT": "tensordesc<bf16[128, 128]>"}
 print(code(linear_kernel, tiles | {"BIAS": "*bf16"},
-           {"HAS_BIAS": False, "ROWS": 128, "COLUMNS": 256, "INNER": 64, "GROUP": 8, "PROGRAMS": 132,
-            "PERSISTENT": True}, num_warps=8, num_stages=3))
+           {"HAS_BIAS": False, "ROWS": 128, "COLUMNS": 256, "INNER": 64, "GROUP": 16, "PROGRAMS": 132,
+            "PERSISTENT": True, "HALVES": True}, num_warps=8, num_stages=4))
 for page in (0, 16):
     print("=" * 9)
     types = of(["Q", "K", "V", "OUT"], "*bf16") | {"LSE": "*fp32", "scale": "fp32"}
