@@ -1,7 +1,7 @@
 """The product of rl_kernel.invariant compared with cuBLAS: times and bits.
 
     python benchmarks/invariant_products.py OUT.json                all models, 16 to 8,192 rows, in bfloat16
-    python benchmarks/invariant_products.py OUT.json --every-tile   each tile of each product, and whether its bits differ
+    python benchmarks/invariant_products.py OUT.json --every-tile   each tile too, and whether its bits differ
 
 For the four products of a layer of each model. A time is that of one product in a CUDA graph of several, whose weights
 do not fit into the cache together: the second of three runs. The table has, for each number of rows, the time of the
