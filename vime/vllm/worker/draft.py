@@ -7,13 +7,14 @@ weights brings the layers too if the trainer trains them. Runs inside vLLM's wor
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from slime.models import Hf, family_for
+from vime.vllm.worker.live_quantised import Quantised
 from vime.vllm.worker.live_weights import holds, live_tensors, shard_of
 
 if TYPE_CHECKING:
@@ -62,15 +63,8 @@ def differing_draft_tensors(
     """HF names in `names` whose live value in the draft differs from `get_tensor(name)`, sorted. `update` has the names
     of all parts. ValueError for a name that is not live. Embedding and head are those of the model, which is compared
     by itself."""
-    if not hasattr(draft, "packed_modules_mapping"):
-        draft.packed_modules_mapping = getattr(target, "packed_modules_mapping", {})
-    mapper = getattr(draft, "hf_to_vllm_mapper", None)
-    of_files = {live: file for file, live in getattr(mapper, "orig_to_new_prefix", {}).items()}
     seen, wrong = set(), set()
-    for path, module, live in live_tensors(draft, update):
-        path = path.replace(".mtp_block.", ".")  # vLLM's own level
-        start = next((start for start in of_files if path.startswith(start)), "")
-        name = of_files.get(start, "") + path.removeprefix(start)
+    for name, module, live in live_draft_tensors(draft, target, update):
         if name not in names:
             continue
         seen.add(name)
@@ -81,3 +75,17 @@ def differing_draft_tensors(
             f"every tensor of an update must be live to be compared, got {sorted(unseen)[:8]} in the file only"
         )
     return sorted(wrong)
+
+
+def live_draft_tensors(
+    draft: Any, target: nn.Module, update: Collection[str]
+) -> Iterator[tuple[str, object, torch.Tensor | Quantised]]:
+    """As `live_tensors`, of the draft of a model. Embedding and head, which it has of the model, have other names."""
+    if not hasattr(draft, "packed_modules_mapping"):
+        draft.packed_modules_mapping = getattr(target, "packed_modules_mapping", {})
+    mapper = getattr(draft, "hf_to_vllm_mapper", None)
+    of_files = {live: file for file, live in getattr(mapper, "orig_to_new_prefix", {}).items()}
+    for path, module, live in live_tensors(draft, update):
+        path = path.replace(".mtp_block.", ".")  # vLLM's own level
+        start = next((start for start in of_files if path.startswith(start)), "")
+        yield of_files.get(start, "") + path.removeprefix(start), module, live

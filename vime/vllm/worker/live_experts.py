@@ -153,6 +153,11 @@ def _backend(module: nn.Module) -> str | None:
     return getattr(getattr(method, "unquantized_backend", None), "name", None)
 
 
+def keeps_plain_experts(module: nn.Module) -> bool:
+    """Whether vLLM's kernel computes with experts as they are loaded."""
+    return _backend(module) in _PLAIN
+
+
 def _cpu_kernel(module: nn.Module) -> Any | None:
     kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
     return kernel.fused_experts if _backend(module) == "CPU" and kernel is not None else None

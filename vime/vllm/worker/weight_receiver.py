@@ -7,11 +7,11 @@ is loaded. Other parts are checked when the update ends; an engine that lacks so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -32,9 +32,20 @@ from slime.weight_sync.registry import CHANNELS
 from vime.vllm.versions import ReceivesOnly
 from vime.vllm.worker import bitwise
 from vime.vllm.worker.adapter_loader import AdapterLoader
-from vime.vllm.worker.draft import differing_draft_tensors, predicted_names, trained_shapes
+from vime.vllm.worker.draft import (
+    differing_draft_tensors,
+    live_draft_tensors,
+    predicted_names,
+    trained_shapes,
+)
 from vime.vllm.worker.live_experts import keep_in_place, repack_experts, stacks_experts
-from vime.vllm.worker.live_weights import differing_tensors, repack_tied_weights
+from vime.vllm.worker.live_weights import (
+    differing_tensors,
+    live_tensors,
+    names_elsewhere,
+    repack_tied_weights,
+)
+from vime.vllm.worker.places import Learner, Live, Places, Target
 
 
 @dataclass
@@ -65,6 +76,10 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self.draft: Any = (
             None  # the model that the engine speculates with, see vime.vllm.worker.draft.install
         )
+        self.learner = Learner()
+        self.places: Places | None = None  # where this update goes; None: through vLLM's loader
+        self._expected: dict[bool, dict[str, list[int]] | None] = {}
+        self._is_ours = not bitwise.wanted()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
@@ -72,8 +87,9 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
     def start_weight_update(self) -> None:
         """`loaded`, `compared`: names and shapes of the tensors that parts brought so far; `finished`: vLLM has put all
         of them in place. `series`: the parts that belong together, see `slime.weight_sync.channel.Part`."""
-        if bitwise.wanted():
+        if not self._is_ours:
             bitwise.require(self.model)
+            self._is_ours = True
         self.series: str | None = None
         self.loaded: dict[str, list[int]] = {}
         self.compared: dict[str, list[int]] = {}
@@ -140,6 +156,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
             self._begin_loading()
             self._load(part)
             self._put_in_place()
+            self.learner.arrived(part.shapes)
         if part.compare:
             self._compare(part, part.shapes)
 
@@ -157,6 +174,35 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
             self.compared |= part.shapes
 
     def _begin_loading(self) -> None:
+        self.places = self.learner.places(self._target())
+        if self.places is None:
+            self._begin_reload()
+
+    def _target(self) -> Target:
+        models = [self.model]
+        if self.draft is not None and self._predicted(self.learner.shapes):
+            models.append(self.draft)
+        dtype = cast(torch.dtype, self.model_config.dtype)  # vLLM has resolved it
+        return Target(models, self._live, self._elsewhere, self._reload, dtype, self.device)
+
+    def _live(self, update: Collection[str]) -> Iterator[Live]:
+        predicted = self._predicted(update)
+        yield from live_tensors(self.model, set(update) - predicted)
+        if self.draft is not None and predicted:
+            yield from live_draft_tensors(self.draft, self.model, predicted)
+
+    def _elsewhere(self, update: Collection[str]) -> set[str]:
+        predicted = self._predicted(update)
+        return names_elsewhere(self.model, update) | (predicted if self.draft is None else set())
+
+    def _reload(self, part: Part) -> None:
+        """Load all weights by vLLM's loader."""
+        self.places = None
+        self._begin_reload()
+        self._load(part)
+        self._put_in_place()
+
+    def _begin_reload(self) -> None:
         name_loaders(self.model)
         initialize_layerwise_reload(self.model)
         keep_in_place(self.model)
@@ -164,6 +210,9 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
             initialize_layerwise_reload(self.draft)
 
     def _load(self, part: Part) -> None:
+        if self.places is not None:
+            self.places.load(part)
+            return
         model: Any = self.model  # vLLM's models have the method, their base class does not
         predicted = self._predicted(part.shapes)
         stacked = stacks_experts(model)
@@ -173,7 +222,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         if self.draft is not None and predicted:
             self.draft.load_weights((name, part.get(name)) for name in part.shapes if name in predicted)
 
-    def _predicted(self, names: dict[str, list[int]]) -> set[str]:
+    def _predicted(self, names: Iterable[str]) -> set[str]:
         """The tensors of layers of multi-token prediction. An engine that does not speculate has no place for them."""
         return predicted_names(names, read_hf_config(self.model_config.model))
 
@@ -199,7 +248,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
     def _begin_again_after(self, series: str | None) -> None:
         """Parts of another series, within one update, bring all weights again."""
         if self.series not in (None, series):
-            if self.loaded and not self.finished:
+            if self.loaded and not self.finished and self.places is None:
                 self._finalize()  # vLLM drops layers that came in part
             self.loaded, self.compared, self.finished = {}, {}, False
         self.series = series
@@ -211,9 +260,14 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self.finished = True
         self._put_in_place()
         self._require_checkpoint(self.loaded, "the update")
+        self.learner.arrived(self.loaded)
 
     def _put_in_place(self) -> None:
-        """What vLLM does once all weights are loaded, and what it leaves out."""
+        """What vLLM does once all weights are loaded, and what it leaves out. A model with places has no packed copy to
+        renew, of tied weights or experts."""
+        if self.places is not None:
+            self.places.finish()
+            return
         self._finalize()
         repack_tied_weights(self.model)
         repack_experts(self.model)
@@ -224,8 +278,9 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         """ValueError unless the tensors that `where` brings, by name and shape, are the checkpoint's."""
         tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         trained = bool(self._predicted(given))
-        expected = checkpoint_shapes(self.model_config.model, trained=trained)
-        require_same_tensors(given, expected, tied=tied, where=where)
+        if trained not in self._expected:
+            self._expected[trained] = checkpoint_shapes(self.model_config.model, trained=trained)
+        require_same_tensors(given, self._expected[trained], tied=tied, where=where)
 
 
 def name_loaders(model: nn.Module) -> None:

@@ -1,0 +1,264 @@
+"""Copies the tensors of an update straight to their places in a live vLLM model.
+
+vLLM's loader takes about 0.4 ms of Python for each tensor. If a model computes with its parameters alone, each HF
+tensor has a place: a view of a parameter. This file finds the places of a model, tries them once, and writes to them.
+vLLM's loader goes on to load a model that has no places.
+
+vLLM's loader also judges the places. It loads made-up values, and each place must then hold the values of its name. The
+real weights of an update show less: many models start with equal norms, and a part of a broadcast is gone when vLLM has
+put it in place. The trial is before the second update: the first one tells the names, and the second one replaces the
+made-up values.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import Attention
+
+from slime.weight_sync.channel import Part
+from vime.vllm.worker.bitwise.layers import METHODS
+from vime.vllm.worker.live_experts import keeps_plain_experts
+from vime.vllm.worker.live_quantised import Quantised
+from vime.vllm.worker.live_weights import holds, shard_of
+
+logger = logging.getLogger("vllm.vime.places")  # vLLM's own logger prints what is below it
+
+Live = tuple[str, object, Tensor | Quantised]
+"""HF name, what knows the tensor-parallel rank, value on this rank."""
+Shapes = dict[str, list[int]]
+_PLAIN_METHODS = (*METHODS, *METHODS.values())
+"""Layers that compute with their parameters as they were loaded. On CPUs vLLM's own pack them (`cpu_linear`)."""
+_PERIOD = 1_000_003
+"""Made-up values repeat after so many elements: a prime, so that no number of whole rows is a period."""
+_BATCH_BYTES = 1 << 26
+"""Some channels make each tensor in memory of its own. No more than this of them exists at a time."""
+_BESIDE_BYTES = 1 << 28
+"""The most that is copied to see whether the trial changes more than parameters."""
+
+
+class NoPlacesError(Exception):
+    """Why vLLM's loader has to load a model."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The live model of an engine's worker."""
+
+    modules: Sequence[nn.Module]
+    """The model, and the draft if updates bring its layers."""
+    live: Callable[[Collection[str]], Iterable[Live]]
+    """All live values, given the HF names of an update."""
+    elsewhere: Callable[[Collection[str]], set[str]]
+    """Those of the names that this worker has no value for."""
+    load: Callable[[Part], None]
+    """Lets vLLM's loader load a part that holds all weights."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Learner:
+    """The places of an engine's worker, over all updates."""
+
+    def __init__(self) -> None:
+        self.shapes: Shapes = {}
+        self._places: Places | None = None
+        self._addresses: list[int] | None = None
+
+    def arrived(self, shapes: Shapes) -> None:
+        """An update is complete that brought these tensors."""
+        self.shapes = dict(shapes)
+
+    def places(self, target: Target) -> Places | None:
+        """None before the first complete update, and for a model without places. Found again, and tried again, when
+        parameters have moved. The live weights are then made-up values, until an update is complete."""
+        if not self.shapes:
+            return None
+        if self._addresses != _addresses(target.modules):
+            try:
+                self._places = found_places(target, self.shapes)
+                logger.info("weights go straight to %d places from now on", self._places.count)
+            except NoPlacesError as reason:
+                self._places = None
+                logger.info("vLLM's loader loads each update of weights: %s", reason)
+            self._addresses = _addresses(target.modules)
+        return self._places
+
+
+class Places:
+    """HF name -> (what knows the tensor-parallel rank, view of a parameter) of each place; none for a tensor that this
+    worker leaves out."""
+
+    def __init__(self, target: Target, shapes: Shapes, found: Mapping[str, Sequence[tuple[object, Tensor]]]):
+        self._shapes, self._found, self._dtype = shapes, found, target.dtype
+        self._padding = [rows for module in target.modules for rows in _padding(module) if rows.numel()]
+        self._attention = [
+            layer for model in target.modules for layer in model.modules() if isinstance(layer, Attention)
+        ]
+        self.count = sum(map(len, found.values()))
+
+    def load(self, part: Part) -> None:
+        """Copy a part. ValueError for a tensor that the update before did not bring in this shape."""
+        for name, shape in part.shapes.items():
+            if name not in self._found or shape != self._shapes.get(name, shape):
+                raise ValueError(
+                    "a weight update must hold the tensors of the update before, got "
+                    f"{name} of shape {shape}, which was {self._shapes.get(name, 'not there')}"
+                )
+        views: list[Tensor] = []
+        shards: list[Tensor] = []
+        waiting = 0
+        for name in part.shapes:
+            for module, view in self._found[name]:
+                views.append(view)
+                shards.append(shard_of(part.get(name), module, view.shape))
+                waiting += shards[-1].nbytes
+            if waiting > _BATCH_BYTES:
+                torch._foreach_copy_(views, shards)
+                views, shards, waiting = [], [], 0
+        if views:
+            torch._foreach_copy_(views, shards)
+        logger.debug("%d of %d tensors went to their places", len(part.shapes), len(self._shapes))
+
+    def finish(self) -> None:
+        """What vLLM's loader does besides copying: it zeroes the rows beyond the vocabulary, which an engine that slept
+        has lost, and lets attention layers renew what they keep beside their parameters."""
+        for rows in self._padding:
+            rows.zero_()
+        for layer in self._attention:
+            layer.process_weights_after_loading(self._dtype)
+
+    def wrong(self, get: Callable[[str], Tensor]) -> list[str]:
+        """The names whose places do not hold `get(name)`."""
+        return [
+            name
+            for name, places in self._found.items()
+            for module, view in places
+            if not holds(view, shard_of(get(name), module, view.shape))
+        ]
+
+
+def found_places(target: Target, shapes: Shapes) -> Places:
+    """The places of the tensors of an update, after vLLM's loader has shown that they are right. NoPlacesError where a
+    model computes with other values than its parameters, and where a parameter is not covered by places."""
+    _require_plain(target.modules)
+    places = Places(target, shapes, _views(target, shapes))
+    before = {name: value.clone() for name, value in _beside(target.modules).items()}
+    trial = made_up(shapes, target)
+    target.load(trial)
+    wrong = places.wrong(trial.get)
+    torch.cuda.empty_cache()  # an engine that shares its GPU takes the memory of its cache from the driver
+    if wrong:
+        raise NoPlacesError(f"vLLM puts {len(wrong)} tensors elsewhere, such as {wrong[0]}")
+    after = _beside(target.modules)
+    for name, value in before.items():
+        if name not in after or not torch.equal(after[name], value):
+            raise NoPlacesError(f"{name}, which is not a parameter, follows from the weights")
+    return places
+
+
+def made_up(shapes: Shapes, target: Target) -> Part:
+    """All weights as a part of normal values. Each tensor begins at another element of the same series."""
+    generator = torch.Generator(target.device).manual_seed(0)
+    values = torch.randn(_PERIOD, dtype=target.dtype, device=target.device, generator=generator)
+    numbers = {name: number % _PERIOD for number, name in enumerate(shapes)}
+
+    def get(name: str) -> Tensor:
+        first = numbers[name]
+        end = first + math.prod(shapes[name])
+        enough = values if end <= _PERIOD else values.repeat(-(-end // _PERIOD))
+        return enough[first:end].view(shapes[name])
+
+    return Part(shapes, get, load=True, compare=False, whole=True)
+
+
+def _addresses(models: Iterable[nn.Module]) -> list[int]:
+    return [parameter.data_ptr() for model in models for parameter in model.parameters()]
+
+
+def _require_plain(models: Iterable[nn.Module]) -> None:
+    """NoPlacesError unless every layer computes with its parameters as they are."""
+    for model in models:
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise NoPlacesError("the update before ended half-way")
+        for path, module in model.named_modules():
+            method = getattr(module, "quant_method", None)
+            plain = method is None or type(method) in _PLAIN_METHODS or keeps_plain_experts(module)
+            if not plain or hasattr(module, "cpu_linear"):
+                raise NoPlacesError(f"{path} packs its weights ({type(method).__name__})")
+            if hasattr(module, "process_weights_after_loading") and not isinstance(module, Attention):
+                raise NoPlacesError(f"{path} makes values of its weights ({type(module).__name__})")
+
+
+def _views(target: Target, shapes: Shapes) -> dict[str, list[tuple[object, Tensor]]]:
+    """The views that make up all parameters, by HF name."""
+    found: dict[str, list[tuple[object, Tensor]]] = {name: [] for name in target.elsewhere(shapes)}
+    left = _sizes(target.modules)
+    seen = set()
+    for name, module, value in _live(target, shapes):
+        if not isinstance(value, Tensor) or value.untyped_storage().data_ptr() not in left:
+            raise NoPlacesError(f"the live value of {name} is not a part of a parameter")
+        region = (value.data_ptr(), value.shape, value.stride())
+        if region in seen:
+            found.setdefault(name, [])  # a tied head, which vLLM leaves out where an update has both
+        elif name in shapes:
+            seen.add(region)
+            found.setdefault(name, []).append((module, value))
+            left[value.untyped_storage().data_ptr()] -= value.numel()
+    if missing := shapes.keys() - found.keys():
+        raise NoPlacesError(f"{min(missing)} is not live")
+    if any(left.values()):
+        raise NoPlacesError("parameters have elements that no tensor of an update brings")
+    return found
+
+
+def _live(target: Target, shapes: Shapes) -> Iterator[Live]:
+    """All live values. Layers that cannot be read back have no places."""
+    try:
+        yield from target.live(shapes)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise NoPlacesError(f"the live model cannot be read: {error}") from error
+
+
+def _sizes(models: Iterable[nn.Module]) -> dict[int, int]:
+    """Address of each storage of parameters -> elements of its parameters without padding."""
+    sizes: dict[int, int] = {}
+    regions = set()
+    every = [(parameter.data, 1) for model in models for parameter in model.parameters()]
+    every += [(rows, -1) for model in models for rows in _padding(model)]
+    for values, sign in every:
+        region = (values.data_ptr(), values.shape)
+        if values.numel() and region not in regions:
+            regions.add(region)
+            address = values.untyped_storage().data_ptr()
+            sizes[address] = sizes.get(address, 0) + sign * values.numel()
+    return sizes
+
+
+def _padding(model: nn.Module) -> Iterator[Tensor]:
+    """The rows of embeddings beyond the vocabulary."""
+    module: Any  # of vLLM
+    for module in model.modules():
+        if hasattr(module, "shard_indices"):
+            for parameter in module.parameters(recurse=False):
+                yield parameter.data[module.shard_indices.num_org_elements :]
+
+
+def _beside(models: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """What modules keep beside parameters and caches. NoPlacesError if this is much."""
+    found = {
+        f"{number}.{path}.{name}": value
+        for number, model in enumerate(models)
+        for path, module in model.named_modules()
+        for name, value in (*module.named_buffers(recurse=False), *vars(module).items())
+        if isinstance(value, Tensor) and name != "kv_cache"
+    }
+    if (size := sum(value.nbytes for value in found.values())) > _BESIDE_BYTES:
+        raise NoPlacesError(f"modules keep {size} bytes beside their parameters")
+    return found
