@@ -5,7 +5,9 @@ On CPU vLLM computes with packed copies of the matrices; each kind of live tenso
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +22,10 @@ from slime.weight_sync.buckets import fill, room_for
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def started(root: Path, patch: pytest.MonkeyPatch, *, tied: bool) -> Iterator[Any]:
     """vLLM's worker with a tiny model; `update(version)` of it is what the trainer published."""
-    root = tmp_path_factory.mktemp("live")
-    checkpoint = make_checkpoint(root / "first", seed=0, tied=request.param)
-    other = make_checkpoint(root / "second", seed=1, tied=request.param)
-    patch = pytest.MonkeyPatch()
+    checkpoint = make_checkpoint(root / "first", seed=0, tied=tied)
+    other = make_checkpoint(root / "second", seed=1, tied=tied)
     patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     patch.setenv("VLLM_HOST_IP", "127.0.0.1")
@@ -47,13 +46,36 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     worker.update = lambda version: publish_checkpoint(
         other if version % 2 else checkpoint, root / "weights", version, checksums=True
     )
-    worker.tied = request.param
+    worker.tied = tied
     yield worker
     llm.llm_engine.engine_core.shutdown()
     from vllm.distributed import cleanup_dist_env_and_memory
 
     cleanup_dist_env_and_memory()
-    patch.undo()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield from started(tmp_path_factory.mktemp("live"), patch, tied=request.param)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A worker that keeps its matrices plain on a CPU too: products and head are those of --rlk-bitwise."""
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    from vime.vllm.worker import bitwise
+    from vime.vllm.worker.bitwise import sampling
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(bitwise.VARIABLE, "product,head")
+        patch.setattr(sampling, "install", lambda: None)  # this process keeps vLLM's sampler
+        kept = dict(op_registry_oot)
+        bitwise.install()
+        yield from started(tmp_path_factory.mktemp("plain"), patch, tied=request.param)
+        op_registry_oot.clear()
+        op_registry_oot.update(kept)
 
 
 def push(worker: Any, version: int, *, load: bool = True) -> None:
@@ -219,3 +241,139 @@ def test_an_untied_head_must_be_in_the_update(worker: Any) -> None:
     else:
         with pytest.raises(ValueError, match=r"lm_head\.weight missing from the file"):
             worker.update_weights(message)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What vLLM's loggers print."""
+    caplog.set_level(logging.INFO, "vllm.vime.places")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    return caplog
+
+
+def weights_of(worker: Any) -> dict[str, torch.Tensor]:
+    return {name: x.data.clone() for name, x in worker.model_runner.model.named_parameters()}
+
+
+def learn_again(worker: Any) -> None:
+    """As in a new engine."""
+    from vime.vllm.worker.places import Learner
+
+    worker.weight_transfer_engine.learner = Learner()
+
+
+def test_updates_go_to_their_places_from_the_second_on(plain: Any) -> None:
+    """Each is compared. What vLLM's loader does with padding is done too: sleep may leave anything there."""
+    learn_again(plain)
+    engine, by_loader = plain.weight_transfer_engine, {}
+    for version in (0, 1):
+        engine.learner.shapes = {}
+        push(plain, version)
+        assert engine.places is None
+        by_loader[version] = weights_of(plain)
+    embedding = plain.model_runner.model.model.embed_tokens
+    rows = embedding.shard_indices.num_org_elements
+    assert len(embedding.weight) > rows
+    for version in (2, 3, 4):
+        embedding.weight.data[rows:] = torch.nan
+        push(plain, version)
+        assert engine.places.count == 2 * 11 + (2 if plain.tied else 3)
+        found = weights_of(plain)
+        wanted = by_loader[version % 2]
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    with pytest.raises(RuntimeError, match="that differ"):
+        push(plain, 5, load=False)
+
+
+def test_buckets_go_to_their_places(plain: Any) -> None:
+    learn_again(plain)
+    push(plain, 0)
+    engine = plain.weight_transfer_engine
+    for version in (1, 2, 3):
+        first, second = halves(load_file(plain.update(version).info["path"]))
+        push_buckets(plain, [(first, True), (second, True), (first, False), (second, False)])
+        assert engine.places is not None
+        push(plain, version, load=False)
+    name = "model.layers.1.mlp.up_proj.weight"
+    wrong = {**first, **second, name: first.get(name, second.get(name)) + 1}
+    with pytest.raises(RuntimeError, match=rf"got 1 that differ: {name}"):
+        push_buckets(plain, [(first, True), (second, True), (wrong, False)])
+    whole = [(first, True), (second, True), (first, False), (second, False)]
+    push_buckets(plain, [*whole[:1], *whole], "abbbb")  # a broadcast that begins again
+    push(plain, 3, load=False)
+    with pytest.raises(ValueError, match="missing from the update"):
+        push_buckets(plain, [(first, True)])
+    other = "model.layers.0.input_layernorm.weight"
+    for bad in ({other: torch.ones(63)}, {"model.layers.9.input_layernorm.weight": torch.ones(64)}):
+        with pytest.raises(ValueError, match="must hold the tensors of the update before, got model.layers"):
+            push_buckets(plain, [(bad, True)])
+
+
+@pytest.mark.parametrize("names", [("k_proj", "v_proj"), ("input_layernorm", "post_attention_layernorm")])
+def test_wrong_places_are_not_used(
+    plain: Any, names: tuple[str, str], monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    """Two of one shape are swapped. The norms of both checkpoints are ones, so the weights would not show it."""
+    from vime.vllm.worker import weight_receiver
+
+    right = weight_receiver.live_tensors
+
+    def swapped(*args: Any) -> Iterator[Any]:
+        for name, module, value in right(*args):
+            there = next((each for each in names if "layers.0." in name and f".{each}." in name), None)
+            if there is not None:
+                name = name.replace(there, names[1 - names.index(there)])
+            yield name, module, value
+
+    monkeypatch.setattr(weight_receiver, "live_tensors", swapped)
+    learn_again(plain)
+    push(plain, 0)
+    push(plain, 1)
+    assert plain.weight_transfer_engine.places is None
+    assert "vLLM puts 2 tensors elsewhere" in said.text
+    push(plain, 1, load=False)
+
+
+def test_places_are_found_again_where_parameters_have_moved(plain: Any) -> None:
+    learn_again(plain)
+    for version in (0, 1, 2):
+        push(plain, version)
+    engine = plain.weight_transfer_engine
+    before = engine.places
+    push(plain, 3)
+    assert engine.places is before
+    weight = plain.model_runner.model.get_parameter("model.layers.1.mlp.down_proj.weight")
+    weight.data = weight.data.clone()
+    push(plain, 4)
+    assert engine.places is not None and engine.places is not before
+    push(plain, 4, load=False)
+
+
+def test_a_model_that_keeps_more_than_its_parameters_has_no_places(
+    plain: Any, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    model = plain.model_runner.model
+    load, norm = model.load_weights, model.model.norm
+    monkeypatch.setattr(norm, "doubled", torch.zeros(64), raising=False)
+
+    def load_and_double(weights: Any) -> object:
+        listed = dict(weights)
+        norm.doubled.copy_(2 * listed["model.norm.weight"])
+        return load(listed.items())
+
+    monkeypatch.setattr(model, "load_weights", load_and_double)
+    learn_again(plain)
+    push(plain, 0)
+    push(plain, 1)
+    assert plain.weight_transfer_engine.places is None
+    assert "0.model.norm.doubled, which is not a parameter, follows from the weights" in said.text
+    push(plain, 1, load=False)
+
+
+def test_packed_matrices_have_no_places(worker: Any, said: pytest.LogCaptureFixture) -> None:
+    learn_again(worker)
+    push(worker, 0)
+    push(worker, 1)
+    assert worker.weight_transfer_engine.places is None
+    assert "model.embed_tokens packs its weights" in said.text
