@@ -246,7 +246,7 @@ def test_an_untied_head_must_be_in_the_update(worker: Any) -> None:
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     """What vLLM's loggers print."""
-    caplog.set_level(logging.INFO, "vllm.vime.places")
+    caplog.set_level(logging.INFO, "vllm.vime.live_places")
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     return caplog
 
@@ -257,9 +257,9 @@ def weights_of(worker: Any) -> dict[str, torch.Tensor]:
 
 def learn_again(worker: Any) -> None:
     """As in a new engine."""
-    from vime.vllm.worker.places import Learner
+    from vime.vllm.worker.live_places import KnownPlaces
 
-    worker.weight_transfer_engine.learner = Learner()
+    worker.weight_transfer_engine.known = KnownPlaces()
 
 
 def test_updates_go_to_their_places_from_the_second_on(plain: Any) -> None:
@@ -267,7 +267,7 @@ def test_updates_go_to_their_places_from_the_second_on(plain: Any) -> None:
     learn_again(plain)
     engine, by_loader = plain.weight_transfer_engine, {}
     for version in (0, 1):
-        engine.learner.shapes = {}
+        engine.known.shapes = {}
         push(plain, version)
         assert engine.places is None
         by_loader[version] = weights_of(plain)
@@ -306,7 +306,7 @@ def test_buckets_go_to_their_places(plain: Any) -> None:
         push_buckets(plain, [(first, True)])
     other = "model.layers.0.input_layernorm.weight"
     for bad in ({other: torch.ones(63)}, {"model.layers.9.input_layernorm.weight": torch.ones(64)}):
-        with pytest.raises(ValueError, match="must hold the tensors of the update before, got model.layers"):
+        with pytest.raises(ValueError, match="must hold the checkpoint's tensors, got model.layers"):
             push_buckets(plain, [(bad, True)])
 
 

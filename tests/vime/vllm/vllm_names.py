@@ -95,6 +95,7 @@ GIVEN = {
     "packed_modules_mapping": f"{MODELS}/qwen3.py",
     "params_dtype": _LINEAR,
     "parse_update_info": "distributed/weight_transfer/base.py",
+    "process_weights_after_loading": f"{LAYERS}/attention/attention.py",
     "quant_method": _LINEAR,
     "reset": "model_executor/model_loader/reload/types.py",
     "routed_experts": f"{_MOE}/layer.py",
@@ -125,7 +126,7 @@ NEWER = {
     "spec_decode_metrics": "outputs.py",
 }
 """Names that the oldest vLLM lacks, and that the code does without."""
-_OF_OTHERS = {"__name__", "__wrapped__", "name", "tie_word_embeddings", "get_shape"}
+_OF_OTHERS = {"__name__", "__wrapped__", "getLogger", "name", "tie_word_embeddings", "get_shape"}
 _OURS = {
     "aux_output_connector",
     "in_turn",
@@ -138,7 +139,7 @@ _OURS = {
 }
 _OWN_OPTIONS = {"batch_invariant", "pd_disaggregation", "server_concurrency", "weight_sync_mode"}
 """Flags with vLLM's prefix that are no flags of its server."""
-_LIVE = ("live_weights", "live_experts", "live_quantised", "draft", "weight_receiver")
+_LIVE = ("live_weights", "live_experts", "live_quantised", "live_places", "draft", "weight_receiver")
 """Our modules that read a live model, whose parts have no types."""
 
 

@@ -54,7 +54,7 @@ def trained_shapes(stored: dict[str, list[int]], hf_config: Hf) -> dict[str, lis
 
 
 def differing_draft_tensors(
-    draft: Any,
+    draft: nn.Module,
     target: nn.Module,
     names: Collection[str],
     get_tensor: Callable[[str], torch.Tensor],

@@ -39,13 +39,13 @@ from vime.vllm.worker.draft import (
     trained_shapes,
 )
 from vime.vllm.worker.live_experts import keep_in_place, repack_experts, stacks_experts
+from vime.vllm.worker.live_places import KnownPlaces, Live, LiveModel, LivePlaces
 from vime.vllm.worker.live_weights import (
     differing_tensors,
     live_tensors,
     names_elsewhere,
     repack_tied_weights,
 )
-from vime.vllm.worker.places import Learner, Live, Places, Target
 
 
 @dataclass
@@ -76,8 +76,8 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self.draft: Any = (
             None  # the model that the engine speculates with, see vime.vllm.worker.draft.install
         )
-        self.learner = Learner()
-        self.places: Places | None = None  # where this update goes; None: through vLLM's loader
+        self.known = KnownPlaces()
+        self.places: LivePlaces | None = None  # where this update goes; None: through vLLM's loader
         self._expected: dict[bool, dict[str, list[int]] | None] = {}
         self._is_ours = not bitwise.wanted()
 
@@ -156,7 +156,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
             self._begin_loading()
             self._load(part)
             self._put_in_place()
-            self.learner.arrived(part.shapes)
+            self.known.arrived(part.shapes)
         if part.compare:
             self._compare(part, part.shapes)
 
@@ -174,16 +174,16 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
             self.compared |= part.shapes
 
     def _begin_loading(self) -> None:
-        self.places = self.learner.places(self._target())
+        self.places = self.known.of(self._live_model())
         if self.places is None:
             self._begin_reload()
 
-    def _target(self) -> Target:
+    def _live_model(self) -> LiveModel:
         models = [self.model]
-        if self.draft is not None and self._predicted(self.learner.shapes):
+        if self.draft is not None and self._predicted(self.known.shapes):
             models.append(self.draft)
         dtype = cast(torch.dtype, self.model_config.dtype)  # vLLM has resolved it
-        return Target(models, self._live, self._elsewhere, self._reload, dtype, self.device)
+        return LiveModel(models, self._live, self._elsewhere, self._reload, dtype, self.device)
 
     def _live(self, update: Collection[str]) -> Iterator[Live]:
         predicted = self._predicted(update)
@@ -260,7 +260,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self.finished = True
         self._put_in_place()
         self._require_checkpoint(self.loaded, "the update")
-        self.learner.arrived(self.loaded)
+        self.known.arrived(self.loaded)
 
     def _put_in_place(self) -> None:
         """What vLLM does once all weights are loaded, and what it leaves out. A model with places has no packed copy to

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from slime.weight_sync.channel import Part
 from vime.vllm.worker.bitwise.layers import METHODS
@@ -28,7 +29,7 @@ from vime.vllm.worker.live_experts import keeps_plain_experts
 from vime.vllm.worker.live_quantised import Quantised
 from vime.vllm.worker.live_weights import holds, shard_of
 
-logger = logging.getLogger("vllm.vime.places")  # vLLM's own logger prints what is below it
+logger = logging.getLogger("vllm.vime.live_places")  # vLLM's own logger prints what is below it
 
 Live = tuple[str, object, Tensor | Quantised]
 """HF name, what knows the tensor-parallel rank, value on this rank."""
@@ -43,12 +44,8 @@ _BESIDE_BYTES = 1 << 28
 """The most that is copied to see whether the trial changes more than parameters."""
 
 
-class NoPlacesError(Exception):
-    """Why vLLM's loader has to load a model."""
-
-
 @dataclass(frozen=True)
-class Target:
+class LiveModel:
     """The live model of an engine's worker."""
 
     modules: Sequence[nn.Module]
@@ -63,44 +60,46 @@ class Target:
     device: torch.device
 
 
-class Learner:
+class KnownPlaces:
     """The places of an engine's worker, over all updates."""
 
     def __init__(self) -> None:
         self.shapes: Shapes = {}
-        self._places: Places | None = None
+        """The tensors of the last complete update, none before it."""
+        self._places: LivePlaces | None = None
         self._addresses: list[int] | None = None
 
     def arrived(self, shapes: Shapes) -> None:
         """An update is complete that brought these tensors."""
         self.shapes = dict(shapes)
 
-    def places(self, target: Target) -> Places | None:
-        """None before the first complete update, and for a model without places. Found again, and tried again, when
-        parameters have moved. The live weights are then made-up values, until an update is complete."""
+    def of(self, model: LiveModel) -> LivePlaces | None:
+        """None before the first complete update, and for a model without places. Places are found and tried again when
+        parameters have moved. A trial leaves made-up weights, which the update has to replace."""
         if not self.shapes:
             return None
-        if self._addresses != _addresses(target.modules):
-            try:
-                self._places = found_places(target, self.shapes)
-                logger.info("weights go straight to %d places from now on", self._places.count)
-            except NoPlacesError as reason:
-                self._places = None
-                logger.info("vLLM's loader loads each update of weights: %s", reason)
-            self._addresses = _addresses(target.modules)
+        if self._addresses != _addresses(model.modules):
+            found = found_places(model, self.shapes)
+            self._places = None if isinstance(found, str) else found
+            if self._places is None:
+                logger.info("vLLM's loader loads each update of weights: %s", found)
+            else:
+                logger.info("updates of weights go straight to %d places", self._places.count)
+            self._addresses = _addresses(model.modules)
         return self._places
 
 
-class Places:
+class LivePlaces:
     """HF name -> (what knows the tensor-parallel rank, view of a parameter) of each place; none for a tensor that this
     worker leaves out."""
 
-    def __init__(self, target: Target, shapes: Shapes, found: Mapping[str, Sequence[tuple[object, Tensor]]]):
-        self._shapes, self._found, self._dtype = shapes, found, target.dtype
-        self._padding = [rows for module in target.modules for rows in _padding(module) if rows.numel()]
-        self._attention = [
-            layer for model in target.modules for layer in model.modules() if isinstance(layer, Attention)
-        ]
+    def __init__(
+        self, model: LiveModel, shapes: Shapes, found: Mapping[str, Sequence[tuple[object, Tensor]]]
+    ):
+        self._shapes, self._found, self._dtype = shapes, found, model.dtype
+        self._padding = [rows for each in model.modules for rows in _padding(each) if rows.numel()]
+        layers = [layer for each in model.modules for layer in each.modules()]
+        self._attention = [layer for layer in layers if isinstance(layer, Attention)]
         self.count = sum(map(len, found.values()))
 
     def load(self, part: Part) -> None:
@@ -108,8 +107,8 @@ class Places:
         for name, shape in part.shapes.items():
             if name not in self._found or shape != self._shapes.get(name, shape):
                 raise ValueError(
-                    "a weight update must hold the tensors of the update before, got "
-                    f"{name} of shape {shape}, which was {self._shapes.get(name, 'not there')}"
+                    f"a weight update must hold the checkpoint's tensors, got {name} of shape {shape}; "
+                    f"the update before had {self._shapes.get(name, 'none of this name')}"
                 )
         views: list[Tensor] = []
         shards: list[Tensor] = []
@@ -144,29 +143,39 @@ class Places:
         ]
 
 
-def found_places(target: Target, shapes: Shapes) -> Places:
-    """The places of the tensors of an update, after vLLM's loader has shown that they are right. NoPlacesError where a
-    model computes with other values than its parameters, and where a parameter is not covered by places."""
-    _require_plain(target.modules)
-    places = Places(target, shapes, _views(target, shapes))
-    before = {name: value.clone() for name, value in _beside(target.modules).items()}
-    trial = made_up(shapes, target)
-    target.load(trial)
+def found_places(model: LiveModel, shapes: Shapes) -> LivePlaces | str:
+    """The places of the tensors of an update, after vLLM's loader has shown that they are right. A text says why there
+    are none: the model computes with other values than its parameters, or places do not cover all of these."""
+    if (reason := _packs(model.modules)) is not None:
+        return reason
+    views = _views(model, shapes)
+    if isinstance(views, str):
+        return views
+    places, beside = LivePlaces(model, shapes, views), _beside(model.modules)
+    if (size := sum(value.nbytes for value in beside.values())) > _BESIDE_BYTES:
+        return f"modules keep {size} bytes beside their parameters"
+    return _why_wrong(model, places, beside, made_up(shapes, model)) or places
+
+
+def _why_wrong(model: LiveModel, places: LivePlaces, beside: dict[str, Tensor], trial: Part) -> str | None:
+    """Let vLLM's loader load made-up weights, and say what of them is not where it should be."""
+    before = {name: value.clone() for name, value in beside.items()}
+    model.load(trial)
     wrong = places.wrong(trial.get)
     torch.cuda.empty_cache()  # an engine that shares its GPU takes the memory of its cache from the driver
     if wrong:
-        raise NoPlacesError(f"vLLM puts {len(wrong)} tensors elsewhere, such as {wrong[0]}")
-    after = _beside(target.modules)
+        return f"vLLM puts {len(wrong)} tensors elsewhere, such as {wrong[0]}"
+    after = _beside(model.modules)
     for name, value in before.items():
-        if name not in after or not torch.equal(after[name], value):
-            raise NoPlacesError(f"{name}, which is not a parameter, follows from the weights")
-    return places
+        if name not in after or not torch.equal(after[name].to(value), value):
+            return f"{name}, which is not a parameter, follows from the weights"
+    return None
 
 
-def made_up(shapes: Shapes, target: Target) -> Part:
+def made_up(shapes: Shapes, model: LiveModel) -> Part:
     """All weights as a part of normal values. Each tensor begins at another element of the same series."""
-    generator = torch.Generator(target.device).manual_seed(0)
-    values = torch.randn(_PERIOD, dtype=target.dtype, device=target.device, generator=generator)
+    generator = torch.Generator(model.device).manual_seed(0)
+    values = torch.randn(_PERIOD, dtype=model.dtype, device=model.device, generator=generator)
     numbers = {name: number % _PERIOD for number, name in enumerate(shapes)}
 
     def get(name: str) -> Tensor:
@@ -182,28 +191,37 @@ def _addresses(models: Iterable[nn.Module]) -> list[int]:
     return [parameter.data_ptr() for model in models for parameter in model.parameters()]
 
 
-def _require_plain(models: Iterable[nn.Module]) -> None:
-    """NoPlacesError unless every layer computes with its parameters as they are."""
+def _packs(models: Iterable[nn.Module]) -> str | None:
+    """Which module does not compute with its parameters as they are, or None."""
     for model in models:
         if any(parameter.is_meta for parameter in model.parameters()):
-            raise NoPlacesError("the update before ended half-way")
+            return "the update before ended half-way"
         for path, module in model.named_modules():
             method = getattr(module, "quant_method", None)
             plain = method is None or type(method) in _PLAIN_METHODS or keeps_plain_experts(module)
             if not plain or hasattr(module, "cpu_linear"):
-                raise NoPlacesError(f"{path} packs its weights ({type(method).__name__})")
-            if hasattr(module, "process_weights_after_loading") and not isinstance(module, Attention):
-                raise NoPlacesError(f"{path} makes values of its weights ({type(module).__name__})")
+                return f"{path} packs its weights ({type(method).__name__})"
+            known = isinstance(module, (Attention, QuantizeMethodBase))
+            if hasattr(module, "process_weights_after_loading") and not known:
+                return f"{path} makes values of its weights ({type(module).__name__})"
+    return None
 
 
-def _views(target: Target, shapes: Shapes) -> dict[str, list[tuple[object, Tensor]]]:
-    """The views that make up all parameters, by HF name."""
-    found: dict[str, list[tuple[object, Tensor]]] = {name: [] for name in target.elsewhere(shapes)}
-    left = _sizes(target.modules)
+def _views(model: LiveModel, shapes: Shapes) -> dict[str, list[tuple[object, Tensor]]] | str:
+    """The views that make up all parameters, by HF name. A text says why there are none."""
+    try:
+        return _covering(model, shapes)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # layers that cannot be read back
+        return f"the live model cannot be read: {error}"
+
+
+def _covering(model: LiveModel, shapes: Shapes) -> dict[str, list[tuple[object, Tensor]]] | str:
+    found: dict[str, list[tuple[object, Tensor]]] = {name: [] for name in model.elsewhere(shapes)}
+    left = _sizes(model.modules)
     seen = set()
-    for name, module, value in _live(target, shapes):
+    for name, module, value in model.live(shapes):
         if not isinstance(value, Tensor) or value.untyped_storage().data_ptr() not in left:
-            raise NoPlacesError(f"the live value of {name} is not a part of a parameter")
+            return f"the live value of {name} is not a part of a parameter"
         region = (value.data_ptr(), value.shape, value.stride())
         if region in seen:
             found.setdefault(name, [])  # a tied head, which vLLM leaves out where an update has both
@@ -212,18 +230,10 @@ def _views(target: Target, shapes: Shapes) -> dict[str, list[tuple[object, Tenso
             found.setdefault(name, []).append((module, value))
             left[value.untyped_storage().data_ptr()] -= value.numel()
     if missing := shapes.keys() - found.keys():
-        raise NoPlacesError(f"{min(missing)} is not live")
+        return f"{min(missing)} is not live"
     if any(left.values()):
-        raise NoPlacesError("parameters have elements that no tensor of an update brings")
+        return "parameters have elements that no tensor of an update brings"
     return found
-
-
-def _live(target: Target, shapes: Shapes) -> Iterator[Live]:
-    """All live values. Layers that cannot be read back have no places."""
-    try:
-        yield from target.live(shapes)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise NoPlacesError(f"the live model cannot be read: {error}") from error
 
 
 def _sizes(models: Iterable[nn.Module]) -> dict[int, int]:
@@ -251,14 +261,13 @@ def _padding(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _beside(models: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """What modules keep beside parameters and caches. NoPlacesError if this is much."""
-    found = {
+    """What modules keep beside parameters, views of parameters, and caches."""
+    storages = _sizes(models)
+    return {
         f"{number}.{path}.{name}": value
         for number, model in enumerate(models)
         for path, module in model.named_modules()
         for name, value in (*module.named_buffers(recurse=False), *vars(module).items())
-        if isinstance(value, Tensor) and name != "kv_cache"
+        if isinstance(value, Tensor) and name != "kv_cache" and not value.is_meta
+        if value.untyped_storage().data_ptr() not in storages
     }
-    if (size := sum(value.nbytes for value in found.values())) > _BESIDE_BYTES:
-        raise NoPlacesError(f"modules keep {size} bytes beside their parameters")
-    return found
