@@ -63,6 +63,25 @@ def leave_what_is_there(patch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
+def plain_matrices(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Engines of this process keep their matrices plain on a CPU too: products and head are those of --rlk-bitwise."""
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    from vime.vllm.worker import bitwise
+    from vime.vllm.worker.bitwise import sampling
+
+    patch.setenv(bitwise.VARIABLE, "product,head")
+    patch.setattr(sampling, "install", lambda: None)  # this process keeps vLLM's sampler
+    kept = dict(op_registry_oot)
+    bitwise.install()
+    try:
+        yield
+    finally:
+        op_registry_oot.clear()
+        op_registry_oot.update(kept)
+
+
+@contextmanager
 def offline_engine(
     checkpoint: Path, weight_dir: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> Iterator[OfflineEngine]:

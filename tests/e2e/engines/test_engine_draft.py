@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from family_cases import ENGINE_SHAPE
 from family_engine import with_remote_config
 from megatron_cases import make_config, tiny_checkpoint
-from offline_engine import offline_engine
+from offline_engine import offline_engine, plain_matrices
 from rank_processes import on_ranks
 
 from slime.weight_sync.file_channel import FileChannel
@@ -70,7 +72,16 @@ def check_log_probs(engine: Any) -> None:
         assert (torch.tensor(given) - expected).abs().max() < 1e-5
 
 
-def test_the_draft_gets_the_trained_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[False, True], ids=["packed", "plain"])
+def plain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Whether model and draft have places for their weights."""
+    with plain_matrices(monkeypatch) if request.param else nullcontext():
+        yield request.param
+
+
+def test_the_draft_gets_the_trained_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: bool
+) -> None:
     shape = {**ENGINE_SHAPE, "tie_word_embeddings": False}
     tiny_checkpoint(tmp_path / "hf", "mimo", **shape)
     with_remote_config(tmp_path / "hf", "mimo")
@@ -92,3 +103,8 @@ def test_the_draft_gets_the_trained_layers(tmp_path: Path, monkeypatch: pytest.M
         assert drafted(engine)[0] == tokens  # the draft changes how fast, not what
         with pytest.raises(RuntimeError, match="live weights must equal .*mtp_layers"):
             engine.take(first, load=False)
+        if plain:
+            places = engine.worker.weight_transfer_engine.places
+            assert any("mtp_layers" in name for name, found in places._found.items() if found)
+            engine.take(first)
+            assert drafted(engine)[0] == tokens

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engine_fixtures import make_checkpoint, publish_checkpoint
-from offline_engine import leave_what_is_there
+from offline_engine import leave_what_is_there, plain_matrices
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -62,20 +62,8 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A worker that keeps its matrices plain on a CPU too: products and head are those of --rlk-bitwise."""
-    from vllm.model_executor.custom_op import op_registry_oot
-
-    from vime.vllm.worker import bitwise
-    from vime.vllm.worker.bitwise import sampling
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(bitwise.VARIABLE, "product,head")
-        patch.setattr(sampling, "install", lambda: None)  # this process keeps vLLM's sampler
-        kept = dict(op_registry_oot)
-        bitwise.install()
+    with pytest.MonkeyPatch.context() as patch, plain_matrices(patch):
         yield from started(tmp_path_factory.mktemp("plain"), patch, tied=request.param)
-        op_registry_oot.clear()
-        op_registry_oot.update(kept)
 
 
 def push(worker: Any, version: int, *, load: bool = True) -> None:
