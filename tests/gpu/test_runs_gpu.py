@@ -1,4 +1,5 @@
-"""Whole runs on one GPU, each with one feature: a draft that trains, and adapters alone in the engine's slot."""
+"""Whole runs on one GPU, each with one feature: a draft that trains, adapters alone in the engine's slot, and weights
+that go straight to their places."""
 
 from __future__ import annotations
 
@@ -45,3 +46,17 @@ def test_three_steps_with_adapters(world: World, more: list[str]) -> None:
     assert len(steps) == 3
     for row in steps.values():
         assert row["train/train_rollout_logprob_abs_diff"] < TOLERANCE and row["train/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("world", ["qwen3-50m", "qwen3-moe-tiny"], indirect=True)
+def test_updates_go_straight_to_their_places_never_run(world: World) -> None:
+    """Each update is compared. The engine sleeps in between, which must leave its parameters where they are. vLLM's
+    kernel of experts is one that keeps them plain."""
+    flags = [*world.grpo("places", rollouts=4), "--colocate", "--actor-num-gpus-per-node", "1"]
+    flags += ["--check-weight-update-equal", "--vllm-moe-backend", "triton", *ENGINE]
+    run(vime("train", *flags), world.root / "out")
+    steps = rows(world.root / "places", "train/step")
+    assert len(steps) == 4
+    assert all(row["train/train_rollout_logprob_abs_diff"] < TOLERANCE for row in steps.values())
+    log = (world.root / "places" / "logs" / "engine-0.log").read_text()
+    assert log.count("updates of weights go straight to") == 1

@@ -365,3 +365,14 @@ def test_packed_matrices_have_no_places(worker: Any, said: pytest.LogCaptureFixt
     push(worker, 1)
     assert worker.weight_transfer_engine.places is None
     assert "model.embed_tokens packs its weights" in said.text
+
+
+def test_an_update_that_ended_half_way_leaves_the_next_one_to_the_loader(plain: Any) -> None:
+    learn_again(plain)
+    push(plain, 0)
+    engine = plain.weight_transfer_engine
+    engine._begin_reload()  # what an update leaves that fails while vLLM loads it
+    push(plain, 1)
+    assert engine.places is None
+    push(plain, 2)
+    assert engine.places is not None

@@ -24,7 +24,8 @@ BITWISE = ("--colocate", "--rlk-bitwise", "--rlk-consistency", "strict")
 
 
 def compared(world: World, name: str, rollouts: int, *flags: str, ranks: int = 1) -> int:
-    """Tokens of a whole run, each of which has the same bits on both sides, with `ranks` tensor-parallel ranks."""
+    """Tokens of a whole run, each of which has the same bits on both sides, with `ranks` tensor-parallel ranks. Weights
+    go straight to their places from the second update on."""
     count = str(ranks)
     parallel = ("--tensor-model-parallel-size", count, "--rollout-num-gpus-per-engine", count)
     argv = [*world.grpo(name, rollouts=rollouts), *BITWISE, "--actor-num-gpus-per-node", count, *parallel]
@@ -38,6 +39,8 @@ def compared(world: World, name: str, rollouts: int, *flags: str, ranks: int = 1
         tokens = sum(s["response_length"] for s in samples(world.root / name, rollout))
         assert row["rl_kernel/bitwise/differing"] == row["consistency/abs_dlogp_max"] == 0
         assert row["consistency/bitwise_equal_tokens"] == row["consistency/tokens"] == tokens
+    log = (world.root / name / "logs" / "engine-0.log").read_text()
+    assert log.count("updates of weights go straight to") == ranks
     return sum(int(audit["tokens"]) for audit in audits)
 
 

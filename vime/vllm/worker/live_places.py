@@ -67,25 +67,28 @@ class KnownPlaces:
         self.shapes: Shapes = {}
         """The tensors of the last complete update, none before it."""
         self._places: LivePlaces | None = None
-        self._addresses: list[int] | None = None
+        self._addresses: list[int] = []
+        self._has_none = False
 
     def arrived(self, shapes: Shapes) -> None:
         """An update is complete that brought these tensors."""
         self.shapes = dict(shapes)
 
     def of(self, model: LiveModel) -> LivePlaces | None:
-        """None before the first complete update, and for a model without places. Places are found and tried again when
-        parameters have moved. A trial leaves made-up weights, which the update has to replace."""
-        if not self.shapes:
+        """None before the first complete update, after an update that ended half-way in vLLM's loader, and for a model
+        without places. Places are found and tried again when parameters have moved. A trial leaves made-up weights,
+        which the update has to replace."""
+        halfway = any(parameter.is_meta for each in model.modules for parameter in each.parameters())
+        if not self.shapes or self._has_none or halfway:
             return None
         if self._addresses != _addresses(model.modules):
             found = found_places(model, self.shapes)
-            self._places = None if isinstance(found, str) else found
-            if self._places is None:
+            if isinstance(found, str):
+                self._has_none = True
                 logger.info("vLLM's loader loads each update of weights: %s", found)
-            else:
-                logger.info("updates of weights go straight to %d places", self._places.count)
-            self._addresses = _addresses(model.modules)
+                return None
+            logger.info("updates of weights go straight to %d places", found.count)
+            self._places, self._addresses = found, _addresses(model.modules)
         return self._places
 
 
@@ -194,8 +197,6 @@ def _addresses(models: Iterable[nn.Module]) -> list[int]:
 def _packs(models: Iterable[nn.Module]) -> str | None:
     """Which module does not compute with its parameters as they are, or None."""
     for model in models:
-        if any(parameter.is_meta for parameter in model.parameters()):
-            return "the update before ended half-way"
         for path, module in model.named_modules():
             method = getattr(module, "quant_method", None)
             plain = method is None or type(method) in _PLAIN_METHODS or keeps_plain_experts(module)
