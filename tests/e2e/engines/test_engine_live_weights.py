@@ -283,6 +283,11 @@ def test_buckets_go_to_their_places(plain: Any) -> None:
         push_buckets(plain, [(first, True), (second, True), (first, False), (second, False)])
         assert engine.places is not None
         push(plain, version, load=False)
+    if plain.tied:  # vLLM leaves out a head that an update has beside the embedding
+        head = {"lm_head.weight": {**first, **second}["model.embed_tokens.weight"]}
+        push_buckets(
+            plain, [({**first, **head}, True), (second, True), (first, False), ({**second, **head}, False)]
+        )
     name = "model.layers.1.mlp.up_proj.weight"
     wrong = {**first, **second, name: first.get(name, second.get(name)) + 1}
     with pytest.raises(RuntimeError, match=rf"got 1 that differ: {name}"):
