@@ -114,7 +114,7 @@ def test_records_of_other_forms_hold_these_runs():
         "audit_h200": 2,
         "colocated_qwen3_4b_h200": 1,
         "curves_h200": 4,
-        "features_h200": 11,
+        "features_h200": 13,
         "host_adam_qwen3_4b_h100": 1,
         "smoke_qwen3_4b_h100": 1,
         "smoke_qwen3_4b_h200": 1,
