@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -362,6 +363,33 @@ def test_a_model_that_keeps_more_than_its_parameters_has_no_places(
     assert plain.weight_transfer_engine.places is None
     assert "0.model.norm.doubled, which is not a parameter, follows from the weights" in said.text
     push(plain, 1, load=False)
+
+
+def test_a_trial_without_memory_leaves_updates_to_the_loader(
+    plain: Any, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    """A host's allocator ends the process, so the error of a GPU's is raised here, in the middle of the loading."""
+    from vime.vllm.worker import live_places
+
+    right = live_places.made_up
+
+    def too_large(*args: Any) -> Any:
+        part = right(*args)
+
+        def get(name: str) -> torch.Tensor:
+            if "layers.1.mlp" in name:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 778.00 MiB.")
+            return part.get(name)
+
+        return replace(part, get=get)
+
+    monkeypatch.setattr(live_places, "made_up", too_large)
+    learn_again(plain)
+    for version in (0, 1, 2):
+        push(plain, version)
+        assert plain.weight_transfer_engine.places is None
+        push(plain, version, load=False)
+    assert said.text.count("a trial of the places had no memory: CUDA out of memory. Tried to") == 1
 
 
 def test_packed_matrices_have_no_places(worker: Any, said: pytest.LogCaptureFixture) -> None:

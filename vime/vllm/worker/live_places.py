@@ -157,7 +157,13 @@ def found_places(model: LiveModel, shapes: Shapes) -> LivePlaces | str:
     places, beside = LivePlaces(model, shapes, views), _beside(model.modules)
     if (size := sum(value.nbytes for value in beside.values())) > _BESIDE_BYTES:
         return f"modules keep {size} bytes beside their parameters"
-    return _why_wrong(model, places, beside, made_up(shapes, model)) or places
+    try:
+        return _why_wrong(model, places, beside, made_up(shapes, model)) or places
+    except (
+        torch.OutOfMemoryError
+    ) as error:  # it needs the largest tensor and a copy; the loader takes what is half-way
+        torch.cuda.empty_cache()
+        return f"a trial of the places had no memory: {str(error).splitlines()[0]}"
 
 
 def _why_wrong(model: LiveModel, places: LivePlaces, beside: dict[str, Tensor], trial: Part) -> str | None:
