@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_fixtures import make_checkpoint, publish_checkpoint
 from transformers import DeepseekV3Config
 
 from slime.protocols import WeightUpdate
@@ -119,3 +120,35 @@ def offline_engine(
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()  # also of an engine that did not start: it leaves its process group
+
+
+def started(root: Path, patch: pytest.MonkeyPatch, *, tied: bool) -> Iterator[Any]:
+    """vLLM's worker with a tiny model; `update(version)` of it is what the trainer published."""
+    checkpoint = make_checkpoint(root / "first", seed=0, tied=tied)
+    other = make_checkpoint(root / "second", seed=1, tied=tied)
+    patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    patch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    patch.setenv("VIME_WEIGHT_DIR", str(root / "weights"))
+    patch.setattr(torch, "set_num_threads", torch.set_num_threads)  # vLLM replaces it; undone with the patch
+    from vllm import LLM
+
+    leave_what_is_there(patch)
+    llm = LLM(
+        str(checkpoint),
+        dtype="float32",
+        enforce_eager=True,
+        kv_cache_memory_bytes=1 << 26,
+        weight_transfer_config={"backend": "vime"},
+        disable_log_stats=True,
+    )
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    worker.update = lambda version: publish_checkpoint(
+        other if version % 2 else checkpoint, root / "weights", version, checksums=True
+    )
+    worker.tied = tied
+    yield worker
+    llm.llm_engine.engine_core.shutdown()
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()

@@ -8,51 +8,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import make_checkpoint, publish_checkpoint
-from offline_engine import leave_what_is_there, plain_matrices
+from offline_engine import plain_matrices, started
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from slime.weight_sync.buckets import fill, room_for
 
 pytestmark = pytest.mark.e2e
-
-
-def started(root: Path, patch: pytest.MonkeyPatch, *, tied: bool) -> Iterator[Any]:
-    """vLLM's worker with a tiny model; `update(version)` of it is what the trainer published."""
-    checkpoint = make_checkpoint(root / "first", seed=0, tied=tied)
-    other = make_checkpoint(root / "second", seed=1, tied=tied)
-    patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    patch.setenv("VLLM_HOST_IP", "127.0.0.1")
-    patch.setenv("VIME_WEIGHT_DIR", str(root / "weights"))
-    patch.setattr(torch, "set_num_threads", torch.set_num_threads)  # vLLM replaces it; undone with the patch
-    from vllm import LLM
-
-    leave_what_is_there(patch)
-    llm = LLM(
-        str(checkpoint),
-        dtype="float32",
-        enforce_eager=True,
-        kv_cache_memory_bytes=1 << 26,
-        weight_transfer_config={"backend": "vime"},
-        disable_log_stats=True,
-    )
-    worker = llm.llm_engine.model_executor.driver_worker.worker
-    worker.update = lambda version: publish_checkpoint(
-        other if version % 2 else checkpoint, root / "weights", version, checksums=True
-    )
-    worker.tied = tied
-    yield worker
-    llm.llm_engine.engine_core.shutdown()
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    cleanup_dist_env_and_memory()
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
