@@ -335,10 +335,11 @@ def reaper_of_orphans() -> Iterator[None]:
 
 
 def rows(run_dir: Path, key: str) -> dict[int, dict[str, float]]:
-    """step -> metrics with this step key, from metrics.jsonl. A step may have several lines, but a metric one value."""
+    """step -> metrics with this step key, from metrics.jsonl. A step may have several lines, but a metric one value. A run
+    may write it meanwhile: its last line counts when it has its end."""
     path = run_dir / "metrics.jsonl"
     found: dict[int, dict[str, float]] = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text().split("\n")[:-1] if path.exists() else []:
         row = json.loads(line)
         if row["step_key"] == key:
             step = found.setdefault(row["step"], {})
