@@ -335,8 +335,8 @@ def reaper_of_orphans() -> Iterator[None]:
 
 
 def rows(run_dir: Path, key: str) -> dict[int, dict[str, float]]:
-    """step -> metrics with this step key, from metrics.jsonl. A step may have several lines, but a metric one value. A run
-    may write it meanwhile: its last line counts when it has its end."""
+    """step -> metrics with this step key, from metrics.jsonl. A step may have several lines, but a metric one value.
+    A run may write it meanwhile: its last line counts when it has its end."""
     path = run_dir / "metrics.jsonl"
     found: dict[int, dict[str, float]] = {}
     for line in path.read_text().split("\n")[:-1] if path.exists() else []:
