@@ -30,21 +30,24 @@ class Tile(NamedTuple):
     halves: bool = False
 
 
-_NARROW, _SQUARE = Tile(64, 16, 256, 4, 4), Tile(64, 64, 128, 4, 6)
-_TALL, _WIDE = Tile(64, 32, 128, 4, 6), Tile(64, 256, 64, 4, 5, persistent=True, halves=True)
-_LARGE = Tile(128, 256, 64, 8, 4, persistent=True, halves=True)
-_BETWEEN = (
-    Tile(64, 128, 128, 4, 4, persistent=True, halves=True),
-    Tile(128, 128, 64, 4, 6, persistent=True, halves=True),
-)
+_16x32 = Tile(16, 32, 256, 4, 3)
+_64x16 = Tile(64, 16, 256, 4, 4)
+_64x32 = Tile(64, 32, 128, 4, 6)
+_64x64 = Tile(64, 64, 128, 4, 6)
+_64x128 = Tile(64, 128, 128, 4, 4, persistent=True, halves=True)
+_64x256 = Tile(64, 256, 64, 4, 5, persistent=True, halves=True)
+_128x128 = Tile(128, 128, 64, 4, 6, persistent=True, halves=True)
+_128x256 = Tile(128, 256, 64, 8, 4, persistent=True, halves=True)
 TIMES: dict[int, dict[Tile, float]] = {
-    32: {Tile(16, 32, 256, 4, 3): 1.92, _WIDE: 5.94},
-    64: {_NARROW: 1.92, _TALL: 2.61, _SQUARE: 2.64, _WIDE: 6.04},
-    256: {_NARROW: 2.03, _SQUARE: 2.94, _BETWEEN[0]: 3.78, _BETWEEN[1]: 5.84, _WIDE: 6.42, _LARGE: 11.12},
-    2**31: {_SQUARE: 3.03, _BETWEEN[0]: 3.5, _BETWEEN[1]: 5.6, _LARGE: 10.85},
+    32: {_16x32: 1.92, _64x256: 5.94},
+    64: {_64x16: 1.92, _64x32: 2.61, _64x64: 2.64, _64x256: 6.04},
+    256: {_64x16: 2.03, _64x64: 2.94, _64x128: 3.78, _128x128: 5.84, _64x256: 6.42, _128x256: 11.12},
+    2**31: {_64x64: 3.03, _64x128: 3.5, _128x128: 5.6, _128x256: 10.85},
 }
-"""The most rows of a product -> tile -> the time of one part, in nanoseconds for each element of K. Fitted to products
-of 15 layers with 16 to 8,192 rows on H200s. On another GPU other tiles may be faster, with the same bits."""
+"""The most rows of a product -> tile -> the time of one part, in nanoseconds for each element of K. Only their ratios
+count: they choose the tile. From 65 rows on, they are near the medians of nine products on two H200s
+(`tiles_in_halves` of benchmarks/results/bitwise_h200.json). Up to 64 rows they come from an earlier fit, and a tile
+that has more stages since then kept its time. On another GPU other tiles may be faster, with the same bits."""
 TILES = tuple(dict.fromkeys(tile for times in TIMES.values() for tile in times))
 SHARED_BYTES = 227 * 1024
 """Shared memory of one program on Hopper GPUs: what it reads ahead, and a part of the result on its way out."""
