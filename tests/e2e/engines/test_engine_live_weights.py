@@ -217,6 +217,17 @@ def learn_again(worker: Any) -> None:
     worker.weight_transfer_engine.known = KnownPlaces()
 
 
+def the_loader_stays(worker: Any, said: pytest.LogCaptureFixture, why: str) -> None:
+    """The engine has no places, says why once, and each update is right."""
+    learn_again(worker)
+    for version in (0, 1, 2):
+        push(worker, version)
+        assert worker.weight_transfer_engine.places is None
+        push(worker, version, load=False)
+    assert said.text.count("vLLM's loader loads each update of weights") == 1
+    assert why in said.text
+
+
 def test_updates_go_to_their_places_from_the_second_on(plain: Any) -> None:
     """Each is compared. What vLLM's loader does with padding is done too: sleep may leave anything there."""
     learn_again(plain)
@@ -287,12 +298,7 @@ def test_wrong_places_are_not_used(
             yield name, module, value
 
     monkeypatch.setattr(weight_receiver, "live_tensors", swapped)
-    learn_again(plain)
-    push(plain, 0)
-    push(plain, 1)
-    assert plain.weight_transfer_engine.places is None
-    assert "vLLM puts 2 tensors elsewhere" in said.text
-    push(plain, 1, load=False)
+    the_loader_stays(plain, said, "vLLM puts 2 tensors elsewhere")
 
 
 def test_places_are_found_again_where_parameters_have_moved(plain: Any) -> None:
@@ -323,12 +329,7 @@ def test_a_model_that_keeps_more_than_its_parameters_has_no_places(
         return load(listed.items())
 
     monkeypatch.setattr(model, "load_weights", load_and_double)
-    learn_again(plain)
-    push(plain, 0)
-    push(plain, 1)
-    assert plain.weight_transfer_engine.places is None
-    assert "0.model.norm.doubled, which is not a parameter, follows from the weights" in said.text
-    push(plain, 1, load=False)
+    the_loader_stays(plain, said, "0.model.norm.doubled, which is not a parameter, follows from the weights")
 
 
 def test_a_trial_without_memory_leaves_updates_to_the_loader(
@@ -350,20 +351,11 @@ def test_a_trial_without_memory_leaves_updates_to_the_loader(
         return replace(part, get=get)
 
     monkeypatch.setattr(live_places, "made_up", too_large)
-    learn_again(plain)
-    for version in (0, 1, 2):
-        push(plain, version)
-        assert plain.weight_transfer_engine.places is None
-        push(plain, version, load=False)
-    assert said.text.count("a trial of the places had no memory: CUDA out of memory. Tried to") == 1
+    the_loader_stays(plain, said, "a trial of the places had no memory: CUDA out of memory. Tried to")
 
 
 def test_packed_matrices_have_no_places(worker: Any, said: pytest.LogCaptureFixture) -> None:
-    learn_again(worker)
-    push(worker, 0)
-    push(worker, 1)
-    assert worker.weight_transfer_engine.places is None
-    assert "model.embed_tokens packs its weights" in said.text
+    the_loader_stays(worker, said, "model.embed_tokens packs its weights")
 
 
 def test_an_update_that_ended_half_way_leaves_the_next_one_to_the_loader(plain: Any) -> None:
