@@ -12,7 +12,8 @@ default-1 (the older of vLLM's two model runners), bitwise and bitwise-1. Measur
                   of which --running run at a time, as in a rollout; again under torch's profiler: the device's time,
                   by kernel
 
-Times are medians of three calls, of which the first one warms up.
+The first call of each kind warms up. Then a time of decoding is the mean of two calls with 33 tokens each, less that of
+two calls with one token; a time of prompts is the median of three calls; the load is the faster of two.
 """
 
 from __future__ import annotations

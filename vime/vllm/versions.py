@@ -43,8 +43,8 @@ the same without the    get_unstacked_mapper                get_rename_mapper   
 stacking of q, k and v
 adapters after an       stay                                are dropped                         `keep_adapters`
 update of weights
-log-probs of prompts in by the function of sampled tokens   import that function by its name    `replace_log_probs`
-the newer model runner
+log-probs of prompts in come from the function of sampled   that function has a second name in  `replace_log_probs`
+the newer model runner  tokens in its own module            the module for prompts
 logits in its sampler   in the model's dtype                in float32                          always float32, in
                                                                                                 `bitwise/sampling.py`
 flags of --vllm-*       without --log-level and others      without --max-num-partial-prefills  the installed parser's
@@ -266,5 +266,5 @@ def replace_log_probs(ours: Callable[[Tensor, Tensor], Tensor]) -> None:
 
     name = logprob.compute_token_logprobs.__name__
     for module in (logprob, prompt_logprob):
-        if module is logprob or hasattr(module, name):
+        if hasattr(module, name):
             setattr(module, name, ours)

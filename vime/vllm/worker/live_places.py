@@ -159,9 +159,8 @@ def found_places(model: LiveModel, shapes: Shapes) -> LivePlaces | str:
         return f"modules keep {size} bytes beside their parameters"
     try:
         return _why_wrong(model, places, beside, made_up(shapes, model)) or places
-    except (
-        torch.OutOfMemoryError
-    ) as error:  # it needs the largest tensor and a copy; the loader takes what is half-way
+    except torch.OutOfMemoryError as error:
+        # The trial needs memory for the largest tensor. vLLM's loader goes on from a model that is loaded in part.
         torch.cuda.empty_cache()
         return f"a trial of the places had no memory: {str(error).splitlines()[0]}"
 

@@ -79,7 +79,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self.known = KnownPlaces()
         self.places: LivePlaces | None = None  # where this update goes; None: through vLLM's loader
         self._expected: dict[bool, dict[str, list[int]] | None] = {}
-        self._is_ours = not bitwise.wanted()
+        self._is_checked = not bitwise.wanted()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
@@ -87,9 +87,9 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
     def start_weight_update(self) -> None:
         """`loaded`, `compared`: names and shapes of the tensors that parts brought so far; `finished`: vLLM has put all
         of them in place. `series`: the parts that belong together, see `slime.weight_sync.channel.Part`."""
-        if not self._is_ours:
+        if not self._is_checked:
             bitwise.require(self.model)
-            self._is_ours = True
+            self._is_checked = True
         self.series: str | None = None
         self.loaded: dict[str, list[int]] = {}
         self.compared: dict[str, list[int]] = {}

@@ -74,7 +74,7 @@ def _of_tokens(logits: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def _divide(logits: Tensor, expanded_idx_mapping: Tensor, temperature: Tensor) -> None:
-    """In place, each row by its request's temperature, where that is not 0. vLLM's kernel rounds the quotient as its
-    compiler likes."""
+    """In place, each row by its request's temperature, where that is not 0. The quotient is rounded correctly, which
+    vLLM's kernel does not promise."""
     of_row = temperature[expanded_idx_mapping.long()][:, None]
     logits /= of_row.where(of_row != 0, 1)
