@@ -3,8 +3,10 @@
     python benchmarks/training_speed.py --hf-checkpoint DIR --sequences 32 --prompt-len 512 --response-len 3584 \
         --use-dynamic-batch-size --max-tokens-per-gpu 16384 [any flag of vime train]
 
-Made-up sequences of equal length go through the trainer (slime.megatron_backend.step) as a rollout's do: no engine, no
-Ray. Every step is one optimizer step. With --colocate --offload-train the state leaves after each step and comes back.
+Sequences of random ids and equal length go through the trainer (slime.megatron_backend.step) as a rollout's do: no
+engine, no Ray. Every step is one optimizer step. With --colocate --offload-train the state leaves after each step and
+comes back. With --ranks N, N processes train on the N first GPUs; the figures are those of rank 0, and FLOPs are
+divided by N.
 
 Model FLOPs are 6 x parameters of the layers x tokens, attention's and the head's over the response
 (slime.plan.flops.ForwardFlops); what recomputation does again is not counted. By the time of actor_train: forward,
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing as mp
 from gpu_numbers import PEAK_TFLOPS
 
 from rl_kernel.benchmarks.machine import describe
@@ -67,55 +70,82 @@ def config_of(arguments: argparse.Namespace, given: list[str], run_dir: str) -> 
         *("--rollout-batch-size", str(arguments.sequences // GROUP), "--n-samples-per-prompt", str(GROUP)),
         *("--global-batch-size", str(arguments.sequences), "--num-rollout", str(arguments.steps)),
     ]
-    fixed = ["--debug-train-only", "--disable-rollout-global-dataset", "--actor-num-gpus-per-node", "1"]
+    ranks = ["--actor-num-gpus-per-node", str(arguments.ranks)]
+    fixed = ["--debug-train-only", "--disable-rollout-global-dataset", *ranks]
     return parse_config([*fixed, *batch, "--run-dir", run_dir, "--weight-dir", run_dir, *given])
 
 
-def batch(arguments: argparse.Namespace, config: Any, hf_config: dict[str, Any], step: int) -> TrainData:
+def batch(
+    arguments: argparse.Namespace, trainer: MegatronTrainer, hf_config: dict[str, Any], step: int
+) -> TrainData:
+    """The rank's part of a step."""
     lengths = arguments.prompt_len, arguments.response_len
     samples = made_up(arguments.sequences, *lengths, hf_config["vocab_size"], step)
-    return make_rank_data(config, config.namespace(), samples, 1, hf_config)[0]
+    parts = make_rank_data(trainer.config, trainer.args, samples, trainer.info.dp_size, hf_config)
+    return parts[trainer.info.dp_rank]
 
 
 def top_kernels(trainer: MegatronTrainer, arguments: argparse.Namespace, hf_config: dict[str, Any]) -> str:
-    """The kernels that take the most time in one more step."""
-    data = batch(arguments, trainer.config, hf_config, arguments.steps)
+    """Two tables of one more step: the kernels with the most time on the device, and the calls with the most on the
+    host."""
+    data = batch(arguments, trainer, hf_config, arguments.steps)
     with torch.profiler.profile() as profile:
         trainer.train(arguments.steps, data)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    return profile.key_averages().table(sort_by=key, row_limit=arguments.kernels, max_name_column_width=80)
+    keys = ["self_cpu_time_total"] + ["self_cuda_time_total"] * torch.cuda.is_available()
+    averages = profile.key_averages()
+    return "\n".join(
+        averages.table(sort_by=key, row_limit=arguments.kernels, max_name_column_width=80) for key in keys
+    )
+
+
+def train(rank: int, arguments: argparse.Namespace, given: list[str], folder: str) -> None:
+    """Train `--steps` steps on one rank. Rank 0 prints the timers of each and writes them to rows.json in `folder`."""
+    config = config_of(arguments, given, folder)
+    hf_config = read_hf_config(config.rollout.hf_checkpoint)
+    store = f"file://{folder}/store"
+    trainer = MegatronTrainer(config, rank, arguments.ranks, init_method=store, local_rank=rank)
+    rows = []
+    for step in range(arguments.steps):
+        perf = trainer.train(step, batch(arguments, trainer, hf_config, step)).perf
+        # as the publishing of weights does
+        trainer.policy.residence.release("parameters", timer="weights_offload")
+        rows.append(perf)
+        if rank == 0:
+            print(json.dumps({"step": step, **{k: round(v, 4) for k, v in sorted(perf.items())}}), flush=True)
+    if arguments.kernels:
+        table = top_kernels(trainer, arguments, hf_config)
+        if rank == 0:
+            print(table, flush=True)
+    trainer.close()
+    if rank == 0:
+        Path(folder, "rows.json").write_text(json.dumps(rows), encoding="utf-8")
 
 
 def measure(arguments: argparse.Namespace, given: list[str]) -> dict[str, Any]:
-    """Train `--steps` steps; medians over all but the first COMPILING."""
+    """Train on all ranks; medians over all steps but the first COMPILING."""
     with tempfile.TemporaryDirectory() as folder:
-        config = config_of(arguments, given, folder)
-        hf_config = read_hf_config(config.rollout.hf_checkpoint)
-        trainer = MegatronTrainer(config, 0, 1, init_method=f"file://{folder}/store")
-        rows = []
-        for step in range(arguments.steps):
-            perf = trainer.train(step, batch(arguments, config, hf_config, step)).perf
-            trainer.policy.residence.release(
-                "parameters", timer="weights_offload"
-            )  # as the publishing of weights does
-            rows.append(perf)
-            print(json.dumps({"step": step, **{k: round(v, 4) for k, v in sorted(perf.items())}}), flush=True)
-        if arguments.kernels:
-            print(top_kernels(trainer, arguments, hf_config))
-        trainer.close()
+        hf_config = read_hf_config(config_of(arguments, given, folder).rollout.hf_checkpoint)
+        if arguments.ranks == 1:
+            train(0, arguments, given, folder)
+        else:
+            mp.spawn(train, (arguments, given, folder), nprocs=arguments.ranks)
+        rows = json.loads(Path(folder, "rows.json").read_text(encoding="utf-8"))
     length = arguments.prompt_len + arguments.response_len
     flops = 3 * arguments.sequences * ForwardFlops(hf_config)(length, arguments.response_len)
     body = 3 * arguments.sequences * ForwardFlops(hf_config)(length, 0)
     kept = rows[COMPILING:]
     medians = {key: statistics.median(row[key] for row in kept) for key in kept[0]}
     seconds, peak = medians["perf/actor_train_time"], arguments.peak_tflops
+    flops, body = flops / arguments.ranks, body / arguments.ranks
     used = {"mfu": flops, "mfu_without_head": body} if peak else {}
+    passes = medians["perf/forward_time"] + medians["perf/backward_time"]
     return {
         **{name: done / seconds / 1e12 / peak for name, done in used.items()},
         "peak_tflops": peak,
         "tflops": flops / seconds / 1e12,
+        "tflops_of_passes": flops / passes / 1e12,
         "tokens_per_s": arguments.sequences * length / seconds,
         "medians": medians,
         "steps": rows,
@@ -126,6 +156,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--ranks", type=int, default=1, help="processes, one per GPU")
     parser.add_argument("--sequences", type=int, default=32, help="a step; a multiple of 8")
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--response-len", type=int, default=3584)
