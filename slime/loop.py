@@ -43,7 +43,7 @@ def run(
     loop = _Loop(config, rollout, trainer, engines, report, turns_of(config, engines))
     start = trainer.start_rollout_id
     report.start(start)
-    with said("sending the first weights to the engines"), report.events.phase("update", rollout=start):
+    with said("sending the first weights to the engines"), report.first_weights(start):
         loop.publish(start)
     loop.trained = start
     loop.evaluate_at_start(start)

@@ -31,6 +31,7 @@ from slime.config import Config
 from slime.data.drawing.mixing import data_sets
 from slime.data.files import prompt_files
 from slime.disk_space import Room
+from slime.memory.watch import MemoryWatch
 from slime.operators import decide, headline
 from slime.protocols import EnginePool
 from slime.roles import roles_of
@@ -134,6 +135,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         saved = {role.save_flag: role.saves_to(config) for role in roles_of(config) if role.trained}
         lock_all({"--run-dir": config.logging.run_dir, **saved}, stack)
         journal = stack.enter_context(recorded(run_dir, config.data.num_rollout))
+        memory = stack.enter_context(MemoryWatch(config.logging.run_dir))
         temporary, private = make_folder(), _private_weight_dir(config)
         stack.callback(remove, [str(temporary)])  # also if the watchdog does not start
         watchdog = Watchdog([str(directory) for directory in (temporary, private) if directory is not None])
@@ -177,9 +179,8 @@ def run(config: Config, argv: Sequence[str]) -> None:
         start = trainer.start_rollout_id if trainer is not None else config.data.start_rollout_id or 0
         with said("reading the data position of --load"):
             rollout.load(start)
-        report = Reporter(
-            config, make_trackers(config, run_dir, start), StepLine(total=config.data.num_rollout)
-        )
+        shown = StepLine(total=config.data.num_rollout)
+        report = Reporter(config, make_trackers(config, run_dir, start), shown, memory)
         stack.push(functools.partial(_close, report))
         print(f"run directory {run_dir}: metrics.jsonl, config.json, logs/", flush=True)
         if trainer is None:

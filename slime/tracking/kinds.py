@@ -124,6 +124,13 @@ _ALL = (
         "the phase ended, also by an error",
         durable=False,
     ),
+    EventKind(
+        "memory",
+        "memory",
+        "phase samples cards host processes ? rollout",
+        "the largest memory in a phase, so far or until its end: of each card, of the host, of each process",
+        durable=False,
+    ),
     EventKind("warning", "any", "logger text", "a warning of a log", durable=False),
 )
 KINDS = {kind.name: kind for kind in _ALL}

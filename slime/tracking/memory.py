@@ -33,6 +33,15 @@ def device_memory(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[1]
 
 
+def reserved_gib(device: torch.device) -> dict[str, float]:
+    """The metric of what PyTorch's allocator has taken from a GPU, with its cached blocks. Empty for other devices."""
+    if device.type != "cuda":
+        return {}
+    import torch
+
+    return {"perf/trainer_reserved_gib": torch.cuda.memory_reserved(device) / 2**30}
+
+
 def leave_free(device: torch.device, least: float) -> None:
     """Keep PyTorch's allocator from the last `least` bytes of a GPU.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 from slime.config import Config
 from slime.config.sections.debug import profiled_steps
@@ -15,21 +16,36 @@ from slime.tracking.kinds import STEP_PARTS
 from slime.tracking.memory import resident_peak_gib
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX, is_score
 from slime.tracking.percentiles import StepFigures
+from slime.tracking.phases import FIRST_WEIGHTS
 from slime.tracking.speed import training_speed
 from slime.tracking.timers import Timers
 from slime.tracking.trackers import Trackers
 from slime.tracking.trackers.record import State
 
 
-class Reporter:
-    """One per run, in the driver. `timers` are the driver's own; the ranks' times arrive in their results."""
+class PhaseWatch(Protocol):
+    """What follows the phases of a run: `slime.memory.watch.MemoryWatch`."""
 
-    def __init__(self, config: Config, trackers: Trackers, line: StepLine) -> None:
+    def observe(self, timer: str, begins: bool) -> None: ...
+
+    def set_rollout(self, rollout: int) -> None: ...
+
+    def phase(self, name: str) -> AbstractContextManager[None]: ...
+
+
+class Reporter:
+    """One per run, in the driver. `timers` are the driver's own; the ranks' times arrive in their results. `watch`
+    follows the phases of the loop."""
+
+    def __init__(
+        self, config: Config, trackers: Trackers, line: StepLine, watch: PhaseWatch | None = None
+    ) -> None:
         self.config, self.trackers, self.line = config, trackers, line
         self.events = Events("driver", config.logging.run_dir)
         self.spans = Spans(self.events)
         self.timers = Timers()
-        self.timers.observer = self.spans
+        self._watch = watch
+        self.timers.observer = self._observe
         self._sent: dict[str, float] = {}
         apart = 0 if config.cluster.colocate else config.cluster.rollout_num_gpus
         self._figures = StepFigures(trainer_ranks(config) + apart)
@@ -39,10 +55,24 @@ class Reporter:
         """The run starts or resumes at `rollout_id`."""
         self.events.add("start", rollout=rollout_id)
 
+    def _observe(self, timer: str, begins: bool) -> None:
+        self.spans(timer, begins)
+        if self._watch is not None:
+            self._watch.observe(timer, begins)
+
+    @contextmanager
+    def first_weights(self, version: int) -> Iterator[None]:
+        """The block gives the engines their first weights."""
+        watched = nullcontext() if self._watch is None else self._watch.phase(FIRST_WEIGHTS)
+        with self.events.phase("update", rollout=version), watched:
+            yield
+
     @contextmanager
     def running(self, rollout_id: int) -> Iterator[None]:
         """The block is a step of the loop: rollout `rollout_id`, its training and its update."""
         self.spans.set_rollout(rollout_id)
+        if self._watch is not None:
+            self._watch.set_rollout(rollout_id)
         with self.timers.measure("step"):
             yield
 

@@ -7,6 +7,7 @@ import resource
 import time
 from pathlib import Path
 
+from slime.memory.host import host_memory, host_total, meminfo
 from vime.doctor.finding import GIB, MIB, Finding, WantedRun, judge, ok, problem, size, warning
 from vime.doctor.machine import Machine, words
 
@@ -39,15 +40,12 @@ def check_numa(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 def check_memory(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """Total memory is what counts. If little is free, another run may be using it."""
-    facts = dict(line.split(":", 1) for line in (machine.read("/proc/meminfo") or "").splitlines())
-    if "MemTotal" not in facts:
+    found_memory, facts = host_memory(machine.root), meminfo(machine.root)
+    if found_memory is None:
         return [warning("memory", "/proc/meminfo gives no total", "mount /proc")]
-    total = int(facts["MemTotal"].split()[0]) * 1024
-    free = int(facts.get("MemAvailable", facts["MemTotal"]).split()[0]) * 1024
-    limit = machine.read("/sys/fs/cgroup/memory.max") or "max"
-    note = ""
-    if limit.isdecimal() and int(limit) < total:
-        total, note = int(limit), " (limit of the container)"
+    total = host_total(machine.root) or found_memory.total
+    free = min(facts.get("MemAvailable", total), found_memory.total - found_memory.used)
+    note = " (limit of the container)" if total < facts["MemTotal"] else ""
     remedy = f"give the run at least {size(SMALL_MEMORY)}; more for a model larger than the tiny one"
     found = f"{size(total)}{note}, {size(min(free, total))} available"
     return [

@@ -51,7 +51,7 @@ from slime.roles.groups import name_of, read_by, sent_by
 from slime.rollout.debug_data import save_debug_train_data
 from slime.tracking import outbox
 from slime.tracking.events import Events, Spans
-from slime.tracking.memory import resident_peak_gib
+from slime.tracking.memory import reserved_gib, resident_peak_gib
 from slime.tracking.profiler import StepProfiler
 from slime.tracking.timers import Timers
 from slime.tracking.traces.memory_history import MemoryHistory
@@ -139,9 +139,10 @@ class MegatronTrainer:
             self.models.main.residence.release("gradients", "optimizer")
         self.outputs.version = rollout_id + 1
         self.memory_history.trained(rollout_id)
+        reserved = reserved_gib(self.info.device)
         if self.config.cluster.colocate and self.info.device.type == "cuda":
             torch.cuda.empty_cache()  # the allocator's cached blocks: the engine's keys and values come here
-        perf = self.timers.flush()
+        perf = self.timers.flush() | reserved
         perf |= self.models.metrics(perf) | ({"perf/columns_wait_time": waited_s} if waited_s else {})
         if (resident := resident_peak_gib()) is not None:
             perf["perf/trainer_rss_gib"] = resident

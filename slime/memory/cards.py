@@ -1,0 +1,80 @@
+"""Memory of the GPUs of this host, from NVIDIA's driver: of each card, and of each process on it.
+
+A container may hide the processes of the host from the driver. Then a card has bytes that no known process owns.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass, field
+from types import ModuleType
+
+
+@dataclass(frozen=True)
+class CardMemory:
+    """Bytes of one card."""
+
+    index: int
+    total: int
+    used: int
+    """By all processes, without what the driver reserves: the number of `nvidia-smi`."""
+    by_process: dict[int, int] = field(default_factory=dict)
+    """Process id -> bytes."""
+
+
+class Cards:
+    """The cards that this process may see, in the order of CUDA_VISIBLE_DEVICES. None of them without a driver."""
+
+    def __init__(self) -> None:
+        self._nvml, self._handles = _open()
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def read(self, *, processes: bool = False) -> list[CardMemory]:
+        """The memory now. `processes`: with that of each process, which takes longer. A card that does not answer is
+        left out."""
+        found = []
+        for index, handle in self._handles.items():
+            try:
+                total, used = self._memory(handle)
+                found.append(CardMemory(index, total, used, self._of(handle) if processes else {}))
+            except self._nvml.NVMLError:
+                continue
+        return found
+
+    def _memory(self, handle: object) -> tuple[int, int]:
+        try:
+            info = self._nvml.nvmlDeviceGetMemoryInfo(handle, version=self._nvml.nvmlMemory_v2)
+        except self._nvml.NVMLError:  # an old driver
+            info = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+        return int(info.total), int(info.used)
+
+    def _of(self, handle: object) -> dict[int, int]:
+        running = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        return {process.pid: int(process.usedGpuMemory or 0) for process in running}
+
+
+def _open() -> tuple[ModuleType, dict[int, object]]:
+    """NVML and the handle of each card by its index. Ray brings the bindings."""
+    pynvml = importlib.import_module("ray._private.thirdparty.pynvml")  # it has no types
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+        handles: dict[int, object] = {
+            index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)
+        }
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is None:
+            return pynvml, handles
+        names = [name.strip() for name in visible.split(",") if name.strip()]
+        by_name = {str(index): index for index in handles}
+        by_name |= {_text(pynvml.nvmlDeviceGetUUID(handle)): index for index, handle in handles.items()}
+        return pynvml, {by_name[name]: handles[by_name[name]] for name in names if name in by_name}
+    except pynvml.NVMLError:  # no driver, or one that does not answer
+        return pynvml, {}
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name

@@ -1,0 +1,119 @@
+"""The host's memory: how much processes may have, and how much of it they have.
+
+A process is limited by the host's memory and by the limit of each cgroup above it (versions 1 and 2). The tightest one
+counts. Page cache of files is not counted as used, because the kernel takes it back before it kills a process. Files in
+/dev/shm are counted: they stay until somebody removes them. Ray 2.60 counts in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+RAY_THRESHOLD = 0.95
+"""The share of the memory from which Ray kills workers, unless RAY_memory_usage_threshold is set."""
+_UNLIMITED = 1 << 60
+"""Version 1 spells no limit as a number near 2**63."""
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of the tightest limit."""
+
+    total: int
+    used: int
+    limit: str = "the host"
+    """What sets the limit: the host, or a cgroup with its path."""
+
+    @property
+    def share(self) -> float:
+        return self.used / self.total
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory | None:
+    """The memory of this host, or None without /proc/meminfo. `root` replaces `/`."""
+    host = _of_host(root)
+    if host is None:
+        return None
+    cgroups = [found for found in _of_cgroups(root) if found.total < host.total]
+    return max([host, *cgroups], key=lambda found: (found.share, -found.total)) if cgroups else host
+
+
+def host_total(root: Path = Path("/")) -> int | None:
+    """The most bytes that all processes together may have, or None where it is not known."""
+    host = _of_host(root)
+    return None if host is None else min([host.total, *(found.total for found in _of_cgroups(root))])
+
+
+def shared_memory_total(path: Path = Path("/dev/shm")) -> int | None:
+    """Bytes of the file system for shared memory, or None without one."""
+    import os
+
+    if not path.is_dir():
+        return None
+    found = os.statvfs(path)
+    return found.f_blocks * found.f_frsize
+
+
+def meminfo(root: Path = Path("/")) -> dict[str, int]:
+    """The bytes in /proc/meminfo by their names; empty without it."""
+    text = _read(root / "proc/meminfo")
+    rows = (line.split() for line in (text or "").splitlines())
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3}
+
+
+def _of_host(root: Path) -> HostMemory | None:
+    facts = meminfo(root)
+    if "MemTotal" not in facts:
+        return None
+    free = facts.get("MemAvailable", facts.get("MemFree", 0))
+    return HostMemory(facts["MemTotal"], facts["MemTotal"] - free)
+
+
+def _of_cgroups(root: Path) -> Iterator[HostMemory]:
+    """Of each cgroup with a limit, from this process's up to the root."""
+    for line in (_read(root / "proc/self/cgroup") or "0::/").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _of_version(root / "sys/fs/cgroup", path, _VERSION_2)
+        elif "memory" in controllers.split(","):
+            yield from _of_version(root / "sys/fs/cgroup/memory", path, _VERSION_1)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The names of a cgroup's files, and of what is page cache in its statistics."""
+
+    limit: str
+    used: str
+    cache: tuple[str, ...]
+
+
+_VERSION_2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
+_VERSION_1 = _Files(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
+)
+
+
+def _of_version(mount: Path, path: str, files: _Files) -> Iterator[HostMemory]:
+    """A container sees its own cgroup as the root, so a path that is not there is one that it cannot see."""
+    folder = mount / path.lstrip("/")
+    while True:
+        limit = _read(folder / files.limit)
+        if limit is not None and limit.isdecimal() and 0 < int(limit) < _UNLIMITED:
+            used = int(_read(folder / files.used) or 0)
+            rows = (line.split() for line in (_read(folder / "memory.stat") or "").splitlines())
+            cache = sum(int(row[1]) for row in rows if len(row) == 2 and row[0] in files.cache)
+            shown = "/" + str(folder.relative_to(mount)).removeprefix(".")
+            yield HostMemory(int(limit), max(used - cache, 0), f"the cgroup {shown}")
+        if folder == mount:
+            return
+        folder = folder.parent
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None

@@ -1,0 +1,114 @@
+"""The largest memory that was seen while one phase of a run lasted, and its record in the journal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from slime.memory.cards import CardMemory
+from slime.memory.host import HostMemory
+from slime.memory.processes import ProcessMemory
+from slime.plan.units import GIB
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The memory at one time."""
+
+    cards: list[CardMemory]
+    host: HostMemory | None
+    shared_memory: int
+    """Bytes in files of /dev/shm."""
+    processes: Mapping[int, ProcessMemory]
+    roles: Mapping[int, str]
+    """Of each process."""
+    proportional: Mapping[str, int] = field(default_factory=dict)
+    """Role -> bytes, the newest that were read."""
+
+    def by_role(self) -> dict[str, ProcessMemory]:
+        """The memory of the processes of each role together."""
+        found: dict[str, ProcessMemory] = {}
+        for pid, memory in self.processes.items():
+            role = self.roles[pid]
+            found[role] = found.get(role, ProcessMemory()) + memory
+        return found
+
+
+@dataclass
+class Peaks:
+    """The largest values of the samples of one stay in a phase. A card is kept as it was at its largest, with its
+    processes then."""
+
+    phase: str
+    rollout: int | None = None
+    samples: int = 0
+    cards: dict[int, tuple[CardMemory, dict[str, int]]] = field(default_factory=dict)
+    host: HostMemory | None = None
+    shared_memory: int = 0
+    processes: dict[str, ProcessMemory] = field(default_factory=dict)
+    proportional: dict[str, int] = field(default_factory=dict)
+
+    def add(self, sample: Sample) -> None:
+        self.samples += 1
+        for card in sample.cards:
+            if card.index not in self.cards or card.used > self.cards[card.index][0].used:
+                self.cards[card.index] = card, _owners(card, sample.roles)
+        if sample.host is not None and (self.host is None or sample.host.used > self.host.used):
+            self.host = sample.host
+        self.shared_memory = max(self.shared_memory, sample.shared_memory)
+        for role, memory in sample.by_role().items():
+            if memory.resident > self.processes.get(role, ProcessMemory()).resident:
+                self.processes[role] = memory
+        for role, size in sample.proportional.items():
+            self.proportional[role] = max(size, self.proportional.get(role, 0))
+
+    def fields(self) -> dict[str, object]:
+        """As an event of the kind `memory`: sizes in GiB."""
+        cards = [
+            {
+                "card": index,
+                "used_gib": _gib(card.used),
+                "total_gib": _gib(card.total),
+                "by_gib": {role: _gib(size) for role, size in owners.items()},
+            }
+            for index, (card, owners) in sorted(self.cards.items())
+        ]
+        host: dict[str, object] = {"shared_memory_gib": _gib(self.shared_memory)}
+        if self.host is not None:
+            host |= {
+                "used_gib": _gib(self.host.used),
+                "total_gib": _gib(self.host.total),
+                "limit": self.host.limit,
+            }
+        processes = {
+            role: {
+                "anonymous_gib": _gib(memory.anonymous),
+                "shared_gib": _gib(memory.shared),
+                "files_gib": _gib(memory.files),
+                **({"pss_gib": _gib(self.proportional[role])} if role in self.proportional else {}),
+            }
+            for role, memory in sorted(self.processes.items())
+        }
+        rollout = {} if self.rollout is None else {"rollout": self.rollout}
+        return {
+            "phase": self.phase,
+            "samples": self.samples,
+            "cards": cards,
+            "host": host,
+            "processes": processes,
+            **rollout,
+        }
+
+
+def _owners(card: CardMemory, roles: Mapping[int, str]) -> dict[str, int]:
+    """Role -> bytes on a card. A process that is not of the run, or whose number a container hides, keeps its
+    number."""
+    found = Counter[str]()
+    for pid, size in card.by_process.items():
+        found[roles.get(pid, f"pid {pid}")] += size
+    return dict(found)
+
+
+def _gib(size: int) -> float:
+    return round(size / GIB, 3)

@@ -1,0 +1,70 @@
+"""Host memory of the processes of a run, by role. The role of a process is the name of the log that it writes to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+DRIVER, OTHER = "driver", "other"
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Bytes that are resident."""
+
+    anonymous: int = 0
+    """Its own pages: tensors, heaps, memory that was pinned in place."""
+    shared: int = 0
+    """Shared memory that it maps, in full: Ray's object store, published weights, files in /dev/shm."""
+    files: int = 0
+    """Mapped files: libraries and checkpoints. The kernel takes clean ones back."""
+
+    @property
+    def resident(self) -> int:
+        return self.anonymous + self.shared + self.files
+
+    def __add__(self, other: ProcessMemory) -> ProcessMemory:
+        return ProcessMemory(
+            self.anonymous + other.anonymous, self.shared + other.shared, self.files + other.files
+        )
+
+
+def roles_of(logs: Path, driver: int, started: Iterable[int]) -> dict[int, str]:
+    """Process id -> role, of the driver, of each process of this host that writes to a file of `logs` (so also of a Ray
+    cluster that the run has joined), and of what the driver has `started`."""
+    found = dict.fromkeys(started, OTHER)
+    folder = logs.resolve()
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            output = Path(os.readlink(f"/proc/{entry}/fd/1"))
+        except OSError:  # it has ended, or belongs to another user
+            continue
+        if output.parent == folder:
+            found[int(entry)] = output.stem
+    return {**found, driver: DRIVER}
+
+
+def process_memory(pid: int) -> ProcessMemory | None:
+    """The memory of a process now, or None if it has ended. Reads counters, so it costs the process nothing."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    rows = (line.split() for line in lines if line.startswith("Rss"))
+    sizes = {row[0]: int(row[1]) * 1024 for row in rows}
+    return ProcessMemory(sizes.get("RssAnon:", 0), sizes.get("RssShmem:", 0), sizes.get("RssFile:", 0))
+
+
+def proportional(pid: int) -> int | None:
+    """The proportional set size: a page that n processes share counts 1/n. None if the process has ended. The kernel
+    walks all its pages for this number, so it is read rarely."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    found = [line.split()[1] for line in text.splitlines() if line.startswith("Pss:")]
+    return int(found[0]) * 1024 if found else None
