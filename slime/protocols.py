@@ -95,6 +95,11 @@ class RolloutEngine(Protocol):
     streams: bool
     """Whether `generate` takes `on_tokens`. Otherwise a completion comes when it is whole."""
 
+    async def context_tokens(self, deadline_s: float) -> int:
+        """The most tokens of a prompt with its completion, which do not change. Retries as `generate` does. An engine
+        without this method does not say."""
+        ...
+
     async def generate(
         self,
         token_ids: list[int],

@@ -98,6 +98,8 @@ class GenerateState:
         self.allowed = -1
         self.version: int | None = None
         self._news = asyncio.Event()
+        self._context: int | None = None
+        self._asking = asyncio.Lock()
         self.events = Events("rollout", section_of(LoggingConfig, args).run_dir)
         self.spans = SampleSpans(section_of(LoggingConfig, args).otlp_traces_endpoint)
         self.sampling_params = rollout_sampling_params(section_of(RolloutConfig, args))
@@ -245,6 +247,15 @@ class GenerateState:
                 render_chat(sample.prompt, self.tokenizer, kwargs or {}, sample.metadata.get("tools"))
             )
         )
+
+    async def context_tokens(self) -> int | None:
+        """The most tokens of a prompt with its response that the engines take; None for engines that do not say.
+        TimeoutError when no engine answers in --rollout-deadline-s."""
+        ask = getattr(self.engine, "context_tokens", None)
+        async with self._asking:
+            if self._context is None and ask is not None:
+                self._context = await ask(section_of(RolloutConfig, self.args).rollout_deadline_s)
+        return self._context
 
     @functools.cached_property
     def _opening(self) -> list[int]:

@@ -6,7 +6,8 @@ async def generate(args, sample, sampling_params):
     return session.samples()
 """
 
+from slime.sessions.limits import SessionLimits
 from slime.sessions.opening import open_session
-from slime.sessions.session import Session, SessionLimits
+from slime.sessions.session import Session
 
 __all__ = ["Session", "SessionLimits", "open_session"]

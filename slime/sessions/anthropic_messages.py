@@ -17,7 +17,8 @@ from slime.sessions.dialect import (
     Refused,
     Session,
 )
-from slime.sessions.messages import assistant, text_of, tool_call
+from slime.sessions.json_text import as_object
+from slime.sessions.messages import assistant, system_text, text_of, tool_call
 
 _STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
@@ -26,7 +27,7 @@ _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found
 def read(body: Body, session: Session) -> ChatRequest:
     """The request. Refused for what sessions do not serve."""
     messages: list[Body] = []
-    if system := text_of(body.get("system")):
+    if system := system_text(body.get("system")):
         messages.append({"role": "system", "content": system})
     for entry in dialect.objects(body.get("messages"), "messages"):
         messages += _assistant(entry) if entry.get("role") == "assistant" else _from_user(entry)
@@ -49,9 +50,10 @@ def _assistant(entry: Body) -> list[Body]:
     for block in _blocks(entry):
         kind = block.get("type")
         if kind == "tool_use":
-            calls.append(tool_call(block.get("name"), block.get("input"), block.get("id")))
+            call_id = dialect.value(block, "id", str, "")
+            calls.append(tool_call(block.get("name"), dialect.value(block, "input", dict, {}), call_id))
         elif kind == "thinking":
-            thoughts.append(str(block.get("thinking") or ""))
+            thoughts.append(dialect.value(block, "thinking", str, ""))
         elif kind != "redacted_thinking":
             texts.append(text_of([block]))
     return [assistant("".join(texts), calls, "".join(thoughts) or None)]
@@ -63,13 +65,11 @@ def _from_user(entry: Body) -> list[Body]:
     others = []
     for block in _blocks(entry):
         if block.get("type") == "tool_result":
-            said = text_of(block.get("content"))
-            results.append({"role": "tool", "content": said, "tool_call_id": block.get("tool_use_id") or ""})
+            results.append(dialect.tool_result(block, "content", "tool_use_id"))
         else:
             others.append(block)
-    if others:
-        results.append(dialect.simple_message({**entry, "content": others}))
-    return results
+    rest = dialect.simple_message({**entry, "content": others})
+    return [*results, rest] if others else results
 
 
 def _content(answer: ModelAnswer) -> list[Body]:
@@ -80,18 +80,8 @@ def _content(answer: ModelAnswer) -> list[Body]:
     if reply.content or not reply.tool_calls:
         found.append({"type": "text", "text": reply.content or ""})
     for call in reply.tool_calls:
-        try:
-            given = json.loads(call.arguments)
-        except ValueError:
-            given = call.arguments
-        found.append(
-            {
-                "type": "tool_use",
-                "id": call.id,
-                "name": call.name,
-                "input": given if isinstance(given, dict) else {"arguments": given},
-            }
-        )
+        given = as_object(call.arguments)
+        found.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
     return found
 
 

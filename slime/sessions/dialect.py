@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from slime.sessions.live import LiveAnswer
-from slime.sessions.messages import ChatRequest, ModelAnswer, Refused, text_of
+from slime.sessions.messages import ChatRequest, ModelAnswer, Refused, system_text, text_of
 from slime.sessions.session import MODEL, Session
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ def request_of(body: Body, messages: list[Body], tools: list[Body], length: str,
         raise Refused("request", f"{length} must be above 0, got {most}; leave it out")
     if value(body, "n", int, 1) != 1:
         raise Refused("request", f"n must be 1, got {body['n']}; ask several times")
-    ignored = [name for name in _SAMPLING if body.get(name) not in (None, False, {}, [])]
+    ignored = [name for name in _SAMPLING if _given(body.get(name))]
     if body.get("tool_choice") not in (None, "auto", {"type": "auto"}):
         ignored.append("tool_choice")
     return ChatRequest(
@@ -95,6 +95,10 @@ def request_of(body: Body, messages: list[Body], tools: list[Body], length: str,
     )
 
 
+def _given(found: object) -> bool:
+    return found is not None and found is not False and found != {} and found != []
+
+
 def objects(values: object, what: str) -> list[Body]:
     """A list of objects. Refused for anything else."""
     if not isinstance(values, list) or not all(isinstance(entry, dict) for entry in values):
@@ -105,11 +109,12 @@ def objects(values: object, what: str) -> list[Body]:
 def function_tool(name: object, description: object, parameters: object) -> Body:
     """A tool as chat templates read it."""
     if not isinstance(name, str) or not name:
-        raise Refused("request", f"a tool must have a name, got {name!r}; only functions are served")
+        raise Refused("request", f"a tool must have a name, got {name!r:.80}; only functions are served")
+    given = {"description": description, "parameters": parameters}
     function: Body = {"name": name}
-    if description:
-        function["description"] = description
-    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    if about := value(given, "description", str, ""):
+        function["description"] = about
+    function["parameters"] = value(given, "parameters", dict, {}) or {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
 
 
@@ -118,9 +123,17 @@ def simple_message(entry: Body) -> Body:
     role = entry.get("role")
     if role not in ("system", "developer", "user"):
         raise Refused(
-            "request", f"role must be system, user, assistant or tool, got {role!r}; fix the client"
+            "request", f"role must be system, user, assistant or tool, got {role!r:.80}; fix the client"
         )
-    return {"role": "user" if role == "user" else "system", "content": text_of(entry.get("content"))}
+    if role == "user":
+        return {"role": "user", "content": text_of(entry.get("content"))}
+    return {"role": "system", "content": system_text(entry.get("content"))}
+
+
+def tool_result(entry: Body, content: str, call_id: str) -> Body:
+    """A message of a tool. `content` and `call_id`: the names of the fields."""
+    given = value(entry, call_id, str, "")
+    return {"role": "tool", "content": text_of(entry.get(content)), "tool_call_id": given}
 
 
 def written(event: Event) -> bytes:

@@ -18,9 +18,10 @@ from aiohttp import web
 
 from slime.rollout import state
 from slime.rollout.generate import EVALUATION, of_evaluation
+from slime.sessions.limits import DONE, SessionLimits
 from slime.sessions.opening import begin
 from slime.sessions.server import SessionServer
-from slime.sessions.session import DONE, Session, SessionLimits
+from slime.sessions.session import Session
 from slime.types import Sample
 
 _KEPT_HEADERS = ("Content-Type", "Cache-Control")

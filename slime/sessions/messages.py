@@ -1,24 +1,30 @@
 """Chat messages in one form, whatever dialect they came in: the form that chat templates of Hugging Face read.
 
 A message has `role` (system, user, assistant, tool) and `content` (text). An assistant's may have `tool_calls`
-({"id", "type": "function", "function": {"name", "arguments"}}, arguments as an object where they are JSON) and
-`reasoning_content`. A tool's has `tool_call_id`.
+({"id", "type": "function", "function": {"name", "arguments"}}, arguments as an object) and `reasoning_content`. A
+tool's has `tool_call_id`.
 """
 
 from __future__ import annotations
 
-import json
+import re
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from slime.sessions.json_text import as_object, as_unicode
 from slime.types import Message, Tools
+
+_TEXT = ("text", "input_text", "output_text")
+"""The types of text parts."""
+_BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
+"""A line that Claude Code puts into its system prompt. It is another one in each request."""
 
 
 class Refused(Exception):
     """A request that ends its session. `reason` is recorded in the samples; `status` is the HTTP status."""
 
     def __init__(self, reason: str, said: str, status: int = 400) -> None:
-        super().__init__(said)
+        super().__init__(as_unicode(said))
         self.reason, self.status = reason, status
 
 
@@ -94,14 +100,25 @@ class ChatRequest:
     stream: bool = False
     ignored: list[str] = field(default_factory=list)
     """Fields that have no effect, because they would change the distribution that the trainer assumes."""
+    size: int = 0
+    """Of its body, in bytes."""
 
 
-def text_of(content: object, kinds: tuple[str, ...] = ("text", "input_text", "output_text")) -> str:
+def text_of(content: object, kinds: tuple[str, ...] = _TEXT) -> str:
     """The text of a message's content: a text, or a list of text parts. Refused for an image and other parts."""
+    return "".join(_parts(content, kinds))
+
+
+def system_text(content: object) -> str:
+    """The text of a system prompt, without the line that a client changes in each request."""
+    return "".join(_BILLING.sub("", part) for part in _parts(content, _TEXT))
+
+
+def _parts(content: object, kinds: tuple[str, ...]) -> list[str]:
     if content is None:
-        return ""
+        return []
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         raise Refused(
             "request",
@@ -115,21 +132,24 @@ def text_of(content: object, kinds: tuple[str, ...] = ("text", "input_text", "ou
         elif kind in kinds and isinstance(part.get("text"), str):
             found.append(part["text"])
         elif "image" in str(kind) or "audio" in str(kind) or "file" in str(kind):
-            raise Refused("media", f"content must be text, got a part of type {kind}; sessions are text only")
+            raise Refused(
+                "media", f"content must be text, got a part of type {kind!s:.80}; sessions are text only"
+            )
         else:
-            raise Refused("request", f"a content part must be text, got {kind!r}; leave it out")
-    return "".join(found)
+            raise Refused("request", f"a content part must be text, got {kind!r:.80}; leave it out")
+    return found
 
 
-def tool_call(name: object, arguments: object, call_id: object) -> dict[str, object]:
-    """A call as templates read it. Arguments that are a JSON object become one."""
+def tool_call(name: object, arguments: object, call_id: str) -> dict[str, object]:
+    """A call as templates read it."""
     if not isinstance(name, str) or not name:
-        raise Refused("request", f"a tool call must have a name, got {name!r}; fix the client")
-    return {
-        "id": str(call_id or ""),
-        "type": "function",
-        "function": {"name": name, "arguments": _object(arguments)},
-    }
+        raise Refused("request", f"a tool call must have a name, got {name!r:.80}; fix the client")
+    given = as_object(arguments) if isinstance(arguments, str) else {} if arguments is None else arguments
+    if not isinstance(given, dict):
+        raise Refused(
+            "request", f"the arguments of a tool call must be an object, got {given!r:.80}; fix the client"
+        )
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
 
 
 def assistant(content: str | None, calls: list[dict[str, object]], reasoning: str | None = None) -> Message:
@@ -160,13 +180,3 @@ def same(ours: Message, theirs: Message) -> bool:
 def _said(message: Message) -> tuple[str, list[object]]:
     calls = [call["function"] for call in message.get("tool_calls", ())]
     return message["content"].strip(), calls
-
-
-def _object(arguments: object) -> object:
-    if not isinstance(arguments, str):
-        return arguments if arguments is not None else {}
-    try:
-        value = json.loads(arguments or "{}")
-    except ValueError:
-        return arguments
-    return value if isinstance(value, dict) else arguments

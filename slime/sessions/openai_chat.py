@@ -30,6 +30,7 @@ def read(body: Body, session: Session) -> ChatRequest:
                 function.get("name"), function.get("description"), function.get("parameters")
             )
         )
+    dialect.value(body, "stream_options", dict, {})
     length = "max_completion_tokens" if body.get("max_completion_tokens") else "max_tokens"
     return dialect.request_of(body, list(map(_message, entries)), tools, length, "stop")
 
@@ -37,19 +38,17 @@ def read(body: Body, session: Session) -> ChatRequest:
 def _message(entry: Body) -> Body:
     role = entry.get("role")
     if role == "tool":
-        return {
-            "role": "tool",
-            "content": text_of(entry.get("content")),
-            "tool_call_id": entry.get("tool_call_id") or "",
-        }
+        return dialect.tool_result(entry, "content", "tool_call_id")
     if role != "assistant":
         return dialect.simple_message(entry)
     calls = []
     for call in dialect.objects(entry.get("tool_calls") or [], "tool_calls"):
         function = dialect.value(call, "function", dict, {})
-        calls.append(tool_call(function.get("name"), function.get("arguments"), call.get("id")))
-    reasoning = entry.get("reasoning_content") or entry.get("reasoning")
-    return assistant(text_of(entry.get("content")), calls, reasoning if isinstance(reasoning, str) else None)
+        call_id = dialect.value(call, "id", str, "")
+        calls.append(tool_call(function.get("name"), function.get("arguments"), call_id))
+    names = ("reasoning_content", "reasoning")
+    reasoning = next(filter(None, (dialect.value(entry, name, str, "") for name in names)), None)
+    return assistant(text_of(entry.get("content")), calls, reasoning)
 
 
 def _call(call: ToolCall) -> Body:

@@ -16,7 +16,7 @@ from slime.sessions.dialect import (
     Refused,
     Session,
 )
-from slime.sessions.messages import ToolCall, assistant, text_of, tool_call
+from slime.sessions.messages import ToolCall, assistant, system_text, text_of, tool_call
 
 
 def read(body: Body, session: Session) -> ChatRequest:
@@ -25,15 +25,17 @@ def read(body: Body, session: Session) -> ChatRequest:
     given = body.get("input")
     entries = [{"role": "user", "content": given}] if isinstance(given, str) else given
     messages = _messages(dialect.objects(entries, "input"))
-    if earlier := body.get("previous_response_id"):
-        before = session.messages_of(str(earlier).removeprefix("resp_"))
+    if earlier := dialect.value(body, "previous_response_id", str, ""):
+        before = session.messages_of(earlier.removeprefix("resp_"))
         messages = [*(m for m in before if m["role"] != "system" or not body.get("instructions")), *messages]
-    if instructions := text_of(body.get("instructions")):
+    if instructions := system_text(body.get("instructions")):
         messages.insert(0, {"role": "system", "content": instructions})
     tools = []
     for tool in dialect.objects(body.get("tools") or [], "tools"):
         if tool.get("type") != "function":
-            raise Refused("request", f"tools must be functions, got {tool.get('type')!r}; leave others out")
+            raise Refused(
+                "request", f"tools must be functions, got {tool.get('type')!r:.80}; leave others out"
+            )
         tools.append(dialect.function_tool(tool.get("name"), tool.get("description"), tool.get("parameters")))
     return dialect.request_of(body, messages, tools, "max_output_tokens", "stop")
 
@@ -45,21 +47,23 @@ def _messages(items: list[Body]) -> list[Body]:
     for item in items:
         kind = item.get("type") or "message"
         if kind == "function_call_output":
-            output = text_of(item.get("output"))
-            found.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id") or ""})
+            found.append(dialect.tool_result(item, "output", "call_id"))
         elif kind == "function_call":
-            call = tool_call(item.get("name"), item.get("arguments"), item.get("call_id"))
+            call_id = dialect.value(item, "call_id", str, "")
+            call = tool_call(item.get("name"), item.get("arguments"), call_id)
             _join(found, assistant("", [call]))
         elif kind == "reasoning":
-            parts = [*(item.get("content") or []), *(item.get("summary") or [])]
-            thoughts = text_of(parts, ("reasoning_text", "summary_text"))
+            texts = (
+                text_of(item.get(name), ("reasoning_text", "summary_text")) for name in ("content", "summary")
+            )
+            thoughts = "".join(texts)
             _join(found, assistant("", [], thoughts))
         elif kind == "message" and item.get("role") == "assistant":
             _join(found, assistant(text_of(item.get("content")), []))
         elif kind == "message":
             found.append(dialect.simple_message(item))
         else:
-            raise Refused("request", f"an input item of type {kind!r} is not served")
+            raise Refused("request", f"an input item of type {kind!r:.80} is not served")
     return found
 
 

@@ -12,9 +12,10 @@ from weakref import WeakKeyDictionary
 
 from slime.hooks import load_function
 from slime.rollout import state
+from slime.sessions.limits import DONE, SessionLimits
 from slime.sessions.messages import ChatParser, PlainParser
 from slime.sessions.server import SessionServer, server_of_loop
-from slime.sessions.session import DONE, MODEL, Session, SessionLimits
+from slime.sessions.session import MODEL, Session
 from slime.types import Sample, SamplingParams
 from slime.user_code import is_cancelled
 

@@ -23,6 +23,9 @@ from slime.types import Message, Tools
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_PIECE = 1 << 15
+"""Characters. No tokenizer needs twice as many tokens for a text that is cut into pieces of this size."""
+
 
 class BoundaryError(Exception):
     """The template does not show where the last turn of the model ends."""
@@ -34,19 +37,25 @@ class ChatRenderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: dict[str, object]) -> None:
         self._tokenizer, self._options = tokenizer, options
 
-    def whole(self, messages: list[Message], tools: Tools) -> list[int]:
-        """The tokens of a conversation, open for the model. Refused when the template raises an error."""
-        return self._encode(self._render(messages, tools, open_turn=True))
+    def whole(self, messages: list[Message], tools: Tools, context: int | None) -> list[int]:
+        """The tokens of a conversation, open for the model. Refused when the template raises an error, and for a text
+        that is far longer than `context` tokens."""
+        return self._encode(self._render(messages, tools, open_turn=True), context)
 
     def following(
-        self, known: list[Message], new: list[Message], tools: Tools, last_token: int | None
+        self,
+        known: list[Message],
+        new: list[Message],
+        tools: Tools,
+        last_token: int | None,
+        context: int | None,
     ) -> list[int]:
         """The tokens after the last turn of `known`, which is the model's: what closes it, `new`, and the opening of
         the next turn.
 
         `last_token`: the model's last token if the turn ended with it, None for a turn that was cut off. A template
         that shows another end, such as <|end|> for gpt-oss's <|return|>, does not add its own. BoundaryError when the
-        end of the turn cannot be found. Refused when the template raises an error.
+        end of the turn cannot be found. Refused as by `whole`.
         """
         mark = f"mark{secrets.token_hex(8)}"
         before = [*known[:-1], _marked(known[-1], mark)]
@@ -62,7 +71,7 @@ class ChatRenderer:
         else:
             # The opening of the next message ends the turn, as in GLM-4.5: the model has written it already.
             rest = text[len(closing) :].removeprefix(ended or "")
-        return self._encode(rest)
+        return self._encode(rest, context)
 
     @cached_property
     def special(self) -> dict[int, str]:
@@ -89,7 +98,7 @@ class ChatRenderer:
     def _render(self, messages: list[Message], tools: Tools, *, open_turn: bool) -> str:
         options = {**self._options, "add_generation_prompt": open_turn}
         error: Exception | None = None
-        for write in (_as_object, _as_text):  # DeepSeek's templates take arguments as text only
+        for write in (_same, _as_text):  # DeepSeek's templates take arguments as text only
             try:
                 written = [_with_arguments(message, write) for message in messages]
                 return render_chat(written, self._tokenizer, options, tools or None)
@@ -100,18 +109,30 @@ class ChatRenderer:
             f"the chat template must render the messages, got {error}; check their roles and their order",
         ) from error
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, context: int | None) -> list[int]:
+        """The tokens. A long text is first counted in pieces, up to twice the context: a text of a few megabytes would
+        take seconds, and one of 60 MB more memory than a host has."""
+        if context is not None and len(text) > max(_PIECE, 8 * context):
+            count = 0
+            for start in range(0, len(text), _PIECE):
+                count += len(self._ids(text[start : start + _PIECE]))
+                if count > 2 * context:
+                    raise Refused(
+                        "context",
+                        f"the context length is {context} tokens, got messages of {len(text)} characters",
+                    )
+        return self._ids(text)
+
+    def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def _as_object(arguments: object) -> object:
-    """The model may have written no JSON, and templates read the arguments of every turn, though the session keeps the
-    tokens of its own."""
-    return {"arguments": arguments} if isinstance(arguments, str) else arguments
+def _same(arguments: object) -> object:
+    return arguments
 
 
 def _as_text(arguments: object) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _with_arguments(message: Message, write: Callable[[object], object]) -> Message:

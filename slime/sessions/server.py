@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from weakref import WeakKeyDictionary
 
@@ -19,8 +18,10 @@ from aiohttp import web
 
 from slime.sessions.anthropic_messages import MESSAGES
 from slime.sessions.dialect import Body, Dialect, Event, written
+from slime.sessions.json_text import read_json
 from slime.sessions.live import LiveAnswer
 from slime.sessions.messages import ChatRequest, Refused
+from slime.sessions.off_loop import off_loop
 from slime.sessions.openai_chat import CHAT
 from slime.sessions.openai_responses import RESPONSES
 from slime.sessions.session import MODEL, Session
@@ -111,20 +112,34 @@ class _Route:
         try:
             session = self._server.session_of(request)
             _, asked = await self._read(request, session)
-            return web.json_response({"input_tokens": session.count(asked)})
+            return web.json_response({"input_tokens": await session.count(asked)})
         except Refused as refused:
             return _refusal(self._dialect, refused)
 
     async def _read(self, request: web.Request, session: Session) -> tuple[Body, ChatRequest]:
         try:
-            body = json.loads(await request.read())
-        except ValueError as error:
-            raise Refused("request", f"the body must be JSON, got {error}") from error
+            raw = await request.read()
         except web.HTTPRequestEntityTooLarge as error:
             raise Refused("request", f"the body may have {_LARGEST_BODY_BYTES} bytes", 413) from error
-        if not isinstance(body, dict):
-            raise Refused("request", f"the body must be an object, got {type(body).__name__}; fix the client")
-        return body, self._dialect.read(body, session)
+        except web.RequestPayloadError as error:
+            said = f"the body must be encoded as its headers name it, got {error}; leave Content-Encoding out"
+            raise Refused("request", said) from error
+        return await off_loop(len(raw), self._parse, raw, session)
+
+    def _parse(self, raw: bytes, session: Session) -> tuple[Body, ChatRequest]:
+        """The body and what it asks for. Refused for anything that is no request of the dialect."""
+        try:
+            body = read_json(raw)
+            if not isinstance(body, dict):
+                raise ValueError(f"an object must be there, got {type(body).__name__}")
+            asked = self._dialect.read(body, session)
+        except Refused:
+            raise
+        except Exception as error:  # border: anybody may have written the body
+            said = f"the body must be a request in JSON, got {type(error).__name__}: {error}; fix the client"
+            raise Refused("request", said) from error
+        asked.size = len(raw)
+        return body, asked
 
     async def _respond(
         self, request: web.Request, session: Session, body: Body, asked: ChatRequest

@@ -9,59 +9,30 @@ import secrets
 import time
 from argparse import Namespace
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 from slime.config.schema import section_of
 from slime.config.sections.rollout import RolloutConfig
-from slime.config.sections.sessions import SessionsConfig
 from slime.data import kept_tokens
 from slime.data.agents.session_record import KEY, SessionRecord
 from slime.protocols import GenerateResult, OnTokens
 from slime.rollout.facts import note_sampling
 from slime.rollout.generate import EVALUATION, request_seed, wanted_of
 from slime.rollout.state import GenerateState, random_stream
+from slime.sessions.limits import ABORTS, DONE, LIMITS, SessionLimits
 from slime.sessions.live import LiveAnswer, TextSoFar
 from slime.sessions.messages import ChatParser, ChatRequest, ModelAnswer, Refused, Reply, of_reply
+from slime.sessions.off_loop import off_loop
+from slime.sessions.parsing import parsed
 from slime.sessions.rendering import BoundaryError, ChatRenderer
 from slime.sessions.turns import Turn, TurnTree, blank
 from slime.types import Message, Sample, SamplingParams
 
 MODEL = "policy"
 """The name of the model that sessions serve."""
-DONE = "done"
-_LIMITS = ("turns", "tokens", "tool_calls", "time", "context")
-"""Reasons after which a sample is truncated, as one that reached its number of tokens."""
-_ABORTS = ("aborted", "deadline")
-"""Reasons after which the whole group is drawn again or dropped, as without sessions."""
 _FORBIDDEN = 403
-
-
-@dataclass(frozen=True)
-class SessionLimits:
-    """When a session ends. None for no limit."""
-
-    turns: int | None = None
-    tokens: int | None = None
-    """Of those that the model writes."""
-    tool_calls: int | None = None
-    seconds: float | None = None
-
-    @property
-    def too_late(self) -> str:
-        """What is said when the time is over."""
-        return f"the session may take {self.seconds:g} seconds, which have passed"
-
-    @classmethod
-    def of(cls, args: Namespace) -> SessionLimits:
-        """Those of the --session flags."""
-        flags = section_of(SessionsConfig, args)
-        return cls(
-            flags.session_max_turns,
-            flags.session_max_tokens,
-            flags.session_max_tool_calls,
-            flags.session_deadline_s,
-        )
+_SAID = 1000
+"""Most characters of a reason in a sample's metadata."""
 
 
 class Session:
@@ -117,7 +88,7 @@ class Session:
     def end(self, reason: str, said: str = "") -> None:
         """No request is answered any more, and those that run are cancelled. The first reason counts."""
         if self.ended is None:
-            self.ended, self.said = reason, said
+            self.ended, self.said = reason, said[:_SAID]
             for task in self._in_flight:
                 if task is not asyncio.current_task():
                     task.cancel()
@@ -135,9 +106,11 @@ class Session:
             )
         return self._answers[answer_id].messages
 
-    def count(self, request: ChatRequest) -> int:
-        """The number of tokens of a conversation, rendered anew. Refused where the template raises an error."""
-        return len(self._renderer.whole(request.messages, request.tools))
+    async def count(self, request: ChatRequest) -> int:
+        """The number of tokens of a conversation, rendered anew. Refused as by an answer."""
+        context = await self._context(request)
+        ids = await off_loop(request.size, self._renderer.whole, request.messages, request.tools, context)
+        return len(ids)
 
     async def answer(self, request: ChatRequest, live: LiveAnswer | None = None) -> ModelAnswer:
         """The model's answer. Refused when the session has ended, or ends with this request. Any other error is kept in
@@ -159,13 +132,15 @@ class Session:
     async def _answer(self, request: ChatRequest, live: LiveAnswer) -> ModelAnswer:
         self._check(request)
         self._ignored |= set(request.ignored)
-        prompt, parent, added = self._prompt(request)
+        context = await self._context(request)
+        prompt, parent, added = await self._prompt(request, context)
+        params = self._sampling(prompt, request, context)
         live.prompt_tokens = len(prompt)
         began = time.perf_counter()
-        result = await self._generate(prompt, parent, request, live)
+        result = await self._generate(prompt, parent, request, live, params)
         seconds = time.perf_counter() - began
         ended = result.finish_reason == "stop" and result.token_ids[-1] in self._renderer.special
-        reply = self._parsed(request, prompt, result, ended=ended)
+        reply, refusal = await self._reply(request, prompt, result, ended=ended)
         known = len(parent.token_ids) if parent else 0
         turn = Turn(parent, added, prompt[known:], of_reply(reply), result, ended, _tools_key(request))
         self._tree.add(turn)
@@ -189,6 +164,8 @@ class Session:
             tokens=written,
             seconds=round(seconds, 4),
         )
+        if refusal is not None:
+            raise refusal
         return answer
 
     def _check(self, request: ChatRequest) -> None:
@@ -217,25 +194,51 @@ class Session:
                 "engine's backend",
             )
 
-    def _prompt(self, request: ChatRequest) -> tuple[list[int], Turn | None, list[Message]]:
+    async def _context(self, request: ChatRequest) -> int | None:
+        """The most tokens of a prompt with its answer. Refused for more messages than that."""
+        try:
+            served = await self._own.context_tokens()
+        except TimeoutError as error:
+            raise self._late(error) from error
+        own = self._params.get("max_context_len", self._flags.rollout_max_context_len)
+        context = min((tokens for tokens in (own, served) if tokens is not None), default=None)
+        if context is not None and len(request.messages) > context:
+            said = f"the context length is {context} tokens, got {len(request.messages)} messages"
+            raise Refused("context", said)
+        return context
+
+    def _late(self, error: TimeoutError) -> Refused:
+        said = str(error) or "the engine did not answer"
+        self._own.timed_out[random_stream(self._sample)] = said
+        return Refused("deadline", said, _FORBIDDEN)
+
+    async def _prompt(
+        self, request: ChatRequest, context: int | None
+    ) -> tuple[list[int], Turn | None, list[Message]]:
         """The tokens to continue, the turn that they continue, and the messages that this turn does not have."""
         turn, known = self._tree.last_known(request.messages, _tools_key(request))
         if turn is not None:
             added = request.messages[known:]
             last = turn.result.token_ids[-1] if turn.ended else None
+            asked = turn.messages, added, request.tools, last, context
             try:
-                new = self._renderer.following(turn.messages, added, request.tools, last)
+                new = await off_loop(request.size, self._renderer.following, *asked)
                 return turn.token_ids + new, turn, added
             except BoundaryError:
                 self._mismatches += 1
-        return self._renderer.whole(request.messages, request.tools), None, request.messages
+        whole = request.messages, request.tools, context
+        return await off_loop(request.size, self._renderer.whole, *whole), None, request.messages
 
     async def _generate(
-        self, prompt: list[int], parent: Turn | None, request: ChatRequest, live: LiveAnswer
+        self,
+        prompt: list[int],
+        parent: Turn | None,
+        request: ChatRequest,
+        live: LiveAnswer,
+        params: SamplingParams,
     ) -> GenerateResult:
         engine = self._own.engine
         assert engine is not None, "a session needs an engine"
-        params = self._sampling(prompt, request)
         wanted = wanted_of(self._args, parent.known_experts if parent else 0)
         shown: dict[str, OnTokens] = {}
         if request.stream and engine.streams and getattr(self._parser, "plain", False):
@@ -254,12 +257,9 @@ class Session:
                     prompt, params, seed=seed, deadline_s=deadline_s, session=self.id, **wanted, **shown
                 )
         except TimeoutError as error:
-            said = str(error) or "the engine did not answer"
-            self._own.timed_out[stream] = said
-            raise Refused("deadline", said, _FORBIDDEN) from error
+            raise self._late(error) from error
         except ValueError as error:
-            reason = "context" if "context length" in str(error) else "engine"
-            raise Refused(reason, str(error)) from error
+            raise Refused("engine", str(error)) from error
         if "kept_tokens" in wanted:
             cut = 0 < params.get("top_k", -1) <= wanted["kept_tokens"]
             kept_tokens.check_answer(self._sample, result, cut=cut)
@@ -270,12 +270,11 @@ class Session:
         live.check(result)
         return result
 
-    def _sampling(self, prompt: list[int], request: ChatRequest) -> SamplingParams:
+    def _sampling(self, prompt: list[int], request: ChatRequest, context: int | None) -> SamplingParams:
         """The run's sampling parameters, with the client's length and stop texts where they end a turn earlier."""
         params = {name: value for name, value in self._params.items() if name != "max_context_len"}
         note_sampling(self._args, self._sample, params)
         written = sum(len(turn.result.token_ids) for turn in self._tree.turns)
-        context = self._params.get("max_context_len", self._flags.rollout_max_context_len)
         room = None if context is None else context - len(prompt)
         if room is not None and room <= 0:
             raise Refused("context", f"the context length is {context} tokens, got a prompt of {len(prompt)}")
@@ -289,14 +288,19 @@ class Session:
         stop = [*([own] if isinstance(own, str) else own), *request.stop]
         return params | {"max_new_tokens": min(lengths), "stop": stop or None}
 
-    def _parsed(
+    async def _reply(
         self, request: ChatRequest, prompt: list[int], result: GenerateResult, *, ended: bool
-    ) -> Reply:
+    ) -> tuple[Reply, Refused | None]:
+        """The answer taken apart; where the parser cannot do that, its text, and the refusal."""
         ids = result.token_ids[:-1] if ended else result.token_ids
         text = str(self._own.tokenizer.decode(ids, skip_special_tokens=False))
         for stop in request.stop:
             text = text.removesuffix(stop)
-        return self._parser.parse(text, result.token_ids, prompt, request.messages, request.tools)
+        answer = text, result.token_ids, prompt, request.messages, request.tools
+        try:
+            return await off_loop(len(text), parsed, self._parser, *answer), None
+        except Refused as refusal:
+            return Reply(text), refusal
 
     def adopt(self, sample: Sample) -> None:
         """Make the samples from this one instead of the one that the session was opened with."""
@@ -321,7 +325,7 @@ class Session:
             reward = 0.0
         self.end(DONE)
         assert self.ended is not None
-        found = [] if self.ended in _ABORTS else self._tree.samples(self._sample)
+        found = [] if self.ended in ABORTS else self._tree.samples(self._sample)
         skip = self._flags.rollout_skip_special_tokens
         for sample, leaf in found:
             ids = sample.tokens[-sample.response_length :]
@@ -343,7 +347,7 @@ class Session:
         return made
 
     def _status(self, leaf: Turn) -> Sample.Status:
-        if self.ended in _LIMITS or (self.ended == DONE and leaf.result.finish_reason == "length"):
+        if self.ended in LIMITS or (self.ended == DONE and leaf.result.finish_reason == "length"):
             return Sample.Status.TRUNCATED
         return Sample.Status.COMPLETED if self.ended == DONE else Sample.Status.FAILED
 
@@ -351,7 +355,7 @@ class Session:
         """A sample of a session in which the model wrote nothing. Its one response token only gives it a length."""
         sample = blank(self._sample)
         sample.reward = reward
-        if self.ended in _ABORTS:
+        if self.ended in ABORTS:
             sample.status, sample.reward = Sample.Status.ABORTED, None
             return sample
         sample.tokens = self._own.prompt_ids(sample)

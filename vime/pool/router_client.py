@@ -130,6 +130,21 @@ class RouterClient:
             if isinstance(result, BaseException) and not isinstance(result, aiohttp.ClientError | OSError):
                 raise result
 
+    async def context_tokens(self, deadline_s: float) -> int:
+        """The context of the engine that has the smallest one, see `slime.protocols.RolloutEngine`."""
+        return await self._until(deadline_s, self._ask_context, prompt_tokens=0)
+
+    async def _ask_context(self) -> int:
+        try:
+            listed = json.loads(await self._request("GET", "/workers"))
+            urls = [worker["url"] for worker in listed["workers"]]
+            cards = await asyncio.gather(*(self._request("GET", url + "/v1/models") for url in urls))
+        except (RuntimeError, aiohttp.ClientError, OSError) as error:
+            raise Transient(f"{type(error).__name__}: {error}") from error
+        if not cards:
+            raise Transient("the router has no engine")
+        return min(int(json.loads(card)["data"][0]["max_model_len"]) for card in cards)
+
     async def _until(
         self, deadline_s: float, attempt: Callable[[], Awaitable[T]], *, prompt_tokens: int
     ) -> T:

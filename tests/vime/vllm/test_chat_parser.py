@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from argparse import Namespace
 from typing import Any
 
 import pytest
 from rollout_double import make_tokenizer
 
-from slime.sessions.messages import PlainParser, Reply
+from slime.sessions.json_text import as_object, read_json
+from slime.sessions.messages import PlainParser, Refused, Reply
+from slime.sessions.parsing import parsed
 from vime.vllm.chat_parser import make_parser
 
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -44,3 +48,69 @@ def test_without_names_the_text_is_the_content() -> None:
 def test_names_that_do_not_fit_are_errors() -> None:
     with pytest.raises(ValueError, match="--vllm-tool-call-parser and --vllm-reasoning-parser must fit"):
         parse("x", TOOLS, tool_call_parser="nope")
+
+
+BRACKETS = "[" * 1_200
+DEEP = (BRACKETS, BRACKETS + "]" * 1_200, '{"a":' * 1_200, "-" * 1_200 + "1", "9" * 5_000, '"\\ud800"', "NaN")
+CALLS = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n%s\n</parameter>\n</function>\n</tool_call>",
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
+    '<tool_call>\n{"name": "add", "arguments": {"a": %s}}\n</tool_call>',
+    '<tool_call>\n{"name": %s, "arguments": %s}\n</tool_call>',
+    '[TOOL_CALLS][{"name": "add", "arguments": {"a": %s}}]',
+    '[TOOL_CALLS]add[ARGS]{"a": %s}',
+    "[add(a=%s)]",
+    '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">%s</parameter>\n</invoke>\n</minimax:tool_call>',
+    '<|tool_call|>[{"name": "add", "arguments": {"a": %s}}]',
+    '<|action_start|><|plugin|>{"name": "add", "arguments": {"a": %s}}<|action_end|>',
+    "<seed:tool_call><function=add><parameter=a>%s</parameter></function></seed:tool_call>",
+    '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": %s}'
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">%s'
+    "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+)
+"""The formats of the parsers in which a model can write JSON or Python."""
+MARKS = re.compile(r"<\|[^|>]*\|>|</?(?:seed|minimax|think)[:\w]*>|</?tool_call>|\[[A-Z_]+\]")
+OBJECTS: Any = [
+    {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "object"}}}}}
+]
+
+
+def outcomes(name: str) -> set[str]:
+    """What becomes of the answers above: "call", "text" or "refused". Any other error is a failure."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(sorted({mark for call in CALLS for mark in MARKS.findall(call)}))
+    parser = make_parser(Namespace(apply_chat_template_kwargs={}, vllm_tool_call_parser=name), tokenizer)
+    found = set()
+    for text in (call.replace("%s", value) for call in CALLS for value in DEEP):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        try:
+            reply = parsed(parser, text, ids, [1], [], OBJECTS)
+        except Refused as refusal:
+            assert refusal.reason == "parser"
+            found.add("refused")
+            continue
+        found.add("call" if reply.tool_calls else "text")
+        for call in reply.tool_calls:
+            json.dumps(read_json(json.dumps(as_object(call.arguments))))
+            "".join((call.name, call.arguments, call.id, reply.content or "")).encode()
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "mistral", "hermes"])
+def test_an_answer_of_brackets_ends_as_a_call_a_text_or_a_refusal(name: str) -> None:
+    assert outcomes(name) == {"call", "text"} | ({"refused"} if name != "hermes" else set())
+
+
+@pytest.mark.slow
+def test_so_does_it_with_each_parser_of_vllm() -> None:
+    from vllm.tool_parsers import ToolParserManager
+
+    made = {}
+    for name in ToolParserManager.list_registered():
+        try:
+            made[name] = outcomes(name)
+        except ValueError as error:  # needs a tokenizer of its own
+            assert "must fit the model's tokenizer" in str(error)
+    assert len(made) > 40 and sum("refused" in found for found in made.values()) > 10
+    assert sum("call" in found for found in made.values()) > 20

@@ -1,0 +1,57 @@
+"""JSON that others wrote: bodies of clients, and arguments in the calls of the model. Owns which JSON is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+DEEPEST = 100
+"""Most levels of objects and lists. What is read is compared, rendered and written again by code that recurses."""
+
+
+def read_json(text: str | bytes) -> Any:
+    """The value of a JSON text (RFC 8259). ValueError for anything else, such as NaN, half of a surrogate pair, a
+    number that no double can hold, or bytes that are not UTF-8; and for more than `DEEPEST` levels."""
+    try:
+        value = msgspec.json.decode(text)
+    except RecursionError:
+        value = None
+        deep = True
+    else:
+        deep = _levels(value) > DEEPEST
+    if deep:
+        raise ValueError(f"JSON must have at most {DEEPEST} levels, got more; make it flatter")
+    return value
+
+
+def _levels(value: object) -> int:
+    """Number of levels of objects and lists, counted up to one more than `DEEPEST`."""
+    count, level = 0, [value]
+    while count <= DEEPEST:
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        count += 1
+        if not level:
+            break
+    return count
+
+
+def as_object(arguments: str) -> dict[str, Any]:
+    """The arguments of a call as an object. A text that is no JSON object becomes one with the text in it, so that each
+    dialect can carry it and a client gives back what it got."""
+    try:
+        value = read_json(arguments or "{}")
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}
+
+
+def as_unicode(text: str) -> str:
+    """The text with each half of a surrogate pair as the escape that JSON has for it. Only then it has UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()

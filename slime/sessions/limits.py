@@ -1,0 +1,42 @@
+"""When a session ends by itself, and what its samples become then."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+
+from slime.config.schema import section_of
+from slime.config.sections.sessions import SessionsConfig
+
+DONE = "done"
+LIMITS = ("turns", "tokens", "tool_calls", "time", "context")
+"""Reasons after which a sample is truncated, as one that reached its number of tokens."""
+ABORTS = ("aborted", "deadline")
+"""Reasons after which the whole group is drawn again or dropped, as without sessions."""
+
+
+@dataclass(frozen=True)
+class SessionLimits:
+    """When a session ends. None for no limit."""
+
+    turns: int | None = None
+    tokens: int | None = None
+    """Of those that the model writes."""
+    tool_calls: int | None = None
+    seconds: float | None = None
+
+    @property
+    def too_late(self) -> str:
+        """What is said when the time is over."""
+        return f"the session may take {self.seconds:g} seconds, which have passed"
+
+    @classmethod
+    def of(cls, args: Namespace) -> SessionLimits:
+        """Those of the --session flags."""
+        flags = section_of(SessionsConfig, args)
+        return cls(
+            flags.session_max_turns,
+            flags.session_max_tokens,
+            flags.session_max_tool_calls,
+            flags.session_deadline_s,
+        )

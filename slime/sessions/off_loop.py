@@ -1,0 +1,24 @@
+"""Runs what may take long in a thread, so that the event loop of all samples goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_AT_ONCE = 1 << 15
+"""Characters or bytes that take a few milliseconds at most to read, render and tokenise."""
+_threads = ThreadPoolExecutor(2, thread_name_prefix="session-text")
+"""Apart from the event loop's own threads, which reward functions may hold for minutes."""
+
+
+async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What the function returns. `size`: length of the texts that it reads. Short ones need no thread."""
+    if size <= _AT_ONCE:
+        return function(*args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_threads, partial(function, *args, **kwargs))

@@ -1,0 +1,41 @@
+"""The process border to the parser of the model's text: what it may return, and what becomes of its errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slime.sessions.json_text import as_unicode
+from slime.sessions.messages import ChatParser, Refused, Reply, ToolCall
+from slime.types import Message, Tools
+
+
+def parsed(
+    parser: ChatParser,
+    text: str,
+    token_ids: list[int],
+    prompt_ids: list[int],
+    messages: list[Message],
+    tools: Tools,
+) -> Reply:
+    """The reply that the parser finds, in Unicode text. Refused when it raises an error, and for a call without a name:
+    no client could carry that on."""
+    try:
+        found = parser.parse(text, token_ids, prompt_ids, messages, tools)
+        calls = tuple(_call(call) for call in found.tool_calls)
+        content, reasoning = (
+            None if part is None else as_unicode(part) for part in (found.content, found.reasoning)
+        )
+        return replace(found, content=content, reasoning=reasoning, tool_calls=calls)
+    except Exception as error:  # border: parsers are programs of others, and the model wrote the text
+        raise Refused(
+            "parser",
+            f"the answer must be one that the parser can read, got {type(error).__name__}: {error!s:.200} for "
+            f"{text!r:.80}",
+            403,
+        ) from error
+
+
+def _call(call: ToolCall) -> ToolCall:
+    if not call.name:
+        raise ValueError("a tool call must have a name")
+    return ToolCall(as_unicode(call.name), as_unicode(call.arguments), as_unicode(call.id))
