@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from slime.data.rows import tool_schemas
 from slime.types import Message, Tools
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ _MARKERS = {
     "qwen3_5": _CHATML,
     "distill_qwen": ("<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
 }
+
+
+_STAND_IN = "\ue000"
+"""A character for private use, which ends no turn."""
 
 
 def get_response_lengths(loss_masks: list[list[int]]) -> list[int]:
@@ -54,6 +59,7 @@ class MultiTurnLossMaskGenerator:
         all turns.
         """
         text = self._render(messages, tools, template_kwargs)
+        shadow = self._shadow(text, messages, tools, template_kwargs)
         token_ids: list[int] = []
         loss_mask: list[int] = []
         done = 0
@@ -61,7 +67,7 @@ class MultiTurnLossMaskGenerator:
             if message["role"] != "assistant":
                 continue
             start = self._turn_start(messages[:number], text, tools, template_kwargs)
-            end = text.find(self._end, start)
+            end = shadow.find(self._end, start)
             if start < done or end < 0:
                 raise ValueError(
                     f"--loss-mask-type {self.tokenizer_type} must match the chat template, got one that does "
@@ -78,6 +84,26 @@ class MultiTurnLossMaskGenerator:
             done = end
         tail = self.tokenizer.encode(text[done:], add_special_tokens=False)
         return token_ids + tail, loss_mask + [0] * len(tail)
+
+    def _shadow(
+        self,
+        text: str,
+        messages: list[Message],
+        tools: Tools | None,
+        template_kwargs: dict[str, object] | None,
+    ) -> str:
+        """The rendered `text`, in which only the template ends turns: the messages hold other characters where they
+        hold the text of the marker."""
+        hidden = _replaced(messages, self._end, _STAND_IN * len(self._end))
+        if hidden == messages:
+            return text
+        shadow = self._render(hidden, tools, template_kwargs)
+        if len(shadow) != len(text):
+            raise ValueError(
+                f"a chat template must render {self._end!r} inside a message as it renders other text, got one that "
+                "does not; take the marker out of the message"
+            )
+        return shadow
 
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
         """See the function of that name."""
@@ -114,4 +140,13 @@ class MultiTurnLossMaskGenerator:
         template_kwargs: dict[str, object] | None,
     ) -> str:
         options: dict[str, Any] = {**(template_kwargs or {}), "tokenize": False}
-        return str(self.tokenizer.apply_chat_template(messages, tools=tools, **options))
+        return str(self.tokenizer.apply_chat_template(messages, tools=tool_schemas(tools), **options))
+
+
+def _replaced(value: Any, text: str, other: str) -> Any:
+    """A copy of messages with `other` for `text`."""
+    if isinstance(value, str):
+        return value.replace(text, other)
+    if isinstance(value, dict):
+        return {name: _replaced(inner, text, other) for name, inner in value.items()}
+    return [_replaced(inner, text, other) for inner in value] if isinstance(value, list) else value

@@ -96,8 +96,8 @@ class RolloutEngine(Protocol):
     """Whether `generate` takes `on_tokens`. Otherwise a completion comes when it is whole."""
 
     async def context_tokens(self, deadline_s: float) -> int:
-        """The most tokens of a prompt with its completion, which do not change. Retries as `generate` does. An engine
-        without this method does not say."""
+        """The most tokens of a prompt with its completion, a number that does not change. Retries as `generate` does.
+        The limit of an engine without this method is unknown."""
         ...
 
     async def generate(

@@ -40,7 +40,7 @@ _ROWS_PER_PROCESS = 100_000
 """A check of more rows is shared by several processes."""
 _TEMPLATE_BYTES = 4096
 """More than a chat template adds to a prompt."""
-_VERSION = 3
+_VERSION = 4
 """Of the checks: a new number makes every file be checked again."""
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +20,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TEXTS_AT_A_TIME = 1024
+_NAME = re.compile(r"[\w./:-]+")
+"""The name of a tool."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ def to_prompt(row: Row, where: Place, columns: Columns, tokenizer: PreTrainedTok
     tools = None
     if columns.tool_key is not None and row.get(columns.tool_key):
         tools = _parsed(row[columns.tool_key], list, columns.tool_key, "--tool-key", where)
+        tools = [_tool(entry, columns.tool_key, where) for entry in tools]
         metadata = {**metadata, "tools": tools}
     if columns.apply_chat_template:
         messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
@@ -187,19 +194,62 @@ def _parsed(value: object, kind: type[T], key: str, flag: str, where: Place) -> 
     return value
 
 
+def _tool(entry: object, key: str, where: Place) -> object:
+    """An entry of a tools column: an object, its JSON text, which some files have because it fits one column, or the
+    name of a function."""
+    if isinstance(entry, dict) or (isinstance(entry, str) and _NAME.fullmatch(entry)):
+        return entry
+    found = None
+    if isinstance(entry, str):
+        with contextlib.suppress(ValueError):
+            found = parse_json(entry)
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{where}: each tool of column {key!r} must be an object, the JSON text of one, or a name, got "
+            f"{entry!r:.80}; fix the line"
+        )
+    return found
+
+
+def tool_schemas(tools: Tools | None) -> Tools | None:
+    """The tools for a chat template. A name becomes a function of that name, because transformers takes objects
+    only."""
+    return tools and [
+        {"type": "function", "function": {"name": tool}} if isinstance(tool, str) else tool for tool in tools
+    ]
+
+
 def render_chat(
     messages: list[Message],
     tokenizer: PreTrainedTokenizerBase,
     template_kwargs: dict[str, object],
     tools: Tools | None = None,
 ) -> str:
-    """The text that a model continues: the chat template of the messages, open for the assistant's turn. A tool that
-    is given by its name alone becomes a function of that name, as transformers takes schemas only."""
+    """The text that a model continues: the chat template of the messages, open for the assistant's turn."""
     options: dict[str, Any] = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
-    schemas = tools and [
-        {"type": "function", "function": {"name": tool}} if isinstance(tool, str) else tool for tool in tools
-    ]
-    return str(tokenizer.apply_chat_template(messages, tools=schemas, **options))
+    return str(tokenizer.apply_chat_template(messages, tools=tool_schemas(tools), **options))
+
+
+def require_template_reads(
+    options: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, name: str
+) -> None:
+    """ValueError for an argument that no chat template of the tokenizer reads. `name`: of the option that has them."""
+    templates = tokenizer.chat_template
+    if not options or not templates:
+        return
+    from jinja2 import meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    read: set[str] = set()
+    for text in [templates] if isinstance(templates, str) else templates.values():
+        environment = _compile_jinja_template(text).environment
+        read |= meta.find_undeclared_variables(environment.parse(text))
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    if unread := sorted(options.keys() - read - own.keys()):
+        raise ValueError(
+            f"{name} must name arguments that the chat template reads, got {', '.join(unread)}; it reads "
+            f"{', '.join(sorted(read))}"
+        )
 
 
 def rendered(

@@ -25,7 +25,7 @@ from slime.config.sections.rollout import RolloutConfig
 from slime.data.drawing.curriculum import PROMPT, PassRates
 from slime.data.drawing.mixing import DataSet, Joined, Mixture, Order, data_sets
 from slime.data.prompts import Context, LabelCheck, Prompts, load_prompts, prompt_limit
-from slime.data.rows import Columns
+from slime.data.rows import Columns, require_template_reads
 from slime.data.tokenizer import load_tokenizer
 from slime.disk_space import Room
 from slime.hooks import load_function
@@ -293,6 +293,8 @@ def load_training_prompts(
     def tokenizer() -> PreTrainedTokenizerBase:
         return load_tokenizer(checkpoint, trust_remote_code=c.train.trust_remote_code)
 
+    if checkpoint and data.apply_chat_template_kwargs:
+        require_template_reads(data.apply_chat_template_kwargs, tokenizer(), "--apply-chat-template-kwargs")
     context = None
     longest = read_hf_config(checkpoint).get("max_position_embeddings") if checkpoint else None
     if checkpoint and loss_of(c.algorithm).rewarded:  # an engine continues the prompts

@@ -23,7 +23,7 @@ from slime.config.ranges import COUNT, COUNT_OR_ZERO, FRACTION, TEMPERATURE_OR_G
 from slime.config.schema import Config
 from slime.config.sections.reward import RewardConfig
 from slime.data.prompts import Context, Prompts, load_prompts, prompt_limit
-from slime.data.rows import Columns
+from slime.data.rows import Columns, require_template_reads
 from slime.hooks import load_function
 from slime.rollout import sampling
 from slime.rollout.rewards import REWARD_NAMES
@@ -294,6 +294,9 @@ def read_eval_prompts(
     checkpoint = c.rollout.hf_checkpoint
     longest = read_hf_config(checkpoint).get("max_position_embeddings") if checkpoint else None
     limit = prompt_limit(config.max_prompt_len, config.max_context_len)
+    if checkpoint and config.apply_chat_template_kwargs:
+        name = f"apply_chat_template_kwargs of dataset {config.name!r}"
+        require_template_reads(config.apply_chat_template_kwargs, tokenizer(), name)
     return load_prompts(
         config.path,
         Columns(

@@ -249,7 +249,7 @@ class GenerateState:
         )
 
     async def context_tokens(self) -> int | None:
-        """The most tokens of a prompt with its response that the engines take; None for engines that do not say.
+        """The most tokens of a prompt with its response that the engines take; None where it is unknown.
         TimeoutError when no engine answers in --rollout-deadline-s."""
         ask = getattr(self.engine, "context_tokens", None)
         async with self._asking:

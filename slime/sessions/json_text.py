@@ -1,4 +1,4 @@
-"""JSON that others wrote: bodies of clients, and arguments in the calls of the model. Owns which JSON is read."""
+"""Reads JSON that others wrote: bodies of clients, and arguments of the model's calls. Owns which JSON is allowed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 DEEPEST = 100
-"""Most levels of objects and lists. What is read is compared, rendered and written again by code that recurses."""
+"""Most levels of objects and lists. Code that recurses compares, renders and writes the values."""
 
 
 def read_json(text: str | bytes) -> Any:
@@ -43,8 +43,8 @@ def _levels(value: object) -> int:
 
 
 def as_object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as an object. A text that is no JSON object becomes one with the text in it, so that each
-    dialect can carry it and a client gives back what it got."""
+    """The arguments of a call as an object. Any other text becomes an object that holds the text: each dialect can
+    carry that, and a client sends it back unchanged."""
     try:
         value = read_json(arguments or "{}")
     except ValueError:
@@ -53,5 +53,6 @@ def as_object(arguments: str) -> dict[str, Any]:
 
 
 def as_unicode(text: str) -> str:
-    """The text with each half of a surrogate pair as the escape that JSON has for it. Only then it has UTF-8."""
+    """The text with each half of a surrogate pair as the escape that JSON has for it. The result always has a UTF-8
+    form."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -68,7 +68,12 @@ class KeyedSessions:
         """One request of the dialect with this path, answered by the session. Cancelling it ends the session, as a
         client that closes its connection does."""
         session = await self._opened[key].session()
-        body = await request.read()
+        try:
+            body = await request.read()
+        except web.RequestPayloadError as error:
+            raise web.HTTPBadRequest(
+                text=f"the body must be encoded as its headers name it, got {error}"
+            ) from error
         headers = {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"}
         post = self._client().post(f"{session.base_url}/{path}", data=body, headers=headers)
         async with post as answered:

@@ -1,4 +1,4 @@
-"""When a session ends by itself, and what its samples become then."""
+"""The limits that end a session, and the reasons that decide what its samples become."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class SessionLimits:
 
     turns: int | None = None
     tokens: int | None = None
-    """Of those that the model writes."""
+    """Tokens that the model writes."""
     tool_calls: int | None = None
     seconds: float | None = None
 
     @property
     def too_late(self) -> str:
-        """What is said when the time is over."""
+        """The reason that a session records when its time is over."""
         return f"the session may take {self.seconds:g} seconds, which have passed"
 
     @classmethod

@@ -14,11 +14,12 @@ T = TypeVar("T")
 _AT_ONCE = 1 << 15
 """Characters or bytes that take a few milliseconds at most to read, render and tokenise."""
 _threads = ThreadPoolExecutor(2, thread_name_prefix="session-text")
-"""Apart from the event loop's own threads, which reward functions may hold for minutes."""
+"""These threads are separate from the event loop's own threads, which reward functions may hold for minutes."""
 
 
 async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What the function returns. `size`: length of the texts that it reads. Short ones need no thread."""
+    """Call the function, and return its result. `size` is the length of the texts that it reads; short texts need no
+    thread."""
     if size <= _AT_ONCE:
         return function(*args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_threads, partial(function, *args, **kwargs))

@@ -1,4 +1,4 @@
-"""The process border to the parser of the model's text: what it may return, and what becomes of its errors."""
+"""The process border to the parser of the model's text: which replies are allowed, and how its errors end a session."""
 
 from __future__ import annotations
 

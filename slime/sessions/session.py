@@ -107,7 +107,7 @@ class Session:
         return self._answers[answer_id].messages
 
     async def count(self, request: ChatRequest) -> int:
-        """The number of tokens of a conversation, rendered anew. Refused as by an answer."""
+        """The number of tokens of a conversation, rendered anew. Raises Refused as `answer` does for messages."""
         context = await self._context(request)
         ids = await off_loop(request.size, self._renderer.whole, request.messages, request.tools, context)
         return len(ids)

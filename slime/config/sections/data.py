@@ -32,10 +32,11 @@ class DataConfig:
     chosen_key: str = flag("chosen", "column of the preferred response of a pair: text or chat messages")
     rejected_key: str = flag("rejected", "column of the other response of a pair")
     metadata_key: str = flag("metadata", "column of the metadata of a prompt, an object")
-    tool_key: str = flag("tools", "column of the tool descriptions")
+    tool_key: str = flag("tools", "column of the tools: a list of objects, of their JSON texts, or of names")
     apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")
     apply_chat_template_kwargs: dict[str, object] = flag(  # noqa: RUF009 (flag copies the default)
-        {}, "keyword arguments of the chat template, as a JSON object"
+        {},
+        "keyword arguments of the chat template, as a JSON object; one that the template does not read is an error",
     )
     num_rollout: int | None = flag(
         None, "number of rollouts to run; 0 with --eval-interval evaluates once", range=COUNT_OR_ZERO

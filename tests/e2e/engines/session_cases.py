@@ -110,6 +110,26 @@ def test_clients_of_all_dialects_make_samples(served: Any) -> None:
         check(sample, checkpoint, served.stack.version)
 
 
+def test_an_agent_that_reaches_the_engines_context_is_truncated_and_trained(served: Any) -> None:
+    """The last answer is cut to the room that the engine has."""
+
+    async def endless(session: Session) -> None:
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+            said: list[Any] = [{"role": "user", "content": QUESTION}]
+            while True:
+                answer = await client.chat.completions.create(model="policy", messages=said)
+                said += [answer.choices[0].message.model_dump(exclude_none=True)]
+                said.append({"role": "user", "content": "and 5 more"})
+
+    params = {"ignore_eos": True, "max_new_tokens": 120}
+    (sample,) = converse(served.pool.client(), served.stack.checkpoint, [endless], **params)
+    record = sample.metadata["session"]
+    assert record["ended"] == "context" and "the context length is 512 tokens" in record["said"]
+    assert sample.status is Sample.Status.TRUNCATED and not sample.remove_sample and record["turns"] > 1
+    assert len(sample.tokens) == 512 and sum(sample.loss_mask or []) > 100
+    sample.check()
+
+
 def test_a_stream_shows_the_answer_early_and_its_end_ends_the_request(served: Any) -> None:
     """Streamed or not, the same tokens. A client that goes away in the middle frees the engine."""
     streams = served.pool.client().streams

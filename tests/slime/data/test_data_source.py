@@ -234,6 +234,19 @@ def test_limits_and_template_come_from_the_flags(tmp_path):
     assert source.get_samples(1)[0][0].prompt == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_template_arguments_must_be_read_by_the_template(tmp_path):
+    """Also without --apply-chat-template: SFT, sessions and rows of messages render them later."""
+    make_tokenizer("{{ messages }}{{ style }}").save_pretrained(tmp_path / "model")
+    (tmp_path / "model/config.json").write_text("{}")
+    data = write_lines(tmp_path / "d.jsonl", [{"prompt": "a"}])
+    flags = {"hf_checkpoint": str(tmp_path / "model"), "prompt_data": data}
+    assert len(PromptDataSource(make_args(apply_chat_template_kwargs={"style": "x"}, **flags))) == 1
+    with pytest.raises(
+        ValueError, match=r"--apply-chat-template-kwargs must name .* got styl; it reads messages"
+    ):
+        PromptDataSource(make_args(apply_chat_template_kwargs={"styl": "x"}, **flags))
+
+
 def test_messages_keep_the_template_arguments(tmp_path):
     data = write_lines(tmp_path / "d.jsonl", [{"prompt": [{"role": "user", "content": "a"}]}])
     source = PromptDataSource(make_args(prompt_data=data, apply_chat_template_kwargs={"style": "plain"}))

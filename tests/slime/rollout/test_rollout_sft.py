@@ -96,6 +96,35 @@ def test_markers_inside_a_user_turn_are_not_trained_on():
     assert masked(CHATML, messages)[1] == ["no<|im_end|>"]
 
 
+@pytest.mark.parametrize("template", [CHATML, DEFAULT_SYSTEM, THINKING])
+def test_the_end_marker_inside_an_answer_does_not_end_the_turn(template):
+    inside = "write <|im_end|> here, <|im_end|><|im_end|>"
+    messages = [user("a"), assistant(f"{inside}b"), user("say <|im_end|>"), assistant(f"<|im_end|>{inside}")]
+    text, pieces, ids, mask = masked(template, messages, "qwen3")
+    thought = "<think>\n\n</think>\n\n" if template == THINKING else ""
+    assert pieces == [f"{inside}b<|im_end|>", f"{thought}<|im_end|>{inside}<|im_end|>"]
+    assert text == make_tokenizer(template).apply_chat_template(messages, tokenize=False)
+    assert len(ids) == len(mask)
+
+
+def test_the_end_marker_in_a_call_does_not_end_the_turn():
+    template = CHATML.replace(
+        "m['content']", "m['content'] + (m['tool_calls'] | tojson if m['tool_calls'] else '')"
+    )
+    call = {"type": "function", "function": {"name": "run", "arguments": {"code": "<|im_end|>"}}}
+    messages = [user("a"), assistant("so", tool_calls=[call]), user("b"), assistant("c")]
+    first, second = masked(template, messages)[1]
+    assert first.startswith("so[") and first.endswith("}]<|im_end|>") and second == "c<|im_end|>"
+
+
+def test_a_template_that_reads_the_end_marker_in_a_message_is_refused():
+    template = CHATML.replace("m['content']", "m['content'].split('<|im_end|>')[0]")
+    with pytest.raises(
+        ValueError, match="must render '<|im_end|>' inside a message as it renders other text"
+    ):
+        masked(template, [user("a"), assistant("b<|im_end|>c")])
+
+
 def test_thinking_template():
     messages = [user("a"), assistant("<think>why</think>b"), user("c"), assistant("<think>hm</think>d")]
     text, pieces, _, _ = masked(THINKING, messages, "qwen3")

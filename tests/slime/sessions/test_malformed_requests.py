@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ import pytest
 from rollout_double import make_args, make_state
 from session_double import END, QwenParser, Scripted
 
+from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter, ResponsesAdapter
+from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.sessions import open_session
 from slime.types import Sample
 
@@ -193,3 +196,37 @@ def test_json_that_cannot_be_carried_on_is_a_refused_request(path: str) -> None:
 def test_a_body_that_is_not_what_its_header_names_is_a_refused_request(encoding: str) -> None:
     ((status, _, sample),) = post_all([("messages", b"no archive")], {"Content-Encoding": encoding})
     assert status == 400 and sample.metadata["session"]["ended"] == "request"
+
+
+ADAPTERS = {"chat/completions": OpenAIAdapter, "responses": ResponsesAdapter, "messages": AnthropicAdapter}
+
+
+@pytest.mark.parametrize("path", ADAPTERS)
+def test_an_adapter_of_slime_refuses_the_same(path: str) -> None:
+    """A field of each wrong type and each JSON, and a body that is not what its header names."""
+    args = make_args(rollout_max_response_len=400)
+    engine = Scripted(lambda _: f"ok{END}")
+    make_state(args, engine.tokenizer).engine = engine
+    adapter = ADAPTERS[path](tokenizer=None)
+    handle = run_app_in_thread(adapter.app)
+    url = f"http://127.0.0.1:{handle.port}/v1/{path}"
+    field = "input" if path == "responses" else "messages"
+    bodies = [json.dumps(with_value(BODIES[path], (field,), value)).encode() for value in (5, [5], {"a": 1})]
+    sent: list[tuple[bytes, dict[str, str]]] = [(body, {}) for body in (*bodies, *BAD_JSON.values())]
+    sent.append((b"no archive", {"Content-Encoding": "gzip"}))
+
+    async def main() -> None:
+        async with aiohttp.ClientSession() as client:
+            for number, (body, headers) in enumerate(sent):
+                key = f"rollout/{number}"
+                adapter.open_session(key)
+                async with client.post(url, data=body, headers={"x-api-key": key, **headers}) as answer:
+                    assert answer.status == 400, (body[:80], await answer.text())
+                (sample,) = await adapter.finish_session(key, base_sample=Sample(prompt="go", session_id=key))
+                assert sample.status is Sample.Status.FAILED and sample.remove_sample
+                sample.check()
+
+    try:
+        asyncio.run(main())
+    finally:
+        handle.stop()
