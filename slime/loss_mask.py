@@ -8,7 +8,7 @@ tokenised separately, as in a rollout: prompt tokens end exactly where generated
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from slime.data.rows import tool_schemas
 from slime.types import Message, Tools
@@ -94,7 +94,7 @@ class MultiTurnLossMaskGenerator:
     ) -> str:
         """The rendered `text`, in which only the template ends turns: the messages hold other characters where they
         hold the text of the marker."""
-        hidden = _replaced(messages, self._end, _STAND_IN * len(self._end))
+        hidden = cast("list[Message]", _replaced(messages, self._end, _STAND_IN * len(self._end)))
         if hidden == messages:
             return text
         shadow = self._render(hidden, tools, template_kwargs)
@@ -143,7 +143,7 @@ class MultiTurnLossMaskGenerator:
         return str(self.tokenizer.apply_chat_template(messages, tools=tool_schemas(tools), **options))
 
 
-def _replaced(value: Any, text: str, other: str) -> Any:
+def _replaced(value: object, text: str, other: str) -> object:
     """A copy of messages with `other` for `text`."""
     if isinstance(value, str):
         return value.replace(text, other)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 DEEPEST = 100
 """Most levels of objects and lists. Code that recurses compares, renders and writes the values."""
 
 
-def read_json(text: str | bytes) -> Any:
+def read_json(text: str | bytes) -> object:
     """The value of a JSON text (RFC 8259). ValueError for anything else, such as NaN, half of a surrogate pair, a
     number that no double can hold, or bytes that are not UTF-8; and for more than `DEEPEST` levels."""
     try:
@@ -42,8 +40,8 @@ def _levels(value: object) -> int:
     return count
 
 
-def as_object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as an object. Any other text becomes an object that holds the text: each dialect can
+def as_object(arguments: str) -> dict[str, object]:
+    """The arguments of a call as an object. A text of another kind becomes an object with the text: each dialect can
     carry that, and a client sends it back unchanged."""
     try:
         value = read_json(arguments or "{}")

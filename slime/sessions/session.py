@@ -9,7 +9,6 @@ import secrets
 import time
 from argparse import Namespace
 from collections import Counter
-from typing import Any
 
 from slime.config.schema import section_of
 from slime.config.sections.rollout import RolloutConfig
@@ -66,7 +65,7 @@ class Session:
         self._tree = TurnTree()
         self._answers: dict[str, Turn] = {}
         self._requests: Counter[int] = Counter()
-        self._in_flight: set[asyncio.Task[Any]] = set()
+        self._in_flight: set[asyncio.Task[ModelAnswer]] = set()
         self._tool_calls = self._mismatches = 0
         self._ignored: set[str] = set()
 
