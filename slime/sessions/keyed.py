@@ -72,7 +72,7 @@ class KeyedSessions:
             body = await request.read()
         except web.RequestPayloadError as error:
             raise web.HTTPBadRequest(
-                text=f"the body must be encoded as its headers name it, got {error}"
+                text=f"the body must be encoded as its headers name it, got {error}; leave Content-Encoding out"
             ) from error
         headers = {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"}
         post = self._client().post(f"{session.base_url}/{path}", data=body, headers=headers)

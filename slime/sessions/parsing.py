@@ -30,12 +30,12 @@ def parsed(
         raise Refused(
             "parser",
             f"the answer must be one that the parser can read, got {type(error).__name__}: {error!s:.200} for "
-            f"{text!r:.80}",
+            f"{text!r:.80}; check the parsers that the flags of the engine's backend name",
             403,
         ) from error
 
 
 def _call(call: ToolCall) -> ToolCall:
     if not call.name:
-        raise ValueError("a tool call must have a name")
+        raise ValueError("a tool call must have a name, got none; change the prompt or the parser")
     return ToolCall(as_unicode(call.name), as_unicode(call.arguments), as_unicode(call.id))

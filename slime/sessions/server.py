@@ -131,7 +131,7 @@ class _Route:
         try:
             body = read_json(raw)
             if not isinstance(body, dict):
-                raise ValueError(f"an object must be there, got {type(body).__name__}")
+                raise TypeError(f"it is of type {type(body).__name__} and no object")
             asked = self._dialect.read(body, session)
         except Refused:
             raise
