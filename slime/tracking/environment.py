@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rl_kernel.host import git_state, gpu_rows
-from slime.config.secrets import MASK, is_secret, mask_secrets
+from slime.config.secrets import MASK, is_secret, mask_command, mask_secrets, without
 
 ENVIRONMENT_FILE = "environment.json"
 _ENV_PREFIXES = (
@@ -44,22 +44,6 @@ _ENV_NAMES = (
 )
 
 
-def mask_command(argv: Sequence[str]) -> list[str]:
-    """The command line with secret values masked in `--flag value`, `--flag=value` and `NAME=value`."""
-    out: list[str] = []
-    after_secret = False
-    for word in argv:
-        name, equals, _ = word.partition("=")
-        if after_secret and not word.startswith("--"):
-            out.append(MASK)
-        elif equals and is_secret(name):
-            out.append(f"{name}={MASK}")
-        else:
-            out.append(str(mask_secrets(word)))
-        after_secret = word.startswith("--") and not equals and is_secret(word)
-    return out
-
-
 def collect_environment(
     argv: Sequence[str], environ: Mapping[str, str], files: Sequence[str | Path] = ()
 ) -> dict[str, object]:
@@ -84,10 +68,10 @@ def collect_environment(
         "cpu": _cpu(),
         "gpus": _gpus(),
         "variables": mask_secrets(variables),
-        "files": {str(path): _digest(Path(path)) for path in files if Path(path).is_file()},
+        "files": mask_secrets({str(path): _digest(Path(path)) for path in files if Path(path).is_file()}),
     }
     secrets = [value for name, value in environ.items() if is_secret(name) and len(value) >= 8]
-    return {name: _without(value, secrets) for name, value in facts.items()}
+    return {name: without(value, secrets) for name, value in facts.items()}
 
 
 def write_environment(
@@ -105,17 +89,6 @@ def write_environment(
     facts = collect_environment(argv, os.environ if environ is None else environ, files)
     path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     return path
-
-
-def _without(value: object, secrets: Sequence[str]) -> object:
-    if isinstance(value, dict):
-        return {key: _without(item, secrets) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without(item, secrets) for item in value]
-    if isinstance(value, str):
-        for secret in secrets:
-            value = value.replace(secret, MASK)
-    return value
 
 
 def _digest(path: Path) -> dict[str, object]:

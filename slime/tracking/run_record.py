@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from slime.config.secrets import mask_secrets
 from slime.tracking.events import Events
 
 RESERVE = ".reserved"
@@ -31,7 +32,7 @@ class WarningEvents(logging.Handler):
         place = (record.pathname, record.lineno)
         self._seen[place] += 1
         if self._seen[place] <= _SAME:
-            self._events.add("warning", logger=record.name, text=record.getMessage()[:_LONGEST])
+            self._events.add("warning", logger=record.name, text=_shown(record.getMessage()))
 
 
 def record_warnings(events: Events) -> WarningEvents:
@@ -74,8 +75,13 @@ def record_error(events: Events, run_dir: Path, error: BaseException) -> None:
     cause = getattr(error, "cause", None)
     shown = cause if isinstance(cause, Exception) else error
     log = Path(getattr(error, "log", "driver.log")).name
-    text = str(shown)[:_LONGEST] or type(shown).__name__
+    text = _shown(str(shown)) or type(shown).__name__
     _last(events, run_dir, "error", type=type(shown).__name__, text=text, log=f"logs/{log}")
+
+
+def _shown(text: str) -> str:
+    """A text as the journal keeps it: without secrets, and not too long."""
+    return str(mask_secrets(text[:_LONGEST]))
 
 
 def _last(events: Events, run_dir: Path, kind: str, **fields: object) -> None:

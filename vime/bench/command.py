@@ -26,10 +26,10 @@ from pathlib import Path
 
 from slime.config.config_file import expand_config
 from slime.config.fields import nearest
+from slime.config.secrets import mask_command
 from slime.data.files import prompt_files
 from slime.hardware import HARDWARE
 from slime.plan.memory_decision import TOO_SMALL
-from slime.tracking.environment import mask_command
 from vime.backends import parse_config
 from vime.bench.planning import BenchPlan, make_plan, refuse_unlike_runs
 from vime.bench.record import OPERATORS_FILE, TIERS

@@ -23,9 +23,10 @@ from typing import Any
 
 from slime.config.config_file import split_argv
 from slime.config.fields import spelled
+from slime.config.secrets import mask_command
 from slime.data.files import prompt_files
 from slime.rules.flags import own_flags
-from slime.tracking.environment import collect_environment, mask_command
+from slime.tracking.environment import collect_environment
 from vime.backends import parse_config
 from vime.bench.compare import PER_PAIR, refuse_unlike
 from vime.bench.record import BASELINE, SIDES, Repeat, Switch, flags_of

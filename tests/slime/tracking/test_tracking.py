@@ -17,11 +17,9 @@ from slime.tracking import (
     LOGPROB_DIFF_MAX,
     StepLine,
     collect_environment,
-    mask_secrets,
     progress,
     write_environment,
 )
-from slime.tracking.environment import is_secret, mask_command
 from slime.tracking.metrics import as_floats
 
 
@@ -104,47 +102,6 @@ def test_progress_shows_on_a_terminal_only():
             bar.refresh()
     assert silent.getvalue() == ""
     assert "rollout 4: 100%" in shown.getvalue() and "8/8" in shown.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("name", "secret"),
-    [
-        ("WANDB_API_KEY", True),
-        ("VIME_RUN_KEY", True),
-        ("--wandb-key", True),
-        ("--vllm-api-key", True),
-        ("HF_TOKEN", True),
-        ("DB_PASSWORD", True),
-        ("AWS_SECRET_ACCESS_KEY", True),
-        ("--input-key", False),
-        ("--label-key", False),
-        ("--reward-key", False),
-        ("--max-tokens-per-gpu", False),
-        ("--rollout-stop-token-ids", False),
-        ("VLLM_CPU_KVCACHE_SPACE", False),
-        ("CUDA_VISIBLE_DEVICES", False),
-    ],
-)
-def test_secrets_are_told_by_name(name, secret):
-    assert is_secret(name) is secret
-
-
-def test_mask_secrets_and_command():
-    assert mask_secrets({"wandb_key": "k", "wandb_team": None, "n": [1, {"hf_token": "t"}]}) == {
-        "wandb_key": "***",
-        "wandb_team": None,
-        "n": [1, {"hf_token": "***"}],
-    }
-    argv = [
-        *("--wandb-key", "abc", "--input-key", "question", "--vllm-api-key=abc", "HF_TOKEN=abc"),
-        *("--train-env-vars", '{"WANDB_API_KEY": "abc", "NCCL_DEBUG": "INFO"}'),
-        *("--http-proxy", "http://me:abc@proxy:80", "--use-wandb"),
-    ]
-    assert mask_command(argv) == [
-        *("--wandb-key", "***", "--input-key", "question", "--vllm-api-key=***", "HF_TOKEN=***"),
-        *("--train-env-vars", '{"WANDB_API_KEY": "***", "NCCL_DEBUG": "INFO"}'),
-        *("--http-proxy", "http://***@proxy:80", "--use-wandb"),
-    ]
 
 
 def test_environment_file_has_facts_and_no_secret(tmp_path):
