@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
-
 from slime.checkpoints.checkpoint_dir import COMPLETE, existing
+from slime.megatron_backend.checkpoint.checkpoint_io import explained_reading
+from slime.megatron_backend.checkpoint.safe_reading import read_common
 from slime.megatron_backend.checkpoint.torch_dist import is_foreign
 from slime.megatron_backend.lora.install import lora_of
 from slime.megatron_backend.model.gpt import HiddenGPTModel
@@ -61,14 +61,16 @@ def check_record(saved: dict[str, Any] | None, wanted: dict[str, Any] | None, pa
         )
 
 
-def stored_lora(directory: str | Path, iteration: int | None) -> Lora | None:
-    """The adapters of a checkpoint; None for one of whole weights, and for what slime converted."""
+def stored_lora(
+    directory: str | Path, iteration: int | None, *, choose: str = "--ckpt-step {}"
+) -> Lora | None:
+    """The adapters of a checkpoint; None for one of whole weights, and for what slime converted. ValueError for a
+    damaged file, with `choose` as in `load_checkpoint`."""
     if iteration is None:
         return None
     path = existing(Path(directory), iteration)
     if not (path / COMPLETE).is_file() or is_foreign(path):
         return None  # reading it reports what is missing
-    saved = dist_checkpointing.load_common_state_dict(str(path)).get("lora")
-    if saved is None:
-        return None
-    return Lora(saved["rank"], saved["alpha"], saved["dropout"], tuple(saved["targets"]))
+    with explained_reading(Path(directory), iteration, choose):
+        saved = read_common(path).get("lora")
+        return saved and Lora(saved["rank"], saved["alpha"], saved["dropout"], tuple(saved["targets"]))

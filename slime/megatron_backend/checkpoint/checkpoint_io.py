@@ -31,12 +31,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from slime.checkpoints.checkpoint_dir import COMPLETE, existing
 from slime.checkpoints.checkpoint_files import FileSum, SummedFile, advice, damage, read_sums, write_sums
 from slime.disk_space import Room, require_room
+from slime.megatron_backend.checkpoint.safe_reading import COMMON_FILE, MetadataReader, read_common, safely
 from slime.megatron_versions import common_records
 
 logger = logging.getLogger(__name__)
-
-COMMON_FILE = "common.pt"
-"""The records without tensors of our checkpoints."""
 
 _FILES = (COMPLETE, COMMON_FILE, ".metadata")
 
@@ -145,37 +143,45 @@ def verify(directory: Path, iteration: int, choose: str) -> None:
 
 @contextmanager
 def explained_reading(directory: Path, iteration: int, choose: str) -> Iterator[None]:
-    """ValueError with the damaged file in place of what Megatron and torch raise in the block.
+    """ValueError with the damaged file in place of what Megatron and torch raise in the block. They run no code of it.
 
     For checkpoints without checksums, whose damage shows up only when they are read.
     """
     path = existing(directory, iteration)
     try:
-        yield
+        with safely():
+            yield
     except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        if (file := unreadable(path, dcp.FileSystemReader(path), _FILES)) is not None:
+        if (file := unreadable(path, _FILES)) is not None:
             text = f"{file}; {advice(directory, iteration, choose)}"
             raise ValueError(text) from error
         if isinstance(error, CheckpointException | CheckpointingException | KeyError):
-            text = f"{path} must hold the tensors of this model and optimizer: {error}"
-            raise ValueError(text) from error
+            text = f"{path} must hold the tensors of this model and optimizer, got {_cause(error)}"
+            raise ValueError(f"{text}; {advice(directory, iteration, choose)}") from error
         raise
 
 
-def unreadable(path: Path, reader: dcp.FileSystemReader, files: tuple[str, ...]) -> str | None:
+def _cause(error: BaseException) -> str:
+    """One line. torch's error has a traceback of each rank."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def unreadable(path: Path, files: tuple[str, ...]) -> str | None:
     """The first file of a checkpoint that is missing, too short or no longer readable. None if all can be read. `files`
-    are those to look at before the tensor files, the last of them `.metadata`. `reader` reads it."""
+    are those to look at before the tensor files, the last of them `.metadata`."""
     file = path
     try:
         for file in (path / name for name in files):
             if file.name == COMPLETE:
                 json.loads(file.read_text(encoding="utf-8"))
             elif file.name == COMMON_FILE:
-                torch.load(file, map_location="cpu", weights_only=True)  # ok: runs no code
+                read_common(path)
         ends: dict[str, int] = {}
-        for stored in reader.read_metadata().storage_data.values():
+        for stored in MetadataReader(path).read_metadata().storage_data.values():
             end = stored.offset + stored.length
             ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
     except Exception as error:  # border: damaged pickles can raise any error

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -29,8 +30,8 @@ from slime.megatron_backend.checkpoint.adapter_records import check_record, kept
 from slime.megatron_backend.checkpoint.background import BackgroundSaves
 from slime.megatron_backend.checkpoint.checkpoint_io import DirectSave, explained_reading, verify
 from slime.megatron_backend.checkpoint.random_state import rng_object, rng_state, set_rng_state
+from slime.megatron_backend.checkpoint.safe_reading import MetadataReader, read_common
 from slime.megatron_backend.checkpoint.torch_dist import (
-    MetadataReader,
     StoredParts,
     is_foreign,
     load_torch_dist,
@@ -167,13 +168,14 @@ def _write_text(path: Path, text: str) -> None:
     os.replace(staged, path)
 
 
-def trained_predictions(directory: str | Path, iteration: int | None) -> bool:
+def trained_predictions(directory: str | Path, iteration: int | None, choose: str = "--ckpt-step {}") -> bool:
     """Whether checkpoint `iteration` under `directory` has layers of multi-token prediction, which
     --enable-mtp-training trained. False for what slime converted, whose layers nobody trained."""
     if iteration is None:
         return False
-    tensors = dist_checkpointing.load_tensors_metadata(str(iteration_path(Path(directory), iteration)))
-    return any(name.startswith("mtp.") for name in tensors)
+    with explained_reading(Path(directory), iteration, choose):
+        index = MetadataReader(existing(Path(directory), iteration)).read_metadata()
+    return any(name.startswith("mtp.") for name in index.state_dict_metadata)
 
 
 @torch.no_grad()
@@ -185,7 +187,7 @@ def stored_parts(
     if not is_foreign(path):
         verify(Path(directory), iteration, choose)
         with explained_reading(Path(directory), iteration, choose):
-            common = dist_checkpointing.load_common_state_dict(str(path))
+            common = read_common(path)
         _check_shape(common["shape"], _shape(unwrapped(model)[0]), path)
     return StoredParts(model, path)
 
@@ -220,7 +222,7 @@ def load_checkpoint(
     verify(directory, iteration, choose)
     parts = unwrapped(model)
     with explained_reading(directory, iteration, choose):
-        common = dist_checkpointing.load_common_state_dict(str(path))
+        common = read_common(path)
     _check_shape(common["shape"], _shape(parts[0]), path)
     check_record(common.get("lora"), record_of(parts[0]) if adapters else None, path)
     if not optim:
@@ -236,7 +238,7 @@ def load_checkpoint(
         wanted["rng"] = rng_object(None)
     with explained_reading(directory, iteration, choose):
         new = _new_heads(wanted, path)
-        state = dist_checkpointing.load(wanted, str(path))
+        state = dist_checkpointing.load(wanted, str(path), TorchDistLoadShardedStrategy())
     for i, inner in enumerate(parts):
         given = state[_part(i)] | new.get(_part(i), {})
         inner.load_state_dict(given, strict=record_of(inner) is None)  # its base or its adapters

@@ -63,7 +63,7 @@ def export_checkpoint(
     with tempfile.TemporaryDirectory() as rendezvous:
         init_parallel(0, 1, config, init_method=f"file://{rendezvous}/store")
         try:
-            lora = None if load is None else stored_lora(load, iteration)
+            lora = None if load is None else stored_lora(load, iteration, choose=CHOOSE)
             if merge and lora is None:
                 raise ValueError(
                     f"--merge must be given for a checkpoint of adapters, got one of whole weights in {load}"
@@ -87,7 +87,7 @@ def _export_weights(
 ) -> str:
     """Whole weights. Returns what was read."""
     load, source = config.checkpoint.load, config.rollout.hf_checkpoint
-    predicts = load is not None and trained_predictions(load, iteration)
+    predicts = load is not None and trained_predictions(load, iteration, CHOOSE)
     model = build_model(hf_config, config, ddp=False, predicts=predicts)
     path = None if load is None or iteration is not None else released(load)
     read = source if load is None else str(path) if path else f"checkpoint {iteration} of {load}"

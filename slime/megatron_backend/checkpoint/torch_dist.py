@@ -15,12 +15,10 @@ prediction are not read. slime.megatron_backend.checkpoint.torch_dist_save write
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +29,14 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
-from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner, mcore_to_pyt_state_dict
+from megatron.core.dist_checkpointing.strategies.torch import mcore_to_pyt_state_dict
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from slime.checkpoints.checkpoint_dir import COMPLETE
 from slime.megatron_backend.checkpoint.checkpoint_io import COMMON_FILE, unreadable
+from slime.megatron_backend.checkpoint.safe_reading import MetadataReader, SafePlanner
 from slime.megatron_backend.model.gpt import HiddenGPTModel, unwrapped
 from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
 from slime.megatron_versions import COMMON
@@ -53,65 +52,6 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _PREDICTION = re.compile(r"mtp\.layers\.\d+\.transformer_layer\.")
 _NOT_READ = re.compile(r"(chained_\d+\.)?optimizer\.|.*\._extra_state")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-_METADATA_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata"),
-        *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype))},
-    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
-    "pathlib._local": {"PosixPath", "PurePosixPath", "Path"},
-    "collections": {"OrderedDict"},
-}  # fmt: skip
-"""What the index of tensors is made of. Any other name in its pickle could run code."""
-
-
-class _NotRead:
-    """Takes the place of any other object in the index, such as the plans that Megatron saves beside it."""
-
-    def __new__(cls, *unused: Any, **also_unused: Any) -> _NotRead:
-        return super().__new__(cls)
-
-    def __setstate__(self, state: Any) -> None: ...
-
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-
-    def append(self, item: Any) -> None: ...
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        known = name in _METADATA_CLASSES.get(module, ())
-        return super().find_class(module, name) if known else _NotRead
-
-
-class MetadataReader(dcp.FileSystemReader):
-    """torch's reader, but its index can run no code, and the tensors are read in the order of the files."""
-
-    def read_metadata(self, *unused: Any, **also_unused: Any) -> Metadata:
-        """Read once: a model is also read parameter by parameter."""
-        return self._metadata
-
-    @cached_property
-    def _metadata(self) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _Unpickler(file).load()
-        if not isinstance(metadata, Metadata) or metadata.storage_data is None:
-            raise pickle.UnpicklingError("it is no index of tensors")
-        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-    def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
-        def place(item: Any) -> tuple[str, int]:
-            stored = self.storage_data[item.storage_index]
-            return stored.relative_path, stored.offset
-
-        plan.items.sort(key=place)
-        return plan
 
 
 @dataclass(frozen=True)
@@ -271,7 +211,7 @@ class StoredParts:
             dcp.load(
                 mcore_to_pyt_state_dict(dict(parts), is_loading=True),
                 storage_reader=self._reader,
-                planner=MCoreLoadPlanner(
+                planner=SafePlanner(
                     shapes_validation_sharded_tensors=whole, allow_shape_mismatch_sharded_tensors=padded
                 ),
                 no_dist=True,  # the plan of a rank needs nothing from other ranks
@@ -336,7 +276,7 @@ def _explained(path: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        found = unreadable(path, MetadataReader(path), (COMPLETE, ".metadata"))
+        found = unreadable(path, (COMPLETE, ".metadata"))
         if found is None:
             raise
         text = f"{found}; restore the file from a copy, or convert the model again"
