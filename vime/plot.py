@@ -22,6 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
+from vime.doctor.finding import one_line
 from vime.run_metrics import (
     TIME_METRICS,
     TIME_PARTS,
@@ -325,6 +326,7 @@ def plot_runs(runs: Sequence[RunMetrics], out: Path) -> tuple[list[Path], list[s
     notes = [
         f"{run.name} did not record {name}" for panel in PANELS for run in runs for name in panel.missing(run)
     ]
+    notes += [f"{run.name}: {run.damaged} damaged lines are left out" for run in runs if run.damaged]
     for run in runs:
         for name in dict.fromkeys(name for panel in PANELS for name in panel.metrics(run)):
             broken = int(np.isnan(run.series[name].values).sum())
@@ -389,7 +391,7 @@ def main(argv: Sequence[str]) -> int:
         runs = [replace(run, name=str(path)) for run, path in zip(runs, args.run_dirs, strict=True)]
     written, notes = plot_runs(runs, args.out or args.run_dirs[0] / "plots")
     for note in notes:
-        print(f"note: {note}")
+        print(f"note: {one_line(note)}")
     if not written:
         raise ValueError("RUN_DIR must hold a metric that has a picture, got none; the notes name them")
     for path in written:

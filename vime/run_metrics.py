@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from slime.tracking.metrics import is_score
-from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
+from slime.tracking.run_files import is_there
+from slime.tracking.trackers import METRICS_FILE, RESERVED, MetricLines
 
 UNITS = {"rollout/step": "rollout", "train/step": "optimizer step", "eval/step": "rollout"}
 
@@ -47,6 +48,8 @@ class Series:
 class RunMetrics:
     name: str
     series: dict[str, Series]
+    damaged: int = 0
+    """Lines that cannot be read, and are left out."""
 
     def eval_names(self) -> list[str]:
         """The score of each evaluation set, `eval/{name}`, without the metrics derived from it."""
@@ -63,22 +66,25 @@ class StepTimes:
 
 
 def load_run(run_dir: Path) -> RunMetrics:
-    """Read `run_dir`/metrics.jsonl. ValueError if it is missing, empty, or has a malformed line."""
+    """Read `run_dir`/metrics.jsonl. Damaged lines are counted. ValueError if it is missing, has no metric, or cannot be
+    read."""
     path = Path(run_dir) / METRICS_FILE
-    if not path.is_file():
+    if not is_there(run_dir, METRICS_FILE):
         raise ValueError(
             f"RUN_DIR must hold {METRICS_FILE}, got {run_dir} without it; name the directory of a run"
         )
     columns: dict[str, tuple[list[int], list[float], str]] = {}
-    for _, row in read_metric_lines(path.read_text(encoding="utf-8", errors="replace"), path):
+    lines = MetricLines(path)
+    for row in lines:
         for name in row.keys() - RESERVED:
             steps, values, _ = columns.setdefault(name, ([], [], UNITS[row["step_key"]]))
             steps.append(row["step"])
             values.append(float("nan") if row[name] is None else float(row[name]))
     if not columns:
-        raise ValueError(f"RUN_DIR must hold metrics, got an empty {path}; wait for the first step to end")
+        held = f"{lines.damaged} damaged lines in" if lines.damaged else "an empty"
+        raise ValueError(f"RUN_DIR must hold metrics, got {held} {path}; wait for the first step to end")
     series = {name: _sorted_series(*column) for name, column in columns.items()}
-    return RunMetrics(Path(run_dir).resolve().name, series)
+    return RunMetrics(Path(run_dir).resolve().name, series, lines.damaged)
 
 
 def _sorted_series(steps: list[int], values: list[float], unit: str) -> Series:

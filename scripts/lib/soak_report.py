@@ -27,7 +27,7 @@ from soak_parts import (
 from rl_kernel.benchmarks.machine import describe
 from slime.tracking.journal import read_events
 from slime.tracking.ledger import read_ledger
-from slime.tracking.trackers import METRICS_FILE, read_metric_lines
+from slime.tracking.trackers import METRICS_FILE, MetricLines
 
 SAMPLES = 32
 """Of a step."""
@@ -103,7 +103,7 @@ def speed(run_dir: Path) -> dict[str, float]:
     if not ends:
         return {"steps": 0, "repeated": 0, "seconds": 0.0, "tokens_per_s": 0.0, "median_step_s": 0.0}
     path = run_dir / METRICS_FILE
-    rows = [row for _, row in read_metric_lines(path.read_text(encoding="utf-8"), path)]
+    rows = list(MetricLines(path))
     lengths = {row["step"]: row["rollout/response_len/mean"] for row in rows if "perf/step_time" in row}
     seconds = ends[-1].time - next(read_events(run_dir)).time
     distinct = len({event["rollout"] for event in ends})

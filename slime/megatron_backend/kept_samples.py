@@ -9,7 +9,7 @@ from torch import Tensor
 from slime.config import Config
 from slime.data.packing import MicroBatch
 from slime.megatron_backend.parallel import ParallelInfo
-from slime.tracking.journal import Line
+from slime.tracking.run_files import Line
 from slime.tracking.samples import MOST_TOKENS, kept_places, write_trained
 from slime.types import TrainData
 

@@ -44,7 +44,7 @@ class Events:
     def __init__(self, source: str, run_dir: str | None, file_bytes: int = FILE_BYTES) -> None:
         self._source, self._file_bytes = source, file_bytes
         self._path = Path(run_dir) / EVENTS_FILE if run_dir else None
-        self._file = -1
+        self._file = self._folder = -1
         self._waiting: list[bytes] = []
         self._lost = 0
         self._of_waiting, self._of_file = threading.Lock(), threading.Lock()
@@ -52,7 +52,8 @@ class Events:
         self._thread: threading.Thread | None = None
 
     def add(self, kind: str, **fields: object) -> None:
-        """Record that something happened now. ValueError if the disk is full, for a durable kind."""
+        """Record that something happened now. For a durable kind, ValueError if the disk is full, or if the run
+        directory is no longer there."""
         if self._path is None:
             return
         wanted = KINDS[kind]
@@ -92,6 +93,7 @@ class Events:
         self._flush_quietly()
         with self._of_file:
             self._close_file()
+            self._close_folder()
 
     def _run(self) -> None:
         while not self._closing.wait(_EVERY_S):
@@ -149,13 +151,36 @@ class Events:
     def _open_file(self) -> None:
         if self._file < 0:
             assert self._path is not None
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            if self._folder < 0:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                # Held open, so that no other directory gets its number.
+                self._folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._require_folder()
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+            self._file = os.open(self._path, flags, 0o644)
+
+    def _require_folder(self) -> None:
+        """ValueError if the run directory was removed, or another one has its name."""
+        assert self._path is not None
+        try:
+            if os.path.samestat(os.fstat(self._folder), self._path.parent.stat()):
+                return
+        except FileNotFoundError:
+            pass
+        raise ValueError(
+            f"--run-dir must stay while its run goes on, got {self._path.parent}, which was removed or replaced; start "
+            "the run again, with --load to resume"
+        )
 
     def _close_file(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+    def _close_folder(self) -> None:
+        if self._folder >= 0:
+            os.close(self._folder)
+            self._folder = -1
 
     def _is_current(self) -> bool:
         """False if another process has begun a new file."""

@@ -11,20 +11,20 @@ The events of one process are in their order. Those of several may be half a sec
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
-from slime.tracking.kinds import DAMAGED, EVENTS_FILE, VERSION
+from slime.tracking.kinds import DAMAGED, EVENTS_FILE, KINDS, VERSION
+from slime.tracking.run_files import MOST_OF_LINE, Line, is_number, is_there, lines_of, open_file, parse
 
-Line: TypeAlias = dict[str, Any]
-"""One line of a file, from JSON."""
 _BEGIN = b'{"time": '
 """Of each line. No field of an event has it: quotes in text are escaped."""
+_LAST = 1e11
+"""Seconds since the epoch that are no time of a run."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ def read_events(
 ) -> Iterator[Event]:
     """The events of a run so far: those of `kinds`, and of the time `since` or later.
 
-    Lines that a killed process or a full disk has cut are left out, unless `kinds` has `damaged`. Files of older
-    versions are read, also those without a first line. ValueError for a directory without a journal, for one that may
-    not be read, and for a journal of a newer version.
+    Lines that a killed process or a full disk has cut, and those that are no event of `slime.tracking.kinds`, are left
+    out, unless `kinds` has `damaged`. Files of older versions are read, also those without a first line. ValueError for
+    a directory without a journal, for one that may not be read, and for a journal of a newer version.
     """
     yield from Tail(run_dir, kinds, since).new(last=True)
 
@@ -83,11 +83,9 @@ class Tail:
         self._dir, self._kinds, self._since = Path(run_dir), kinds, since
         self._file: BinaryIO | None = None
         self._number = 1
-        try:
-            is_there = (self._dir / EVENTS_FILE).exists() or self._older().exists()
-        except PermissionError as error:  # of a folder above it
-            raise _unreadable(self._dir) from error
-        if not is_there:
+        self.damaged = 0
+        """Lines so far that cannot be read."""
+        if not (is_there(self._dir, EVENTS_FILE) or is_there(self._dir, self._older())):
             raise ValueError(
                 f"RUN_DIR must have {EVENTS_FILE}, got none in {run_dir}; name the --run-dir of a run"
             )
@@ -110,20 +108,16 @@ class Tail:
             self._file.close()
             self._file = None
 
-    def _older(self) -> Path:
-        return self._dir / f"events-{self._number}.jsonl"
+    def _older(self) -> str:
+        return f"events-{self._number}.jsonl"
 
     def _open(self) -> bool:
         """Open the file of this number. False if it is not there yet."""
         while self._file is None:
-            path = self._older() if self._older().exists() else self._dir / EVENTS_FILE
-            try:
-                file = path.open("rb")
-            except FileNotFoundError:
+            file = open_file(self._dir, self._older() if is_there(self._dir, self._older()) else EVENTS_FILE)
+            if file is None:
                 return False
-            except PermissionError as error:
-                raise _unreadable(path) from error
-            if self._older().exists() and not os.path.samestat(os.fstat(file.fileno()), self._older().stat()):
+            if is_there(self._dir, self._older()) and not self._is(file, self._older()):
                 file.close()  # it was renamed meanwhile, and this is the next one
                 continue
             self._file = file
@@ -133,16 +127,20 @@ class Tail:
         """Whether the file was full, and another one goes on."""
         assert self._file is not None
         try:
-            return not os.path.samestat(os.fstat(self._file.fileno()), (self._dir / EVENTS_FILE).stat())
-        except FileNotFoundError:
+            return not self._is(self._file, EVENTS_FILE)
+        except OSError:
             return False  # renamed at this moment
 
+    def _is(self, file: BinaryIO, name: str) -> bool:
+        return os.path.samestat(os.fstat(file.fileno()), (self._dir / name).stat())
+
     def _lines(self, file: BinaryIO, *, last: bool) -> Iterator[Event]:
-        while line := file.readline():
-            if not line.endswith(b"\n") and not last:
+        for line in lines_of(file):
+            if not line.endswith(b"\n") and not last and len(line) < MOST_OF_LINE:
                 file.seek(-len(line), os.SEEK_CUR)
                 return
             for event in _events(line):
+                self.damaged += event.kind == DAMAGED
                 self._check_version(event)
                 if self._is_wanted(event):
                     yield event
@@ -162,24 +160,20 @@ class Tail:
             )
 
 
-def _unreadable(path: Path) -> ValueError:
-    return ValueError(
-        f"RUN_DIR must be a run that this user can read, got no permission for {path}; ask its owner, or read it as "
-        "its user"
-    )
-
-
 def _events(line: bytes) -> Iterator[Event]:
     """The events of a line. A line that was cut has the next event behind it."""
     begins = max(line.rfind(_BEGIN), 0)
     if begins:
         yield Event(0.0, "", DAMAGED)
-    try:
-        fields = json.loads(line[begins:])
-        moment, source, kind = fields.pop("time"), fields.pop("source"), fields.pop("kind")
-        yield Event(float(moment), str(source), str(kind), fields)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    if (fields := parse(line[begins:])) is None:
         yield Event(0.0, "", DAMAGED)
+        return
+    moment, source, kind = (fields.pop(name, None) for name in ("time", "source", "kind"))
+    is_event = isinstance(source, str) and isinstance(kind, str) and is_number(moment) and 0 <= moment < _LAST
+    known = None
+    if is_event and kind != DAMAGED:
+        known = KINDS[kind].read(fields) if kind in KINDS else fields
+    yield Event(0.0, "", DAMAGED) if known is None else Event(float(moment), source, kind, known)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,11 @@ The first line of each file has the kind `journal` and the version of the format
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+
+from slime.tracking.run_files import is_number, is_whole_number
 
 EVENTS_FILE = "events.jsonl"
 OLDER = "events-*.jsonl"
@@ -32,6 +36,53 @@ PHASES = {
 are too many."""
 
 
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_whole_or_none(value: object) -> bool:
+    return value is None or is_whole_number(value)
+
+
+def _is_number_or_none(value: object) -> bool:
+    return value is None or is_number(value)
+
+
+def _are_numbers(value: object) -> bool:
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        return False
+    return not value or (is_whole_number(min(value)) and is_whole_number(max(value)))
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _are_scores(value: object) -> bool:
+    """A score that is not finite is a float, too."""
+    return isinstance(value, dict) and all(type(score) in (int, float) for score in value.values())
+
+
+_TEXTS = "host state type text log socket model engine address place reason session phase device logger"
+_WHOLE = "pid over_limit turn prompt_tokens part bytes running waiting"
+_WHOLE_OR_NONE = "born rollout rollouts version sample tokens"
+CHECKS: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(_TEXTS.split(), _is_text),
+    **dict.fromkeys(_WHOLE.split(), is_whole_number),
+    **dict.fromkeys(_WHOLE_OR_NONE.split(), _is_whole_or_none),
+    **dict.fromkeys(("seconds", "kv_cache"), is_number),
+    **{f"{name}_s": _is_number_or_none for name in STEP_PARTS},
+    "groups": _are_numbers,
+    "engines": _are_texts,
+    "scores": _are_scores,
+    "samples": is_whole_number,
+    "processes": lambda value: isinstance(value, dict),
+    "cards": lambda value: isinstance(value, list) and all(isinstance(card, dict) for card in value),
+    "memory.host": lambda value: isinstance(value, dict),
+}
+"""What a field of an event is: under its name, or under the name of a kind in which it is something else."""
+
+
 @dataclass(frozen=True)
 class EventKind:
     """One kind of event. `fields`: names, those after a `?` only of some events."""
@@ -42,30 +93,71 @@ class EventKind:
     about: str
     durable: bool = True
     """Written before `add` returns. Otherwise at most half a second later, without waiting for the disk."""
+    given: str = ""
+    """A field that is never None here, although it may be in other kinds."""
+    words: frozenset[str] = frozenset()
+    """All values of `state`, where readers know them."""
 
-    @property
+    @cached_property
     def allowed(self) -> frozenset[str]:
         return frozenset(self.fields.replace("?", " ").split())
 
-    @property
+    @cached_property
     def required(self) -> frozenset[str]:
         return frozenset(self.fields.partition("?")[0].split())
+
+    @cached_property
+    def checks(self) -> Mapping[str, Callable[[object], bool]]:
+        return {name: CHECKS.get(f"{self.name}.{name}") or CHECKS[name] for name in self.allowed}
+
+    def read(self, fields: Mapping[str, object]) -> dict[str, object] | None:
+        """The fields of an event of this kind, without those that it does not have. None if one is missing or is not
+        what it should be: the line is damaged."""
+        known = {}
+        for name, value in fields.items():
+            if name not in self.allowed:
+                continue
+            if not self.checks[name](value) or (value is None and name == self.given):
+                return None
+            known[name] = value
+        if not self.required <= known.keys():
+            return None
+        if self.words and known["state"] not in self.words:
+            return None
+        return known
 
 
 _STEP = "rollout ? " + " ".join(f"{name}_s" for name in STEP_PARTS)
 _ALL = (
-    EventKind("journal", "any", "version", "the first line of a file: the version of the format"),
+    EventKind(
+        "journal", "any", "version", "the first line of a file: the version of the format", given="version"
+    ),
     EventKind("run", "driver", "host pid born rollouts", "a process begins a run of so many rollouts"),
-    EventKind("start", "driver", "rollout", "training starts, or resumes, at this rollout"),
-    EventKind("step", "driver", _STEP, "the rollout was trained, and its line is in metrics.jsonl"),
+    EventKind("start", "driver", "rollout", "training starts, or resumes, at this rollout", given="rollout"),
+    EventKind(
+        "step", "driver", _STEP, "the rollout was trained, and its line is in metrics.jsonl", given="rollout"
+    ),
     EventKind(
         "checkpoint",
         "driver",
         "rollout",
         "the checkpoint after it is complete, or its files are being written",
+        given="rollout",
     ),
-    EventKind("evaluation", "driver", "rollout scores", "the scores of the weights after so many rollouts"),
-    EventKind("end", "driver", "state", "the run has ended: finished, or interrupted by its user"),
+    EventKind(
+        "evaluation",
+        "driver",
+        "rollout scores",
+        "the scores of the weights after so many rollouts",
+        given="rollout",
+    ),
+    EventKind(
+        "end",
+        "driver",
+        "state",
+        "the run has ended: finished, or interrupted by its user",
+        words=frozenset({"finished", "interrupted"}),
+    ),
     EventKind("error", "driver", "type text ? log", "what has ended the run"),
     EventKind(
         "control_socket",
@@ -74,7 +166,13 @@ _ALL = (
         "a run starts its engines; where `vime engines` reaches it",
     ),
     EventKind("engine", "engines", "model engine state ? address place version", "what became of an engine"),
-    EventKind("weights", "engines", "model engines version", "these engines have loaded that version"),
+    EventKind(
+        "weights",
+        "engines",
+        "model engines version",
+        "these engines have loaded that version",
+        given="version",
+    ),
     EventKind(
         "part",
         "engines",
@@ -101,7 +199,11 @@ _ALL = (
     EventKind("dropped", "rollout", "groups reason", "they will not be trained"),
     EventKind("put_back", "rollout", "groups", "they return to the data source with their tokens"),
     EventKind(
-        "batch", "rollout", "rollout groups over_limit", "the batch; samples older than --max-staleness"
+        "batch",
+        "rollout",
+        "rollout groups over_limit",
+        "the batch; samples older than --max-staleness",
+        given="rollout",
     ),
     EventKind("position", "rollout", "rollout", "the data position after the batch is saved"),
     EventKind(

@@ -53,7 +53,7 @@ class Ledger:
 
     @property
     def groups_trained(self) -> int:
-        return sum(len(self.batches[rollout]) for rollout in self.trained)
+        return sum(len(self.batches.get(rollout, ())) for rollout in self.trained)
 
     @property
     def is_exact(self) -> bool:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 from slime.tracking.journal import Event
 
+UNKNOWN = "unknown"
+"""The state of an engine whose start is not in the journal."""
 ENGINE_KINDS = ("control_socket", "engine", "weights", "load")
 
 
@@ -55,21 +57,24 @@ class RunEngines:
                 self.engines.clear()
             case "engine":
                 self._change(event)
-            case "load":
+            case "load" if event["engine"] in self.engines:
                 engine = self.engines[event["engine"]]
                 engine.running, engine.waiting = event["running"], event["waiting"]
                 engine.kv_cache = event["kv_cache"]
             case "weights":
                 for name in event["engines"]:
-                    self.engines[name].version = event["version"]
+                    self._named(name, event["model"]).version = event["version"]
 
     def _change(self, event: Event) -> None:
-        name = str(event["engine"])
-        engine = self.engines.setdefault(name, EngineRecord(name, str(event["model"])))
+        engine = self._named(event["engine"], event["model"])
         engine.state = str(event["state"])
         if engine.state == "starting":
-            engine.address, engine.place = str(event["address"]), str(event["place"])
+            engine.address, engine.place = str(event.get("address", "")), str(event.get("place", ""))
             engine.since, engine.version = event.time, None
             engine.running = engine.waiting = engine.kv_cache = None
         if engine.state == "serving":
-            engine.version = event["version"]
+            engine.version = event.get("version")
+
+    def _named(self, name: str, model: str) -> EngineRecord:
+        """The record of an engine. The line with its start may be lost, so it begins with what comes first."""
+        return self.engines.setdefault(name, EngineRecord(name, model, UNKNOWN))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import socket
 import statistics
 import time
@@ -16,10 +15,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from slime.tracking.journal import Event, OpenPhases, Phase, read_events
+from slime.tracking.journal import Event, OpenPhases, Phase, Tail
+from slime.tracking.kinds import EVENTS_FILE
 from slime.tracking.run_engines import EngineRecord, RunEngines
+from slime.tracking.run_files import is_whole_number, read_object
 from slime.tracking.run_record import born
-from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
+from slime.tracking.trackers import METRICS_FILE, RESERVED, MetricLines
 
 RunState = Literal["running", "finished", "failed", "interrupted"]
 SILENT_S = 600.0
@@ -61,6 +62,8 @@ class RunSummary:
     deaths: Counter[str] = field(default_factory=Counter)
     """How often each engine has died."""
     starts: int = 0
+    damaged: Counter[str] = field(default_factory=Counter)
+    """Lines of each file that cannot be read, and are left out."""
 
     @property
     def progress(self) -> float:
@@ -72,11 +75,13 @@ class RunSummary:
 
 def run_summary(run_dir: Path) -> RunSummary:
     """ValueError for a directory without the journal of a run, or one that may not be read."""
-    so_far = SummaryOfEvents(run_dir)
-    for event in read_events(run_dir):
+    so_far, journal = SummaryOfEvents(run_dir), Tail(run_dir)
+    for event in journal.new(last=True):
         so_far.add(event)
     summary = so_far.summary()
-    summary.metrics = newest_metrics(summary.run_dir)
+    metrics = MetricLines(summary.run_dir / METRICS_FILE)
+    summary.metrics = _newest(metrics)
+    summary.damaged = Counter({EVENTS_FILE: journal.damaged, METRICS_FILE: metrics.damaged})
     return summary
 
 
@@ -168,19 +173,16 @@ def _silence(summary: RunSummary, why: str) -> str:
 
 
 def _rollouts(run_dir: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        found = json.loads((run_dir / "config.json").read_text(encoding="utf-8")).get("num_rollout")
-        return found if isinstance(found, int) else None
+    with contextlib.suppress(OSError, ValueError):
+        found = read_object(run_dir, "config.json").get("num_rollout")
+        return found if is_whole_number(found) else None
     return None
 
 
-def newest_metrics(run_dir: Path) -> dict[str, float]:
-    """The newest value of each metric in metrics.jsonl; empty before the first step."""
-    path = run_dir / METRICS_FILE
-    if not path.is_file():
-        return {}
+def _newest(metrics: MetricLines) -> dict[str, float]:
+    """The newest value of each metric; empty before the first step."""
     newest: dict[str, float] = {}
-    for _, row in read_metric_lines(path.read_text(encoding="utf-8", errors="replace"), path):
+    for row in metrics:
         values = {name: row[name] for name in row.keys() - RESERVED}
         newest |= {name: float("nan") if value is None else float(value) for name, value in values.items()}
     return newest

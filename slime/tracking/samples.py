@@ -18,14 +18,25 @@ knows of its own samples to samples/ROLLOUT.trainer-RANK.jsonl, one line each:
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
 from slime.disk_space import Room
-from slime.tracking.journal import Line
+from slime.tracking.run_files import (
+    Line,
+    is_number,
+    is_whole_number,
+    lines_of,
+    open_file,
+    parse,
+    readable,
+)
 from slime.types import Message, Metadata, Reward, Sample
 
 SAMPLES = "samples"
@@ -72,50 +83,129 @@ class SampleRecord:
 
 def sample_rollouts(run_dir: Path) -> list[int]:
     """The rollouts that have samples, in order."""
-    names = (path.stem for path in (Path(run_dir) / SAMPLES).glob("*.jsonl"))
-    return sorted(int(name) for name in names if name.isdecimal())
+    return sorted(rollout for rollout, rank in _files(run_dir) if rank is None)
 
 
-def read_samples(run_dir: Path, rollout: int) -> Iterator[SampleRecord]:
-    """The samples of a rollout, with what the trainer knows of them after its training. A line that is cut is the last.
+def sample_files(run_dir: Path) -> dict[int, list[Path]]:
+    """The files of each rollout that has samples: its own, and those of trainer ranks."""
+    found = _files(run_dir)
+    own = {rollout for rollout, rank in found if rank is None}
+    files: dict[int, list[Path]] = {rollout: [] for rollout in sorted(own)}
+    for (rollout, _), path in sorted(found.items(), key=lambda item: item[1]):
+        if rollout in own:
+            files[rollout].append(path)
+    return files
+
+
+def _files(run_dir: Path) -> dict[tuple[int, int | None], Path]:
+    """(rollout, trainer rank or None) -> file."""
+    folder = Path(run_dir) / SAMPLES
+    with readable(folder):
+        paths = list(folder.glob("*.jsonl"))
+    matches = [
+        (path, re.fullmatch(r"([0-9]{1,15})(?:\.trainer-([0-9]{1,9}))?\.jsonl", path.name)) for path in paths
+    ]
+    return {(int(m[1]), None if m[2] is None else int(m[2])): path for path, m in matches if m is not None}
+
+
+def read_samples(run_dir: Path, rollout: int, damaged: Counter[str] | None = None) -> Iterator[SampleRecord]:
+    """The samples of a rollout, with what the trainer knows of them after its training. Lines that are no sample are
+    left out, and counted in `damaged` by the name of their file.
 
     ValueError if there are none, for a file of a newer version, and for one that may not be read.
     """
-    path = Path(run_dir) / SAMPLES / f"{int(rollout)}.jsonl"
-    if not path.is_file():
+    counts: Counter[str] = Counter() if damaged is None else damaged
+    files = sample_files(run_dir).get(int(rollout))
+    own = f"{SAMPLES}/{int(rollout)}.jsonl"
+    if files is None:
         raise ValueError(
-            f"the rollout must have samples, got no {path}; --save-samples says how many a run keeps"
+            f"the rollout must have samples, got no {Path(run_dir) / own}; --save-samples says how many a run keeps"
         )
     trained: dict[int, Line] = {}
-    for part in path.parent.glob(f"{int(rollout)}.trainer-*.jsonl"):
-        trained |= {line["place"]: line for line in _lines(part)}
-    lines = _lines(path)
-    if (version := next(lines, {}).get("version", VERSION)) > VERSION:
+    for name in (f"{SAMPLES}/{path.name}" for path in files):
+        if name != own:
+            for line in _lines(run_dir, name, counts):
+                if _is_trained(line):
+                    trained[line["place"]] = line
+                else:
+                    counts[name] += 1
+    lines = _lines(run_dir, own, counts)
+    first = next(lines, {})
+    version = first.get("version", VERSION)
+    if not is_whole_number(version) or version > VERSION:
         raise ValueError(
-            f"{path} must be of version {VERSION} or older, got {version}; read it with a newer vime"
+            f"{Path(run_dir) / own} must be of version {VERSION} or older, got {str(version)[:80]}; read it with a "
+            "newer vime"
         )
-    for found in lines:
-        known = trained.get(found["place"], {})
-        log_probs = iter(known.get("log_probs") or ())
-        tokens = [
-            Token(text, id_, mask, engine, next(log_probs, None))
-            for text, id_, mask, engine, _ in found["tokens"]
-        ]
-        yield SampleRecord(**(found | {"tokens": tokens, "advantage": known.get("advantage")}))
+    for found in itertools.chain([first] if "tokens" in first else [], lines):  # the head may be damaged
+        if _is_sample(found):
+            yield _joined(found, trained.get(found["place"], {}))
+        else:
+            counts[own] += 1
 
 
-def _lines(path: Path) -> Iterator[Line]:
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for line in lines:
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    return
-    except PermissionError as error:
-        raise ValueError(
-            f"RUN_DIR must be a run that this user can read, got no permission for {path}; ask its owner"
-        ) from error
+def _joined(found: Line, known: Line) -> SampleRecord:
+    log_probs = iter(known.get("log_probs") or ())
+    tokens = [
+        Token(text, id_, mask, engine, next(log_probs, None))
+        for text, id_, mask, engine, _ in found["tokens"]
+    ]
+    given = {field.name: found[field.name] for field in fields(SampleRecord) if field.name in found}
+    return SampleRecord(**(given | {"tokens": tokens, "advantage": known.get("advantage")}))
+
+
+def _lines(run_dir: Path, name: str, damaged: Counter[str]) -> Iterator[Line]:
+    """The objects of a file. The last line of a file that is being written is not whole."""
+    file = open_file(run_dir, name)
+    if file is None:
+        return
+    with file:
+        for line in lines_of(file):
+            if (found := parse(line)) is None:
+                damaged[name] += 1
+            else:
+                yield found
+
+
+def _is_sample(line: Line) -> bool:
+    """Whether a line has the fields of a `SampleRecord`, each of its type."""
+    texts, whole = (line.get("response"), line.get("status")), (line.get("place"), line.get("turns"))
+    numbered = (line.get("index"), line.get("group"))
+    tokens, versions, prompt = line.get("tokens"), line.get("versions"), line.get("prompt")
+    return (
+        all(isinstance(text, str) for text in texts)
+        and all(map(is_whole_number, whole))
+        and all(number is None or is_whole_number(number) for number in numbered)
+        and (
+            isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt))
+        )
+        and isinstance(versions, list)
+        and all(map(is_whole_number, versions))
+        and isinstance(line.get("metadata", {}), dict)
+        and {"label", "reward"} <= line.keys()
+        and isinstance(tokens, list)
+        and all(map(_is_token, tokens))
+    )
+
+
+def _is_token(token: object) -> bool:
+    if not isinstance(token, list) or len(token) != 5:
+        return False
+    text, id_, mask, engine, _ = token
+    is_counted = is_whole_number(id_) and is_whole_number(mask)
+    return is_counted and isinstance(text, str) and (engine is None or is_number(engine))
+
+
+def _is_trained(line: Line) -> bool:
+    advantage, log_probs = line.get("advantage"), line.get("log_probs")
+    return (
+        is_whole_number(line.get("place"))
+        and (advantage is None or is_number(advantage))
+        and (
+            log_probs is None
+            or (isinstance(log_probs, list) and all(one is None or is_number(one) for one in log_probs))
+        )
+    )
 
 
 def kept_places(rollout_samples: int, keep: int) -> range:

@@ -15,9 +15,10 @@ from slime.models import decoder_of
 from slime.tracking.environment import ENVIRONMENT_FILE
 from slime.tracking.metrics import is_score
 from slime.tracking.percentiles import PERCENTILES
-from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
+from slime.tracking.run_files import is_whole_number, read_object
+from slime.tracking.trackers import METRICS_FILE, RESERVED, MetricLines
 from vime.bench.planning import UNFINISHED, BenchPlan, Planned, switch_of
-from vime.bench.record import SIDES, Record, Repeat, flags_of, read_json
+from vime.bench.record import SIDES, Record, Repeat, flags_of
 from vime.pool.process import tail
 
 COUNTERS = ("rollout/step", "train/step")
@@ -50,14 +51,12 @@ def read_steps(run_dir: Path, *, trained: bool = True) -> Steps:
     A step is whole when each of its optimizer steps is logged (`trained`; else when its rollout is), which is how a run
     ends one. Values that are not finite are in no mapping.
     """
-    path = run_dir / METRICS_FILE
     rollouts: dict[int, dict[str, float]] = {}
     optimizer: dict[int, dict[str, float]] = {}
     broken = []
-    each = flags_of(read_saved(run_dir / "config.json")).get("num_steps_per_rollout") or 1
-    for _, line in (
-        read_metric_lines(path.read_text(errors="replace", encoding="utf-8"), path) if path.is_file() else []
-    ):
+    told = flags_of(read_saved(run_dir / "config.json")).get("num_steps_per_rollout")
+    each = told if is_whole_number(told) and told > 0 else 1
+    for line in MetricLines(run_dir / METRICS_FILE):
         if line["step_key"] == "eval/step":
             continue
         of_rollout = line["step_key"] == "rollout/step"
@@ -86,10 +85,8 @@ def _over_optimizer_steps(parts: Sequence[Mapping[str, float]]) -> dict[str, flo
 
 def read_evaluations(run_dir: Path) -> dict[str, dict[str, float]]:
     """Rollouts trained on before an evaluation, as text -> {evaluation set: mean reward}. No step's time holds one."""
-    path, found = run_dir / METRICS_FILE, dict[str, dict[str, float]]()
-    for _, line in (
-        read_metric_lines(path.read_text(errors="replace", encoding="utf-8"), path) if path.is_file() else []
-    ):
+    found = dict[str, dict[str, float]]()
+    for line in MetricLines(run_dir / METRICS_FILE):
         scores = {name.removeprefix("eval/"): line[name] for name in filter(is_score, line)}
         if line["step_key"] == "eval/step" and scores:
             known = {name: value for name, value in scores.items() if value is not None}
@@ -99,8 +96,7 @@ def read_evaluations(run_dir: Path) -> dict[str, dict[str, float]]:
 
 def read_saved(path: Path) -> dict[str, Any]:
     """The object in a file that a run writes, {} when it is not there yet. ValueError when it is no JSON."""
-    found: dict[str, Any] = read_json(path, "move the run's directory away") if path.is_file() else {}
-    return found
+    return read_object(path.parent, path.name)
 
 
 def is_whole(run: Planned, plan: BenchPlan) -> bool:
@@ -150,8 +146,10 @@ def read_repeat(run: Planned, order: int, root: Path) -> Repeat:
 
 def _without_prefix(environment: dict[str, Any]) -> dict[str, Any]:
     """Paths into Python's own installation say nothing but where it lies: PREFIX stands for it."""
-    python = environment.get("python", {}).get("executable")
-    prefix = None if python is None else Path(python).parents[1]
+    python = environment.get("python")
+    executable = python.get("executable") if isinstance(python, dict) else None
+    parents = Path(executable).parents if isinstance(executable, str) else ()
+    prefix = parents[1] if len(parents) > 1 else None
     if prefix is None or prefix in SYSTEM_PREFIXES:
         return environment
     escaped = json.dumps(f"{prefix}/")[1:-1]
@@ -163,7 +161,7 @@ def collect(plan: BenchPlan, command: str) -> Record:
     """The record of a plan's runs as they are now, with remarks on what is missing."""
     sides: dict[str, list[Repeat]] = {side: [] for side in SIDES}
     # A run that was begun anew is later than the plan had it; one that was not begun comes last. The sort is stable.
-    as_begun = sorted(plan.runs, key=lambda run: read_saved(run.run_dir / ENVIRONMENT_FILE).get("time", "~"))
+    as_begun = sorted(plan.runs, key=lambda run: _begun(run.run_dir))
     for run in plan.runs:
         assert run.side is not None
         repeat = read_repeat(run, as_begun.index(run), plan.out)
@@ -184,6 +182,11 @@ def collect(plan: BenchPlan, command: str) -> Record:
         preset=benchmark.preset,
         experts=_experts(plan.model),
     )
+
+
+def _begun(run_dir: Path) -> str:
+    """When a run began, as text that sorts; one that was not begun comes last."""
+    return str(read_saved(run_dir / ENVIRONMENT_FILE).get("time", "~"))
 
 
 def _experts(model: Path) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vime.doctor import gpus, host, network, packages
-from vime.doctor.finding import Finding, WantedRun, warning
+from vime.doctor.finding import Finding, WantedRun, one_line, warning
 from vime.doctor.machine import Machine
 from vime.doctor.post_mortem import check_end
 from vime.doctor.records import check_groups
@@ -92,9 +92,10 @@ def report(findings: Sequence[Finding], good: str, bad: str) -> list[str]:
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
-        lines.append(f"{finding.status:<8} {finding.name:<{width}}  {finding.found}")
+        line = f"{finding.status:<8} {one_line(finding.name):<{width}}  {one_line(finding.found)}"
         if finding.remedy and finding.status != "ok":
-            lines[-1] += f"; remedy: {finding.remedy}"
+            line += f"; remedy: {one_line(finding.remedy)}"
+        lines.append(line)
     problems = sum(finding.status == "problem" for finding in findings)
     warnings = sum(finding.status == "warning" for finding in findings)
     verdict = bad if problems else good

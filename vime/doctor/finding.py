@@ -1,13 +1,18 @@
-"""Findings, the results of checks. Owns their three statuses and the description of the wanted run."""
+"""Findings, the results of checks. Owns their three statuses, the description of the wanted run, and how a text that
+others wrote is printed."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 MIB = 2**20
 GIB = 2**30
+
+_ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\^_])")
+"""Sequences that set colours, move the cursor, or name the window."""
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -56,3 +61,10 @@ def judge(name: str, found: str, remedy: str, *, fails: bool, poor: bool) -> Fin
 def size(amount: float) -> str:
     """A number of bytes with a readable unit."""
     return f"{amount / GIB:,.1f} GiB" if amount >= GIB else f"{amount / MIB:,.0f} MiB"
+
+
+def one_line(text: object, longest: int | None = None) -> str:
+    """A text of a run on one line, without what a terminal would obey: colours of a log, other control characters."""
+    plain = "".join(c if c.isprintable() else " " for c in _ESCAPE.sub("", str(text)))
+    line = " ".join(plain.split())
+    return line if longest is None or len(line) <= longest else line[: longest - 3] + "..."

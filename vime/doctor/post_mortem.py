@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.tracking.run_summary import RunSummary, run_summary
-from vime.doctor.finding import MIB, Finding, ok, problem, warning
+from slime.tracking.trackers import METRICS_FILE
+from vime.doctor.finding import MIB, Finding, ok, one_line, problem, warning
 
 _LONGEST = 300
+_LOOKED_AT = 4000
+"""Characters of an error: as many as the journal keeps."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,16 @@ CAUSES = (
         "full disk",
         r"No space left|quota exceeded|File too large|must have room for|must have \S+ MiB of room",
         "remove files there or name another folder, then give the same command with --load: it resumes",
+    ),
+    Cause(
+        "run directory removed",
+        r"--run-dir must stay",
+        "start the run again: without its directory, a run has no metrics and no journal",
+    ),
+    Cause(
+        "no permission",
+        r"Read-only file system|Permission denied|Operation not permitted|must be a directory that this user can",
+        "give this user the file or folder that the error names, then give the same command with --load: it resumes",
     ),
     Cause(
         "a process of Ray ended",
@@ -59,7 +72,7 @@ CAUSES = (
     ),
     Cause(
         "wrong data",
-        r"--(eval-)?prompt-data|--input-key|--label-key|--custom-rm|\breward\b|\.jsonl|\.parquet",
+        r"--(eval-)?prompt-data|--input-key|--label-key|--custom-rm|\breward\b|(?<!metrics)(?<!events)(?<!samples/\d)(?<!samples/\d\d)\.jsonl|\.parquet",
         "correct the data or the reward that the error names",
     ),
 )
@@ -68,7 +81,7 @@ CAUSES = (
 def check_end(run_dir: Path) -> list[Finding]:
     """How the run ended, or what it does, and how often it had to repair itself."""
     summary = run_summary(run_dir)
-    return [_end(summary), *_repairs(summary)]
+    return [_end(summary), *_repairs(summary), *_damaged(summary)]
 
 
 def _end(summary: RunSummary) -> Finding:
@@ -77,7 +90,9 @@ def _end(summary: RunSummary) -> Finding:
         done += f" of {summary.rollouts}"
     if summary.state == "failed":
         cause = cause_of(summary)
-        return problem("end of the run", f"{cause.name}: {_one_line(summary.cause)} ({done})", cause.remedy)
+        return problem(
+            "end of the run", f"{cause.name}: {one_line(summary.cause, _LONGEST)} ({done})", cause.remedy
+        )
     if summary.state == "interrupted":
         return warning(
             "end of the run", f"interrupted by its user ({done})", "the same command with --load resumes it"
@@ -91,13 +106,20 @@ def _end(summary: RunSummary) -> Finding:
 def cause_of(summary: RunSummary) -> Cause:
     """The cause of a run that failed: the first of the table that its error names."""
     for cause in CAUSES:
-        if re.search(cause.said, f"{summary.error_type}: {summary.cause}", re.DOTALL):
+        if re.search(cause.said, f"{summary.error_type}: {summary.cause[:_LOOKED_AT]}", re.DOTALL):
             return cause
     if not summary.error_type:
         if shutil.disk_usage(summary.run_dir).free < MIB:
             return CAUSES[0]
         return Cause("driver killed", "", "look in dmesg; the same command with --load resumes the run")
     return Cause(summary.error_type, "", f"see {summary.run_dir}/logs")
+
+
+def _damaged(summary: RunSummary) -> list[Finding]:
+    """Of the metrics; `vime.doctor.records` counts the lines of the journal."""
+    count = summary.damaged[METRICS_FILE]
+    remedy = "the readers leave them out; a run that resumes moves them to metrics.dropped.jsonl"
+    return [warning(METRICS_FILE, f"{count} lines that cannot be read", remedy)] if count else []
 
 
 def _repairs(summary: RunSummary) -> list[Finding]:
@@ -111,13 +133,8 @@ def _repairs(summary: RunSummary) -> list[Finding]:
         found.append(
             warning(
                 "warnings",
-                f"{len(summary.warnings)}, the last by {last['logger']}: {_one_line(last['text'])}",
+                f"{len(summary.warnings)}, the last by {last['logger']}: {one_line(last['text'], _LONGEST)}",
                 "the events of kind warning have all of them",
             )
         )
     return found
-
-
-def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."

@@ -8,9 +8,11 @@ from pathlib import Path
 from slime.tracking.journal import read_events
 from slime.tracking.kinds import EVENTS_FILE
 from slime.tracking.run_engines import ENGINE_KINDS, RunEngines
+from vime.doctor.finding import one_line
 
 GONE = ("removed", "failed")
 ENDED = "ended"
+_LONGEST = 120
 
 
 def read_fleet(run_dir: Path) -> RunEngines:
@@ -31,13 +33,14 @@ def read_fleet(run_dir: Path) -> RunEngines:
 
 def table(fleet: RunEngines, *, ended: bool) -> list[str]:
     """Lines for a person. `ended`: the run has ended, and its engines with it."""
-    rows = [("engine", "model", "state", "weights", "address", "started", "place")]
+    rows: list[tuple[str, ...]] = [("engine", "model", "state", "weights", "address", "started", "place")]
     for engine in fleet.engines.values():
         state = ENDED if ended and engine.state not in GONE else engine.state
         started = time.strftime("%F %T", time.localtime(engine.since))
         weights = "checkpoint" if engine.version is None else str(engine.version)
         address = engine.address.removeprefix("http://")
-        rows.append((engine.name, engine.model, state, weights, address, started, engine.place))
+        row = (engine.name, engine.model, state, weights, address, started, engine.place)
+        rows.append(tuple(one_line(text, _LONGEST) for text in row))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from vime.bench.compare import EXCEPTED, OF_A_RUN
 from vime.bench.statistics import LEVEL, MIN_PAIRS
+from vime.doctor.finding import one_line
 from vime.view.compare_curves import curve_lines, score_lines
 from vime.view.compare_runs import SEEDS, ComparedRun, differing, pair_up, runs_of
 
@@ -63,8 +64,11 @@ def _runs(sides: tuple[list[ComparedRun], list[ComparedRun]]) -> Iterator[str]:
     for side, runs in zip("AB", sides, strict=True):
         for run in runs:
             trained = "-" if run.summary is None or run.summary.rollout is None else run.summary.rollout + 1
-            seeds = " | ".join("-" if seed is None else str(seed) for seed in run.seeds)
+            seeds = " | ".join("-" if seed is None else code(str(seed)).strip("`") for seed in run.seeds)
             yield f"| {side} | {code(run.name)} | {run.state} | {trained} | {seeds} |"
+    for run in (run for runs in sides for run in runs):
+        for name, count in run.damaged.items():
+            yield from ("", f"{code(run.name)}: {count} damaged lines in {name} are left out.")
 
 
 def _configuration(sides: tuple[list[ComparedRun], list[ComparedRun]]) -> list[str]:
@@ -98,5 +102,5 @@ def _table(title: str, rows: dict[str, tuple[str, str]]) -> Iterator[str]:
 
 def code(text: str) -> str:
     """Text of a run in Markdown: shown as it is, on one line, and not longer than a table can have it."""
-    line = " ".join(text.split()).replace("`", "'").replace("|", "\\|")
+    line = one_line(text).replace("`", "'").replace("|", "\\|")
     return f"`{line if len(line) <= _LONGEST else line[: _LONGEST - 3] + '...'}`"

@@ -1,6 +1,6 @@
 """The curves of two sides in tables: each metric over quarters of the run, with the difference of the sides.
 
-Legend: P pairs of runs, S steps that both sides could have.
+Legend: P pairs of runs, S steps that a run has logged.
 """
 
 from __future__ import annotations
@@ -69,10 +69,13 @@ def _quarters(first: int, last: int) -> list[tuple[int, int]]:
 def _row(pairs: Pairs, name: str, unit: str, begin: int, end: int) -> str:
     over = SPEED_OVER.get(name)
 
-    def weights_of(run: ComparedRun) -> Array:
-        return np.ones(end - begin + 1) if over is None else _values(run, over, begin, end)
+    logged = np.concatenate([run.series[name].steps for pair in pairs for run in pair])
+    steps = np.unique(logged[(logged >= begin) & (logged <= end)])
 
-    values: list[Sides] = [(_values(a, name, begin, end), _values(b, name, begin, end)) for a, b in pairs]
+    def weights_of(run: ComparedRun) -> Array:
+        return np.ones(len(steps)) if over is None else _values(run, over, steps)
+
+    values: list[Sides] = [(_values(a, name, steps), _values(b, name, steps)) for a, b in pairs]
     weights: list[Sides] = [(weights_of(a), weights_of(b)) for a, b in pairs]
     flat = np.concatenate([side for pair in values for side in pair])
     relative = unit in WORDS and bool((flat[np.isfinite(flat)] > 0).all())
@@ -84,12 +87,12 @@ def _row(pairs: Pairs, name: str, unit: str, begin: int, end: int) -> str:
     return f"| {begin} to {end} | {' | '.join(map(_said, sides))} | {told(difference)} |"
 
 
-def _values(run: ComparedRun, name: str, begin: int, end: int) -> Array:
-    """[S], NaN where the run did not log the metric."""
-    found = np.full(end - begin + 1, np.nan)
+def _values(run: ComparedRun, name: str, steps: np.ndarray) -> Array:
+    """Of these steps, [S], NaN where the run did not log the metric. `steps` ascend."""
+    found = np.full(len(steps), np.nan)
     if (series := run.series.get(name)) is not None:
-        inside = (series.steps >= begin) & (series.steps <= end)
-        found[series.steps[inside] - begin] = series.values[inside]
+        inside = np.isin(series.steps, steps)
+        found[np.searchsorted(steps, series.steps[inside])] = series.values[inside]
     return found
 
 

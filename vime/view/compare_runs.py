@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import glob
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime.config.secrets import mask_secrets
 from slime.tracking.environment import ENVIRONMENT_FILE
+from slime.tracking.kinds import EVENTS_FILE
+from slime.tracking.run_files import Line, is_there, is_whole_number, read_object
 from slime.tracking.run_summary import RunSummary, run_summary
 from slime.tracking.trackers import METRICS_FILE
 from vime.bench.compare import flatten
 from vime.bench.record import flags_of
-from vime.bench.run_dirs import read_saved
-from vime.run_metrics import Series, load_run
+from vime.run_metrics import RunMetrics, Series, load_run
 
 SEEDS = ("seed", "rollout_seed")
-RUN_FILES = ("config.json", METRICS_FILE, "events.jsonl")
+RUN_FILES = ("config.json", METRICS_FILE, EVENTS_FILE)
 _OWN_DIR = "<run_dir>"
 
 
@@ -30,11 +33,14 @@ class ComparedRun:
     environment: dict[str, object]
     series: dict[str, Series]
     summary: RunSummary | None
+    damaged: Counter[str] = field(default_factory=Counter)
+    """Lines of each file that cannot be read, and are left out."""
 
     @property
     def seeds(self) -> tuple[object, ...]:
         by_name = {path.rpartition(".")[2]: value for path, value in self.config.items()}
-        return tuple(by_name.get(name) for name in SEEDS)
+        seeds = (by_name.get(name) for name in SEEDS)
+        return tuple(seed if seed is None or is_whole_number(seed) else str(seed) for seed in seeds)
 
     @property
     def state(self) -> str:
@@ -57,23 +63,35 @@ def runs_of(pattern: str) -> list[ComparedRun]:
 
 
 def read_run(path: Path) -> ComparedRun:
-    if not any((path / name).exists() for name in RUN_FILES):
+    if not any(is_there(path, name) for name in RUN_FILES):
         raise ValueError(
             f"RUN must be a run directory, got {path} without {', '.join(RUN_FILES)}; give the --run-dir of a run"
         )
-    try:
-        config = read_saved(path / "config.json")
-        series = load_run(path).series if (path / METRICS_FILE).is_file() else {}
-        summary = run_summary(path) if (path / "events.jsonl").exists() else None
-        environment = dict(flatten(read_saved(path / ENVIRONMENT_FILE)))
-    except PermissionError as error:
-        raise ValueError(f"RUN must be a run that this user can read, got {error}; ask its owner") from error
-    return ComparedRun(path.name, dict(flatten(_placed(config))), environment, series, summary)
+    config, environment = (_read(path, name) for name in ("config.json", ENVIRONMENT_FILE))
+    metrics = load_run(path) if is_there(path, METRICS_FILE) else RunMetrics(path.name, {})
+    summary = run_summary(path) if is_there(path, EVENTS_FILE) else None
+    damaged = Counter({METRICS_FILE: metrics.damaged}) if summary is None else summary.damaged
+    return ComparedRun(
+        path.name,
+        dict(flatten(_placed(config))),
+        dict(flatten(environment)),
+        metrics.series,
+        summary,
+        +damaged,
+    )
+
+
+def _read(path: Path, name: str) -> Line:
+    """Without secrets, which a file of an older version may have."""
+    found = mask_secrets(read_object(path, name))
+    assert isinstance(found, dict)
+    return found
 
 
 def _placed(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration with directories of the run itself by what they are."""
-    run_dir: str = flags_of(config).get("run_dir") or ""
+    given = flags_of(config).get("run_dir")
+    run_dir = given if isinstance(given, str) else ""
 
     def told(value: object) -> object:
         if isinstance(value, dict):

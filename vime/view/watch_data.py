@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
+import os
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from slime.tracking.journal import Event, Tail
+from slime.tracking.kinds import EVENTS_FILE
 from slime.tracking.metrics import LOGPROB_DIFF, is_score
+from slime.tracking.run_files import lines_of, open_file
 from slime.tracking.run_summary import RunSummary, SummaryOfEvents
-from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
+from slime.tracking.trackers import METRICS_FILE, RESERVED, metric_record
 
 Points = dict[int, float]
 """Step -> value, NaN if it was not finite. Resumed runs log some steps again."""
@@ -76,6 +79,7 @@ class WatchedRun:
             self._groups.add(event)
         self._metrics.read()
         series, summary = self._metrics.series, self._events.summary()
+        summary.damaged = Counter({EVENTS_FILE: self._tail.damaged, METRICS_FILE: self._metrics.damaged})
         curves = {
             curve.title: series[name]
             for curve in CURVES
@@ -91,34 +95,34 @@ class MetricsTail:
 
     def __init__(self, run_dir: Path) -> None:
         self.series: dict[str, Points] = {}
-        self._path = Path(run_dir) / METRICS_FILE
+        self._dir = Path(run_dir)
         self._wanted = {name for curve in CURVES for name in curve.metrics}
-        self._file, self._offset, self._lines = -1, 0, 0
+        self._file, self._offset, self.damaged = -1, 0, 0
 
     def read(self) -> None:
         """Take in the lines that are new and whole. A run that resumes replaces the file, which is read anew."""
-        try:
-            with self._path.open("rb") as file:
-                status = self._path.stat()
-                if status.st_ino != self._file or status.st_size < self._offset:
-                    self.series, self._file, self._offset, self._lines = {}, status.st_ino, 0, 0
-                file.seek(self._offset)
-                new = file.read()
-        except FileNotFoundError:
+        file = open_file(self._dir, METRICS_FILE)
+        if file is None:
             return
-        except PermissionError as error:
-            raise ValueError(
-                f"RUN_DIR must be a run that this user can read, got no permission for {self._path}; ask its owner"
-            ) from error
-        whole = new[: new.rfind(b"\n") + 1]
-        text = whole.decode("utf-8", errors="replace")
-        for _, row in read_metric_lines(text, self._path, self._lines + 1):
-            for name in row.keys() - RESERVED:
-                if name in self._wanted or is_score(name):
-                    value = float("nan") if row[name] is None else float(row[name])
-                    self.series.setdefault(name, {})[row["step"]] = value
-        self._offset += len(whole)
-        self._lines += whole.count(b"\n")
+        with file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._file or status.st_size < self._offset:
+                self.series, self._file, self._offset, self.damaged = {}, status.st_ino, 0, 0
+            file.seek(self._offset)
+            for line in lines_of(file):
+                if not line.endswith(b"\n"):
+                    break
+                self._offset = file.tell()
+                self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        if (row := metric_record(line)) is None:
+            self.damaged += 1
+            return
+        for name in row.keys() - RESERVED:
+            if name in self._wanted or is_score(name):
+                value = float("nan") if row[name] is None else float(row[name])
+                self.series.setdefault(name, {})[row["step"]] = value
 
 
 class GroupTimes:
@@ -144,7 +148,7 @@ class GroupTimes:
     def _end(self, number: int, event: Event) -> None:
         drawn = self._running.pop(number, None)
         if "seconds" in event.fields:
-            found = SlowSample(number, event["seconds"], event["sample"], event["tokens"])
+            found = SlowSample(number, event["seconds"], event.get("sample"), event.get("tokens"))
         elif drawn is not None:
             found = SlowSample(number, event.time - drawn)
         else:

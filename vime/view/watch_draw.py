@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 
@@ -12,6 +11,7 @@ from rich.text import Text
 from slime.roles.served import POLICY
 from slime.tracking.run_engines import EngineRecord
 from slime.tracking.run_summary import RunSummary
+from vime.doctor.finding import one_line
 from vime.doctor.post_mortem import cause_of
 from vime.members.table import ENDED, GONE
 from vime.view.watch_data import Curve, Look, Points, SlowSample
@@ -26,8 +26,6 @@ _BLANK = 0x2800
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Of a braille character: two columns of four dots, from the top."""
 _LABEL = 10
-_ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\^_])")
-"""Sequences that set colours, move the cursor, or name the window."""
 
 
 def head(run: str, look: Look, width: int) -> list[Text]:
@@ -47,7 +45,7 @@ def head(run: str, look: Look, width: int) -> list[Text]:
         line.append(f"  step {seconds(summary.step_s)}")
     if summary.eta_s is not None:
         line.append(f"  left {seconds(summary.eta_s)}", "bold")
-    cause = [part for line in _cause(summary) for part in _wrapped(line, width)]
+    cause = [part for line in [*_cause(summary), *_damaged(summary)] for part in _wrapped(line, width)]
     return [_cut(line, width), _cut(_second(look), width), *cause]
 
 
@@ -77,6 +75,11 @@ def _cause(summary: RunSummary) -> list[Text]:
     cause = cause_of(summary)
     said = Text.assemble((f"{cause.name}: ", "bold red"), one_line(summary.cause))
     return [said, Text(f"remedy: {cause.remedy}", "red")]
+
+
+def _damaged(summary: RunSummary) -> list[Text]:
+    said = ", ".join(f"{count} damaged lines in {name}" for name, count in summary.damaged.items() if count)
+    return [Text(f"left out: {said}", "yellow")] if said else []
 
 
 def bar(share: float, width: int) -> str:
@@ -196,12 +199,6 @@ def warnings(summary: RunSummary, width: int) -> list[Text]:
             _cut(Text.assemble((f"{when} {one_line(event.source)} ", "dim"), one_line(event["text"])), width)
         )
     return lines
-
-
-def one_line(text: object) -> str:
-    """A text of the run on one line, without what a terminal would obey: colours of a log, other control characters."""
-    plain = "".join(c if c.isprintable() else " " for c in _ESCAPE.sub("", str(text)))
-    return " ".join(plain.split())
 
 
 def seconds(value: float) -> str:

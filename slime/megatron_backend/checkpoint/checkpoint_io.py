@@ -158,8 +158,9 @@ def explained_reading(directory: Path, iteration: int, choose: str) -> Iterator[
             text = f"{file}; {advice(directory, iteration, choose)}"
             raise ValueError(text) from error
         if isinstance(error, CheckpointException | CheckpointingException | KeyError):
-            text = f"{path} must hold the tensors of this model and optimizer, got {_cause(error)}"
-            raise ValueError(f"{text}; {advice(directory, iteration, choose)}") from error
+            said = advice(directory, iteration, choose)
+            text = f"{path} must hold the tensors of this model and optimizer, got {_cause(error)}; {said}"
+            raise ValueError(text) from error
         raise
 
 

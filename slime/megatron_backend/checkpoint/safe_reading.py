@@ -105,7 +105,7 @@ def is_index(metadata: Metadata) -> bool:
     )
 
 
-def _is_place(place: Any) -> bool:
+def _is_place(place: object) -> bool:
     """Whether it names bytes of a file in the folder of the checkpoint."""
     numbers = (getattr(place, "offset", None), getattr(place, "length", None))
     name = getattr(place, "relative_path", None)
@@ -119,7 +119,7 @@ def _is_place(place: Any) -> bool:
 class SafePlanner(strategies.MCoreLoadPlanner):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's planner, but an object of plain values and tensors is all that it loads."""
 
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: object, value: io.BytesIO) -> None:
         torch.load(value, map_location="cpu", weights_only=True)  # ok: raises before code could run
         value.seek(0)
         super().load_bytes(read_item, value)
@@ -129,7 +129,7 @@ def read_common(path: Path) -> dict[str, Any]:
     """The records of `common.pt` in the folder `path`. Any error for a file that is damaged or could run code."""
     found = torch.load(path / COMMON_FILE, map_location="cpu", weights_only=True)  # ok: runs no code
     if not isinstance(found, dict):
-        raise pickle.UnpicklingError(f"it holds {type(found).__name__}")
+        raise pickle.UnpicklingError("it is no record of a checkpoint")
     return found
 
 

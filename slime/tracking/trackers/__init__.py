@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, SupportsFloat
 
 from slime.imports import is_installed
 from slime.tracking.metrics import RESERVED, STEP_KEYS, as_floats, as_step_key
-from slime.tracking.trackers.jsonl import METRICS_FILE, JsonlTracker, read_metric_lines
+from slime.tracking.trackers.jsonl import METRICS_FILE, JsonlTracker, MetricLines, metric_record
 from slime.tracking.trackers.mlflow import MLFLOW
 from slime.tracking.trackers.prometheus import PROMETHEUS
 from slime.tracking.trackers.record import State, Tracker, TrackerKind
@@ -72,10 +72,11 @@ __all__ = [
     "RESERVED",
     "TRACKERS",
     "JsonlTracker",
+    "MetricLines",
     "Tracker",
     "TrackerKind",
     "Trackers",
     "check_trackers",
     "make_trackers",
-    "read_metric_lines",
+    "metric_record",
 ]

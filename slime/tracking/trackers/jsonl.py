@@ -13,17 +13,20 @@ train/step). `time` is Unix seconds. JSON has no NaN, so a value that is not fin
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from slime.disk_space import Room
-from slime.tracking.metrics import STEP_KEYS, StepKey
+from slime.tracking.metrics import RESERVED, STEP_KEYS, StepKey
+from slime.tracking.run_files import Line, is_number, is_whole_number, lines_of, open_file, parse
 from slime.tracking.trackers.record import State
 
+logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 DROPPED_FILE = "metrics.dropped.jsonl"
 
@@ -31,9 +34,9 @@ DROPPED_FILE = "metrics.dropped.jsonl"
 class JsonlTracker:
     """Appends to `path` and flushes each line, so a killed run loses at most the line that it was writing.
 
-    `resume` maps a step key to the first step that will be logged again. Lines from that step on move to
-    `metrics.dropped.jsonl` in the same directory, and the file is replaced atomically. An incomplete last line (the
-    run was killed while writing) is removed. Any other unreadable line is a ValueError with its number.
+    `resume` maps a step key to the first step that will be logged again. Lines from that step on, and damaged ones,
+    move to `metrics.dropped.jsonl` in the same directory, and the file is replaced atomically. An incomplete last line
+    (the run was killed while writing) is removed.
     """
 
     def __init__(self, path: Path, resume: Mapping[str, int]) -> None:
@@ -58,43 +61,76 @@ class JsonlTracker:
             self._file.close()
 
     def _drop_replayed(self, resume: Mapping[str, int]) -> None:
-        text = self._path.read_text(encoding="utf-8", errors="replace")
-        kept: list[str] = []
-        dropped: list[str] = []
-        for line, row in read_metric_lines(text, self._path):
-            replayed = row["step_key"] in resume and row["step"] >= resume[row["step_key"]]
-            (dropped if replayed else kept).append(line + "\n")
-        if "".join(kept) == text:
+        kept: list[bytes] = []
+        dropped: list[bytes] = []
+        found = MetricLines(self._path)
+        for line, row in found.both():
+            replayed = row is None or (
+                row["step_key"] in resume and row["step"] >= resume[str(row["step_key"])]
+            )
+            (dropped if replayed else kept).append(line)
+        if not dropped and not found.torn:
             return
+        if found.damaged:
+            logger.warning(
+                "%s had %d damaged lines, which are in %s now", self._path, found.damaged, DROPPED_FILE
+            )
         if dropped:
-            with open(self._path.with_name(DROPPED_FILE), "a", encoding="utf-8") as file:
+            with open(self._path.with_name(DROPPED_FILE), "ab") as file:
                 file.writelines(dropped)
         temporary = self._path.with_name(self._path.name + ".tmp")
-        with open(temporary, "w", encoding="utf-8") as file:
+        with open(temporary, "wb") as file:
             file.writelines(kept)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self._path)
 
 
-def read_metric_lines(text: str, path: Path, first: int = 1) -> list[tuple[str, dict[str, Any]]]:
-    """(line, parsed line) of each line of a metrics.jsonl; `text` begins with its line `first`. A last line without its
-    newline is left out unless it parses. Any other line that is not a metric record raises ValueError with its number.
-    """
-    lines = text.split("\n")
-    torn = lines.pop()
-    out = []
-    for number, line in enumerate([*lines, torn] if torn else lines, start=first):
-        try:
-            row = json.loads(line)
-            if not isinstance(row["step"], int) or row["step_key"] not in STEP_KEYS:
-                raise ValueError("no step")
-        except (ValueError, KeyError, TypeError) as error:
-            if number >= first + len(lines):
-                break
-            raise ValueError(
-                f"{path} line {number} must be a JSON object with step and step_key, got {line[:80]!r}; "
-                "move the file away or remove the line"
-            ) from error
-        out.append((line, row))
-    return out
+@dataclass
+class MetricLines:
+    """The records of a metrics.jsonl, and how many of its lines are none."""
+
+    path: Path
+    damaged: int = 0
+    torn: bool = field(default=False)
+    """Whether the file ends with a line that a killed run did not finish. It is not damaged."""
+
+    def __iter__(self) -> Iterator[Line]:
+        return (row for _, row in self.both() if row is not None)
+
+    def both(self) -> Iterator[tuple[bytes, Line | None]]:
+        """Each line with its end, and its record, None for a damaged one. A file that is not there has none."""
+        self.damaged, self.torn = 0, False
+        file = open_file(self.path.parent, self.path.name)
+        if file is None:
+            return
+        with file:
+            for line in lines_of(file):
+                row = metric_record(line)
+                if not line.endswith(b"\n"):
+                    self.torn = True
+                    if row is not None:
+                        yield line + b"\n", row
+                    return
+                self.damaged += row is None
+                yield line, row
+
+
+def metric_record(line: bytes) -> Line | None:
+    """The record in a line. None unless it has a step in a known unit, and numbers under the names of metrics. A value
+    that is not finite is None, as `log` writes it."""
+    if (row := parse(line)) is None:
+        return None
+    step = row.get("step")
+    if row.get("step_key") not in STEP_KEYS or not is_whole_number(step) or step < 0:
+        return None
+    for name in row.keys() - RESERVED:
+        value = row[name]
+        if type(value) is float and not is_number(value):
+            row[name] = None
+        elif value is not None and not is_number(value):
+            return None
+    words = row.get("nonfinite", {})
+    if not isinstance(words, dict) or not all(isinstance(word, str) for word in words.values()):
+        return None
+    return row if is_number(row.get("time", 0.0)) else None

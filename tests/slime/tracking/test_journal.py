@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 from slime.tracking.events import Events, Spans
 from slime.tracking.journal import Tail, follow, phases, read_events
 from slime.tracking.kinds import DAMAGED, EVENTS_FILE, KINDS, VERSION
+from slime.tracking.run_record import recorded
 from slime.tracking.timers import Timers
 
 
@@ -216,3 +218,39 @@ def test_the_page_describes_every_kind() -> None:
     assert described == {
         kind.name: (kind.source, kind.fields, kind.about, kind.durable) for kind in KINDS.values()
     }
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["removed", "replaced"])
+def test_a_run_whose_directory_is_gone_ends_and_makes_none(tmp_path: Path, again: bool) -> None:
+    run_dir, other = tmp_path / "run", Events("rollout", str(tmp_path / "run"))
+    with (
+        pytest.raises(
+            ValueError, match=f"--run-dir must stay while its run goes on, got {run_dir}, which was"
+        ),
+        recorded(run_dir, rollouts=3) as driver,
+    ):
+        driver.add("start", rollout=0)
+        other.add("drawn", groups=[1], version=0)
+        shutil.rmtree(run_dir)
+        if again:
+            run_dir.mkdir()
+        driver.add("step", rollout=0)
+    for kind, fields in {
+        "drawn": {"groups": [2], "version": 0},
+        "dropped": {"groups": [1], "reason": "x"},
+    }.items():
+        with pytest.raises(ValueError, match="which was removed or replaced"):
+            other.add(kind, **fields)
+    other.close()
+    assert list(tmp_path.iterdir()) == ([run_dir] if again else []) and not list(tmp_path.glob("run/*"))
+
+
+def test_a_full_file_and_a_lost_one_are_no_lost_directory(tmp_path: Path) -> None:
+    events, other = (Events(name, str(tmp_path), file_bytes=200) for name in ("driver", "engines"))
+    for number in range(20):
+        events.add("start", rollout=number)
+        other.add("put_back", groups=[number])
+        if number == 10:
+            (tmp_path / EVENTS_FILE).unlink()
+    events.close(), other.close()
+    assert len(list(read_events(tmp_path, ("start",)))) > 15

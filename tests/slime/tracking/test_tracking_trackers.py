@@ -111,14 +111,15 @@ def test_resume_keeps_a_whole_last_line_without_newline(tmp_path):
     assert [row["train/loss"] for row in read_rows(path)] == [1.0, 2.0]
 
 
-def test_damaged_line_is_named(tmp_path):
+def test_damaged_line_is_moved_away(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     path.write_text(
         '{"step_key": "train/step", "step": 0}\nnot json\n{"step_key": "train/step", "step": 1}\n'
     )
-    with pytest.raises(ValueError, match=r"metrics\.jsonl line 2 must be a JSON object .* got 'not json'"):
-        JsonlTracker(path, {})
-    assert "not json" in path.read_text()  # untouched
+    JsonlTracker(path, {}).close()
+    assert "metrics.jsonl had 1 damaged lines, which are in metrics.dropped.jsonl now" in caplog.text
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1]
+    assert (tmp_path / "metrics.dropped.jsonl").read_text() == "not json\n"
 
 
 def test_wrong_calls_are_refused(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -133,12 +134,14 @@ def test_a_run_that_can_be_read_no_longer_ends_the_view(tmp_path: Path) -> None:
         async with app.run_test(size=SMALL) as pilot:
             with (run / "metrics.jsonl").open("a") as file:
                 file.write("no metrics\n")
+            await until(pilot, lambda: any("1 damaged lines in metrics.jsonl" in line for line in lines(app)))
+            (run / "metrics.jsonl").unlink()
+            os.mkfifo(run / "metrics.jsonl")
             await until(pilot, lambda: app.problem is not None)
         return app
 
-    assert "metrics.jsonl line 5 must be a JSON object with step and step_key" in str(
-        asyncio.run(shown()).problem
-    )
+    problem = str(asyncio.run(shown()).problem)
+    assert "must be regular files, got" in problem and "metrics.jsonl" in problem
 
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,8 @@ def stamp(paths: Iterable[Path]) -> Stamp:
     for path in paths:
         try:
             status = path.stat()
-        except FileNotFoundError:
-            continue
+        except OSError:
+            continue  # reading the file gives the reason
         found.append((path.name, status.st_ino, status.st_size, status.st_mtime_ns))
     return tuple(found)
 

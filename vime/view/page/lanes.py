@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slime.config.secrets import mask_secrets
 from slime.tracking.journal import Event, phases, read_events
 
 MARKS = {
@@ -24,6 +25,7 @@ MARKS = {
 }
 """Kinds of events that are moments, and what the page says of them."""
 _LONGEST = 200
+_LOOKED_AT = 4000
 _GONE = ("dead", "removed", "failed")
 """States of an engine that has no server: moments of its lane."""
 
@@ -139,7 +141,7 @@ def _marked(event: Event) -> list[str]:
 def _marks(event: Event, lanes: dict[str, int], origin: float) -> list[list[float | int | str]]:
     kind = str(event["state"]) if event.kind == "engine" else event.kind
     text = "the engine is {state}" if event.kind == "engine" else MARKS.get(event.kind, "")
-    said = text.format(**event.fields)[:_LONGEST]
+    said = str(mask_secrets(text.format(**event.fields)[:_LOOKED_AT]))[:_LONGEST]
     return [[lanes[source], round(event.time - origin, 4), kind, said] for source in _marked(event)]
 
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+from slime.config.secrets import mask_secrets
 from slime.tracking.environment import ENVIRONMENT_FILE
 from slime.tracking.journal import Phase, read_events
 from slime.tracking.kinds import EVENTS_FILE, OLDER
+from slime.tracking.run_files import is_there, open_file, read_object, readable
 from slime.tracking.run_summary import RunSummary, run_summary
 from slime.tracking.samples import SAMPLES
 from slime.tracking.trackers import METRICS_FILE
 from vime.bench.compare import flatten
 from vime.run_metrics import RunMetrics, load_run
-from vime.view.page.inside import inside
 from vime.view.page.kept import Kept, Stamp, stamp
 from vime.view.page.lanes import Timeline, read_timeline
 from vime.view.page.sample_rows import COLUMNS, SampleRows
@@ -47,25 +48,16 @@ class RunData:
     def check(self) -> None:
         """ValueError unless this is the directory of a run that may be read and has a journal of a known version, or at
         least metrics."""
-        for name in (METRICS_FILE, CONFIG_FILE, ENVIRONMENT_FILE, EVENTS_FILE):
-            inside(self.dir, self.dir / name)
-        try:
-            with_journal = any(path.exists() for path in self._journal())
-            if not with_journal and not (self.dir / METRICS_FILE).exists():
-                raise ValueError(
-                    f"RUN_DIR must have {EVENTS_FILE} or {METRICS_FILE}, got neither in {self.dir}; name the --run-dir "
-                    "of a run"
-                )
-            if with_journal:
-                next(read_events(self.dir), None)  # its first line has the version
-            for name in (METRICS_FILE, CONFIG_FILE, ENVIRONMENT_FILE):
-                if (self.dir / name).exists():
-                    (self.dir / name).open("rb").close()
-        except PermissionError as error:
+        if not self._has_journal() and not is_there(self.dir, METRICS_FILE):
             raise ValueError(
-                f"RUN_DIR must be a run that this user can read, got no permission for {error.filename}; ask its "
-                "owner, or read it as its user"
-            ) from error
+                f"RUN_DIR must have {EVENTS_FILE} or {METRICS_FILE}, got neither in {self.dir}; name the --run-dir "
+                "of a run"
+            )
+        for name in (METRICS_FILE, CONFIG_FILE, ENVIRONMENT_FILE, EVENTS_FILE):
+            if (file := open_file(self.dir, name)) is not None:
+                file.close()
+        if self._has_journal():
+            next(read_events(self.dir), None)  # its first line has the version
 
     def summary(self) -> Json:
         """The state of the run, and a stamp of each part of it that changes when the part does."""
@@ -76,24 +68,26 @@ class RunData:
                 "samples": str(hash(stamp([self.dir / SAMPLES, *(self.dir / SAMPLES).glob("*.jsonl")]))),
             }
             base: Json = {"name": self.name, "dir": str(self.dir), "stamps": stamps}
-            if not any(path.exists() for path in self._journal()):
+            if not self._has_journal():
                 return base | {
                     "state": "unknown",
                     "cause": f"it has no {EVENTS_FILE}: a run of an older version",
                 }
-            return base | _summary(self._summary.get())
+            found = self._summary.get()
+            damaged = found.damaged | Counter(samples=sum(self._samples.damaged.values()))
+            return base | _summary(found) | {"damaged": +damaged}
 
     def curves(self) -> Json:
         """Metric -> its unit, steps and values (None: not finite). Empty before the first step."""
-        path = self.dir / METRICS_FILE
         with self._lock:
-            if not path.exists() or not path.stat().st_size:
-                return {}
+            with readable(path := self.dir / METRICS_FILE):
+                if not path.exists() or not path.stat().st_size:
+                    return {}
             return self._curves.get()
 
     def timeline(self) -> Json:
         with self._lock:
-            if not any(path.exists() for path in self._journal()):
+            if not self._has_journal():
                 return asdict(Timeline())
             return vars(self._timeline.get())
 
@@ -114,9 +108,9 @@ class RunData:
 
     def settings(self) -> Json:
         """Flat configuration and versions: names of flags without their section, and names of packages. Left out are
-        `hook_args`, which repeat flags for hooks."""
-        config = _read(self.dir / CONFIG_FILE)
-        environment = _read(self.dir / ENVIRONMENT_FILE)
+        `hook_args`, which repeat flags for hooks. Secrets are masked, also those that an older version wrote."""
+        config = _masked(read_object(self.dir, CONFIG_FILE))
+        environment = _masked(read_object(self.dir, ENVIRONMENT_FILE))
         flags = {name.partition(".")[2] or name: value for name, value in flatten(config)} if config else {}
         flags = {name: value for name, value in flags.items() if not name.startswith("hook_args.")}
         told = {name: environment.get(name) for name in ("git", "python", "packages", "host", "cpu", "gpus")}
@@ -133,6 +127,10 @@ class RunData:
 
     def _journal_stamp(self) -> Stamp:
         return stamp(self._journal())
+
+    def _has_journal(self) -> bool:
+        with readable(self.dir):
+            return is_there(self.dir, EVENTS_FILE) or any(self.dir.glob(OLDER))
 
     def _journal(self) -> Iterable[Path]:
         return [self.dir / EVENTS_FILE, *sorted(self.dir.glob(OLDER))]
@@ -156,14 +154,23 @@ def _summary(summary: RunSummary) -> Json:
         {"time": event.time, "source": event.source, "logger": event["logger"], "text": event["text"]}
         for event in summary.warnings[-_WARNINGS:]
     ]
-    return {
-        **{name: getattr(summary, name) for name in names},
-        "engines": engines,
-        "doing": [_doing(phase) for phase in summary.doing],
-        "warnings": warnings,
-        "warning_count": len(summary.warnings),
-        "starts": summary.starts,
-    }
+    return _masked(
+        {
+            **{name: getattr(summary, name) for name in names},
+            "engines": engines,
+            "doing": [_doing(phase) for phase in summary.doing],
+            "warnings": warnings,
+            "warning_count": len(summary.warnings),
+            "starts": summary.starts,
+        }
+    )
+
+
+def _masked(value: Json) -> Json:
+    """Without secrets, which texts of a journal of an older version, and of its configuration, may have."""
+    found = mask_secrets(value)
+    assert isinstance(found, dict)
+    return found
 
 
 def _doing(phase: Phase) -> Json:
@@ -179,16 +186,3 @@ def _curves(run: RunMetrics) -> Json:
         }
         for name, series in sorted(run.series.items())
     }
-
-
-def _read(path: Path) -> Json:
-    """The JSON object of a file; empty if the file is not there. ValueError if it is no JSON object."""
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must be JSON, got {error}; move the file away") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must be a JSON object, got {type(found).__name__}; move the file away")
-    return found

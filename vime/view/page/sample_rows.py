@@ -5,15 +5,14 @@ Files of a rollout are read again when they change: the trainer adds its part af
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from slime.tracking.samples import SAMPLES, SampleRecord, read_samples, sample_rollouts
+from slime.tracking.run_files import is_number
+from slime.tracking.samples import SampleRecord, read_samples, sample_files, sample_rollouts
 from slime.types import Message
-from vime.view.page.inside import inside
 from vime.view.page.kept import Stamp, stamp
 
 COLUMNS = (
@@ -38,13 +37,16 @@ class SampleRows:
         self._read: dict[int, tuple[Stamp, int, list[Row]]] = {}
         """Rollout -> its files, the number of the reading, rows."""
         self._count = 0
+        self.damaged: dict[int, int] = {}
+        """Rollout -> lines that cannot be read, of those that were read."""
 
     def since(self, serial: int) -> tuple[dict[int, list[Row]], int, bool]:
         """The rows of each rollout that was read after reading number `serial`, the newest number, and whether more are
         to be read. ValueError for files that may not be read."""
         until = time.monotonic() + _SLICE_S
         more = False
-        for rollout, files in self._files():
+        # The newest rollout first: its samples are looked at most.
+        for rollout, files in reversed(sample_files(self._dir).items()):
             known = self._read.get(rollout)
             now = stamp(files)
             if known is not None and known[0] == now:
@@ -53,14 +55,16 @@ class SampleRows:
                 more = True
                 break
             self._count += 1
-            rows = [_row(rollout, record) for record in self._records(rollout)]
+            damaged = Counter[str]()
+            rows = [_row(rollout, record) for record in read_samples(self._dir, rollout, damaged)]
+            self.damaged[rollout] = damaged.total()
             self._read[rollout] = (now, self._count, rows)
         new = {rollout: rows for rollout, (_, number, rows) in self._read.items() if number > serial}
         return new, self._count, more
 
     def whole(self, rollout: int, place: int) -> dict[str, object]:
         """A sample with its tokens. ValueError if there is none."""
-        for record in self._records(rollout):
+        for record in read_samples(self._dir, rollout):
             if record.place == place:
                 return asdict(record)
         raise ValueError(
@@ -79,24 +83,10 @@ class SampleRows:
                 return found, rollout
             found += [
                 [rollout, record.place]
-                for record in self._records(rollout)
+                for record in read_samples(self._dir, rollout)
                 if wanted in prompt_text(record.prompt).casefold() or wanted in record.response.casefold()
             ]
         return found, None
-
-    def _files(self) -> Iterator[tuple[int, list[Path]]]:
-        """The files of each rollout, the newest rollout first: its samples are looked at most."""
-        parts: dict[int, list[Path]] = {}
-        for path in (self._dir / SAMPLES).glob("*.jsonl"):
-            if match := re.fullmatch(r"(\d+)(\.trainer-\d+)?\.jsonl", path.name):
-                parts.setdefault(int(match[1]), []).append(path)
-        for rollout in reversed(sample_rollouts(self._dir)):
-            yield rollout, sorted(parts.get(rollout, []))
-
-    def _records(self, rollout: int) -> Iterator[SampleRecord]:
-        for path in (self._dir / SAMPLES).glob(f"{rollout}.*"):
-            inside(self._dir, path)
-        yield from read_samples(self._dir, rollout)
 
 
 def prompt_text(prompt: str | list[Message]) -> str:
@@ -127,7 +117,7 @@ def _row(rollout: int, record: SampleRecord) -> Row:
 
 def _number(reward: object) -> float | None:
     """A reward of several parts has no single number here: the page shows it with the sample."""
-    return float(reward) if isinstance(reward, int | float) else None
+    return float(reward) if isinstance(reward, bool) or is_number(reward) else None
 
 
 def _shown(text: str) -> str:

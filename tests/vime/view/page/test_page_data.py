@@ -148,15 +148,11 @@ def test_lines_that_are_half_written_are_left_out(tmp_path: Path) -> None:
     assert len(run.samples(0)["rows"][0]) == 2 and len(run.timeline()["steps"]) == 3
 
 
-def test_a_line_that_is_no_metric_is_named_and_hides_no_other_part(tmp_path: Path) -> None:
+def test_a_line_that_is_no_metric_is_counted_and_hides_nothing(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     (run_dir / "metrics.jsonl").write_text("no metric\n" + (run_dir / "metrics.jsonl").read_text())
     run = opened(run_dir)
-    for read in (run.summary, run.curves):
-        with pytest.raises(
-            ValueError, match="line 1 must be a JSON object with step and step_key, got 'no metric'"
-        ):
-            read()
+    assert run.summary()["damaged"] == {"metrics.jsonl": 1} and len(run.curves()["train/loss"]["steps"]) == 3
     assert len(run.timeline()["steps"]) == 3 and run.settings()["configuration"]
 
 
@@ -247,5 +243,5 @@ def test_settings_are_flat_and_without_sections(tmp_path: Path) -> None:
         | {"gpus": None},
     }
     (run.dir / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json must be JSON, got"):
+    with pytest.raises(ValueError, match="config.json must be a JSON object of at most 64 levels, got"):
         run.settings()

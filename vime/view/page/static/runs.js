@@ -13,6 +13,8 @@ function card(run, i, metrics) {
     el("h2", {}, swatch(i), run.name, " ", badge(run)));
   if (run.rollouts || run.rollout !== undefined) append(made, progress(run));
   if (run.cause) append(made, el("p", { class: run.state === "failed" ? "alarm" : "faint" }, run.error_type ? `${run.error_type}: ` : "", run.cause));
+  const damaged = Object.entries(run.damaged ?? {}).map(([file, count]) => `${number(count)} in ${file}`).join(", ");
+  if (damaged) append(made, el("p", { class: "faint" }, `damaged lines, left out: ${damaged}`));
   const facts = [...metrics];
   if (run.engines?.length) facts.push([run.state === "running" ? "engines" : "engines at the end", engines(run.engines)]);
   if (run.state === "running" && run.doing.length) facts.push(["now", run.doing.map(doing).join(", ")]);
