@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
+import logging
 import os
 import re
 from fractions import Fraction
 
-from slime.rollout.rewards.math_processes import MathChecker
+from slime.rollout.rewards.math_processes import CPU_S, Compared, MathChecker, TooMuch, Work
 from slime.rollout.rewards.notation import FUNCTIONS, tidy
 from slime.rollout.rewards.quantity import LONGEST, TOLERANCE, Quantity, quantity, unit_of
 
+logger = logging.getLogger(__name__)
+
+WORKERS = max(2, min(16, (os.cpu_count() or 1) // 4))
+"""Processes for SymPy."""
 _MOST_PARTS = 64
 """A longer list is compared as text: a set needs the square of its length in comparisons."""
+_LONGEST_EXPRESSION, _DEEPEST = 400, 12
+"""Characters, and brackets in brackets, that SymPy's reader gets. It takes 0.3 s for that length and 0.5 s for that
+depth, and 5 s for a depth of 40. A longer or deeper label has answers of its size."""
+_MOST_LAYERS = 20
+"""Brackets around brackets. More of them are text, because each layer is one more pass over the answer."""
 
 _WORD = re.compile(r"\\text\{([^{}]*)\}")
 _LETTERS = re.compile(r"[^\W\d_]+(?:[\s\-'./&]+[^\W\d_]+)*\.?")
@@ -33,9 +44,8 @@ _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "=": "=", "\\ne"
 _NAME = re.compile(r"\\?[A-Za-z]+'?(?:_(?:\w|\{[^{}]*\}))?(?:\s*\([A-Za-z, ]*\))?|\\text\{[^{}]*\}")
 _SEPARATOR = re.compile(r"[,;]|\\text\{\s*(?:and|or|,\s*and|,\s*or)\s*\}|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
 _NEIGHBOURS = re.compile(r"[0-9.]\s+[0-9]|[0-9]\s*\\text\{[^{}]*\}\s*[0-9]")
-_LAST_UNIT = re.compile(
-    r"(.+?)\s*((?:\\text\{[^{}]*\}(?:\s*\^\s*\{?-?[0-9]\}?)?|\\degree\s*[CF]?|\\%)+)", re.DOTALL
-)
+_UNIT = r"(?:\\text\{[^{}]*\}(?:\s*\^\s*\{?-?[0-9]\}?)?|\\degree\s*[CF]?|\\%)"
+_FIRST_UNIT, _UNITS = re.compile(_UNIT), re.compile(_UNIT + "+")
 _MIXED = re.compile(r"(?<![0-9.}])([0-9]+)\s*(\\frac\{([0-9]+)\}\{([0-9]+)\})")
 _DECORATED = re.compile(
     r"\\(?:over(?:line|rightarrow|leftrightarrow)|bar|vec|hat|widehat|tilde|dot)\s*\{?\s*[A-Za-z]+\s*\}?'*"
@@ -57,7 +67,11 @@ def same_answer(answer: str, gold: str) -> bool:
     if not answer.strip() or not gold.strip():
         return False
     first, second = (_undressed(tidy(text)) for text in (answer, gold))
-    return bool(first and second) and _same(first, second)
+    try:
+        return bool(first and second) and _same(first, second, Work())
+    except TooMuch as error:
+        logger.warning("answer %.80r counts as different from %.80r: the comparison %s", answer, gold, error)
+        return False
 
 
 def _undressed(text: str) -> str:
@@ -65,22 +79,32 @@ def _undressed(text: str) -> str:
     text = _NOON.sub(r"\1m", _COLOR.sub("", text).strip())
     if (inner := _WORD.fullmatch(text)) is not None:
         text = inner[1].strip()
-    while text[:1] + text[-1:] in ("{}", "()") and _outer(text) and not split(text[1:-1], _SEPARATOR)[1:]:
+    for _ in range(_MOST_LAYERS if len(text) <= LONGEST else 0):
+        if text[:1] + text[-1:] not in ("{}", "()") or not _outer(text) or split(text[1:-1], _SEPARATOR)[1:]:
+            break
         text = text[1:-1].strip()
     return text
 
 
-def _same(answer: str, gold: str) -> bool:
+def _same(answer: str, gold: str, work: Work) -> bool:
+    with work.one_more():
+        return _same_text(answer, gold) or _same_parts(answer, gold, work)
+
+
+def _same_text(answer: str, gold: str) -> bool:
+    """Whether both are the same but for spaces, text commands and, for words, capital letters."""
     if "".join(answer.split()) == "".join(gold.split()) and (
         " " not in answer or _spaced(answer) == _spaced(gold)
     ):
         return True
     texts = [_WORD.sub(r" \1 ", text).strip(" .").split() for text in (answer, gold)]
-    if texts[0] == texts[1] or (
-        re.search(r"(?<![\\A-Za-z])[A-Za-z]{3}", gold)
-        and str(texts[0]).casefold() == str(texts[1]).casefold()
-    ):
+    if texts[0] == texts[1]:
         return True
+    worded = re.search(r"(?<![\\A-Za-z])[A-Za-z]{3}", gold) is not None
+    return worded and str(texts[0]).casefold() == str(texts[1]).casefold()
+
+
+def _same_parts(answer: str, gold: str, work: Work) -> bool:
     if max(len(answer), len(gold)) > LONGEST:
         return False
     words = _words(answer), _words(gold)
@@ -92,9 +116,9 @@ def _same(answer: str, gold: str) -> bool:
     if numbers[0] is not None and numbers[1] is not None:
         return _same_quantity(numbers[0], numbers[1])
     for compare in (_same_branches, _same_entries, _same_relation):
-        if (verdict := compare(answer, gold)) is not None:
+        if (verdict := compare(answer, gold, work)) is not None:
             return verdict
-    return _same_expression(answer, gold)
+    return _same_expression(answer, gold, work)
 
 
 def _spaced(text: str) -> str:
@@ -191,21 +215,22 @@ def _entries(text: str) -> tuple[str, list[str]] | None:
     return kind, [part for part in parts[::2] if part]
 
 
-def _same_branches(answer: str, gold: str) -> bool | None:
+def _same_branches(answer: str, gold: str, work: Work) -> bool | None:
     """Unions, in any order, and the two values of a plus-minus sign."""
     for command in ("\\cup", "\\lor", "\\vee"):
         if command in answer or command in gold:
             pattern = re.compile(re.escape(command) + "(?![A-Za-z])")
             parts = [split(text, pattern)[::2] for text in (answer, gold)]
-            return _matched(*parts) if len(parts[0]) > 1 and len(parts[1]) > 1 else None
+            return _matched(*parts, work) if len(parts[0]) > 1 and len(parts[1]) > 1 else None
     if "\\pm" in answer or "\\pm" in gold:
         both = [[text.replace("\\pm", sign).replace("\\mp", other) for sign, other in ("+-", "-+")] if "\\pm" in text
                 else (_entries(text) or ("", [text]))[1] for text in (answer, gold)]  # fmt: skip
-        return _matched(*[[part.strip().removeprefix("+").strip() for part in parts] for parts in both])
+        first, second = ([part.strip().removeprefix("+").strip() for part in parts] for parts in both)
+        return _matched(first, second, work)
     return None
 
 
-def _same_entries(answer: str, gold: str) -> bool | None:
+def _same_entries(answer: str, gold: str, work: Work) -> bool | None:
     """Pairs, intervals and vectors entry by entry, in brackets of the same kind; sets and lists in any order."""
     first, second = _entries(answer), _entries(gold)
     if first is None or second is None:
@@ -213,7 +238,7 @@ def _same_entries(answer: str, gold: str) -> bool | None:
         if only is None:
             return None
         if only[0] in ("{}", "") and len(only[1]) == 1:
-            return _same(only[1][0], gold) if first else _same(answer, only[1][0])
+            return _same(only[1][0], gold, work) if first else _same(answer, only[1][0], work)
         return None if _RELATION.search(answer + gold) and only[0] else False
     (kind, answers), (wanted, golds) = first, second
     unordered = {"{}", ""}
@@ -223,22 +248,22 @@ def _same_entries(answer: str, gold: str) -> bool | None:
         return False
     # A list of words may be an order ("B, C, A"). A list of numbers is the solutions of an equation.
     if kind in unordered and (kind == wanted == "{}" or not all(_words(entry) for entry in golds)):
-        return _matched(answers, golds)
-    return all(_same(_undressed(a), _undressed(g)) for a, g in zip(answers, golds, strict=True))
+        return _matched(answers, golds, work)
+    return all(_same(_undressed(a), _undressed(g), work) for a, g in zip(answers, golds, strict=True))
 
 
-def _matched(answers: list[str], golds: list[str]) -> bool:
+def _matched(answers: list[str], golds: list[str], work: Work) -> bool:
     """Whether each answer equals another gold."""
     left = [_undressed(gold) for gold in golds]
     for answer in answers:
-        found = next((gold for gold in left if _same(_undressed(answer), gold)), None)
+        found = next((gold for gold in left if _same(_undressed(answer), gold, work)), None)
         if found is None:
             return False
         left.remove(found)
     return not left
 
 
-def _same_relation(answer: str, gold: str) -> bool | None:
+def _same_relation(answer: str, gold: str, work: Work) -> bool | None:
     """Equations and inequalities side by side. `x=5` and `x \\in A` stand for 5 and A."""
     sides, wanted = split(answer, _RELATION), split(gold, _RELATION)
     if len(sides) == 1 and len(wanted) == 1:
@@ -248,25 +273,25 @@ def _same_relation(answer: str, gold: str) -> bool | None:
         computed = len(wanted) == 1 and not any(re.search("[A-Za-z]", side) for side in long[:-1:2])
         if set(long[1::2]) <= {"=", "\\in"} and (_NAME.fullmatch(long[0]) or computed):
             last = _undressed(long[-1])
-            return _same(last, single) if len(wanted) == 1 else _same(single, last)
+            return _same(last, single, work) if len(wanted) == 1 else _same(single, last, work)
         return None if set(long[1::2]) <= {"<", ">", "\\le", "\\ge"} and _outer(single) else False
     if len(sides) == len(wanted):
         signs = sides[1::2], wanted[1::2]
         flipped = [_FLIPPED.get(sign) for sign in signs[0]][::-1]
         for order, own in ((sides[::2], signs[0]), (sides[::-2], flipped)):
             if own == signs[1] and all(
-                _same(_undressed(a), _undressed(g)) for a, g in zip(order, wanted[::2], strict=True)
+                _same(_undressed(a), _undressed(g), work) for a, g in zip(order, wanted[::2], strict=True)
             ):
                 return True
     if {*sides[1::2], *wanted[1::2]} <= {"=", "<", ">", "\\le", "\\ge", "\\ne"}:
         alike = len(sides) == len(wanted) == 3 and sides[:2] == wanted[:2]
         if alike and _NAME.fullmatch(sides[0]):
             return False  # the values were compared above
-        return _ask(expression(gold), expression(answer), False)
+        return _same_value(answer, gold, False, work)
     return False
 
 
-def _same_expression(answer: str, gold: str) -> bool:
+def _same_expression(answer: str, gold: str, work: Work) -> bool:
     """What is no list, relation or number: the same unit, the same form, and equal for SymPy."""
     (answer, unit), (gold, wanted) = _unit_split(answer), _unit_split(gold)
     if unit and wanted and unit != wanted:
@@ -288,22 +313,41 @@ def _same_expression(answer: str, gold: str) -> bool:
     if any(number is not None and number.base != 10 for number in numbers):
         return False
     decimals = any(number is not None and number.form == "decimal" for number in numbers)
-    return _ask(expression(gold), expression(answer), decimals)
+    return _same_value(answer, gold, decimals, work)
 
 
 def _unit_split(text: str) -> tuple[str, tuple[str, ...]]:
-    match = _LAST_UNIT.fullmatch(text)
-    if match is None or (match[2] == "\\degree" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)):
+    """What stands before the units at the end, and the units."""
+    last = [None, *_UNITS.finditer(text)][-1]
+    if last is None or last.end() < len(text):
         return text, ()
-    found = unit_of(match[2]) if match[2] != "\\%" else None
-    return (text, ()) if found is None else (match[1].strip(), found[0])
+    start = last.start()
+    if start == 0 and (first := _FIRST_UNIT.match(text)) is not None:  # something must stand before the units
+        start = first.end()
+    unit = text[start:]
+    if not unit or (unit == "\\degree" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)):
+        return text, ()
+    found = unit_of(unit) if unit != "\\%" else None
+    return (text, ()) if found is None else (text[:start].strip(), found[0])
+
+
+def _same_value(answer: str, gold: str, decimal: bool, work: Work) -> bool:
+    if len(answer) > max(_LONGEST_EXPRESSION, 2 * len(gold)) or _depth(answer) > max(_DEEPEST, _depth(gold)):
+        return False
+    return work.result(_ask(expression(gold), expression(answer), decimal))
+
+
+def _depth(text: str) -> int:
+    """How deep brackets are nested."""
+    steps = ((character in _OPENING) - (character in _CLOSING) for character in text)
+    return max(itertools.accumulate(steps), default=0)
 
 
 def expression(text: str) -> str:
     """`text` for SymPy's reader: exact fractions for decimals, and a symbol of its own for each word and prime, which
     the reader would multiply or drop."""
     text = _MIXED.sub(lambda m: f"({m[1]}+{m[2]})" if int(m[3]) < int(m[4]) else m[0], text)
-    text = re.sub(r"([0-9.]+)\s*\\degree(?![A-Za-z])\s*", r"(\1\\cdot\\frac{\\pi}{180})", text)
+    text = re.sub(r"((?<![0-9.])[0-9.]++)\s*\\degree(?![A-Za-z])\s*", r"(\1\\cdot\\frac{\\pi}{180})", text)
     text = _DECORATED.sub(lambda m: _symbol(m[0]), text)
     text = re.sub(r"\\text\{([^{}]*)\}", lambda m: _symbol(m[1]), text)
     text = _TRANSPOSED.sub(lambda m: f"^{{{_symbol(m[1])}}}", text)
@@ -312,7 +356,7 @@ def expression(text: str) -> str:
     text = re.sub(
         r"(?<=[0-9)])\s*(?=\()|(?<=\))\s*(?=[0-9])", r"\\cdot ", text
     )  # the reader adds 2 and 3 in 2(3)
-    return re.sub(r"([0-9]*)\.([0-9]+)", _exact, text)
+    return re.sub(r"((?:(?<![0-9])[0-9]++)?)\.([0-9]+)", _exact, text)
 
 
 def _symbol(word: str) -> str:
@@ -325,12 +369,12 @@ def _exact(match: re.Match[str]) -> str:
 
 
 @functools.lru_cache(maxsize=4096)  # the samples of a group often give the same wrong answers
-def _ask(gold: str, answer: str, decimal: bool) -> bool:
-    return _checker().equal(gold, answer, decimal=decimal)
+def _ask(gold: str, answer: str, decimal: bool) -> Compared:
+    return _checker().compare(gold, answer, decimal=decimal)
 
 
 @functools.cache
 def _checker() -> MathChecker:
-    checker = MathChecker(workers=max(2, min(16, (os.cpu_count() or 1) // 4)))
+    checker = MathChecker(workers=WORKERS, cpu_limit_s=CPU_S)
     atexit.register(checker.close)
     return checker

@@ -17,11 +17,57 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0
+
+
+CPU_S = 5
+"""CPU time of SymPy for one answer."""
+_MOST_COMPARISONS, _MOST_NESTED = 5000, 20
+"""Of parts with parts in one answer, and of parts in parts."""
+
+
+class TooMuch(Exception):
+    """The answer needs more work than one answer may have."""
+
+
+class Work:
+    """What the comparison of one answer has cost. Its parts may be compared with each other, and have parts."""
+
+    def __init__(self) -> None:
+        self._comparisons = self._nested = 0
+        self._cpu_s = 0.0
+
+    @contextlib.contextmanager
+    def one_more(self) -> Iterator[None]:
+        """One comparison of two parts. TooMuch above the limits."""
+        self._comparisons += 1
+        self._nested += 1
+        if self._comparisons > _MOST_COMPARISONS or self._nested > _MOST_NESTED:
+            raise TooMuch("has too many parts")
+        yield
+        self._nested -= 1
+
+    def result(self, compared: Compared) -> bool:
+        """Whether the parts are equal. TooMuch if SymPy had no result, or the parts took too long together."""
+        self._cpu_s += compared.cpu_s
+        if compared.cause or self._cpu_s > CPU_S:
+            raise TooMuch(compared.cause or f"takes more than {CPU_S} s of CPU time")
+        return compared.equal
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Whether two answers are equal, the child's CPU time, and why there is no result, if there is none."""
+
+    equal: bool
+    cpu_s: float
+    cause: str = ""
 
 
 class MathChecker:
@@ -31,15 +77,24 @@ class MathChecker:
     machine so loaded that the child gets no CPU. Thread-safe.
     """
 
-    def __init__(self, workers: int, cpu_limit_s: int = 5, wall_limit_s: float = 60.0) -> None:
+    def __init__(self, workers: int, cpu_limit_s: int = CPU_S, wall_limit_s: float = 60.0) -> None:
         self.cpu_limit_s = cpu_limit_s
         self.wall_limit_s = wall_limit_s
         self._slots = threading.BoundedSemaphore(workers)
         self._idle: list[_Worker] = []
 
     def equal(self, gold: str, answer: str, *, decimal: bool = False) -> bool:
-        """SymPy's result; `decimal`: equal to a relative 1e-6. False, with a warning, if it exceeds a limit or ends its
-        process twice.
+        """SymPy's result. False, with a warning, without one."""
+        compared = self.compare(gold, answer, decimal=decimal)
+        if compared.cause:
+            logger.warning(
+                "answer %.80r counts as different from %.80r: the comparison %s", answer, gold, compared.cause
+            )
+        return compared.equal
+
+    def compare(self, gold: str, answer: str, *, decimal: bool = False) -> Compared:
+        """SymPy's result; `decimal`: equal to a relative 1e-6. Different, with its cause, if it exceeds a limit or ends
+        its process twice.
 
         RuntimeError if the child cannot start (math-verify is not installed).
         """
@@ -50,12 +105,12 @@ class MathChecker:
                 if verdict is not None:
                     self._idle.append(worker)
                     return verdict
+                cpu_s = float(self.cpu_limit_s) if worker.hit_limit else 0.0
                 reason = worker.cause_of_death()
                 # Try again if the answer may not have caused the child's end (an out-of-memory kill).
                 if attempt == 2 or worker.hit_limit:
                     break
-        logger.warning("answer %.80r counts as different from %.80r: the comparison %s", answer, gold, reason)
-        return False
+        return Compared(False, cpu_s, reason)
 
     def close(self) -> None:
         while self._idle:
@@ -90,7 +145,7 @@ class _Worker:
                 f"{self.process.returncode}, its error is printed above); is math-verify installed?"
             )
 
-    def ask(self, gold: str, answer: str, decimal: bool, wall_limit_s: float) -> bool | None:
+    def ask(self, gold: str, answer: str, decimal: bool, wall_limit_s: float) -> Compared | None:
         """SymPy's result, or None if the child ended without one."""
         try:
             self._requests.write(json.dumps([gold, answer, decimal]).encode() + b"\n")
@@ -100,7 +155,8 @@ class _Worker:
         else:
             reply = self._read_line(wall_limit_s)
         if reply:
-            return reply == b"1"
+            equal, cpu_s = reply.split()
+            return Compared(equal == b"1", float(cpu_s))
         self.reap()
         return None
 

@@ -1,10 +1,11 @@
 """Child process of math_processes.py: compares two expressions per line of standard input.
 
-Started by its path. Imports nothing from slime. Protocol: prints "ready" once, then one line "1" or "0" for each
-JSON line [gold, answer, decimal]. The kernel enforces the limits, because SymPy can spend hours inside one
-big-integer operation, where no Python signal handler runs. CPU time above the limit ends the process (SIGXCPU),
-and memory above the limit raises MemoryError. Expressions are read as LaTeX only, because math-verify's reader of
-plain expressions calls `eval`. Values are compared here with a relative tolerance, as that of math-verify is absolute.
+Started by its path. Imports nothing from slime. Protocol: prints "ready" once, then one line for each JSON line
+[gold, answer, decimal]: "1" or "0", and the seconds of CPU time. The kernel enforces the limits, because SymPy can
+spend hours inside one big-integer operation, where no Python signal handler runs. CPU time above the limit ends the
+process (SIGXCPU), and memory above the limit raises MemoryError. Expressions are read as LaTeX only, because
+math-verify's reader of plain expressions calls `eval`. Values are compared here with a relative tolerance, as that of
+math-verify is absolute.
 """
 
 from __future__ import annotations
@@ -97,13 +98,14 @@ def main(cpu_limit_s: int) -> None:
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
         gold, answer, decimal = json.loads(line)
-        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + cpu_limit_s)
+        began = time.process_time()
+        _limit(resource.RLIMIT_CPU, math.ceil(began) + cpu_limit_s)
         try:
             read = [latex2sympy(text, conversion_config=how) for text in (gold, answer)]
             equal = compare(read[0], read[1], decimal)
         except Exception:  # border: readers and SymPy raise any error for text that is no mathematics
             equal = False
-        print(int(equal), file=replies, flush=True)
+        print(int(equal), f"{time.process_time() - began:.4f}", file=replies, flush=True)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,8 @@ _SIZES = re.compile(
     r"\\(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|nolimits|mathstrut|strut)"
     r"(?![A-Za-z])(?:\.(?![0-9]))?|\\!|\\phantom\{[^{}]*\}"
 )
-_MATH_MODE = re.compile(r"\$\$(.*?)\$\$|\$((?:[^$\\]|\\.)*)\$|\\\((.*?)\\\)|\\\[(.*?)\\\]", re.DOTALL)
+_MATH_MODE = re.compile(r"\$\$|\$|\\\(|\\\[")
+_MATH_MODE_ENDS = {"$$": "$$", "$": "$", "\\(": "\\)", "\\[": "\\]"}
 _SPACE = re.compile(
     r"(?<!\\)\\(?:[,;:> \n]|(?:quad|qquad|enspace|enskip|thinspace|medspace|thickspace|space|newline)(?![A-Za-z])"
     r"|hspace\*?\{[^{}]*\})|~|\s+|\\\\(?=\s*$)"
@@ -98,7 +99,8 @@ _TEXT = re.compile(
 )
 _FONT = re.compile(r"\{\s*\\(?:rm|bf|it|sf|tt)(?![A-Za-z])\s*([^{}]*)\}")
 _FRACTION = re.compile(r"\\(?:[dtc]?frac|nicefrac|sfrac)(?![A-Za-z])\s*")
-_OVER = re.compile(r"\{([^{}]*)\\over(?![A-Za-z])\s*([^{}]*)\}")
+_GROUP = re.compile(r"\{([^{}]*)\}")
+_OVER = re.compile(r"\\over(?![A-Za-z])\s*")
 _NAMES = {
     **dict.fromkeys(("leq", "leqslant", "leqq"), "le"),
     **dict.fromkeys(("geq", "geqslant", "geqq"), "ge"),
@@ -126,6 +128,7 @@ _NAMES = {
 _PLAIN_SYMBOLS = {"<", ">", "/", ":", "i", "[", "]", "£"}
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _DEGREE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\(?:degree|textdegree)s?(?![A-Za-z])\s*")
+_BRACE = re.compile(r"[{}]")
 _BARE_NAME = re.compile(
     r"(?<![\\A-Za-z])(pi|infinity|oo|" + "|".join(sorted(FUNCTIONS - {"inf"})) + r")(?![A-Za-z])"
 )
@@ -141,7 +144,7 @@ def tidy(text: str) -> str:
     `\\degree`, `^{n}`, numbers without separators, `\\dollar` for a currency's `$`."""
     text = _characters(text.strip())
     text = text.replace("\\$", "\\dollar ").replace("\\\\%", "\\%")
-    text = _MATH_MODE.sub(lambda m: " " + next(part for part in m.groups() if part is not None) + " ", text)
+    text = _without_math_mode(text)
     text = text.replace("$", "\\dollar ").replace("{,}\\!", "{,}").replace(",\\!", "{,}").replace("{:}", ":")
     text = _SPACE.sub(" ", _SIZES.sub(" " if "\\right" in text and "\\begin" in text else "", text)).strip()
     text = re.sub(r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})", r"\\ln ", _COMMAND.sub(_renamed, text))
@@ -151,11 +154,34 @@ def tidy(text: str) -> str:
     text = _BARE_NAME.sub(
         lambda m: {"oo": "\\infty "}.get(m[1], "\\infty " if m[1] == "infinity" else f"\\{m[1]} "), text
     )
-    text = _OVER.sub(r"\\frac{\1}{\2}", text)
+    text = _GROUP.sub(_over, text) if "\\over" in text else text
     text = _fractions(_POWER.sub(_braced, _ROOT.sub(_rooted, text)))
     text = _separators(re.sub(r"(?<!\d)_\s*([0-9]+)", r"_{\1}", text))
     text = re.sub(r"(?<![0-9A-Za-z})\]])\+\s*(?=\\infty)", "", " ".join(text.split()))
     return text.strip().rstrip(",;").rstrip(".").rstrip()
+
+
+def _without_math_mode(text: str) -> str:
+    """A space in the place of each `$`, `$$`, `\\(` and `\\[` that is closed, and of what closes it."""
+    parts, kept, place = [], 0, 0
+    absent: set[str] = set()  # what never closes again is not searched again
+    while (opening := _MATH_MODE.search(text, place)) is not None:
+        place = opening.start() + 1
+        for mark in ("$$", "$") if opening[0] == "$$" else (opening[0],):
+            start = opening.start() + len(mark)
+            end = -1 if mark in absent else text.find(_MATH_MODE_ENDS[mark], start)
+            if end >= 0:
+                parts += [text[kept : opening.start()], " ", text[start:end], " "]
+                kept = place = end + len(mark)
+                break
+            absent.add(mark)
+    return "".join([*parts, text[kept:]])
+
+
+def _over(group: re.Match[str]) -> str:
+    """`{a\\over b}` as a fraction; other groups as they are."""
+    last = [None, *_OVER.finditer(group[1])][-1]
+    return group[0] if last is None else f"\\frac{{{group[1][: last.start()]}}}{{{group[1][last.end() :]}}}"
 
 
 def _characters(text: str) -> str:
@@ -219,39 +245,64 @@ def _rooted(match: re.Match[str]) -> str:
 
 def _fractions(text: str) -> str:
     """`\\frac12`, `\\frac1{2}` and `\\dfrac{1}{2}` as `\\frac{1}{2}`."""
-    parts, end = [], 0
-    for match in _FRACTION.finditer(text):
-        if match.start() < end:
-            continue
-        parts.append(text[end : match.start()])
-        end, arguments = match.end(), []
-        for _ in range(2):
-            while text[end : end + 1] == " ":
-                end += 1
-            close = end
-            if text[end : end + 1] == "{":
-                close = closing(text, end)
-                arguments.append(_fractions(text[end + 1 : close].strip()))
-            elif (command := _COMMAND.match(text, end)) is not None:
-                close = command.end() - 1
-                arguments.append(command[0])
-            else:
-                arguments.append(text[end : end + 1])
-            end = close + 1
-        parts.append("\\frac{{{}}}{{{}}}".format(*tuple(arguments)))
-    return "".join([*parts, text[end:]])
+    closes, parts, place = _closings(text), [], 0
+    inside: list[tuple[int, int, int]] = []  # of each open argument: its end, its brace, how many follow it
+    while True:
+        end, brace, left = inside[-1] if inside else (len(text), len(text), 0)
+        match = _FRACTION.search(text, place, end)
+        if match is not None:
+            parts += [text[place : match.start()], "\\frac"]
+            place, left = match.end(), 2
+        else:
+            parts.append(text[place:end])
+            if not inside:
+                return "".join(parts)
+            inside.pop()
+            parts.append("}")
+            place, end = brace + 1, inside[-1][0] if inside else len(text)
+        while left:
+            left -= 1
+            place = _after_spaces(text, place, end)
+            parts.append("{")
+            if text.startswith("{", place, end):
+                close = min(closes[place], end)
+                place = _after_spaces(text, place + 1, close)
+                inside.append((_before_spaces(text, place, close), close, left))
+                break
+            command = _COMMAND.match(text, place, end)
+            parts += [command[0] if command else text[place : min(place + 1, end)], "}"]
+            place = command.end() if command else place + 1
 
 
-def closing(text: str, start: int) -> int:
-    """Where the brace that opens at `start` closes, or the end of the text."""
-    depth = 0
-    for place in range(start, len(text)):
-        if text[place - 1 : place] == "\\" and place > start:
-            continue
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return place
-    return len(text)
+def _after_spaces(text: str, place: int, end: int) -> int:
+    while place < end and text[place] == " ":
+        place += 1
+    return place
+
+
+def _before_spaces(text: str, start: int, end: int) -> int:
+    while end > start and text[end - 1] == " ":
+        end -= 1
+    return end
+
+
+def _closings(text: str) -> dict[int, int]:
+    """Place of each opening brace -> where it closes, or the end of the text. An escaped one closes with its group."""
+    closes: dict[int, int] = {}
+    escaped = {
+        match.start() for match in _BRACE.finditer(text) if text[match.start() - 1 : match.start()] == "\\"
+    }
+    opened: list[int] = []
+    for match in _BRACE.finditer(text):
+        place = match.start()
+        if match[0] == "{":
+            opened.append(place)
+        elif place not in escaped:
+            while opened and opened[-1] in escaped:
+                closes[opened.pop()] = place
+            if opened:
+                closes[opened.pop()] = place
+    return closes | dict.fromkeys(opened, len(text))
 
 
 def _separators(text: str) -> str:
@@ -259,10 +310,13 @@ def _separators(text: str) -> str:
     text = re.sub(r"(?<=[0-9])\s*\{,\}\s*(?=[0-9]{3}(?![0-9]))", "'", text)
     text = re.sub(r"(?<=[0-9])\{,\}(?=[0-9])", ".", text).replace("{,}", ",")
 
+    depth = counted = 0
+
     def joined(match: re.Match[str]) -> str:
-        before = text[: match.start()]
-        inside = sum(before.count(c) for c in "([{") > sum(before.count(c) for c in ")]}")
-        if match[3].startswith(",") and (inside or match[3] != ","):
+        nonlocal depth, counted
+        passed, counted = text[counted : match.start()], match.start()
+        depth += sum(passed.count(c) for c in "([{") - sum(passed.count(c) for c in ")]}")
+        if match[3].startswith(",") and (depth > 0 or match[3] != ","):
             return match[0]
         return match[1] + re.sub(r"[^0-9]", "", match[2])
 

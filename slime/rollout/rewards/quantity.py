@@ -19,6 +19,8 @@ LONGEST = 2000
 """Characters of an answer that is read as mathematics. A longer one equals only the same text."""
 _LONGEST_EXPONENT = 1000
 """10 to a higher power than this is no quantity, as its digits would fill the memory."""
+_LARGEST_POWER = 20
+"""Of a unit: cm^20 is a unit, and cm^1000000000 would fill the memory."""
 TOLERANCE = Fraction(1, 10**6) * Fraction(1000001, 1000000)
 """Relative, of a decimal that stands for a value with more digits: 0.333333 for 1/3."""
 
@@ -195,6 +197,8 @@ class Quantity:
 def quantity(text: str) -> Quantity | None:
     """The quantity that a text in the spelling of `notation.tidy` is, or None."""
     text = text.strip()
+    if len(text) > LONGEST:
+        return None
     for pattern in (_BASE, _BASE_WORDS):
         if (match := pattern.fullmatch(text)) is not None:
             return _of_base(match[1], match[2])
@@ -207,8 +211,6 @@ def quantity(text: str) -> Quantity | None:
         currency = currency or name
         sign = -sign if text[0] == "-" else sign
         text = text[len(name) or 1 :].lstrip()
-    if len(text) > LONGEST:
-        return None
     text = text[1:-1].strip() if re.fullmatch(r"\{[^{}]*\}|\([^(),]*\)", text) else text
     match = _NUMBER.match(text)
     if match is None or re.match(r"[.0-9]|\s*[/^_:!]", rest := text[match.end() :]):
@@ -315,7 +317,11 @@ def unit_of(text: str) -> tuple[tuple[str, ...], Fraction, bool] | None:
             side = -1
         elif name in ("square", "sq", "cubic", "cu"):
             twice = 3 if name.startswith("cu") else 2
-        elif not _UNIT_WORD.fullmatch(word) or (len(name) < 2 and not in_text and name.isalpha()):
+        elif (
+            not _UNIT_WORD.fullmatch(word)
+            or (len(name) < 2 and not in_text and name.isalpha())
+            or (power and (len(power) > 4 or abs(int(power)) > _LARGEST_POWER))
+        ):
             return None
         elif (entry := _entry(name)) is not None:
             step = side * (int(power) if power else 1) * twice

@@ -15,13 +15,16 @@ _KEYWORDS = (
     r"|extra_id|token|endoftext|im_end|end_of_\w+|gmask|smask|inst"
 )
 _NAME = rf"(?:[\w▁:.-]*(?:{_KEYWORDS})(?![A-Za-z])[\w▁:.-]*|(?:{_KEYWORDS})[\w▁:.-]*)"
-_SPECIAL = (
+_SPECIAL = re.compile(
     r"<\|[^<>|]*\|>|<｜[^<>｜]*｜>|<\|[\w▁]+>|<[\w▁]+\|>|\[\|[^\[\]|]*\|\]"
     rf"|</?s>|<\[?/?{_NAME}\]?>|\[/?{_NAME}\]"
-    r"|[\[\]][a-z!]*~[a-z!~]*[\[\]]"  # MiniMax
+    r"|[\[\]][a-z!]*~[a-z!~]*[\[\]]",  # MiniMax
+    re.IGNORECASE,
 )
+_LONGEST_SPECIAL = 128
+"""Characters of what may be a special token, so that a response takes time in proportion to its length."""
+_SPACES = re.compile(r"\s*")
 _SPECIAL_INSIDE = re.compile(r"<\|[\w▁]+\|>|<｜[\w▁]+｜>")
-_SPECIAL_LAST = re.compile(rf"(?:\s*(?:{_SPECIAL}))+\s*\Z|\A\s*(?:(?:{_SPECIAL})\s*)+", re.IGNORECASE)
 
 
 def after_thinking(text: str) -> str:
@@ -80,5 +83,40 @@ def without_special_text(text: str) -> str:
 
     For a text whose tokenizer is unknown. `async_rm` removes the tokens by their ids before, whatever their spelling.
     """
-    text = _SPECIAL_INSIDE.sub("\n", _SPECIAL_LAST.sub("", text))
-    return _SPECIAL_LAST.sub("", text)
+    return _ends_off(_SPECIAL_INSIDE.sub("\n", _ends_off(text)))
+
+
+def _ends_off(text: str) -> str:
+    """`text` without what looks like special tokens at its ends, and without the spaces around them."""
+    end = len(text)
+    while (token := _special_before(text, _spaces_before(text, end))) is not None:
+        end = token
+    if end < len(text):
+        end = _spaces_before(text, end)
+    start, after = 0, _spaces_after(text, 0, end)
+    while match := _SPECIAL.match(text, after, min(end, after + _LONGEST_SPECIAL)):
+        start = after = _spaces_after(text, match.end(), end)
+    return text[start:end]
+
+
+def _special_before(text: str, end: int) -> int | None:
+    """Where the special token that ends at `end` begins, or None. No kind has one of its brackets inside."""
+    first = max(0, end - _LONGEST_SPECIAL)
+    if text[end - 1 : end] == ">":
+        start = text.rfind("<", first, end)
+    elif text[end - 1 : end] in ("]", "["):
+        start = max(text.rfind(bracket, first, end - 1) for bracket in "[]")
+    else:
+        return None
+    return start if start >= 0 and _SPECIAL.fullmatch(text, start, end) else None
+
+
+def _spaces_before(text: str, end: int) -> int:
+    while end and text[end - 1].isspace():
+        end -= 1
+    return end
+
+
+def _spaces_after(text: str, start: int, end: int) -> int:
+    match = _SPACES.match(text, start, end)
+    return match.end() if match else start
