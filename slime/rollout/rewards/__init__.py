@@ -11,7 +11,10 @@ import contextlib
 import difflib
 import functools
 import inspect
+import logging
 import numbers
+import os
+import weakref
 from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
@@ -35,6 +38,14 @@ from slime.rollout.rewards.unit_tests import code_reward
 from slime.rollout.rewards.zero import zero_reward
 from slime.types import Metadata, Reward, Sample
 from slime.user_code import is_cancelled, remedy, slow_is_logged
+
+logger = logging.getLogger(__name__)
+
+_OF_TEXT = (ValueError, TypeError, ArithmeticError, LookupError, RecursionError, MemoryError)
+"""What a grader might raise for a text that nobody thought of."""
+_THREADS = min(32, (os.cpu_count() or 1) + 4)
+"""Graders at a time, the number of asyncio's own threads."""
+_slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
 REWARDS: dict[str, Callable[[str, object, Metadata], Reward]] = {
     "math": math_reward,
@@ -76,15 +87,16 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> Reward:
     name, flag = metadata.get("rm_type"), "metadata rm_type"
     if not name:
         name, flag = flags.rm_type, "--rm-type"
-    async with _scoring(limit, sample, name):
-        if name in SAMPLE_REWARDS:
+    if name in SAMPLE_REWARDS:
+        async with _scoring(limit, sample, name):
             return _checked(flags, await SAMPLE_REWARDS[name](Config.of_args(args), sample))
+    with _naming(sample, name):
         if name not in REWARD_NAMES:
             raise ValueError(_unknown_type(name, flag))
         tokenizer = getattr(getattr(args, "rollout_state", None), "tokenizer", None)
         stop = section_of(RolloutConfig, args).rollout_stop_token_ids
         text = functools.partial(answer_text, sample, tokenizer, stop)
-        return _checked(flags, await asyncio.to_thread(_rule_based, text, sample.label, name, metadata))
+        return _checked(flags, await _graded(limit, text, sample, name, metadata))
 
 
 def _limit_of(args: Namespace) -> float | None:
@@ -93,13 +105,43 @@ def _limit_of(args: Namespace) -> float | None:
     return limit
 
 
+async def _graded(
+    limit: float | None, text: Callable[[], str], sample: Sample, name: str, metadata: Metadata
+) -> Reward:
+    """The reward of a rule-based grader, in a thread. A response that it cannot grade within --reward-deadline-s counts
+    as one without an answer, because a response must not end the run. The clock starts with the thread."""
+    grade = functools.partial(_rule_based, text, sample.label, name, metadata)
+    slots = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_THREADS))
+    where, clock = (
+        f"reward {name} for sample {sample.index} of group {sample.group_index}",
+        asyncio.timeout(limit),
+    )
+    async with slots:
+        try:
+            with slow_is_logged(where, limit):
+                async with clock:
+                    return await asyncio.to_thread(grade)
+        except TimeoutError:
+            if not clock.expired():
+                raise
+    logger.warning(
+        "%s needs more than --reward-deadline-s %s; the response counts as no answer", where, limit
+    )
+    return await asyncio.to_thread(_rule_based, str, sample.label, name, metadata)
+
+
 def _rule_based(text: Callable[[], str], label: object, name: str, metadata: Metadata) -> Reward:
     """The reward `name` of the response, which `text` makes without the tokenizer's special tokens."""
     response, base = text(), name.removeprefix("boxed_")
-    if base != name:
-        answer = extract_answer(without_special_text(response))
-        response = "" if answer is None else _ANSWER_FORM.get(base, "{}").format(" ".join(answer.split()))
-    return REWARDS[base](response, label, metadata)
+    try:
+        if base != name:
+            answer = extract_answer(without_special_text(response))
+            response = "" if answer is None else _ANSWER_FORM.get(base, "{}").format(" ".join(answer.split()))
+        return REWARDS[base](response, label, metadata)
+    except _OF_TEXT as error:
+        reward = REWARDS[base]("", label, metadata)  # raises the error of a label that the reward cannot use
+        logger.warning("reward %s counts %.80r as no answer, because of %r", name, response, error)
+        return reward
 
 
 async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: object) -> list[Reward]:

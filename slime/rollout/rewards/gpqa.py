@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import string
 import unicodedata
@@ -22,6 +23,10 @@ _OPENING = r"(?:[\s*_(\[{$\"'`]|\\\(|\\(?:text|textbf|mathrm|mathbf|boxed)\{)*"
 _CLOSING = r"(?:[)\]}*_$\"'`]|\\\))*"
 _LETTER = re.compile(r"(?<![A-Za-z0-9'\\^])([A-Za-z])(?![A-Za-z0-9'^])")
 _SMALL = re.compile(rf"[)\]]|{_CLOSING}[.,;:!?]*\s*(?:$|\n)|{_CLOSING}[.,;:!?]")
+_ALONE = re.compile(r"^[ \t>*_()\[\]{}$.:\"'`]*+([A-Za-z])[ \t>*_()\[\]{}$.:\"'`]*+$", re.MULTILINE)
+_MOST_LETTERS = 1000
+"""The last letters of a response, which alone are looked at: each takes up to 0.2 ms."""
+_WORD_FOLLOWS = re.compile(r"\s+['a-z]")
 # "A" before a word is the article and "I" the pronoun, unless the sentence goes on after the letter.
 _GOES_ON = re.compile(
     r"\s+(?:because|since|as|and|but|is|which|by|for|with|due|not|rather|while|given|so|or|from|based|where|in|on|at|"
@@ -96,9 +101,15 @@ def chosen_letter(response: str | None, valid_letters: Collection[str]) -> str |
     if boxed and boxed in valid_letters:
         return boxed
     found: dict[str, tuple[int, str]] = {}
-    for match in _LETTER.finditer(text):
-        if match[1].upper() in valid_letters and (kind := _kind(match, text)):
+    alone = {match.start(1) for match in _ALONE.finditer(text)}
+    letters = [match for match in _LETTER.finditer(text) if match[1].upper() in valid_letters]
+    given = (match for match in reversed(letters) if _may_be_given(match, text))
+    for match in itertools.islice(given, _MOST_LETTERS):
+        kind = _kind(match, text, match.start() in alone)
+        if kind and kind not in found:
             found[kind] = match.end(), match[1].upper()
+        if kind == "stated":
+            break
     for kind in ("stated", "line", "mentioned"):
         if kind in found:
             place, letter = found[kind]
@@ -107,24 +118,27 @@ def chosen_letter(response: str | None, valid_letters: Collection[str]) -> str |
     return None
 
 
-def _kind(match: re.Match[str], text: str) -> str | None:
-    """How the response gives this letter: "stated", alone on a "line", or "mentioned". None if denied, or a word."""
-    letter, after = match[1], text[match.end() : match.end() + 80]
+def _may_be_given(match: re.Match[str], text: str) -> bool:
+    """Whether what follows the letter leaves it an answer, and no word."""
+    after = text[match.end() : match.end() + 80]
     if _TAKEN_BACK.match(after):
-        return None
-    if letter in "AaI" and re.match(r"\s+['a-z]", after) and not _GOES_ON.match(after):
-        return None
+        return False
+    return not (match[1] in "AaI" and _WORD_FOLLOWS.match(after)) or _GOES_ON.match(after) is not None
+
+
+def _kind(match: re.Match[str], text: str, alone: bool) -> str | None:
+    """How the response gives this letter: "stated", alone on a "line", or "mentioned". None if denied."""
+    letter, after = match[1], text[match.end() : match.end() + 80]
     before = text[max(0, match.start() - 200) : match.start()]
     clause = _CLAUSE.split(before)[-1]
     cue = _BEFORE.search(before)
     if _DENIED.search(clause):
         return None
-    line = text[text.rfind("\n", 0, match.start()) + 1 :].partition("\n")[0].strip(" \t>*_()[]{}$.:\"'`")
     if letter.islower() and not _SMALL.match(after):
         return None
     if (cue or _AFTER.match(after)) and not _DOUBT.search(clause):
         return "stated"
-    if line == letter and (letter.isupper() or _SMALL.match(after)):
+    if alone and (letter.isupper() or _SMALL.match(after)):
         return "line"
     return "mentioned" if letter.isupper() else None
 

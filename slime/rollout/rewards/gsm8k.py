@@ -11,7 +11,7 @@ from slime.rollout.rewards.text import expected_answer, extract_answer, without_
 from slime.types import Metadata
 
 # The number must follow the marker directly: "#### Step 2" is a Markdown heading, not an answer.
-_MARKED = re.compile(r"####[ \t*]*+(?=(?:\\(?:boxed|text|frac|[({$])|[-+−–$€£¥₹({.\s])*+[0-9½¼¾⅐-⅞])([^\n]+)")
+_MARKED = re.compile(r"####(?=[ \t*]*+(?:\\(?:boxed|text|frac|[({$])|[-+−–$€£¥₹({.\s])*+[0-9½¼¾⅐-⅞])([^\n]+)")
 _TAIL_CHARS = 2000
 """Only the end of a long response is searched for its last number."""
 # A run that a number is part of: 3/4, 3 1/2, 2^3, 12:30, 52_8. A minus after a digit is a subtraction.
@@ -21,7 +21,8 @@ _RUN = re.compile(
     rf"(?:[eE][-+]?[0-9]+(?![\w.])|\s*(?:[/:^_!]|\\frac|\\times\s*10\^)\s*\{{?-?{_DIGITS}?\}}?(?:\{{-?[0-9]+\}})*|\s+(?={_DIGITS}\s*/){_DIGITS})*"
 )
 _LAST_WORD = re.compile(r"((?<![A-Za-z])[A-Za-z]++|\\text\{[^{}]*\})\s*\^\s*\{?-?[0-9]\}?")
-
+_SPACES = re.compile(r"\s+")
+# What stands before a run whose number is no number of its own.
 _JOINED = re.compile(r"[\w\\^_/]")
 _GLUED = re.compile(r"[\^_/] ?\{?$")
 
@@ -62,7 +63,7 @@ def _last(text: str) -> Fraction | None:
         line = _LAST_WORD.sub(
             lambda m: " " if unit_of(f"\\text{{{m[1]}}}") and _is_unit(m[1]) else m[0], line
         )
-        line = " ".join(line.split())
+        line = _SPACES.sub(" ", line)
         found = list(_RUN.finditer(line))
         runs = [run for run in found if not _JOINED.match(line, run.start() - 1, run.start())]
         glued = [run for run in found if _GLUED.search(line[max(0, run.start() - 3) : run.start()])]

@@ -19,8 +19,8 @@ LONGEST = 2000
 """Characters of an answer that is read as mathematics. A longer one equals only the same text."""
 _LONGEST_EXPONENT = 1000
 """10 to a higher power than this is no quantity, as its digits would fill the memory."""
-_LARGEST_POWER = 20
-"""Of a unit: cm^20 is a unit, and cm^1000000000 would fill the memory."""
+_POWER_OF_UNIT = re.compile(r"-?[0-9]{1,2}")
+"""Two digits: cm^1000000000 would fill the memory."""
 TOLERANCE = Fraction(1, 10**6) * Fraction(1000001, 1000000)
 """Relative, of a decimal that stands for a value with more digits: 0.333333 for 1/3."""
 
@@ -320,7 +320,7 @@ def unit_of(text: str) -> tuple[tuple[str, ...], Fraction, bool] | None:
         elif (
             not _UNIT_WORD.fullmatch(word)
             or (len(name) < 2 and not in_text and name.isalpha())
-            or (power and (len(power) > 4 or abs(int(power)) > _LARGEST_POWER))
+            or (power and not _POWER_OF_UNIT.fullmatch(power))
         ):
             return None
         elif (entry := _entry(name)) is not None:
