@@ -18,10 +18,13 @@ from weakref import WeakKeyDictionary
 import aiohttp
 
 from slime.types import Json
+from slime.waiting import log_unanswered
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _TRANSIENT_STATUS = {408, 425, 429}
 _LOOK_S = 30.0
+_CONNECT_S = 10.0
+"""A host that drops packets is as good as one that refuses: the fault is logged, and the next attempt begins."""
 
 
 @dataclass
@@ -175,6 +178,8 @@ async def _try(
                     f"{url} must answer within {deadline_s:g} s and {max_retries} retries, got "
                     f"{attempt} failed attempts; the last one with {type(error).__name__}: {error}"
                 ) from error
+            fault = f"{type(error).__name__}: {error}"
+            log_unanswered(_shown(url), fault, f"{deadline_s:g} s and {max_retries} retries are over")
         await asyncio.sleep(pause_s)
     raise AssertionError("unreachable: the last attempt returns or raises")
 
@@ -182,7 +187,7 @@ async def _try(
 async def _once(
     session: aiohttp.ClientSession, method: str, url: str, content: Mapping[str, Any], left_s: float
 ) -> Json:
-    timeout = aiohttp.ClientTimeout(total=max(left_s, 0.001))
+    timeout = aiohttp.ClientTimeout(total=max(left_s, 0.001), sock_connect=_CONNECT_S)
     async with session.request(method, url, timeout=timeout, **content) as response:
         text = await response.text()
         if response.status >= 500 or response.status in _TRANSIENT_STATUS:
@@ -194,6 +199,12 @@ async def _once(
         return reply
     except json.JSONDecodeError as error:
         raise ValueError(f"{url} must answer in JSON, got {text[:200]!r}") from error
+
+
+def _shown(url: str) -> str:
+    """Without login and query, which may hold a key."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:

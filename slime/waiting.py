@@ -1,9 +1,11 @@
-"""Waiting for a future while the engines are watched, and saying what a long wait is for."""
+"""Waiting for a future while the engines are watched, and reports of long waits and of servers that do not answer."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
@@ -11,8 +13,21 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.5
 _SAY_AFTER_S, _SAY_EVERY_S = 12.0, 60.0
+
+_LOG_EVERY_S = 30.0
+_logged_s: dict[str, float] = {}
+
+
+def log_unanswered(server: str, fault: object, limit: str) -> None:
+    """Log that a request to `server` failed and is sent again until `limit` ends: once per server and half minute,
+    because all samples of a rollout may wait for the same server."""
+    now_s = time.monotonic()
+    if now_s - _logged_s.get(server, float("-inf")) >= _LOG_EVERY_S:
+        _logged_s[server] = now_s
+        logger.warning("%s does not answer: %s; requests to it are sent again until %s", server, fault, limit)
 
 
 def wait(future: Future[T], check_health: Callable[[], None], tick: Callable[[], None] | None = None) -> T:

@@ -16,10 +16,13 @@ import numpy.typing as npt
 
 from slime.divergence import DivergedError
 from slime.protocols import ScoreResult
+from slime.waiting import log_unanswered
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _TRANSIENT_STATUS = {408, 425, 429}
 _CONTROL_S = 30.0
+_LOG_AFTER_S = 10.0
+"""An engine that restarts answers earlier, and the pool logs its restart."""
 
 T = TypeVar("T")
 
@@ -151,7 +154,8 @@ class RouterClient:
         """What `attempt` returns. It is called again after a `Transient`. TimeoutError when `deadline_s` seconds
         (--rollout-deadline-s) end without an answer."""
         loop = asyncio.get_running_loop()
-        end = loop.time() + deadline_s
+        began = loop.time()
+        end = began + deadline_s
         pause_s, last = _FIRST_PAUSE_S, "no attempt"
         while (left_s := end - loop.time()) > 0:
             try:
@@ -161,6 +165,8 @@ class RouterClient:
                 last = str(error)
             except TimeoutError:
                 last = f"no answer within {left_s:g} s"
+            if loop.time() - began > _LOG_AFTER_S:
+                log_unanswered(self.router_url, last, f"--rollout-deadline-s {deadline_s:g}")
             await asyncio.sleep(min(pause_s, max(end - loop.time(), 0)))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise TimeoutError(

@@ -12,9 +12,10 @@ from yarl import URL
 
 from slime.config.schema import Config
 from slime.types import Reward, Sample
+from slime.waiting import log_unanswered
 
 _MAX_CONNECTIONS = 64
-_ATTEMPT_TIMEOUT_S = 120.0
+_ATTEMPT_TIMEOUT_S, _CONNECT_S = 120.0, 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 _TRANSIENT_STATUS = {408, 425, 429}
 _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
@@ -27,7 +28,7 @@ class _ServerBusy(Exception):
 async def remote_reward(c: Config, sample: Sample) -> Reward:
     """POST {"prompt", "response", "label", "metadata"} as JSON. The reply (a number or object) is the reward.
 
-    Connection errors and status 408, 425, 429 and 5xx are retried with growing pauses. TimeoutError after
+    Connection errors and status 408, 425, 429 and 5xx are logged and retried with growing pauses. TimeoutError after
     `--rollout-deadline-s` seconds. Any other status, or a reply that is not JSON, raises ValueError without a
     retry. At most 64 requests are open at a time. The deadline starts when the request is one of the 64.
     """
@@ -60,13 +61,16 @@ async def remote_reward(c: Config, sample: Sample) -> Reward:
                         f"{limit:g}, got no reward in {attempt} attempts; "
                         f"the last one ended in {type(error).__name__}: {error}"
                     ) from error
+                fault = str(error) if isinstance(error, _ServerBusy) else f"{type(error).__name__}: {error}"
+                log_unanswered(f"--rm-url {shown}", fault, f"--rollout-deadline-s {limit:g}")
             await asyncio.sleep(pause_s)
 
 
 async def _post(
     session: aiohttp.ClientSession, url: URL, shown: URL, body: dict[str, object], timeout_s: float
 ) -> Reward:
-    async with session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+    timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
+    async with session.post(url, json=body, timeout=timeout) as response:
         text = await response.text()
         if response.status >= 500 or response.status in _TRANSIENT_STATUS:
             raise _ServerBusy(f"HTTP {response.status}: {text[:200]}")

@@ -33,24 +33,50 @@ WRAPS = {
     "gpqa": ["%s", "The answer is %s"],
     "f1": ["%s"],
 }
-UNITS = (
-    # special tokens, and what begins like them
-    "</s> <s> <|x|> <|x <| |> [| |] [/INST] [INST ]~ [e~[ <eos <eos. <eos> eos. <pad></s> ｜ <｜a｜>"
-    " </think> <think> <answer> </answer> ###Response"
-    # LaTeX
-    r" \boxed{ \boxed{1} \boxed \fbox{ \frac{1}{ \frac{ \frac \frac12 \dfrac1 \text{ \text{a} \text{\text{ \mathrm{ {\rm"
-    r" {\over \over \over{ \left( \left \phantom{ \hspace{ \quad \\ \% \sqrt{ \sqrt( \sqrt(() \sqrt sqrt( \cup \pm \{ \}"
-    r" \{1, \langle \( \) \[ \] \(1 \$ \log_ \times10^ 1\times10^ \begin{ \degree ^\circ \overline{ \color{ \operatorname{"
-    # brackets, signs and numbers
-    " { } {} ( ) () [ ] [] < > 1 1, 1,000 ,000 , . 1. 1.1 1/ / \\ $ $$ $1 #### ####- # - + -- = x= x^2+ ^ ^{ ^( _ _{ 2^"
-    " 52_8 1_ 1: 1! ! !1 1e 1e5 0x % * ** ` ``` ~ ; | & ' \" ’ ٣ ½ ² ₂ α ﷺ \x00 \x00{ \ud83d 😀 {,} '000 1'000"
-    # words
-    " a A aA answer answer: Answer: ab option cm^2 base2 or and not is so the it’s eos yes ok"
-).split() + [
-    *(" ", "\n", "\t", "\r\n", "\u00a0", "\n\n", " \n", "A ", "A\n", "B, ", "(A) ", "A or ", "not A ", "so B ", "is ", "so "),
-    *("the answer is ", "answer is A ", "A is wrong. ", "Answer: 5\n", "#### ", "#### 5\n", "12 ", "1 ", "1 000 ", "* ", "_ "),
-    *("5 cm^2 ", "dollars ", "million ", "base 2 ", "1 and ", "```python\n", "```\n", "</s>\n", "\\text{ } "),
-]  # fmt: skip
+# Separated by spaces: special tokens, LaTeX, brackets and numbers, words.
+_PLAIN = r"""
+</s> <s> <|x|> <|x <| |> [| |] [/INST] [INST ]~ [e~[ <eos <eos. <eos> eos. <pad></s> ｜ <｜a｜> </think> <think>
+<answer> </answer> ###Response
+\boxed{ \boxed{1} \boxed \fbox{ \frac{1}{ \frac{ \frac \frac12 \dfrac1 \text{ \text{a} \text{\text{ \mathrm{ {\rm {\over
+\over \over{ \left( \left \phantom{ \hspace{ \quad \\ \% \sqrt{ \sqrt( \sqrt(() \sqrt sqrt( \cup \pm \{ \} \{1, \langle
+\( \) \[ \] \(1 \$ \log_ \times10^ 1\times10^ \begin{ \degree ^\circ \overline{ \color{ \operatorname{
+{ } {} ( ) () [ ] [] < > 1 1, 1,000 ,000 , . 1. 1.1 1/ / \ $ $$ $1 #### ####- # - + -- = x= x^2+ ^ ^{ ^( _ _{ 2^ 52_8 1_
+1: 1! ! !1 1e 1e5 0x % * ** ` ``` ~ ; | & ' " ’ ٣ ½ ² ₂ α ﷺ 😀 {,} '000 1'000
+a A aA answer answer: Answer: ab option cm^2 base2 or and not is so the it’s eos yes ok
+"""
+_SPACED = (
+    *(
+        " ",
+        "\n",
+        "\t",
+        "\r\n",
+        "\u00a0",
+        "\n\n",
+        " \n",
+        "\x00",
+        "\x00{",
+        "\ud83d",
+        "A ",
+        "A\n",
+        "B, ",
+        "(A) ",
+        "A or ",
+    ),
+    *(
+        "not A ",
+        "so B ",
+        "is ",
+        "so ",
+        "the answer is ",
+        "answer is A ",
+        "A is wrong. ",
+        "Answer: 5\n",
+        "#### ",
+    ),
+    *("#### 5\n", "12 ", "1 ", "1 000 ", "* ", "_ ", "5 cm^2 ", "dollars ", "million ", "base 2 ", "1 and "),
+    *("```python\n", "```\n", "</s>\n", "\\text{ } "),
+)
+UNITS = (*_PLAIN.split(), *_SPACED)
 
 
 def pumped(wrap: str, unit: str, length: int) -> str:
@@ -113,9 +139,14 @@ def test_other_readers_of_responses(read):
 @pytest.mark.parametrize("name", ["math", "deepscaler", "gsm8k", "dapo"])
 @pytest.mark.parametrize(
     "body",
-    [r"\frac{1}{" * 6000, r"\frac{1}{" * 6000 + "}" * 6000, "(" * 27_000 + ")" * 27_000, r"\{" * 13_000 + r"\}" * 13_000],
+    [
+        r"\frac{1}{" * 6000,
+        r"\frac{1}{" * 6000 + "}" * 6000,
+        "(" * 27_000 + ")" * 27_000,
+        r"\{" * 13_000 + r"\}" * 13_000,
+    ],
     ids=["open fractions", "fractions", "brackets", "sets"],
-)  # fmt: skip
+)
 def test_nesting_of_54_000_characters_is_a_wrong_answer(name, body):
     began = time.thread_time()
     reward = REWARDS[name](rf"</think>Answer: \boxed{{{body}}}", "5", {})

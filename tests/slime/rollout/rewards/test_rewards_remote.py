@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -66,6 +67,41 @@ def test_retries_until_the_server_recovers():
 
     assert score(handler) == [0.25]
     assert len(seen) == 4
+
+
+def test_a_server_that_is_down_is_logged_at_once_and_once(caplog):
+    with socket.socket() as held:  # bound and not listening: connections are refused
+        held.bind(("127.0.0.1", 0))
+        url = f"http://user:secret@127.0.0.1:{held.getsockname()[1]}/rm?token=secret"
+        args = SimpleNamespace(rm_type="remote_rm", rm_url=url, rollout_deadline_s=0.5)
+
+        async def scenario() -> list:
+            samples = [Sample(index=i, prompt="", response="") for i in range(8)]
+            return await asyncio.gather(*(async_rm(args, s) for s in samples), return_exceptions=True)
+
+        assert all(isinstance(error, RuntimeError) for error in asyncio.run(scenario()))
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "slime.waiting")
+    assert line.startswith(
+        f"--rm-url http://127.0.0.1:{held_port(url)}/rm does not answer: ClientConnectorError"
+    )
+    assert line.endswith("sent again until --rollout-deadline-s 0.5") and "secret" not in line
+
+
+def held_port(url: str) -> int:
+    return int(url.rpartition(":")[2].partition("/")[0])
+
+
+def test_a_server_that_recovers_was_logged(caplog):
+    seen = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append(1)
+        return web.Response(status=503, text="loading") if len(seen) < 3 else web.json_response(1.0)
+
+    assert score(handler) == [1.0]
+    assert [r.getMessage().partition(": ")[2] for r in caplog.records if r.name == "slime.waiting"] == [
+        "HTTP 503: loading; requests to it are sent again until --rollout-deadline-s 10"
+    ]
 
 
 def test_deadline_bounds_all_attempts():
