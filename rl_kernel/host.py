@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 10
+_PASSED = ("PATH", "HOME", "XDG_CONFIG_HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
+"""What git and nvidia-smi get of the environment. Keys and tokens are not among them."""
 Facts = dict[str, Any]
 """What a record holds, as JSON has it."""
 
@@ -18,8 +21,11 @@ def output_of(*command: str) -> str | None:
     """Output of a command, or None if the command is not installed, fails, or takes too long."""
     if shutil.which(command[0]) is None:
         return None
+    environ = {name: os.environ[name] for name in _PASSED if name in os.environ}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True, env=environ
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

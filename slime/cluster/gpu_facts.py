@@ -6,6 +6,8 @@ import re
 import subprocess
 from dataclasses import dataclass
 
+from slime.config.child_environment import without_secrets
+
 _TIMEOUT_S = 60
 
 
@@ -26,7 +28,11 @@ def read_gpu_facts(name: str) -> GpuFacts:
     """The facts of the GPU `name`, an index or a UUID. Both are "" on a host without nvidia-smi."""
     try:
         done = subprocess.run(
-            ["nvidia-smi", "-q", "-i", name], capture_output=True, text=True, timeout=_TIMEOUT_S
+            ["nvidia-smi", "-q", "-i", name],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            env=without_secrets(),
         )
     except FileNotFoundError:
         return UNKNOWN

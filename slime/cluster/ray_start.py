@@ -23,6 +23,7 @@ from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 
 from slime.cluster import quiet_agent, ray_token
 from slime.cluster.watchdog import descendants, processes
+from slime.config.child_environment import RUN_KEY
 from slime.import_path import SAFE_PATH, UTF8, of_workers
 
 logger = logging.getLogger(__name__)
@@ -150,15 +151,19 @@ def _command_of(component: str, session_dir: str, *more: object, **named: object
 
 @contextlib.contextmanager
 def _safe_path() -> Iterator[None]:
-    """For the processes of Ray and what these start. This process's own children may be the user's scripts."""
-    before = {name: os.environ.get(name) for name in SAFE_PATH | UTF8}
+    """For the processes of Ray and what these start. This process's own children may be the user's scripts.
+
+    Ray's processes get no run key: trainers and rewards need none, and whoever sends requests gets it in a message.
+    """
+    before = {name: os.environ.get(name) for name in (*SAFE_PATH, *UTF8, RUN_KEY)}
     os.environ.update(SAFE_PATH | UTF8)
+    os.environ.pop(RUN_KEY, None)
     try:
         yield
     finally:
         for name, value in before.items():
             if value is None:
-                del os.environ[name]
+                os.environ.pop(name, None)
             else:
                 os.environ[name] = value
 

@@ -14,6 +14,8 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from slime.config.child_environment import without_secrets
+
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _PROBE_TIMEOUT_S = 60
 _PROBE = """
@@ -83,7 +85,7 @@ def use_given_token(environ: MutableMapping[str, str]) -> None:
 
 def require_authentication(gcs_address: str) -> None:
     """ValueError if the cluster accepts a client without a token. A process without a token tries to connect."""
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environ = {key: value for key, value in without_secrets().items() if not key.startswith("RAY_")}
     environ[MODE] = "disabled"
     command = [sys.executable, "-P", "-c", _PROBE, gcs_address]
     probe = subprocess.run(

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 _EVERY_S = 0.5
 _DONE, _KILL = b"done", b"kill"
 _TRACKER_S = 2.0
+_PASSED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME")
+"""What Python itself may need of the driver's environment."""
 
 
 class Watchdog:
@@ -29,7 +31,9 @@ class Watchdog:
     def __init__(self, directories: Sequence[str]) -> None:
         command = [sys.executable, "-P", __file__, str(os.getpid()), *directories]
         # In a new session, neither Ctrl-C nor a kill of the driver's process group reaches the watchdog.
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        # It stays as long as the run, and needs none of the run's keys.
+        environ = {name: os.environ[name] for name in _PASSED if name in os.environ}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environ)
 
     def dismiss(self) -> None:
         self._order(_DONE)

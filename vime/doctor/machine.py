@@ -20,6 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from slime.config.child_environment import without_secrets
+
 COMMAND_TIMEOUT_S = 20
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -50,6 +52,7 @@ def run_command(command: tuple[str, ...]) -> Output:
             text=True,
             errors="replace",
             timeout=COMMAND_TIMEOUT_S,
+            env=without_secrets(),
         )
     except FileNotFoundError:
         return Output(None, f"{command[0]} is not installed")

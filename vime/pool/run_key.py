@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-KEY_VARIABLE = "VIME_RUN_KEY"
+from slime.config.child_environment import RUN_KEY
+
+KEY_VARIABLE = RUN_KEY
 """The environment variable that passes the key. It is never on a command line."""
 
 

@@ -24,6 +24,7 @@ from slime.agent.sandbox.protocol import (
     SandboxError,
     checked,
 )
+from slime.config.child_environment import without_secrets
 
 _ENGINE_S = 300.0
 _GROUP = "/tmp/.vime-command-"  # ok: a path in the sandbox
@@ -212,7 +213,7 @@ class ContainerSandbox:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=out_end,
                 stderr=error_end,
-                env={**os.environ, **(env or {})},
+                env={**without_secrets(), **(env or {})},
             )
         finally:
             for writer in writers:

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime.config.child_environment import without_secrets
+
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0
@@ -134,7 +136,11 @@ class _Worker:
         self._cpu_limit_s = cpu_limit_s
         self._timed_out = False
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=without_secrets(),
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._requests, self._replies = self.process.stdin, self.process.stdout
