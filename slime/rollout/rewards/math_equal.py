@@ -220,8 +220,8 @@ def _same_branches(answer: str, gold: str, work: Work) -> bool | None:
     for command in ("\\cup", "\\lor", "\\vee"):
         if command in answer or command in gold:
             pattern = re.compile(re.escape(command) + "(?![A-Za-z])")
-            parts = [split(text, pattern)[::2] for text in (answer, gold)]
-            return _matched(*parts, work) if len(parts[0]) > 1 and len(parts[1]) > 1 else None
+            answers, golds = (split(text, pattern)[::2] for text in (answer, gold))
+            return _matched(answers, golds, work) if len(answers) > 1 and len(golds) > 1 else None
     if "\\pm" in answer or "\\pm" in gold:
         both = [[text.replace("\\pm", sign).replace("\\mp", other) for sign, other in ("+-", "-+")] if "\\pm" in text
                 else (_entries(text) or ("", [text]))[1] for text in (answer, gold)]  # fmt: skip
