@@ -1,6 +1,7 @@
 """JSON over HTTP for user hooks (generate functions, tools). Owns retries, the deadline, and the run's key.
 
-Requests to the run's own router and engines carry the run's key by themselves. Requests to other servers never do.
+Requests to the run's own router and engines carry the run's key by themselves, once the server has proved itself
+(slime.cluster.proof). Requests to other servers never do.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
+from slime.cluster.proven_connector import ProvenConnector, RunKey
 from slime.types import Json
 from slime.waiting import log_unanswered
 
@@ -39,9 +41,11 @@ class OwnServers:
     which change when an engine restarts."""
     worker_path: str = ""
     """`workers` is asked about a URL whose path begins with this, as the engines' URLs do."""
+    held: bool = False
+    """The run itself started the servers at `urls`, see `slime.cluster.proof.require_proof`."""
 
     def __post_init__(self) -> None:
-        self._known = {_origin(url) for url in self.urls}
+        self._known = self._first = {_origin(url) for url in self.urls}
 
     async def headers_for(self, session: aiohttp.ClientSession, url: str) -> Mapping[str, str]:
         """`headers` if `url` is one of the run's servers, else none."""
@@ -51,8 +55,15 @@ class OwnServers:
             async with session.get(self.workers, headers=self.headers, timeout=timeout) as response:
                 response.raise_for_status()
                 listed = await response.json(content_type=None)
-            self._known |= {_origin(url) for url in _urls(listed)}
+            self._known = self._first | {_origin(url) for url in _urls(listed)}
         return self.headers if origin in self._known else {}
+
+    def key_of(self, request: aiohttp.ClientRequest) -> RunKey | None:
+        """The run's key, if the request carries it."""
+        value = self.headers.get("Authorization")
+        if value is None or request.headers.get("Authorization") != value:
+            return None
+        return RunKey(value.removeprefix("Bearer "), self.held and _origin(str(request.url)) in self._first)
 
 
 def _urls(listed: dict[str, Any]) -> list[str]:
@@ -145,11 +156,15 @@ async def _request(
     loop = asyncio.get_running_loop()
     if loop in _kept:
         if (session := _kept[loop]) is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+            connector = ProvenConnector(_key_of, limit=0, keepalive_timeout=60)
             session = _kept[loop] = aiohttp.ClientSession(connector=connector)
         return await _try(session, method, url, content, max_retries, headers or {}, deadline_s)
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(connector=ProvenConnector(_key_of)) as session:
         return await _try(session, method, url, content, max_retries, headers or {}, deadline_s)
+
+
+def _key_of(request: aiohttp.ClientRequest) -> RunKey | None:
+    return next(filter(None, (each.key_of(request) for each in _own)), None)
 
 
 async def _try(

@@ -19,6 +19,9 @@ from vime.vllm.router import VllmRouter
 from vime.vllm.server import VllmServer, VllmSpec
 
 KINDS = ("engine", "router")
+_KEEP_PORT_S = 5.0
+"""Nobody else gets the port of a server that has ended until its runs have noticed, so that no request with their key
+goes to a stranger."""
 USAGE = "usage: vime serve engine|router HOST:PORT FLAGS, with the flags of vime train"
 
 
@@ -41,12 +44,13 @@ def main(argv: Sequence[str]) -> int:
             server.start()
             server.wait_ready()
             print(
-                f"{kind} serves at {server.spec.host}:{server.spec.port}; log: {server.spec.log_path}",
+                f"{kind} serves at {address['host']}:{address['port']}; log: {server.spec.log_path}",
                 flush=True,
             )
             while server.poll() is None:
                 time.sleep(0.5)
             print(f"the {kind} ended; its last log lines:\n{server.tail_log()}", flush=True)
+            time.sleep(_KEEP_PORT_S)
             return 1
         except KeyboardInterrupt:
             return 0
@@ -55,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make(kind: str, config: Config, key: str, host: str, port: int) -> VllmServer | VllmRouter:
-    """The server, not started yet."""
+    """The server, not started yet. A router's callers reach it through its gateway, which can prove itself."""
     log = str(Path(config.logging.run_dir).resolve() / "serve" / f"{kind}-{host}-{port}.log")
     if kind == "router":
         timeout_s = config.rollout.rollout_deadline_s
@@ -63,9 +67,8 @@ def make(kind: str, config: Config, key: str, host: str, port: int) -> VllmServe
             RouterSpec(
                 run_key=key,
                 log_path=log,
-                host=host,
-                port=port,
                 gateway_host=host,
+                gateway_port=port,
                 argv=tuple(config.engine.router_argv),
                 request_timeout_s=timeout_s,
             )

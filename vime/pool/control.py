@@ -1,6 +1,7 @@
 """Blocking HTTP requests to the servers of a run, with the run's key, and what an engine's control routes must offer.
 
-Each request has a timeout. The module uses the standard library only, and ignores the proxies of the environment.
+Each request has a timeout, and carries the key only to a server that has proved itself (slime.cluster.proof). The
+module uses the standard library only, and ignores the proxies of the environment.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 from urllib.parse import urlsplit
+
+from slime.cluster.listeners import listeners
+from slime.cluster.proof import require_proof
 
 PauseMode = Literal["keep", "abort", "wait"]
 SERVED_MODEL_NAME = "policy"
@@ -42,13 +46,20 @@ def request(
 ) -> tuple[http.client.HTTPResponse, bytes]:
     """Send one request to the server at `url`. Return the response and its body.
 
-    ControlError when the status is not 2xx. OSError when no answer comes within `timeout_s`, or when the server stops
+    ControlError when the status is not 2xx. NotProvenError, an OSError, when the server is not the run's: it did not
+    get the key. OSError when no answer comes within `timeout_s`, or when the server stops
     listening: a vLLM server whose engine process died stops listening, and never answers the requests that it has.
     """
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
-    sent = {"Authorization": f"Bearer {run_key}", "Content-Type": "application/json", **(headers or {})}
+    sent = {"Content-Type": "application/json", **(headers or {})}
+    before = listeners(connection.port)
     try:
+        connection.connect()
+        if run_key:
+            own, peer = connection.sock.getsockname(), connection.sock.getpeername()
+            require_proof(own, peer, run_key, before, timeout_s=timeout_s)
+            sent["Authorization"] = f"Bearer {run_key}"
         connection.request(method, path, None if body is None else json.dumps(body), sent)
         _await_answer(connection, timeout_s)
         response = connection.getresponse()

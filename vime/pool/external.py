@@ -17,6 +17,7 @@ from ipaddress import ip_address
 from typing import Any, TypedDict
 from urllib.parse import urlsplit
 
+from slime.cluster.proof import NotProvenError, is_strangers
 from slime.config import Config
 from vime.pool.control import ControlError, MakeControl, answers, request
 from vime.pool.engine_server import EngineSpec
@@ -157,6 +158,8 @@ def require_reachable(config: Config, path: str = "/health") -> None:
 def _problem(url: str, key: str, path: str, what: str) -> str | None:
     try:
         request(url, key, "GET", path, timeout_s=_ANSWER_S)
+    except NotProvenError as error:
+        return f"{what} must be started with the key in {KEY_VARIABLE}, got: {error}"
     except ControlError as error:
         return f"{what} must take the key in {KEY_VARIABLE}, got: {error}; start both with the same key"
     except (OSError, http.client.HTTPException) as error:
@@ -221,8 +224,9 @@ class ExternalEngine:
         self._control(self.spec.url, self.spec.run_key).resume()
 
     def poll(self) -> int | None:
-        """None while something listens at the address."""
-        return None if accepts(self.spec.host, self.spec.port) else 1
+        """None while the run's own server listens at the address, as far as this host can see."""
+        host, port = self.spec.host, self.spec.port
+        return None if accepts(host, port) and not is_strangers(host, port, self.spec.run_key) else 1
 
     def whereabouts(self) -> tuple[str, bool]:
         return f"a server that was started apart, at {self.spec.host}:{self.spec.port}", False

@@ -42,7 +42,7 @@ class Kind:
     `worker_path`: what the paths of their URLs there begin with, by the run's key."""
 
     control: MakeControl
-    client: Callable[[str, str], RolloutEngine]
+    client: Callable[..., RolloutEngine]
     router: Callable[[RouterSpec], RouterServer]
     server: type[EngineServer]
     workers: str
@@ -148,6 +148,7 @@ class ServerPool:
                     "headers": headers,
                     "workers": spec.url + self.kind.workers,
                     "worker_path": self.kind.worker_path(spec.run_key),
+                    "held": not spec.external,
                 }
             ],
             "rollout_engine_dtype": self._dtype,
@@ -155,7 +156,8 @@ class ServerPool:
 
     def client(self) -> RolloutEngine:
         """A RolloutEngine that talks to the router; picklable."""
-        return self.kind.client(self.router_url, self._router.spec.run_key)
+        spec = self._router.spec
+        return self.kind.client(spec.url, spec.run_key, held=not spec.external)
 
     def start(self, meanwhile: Callable[[Callable[[], None]], object] | None = None) -> None:
         """Start the router and all engines; returns when they serve. `meanwhile` is called once their processes run,

@@ -35,16 +35,18 @@ _GRACE_S = 10.0
 _SEARCHED_BYTES = 8 << 20
 
 
-def hold_port(host: str) -> socket.socket:
-    """A socket bound to a port of FREE_PORTS that no other socket has. It does not listen.
+def hold_port(host: str, port: int = 0) -> socket.socket:
+    """A socket bound to `port`, or to a port of FREE_PORTS that no other socket has. It does not listen.
 
     While it is open, no other run gets the port from this function. A server that sets SO_REUSEADDR (vLLM, vllm-router
     and most others do) can bind the port and listen. RuntimeError if 100 tries find no port.
     """
     for _ in range(100):
-        held = socket.socket()
+        held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        if port:  # connections of an earlier server may still close
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            held.bind((host, random.SystemRandom().choice(FREE_PORTS)))
+            held.bind((host, port or random.SystemRandom().choice(FREE_PORTS)))
         except OSError:
             held.close()
             continue
@@ -260,11 +262,25 @@ class Server(Generic[S]):
         if self.spec.port == 0:
             self.spec = replace(self.spec, port=self._hold())
 
-    def _hold(self, host: str = "") -> int:
-        """A port that is this server's until `stop`, at its own host or another address of this machine."""
-        self._held.append(hold_port(host or self.spec.host))
-        port: int = self._held[-1].getsockname()[1]
-        return port
+    def _hold(self, host: str = "", port: int = 0) -> int:
+        """A port that is this server's while this object lives, at its own host or another address of this machine: a
+        free one, or `port`, which nothing has."""
+        self._held.append(hold_port(host or self.spec.host, port))
+        number: int = self._held[-1].getsockname()[1]
+        return number
+
+    def _take_port(self, host: str, port: int, what: str) -> None:
+        """Hold a port for the server that starts now. ValueError when something listens there."""
+        self._share_ports(True)
+        require_free_port(host, port, what)
+        if all(held.getsockname()[1] != port for held in self._held):
+            self._hold(host, port)
+
+    def _share_ports(self, shared: bool) -> None:
+        """Whether another socket than the held ones may be bound to the held ports: the server's own must, and then no
+        stranger's, also after the server has ended."""
+        for held in self._held:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(shared))
 
     def start(self) -> str:
         """Start it and return its URL, before it is ready; a second start keeps the URL.
@@ -272,7 +288,7 @@ class Server(Generic[S]):
         ValueError when the port is taken or the host cannot be listened at.
         """
         self.choose_port()
-        require_free_port(self.spec.host, self.spec.port, self.name)
+        self._take_port(self.spec.host, self.spec.port, self.name)
         self._process = SupervisedProcess(self.command(), self.environment(), self.spec.log_path)
         return self.spec.url
 
@@ -285,6 +301,7 @@ class Server(Generic[S]):
             self.spec.start_timeout_s,
             self.timeout_flag,
         )
+        self._share_ports(False)
 
     def is_ready(self) -> bool:
         """Whether it serves."""

@@ -14,6 +14,7 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
+from slime.cluster.proven_connector import ProvenConnector, RunKey
 from slime.divergence import DivergedError
 from slime.protocols import ScoreResult
 from slime.waiting import log_unanswered
@@ -84,8 +85,9 @@ def scored(
 class RouterClient:
     """Requests through the router at `router_url`, e.g. "http://127.0.0.1:3000". A base class."""
 
-    def __init__(self, router_url: str, run_key: str) -> None:
-        self.router_url = router_url
+    def __init__(self, router_url: str, run_key: str, *, held: bool = False) -> None:
+        """`held`: the run itself started the router, see `slime.cluster.proof.require_proof`."""
+        self.router_url, self._held = router_url, held
         self._run_key = run_key
         self._session: aiohttp.ClientSession | None = None
 
@@ -103,11 +105,14 @@ class RouterClient:
             self._session = aiohttp.ClientSession(
                 headers={"Authorization": f"Bearer {self._run_key}"},
                 # The callers limit how many requests run. A second limit would only keep requests from the engine.
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+                connector=ProvenConnector(self._key_of, limit=0, keepalive_timeout=60),
                 timeout=aiohttp.ClientTimeout(total=None),
                 trust_env=False,
             )
         return self._session
+
+    def _key_of(self, request: aiohttp.ClientRequest) -> RunKey:
+        return RunKey(self._run_key, self._held and str(request.url.origin()) == self.router_url)
 
     async def _request(
         self, method: str, url: str, body: object = None, headers: Mapping[str, str] | None = None

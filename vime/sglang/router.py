@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from vime.pool.control import answers
 from vime.pool.process import Server
 from vime.pool.router import NEVER, REQUEST_S, RouterServer, RouterSpec
-from vime.pool.run_key import health_prefix
+from vime.pool.run_key import LARGEST_BODY_BYTES, health_prefix
 
 _POLL_S = 0.1
 
@@ -45,6 +45,7 @@ class SglangRouter(RouterServer):
         flags = {
             "host": spec.host,
             "port": spec.port,
+            "max-payload-size": LARGEST_BODY_BYTES,
             "policy": "round_robin",
             "request-timeout-secs": max(1, round(spec.request_timeout_s)),
             "worker-startup-timeout-secs": round(REQUEST_S),

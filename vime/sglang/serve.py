@@ -1,7 +1,8 @@
 """`python -m vime.sglang.serve FLAGS...`: runs `python -m sglang.launch_server FLAGS --api-key KEY` in this process.
 
 SGLang takes its key on the command line, which every user of the machine can read, and logs it with its settings. The
-key comes from $VIME_RUN_KEY here, and the log shows asterisks.
+key comes from $VIME_RUN_KEY here, and the log shows asterisks. The server also answers the challenge that proves that
+it has the key (`slime.cluster.proof`), which SGLang's own command cannot: start SGLang's servers on other hosts so.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ import os
 import runpy
 import sys
 
+import uvicorn
+
+from slime.cluster.proof import PROOF_PATH
+from vime.pool.asgi import App, Receive, Scope, Send, prove
 from vime.pool.run_key import KEY_VARIABLE
 
 MODULE = "sglang.launch_server"
@@ -30,10 +35,35 @@ def hide(secret: str) -> None:
     logging.setLogRecordFactory(hidden)
 
 
+class Proving:
+    """ASGI middleware that answers the challenge."""
+
+    def __init__(self, app: App, run_key: str) -> None:
+        self._app, self._run_key = app, run_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (scope["type"], scope.get("method"), scope.get("path")) == ("http", "GET", PROOF_PATH):
+            await prove(scope, send, self._run_key)
+        else:
+            await self._app(scope, receive, send)
+
+
+def prove_in_uvicorn(run_key: str) -> None:
+    """Every server that uvicorn starts in this process is in `Proving`. SGLang has no option for a middleware."""
+    load = uvicorn.Config.load
+
+    def loaded(config: uvicorn.Config) -> None:
+        load(config)
+        config.loaded_app = Proving(config.loaded_app, run_key)
+
+    uvicorn.Config.load = loaded  # type: ignore[method-assign, assignment]
+
+
 def main() -> None:
     """Serve until terminated."""
     run_key = os.environ[KEY_VARIABLE]
     hide(run_key)
+    prove_in_uvicorn(run_key)
     sys.argv += ["--api-key", run_key]
     runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
 

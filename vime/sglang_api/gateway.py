@@ -9,23 +9,30 @@ vllm-router 0.1.17 cannot take these calls: it drops fields of POST /generate th
 - passes every other request to the router;
 - names the run's adapter, if it has one, in requests that name none.
 
-It has no key: the router and the engines check the key of the caller.
+It checks the run's key, from $VIME_RUN_KEY, before it reads a body. The router and the engines check the key again. A
+router that was started apart (`vime serve router`) is reached through this process alone, which proves to its callers
+that it has the key (`slime.cluster.proof`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import hmac
+import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import aiohttp
 import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
+from slime.cluster.proof import PROOF_PATH, proof
+from slime.cluster.proven_connector import ProvenConnector, RunKey
 from vime.pool.control import ADAPTER_HEADER, SERVED_MODEL_NAME
+from vime.pool.run_key import KEY_VARIABLE, LARGEST_BODY_BYTES
 from vime.sglang_api.request import WRAPPED, parse
 
 _TO_ALL = ("/abort_request", "/abort_requests", "/flush_cache")
@@ -34,10 +41,8 @@ _OLDER_NAMES = {"/model_info": "/get_model_info", "/server_info": "/get_server_i
 _OF_CONNECTION = {"connection", "content-length", "expect", "host", "keep-alive", "transfer-encoding"}
 _SGLANGS_SESSION = "x-smg-routing-key"
 """The header that sglang-router's sticky policies read. vllm-router's policies read x-session-id."""
-_LARGEST_BODY_BYTES = 1 << 30
 _ALL_S = 60.0
-_BEFORE_KEY = {400, 413, 415, 422}
-"""What a malformed body gets from vllm-router, which reads the body before it looks at the key."""
+_NO_KEY = "the run's key is needed: Authorization: Bearer <key>"
 
 
 class _Peek(msgspec.Struct):
@@ -54,7 +59,7 @@ def wrap(body: bytes, adapter: str = "") -> bytes:
     """
     try:
         peek = msgspec.json.decode(body, type=_Peek)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         parse(body)
         raise ValueError(f"the body must be a JSON object of /generate, got {body[:80]!r}: {error}") from None
     try:
@@ -78,26 +83,34 @@ def with_model(body: bytes, adapter: str) -> bytes:
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         model = msgspec.json.decode(fields.get("model", b"null"), type=str | None)
-    except (msgspec.DecodeError, TypeError):  # vLLM says what is wrong with it
+    except (
+        msgspec.DecodeError,
+        UnicodeDecodeError,
+        RecursionError,
+        TypeError,
+    ):  # vLLM says what is wrong with it
         return body
     if model not in (None, SERVED_MODEL_NAME):
         return body
     return msgspec.json.encode({**fields, "model": adapter})
 
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
 class Gateway:
     """The HTTP handlers in front of the router at `router_url`, for a run whose adapter is `adapter`, if it has one."""
 
-    def __init__(self, router_url: str, adapter: str = "") -> None:
-        self._url, self._adapter = router_url, adapter
+    def __init__(self, router_url: str, run_key: str, adapter: str = "") -> None:
+        self._url, self._run_key, self._adapter = router_url, run_key, adapter
 
     async def serve(self, listening: socket.socket) -> None:
         """Serve until cancelled."""
-        app = web.Application(client_max_size=_LARGEST_BODY_BYTES)
+        app = web.Application(client_max_size=LARGEST_BODY_BYTES, middlewares=[self._guard])
         app.router.add_post("/generate", self.generate)
         app.router.add_route("*", "/{path:.*}", self.other)
         async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            connector=ProvenConnector(lambda _: RunKey(self._run_key), limit=0, keepalive_timeout=60),
             timeout=aiohttp.ClientTimeout(total=None),
             auto_decompress=False,
             trust_env=False,
@@ -107,12 +120,30 @@ class Gateway:
             await web.SockSite(runner, listening).start()
             await asyncio.Event().wait()
 
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse a request without the key before anything else is read. Only a challenge goes without the key."""
+        if (request.method, request.path) == ("GET", PROOF_PATH):
+            return self._prove(request)
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, b"Bearer " + self._run_key.encode()):
+            return web.json_response({"error": {"message": _NO_KEY}}, status=401)
+        if (request.content_length or 0) > LARGEST_BODY_BYTES:
+            raise web.HTTPRequestEntityTooLarge(LARGEST_BODY_BYTES, request.content_length or 0)
+        return await handler(request)
+
+    def _prove(self, request: web.Request) -> web.Response:
+        assert request.transport is not None
+        host, port = request.transport.get_extra_info("sockname")[:2]
+        try:
+            return web.Response(text=proof(self._run_key, request.query.get("challenge", ""), host, port))
+        except ValueError as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
+
     async def generate(self, request: web.Request) -> web.StreamResponse:
         try:
             body = wrap(await request.read(), self._adapter)
         except ValueError as error:
-            if (refusal := await self._refusal(request)) is not None:
-                return refusal
             return web.json_response({"error": {"message": str(error)}}, status=400)
         return await self._pass(request, "/inference/v1/generate", body)
 
@@ -134,8 +165,6 @@ class Gateway:
         async with self._session.request(
             request.method, self._url + path, data=data or None, headers=headers
         ) as answer:
-            if answer.status in _BEFORE_KEY and (refusal := await self._refusal(request)) is not None:
-                return refusal
             headers = _forwarded(answer.headers)
             if answer.content_length is not None:
                 return web.Response(status=answer.status, body=await answer.read(), headers=headers)
@@ -145,13 +174,6 @@ class Gateway:
                 await response.write(piece)
             await response.write_eof()
             return response
-
-    async def _refusal(self, request: web.Request) -> web.Response | None:
-        """The router's 401 if the caller has not the key. Without it, nobody learns what is wrong with a body."""
-        async with self._session.get(
-            f"{self._url}/list_workers", headers=_forwarded(request.headers)
-        ) as answer:
-            return web.Response(status=401, text=await answer.text()) if answer.status == 401 else None
 
     async def _to_all(self, request: web.Request) -> web.StreamResponse:
         """Call every engine. The status is the worst one. An engine that has died counts as done."""
@@ -199,7 +221,7 @@ def serve(router_url: str, listening: socket.socket, adapter: str = "") -> None:
     import uvloop  # vLLM brings it
 
     gc.freeze()
-    uvloop.run(Gateway(router_url, adapter).serve(listening))
+    uvloop.run(Gateway(router_url, os.environ[KEY_VARIABLE], adapter).serve(listening))
 
 
 if __name__ == "__main__":  # in front of a router that was started apart

@@ -177,6 +177,8 @@ def parse(body: bytes) -> GenerateRequest:
         fields = _decoder.decode(body)
     except msgspec.DecodeError as error:
         raise ValueError(_named(error, body)) from None
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"the body must be a JSON object of /generate, got {body[:80]!r}: {error}") from None
     _refuse(fields, _REFUSED, "")
     prompts, is_list = _prompts(fields)
     sampling = _one_each("sampling_params", fields.sampling_params or SamplingFields(), len(prompts))
@@ -273,7 +275,10 @@ def _named(error: msgspec.DecodeError, body: bytes) -> str:
 
 def _value_at(body: bytes, path: str) -> str:
     """The JSON of what `path` ("a.b[1]") leads to, shortened."""
-    value = json.loads(body)
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):  # msgspec has read it up to the field
+        return "another value"
     for name, place in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
         if name == "...":  # msgspec's name of a key of a dict
             break

@@ -44,8 +44,8 @@ class VllmEngineClient(RouterClient):
 
     streams = True
 
-    def __init__(self, router_url: str, run_key: str, adapter: str = "") -> None:
-        super().__init__(router_url, run_key)
+    def __init__(self, router_url: str, run_key: str, adapter: str = "", *, held: bool = False) -> None:
+        super().__init__(router_url, run_key, held=held)
         self._of_adapter: dict[str, object] = {ADAPTER_FIELD: adapter} if adapter else {}
         self._headers = {ADAPTER_HEADER: adapter} if adapter else {}
         self._waiting: dict[bytes, _Request] = {}

@@ -9,7 +9,7 @@ import http.client
 import sys
 
 from vime.pool.control import answers
-from vime.pool.process import SupervisedProcess, accepts, require_free_port
+from vime.pool.process import SupervisedProcess, accepts
 from vime.vllm.router import VllmRouter
 
 
@@ -31,7 +31,7 @@ class ExternalRouter(VllmRouter):
         ]
 
     def start(self) -> str:
-        require_free_port(self.spec.gateway_host, self.spec.gateway_port, "the gateway to the router")
+        self._take_port(self.spec.gateway_host, self.spec.gateway_port, "the gateway to the router")
         self._process = SupervisedProcess(self.command(), self.environment(), self.spec.log_path)
         return self.spec.url
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from urllib.parse import quote
 
 from vime.pool.router import NEVER, REQUEST_S, RouterServer, RouterSpec
-from vime.pool.run_key import health_prefix
+from vime.pool.run_key import LARGEST_BODY_BYTES, health_prefix
 
 
 class VllmRouter(RouterServer):
@@ -20,12 +20,18 @@ class VllmRouter(RouterServer):
         self.choose_port()
         self.spec = replace(self.spec, gateway_port=spec.gateway_port or self._hold(spec.gateway_host))
 
+    def start(self) -> str:
+        self._take_port(self.spec.gateway_host, self.spec.gateway_port, "the gateway to the router")
+        return super().start()
+
     def command(self) -> list[str]:
         spec = self.spec
         flags = {
             "host": spec.host,
             "port": spec.port,
+            "gateway-host": spec.gateway_host,
             "gateway-port": spec.gateway_port,
+            "max-payload-size": LARGEST_BODY_BYTES,
             "policy": "round_robin",
             "request-timeout-secs": max(1, round(spec.request_timeout_s)),
             "worker-startup-timeout-secs": round(REQUEST_S),

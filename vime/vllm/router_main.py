@@ -57,12 +57,12 @@ def start_key_server(run_key: str) -> str:
     return f"http://127.0.0.1:{server.server_port}"
 
 
-def start_gateway(host: str, port: int, router_port: int, adapter: str) -> None:
+def start_gateway(host: str, port: int, router_url: str, adapter: str) -> None:
     """Fork the process of vime.sglang_api.gateway. It ends with the caller's."""
     listening = gateway.listen(host, port)
     if os.fork() == 0:
         die_with_parent()
-        gateway.serve(f"http://{host}:{router_port}", listening, adapter)
+        gateway.serve(router_url, listening, adapter)
         os._exit(0)
     listening.close()
 
@@ -71,6 +71,7 @@ def main(argv: Sequence[str]) -> None:
     """Serve until terminated. `argv` is what vllm-router's own command line takes."""
     run_key = os.environ[KEY_VARIABLE]
     parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--gateway-host", required=True)
     parser.add_argument("--gateway-port", type=int, required=True)
     parser.add_argument("--adapter", default="")
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
@@ -91,7 +92,8 @@ def main(argv: Sequence[str]) -> None:
         "api_key_validation_urls": [start_key_server(run_key)],
     }
     del settings["mini_lb"]
-    start_gateway(args.host, given.gateway_port, args.port, given.adapter)
+    router_url = f"http://{args.host}:{args.port}"
+    start_gateway(given.gateway_host, given.gateway_port, router_url, given.adapter)
     vllm_router_rs.Router(**settings).start()
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+import socket
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from aiohttp import web
 
 from vime.pool.control import ADAPTER_HEADER
 from vime.pool.router import RouterSpec
+from vime.pool.run_key import LARGEST_BODY_BYTES
 from vime.sglang_api.gateway import with_model, wrap
 from vime.sglang_api.request import WRAPPED
 from vime.vllm.router import VllmRouter
@@ -21,6 +23,7 @@ from vime.vllm.router import VllmRouter
 KEY = "secret"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 JSON = {"Content-Type": "application/json"}
+DEEP = b"[" * 200_000 + b"]" * 200_000
 
 
 def test_a_body_travels_whole_with_what_the_router_must_know() -> None:
@@ -37,11 +40,18 @@ def test_requests_that_name_no_adapter_get_that_of_the_run() -> None:
     for model, expected in (({}, "maths"), ({"model": "policy"}, "maths"), ({"model": "code"}, "code")):
         body = json.dumps({**model, "prompt": "a", "n": 2}).encode()
         assert json.loads(with_model(body, "maths")) == {"prompt": "a", "n": 2, "model": expected}
-    for other in (b"{", b"[1]", b'{"model": 3}', b""):
+    for other in (b"{", b"[1]", b'{"model": 3}', b"", b'{"model": "\xff"}', b'{"prompt": %b}' % DEEP):
         assert with_model(other, "maths") == other
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"stream":3}', b'{"text":"a","stream":"x"}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"[]", b'{"stream":3}', b'{"text":"a","stream":"x"}', DEEP),
+        *(b'{"%b":%b}' % (name, DEEP) for name in (b"text", b"rid", b"unknown", b"stream")),
+        b'{"text":3,"rid":%b}' % DEEP,
+    ],
+)
 def test_what_the_gateway_cannot_read_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError, match="must be"):
         wrap(body)
@@ -177,5 +187,35 @@ def test_the_gateway_and_the_router(router: VllmRouter) -> None:
             ) as answer:
                 assert answer.status == 400
             assert workers.seen == []
+
+    asyncio.run(run())
+
+
+def answer_to_headers(port: int, length: int, *headers: str) -> str:
+    """The status line that comes before any byte of a body is sent."""
+    sent = ["POST /generate HTTP/1.1", "Host: x", f"Content-Length: {length}", *headers]
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.sendall(("\r\n".join(sent) + "\r\n\r\n").encode())
+        return connection.makefile().readline().strip()
+
+
+def test_bodies_are_read_after_the_key_and_bounded(router: VllmRouter) -> None:
+    port, key = router.spec.gateway_port, f"Authorization: Bearer {KEY}"
+    assert "401" in answer_to_headers(port, 900 << 20)
+    assert "401" in answer_to_headers(port, 900 << 20, "Authorization: Bearer \xff\xfe")
+    assert "413" in answer_to_headers(port, 900 << 20, key)
+    assert "413" in answer_to_headers(router.spec.port, 900 << 20, key, "Content-Type: application/json")
+
+    async def run() -> None:
+        async def endless() -> AsyncIterator[bytes]:
+            for _ in range(2 * (LARGEST_BODY_BYTES >> 20)):
+                yield bytes(1 << 20)
+
+        async with aiohttp.ClientSession() as session:
+            for data, expected in ((DEEP, 400), (b'{"text":%b}' % DEEP, 400), (endless(), 413)):
+                async with session.post(
+                    router.spec.gateway_url + "/generate", data=data, headers=HEADERS | JSON
+                ) as answer:
+                    assert answer.status == expected, await answer.text()
 
     asyncio.run(run())

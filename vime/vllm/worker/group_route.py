@@ -18,6 +18,7 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
+from vime.pool.asgi import Message, Receive, Send
 from vime.vllm.group_wire import (
     ADAPTER_FIELD,
     ALIVE,
@@ -32,7 +33,6 @@ from vime.vllm.group_wire import (
 )
 from vime.vllm.versions import refusals
 from vime.vllm.worker.adapter import ServedAdapters
-from vime.vllm.worker.asgi import Message, Receive, Send
 from vime.vllm.worker.routed_experts import START_FIELD
 from vime.vllm.worker.token_versions import spans_of
 

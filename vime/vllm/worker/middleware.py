@@ -7,20 +7,22 @@ process.
 
 vllm-router asks for GET /health without any key. Its workers are therefore registered under a path that holds a
 secret derived from the key (`vime.pool.run_key.health_prefix`). Below that path, only /health answers without the key.
+The proof that this server has the key (`slime.cluster.proof`) needs no key either. No other request is read before its
+key is checked, and none that is larger than LARGEST_BODY_BYTES is kept.
 """
 
 from __future__ import annotations
 
-import hmac
-import json
+import functools
 import os
 
+from slime.cluster.proof import PROOF_PATH
+from vime.pool.asgi import App, Message, Receive, Scope, Send, answer, bounded, has_key, prove, refuse
 from vime.pool.control import ADAPTER_HEADER
 from vime.pool.run_key import KEY_VARIABLE, health_prefix
 from vime.sglang_api.request import ROUTES, WRAPPED
 from vime.vllm.group_wire import SAMPLES
 from vime.vllm.worker.adapter import ServedAdapters, abort_all
-from vime.vllm.worker.asgi import App, Message, Receive, Scope, Send
 from vime.vllm.worker.token_versions import TokenVersions
 
 VERSIONS_HEADER = "x-weight-versions"
@@ -32,14 +34,6 @@ _READ = ROUTES | {("POST", "/v1/completions"), ("POST", "/inference/v1/generate"
 """Routes whose body says whether they are ours."""
 _TURNS = {"/pause", "/resume", "/abort_requests"}
 """Control routes that concern the requests of one adapter."""
-
-
-def has_key(headers: list[tuple[bytes, bytes]], run_key: str) -> bool:
-    """Whether an ASGI header list holds `Authorization: Bearer <run_key>`; compared in constant time. sglang-router
-    sends the key of its worker and that of its caller: each one must be right."""
-    given = [value for name, value in headers if name == b"authorization"]
-    right = [hmac.compare_digest(each, b"Bearer " + run_key.encode()) for each in given]
-    return bool(right) and all(right)
 
 
 class RunKeyMiddleware:
@@ -70,11 +64,17 @@ class RunKeyMiddleware:
             path = scope["path"].removeprefix(self.prefix)
             scope = {**scope, "path": path, "raw_path": path.encode()}
         is_health = routed and (scope["path"], scope.get("method")) == ("/health", "GET")
-        if not is_health and not has_key(scope["headers"], self.run_key):
-            await _refuse(scope, send)
+        if scope["path"] == PROOF_PATH and scope.get("method") == "GET":
+            await prove(scope, send, self.run_key)
+        elif not is_health and not has_key(scope["headers"], self.run_key):
+            await refuse(scope, send)
         elif scope["type"] == "websocket":
             await self.app(scope, receive, send)
-        elif scope["method"] == "POST" and scope["path"] in _TURNS:
+        else:
+            await bounded(scope, receive, send, functools.partial(self._serve, routed=routed))
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, *, routed: bool) -> None:
+        if scope["method"] == "POST" and scope["path"] in _TURNS:
             await self._take_turns(scope, receive, send)
         elif (scope["method"], scope["path"]) in _READ:
             await self._read(scope, receive, send, routed=routed)
@@ -124,14 +124,14 @@ class RunKeyMiddleware:
             try:
                 await self.adapters.begin(adapter or "")
             except ValueError as error:
-                await _answer(send, 409, error=str(error))
+                await answer(send, 409, error=str(error))
                 return
         elif path == "/resume" and not self.adapters.end(adapter or ""):
-            await _answer(send, 200, message="another adapter is updated; the end of that resumes the engine")
+            await answer(send, 200, message="another adapter is updated; the end of that resumes the engine")
             return
         elif path == "/abort_requests" and adapter is not None:
             await abort_all(scope["app"].state.engine_client, adapter)
-            await _answer(send, 200, message=f"requests of {adapter} are aborted")
+            await answer(send, 200, message=f"requests of {adapter} are aborted")
             return
         await self.app(scope, receive, self._annotate(scope, send))
 
@@ -157,17 +157,3 @@ def _adapter_of(scope: Scope) -> str | None:
     """The name in `ADAPTER_HEADER`."""
     found = [value for name, value in scope["headers"] if name == ADAPTER_HEADER.encode()]
     return found[0].decode("latin-1") if found else None
-
-
-async def _answer(send: Send, status: int, **said: str) -> None:
-    body = json.dumps(said).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def _refuse(scope: Scope, send: Send) -> None:
-    if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 1008})
-        return
-    await _answer(send, 401, error="the run's key is needed: Authorization: Bearer <key>")

@@ -19,11 +19,11 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
+from vime.pool.asgi import Receive, Send
 from vime.sglang_api.request import GenerateRequest, OneRequest, WantedOutput, parse
 from vime.vllm.versions import installed, refusals
 from vime.vllm.worker import routed_experts, sglang_control
 from vime.vllm.worker.adapter import ServedAdapters, abort_all
-from vime.vllm.worker.asgi import Receive, Send
 from vime.vllm.worker.group_route import LOWEST
 from vime.vllm.worker.token_versions import spans_of
 

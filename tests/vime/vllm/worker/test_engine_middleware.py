@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from vllm.v1.engine.output_processor import RequestState
 
-from vime.pool.run_key import health_prefix
+from slime.cluster.proof import proof
+from vime.pool.run_key import LARGEST_BODY_BYTES, health_prefix
 from vime.vllm.worker import adapter
 from vime.vllm.worker.middleware import RunKeyMiddleware
 
@@ -24,10 +28,13 @@ class ProtectedApp:
         monkeypatch.setenv("VIME_RUN_KEY", KEY)
         monkeypatch.setattr(RequestState, "_new_completion_output", RequestState._new_completion_output)
         processor = SimpleNamespace(request_states={})
-        self.llm = SimpleNamespace(output_handler=None, output_processor=processor)
+        model = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 100)
+        self.llm = SimpleNamespace(output_handler=None, output_processor=processor, model_config=model)
         self.models = SimpleNamespace(lora_requests={})
         self.reached: list[str] = []
         self.status = 200
+        self.pieces: Iterable[bytes] = [b"{}"]
+        self.taken, self.query, self.body = 0, b"", b""
         self.hold = asyncio.Event()
         self.hold.set()
         self.middleware = RunKeyMiddleware(self.app)
@@ -35,6 +42,8 @@ class ProtectedApp:
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
         self.reached.append(scope["path"])
         await self.hold.wait()
+        while scope["path"] == "/reads" and (await receive())["more_body"]:
+            pass
         await send({"type": "http.response.start", "status": self.status, "headers": [(b"x-own", b"1")]})
         await send({"type": "http.response.body", "body": b"ok"})
 
@@ -47,17 +56,23 @@ class ProtectedApp:
             sent.append(message)
 
         scope = {"type": kind, "path": path, "raw_path": path.encode(), "headers": headers}
+        scope |= {"query_string": self.query, "server": ("127.0.0.1", 8000)}
         state = SimpleNamespace(engine_client=self.llm, openai_serving_models=self.models)
         scope["app"] = SimpleNamespace(state=state)
         if kind == "http":
             scope["method"] = method
 
+        pieces = iter(self.pieces)
+
         async def receive() -> Any:
-            return {"type": "http.request", "body": b"{}"}
+            self.taken += 1
+            piece = next(pieces, None)
+            return {"type": "http.request", "body": piece or b"", "more_body": piece is not None}
 
         await self.middleware(scope, receive, send)
         if kind == "websocket":
             return sent[0].get("code", 0), {}
+        self.body = sent[-1]["body"]
         return sent[0]["status"], dict(sent[0]["headers"])
 
     def status_of(self, path: str, headers: list[tuple[bytes, bytes]], **how: str) -> int:
@@ -110,6 +125,55 @@ def test_the_router_path_is_stripped_and_opens_health_alone(app: ProtectedApp) -
     assert app.status_of(health_prefix("other") + "/health", []) == 401
     assert prefix != health_prefix("other")
     assert KEY not in prefix
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/inference/v1/generate", "/reads"])
+def test_no_body_is_kept_without_the_key_or_beyond_its_bound(app: ProtectedApp, path: str) -> None:
+    piece = bytes(1 << 20)
+    app.pieces = itertools.repeat(piece)  # endless
+    assert app.status_of(path, [], method="POST") == 401 and app.taken == 0
+    length = (b"content-length", str(LARGEST_BODY_BYTES + 1).encode())
+    assert app.status_of(path, [*AUTHORIZED, length], method="POST") == 413 and app.taken == 0
+    assert app.status_of(path, AUTHORIZED, method="POST") == 413
+    assert app.taken == LARGEST_BODY_BYTES // len(piece) + 1
+
+
+@pytest.mark.parametrize("deep", [b"[" * 200_000 + b"]" * 200_000, b"[" * 2_000])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", b'{"text":%b}'),
+        ("/generate", b'{"unknown":%b}'),
+        ("/generate", b'{"text":3,"rid":%b}'),
+        ("/abort_request", b'{"rid":%b}'),
+        ("/inference/v1/generate", b'{"vime_generate":%b}'),
+        ("/inference/v1/generate", b'{"vime_generate":{"text":%b}}'),
+        ("/v1/completions", b'{"prompt":[1],"vime_samples":{"shared":{"x":%b},"each":[{}]}}'),
+        ("/update_weights_from_disk", b'{"model_path":%b}'),
+    ],
+)
+def test_deep_json_is_refused(app: ProtectedApp, path: str, body: bytes, deep: bytes) -> None:
+    app.pieces = [body % deep]
+    assert app.status_of(path, AUTHORIZED, method="POST") == 400 and app.reached == []
+
+
+@pytest.mark.parametrize("challenge", ["", "ab", "x" * 64, "é" * 64, "0" * 65])
+def test_a_malformed_challenge_is_refused(app: ProtectedApp, challenge: str) -> None:
+    app.query = f"challenge={quote(challenge)}".encode()
+    assert app.status_of("/vime_proof", []) == 400
+
+
+def test_the_proof_of_a_server_is_of_its_key_and_address(app: ProtectedApp) -> None:
+    """Without the key, on this route alone."""
+    app.query = f"challenge={'ab' * 32}".encode()
+    assert app.status_of("/vime_proof", []) == 200
+    assert app.body == proof(KEY, "AB" * 32, "127.0.0.1", 8000).encode()
+    others = [("x", "ab", "127.0.0.1", 8000), (KEY, "ac", "127.0.0.1", 8000), (KEY, "ab", "127.0.0.1", 8001)]
+    others += [(KEY, "ab", "10.0.0.1", 8000), (KEY, "ab", "127.0.0.2", 8000)]
+    proofs = {proof(key, 32 * digits, host, port) for key, digits, host, port in others}
+    assert len(proofs) == len(others) and app.body.decode() not in proofs
+    assert proof(KEY, "ab" * 32, "::ffff:10.0.0.1", 1) == proof(KEY, "ab" * 32, "10.0.0.1", 1)
+    assert app.status_of("/vime_proof", [], method="POST") == 401 and app.reached == []
 
 
 def test_an_answer_names_every_version_that_was_live(app: ProtectedApp) -> None:

@@ -1,0 +1,128 @@
+"""A server proves that it is the run's before it gets the run's key.
+
+On its own host, the kernel's table is the proof: the socket that listens at the address belongs to the user of this
+process or to root. Any other server answers a challenge: the HMAC, under the run's key, of random bytes and of the
+address at which it was reached. A stranger cannot pass the challenge on to a server of the run, because that server
+has another address. The key itself is never sent for a proof.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Collection
+from ipaddress import IPv6Address, ip_address
+from pathlib import Path
+from typing import Any
+
+from slime.cluster.listeners import Listener, listening_at
+
+logger = logging.getLogger(__name__)
+PROOF_PATH = "/vime_proof"
+"""GET this path with ?challenge=HEX: the only route that the servers of a run answer without the key."""
+CHALLENGE_BYTES = 32
+ANSWER_S = 5.0
+_MOST_BYTES = 4096
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_told: set[str] = set()
+
+
+class NotProvenError(ConnectionError):
+    """The server at an address is not the run's, or cannot show that it is. It got no key."""
+
+
+def proof(run_key: str, challenge: str, host: str, port: int) -> str:
+    """The answer of the server that was reached at the numeric address `host` and at `port`. ValueError for a challenge
+    that is not CHALLENGE_BYTES in hexadecimal digits."""
+    if len(challenge) != 2 * CHALLENGE_BYTES or len(bytes.fromhex(challenge)) != CHALLENGE_BYTES:
+        raise ValueError(
+            f"challenge must have {2 * CHALLENGE_BYTES} hexadecimal digits, got {len(challenge)} characters; send "
+            f"{CHALLENGE_BYTES} random bytes"
+        )
+    address = _plain(host)
+    if ip_address(address).is_loopback:  # each host has this address
+        address += "\n" + _BOOT_ID.read_text(encoding="ascii")
+    said = f"proof of a server\n{challenge.lower()}\n{address}\n{port}"
+    return hmac.new(run_key.encode(), said.encode(), hashlib.sha256).hexdigest()
+
+
+def require_proof(
+    own: Any,
+    peer: Any,
+    run_key: str,
+    before: Collection[Listener],
+    *,
+    held: bool = False,
+    timeout_s: float = ANSWER_S,
+) -> None:
+    """NotProvenError unless the server of a connection from the address `own` to `peer` may get the key. Sends no key.
+
+    `before`: the `listeners` of the port before the connection was made. `held`: a process of this run on the host of
+    `peer` has proved the server there, and keeps the port from other users; then only a server on this host is checked.
+    """
+    host, port = _plain(peer[0]), peer[1]
+    stranger = "a server on another host"
+    if ip_address(host).is_loopback or host == _plain(own[0]):
+        found = listening_at(host, port)
+        if found and all(each.uid in (os.geteuid(), 0) and each in before for each in found):
+            return
+        stranger = " and ".join(f"a process of user {each.uid}" for each in found) or "a port that was closed"
+    elif held:
+        return
+    if _answers(host, port, run_key, timeout_s):
+        return
+    said = (
+        f"the server at {host}:{port} must prove that it is this run's, got {stranger} without the run's key, which "
+        "was not sent; end that server, start it with the key of the run, or use another address"
+    )
+    if said not in _told:
+        _told.add(said)
+        logger.warning("%s", said)
+    raise NotProvenError(said)
+
+
+def is_strangers(host: str, port: int, run_key: str) -> bool:
+    """Whether the server at an address of this host is another user's and has not the key. False for other hosts."""
+    family, _, _, _, peer = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(peer)  # sends nothing
+        own = probe.getsockname()[0]
+    address = _plain(str(peer[0]))
+    if not ip_address(address).is_loopback and address != _plain(own):
+        return False
+    strange = [each for each in listening_at(address, port) if each.uid not in (os.geteuid(), 0)]
+    return bool(strange) and not _answers(address, port, run_key, ANSWER_S)
+
+
+def _answers(host: str, port: int, run_key: str, timeout_s: float) -> bool:
+    """Whether the server at an address answers a challenge in time, whatever else it sends."""
+    challenge, end = secrets.token_hex(CHALLENGE_BYTES), time.monotonic() + timeout_s
+    right = proof(run_key, challenge, host, port).encode()
+    name = f"[{host}]" if ":" in host else host
+    asked = (
+        f"GET {PROOF_PATH}?challenge={challenge} HTTP/1.1\r\nHost: {name}:{port}\r\nConnection: close\r\n\r\n"
+    )
+    said = b""
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s) as connection:
+            connection.sendall(asked.encode())
+            while right not in said and len(said) < _MOST_BYTES and (left_s := end - time.monotonic()) > 0:
+                connection.settimeout(left_s)
+                if not (piece := connection.recv(_MOST_BYTES)):
+                    break
+                said += piece
+    except OSError:
+        return False
+    return right in said
+
+
+def _plain(host: str) -> str:
+    """A numeric address in one spelling: an IPv4 address that an IPv6 socket shows is that IPv4 address."""
+    address = ip_address(host.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return str(mapped or address)

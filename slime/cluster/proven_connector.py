@@ -1,0 +1,51 @@
+"""Connections of aiohttp's clients over which a run's key may go: their server has proved itself first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import aiohttp
+
+from slime.cluster.listeners import listeners
+from slime.cluster.proof import require_proof
+
+if TYPE_CHECKING:
+    from aiohttp.client_reqrep import ClientRequest
+
+
+@dataclass(frozen=True)
+class RunKey:
+    """The key that a request carries. `held`: see `slime.cluster.proof.require_proof`."""
+
+    value: str = field(repr=False)
+    held: bool = False
+
+
+class ProvenConnector(aiohttp.TCPConnector):
+    """`key_of` returns the key that a request carries, or None. A request with a key raises aiohttp.ClientOSError
+    before anything is sent, unless the server has proved itself."""
+
+    def __init__(self, key_of: Callable[[ClientRequest], RunKey | None], **options: Any) -> None:
+        super().__init__(**options)
+        self._key_of = key_of
+        self._proven: WeakSet[asyncio.BaseProtocol] = WeakSet()
+
+    async def connect(self, req: ClientRequest, traces: Any, timeout: Any) -> aiohttp.connector.Connection:
+        key = self._key_of(req)
+        before = listeners(req.url.port or 0) if key else ()
+        connection = await super().connect(req, traces, timeout)
+        protocol, transport = connection.protocol, connection.transport
+        if key is None or protocol is None or transport is None or protocol in self._proven:
+            return connection
+        own, peer = transport.get_extra_info("sockname"), transport.get_extra_info("peername")
+        try:
+            await asyncio.to_thread(require_proof, own, peer, key.value, before, held=key.held)
+        except BaseException:
+            connection.close()
+            raise
+        self._proven.add(protocol)
+        return connection

@@ -1,0 +1,101 @@
+"""What an engine server requires of a request before it keeps anything: the run's key, and a body that is not too
+large. Owns the answers to requests that are refused, and the proof that this server has the key. The types are those of
+ASGI, by which a server calls the middleware: https://asgi.readthedocs.io/en/latest/specs/main.html.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import parse_qs
+
+from slime.cluster.proof import proof
+from vime.pool.run_key import LARGEST_BODY_BYTES
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+_TOO_LARGE = f"a body must have at most {LARGEST_BODY_BYTES} bytes, got more; send less in one request"
+
+
+class TooLargeError(Exception):
+    """The body of a request exceeds LARGEST_BODY_BYTES."""
+
+
+def has_key(headers: list[tuple[bytes, bytes]], run_key: str) -> bool:
+    """Whether an ASGI header list holds `Authorization: Bearer <run_key>`; compared in constant time. sglang-router
+    sends the key of its worker and that of its caller: each one must be right."""
+    given = [value for name, value in headers if name == b"authorization"]
+    right = [hmac.compare_digest(each, b"Bearer " + run_key.encode()) for each in given]
+    return bool(right) and all(right)
+
+
+async def prove(scope: Scope, send: Send, run_key: str) -> None:
+    """Answer a challenge, see `slime.cluster.proof`."""
+    asked = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("challenge", [""])[0]
+    host, port = scope["server"]
+    try:
+        said = proof(run_key, asked, host, port).encode()
+    except ValueError as error:
+        await answer(send, 400, error=str(error))
+        return
+    headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(said)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": said})
+
+
+async def bounded(scope: Scope, receive: Receive, send: Send, serve: App) -> None:
+    """`serve` a request. A body of more than LARGEST_BODY_BYTES is answered with 413, and one that is nested deeper
+    than Python's parsers go with 400."""
+    taken, started = 0, False
+    length = dict(scope["headers"]).get(b"content-length", b"0")
+    if length.isdigit() and int(length) > LARGEST_BODY_BYTES:
+        await answer(send, 413, error=_TOO_LARGE)
+        return
+
+    async def counted() -> Message:
+        nonlocal taken
+        message = await receive()
+        taken += len(message.get("body", b""))
+        if taken > LARGEST_BODY_BYTES:
+            raise TooLargeError
+        return message
+
+    async def noted(message: Message) -> None:
+        nonlocal started
+        started = True
+        await send(message)
+
+    try:
+        await serve(scope, counted, noted)
+    except (TooLargeError, RecursionError) as error:
+        if started:
+            raise
+        if isinstance(error, TooLargeError):
+            await answer(send, 413, error=_TOO_LARGE)
+        else:
+            await answer(
+                send, 400, error="a body must not be nested so deep, got one that is; send flatter JSON"
+            )
+
+
+async def answer(send: Send, status: int, **said: str) -> None:
+    """Send `said` as JSON."""
+    body = json.dumps(said).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def refuse(scope: Scope, send: Send) -> None:
+    """The answer to a request without the key."""
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    await answer(send, 401, error="the run's key is needed: Authorization: Bearer <key>")
