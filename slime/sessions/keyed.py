@@ -56,7 +56,7 @@ class KeyedSessions:
         params = {**own.sampling_params, **sampling}
         if max_context_tokens:
             params["max_context_len"] = max_context_tokens
-        # the key is the sample's session_id wherever the plug-in follows slime; it decides the seeds
+        # the name is the sample's session_id wherever the plug-in follows slime; it decides the seeds
         sample = Sample(prompt="", session_id=key)
         limits = SessionLimits.of(args)
         begun = own.submit(begin(args, own, sample, params, limits, model=None))

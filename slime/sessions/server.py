@@ -68,7 +68,9 @@ class SessionServer:
         session = self._sessions.get(request.match_info["id"])
         header = request.headers.get("Authorization", "").removeprefix("Bearer ")
         key = (request.headers.get("x-api-key") or header).strip()
-        known = hmac.compare_digest(key.encode(), (session.api_key if session else "").encode())
+        known = hmac.compare_digest(
+            key.encode(errors="surrogateescape"), (session.api_key if session else "").encode()
+        )
         if session is None or not known:
             raise Refused("key", "no open session has this id and key; it may have ended", 401)
         return session

@@ -1,7 +1,8 @@
-"""The life of a plug-in's sessions by key: open, answer, finish. Holds no token and parses no body.
+"""The life of a plug-in's sessions by name: open, answer, finish. Holds no token and parses no body.
 
-A plug-in makes one adapter, serves its `app`, opens a session per sample under a key of its own choice, gives the key
-to the agent, and gets the samples when the agent has ended.
+A plug-in makes one adapter, serves its `app`, opens a session per sample under a name of its own choice, and gets the
+samples when the agent has ended. The agent shows the session's key, which `open_session` returns and which the
+harnesses of `slime.agent.harness` find by the name: the name itself can be guessed.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from ipaddress import ip_address
 from typing import Any, Protocol
 
 from aiohttp import web
 
+from slime.agent import session_keys
 from slime.hooks import load_function
 from slime.types import Sample
 
@@ -88,6 +91,8 @@ class BaseAdapter:
         self.max_turns_per_sid = max_turns_per_sid
         self.sessions: Sessions = load_function(_SESSIONS)() if sessions is None else sessions
         self._open: set[str] = set()
+        self._keys: dict[str, str] = {}
+        self._names: dict[str, str] = {}
         self.closed: set[str] = set()
         self._turns: Counter[str] = Counter()
         self.inflight: dict[str, set[asyncio.Task[Any]]] = {}
@@ -100,9 +105,9 @@ class BaseAdapter:
 
     def open_session(
         self, sid: str, *, sampling_defaults: dict[str, Any] | None = None, max_context_tokens: int = 0
-    ) -> None:
-        """ValueError for a key that is in use. One that is finished is free again: a group that is drawn a second time
-        keeps its `session_id`s."""
+    ) -> str:
+        """A new session and its key. ValueError for a name that is in use. One that is finished is free again: a group
+        that is drawn a second time keeps its `session_id`s, and its sessions get new keys."""
         if sid in self._open:
             raise ValueError(
                 f"session_id must be new for each agent, got {sid!r} while its session is open; choose another, or "
@@ -112,10 +117,15 @@ class BaseAdapter:
         self._open.add(sid)
         self.closed.discard(sid)
         self._turns.pop(sid, None)
+        self._names.pop(self._keys.pop(sid, ""), None)
+        self._keys[sid] = key = session_keys.issue(sid)
+        self._names[key] = sid
+        return key
 
     async def shutdown_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
         """Take no further request; cancel those that are not answered after `wait_timeout` seconds."""
         self.closed.add(sid)
+        session_keys.withdraw(sid, self._keys.get(sid, ""))
         tasks = [task for task in self.inflight.pop(sid, ()) if not task.done()]
         if tasks:
             # The app may be served by another thread's loop.
@@ -158,8 +168,11 @@ class BaseAdapter:
         await self.sessions.close()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        sid = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        sid = sid or request.headers.get("x-api-key", "").strip()
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        key = key or request.headers.get("x-api-key", "").strip()
+        sid = self._names.get(key, key)
+        if key not in self._names and not session_keys.is_key(key, loopback=_is_on_loopback(request)):
+            return _refusal(401, "no open session has this key; open_session returns the key of a session")
         if sid in self.closed:
             return _refusal(503, "the session has ended")
         if sid not in self._open:
@@ -179,6 +192,12 @@ class BaseAdapter:
             return await self.sessions.answer(sid, path, request)
         finally:
             running.discard(task)
+
+
+def _is_on_loopback(request: web.Request) -> bool:
+    """Whether the request came to a loopback address of this server."""
+    own = request.transport.get_extra_info("sockname") if request.transport else None
+    return bool(own) and ip_address(own[0].partition("%")[0]).is_loopback
 
 
 async def _drain(tasks: list[asyncio.Task[Any]], timeout: float) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slime.agent.harness.program import endpoint, reach
 from slime.agent.sandbox import EXIT_TIME_BUDGET_EXCEEDED, Sandbox, ensure_agent_user, exec_and_wait
+from slime.agent.session_keys import key_of
 
 __all__ = ["EXIT_TIME_BUDGET_EXCEEDED", "BaseHarness", "HarnessContext", "home_of", "install", "run_command"]
 
@@ -22,7 +23,7 @@ _AGENT_FILE = "/tmp/agent.tgz"  # ok: a path in the sandbox
 
 @dataclass(frozen=True)
 class HarnessContext:
-    """What an agent is run with. `session_id` is its key at `adapter_url`."""
+    """What an agent is run with. `session_id` is the key that it shows at `adapter_url`."""
 
     workdir: str
     session_id: str
@@ -59,10 +60,11 @@ class BaseHarness(ABC):
         time_budget_sec: float,
         prompt: str,
     ) -> int:
-        """Configure and run the program in `workdir`, which exists: its exit code, -1 when the time is over."""
+        """Configure and run the program in `workdir`, which exists: its exit code, -1 when the time is over. It gets
+        the key of the session `session_id` that an adapter has opened."""
         await ensure_agent_user(sb, workdir)
         await reach(sb, adapter_url)
-        ctx = HarnessContext(workdir, session_id, adapter_url)
+        ctx = HarnessContext(workdir, key_of(session_id), adapter_url)
         await self.write_config(sb, ctx)
         return await self.launch_and_wait(sb, ctx, prompt, time_budget_sec)
 

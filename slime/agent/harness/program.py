@@ -5,6 +5,7 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from slime.agent.sandbox import ExecResult, LocalSandbox, Sandbox
+from slime.agent.session_keys import key_of
 
 _LOOPBACK = ("127.0.0.1", "localhost")
 
@@ -46,9 +47,10 @@ async def run_agent(
 ) -> ExecResult:
     """Run `command` against a session until it ends or its time is over (`timed_out`).
 
-    `base_url`, `api_key`: of the session. A LocalSandbox needs network="loopback" to reach it; any other sandbox must
-    reach the address by itself. `stdin`: often the task.
+    `base_url`, `api_key`: of the session; for one that an adapter has opened, its name serves as `api_key`. A
+    LocalSandbox needs network="loopback" to reach it; any other sandbox must reach the address by itself. `stdin`:
+    often the task.
     """
     await reach(sandbox, base_url)
-    variables = {**endpoint(base_url, api_key), **(env or {})}
+    variables = {**endpoint(base_url, key_of(api_key)), **(env or {})}
     return await sandbox.exec(command, user=user, env=variables, timeout=time_s, cwd=cwd, stdin=stdin)
