@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 import shutil
 import sys
@@ -52,7 +51,7 @@ from vime.run.disk_space import require_disk_space
 from vime.run.interrupts import by, catch_signals, exit_code
 from vime.run.lock import lock_all
 from vime.run.prompts import with_data
-from vime.run.temporary import keep_ray_logs, make_folder, use_folder
+from vime.run.temporary import keep_ray_logs, make_folder, make_weights_folder, use_folder
 from vime.vllm.cpu.engine import WAIT_VARIABLE
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -136,7 +135,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         lock_all({"--run-dir": config.logging.run_dir, **saved}, stack)
         journal = stack.enter_context(recorded(run_dir, config.data.num_rollout))
         memory = stack.enter_context(MemoryWatch(config.logging.run_dir))
-        temporary, private = make_folder(), _private_weight_dir(config)
+        temporary, private = make_folder(), _private_weight_dir(config, stack)
         stack.callback(remove, [str(temporary)])  # also if the watchdog does not start
         watchdog = Watchdog([str(directory) for directory in (temporary, private) if directory is not None])
         stack.callback(watchdog.dismiss)
@@ -217,18 +216,14 @@ def _keep_ray_logs(
             keep_ray_logs(temporary, to)
 
 
-def _private_weight_dir(config: Config) -> Path | None:
-    """Where weights are published when --weight-dir says nothing: a directory of this run, removed at the end.
-
-    In shared memory on a single host; beside the run's records when engines may be on other hosts. Named after the run
-    directory, so that a run after one that was lost finds, and does not pile up on, what that left.
-    """
+def _private_weight_dir(config: Config, stack: ExitStack) -> Path | None:
+    """Where weights are published when --weight-dir says nothing: a directory of this run, removed at the end. In
+    shared memory on a single host; beside the run's records when engines may be on other hosts."""
     if config.weight_update.weight_dir is not None:
         return None
     run_dir = Path(config.logging.run_dir)
     if SHARED_MEMORY.is_dir() and placement.on_one_host(config):
-        name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
-        return SHARED_MEMORY / f"vime-{os.getuid()}-{name}"
+        return make_weights_folder(SHARED_MEMORY, run_dir, stack)
     return (run_dir / "weights").resolve()
 
 

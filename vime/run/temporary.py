@@ -1,9 +1,16 @@
-"""The one temporary folder of a run: the sockets, rendezvous files and Ray's session of all its processes."""
+"""The temporary folders of a run: one for the sockets, rendezvous files and Ray's session of all its processes, one for
+published weights. Another user of the host may have made a folder at any name that can be guessed, so none is used
+that is not this user's.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
 import os
 import shutil
+import stat
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -35,10 +42,12 @@ def make_folder() -> Path:
 def use_folder(folder: Path, stack: ExitStack) -> None:
     """TMPDIR of this process and of all that it starts is `folder` until `stack` ends. Then the folder is removed.
 
-    torch's compiled kernels stay where they are without this folder, so that the next run finds them.
+    torch's compiled kernels stay where they are without this folder, so that the next run finds them; but they are in
+    this folder if another user could have put kernels there.
     """
     before = os.environ.get("TMPDIR"), tempfile.tempdir
-    os.environ.setdefault(_INDUCTOR, str(folder.parent / f"torchinductor_{os.getuid()}"))
+    if _INDUCTOR not in os.environ:
+        os.environ[_INDUCTOR] = str(_kernels_beside(folder))
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 
     def restore() -> None:
@@ -50,6 +59,53 @@ def use_folder(folder: Path, stack: ExitStack) -> None:
         remove([str(folder)])
 
     stack.callback(restore)
+
+
+def _kernels_beside(folder: Path) -> Path:
+    """Where torch keeps compiled kernels."""
+    kernels = folder.parent / f"torchinductor_{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        kernels.mkdir(mode=0o700)
+    if is_own(kernels):
+        return kernels
+    print(
+        f"note: {kernels} belongs to another user or can be written by one, so torch compiles its kernels anew for "
+        "this run; remove that folder",
+        file=sys.stderr,
+    )
+    return folder / kernels.name
+
+
+def is_own(folder: Path) -> bool:
+    """Whether it is a folder of this user that no other user can write to. A link is none."""
+    found = folder.lstat()
+    shared = stat.S_IWOTH | (0 if found.st_gid == os.getgid() else stat.S_IWGRP)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & shared
+
+
+def make_weights_folder(parent: Path, run_dir: Path, stack: ExitStack) -> Path:
+    """A new folder in `parent` for the weights of the run in `run_dir`, locked until `stack` ends. What an earlier run
+    there left when it was killed is removed."""
+    name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
+    prefix = f"vime-{os.getuid()}-{name}-"
+    for left in parent.glob(f"{prefix}*"):
+        with ExitStack() as looking:
+            if is_own(left) and _locked(left, looking):
+                remove([str(left)])
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    _locked(folder, stack)
+    return folder
+
+
+def _locked(folder: Path, stack: ExitStack) -> bool:
+    """Lock a folder until `stack` ends. False if another process has the lock."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    stack.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def keep_ray_logs(folder: Path, to: Path) -> None:

@@ -197,7 +197,7 @@ class BaseAdapter:
 def _is_on_loopback(request: web.Request) -> bool:
     """Whether the request came to a loopback address of this server."""
     own = request.transport.get_extra_info("sockname") if request.transport else None
-    return bool(own) and ip_address(own[0].partition("%")[0]).is_loopback
+    return own is not None and ip_address(own[0].partition("%")[0]).is_loopback
 
 
 async def _drain(tasks: list[asyncio.Task[Any]], timeout: float) -> None:
