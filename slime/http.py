@@ -1,7 +1,7 @@
 """JSON over HTTP for user hooks (generate functions, tools). Owns retries, the deadline, and the run's key.
 
 Requests to the run's own router and engines carry the run's key by themselves, once the server has proved itself
-(slime.cluster.proof). Requests to other servers never do.
+(slime.peers.proof). Requests to other servers never do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
-from slime.cluster.proven_connector import ProvenConnector, RunKey
+from slime.peers.proven_connector import ProvenConnector, RunKey
 from slime.types import Json
 from slime.waiting import log_unanswered
 
@@ -42,7 +42,7 @@ class OwnServers:
     worker_path: str = ""
     """`workers` is asked about a URL whose path begins with this, as the engines' URLs do."""
     held: bool = False
-    """The run itself started the servers at `urls`, see `slime.cluster.proof.require_proof`."""
+    """The run itself started the servers at `urls`, see `slime.peers.proof.require_proof`."""
 
     def __post_init__(self) -> None:
         self._known = self._first = {_origin(url) for url in self.urls}

@@ -29,6 +29,6 @@ def key_of(name: str) -> str:
 
 
 def is_key(name: str, *, loopback: bool) -> bool:
-    """Whether the name of an open session may be its key, too. A name of 64 hexadecimal digits or more may. Any other
-    name can be guessed, so it may on `loopback` alone; the `session_id` of a sample (`rollout/3`) never may."""
+    """Whether the name of an open session may be its key, too. A name of 64 hexadecimal digits or more may. Other names
+    can be guessed, so they may on `loopback` alone; the `session_id` of a sample (`rollout/3`) never may."""
     return bool(_RANDOM.fullmatch(name)) or (loopback and not _SAMPLES_OWN.fullmatch(name))

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qs
 
-from slime.cluster.proof import proof
+from slime.peers.proof import proof
 from vime.pool.run_key import LARGEST_BODY_BYTES
 
 Scope = MutableMapping[str, Any]
@@ -37,7 +37,7 @@ def has_key(headers: list[tuple[bytes, bytes]], run_key: str) -> bool:
 
 
 async def prove(scope: Scope, send: Send, run_key: str) -> None:
-    """Answer a challenge, see `slime.cluster.proof`."""
+    """Answer a challenge, see `slime.peers.proof`."""
     asked = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("challenge", [""])[0]
     host, port = scope["server"]
     try:

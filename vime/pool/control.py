@@ -1,6 +1,6 @@
 """Blocking HTTP requests to the servers of a run, with the run's key, and what an engine's control routes must offer.
 
-Each request has a timeout, and carries the key only to a server that has proved itself (slime.cluster.proof). The
+Each request has a timeout, and carries the key only to a server that has proved itself (slime.peers.proof). The
 module uses the standard library only, and ignores the proxies of the environment.
 """
 
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
-from slime.cluster.listeners import listeners
-from slime.cluster.proof import require_proof
+from slime.peers.listeners import listeners
+from slime.peers.proof import require_proof
 
 PauseMode = Literal["keep", "abort", "wait"]
 SERVED_MODEL_NAME = "policy"
@@ -58,7 +58,7 @@ def request(
         connection.connect()
         if run_key:
             own, peer = connection.sock.getsockname(), connection.sock.getpeername()
-            require_proof(own, peer, run_key, before, timeout_s=timeout_s)
+            require_proof(own[0], peer[0], peer[1], run_key, before, timeout_s=timeout_s)
             sent["Authorization"] = f"Bearer {run_key}"
         connection.request(method, path, None if body is None else json.dumps(body), sent)
         _await_answer(connection, timeout_s)

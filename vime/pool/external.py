@@ -17,8 +17,8 @@ from ipaddress import ip_address
 from typing import Any, TypedDict
 from urllib.parse import urlsplit
 
-from slime.cluster.proof import NotProvenError, is_strangers
 from slime.config import Config
+from slime.peers.proof import NotProvenError, is_strangers
 from vime.pool.control import ControlError, MakeControl, answers, request
 from vime.pool.engine_server import EngineSpec
 from vime.pool.process import accepts

@@ -14,8 +14,8 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
-from slime.cluster.proven_connector import ProvenConnector, RunKey
 from slime.divergence import DivergedError
+from slime.peers.proven_connector import ProvenConnector, RunKey
 from slime.protocols import ScoreResult
 from slime.waiting import log_unanswered
 
@@ -86,7 +86,7 @@ class RouterClient:
     """Requests through the router at `router_url`, e.g. "http://127.0.0.1:3000". A base class."""
 
     def __init__(self, router_url: str, run_key: str, *, held: bool = False) -> None:
-        """`held`: the run itself started the router, see `slime.cluster.proof.require_proof`."""
+        """`held`: the run itself started the router, see `slime.peers.proof.require_proof`."""
         self.router_url, self._held = router_url, held
         self._run_key = run_key
         self._session: aiohttp.ClientSession | None = None

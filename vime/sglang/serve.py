@@ -2,7 +2,7 @@
 
 SGLang takes its key on the command line, which every user of the machine can read, and logs it with its settings. The
 key comes from $VIME_RUN_KEY here, and the log shows asterisks. The server also answers the challenge that proves that
-it has the key (`slime.cluster.proof`), which SGLang's own command cannot: start SGLang's servers on other hosts so.
+it has the key (`slime.peers.proof`), which SGLang's own command cannot: start SGLang's servers on other hosts so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 import uvicorn
 
-from slime.cluster.proof import PROOF_PATH
+from slime.peers.proof import PROOF_PATH
 from vime.pool.asgi import App, Receive, Scope, Send, prove
 from vime.pool.run_key import KEY_VARIABLE
 

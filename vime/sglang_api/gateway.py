@@ -11,7 +11,7 @@ vllm-router 0.1.17 cannot take these calls: it drops fields of POST /generate th
 
 It checks the run's key, from $VIME_RUN_KEY, before it reads a body. The router and the engines check the key again. A
 router that was started apart (`vime serve router`) is reached through this process alone, which proves to its callers
-that it has the key (`slime.cluster.proof`).
+that it has the key (`slime.peers.proof`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
-from slime.cluster.proof import PROOF_PATH, proof
-from slime.cluster.proven_connector import ProvenConnector, RunKey
+from slime.peers.proof import PROOF_PATH, proof
+from slime.peers.proven_connector import ProvenConnector, RunKey
 from vime.pool.control import ADAPTER_HEADER, SERVED_MODEL_NAME
 from vime.pool.run_key import KEY_VARIABLE, LARGEST_BODY_BYTES
 from vime.sglang_api.request import WRAPPED, parse

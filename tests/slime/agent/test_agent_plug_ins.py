@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import socket
 import sys
-from ipaddress import ip_address
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from slime.agent import session_keys
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
 from slime.agent.adapters.anthropic import AnthropicAdapter as SameAdapter
 from slime.agent.aiohttp_threaded import FilteredAccessLogger, run_app_in_thread
@@ -31,7 +27,6 @@ from slime.agent.sandbox import (
     make_sandbox,
     plug_ins,
 )
-from slime.http import get_host_info
 from slime.rollout import state
 from slime.types import Sample
 
@@ -152,75 +147,6 @@ def test_an_adapter_keeps_the_life_of_its_sessions():
     finally:
         handle.stop()
     assert conversations.dropped == ["c"] and conversations.closed
-
-
-@pytest.fixture
-def far():
-    """An address of this host that is not loopback, or else the loopback in its place."""
-    address = get_host_info()[1]
-    if ip_address(address).is_loopback:
-        pytest.skip("this host has no other address than loopback")
-    return address
-
-
-RANDOM = secrets.token_hex(32)
-
-
-def test_keys_of_sessions_cannot_be_guessed(far):
-    """An index, a name of the plug-in's own, the key of an earlier session, and one that is not UTF-8."""
-    adapter = AnthropicAdapter(tokenizer=None, sglang_url="http://x", sessions=Conversations())
-    handle = run_app_in_thread(adapter.app, host="0.0.0.0", port=0)
-
-    def ask(host, key):
-        with socket.create_connection((host, handle.port), timeout=10) as connection:
-            head = b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nConnection: close\r\n"
-            connection.sendall(head + b"x-api-key: " + key + b"\r\n\r\n{}")
-            return int(connection.makefile("rb").readline().split()[1])
-
-    async def main():
-        names = ["rollout/3", "evaluation/x/4", "rollout/5/critic", "mine", RANDOM]
-        keys = [adapter.open_session(name).encode() for name in names]
-        assert len({*keys}) == len(names) and all(len(key) >= 43 for key in keys)
-        found = {
-            host: [await asyncio.to_thread(ask, host, name.encode()) for name in names]
-            for host in (far, "127.0.0.1")
-        }
-        assert found == {far: [401, 401, 401, 401, 200], "127.0.0.1": [401, 401, 401, 200, 200]}
-        for key in keys:
-            assert await asyncio.to_thread(ask, far, key) == 200
-        for wrong in (b"\xff\xfe", b"", keys[0][:-1], keys[0] + b"x"):
-            assert await asyncio.to_thread(ask, far, wrong) == 401
-        await adapter.drop_session("rollout/3")
-        assert await asyncio.to_thread(ask, far, keys[0]) == 503
-        again = adapter.open_session("rollout/3").encode()
-        assert [await asyncio.to_thread(ask, far, key) for key in (keys[0], again)] == [401, 200]
-
-    try:
-        asyncio.run(main())
-    finally:
-        handle.stop()
-
-
-def test_a_harness_gives_the_agent_the_key_of_its_session(monkeypatch):
-    monkeypatch.setattr(plug_ins, "POLL_S", 0.01)
-    adapter = AnthropicAdapter(tokenizer=None, sglang_url="http://x", sessions=Conversations())
-    keys = [adapter.open_session("rollout/3")]
-    boxes = []
-
-    async def main():
-        for again in (True, False):
-            boxes.append(Recorder())
-            at = {"adapter_url": "http://10.0.0.1:1", "workdir": "/repo"}
-            await CLAUDE_CODE.run(boxes[-1], session_id="rollout/3", time_budget_sec=5, prompt="p", **at)
-            if again:
-                await adapter.drop_session("rollout/3")
-                keys.append(adapter.open_session("rollout/3"))
-        await adapter.drop_session("rollout/3")
-
-    asyncio.run(main())
-    shown = [next(env for _, env in box.commands if env)["ANTHROPIC_AUTH_TOKEN"] for box in boxes]
-    assert shown == keys and keys[0] != keys[1]
-    assert session_keys.key_of("rollout/3") == "rollout/3"  # no session has it now
 
 
 def test_an_adapter_without_a_rollout_says_what_is_missing(monkeypatch):

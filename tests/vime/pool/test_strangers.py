@@ -20,8 +20,8 @@ from engine_double import DoubleServer
 from stranger import UID, Stranger, only_as_root, stranger
 
 from slime import http
-from slime.cluster import listeners, proof
-from slime.cluster.proof import NotProvenError
+from slime.peers import listeners, proof
+from slime.peers.proof import NotProvenError
 from vime.pool import external
 from vime.pool.control import answers, request
 from vime.pool.process import Server, free_port

@@ -7,7 +7,7 @@ process.
 
 vllm-router asks for GET /health without any key. Its workers are therefore registered under a path that holds a
 secret derived from the key (`vime.pool.run_key.health_prefix`). Below that path, only /health answers without the key.
-The proof that this server has the key (`slime.cluster.proof`) needs no key either. No other request is read before its
+The proof that this server has the key (`slime.peers.proof`) needs no key either. No other request is read before its
 key is checked, and none that is larger than LARGEST_BODY_BYTES is kept.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import os
 
-from slime.cluster.proof import PROOF_PATH
+from slime.peers.proof import PROOF_PATH
 from vime.pool.asgi import App, Message, Receive, Scope, Send, answer, bounded, has_key, prove, refuse
 from vime.pool.control import ADAPTER_HEADER
 from vime.pool.run_key import KEY_VARIABLE, health_prefix

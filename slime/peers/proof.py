@@ -1,7 +1,7 @@
 """A server proves that it is the run's before it gets the run's key.
 
 On its own host, the kernel's table is the proof: the socket that listens at the address belongs to the user of this
-process or to root. Any other server answers a challenge: the HMAC, under the run's key, of random bytes and of the
+process or to root. Every other server answers a challenge: the HMAC, under the run's key, of random bytes and of the
 address at which it was reached. A stranger cannot pass the challenge on to a server of the run, because that server
 has another address. The key itself is never sent for a proof.
 """
@@ -18,9 +18,8 @@ import time
 from collections.abc import Collection
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
-from typing import Any
 
-from slime.cluster.listeners import Listener, listening_at
+from slime.peers.listeners import Listener, listening_at
 
 logger = logging.getLogger(__name__)
 PROOF_PATH = "/vime_proof"
@@ -52,22 +51,24 @@ def proof(run_key: str, challenge: str, host: str, port: int) -> str:
 
 
 def require_proof(
-    own: Any,
-    peer: Any,
+    own: str,
+    peer: str,
+    port: int,
     run_key: str,
     before: Collection[Listener],
     *,
     held: bool = False,
     timeout_s: float = ANSWER_S,
 ) -> None:
-    """NotProvenError unless the server of a connection from the address `own` to `peer` may get the key. Sends no key.
+    """NotProvenError unless the server of a connection from the address `own` to `peer` and `port` may get the key,
+    which is not sent here.
 
     `before`: the `listeners` of the port before the connection was made. `held`: a process of this run on the host of
     `peer` has proved the server there, and keeps the port from other users; then only a server on this host is checked.
     """
-    host, port = _plain(peer[0]), peer[1]
+    host = _plain(peer)
     stranger = "a server on another host"
-    if ip_address(host).is_loopback or host == _plain(own[0]):
+    if ip_address(host).is_loopback or host == _plain(own):
         found = listening_at(host, port)
         if found and all(each.uid in (os.geteuid(), 0) and each in before for each in found):
             return

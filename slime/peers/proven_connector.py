@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import aiohttp
 
-from slime.cluster.listeners import listeners
-from slime.cluster.proof import require_proof
+from slime.peers.listeners import listeners
+from slime.peers.proof import require_proof
 
 if TYPE_CHECKING:
     from aiohttp.client_reqrep import ClientRequest
+    from aiohttp.tracing import Trace
 
 
 @dataclass(frozen=True)
 class RunKey:
-    """The key that a request carries. `held`: see `slime.cluster.proof.require_proof`."""
+    """The key that a request carries. `held`: see `slime.peers.proof.require_proof`."""
 
     value: str = field(repr=False)
     held: bool = False
@@ -29,12 +30,20 @@ class ProvenConnector(aiohttp.TCPConnector):
     """`key_of` returns the key that a request carries, or None. A request with a key raises aiohttp.ClientOSError
     before anything is sent, unless the server has proved itself."""
 
-    def __init__(self, key_of: Callable[[ClientRequest], RunKey | None], **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self,
+        key_of: Callable[[ClientRequest], RunKey | None],
+        *,
+        limit: int = 100,
+        keepalive_timeout: float = 15,
+    ) -> None:
+        super().__init__(limit=limit, keepalive_timeout=keepalive_timeout)
         self._key_of = key_of
         self._proven: WeakSet[asyncio.BaseProtocol] = WeakSet()
 
-    async def connect(self, req: ClientRequest, traces: Any, timeout: Any) -> aiohttp.connector.Connection:
+    async def connect(
+        self, req: ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> aiohttp.connector.Connection:
         key = self._key_of(req)
         before = listeners(req.url.port or 0) if key else ()
         connection = await super().connect(req, traces, timeout)
@@ -43,7 +52,9 @@ class ProvenConnector(aiohttp.TCPConnector):
             return connection
         own, peer = transport.get_extra_info("sockname"), transport.get_extra_info("peername")
         try:
-            await asyncio.to_thread(require_proof, own, peer, key.value, before, held=key.held)
+            if own is None or peer is None:
+                raise aiohttp.ServerDisconnectedError
+            await asyncio.to_thread(require_proof, own[0], peer[0], peer[1], key.value, before, held=key.held)
         except BaseException:
             connection.close()
             raise

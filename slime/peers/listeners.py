@@ -7,6 +7,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 _SOCK_DIAG, _BY_FAMILY = 4, 20  # NETLINK_SOCK_DIAG and SOCK_DIAG_BY_FAMILY of Linux's headers
@@ -14,7 +15,6 @@ _REQUEST_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
 _ERROR, _DONE = 2, 3
 _LISTEN = 10  # TCP_LISTEN
 _HEADER = struct.Struct("=IHHII")
-_ANY = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def listening_at(host: str, port: int) -> list[Listener]:
     before sockets of all addresses."""
     found = listeners(port)
     return [each for each in found if each.host == host] or [
-        each for each in found if each.host in _ANY.values()
+        each for each in found if ip_address(each.host).is_unspecified
     ]
 
 
