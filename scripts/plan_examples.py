@@ -21,13 +21,8 @@ from slime.checkpoints.checkpoint_dir import HF_INDEX
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.hardware import HARDWARE
-from slime.plan.memory_decision import (
-    BESIDES_GENERATING,
-    TOO_SMALL,
-    beside_engine,
-    decide_residence,
-    training,
-)
+from slime.plan.card_phases import BESIDES_GENERATING, beside_engine, training
+from slime.plan.memory_decision import TOO_SMALL, decide_residence
 from slime.plan.memory_estimate import estimate
 from slime.plan.model_shape import Shape
 from slime.plan.units import GIB

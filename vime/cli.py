@@ -78,6 +78,6 @@ def usage() -> str:
             "Flags keep the names of slime, Megatron (--lr) and vLLM (--vllm-max-num-seqs).",
             "`vime plan FLAGS` explains what a set of them means;",
             "`vime plan --gpu gb200 FLAGS` also whether that fits such GPUs, which need not be here;",
-            "`vime plan --gpu-memory-gib 80 FLAGS` the same for GPUs of 80 GiB.",
+            "`vime plan --gpu-memory-gib 80 --host-memory-gib 500 FLAGS` the same for GPUs and hosts of these sizes.",
         ]
     )

@@ -32,7 +32,7 @@ def script(shell: str) -> str:
     return head + BODY.format(
         commands=" ".join(COMMANDS),
         flag_commands="|".join(FLAG_COMMANDS),
-        flags=" ".join(["--config", *flags(), "--gpu-memory-gib"]),
+        flags=" ".join(["--config", *flags(), "--gpu-memory-gib", "--host-memory-gib", "--compare"]),
         choices="\n".join(f"        {flag}) values='{' '.join(values)}' ;;" for flag, values in choices()),
     )
 

@@ -115,7 +115,8 @@ def help_text(command: str, what: str) -> str:
         "train": "",
         "plan": (
             "\nOf the plan alone: --gpu-memory-gib N checks the flags against GPUs of N GiB (exit status 1 when they "
-            "do not\nfit) and shows what is offloaded there.\n"
+            "do not\nfit) and shows what is offloaded there; --host-memory-gib N does so for hosts of N GiB. "
+            "`vime plan --compare\nRUN_DIR` shows the plan of a run next to what it measured.\n"
         ),
     }[command]
     return (

@@ -6,21 +6,19 @@ Memory is estimated from shapes (slime/plan/memory_estimate.py). A run decides f
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
-from slime.config.config_file import split_argv, with_config_files
-from slime.hardware import HARDWARE
 from slime.operators import decide, headline
+from slime.plan.fit import MachineSizes
 from slime.plan.loading_estimate import loading
-from slime.plan.memory_decision import TOO_SMALL, decide_residence
-from slime.plan.memory_estimate import Item, adapters_sent, estimate
+from slime.plan.memory_decision import TOO_SMALL
+from slime.plan.memory_estimate import adapters_sent
 from slime.plan.model_shape import Shape
 from slime.plan.stages import micro_batch_group, stages_of
-from slime.plan.units import GIB, amount, count
+from slime.plan.units import count
 from slime.roles import order_of_step
 from slime.roles.groups import Group, groups_of, sent_lines, trainer_ranks
 from slime.roles.served import ServedModel, frozen_devices
@@ -28,13 +26,21 @@ from slime.rollout.eval_datasets import check_evaluation
 from slime.run_start import check_start, start_line
 from slime.weight_sync.registry import CHANNELS
 from vime.backends import backend_of, models_of, parse_config
-from vime.plan_hardware import hardware, machine, update
-from vime.pool.served import in_own_flags
+from vime.memory.compare import COMPARE, compare_run
+from vime.memory.lines import (
+    frozen_models,
+    host_lines,
+    memory_lines,
+    memory_of_engine,
+    phase_lines,
+    remedies,
+    trainer_memory,
+    whole_fit,
+)
+from vime.memory.sizes import asked_bytes, for_gpus, machine_of, take_sizes
+from vime.plan_hardware import hardware, update
+from vime.plan_hardware import machine as this_machine
 from vime.run.prompts import plural, prompts
-from vime.vllm.memory import engine_memory, engine_verdict, scored_logits
-
-GPU_MEMORY = "--gpu-memory-gib"
-"""The only option of `vime plan` that is not a flag of a run."""
 
 
 def routed(shape: Shape) -> str:
@@ -65,7 +71,7 @@ def topology(c: Config) -> Iterator[str]:
         )
         yield f"order     {where}, {apart}"
     places = plural(_places(c, trains), "GPU" if c.cluster.device == "cuda" else "CPU place")
-    yield f"needs     {places}; this machine has {machine()}"
+    yield f"needs     {places}; this machine has {this_machine()}"
 
 
 def _trainer_line(group: Group) -> str:
@@ -200,81 +206,6 @@ def notes(c: Config) -> list[str]:
     return [*c.notes, *([remark] if remark else [])]
 
 
-def memory_lines(items: Sequence[Item]) -> Iterator[str]:
-    """Aligned lines of an estimate."""
-    for item in items:
-        yield f"{item.name:<20} {amount(item.bytes):>11}   {item.arithmetic}"
-
-
-def trainer_memory(c: Config, hf: dict[str, object], gpu_bytes: float | None) -> Iterator[str]:
-    """The memory that a rank keeps, the memory that a step adds, and their sum at the peak; the parts that are
-    offloaded for the engines; and whether the GPU is large enough, if its size is known."""
-    e = estimate(c, hf)
-    yield from memory_lines(e.kept)
-    yield "and one at a time, in a step:"
-    yield from memory_lines(e.work)
-    yield f"{'peak':<20} {amount(e.peak):>11}   reported against as perf/memory/estimate_gib"
-    if e.host:
-        yield "on the host:"
-        yield from memory_lines(e.host)
-    yield from decide_residence(c, e, gpu_bytes).lines
-
-
-def memory_of_engine(
-    c: Config, hf: dict[str, object], gpu_bytes: float | None, *, scores: bool = False
-) -> Iterator[str]:
-    """Weights and KV cache, and whether the GPU is large enough, if its size is known. `scores`: also the logits of
-    given tokens."""
-    yield from memory_lines(engine_memory(c, Shape.of(hf)))
-    if scores and c.cluster.device == "cuda" and c.engine.rollout_backend == "vllm":
-        yield from memory_lines([scored_logits(c, Shape.of(hf))])
-    if gpu_bytes is not None:
-        yield engine_verdict(c, hf, gpu_bytes)
-
-
-def frozen_models(c: Config, gpu_bytes: float | None) -> dict[str, list[str]]:
-    """Title -> lines: the memory of each frozen model's engines, and the flags that are given for them."""
-    parts: dict[str, list[str]] = {}
-    for model, _, own in models_of(c):
-        if model.frozen:
-            try:
-                lines = list(memory_of_engine(own, hf_config_of(own), gpu_bytes, scores=True))
-            except ValueError as error:  # a family that the engine knows, and the trainer does not
-                lines = [f"not estimated: {error}"]
-            title = f"Memory of an engine of {model.name}, per GPU"
-            parts[title] = [in_own_flags(line, model) for line in lines]
-    return parts
-
-
-def memory_in_short(c: Config, gpu_bytes: float | None = None) -> Iterator[str]:
-    """The estimates in one line, then the decisions from them, for GPUs of `gpu_bytes` each or for this machine's
-    GPU."""
-    hf, gpu_bytes = hf_config_of(c), gpu_bytes or device_memory(c)
-    estimates, decisions = [], list[str]()
-    for group in () if c.debug.debug_rollout_only else groups_of(c):
-        e = estimate(group.config, hf)
-        estimates.append(f"a {group.name} rank {amount(e.peak)} at its peak")
-        decisions += decide_residence(group.config, e, gpu_bytes).lines
-    if c.num_engines:
-        items = engine_memory(c, Shape.of(hf))
-        estimates.append(
-            f"an engine, per GPU, {', '.join(f'{item.name} {amount(item.bytes)}' for item in items)}"
-        )
-        if gpu_bytes is not None:
-            decisions.append(f"an engine {engine_verdict(c, hf, gpu_bytes)}")
-    yield "; ".join(estimates)
-    yield from decisions
-
-
-def device_memory(c: Config) -> int | None:
-    """Bytes of this machine's GPU, or None without a GPU."""
-    import torch
-
-    if c.cluster.device != "cuda" or not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_properties(0).total_memory
-
-
 def transport(c: Config) -> str:
     """How published weights travel, and the directory of their files."""
     where = c.weight_update.weight_dir or "a new directory in shared memory"
@@ -282,11 +213,13 @@ def transport(c: Config) -> str:
     return f"{CHANNELS[name].plan.format(weight_dir=where)} ({name})"
 
 
-def describe(c: Config, gpu_bytes: float | None = None, data: Sequence[str] | None = None) -> str:
-    """The whole plan as text, for GPUs of `gpu_bytes` each or for this machine's GPU. `data`: lines of `prompts`."""
-    gpu_bytes = gpu_bytes or device_memory(c)
+def describe(c: Config, machine: MachineSizes | None = None, data: Sequence[str] | None = None) -> str:
+    """The whole plan as text, for `machine` or for this machine. `data`: lines of `prompts`."""
+    machine = machine or machine_of(c)
+    gpu_bytes = machine.device
     remarks = notes(c)
     hf = hf_config_of(c)
+    found = whole_fit(c, hf, machine)
     shape = Shape.of(hf)
     groups = () if c.debug.debug_rollout_only else groups_of(c)
     parts: dict[str, list[str]] = {
@@ -310,6 +243,9 @@ def describe(c: Config, gpu_bytes: float | None = None, data: Sequence[str] | No
         },
         "Update of the engines, per trainer rank": list(update(groups, shape)),
         "Memory of an engine, per GPU": list(memory_of_engine(c, hf, gpu_bytes)),
+        "Memory of a host": list(host_lines(found, machine)),
+        "Memory by phase": list(phase_lines(found)),
+        "What would make it fit": remedies(c, hf, machine),
         "Engine flags": list(backend_of(c).command_lines(c)),
         **frozen_models(c, gpu_bytes),
         "Records": [
@@ -326,55 +262,12 @@ def describe(c: Config, gpu_bytes: float | None = None, data: Sequence[str] | No
     )
 
 
-def take_gpu_memory(argv: Sequence[str]) -> tuple[list[str], float | None]:
-    """Split GPU_MEMORY off the flags of a run: (the flags, the number of GiB or None). The last use counts. ValueError
-    unless the value is a number above 0."""
-    flags, given = list[str](), None
-    tokens = iter(argv)
-    for token in tokens:
-        name, equals, value = token.partition("=")
-        if name.replace("_", "-") == GPU_MEMORY:
-            given = value if equals else next(tokens, "")
-        else:
-            flags.append(token)
-    if given is None:
-        return flags, None
-    return flags, gpu_gib(given)
-
-
-def gpu_gib(given: str) -> float:
-    """The value of GPU_MEMORY in GiB. ValueError unless it is a number above 0."""
-    try:
-        size = float(given)
-    except ValueError:
-        size = math.nan
-    if not 0 < size < math.inf:
-        raise ValueError(
-            f"{GPU_MEMORY} must be a number above 0, got {given or 'none'}; the memory of one GPU"
-        )
-    return size
-
-
-def for_gpus(flags: Sequence[str], size: float | None) -> list[str]:
-    """`flags`, with --device cuda added if `size` is given and they have no device."""
-    named = any(group.name == "device" for group in with_config_files(split_argv(flags)))
-    return [*flags, *(() if size is None or named else ("--device", "cuda"))]
-
-
-def asked_bytes(c: Config, size: float | None) -> float | None:
-    """Bytes of GPUs of `size` GiB, or of the GPU of --gpu, or None without both. ValueError for a run without GPUs."""
-    if size is None:
-        return None if c.cluster.gpu is None else HARDWARE[c.cluster.gpu].memory_gib * GIB
-    if c.cluster.device != "cuda":
-        raise ValueError(
-            f"{GPU_MEMORY} must go with --device cuda, got --device {c.cluster.device}; leave out one of the two"
-        )
-    return size * GIB
-
-
 def main(argv: Sequence[str]) -> int:
-    """Print the plan of these flags. Returns 1 if the run does not fit the GPUs. ValueError for a wrong flag."""
-    flags, size = take_gpu_memory(argv)
+    """Print the plan of these flags, or with COMPARE next to what a run measured. Returns 1 if the run does not fit the
+    machine that was asked for. ValueError for a wrong flag."""
+    if argv and argv[0] == COMPARE:
+        return compare_run(argv[1:])
+    flags, sizes = take_sizes(argv)
     data = list[str]()
 
     def model(config: Config) -> None:
@@ -384,9 +277,10 @@ def main(argv: Sequence[str]) -> int:
         data.extend(prompts(config))
 
     # Model and prompts are checked with the flags, so that one report has every reason.
-    c = parse_config(for_gpus(flags, size), (model, check_evaluation, readable, check_start))
-    asked = asked_bytes(c, size)
-    told = describe(c, asked, data)
+    c = parse_config(for_gpus(flags, sizes.gpu), (model, check_evaluation, readable, check_start))
+    machine = machine_of(c, sizes)
+    told = describe(c, machine, data)
     print(told)
+    asked = asked_bytes(c, sizes.gpu) is not None or sizes.host is not None
     verdicts = [line.strip() for line in told.splitlines()]
-    return int(asked is not None and any(line.startswith(TOO_SMALL) for line in verdicts))
+    return int(asked and any(line.startswith(TOO_SMALL) for line in verdicts))

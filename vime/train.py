@@ -24,13 +24,13 @@ from ray.exceptions import RayTaskError
 
 from slime import loop
 from slime.cluster import calls, placement, ray_start, rollout_actor, trainers
+from slime.cluster.memory_watch import MemoryWatch
 from slime.cluster.ray_watch import RayWatch, leave, parts
 from slime.cluster.watchdog import Watchdog, remove
 from slime.config import Config
 from slime.data.drawing.mixing import data_sets
 from slime.data.files import prompt_files
 from slime.disk_space import Room
-from slime.memory.watch import MemoryWatch
 from slime.operators import decide, headline
 from slime.protocols import EnginePool
 from slime.roles import roles_of

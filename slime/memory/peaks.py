@@ -45,6 +45,8 @@ class Peaks:
     samples: int = 0
     cards: dict[int, tuple[CardMemory, dict[str, int]]] = field(default_factory=dict)
     host: HostMemory | None = None
+    before: int | None = None
+    """Bytes that the host used when the run began."""
     shared_memory: int = 0
     processes: dict[str, ProcessMemory] = field(default_factory=dict)
     proportional: dict[str, int] = field(default_factory=dict)
@@ -80,6 +82,7 @@ class Peaks:
                 "used_gib": _gib(self.host.used),
                 "total_gib": _gib(self.host.total),
                 "limit": self.host.limit,
+                **({} if self.before is None else {"before_gib": _gib(self.before)}),
             }
         processes = {
             role: {

@@ -23,7 +23,7 @@ from slime.tracking.trackers.record import State
 
 
 class PhaseWatch(Protocol):
-    """What follows the phases of a run: `slime.memory.watch.MemoryWatch`."""
+    """What follows the phases of a run: `slime.cluster.memory_watch.MemoryWatch`."""
 
     def observe(self, timer: str, begins: bool) -> None: ...
 

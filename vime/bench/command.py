@@ -35,7 +35,9 @@ from vime.bench.planning import BenchPlan, make_plan, refuse_unlike_runs
 from vime.bench.record import OPERATORS_FILE, TIERS
 from vime.bench.running import execute
 from vime.bench.settings import ARITHMETIC, Benchmark, read_settings
-from vime.plan import GPU_MEMORY, asked_bytes, for_gpus, gpu_gib, memory_in_short, notes
+from vime.memory.lines import memory_in_short
+from vime.memory.sizes import GPU_MEMORY, GivenSizes, for_gpus, gib, machine_of
+from vime.plan import notes
 from vime.run.prompts import prompts
 
 
@@ -84,7 +86,7 @@ def _runs(tier: str, argv: list[str]) -> int:
 
 def _plan(tier: str, argv: list[str]) -> int:
     arguments, benchmark = _read(tier, argv)
-    size = None if arguments.gpu_memory_gib is None else gpu_gib(arguments.gpu_memory_gib)
+    size = None if arguments.gpu_memory_gib is None else gib(arguments.gpu_memory_gib)
     named = () if arguments.gpu is None else ("--gpu", arguments.gpu)
     benchmark = replace(benchmark, flags=(*for_gpus(benchmark.flags, size), *named))
     if size is None and arguments.gpu is not None:
@@ -191,7 +193,9 @@ def _checked(plan: BenchPlan, model: Path | None, size: float | None) -> Iterato
     for name, config in runs.items():
         for note in notes(config):
             found.setdefault(note, []).append(name)
-        yield from (f"# {name}: {line}" for line in memory_in_short(config, asked_bytes(config, size)))
+        yield from (
+            f"# {name}: {line}" for line in memory_in_short(config, machine_of(config, GivenSizes(size)))
+        )
     for note, names in found.items():
         whose = "" if len(names) == len(runs) else f" ({', '.join(names)})"
         yield f"# note{whose}: {note}"

@@ -1,23 +1,19 @@
 """Memory of an engine, per GPU, from shapes: weights, KV cache of requests, and whether a GPU of some size is enough.
 
-What it takes beside a trainer is in slime.plan.memory_decision. Imports neither torch nor vLLM.
+What it takes beside a trainer is in slime.plan.card_phases. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from slime.config import Config
-from slime.plan.memory_decision import (
-    BESIDES_GENERATING,
-    BESIDES_TRAINER,
-    TOO_SMALL,
-    engine_weights,
-    gpu,
-)
+from slime.models.decoder import Hf
+from slime.plan.card_phases import BESIDES_GENERATING, BESIDES_TRAINER, engine_weights
+from slime.plan.fit import Need
+from slime.plan.memory_decision import TOO_SMALL, gpu
 from slime.plan.memory_estimate import BYTES, Item
 from slime.plan.model_shape import Shape
 from slime.plan.units import amount
+from slime.tracking.phases import LOADING
 from vime.vllm.server import SCORED_TOKENS
 from vime.vllm.server_flags import engine_tensor_parallel
 
@@ -41,7 +37,7 @@ def scored_logits(c: Config, shape: Shape) -> Item:
     return Item("logits", tokens * shape.vocab * size, f"{tokens} tokens x {shape.vocab} x {size} B")
 
 
-def engine_verdict(c: Config, hf: dict[str, Any], device_bytes: float) -> str:
+def engine_verdict(c: Config, hf: Hf, device_bytes: float) -> str:
     """Whether an engine fits a GPU of `device_bytes`, and how many requests it has room for there at a time.
 
     Its share of the GPU - weights = bytes for KV cache, where these are not given. Fewer requests than may run is no
@@ -72,6 +68,18 @@ def engine_verdict(c: Config, hf: dict[str, Any], device_bytes: float) -> str:
             "--vllm-max-model-len"
         )
     return f"fits {gpu(device_bytes)}: {made_of}, {_at_a_time(c, free, token, state)}"
+
+
+def engine_need(c: Config, hf: Hf, device_bytes: float) -> Need:
+    """What must be in the memory that an engine takes: its weights and one sequence. It does not start otherwise."""
+    shape, facts = Shape.of(hf), c.engine.engine_facts
+    weights = engine_weights(c, shape).bytes
+    sequence = c.engine.backend_args.get("max_model_len") or hf.get("max_position_embeddings") or 0
+    one = _token(c, shape).bytes * sequence + _state(c, shape).bytes
+    if given := facts.cache_bytes:
+        return Need("an engine's KV cache", "when an engine starts", LOADING, one, float(given), one)
+    limit = facts.memory_share * device_bytes
+    return Need("an engine's share", "when an engine starts", LOADING, weights + one, limit, weights + one)
 
 
 def _at_a_time(c: Config, free: float, token: float, state: float) -> str:

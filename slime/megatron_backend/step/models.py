@@ -15,7 +15,8 @@ from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.megatron_backend.step.learner import Learner
 from slime.megatron_backend.step.residence import moving_speed
-from slime.plan.memory_decision import besides_tensors, decide_residence
+from slime.plan.card_phases import besides_tensors
+from slime.plan.memory_decision import decide_residence
 from slime.plan.memory_estimate import estimate
 from slime.roles import POLICY, REFERENCE, Role, roles_of
 from slime.tracking.memory import device_memory, leave_free

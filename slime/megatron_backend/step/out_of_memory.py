@@ -1,25 +1,43 @@
-"""The trainer's error when its device is out of memory: measured peaks, the estimate, and flags that lower memory."""
+"""The trainer's error when its device is out of memory: the phase, what is on the card and whose it is, and the flags
+that lower it, with the bytes that the plan computes for each."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from slime.config import Config
-from slime.plan.memory_decision import engine_flag, lowering
+from slime.memory.card_text import card_lines
+from slime.memory.cards import Cards
+from slime.memory.processes import roles_of
+from slime.plan.advice import savings
 from slime.plan.memory_estimate import Estimate
+from slime.plan.units import GIB, amount
+from slime.tracking.phases import HAND_OVER, LOADING, SAVING, TRAINING
 from slime.tracking.timers import Timers
+
+_OF_CARD = re.compile(r"out of memory", re.IGNORECASE)
+"""In errors of CUDA, and of NCCL, which ends with: Cuda failure 2 'out of memory'."""
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40, "EiB": 2**60}
+_USUAL = 2 * GIB
+"""What is taken to be missing where the error does not have it: NCCL's does not."""
+_DOING = {"loading": LOADING, "saving": SAVING, "publishing": HAND_OVER}
 
 
 @contextmanager
 def explained(doing: str, config: Config, estimate: Estimate, timers: Timers) -> Iterator[None]:
-    """Add to torch.OutOfMemoryError of the block: the peaks of all phases since the last `timers.flush`, the estimate,
-    and the flags that lower memory."""
+    """Replace an error of a full device in the block, of PyTorch, CUDA or NCCL, by one that names the phase, what is on
+    the card, and the flags that lower it."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and not _OF_CARD.search(str(error)):
+            raise
         peaks = {k: v for k, v in timers.flush().items() if k.endswith("_peak_gib")}
         raise torch.OutOfMemoryError(_text(doing, config, estimate, peaks, str(error))) from error
 
@@ -30,14 +48,47 @@ def _text(doing: str, config: Config, estimate: Estimate, peaks: dict[str, float
         key=lambda pair: -pair[1],
     )
     measured = ", ".join(f"{name} {value:.2f}" for name, value in by_phase) or "none measured on this device"
-    flags = lowering(config)
-    if config.cluster.colocate:
-        flags.append(engine_flag(config))
-        if not config.cluster.offload_train or config.cluster.offload_train_parts:
-            flags.append("--offload-train with all its parts")
+    phase = _DOING.get(doing.partition(" ")[0], TRAINING)
+    found = savings(config, estimate.shape.hf, phase, missing_bytes(said))
+    flags = [f"{one.change.flag} (now {one.change.now}) gives {amount(one.gives)}" for one in found]
     lines = [
         f"out of device memory while {doing}: {said}",
-        f"peaks so far, GiB: {measured}; the estimate of a step was {estimate.peak / 2**30:.2f}",
-        "what lowers it: " + "; ".join(flags),
+        *_on_card(config),
+        f"this rank keeps, by its shapes: {', '.join(_accounts(estimate)) or 'nothing'}",
+        f"peaks so far, GiB: {measured}; the estimate of a step was {estimate.peak / GIB:.2f}",
+        "what lowers it: " + ("; ".join(flags) or "no single flag; use more or larger GPUs"),
     ]
     return "\n".join(lines)
+
+
+def missing_bytes(said: str) -> float:
+    """The bytes that an error could not get, at least _USUAL."""
+    tried = re.search(r"allocate ([\d.]+) ([KMGTE]?i?B)", said)
+    asked = float(tried[1]) * _UNITS.get(tried[2], 1) if tried else 0.0
+    return max(_USUAL, min(asked, 1024 * GIB))
+
+
+def _on_card(config: Config) -> Iterator[str]:
+    """Of this rank's device: the driver's view by process, and this process's own."""
+    if not torch.cuda.is_available():
+        return
+    yield from card_lines(
+        Cards().read(processes=True), roles_of(Path(config.logging.run_dir) / "logs", -1, [os.getpid()])
+    )
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    yield (
+        f"this rank has {amount(allocated)} in tensors and {amount(reserved - allocated)} in gaps and cached blocks; "
+        "the rest of its part is the CUDA context, libraries and NCCL's communicators"
+    )
+
+
+def _accounts(estimate: Estimate) -> list[str]:
+    parts = {"weights": "parameters", "gradients": "gradients", "optimizer": "optimizer"}
+    found = [(name, estimate.of_part(part)) for name, part in parts.items()]
+    other = sum(item.bytes for item in estimate.kept if item.part is None)
+    step = max((item.bytes for item in estimate.work), default=0.0)
+    found += [
+        ("buckets of an update", other),
+        ("and a step adds (activations, head, gradients in flight)", step),
+    ]
+    return [f"{name} {amount(size)}" for name, size in found if size]

@@ -45,6 +45,7 @@ from slime.megatron_backend.step.policy import PolicyTraining
 from slime.megatron_backend.step.routing_replay import Replay
 from slime.megatron_backend.step.scorers import OldLogProbs, scorers_of
 from slime.megatron_backend.step.values import CriticTraining
+from slime.plan.memory_estimate import estimate
 from slime.protocols import TrainResult, WeightUpdate
 from slime.roles import CRITIC, POLICY
 from slime.roles.groups import name_of, read_by, sent_by
@@ -74,7 +75,8 @@ class MegatronTrainer:
         self.memory_history = MemoryHistory(config, f"{name_of(config)}-{rank}")
         self.events = Events(f"{name_of(config)}-{rank}", config.logging.run_dir)
         self.timers.observer = self.spans = Spans(self.events, str(self.info.device))
-        self.models = Models(config, self.hf_config, self.info, self.timers)
+        with explained("loading", config, estimate(config, self.hf_config), self.timers):
+            self.models = Models(config, self.hf_config, self.info, self.timers)
         self.start_rollout_id = config.data.start_rollout_id or 0
         if (resumed := self.models.main.resumed) is not None:
             self.start_rollout_id = checkpoint_dir.first_rollout(config, resumed["rollout_id"])

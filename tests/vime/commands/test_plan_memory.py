@@ -12,9 +12,10 @@ from architectures import ARCHITECTURES
 
 from slime.plan.model_shape import Shape
 from slime.plan.units import GIB
-from vime import plan
 from vime.backends import parse_config
 from vime.cli import main, usage
+from vime.memory import sizes
+from vime.memory.lines import memory_in_short
 from vime.vllm.memory import engine_memory, engine_verdict
 from vime.vllm.server import VllmServer, VllmSpec
 from vime.vllm.server_flags import VLLM, engine_settings
@@ -44,7 +45,7 @@ def parts(capsys, *argv: str) -> dict[str, list[str]]:
     """The parts of a printed plan by their titles."""
     status = main(["plan", *argv])
     said = capsys.readouterr()
-    asked = any(word.startswith(("--gpu-memory", "--gpu_memory")) for word in argv)
+    asked = any(word.startswith(("--gpu-memory", "--gpu_memory", "--host-memory")) for word in argv)
     assert status == (asked and "does not fit" in said.out), said.err
     found: dict[str, list[str]] = {}
     title = ""
@@ -59,19 +60,51 @@ def parts(capsys, *argv: str) -> dict[str, list[str]]:
 
 def test_a_colocated_plan_decides_for_the_gpu_that_is_named(flags, capsys):
     found = parts(capsys, *flags, *COLOCATED, "--gpu-memory-gib", "140.4")
-    assert found[TRAINER][-4:] == [
+    assert found[TRAINER][-6:] == [
         "between trainings the trainer's state stays on the device (as memory asks for it)",
+        "while it loads 70.38 GiB of 140.40 GiB: 68.88 GiB of tensors, 1.50 GiB besides",
         "while engines generate 132.54 GiB of 140.40 GiB: 68.88 GiB of the trainer, 0.4 of the GPU for the engine, "
         "7.50 GiB besides",
-        "while it trains 75.45 GiB of 140.40 GiB: 72.05 GiB of tensors, a sleeping engine's and its own 3.40 GiB "
-        "besides",
+        "while weights are handed over 79.77 GiB of 140.40 GiB: 68.88 GiB of the trainer, 7.49 GiB of the engine's "
+        "weights, 3.40 GiB besides",
+        "while it trains 75.73 GiB of 140.40 GiB: 72.05 GiB of tensors, a sleeping engine's and its own 3.40 GiB "
+        "besides, 292.14 MiB of gaps between tensors",
         "fits a GPU of 140.4 GiB",
     ]
+    assert "What would make it fit" not in found
     found = parts(capsys, "--gpu-memory-gib=60", *flags, *COLOCATED)
-    assert found[TRAINER][-4].startswith("between trainings gradients, optimizer leave the device")
-    assert found[TRAINER][-1].startswith("does not fit a GPU of 60 GiB: 15.45 GiB too much while it trains")
+    assert found[TRAINER][-6].startswith("between trainings gradients, optimizer leave the device")
+    assert found[TRAINER][-1].startswith(
+        "does not fit a GPU of 60 GiB: 10.38 GiB too much while it loads; 15.73 GiB"
+    )
+    assert found["What would make it fit"][0].startswith(
+        "--optimizer-cpu-offload --optimizer-offload-fraction 0.4 (now 0) gives "
+    )
     found = parts(capsys, *flags, *COLOCATED, "--gpu_memory_gib", "60", "--gpu-memory-gib", "80")
     assert found[TRAINER][-1] == "fits a GPU of 80 GiB"
+
+
+def test_a_plan_adds_up_the_host_and_compares_it(flags, capsys):
+    """60 GiB of Adam on the host: a host of 60 GiB is too small, whatever the GPU."""
+    argv = (*flags, *COLOCATED, "--gpu-memory-gib", "140.4", "--optimizer-cpu-offload")
+    found = parts(capsys, *argv, "--host-memory-gib", "503")
+    host = found["Memory of a host"]
+    assert [line.split("  ")[0] for line in host[:3]] == ["system", "trainers", "Adam on the host"]
+    assert host[-2].startswith("together ") and host[-2].endswith("while it loads, without page cache")
+    assert host[-1] == "fits a host of 503 GiB, of which a plan fills 93%"
+    names = [line[:14].strip() for line in found["Memory by phase"]]
+    assert (
+        names
+        == ["", "loading", "first weights", "generating", "hand-over", "training", "saving"][: len(names)]
+    )
+    found = parts(capsys, *argv, "--host-memory-gib=60")
+    assert found["Memory of a host"][-1].startswith(
+        "does not fit a host of 60 GiB, of which a plan fills 93%: "
+    )
+    assert found["What would make it fit"][0].startswith(
+        "--optimizer-cpu-offload --optimizer-offload-fraction 0.7"
+    )
+    assert "fit" not in parts(capsys, *argv)["Memory of a host"][-1]
 
 
 def test_a_plan_says_what_a_rank_reads_at_the_start(flags, capsys):
@@ -94,7 +127,7 @@ def test_a_disaggregated_plan_gets_both_verdicts(flags, capsys):
 
 def test_the_gpu_that_is_here_is_the_one_without_the_option(flags, capsys, monkeypatch):
     """No machine of these tests has one: what torch would say of it is put in its place."""
-    monkeypatch.setattr(plan, "device_memory", lambda c: int(140.4 * GIB))
+    monkeypatch.setattr(sizes, "device_memory", lambda c: int(140.4 * GIB))
     here = parts(capsys, *flags, *COLOCATED)
     assert here[TRAINER][-1] == "fits a GPU of 140.4 GiB" and here[ENGINE][-1].startswith(
         "fits a GPU of 140.4 GiB: "
@@ -103,13 +136,13 @@ def test_the_gpu_that_is_here_is_the_one_without_the_option(flags, capsys, monke
     assert named[TRAINER][-1] == "fits a GPU of 80 GiB" and named[ENGINE][-1].startswith(
         "fits a GPU of 80 GiB: "
     )
-    short = list(plan.memory_in_short(parse_config([*flags, *COLOCATED])))
-    assert short[1:-1] == here[TRAINER][-4:] and short[-1] == f"an engine {here[ENGINE][-1]}"
+    short = list(memory_in_short(parse_config([*flags, *COLOCATED])))
+    assert short[1:-1] == here[TRAINER][-6:] and short[-1] == f"an engine {here[ENGINE][-1]}"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_in_short_says_each_decision_in_a_line(flags, capsys):
-    first, *lines = plan.memory_in_short(parse_config([*flags, *COLOCATED]))
+    first, *lines = memory_in_short(parse_config([*flags, *COLOCATED]))
     assert first.startswith(
         "a trainer rank 72.05 GiB at its peak; an engine, per GPU, weights 7.49 GiB, KV cache per"
     )
@@ -180,7 +213,7 @@ def test_verdicts_of_an_engine(flags, size, engine, said):
 def test_memory_of_a_pipeline_stage_of_an_engine(flags):
     stages = "--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --vllm-pipeline-parallel-size 2"
     c = parse_config([*flags, "--num-gpus-per-node", "3", *stages.split()])
-    weights, token, _ = engine_memory(c, plan.Shape.of(QWEN3_4B))
+    weights, token, _ = engine_memory(c, Shape.of(QWEN3_4B))
     assert (weights.bytes, token.bytes) == (4_022_272_000, 36 * 1024 * 2)
     assert token.arithmetic == "36 layers x 2048 x 2 B / TP 1 / PP 2"
 
@@ -189,8 +222,15 @@ def test_memory_of_a_pipeline_stage_of_an_engine(flags):
 def test_a_size_that_is_none_is_refused(flags, capsys, value):
     assert main(["plan", *flags, *COLOCATED, "--gpu-memory-gib", *([] if value is None else [value])]) == 2
     assert capsys.readouterr().err == (
-        f"vime plan: --gpu-memory-gib must be a number above 0, got {value or 'none'}; the memory of one GPU\n"
+        f"vime plan: --gpu-memory-gib must be a number above 0, got {value or 'none'}; give the GiB of memory of one "
+        "GPU\n"
     )
+
+
+def test_a_host_of_no_size_is_refused(flags, capsys):
+    assert main(["plan", *flags, *COLOCATED, "--host-memory-gib", "none"]) == 2
+    said = "--host-memory-gib must be a number above 0, got none; give the GiB of memory of one host, or "
+    assert said in capsys.readouterr().err
 
 
 def test_it_is_an_option_of_plans_for_gpus(flags, capsys):
@@ -321,7 +361,7 @@ def test_a_draft_adds_its_layers(tmp_path: Path, flags: list[str]) -> None:
     """MiMo: one more layer, its product of embedding and state, and its keys and values."""
     mimo = {"model_type": "mimo", "hidden_act": "silu", **ARCHITECTURES["mimo-7b"].config_fields()}
     (tmp_path / "config.json").write_text(json.dumps(mimo | {"num_nextn_predict_layers": 1}))
-    shape = plan.Shape.of(mimo | {"num_nextn_predict_layers": 1})
+    shape = Shape.of(mimo | {"num_nextn_predict_layers": 1})
     draft = ("--vllm-speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
     (weights, token, _), (more, longer, _) = (
         engine_memory(parse_config([*flags, *APART, *more]), shape) for more in ((), draft)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from architectures import ARCHITECTURES
 
-from slime.plan.memory_decision import engine_weights
+from slime.plan.card_phases import engine_weights
 from slime.plan.model_shape import Shape
 from vime.backends import backend_of, parse_config
 from vime.vllm import fp8

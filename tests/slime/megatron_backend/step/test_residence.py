@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trainer_cases import exported, make_config, make_samples, rank_data, train
 
+from slime.megatron_backend.step.out_of_memory import missing_bytes
 from slime.megatron_backend.step.residence import gradients_of, parameters_of, states_of
 from slime.megatron_backend.step.trainer import MegatronTrainer
 
@@ -191,12 +192,44 @@ def test_out_of_memory_names_peaks_and_flags(build):
         "out of device memory while training rollout 4: CUDA out of memory. Tried to allocate 2.00"
     )
     for words in (
+        "\nthis rank keeps, by its shapes: weights ",
         "peaks so far, GiB: none measured on this device; the estimate of a step was 0.0",
-        "--max-tokens-per-gpu (now 32); --recompute-granularity full",
-        "--rl-kernel-workspace-mib (now 1536)",
-        "memory_share (now 0.9); --offload-train with all its parts",
+        "\nwhat lowers it: ",
     ):
         assert words in text, text
+
+
+def nccl_runs_out(*args: Any) -> None:
+    """A hook that fails as NCCL does on a full card."""
+    raise RuntimeError(
+        "NCCL error in: ProcessGroupNCCL.cpp:3, unhandled cuda error\nCuda failure 2 'out of memory'"
+    )
+
+
+def other_fault(*args: Any) -> None:
+    raise RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:3, remote process exited")
+
+
+def test_a_full_card_in_nccl_is_explained_and_other_faults_are_not(build):
+    trainer = build(colocate=True, custom_megatron_before_train_step_hook_path="test_residence.nccl_runs_out")
+    with pytest.raises(torch.OutOfMemoryError, match="while training rollout 2: NCCL error in"):
+        train(trainer, 2)
+    trainer = build(colocate=True, custom_megatron_before_train_step_hook_path="test_residence.other_fault")
+    with pytest.raises(RuntimeError, match="^NCCL error in: .*, remote process exited$"):
+        train(trainer, 2)
+
+
+@pytest.mark.parametrize(
+    ("said", "gib"),
+    [
+        ("CUDA out of memory. Tried to allocate 3.50 GiB. GPU 0 has", 3.5),
+        ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has", 2),
+        ("Cuda failure 2 'out of memory'", 2),
+        ("Tried to allocate 2.00 EiB.", 1024),
+    ],
+)
+def test_what_was_missing_is_read_from_the_error(said, gib):
+    assert missing_bytes(said) == gib * 2**30
 
 
 def work(rank: int, root: Any) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from slime.cluster.memory_watch import HostMemoryError, MemoryWatch
 from slime.memory.cards import CardMemory
 from slime.memory.host import HostMemory
 from slime.memory.peaks import Peaks, Sample
 from slime.memory.processes import ProcessMemory, process_memory, proportional, roles_of
-from slime.memory.watch import HostMemoryError, MemoryWatch
 from slime.plan.units import GIB
 from slime.tracking.journal import Event, read_events
 from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, HAND_OVER, LOADING, TRAINING

@@ -115,7 +115,7 @@ class MemoryWatch:
             return
         if self._now.samples:
             self._ended.append(self._now)
-        self._now = Peaks(phase, self._rollout)
+        self._now = Peaks(phase, self._rollout, before=self._now.before)
         self._wake.set()  # a sample at its begin, for a phase that is shorter than the time between two
 
     def _run(self) -> None:
@@ -126,6 +126,8 @@ class MemoryWatch:
                 self._roles = roles_of(self._logs, os.getpid(), started)
             sample = self._sample(cards)
             with self._lock:
+                if count == 0 and sample.host is not None:
+                    self._now.before = sample.host.used
                 self._now.add(sample)
                 ended, self._ended = self._ended, []
             count += 1

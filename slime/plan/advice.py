@@ -1,0 +1,236 @@
+"""Which flags would make a run fit, and how many GiB each gives: computed by planning again with the flag changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from slime.config import Config
+from slime.models.decoder import Hf
+from slime.operators import loss_head
+from slime.plan.fit import Also, Fit, MachineSizes, fit
+from slime.plan.model_shape import Shape
+from slime.plan.units import amount
+from slime.weight_sync.registry import CHANNELS
+
+_SHOWN = 3
+_FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_LEAST_TOKENS, _LEAST_WORKSPACE_MIB, _LEAST_SHARE = 1024, 128, 0.1
+
+
+@dataclass(frozen=True)
+class Change:
+    """One flag with another value."""
+
+    flag: str
+    """The flag with its new value, as a user types it."""
+    now: str
+    """Its present value."""
+    config: Config
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a change gives."""
+
+    change: Change
+    gives: float
+    """Bytes that are missing less at the moment that is worst now."""
+    missing: float
+    """Bytes that are still missing somewhere; at most 0 if the run fits then."""
+
+    def __str__(self) -> str:
+        rest = "fits" if self.missing <= 0 else f"{amount(self.missing)} are still missing"
+        return f"{self.change.flag} (now {self.change.now}) gives {amount(self.gives)}, {rest}"
+
+
+def advise(c: Config, hf: Hf, machine: MachineSizes, also: Also | None = None) -> list[Advice]:
+    """The flags that help a run that does not fit, at most three. First those with which it fits, by the smallest
+    change; then those that give the most. Empty if it fits, or if no flag helps."""
+    before = fit(c, hf, machine, also)
+    if before.over <= 0:
+        return []
+    found = []
+    for values in changes(c, Shape.of(hf)):
+        tried = [_advice(before, change, hf, machine, also) for change in values]
+        helping = [advice for advice in tried if advice.gives > 0]
+        if not helping:
+            continue
+        fitting = [advice for advice in helping if advice.missing <= 0]
+        found.append(fitting[0] if fitting else min(helping, key=lambda advice: advice.missing))
+    found.sort(key=lambda advice: (advice.missing > 0, advice.missing if advice.missing > 0 else 0))
+    return found[:_SHOWN]
+
+
+def _advice(before: Fit, change: Change, hf: Hf, machine: MachineSizes, also: Also | None) -> Advice:
+    after, worst = fit(change.config, hf, machine, also), before.worst
+    assert worst is not None
+    same = [need.over for need in after.needs if (need.of, need.when) == (worst.of, worst.when)]
+    return Advice(change, worst.over - max(same, default=worst.over - worst.bytes), after.over)
+
+
+def savings(c: Config, hf: Hf, phase: str, wanted: float) -> list[Advice]:
+    """For a run whose card was full in `phase` where `wanted` more bytes were needed: the flags that give these bytes
+    there, as the plan computes it, at most three. The plan is asked for a card that is too small by `wanted`."""
+    cards = fit(c, hf, MachineSizes()).cards
+    most = max((card[phase] for card in cards.values() if phase in card), default=None)
+    return [] if most is None else advise(c, hf, MachineSizes(device=most - wanted))
+
+
+def advice_lines(c: Config, hf: Hf, machine: MachineSizes, also: Also | None = None) -> list[str]:
+    """For people: what each flag gives, and what all of them give together if none is enough."""
+    found = advise(c, hf, machine, also)
+    lines = [str(advice) for advice in found]
+    if len(found) > 1 and all(advice.missing > 0 for advice in found):
+        together = c
+        for advice in found:
+            together = _both(together, c, advice.change.config)
+        missing = fit(together, hf, machine, also).over
+        rest = "fit" if missing <= 0 else f"leave {amount(missing)} missing; use more or larger GPUs or hosts"
+        lines.append(f"all {len(found)} together {rest}")
+    return lines
+
+
+def _both(one: Config, before: Config, other: Config) -> Config:
+    """`one` with what `other` has changed of `before`."""
+    changed = {
+        field.name: getattr(getattr(other, section.name), field.name)
+        for section in dataclasses.fields(before)
+        if dataclasses.is_dataclass(getattr(before, section.name))
+        for field in dataclasses.fields(getattr(before, section.name))
+        if getattr(getattr(other, section.name), field.name)
+        != getattr(getattr(before, section.name), field.name)
+    }
+    return one.with_values(**changed)
+
+
+def changes(c: Config, shape: Shape) -> Iterator[Sequence[Change]]:
+    """For each flag that changes what a run needs: its other values, the smallest change first."""
+    yield tokens(c)
+    yield workspace(c)
+    yield recomputation(c)
+    yield host_adam(c)
+    yield engine_share(c)
+    yield offloading(c)
+    yield tensor_parallel(c, shape)
+    yield saves(c)
+    yield channels(c)
+
+
+def tokens(c: Config) -> list[Change]:
+    """Fewer tokens in a micro-batch, but the longest sample must fit."""
+    now = c.data.max_tokens_per_gpu
+    if not c.data.use_dynamic_batch_size or now is None:
+        size = c.data.micro_batch_size
+        less = [size // 2**n for n in range(1, size.bit_length())]
+        return [Change(f"--micro-batch-size {n}", str(size), c.with_values(micro_batch_size=n)) for n in less]
+    longest = c.rollout.rollout_max_context_len or (c.rollout.rollout_max_response_len or 0)
+    least = max(_LEAST_TOKENS, -(-longest // c.megatron.context_parallel_size))
+    steps = (1024 * n for n in (32, 24, 20, 16, 12, 8, 6, 4, 3, 2, 1))
+    return [
+        Change(f"--max-tokens-per-gpu {n}", str(now), c.with_values(max_tokens_per_gpu=n))
+        for n in steps
+        if least <= n < now
+    ]
+
+
+def workspace(c: Config) -> list[Change]:
+    now = c.kernels.rl_kernel_workspace_mib
+    if loss_head(c)[0].has_logits:
+        if c.kernels.rlk_fast != "off" or c.kernels.selected_logprob_provider:
+            return []
+        return [Change("--rlk-fast auto", c.kernels.rlk_fast, c.with_values(rlk_fast="auto"))]
+    less = [n for n in (1024, 512, 256, _LEAST_WORKSPACE_MIB) if n < now]
+    return [
+        Change(f"--rl-kernel-workspace-mib {n}", str(now), c.with_values(rl_kernel_workspace_mib=n))
+        for n in less
+    ]
+
+
+def recomputation(c: Config) -> list[Change]:
+    now = c.megatron.overrides.get("recompute_granularity", "none")
+    if now == "full":
+        return []
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return [Change(_FULL, str(now), c.with_values(overrides={**c.megatron.overrides, **full}))]
+
+
+def host_adam(c: Config) -> list[Change]:
+    """More of the optimizer on the host, or less of it, where the host is what is too small."""
+    if not c.megatron.use_distributed_optimizer:
+        on = c.with_values(use_distributed_optimizer=True)
+        return [Change("--use-distributed-optimizer", "off", on)] if c.data_parallel_size > 1 else []
+    now = c.megatron.optimizer_offload_fraction if c.megatron.optimizer_cpu_offload else 0.0
+    found = []
+    for tenth in range(11):
+        part = tenth / 10
+        changed = c.with_values(optimizer_cpu_offload=part > 0, optimizer_offload_fraction=part or 1.0)
+        flag = f"--optimizer-cpu-offload --optimizer-offload-fraction {part:g}"
+        found.append(
+            (abs(part - now), Change(flag if part else "--no-optimizer-cpu-offload", f"{now:g}", changed))
+        )
+    return [change for distance, change in sorted(found, key=lambda pair: pair[0]) if distance > 1e-6]
+
+
+def engine_share(c: Config) -> list[Change]:
+    """A smaller part of the card for the engine, or a larger one, where its weights are what does not fit."""
+    facts = c.engine.engine_facts
+    if not c.num_engines or facts.cache_bytes:
+        return []
+    shares = sorted(
+        (n / 20 for n in range(round(20 * _LEAST_SHARE), 19)),
+        key=lambda share: abs(share - facts.memory_share),
+    )
+    return [
+        Change(
+            f"{facts.flag('memory_share')} {share:g}",
+            f"{facts.memory_share:g}",
+            c.with_values(engine_facts=dataclasses.replace(facts, memory_share=share)),
+        )
+        for share in shares
+        if abs(share - facts.memory_share) > 1e-6
+    ]
+
+
+def offloading(c: Config) -> list[Change]:
+    """All of the trainer's state leaves a shared card."""
+    parts = c.cluster.offload_train_parts
+    if not c.cluster.colocate or (c.cluster.offload_train is not False and parts is None):
+        return []
+    now = "--no-offload-train" if c.cluster.offload_train is False else f"only {' '.join(parts or ())}"
+    return [Change("--offload-train", now, c.with_values(offload_train=True, offload_train_parts=None))]
+
+
+def tensor_parallel(c: Config, shape: Shape) -> list[Change]:
+    """More ranks share each layer."""
+    m, found = c.megatron, []
+    for size in (2, 4, 8):
+        ranks = size * m.pipeline_model_parallel_size * m.context_parallel_size
+        fits = shape.groups % size == 0 and c.world_size % ranks == 0
+        if m.tensor_model_parallel_size < size <= c.cluster.num_gpus_per_node and fits:
+            changed = c.with_values(
+                tensor_model_parallel_size=size,
+                sequence_parallel=True,
+                data_parallel_size=c.world_size // ranks,
+                expert_tensor_parallel_size=m.expert_tensor_parallel,
+            )
+            flag = f"--tensor-model-parallel-size {size} --sequence-parallel"
+            found.append(Change(flag, str(m.tensor_model_parallel_size), changed))
+    return found
+
+
+def saves(c: Config) -> list[Change]:
+    if c.checkpoint.save is None or not c.checkpoint.async_save:
+        return []
+    return [Change("--no-async-save", "--async-save", c.with_values(async_save=False))]
+
+
+def channels(c: Config) -> list[Change]:
+    """Weights that travel through no shared memory."""
+    now = c.weight_update.update_weight_transport
+    if not CHANNELS[now].copies or not c.num_engines or c.weight_update.weight_dir is not None:
+        return []
+    gpus = "shared" if c.cluster.colocate else "apart"
+    other = next(name for name, channel in CHANNELS.items() if channel.gpus == gpus)
+    return [Change(f"--update-weight-transport {other}", now, c.with_values(update_weight_transport=other))]

@@ -1,0 +1,190 @@
+"""What a GPU must hold in each phase of a run: one sum per phase of all processes on the card.
+
+    tensors of the trainer          slime.plan.memory_estimate: state, and what a step adds
+    gaps of its allocator           FRAGMENTATION of what a step adds
+    communicators                   slime.plan.communicators
+    context and libraries           BESIDES_TRAINER
+    the engine on a shared card     asleep (SLEEPING_ENGINE), with its weights, or with its share
+
+The constants are measured (tests/slime/plan/test_measured_memory.py holds the sums against records of real runs).
+Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from slime.config import Config
+from slime.plan.communicators import communicator_bytes, engine_communicator_bytes
+from slime.plan.memory_estimate import BYTES, Estimate, Item
+from slime.plan.model_shape import Params, Shape
+from slime.plan.units import GIB, amount, count
+from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, HAND_OVER, LOADING, SAVING, TRAINING
+
+BESIDES_GENERATING = 7.5 * GIB
+"""Memory of both processes in addition to the engine's share and the trainer's tensors: contexts, CUDA graphs,
+workspaces, caches. On an H200 with 132.4 GiB in use, the share was 0.4 x 140.4 GiB, and state and buckets 68.9 GiB."""
+
+SLEEPING_ENGINE = 1.9 * GIB
+"""GPU memory that a sleeping engine keeps, measured."""
+
+BESIDES_TRAINER = 1.5 * GIB
+"""GPU memory of a trainer's CUDA context and libraries, and of communicators of a single rank."""
+
+COMMUNICATORS = 2.5 * GIB
+"""The least for the communicators of a trainer whose engines are on other GPUs. Chosen, not measured. On an H100, a
+Qwen3-4B failed at its first gradient norm with 1.5 GiB for context, libraries and communicators together. With one
+communicator for each of Megatron's groups, used or not, they took 8.3 GiB."""
+
+FRAGMENTATION = 0.09
+"""Gaps in the blocks of PyTorch's allocator, as a part of what a step adds. A Qwen3-4B on one H200 had 128.1 GiB in use
+in a step with 120.0 GiB of tensors, 51.2 of them of the step: 4.6 GiB without the context and the sleeping engine."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The memory that a GPU needs at one time."""
+
+    when: str
+    bytes: float
+    made_of: str
+    """Its parts."""
+    phase: str
+    gaps: float = 0.0
+    """The part of `bytes` without which the step may succeed: gaps of the allocator."""
+
+
+def card_moments(
+    c: Config, e: Estimate, leaving: Collection[str], device_bytes: float | None
+) -> list[Moment]:
+    """All moments of a trainer's card. `device_bytes`: the memory of the GPU, of which an engine takes a share; without
+    it, the moments of an engine that generates are left out."""
+    shared = c.cluster.colocate and c.num_engines > 0
+    found = [] if device_bytes is None or not shared else list(beside_engine(c, e, leaving, device_bytes))
+    return [
+        loading(c, e),
+        *found,
+        *([hand_over(c, e, leaving)] if shared else []),
+        training(c, e, leaving),
+        *saving(c, e, leaving),
+    ]
+
+
+def loading(c: Config, e: Estimate) -> Moment:
+    """A trainer has loaded its weights and made its optimizer, and nothing has left the card yet."""
+    kept, besides = e.left(()), BESIDES_TRAINER
+    made_of = f"{amount(kept)} of tensors, {amount(besides)} besides"
+    return Moment("while it loads", kept + besides, made_of, LOADING)
+
+
+def beside_engine(c: Config, e: Estimate, leaving: Collection[str], device_bytes: float) -> Iterator[Moment]:
+    """Moments while the engine uses the GPU. If the bytes of its KV cache are given, it takes these bytes and the
+    weights. But it does not start if less than its share is free."""
+    facts = c.engine.engine_facts
+    left, share, given = e.left(leaving), facts.memory_share, facts.cache_bytes
+    besides = BESIDES_GENERATING + communicator_bytes(c)
+    if given:
+        weights = engine_weights(c, e.shape).bytes
+        taken, how = weights + given, f"{amount(weights)} of weights and {amount(given)} of KV cache"
+        yield Moment(
+            "when an engine starts",
+            left + BESIDES_TRAINER + share * device_bytes,
+            f"{amount(left + BESIDES_TRAINER)} of the trainer, {share:g} of the GPU that "
+            f"{facts.project} wants to find free",
+            LOADING,
+        )
+    else:
+        taken, how = share * device_bytes, f"{share:g} of the GPU"
+    yield Moment(
+        "while engines generate",
+        left + taken + besides,
+        f"{amount(left)} of the trainer, {how} for the engine, {amount(besides)} besides",
+        GENERATING,
+    )
+
+
+def hand_over(c: Config, e: Estimate, leaving: Collection[str]) -> Moment:
+    """The trainer gives its weights to an engine that has woken without its KV cache. The rest of the trainer's state
+    has left."""
+    left = e.left([part for part in leaving if part != "parameters"])
+    weights, besides = engine_weights(c, e.shape).bytes, besides_tensors(c)
+    return Moment(
+        "while weights are handed over",
+        left + weights + besides,
+        f"{amount(left)} of the trainer, {amount(weights)} of the engine's weights, {amount(besides)} besides",
+        HAND_OVER,
+    )
+
+
+def besides_tensors(c: Config) -> float:
+    """GPU memory that a training step needs beside the trainer's tensors: for the CUDA context, for NCCL's
+    communicators (they are made when they are first used), and for a sleeping engine."""
+    own = BESIDES_TRAINER + communicator_bytes(c)
+    if not c.num_engines:
+        return own
+    if c.cluster.colocate:
+        return own + SLEEPING_ENGINE + engine_communicator_bytes(c)
+    return max(own, BESIDES_TRAINER + COMMUNICATORS)
+
+
+def training(c: Config, e: Estimate, leaving: Collection[str]) -> Moment:
+    """The moment of a training step, while the engine on the GPU sleeps and the parts `leaving` come when needed."""
+    besides = besides_tensors(c)
+    whose = "a sleeping engine's and its own" if c.cluster.colocate and c.num_engines else "its own"
+    peak = e.peak_with(leaving)
+    gaps = FRAGMENTATION * max((item.bytes for item in e.work), default=0.0)
+    made_of = f"{amount(peak)} of tensors, {whose} {amount(besides)} besides, {amount(gaps)} of gaps between tensors"
+    return Moment("while it trains", peak + besides + gaps, made_of, TRAINING, gaps)
+
+
+def saving(c: Config, e: Estimate, leaving: Collection[str]) -> Iterator[Moment]:
+    """A checkpoint has the weights and the optimizer's state, which come back to the card for it."""
+    if c.checkpoint.save is None:
+        return
+    kept = e.left([part for part in leaving if part == "gradients"])
+    besides = besides_tensors(c)
+    made_of = f"{amount(kept)} of tensors, {amount(besides)} besides"
+    yield Moment("while it saves", kept + besides, made_of, SAVING)
+
+
+def of_phase(moments: Collection[Moment]) -> dict[str, float]:
+    """Phase -> the most bytes on the card. The engines get their first weights as they are, with their KV cache."""
+    found: dict[str, float] = {}
+    for moment in moments:
+        found[moment.phase] = max(moment.bytes, found.get(moment.phase, 0.0))
+    if GENERATING in found:
+        found[LOADING] = max(found.get(LOADING, 0.0), found[GENERATING])
+        found[FIRST_WEIGHTS] = max(found[GENERATING], found.get(HAND_OVER, 0.0))
+    elif LOADING in found:
+        found[FIRST_WEIGHTS] = found[LOADING]
+    return found
+
+
+def engine_weights(c: Config, shape: Shape) -> Item:
+    """The model's weights on one GPU of an engine. Tensor-parallel ranks and pipeline stages share the parameters, and
+    data-parallel replicas share the experts. An engine that quantises does not quantise embedding and head. A draft
+    adds the layers of multi-token prediction."""
+    facts = c.engine.engine_facts
+    size: float = BYTES.get(facts.dtype or c.megatron.params_dtype, 2)
+    gpus = c.cluster.rollout_num_gpus_per_engine // facts.data_parallel_size
+    every = c.cluster.rollout_num_gpus_per_engine
+    ends = shape.params - shape.params_of(shape.kinds, 0).total
+    whole = shape.params_of(shape.kinds, 0) + (shape.predicting if facts.drafts else Params())
+    experts = whole.experts if facts.data_parallel_size > 1 else 0
+    layers = whole.total - experts
+    parts = [(layers + ends, size)]
+    if facts.weight_bytes is not None:
+        parts = [(layers, facts.weight_bytes), (ends, size)]
+        size = facts.weight_bytes
+    how = " + ".join(f"{count(number)} x {each:.4g} B" for number, each in parts)
+    how = f"{how if len(parts) == 1 else f'({how})'} / {gpus} GPUs"
+    if experts:
+        how += f" + {count(experts)} of experts x {size:.4g} B / {every} GPUs"
+    shared = sum(number * each for number, each in parts)
+    return Item("weights", shared / gpus + experts * size / every, how)
+
+
+def registered(c: Config) -> bool:
+    """Whether buffers are registered with NCCL. Such buffers stay on the device."""
+    return bool(c.megatron.overrides.get("nccl_ub"))

@@ -1,0 +1,137 @@
+"""What one host must hold in each phase of a run: the sum over all processes that the run has there.
+
+Page cache is not counted: the kernel takes it back. Pinned memory is counted where it is used: Adam on the host and the
+state that leaves the GPUs are pinned. The sum is for the host with the most processes, and for runs on GPUs. Imports
+neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from slime.checkpoints.hf_config import MAPPED_BYTES
+from slime.config import Config
+from slime.plan.loading_estimate import largest_slice, stored_bytes
+from slime.plan.memory_estimate import BYTES, Estimate
+from slime.plan.units import GIB, amount
+from slime.plan.update_estimate import given_bytes
+from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, HAND_OVER, LOADING, PHASES, SAVING, TRAINING
+from slime.weight_sync.registry import CHANNELS
+
+KILLED_AT = 0.95
+"""The part of the host's memory from which Ray kills workers, and vime ends a run."""
+USABLE = KILLED_AT - 0.02
+"""The part that a plan may fill. The sum is not more exact than the difference."""
+
+TRAINER = 1.9 * GIB
+"""A trainer's resident memory without the state that it keeps on the host. On an H100: 54.3 GiB with 52.4 GiB of a
+Qwen3-4B's state, and 69.3 GiB with 67.4."""
+OTHERS = 1.3 * GIB
+"""Driver, rollout manager, router and the processes of Ray."""
+SERVER, SPREAD, WORKER = 1.0 * GIB, 0.5 * GIB, 1.4 * GIB
+"""An engine's server; its core, where workers are processes of their own; and each of its workers. With OTHERS, a run
+with one engine on one H100 had 3.65 GiB in addition to its trainer."""
+OBJECT_STORE = 0.5 * GIB
+"""Of the Ray that a run starts (`slime.cluster.ray_start`): rollout data, in shared memory."""
+SHARED = 0.1 * GIB
+"""Shared memory of a process on a GPU: the queues of an engine, NCCL's."""
+SYSTEM = 4.0 * GIB
+"""What a host uses without a run. Chosen, not measured: where the plan is for this host, its own value is taken."""
+PAGE_TABLES = 8 / 4096
+"""Eight bytes for each page of 4 KiB that a process has."""
+
+
+@dataclass(frozen=True)
+class HostItem:
+    """One line of the sum."""
+
+    name: str
+    bytes: float
+    arithmetic: str
+    phases: tuple[str, ...] = PHASES
+    """The phases in which it is there."""
+
+
+@dataclass(frozen=True)
+class HostSum:
+    """All of a host."""
+
+    items: tuple[HostItem, ...]
+
+    def of_phase(self, phase: str) -> float:
+        return sum(item.bytes for item in self.items if phase in item.phases)
+
+    @property
+    def worst(self) -> str:
+        """The phase with the most bytes, the first of them."""
+        return max(PHASES, key=self.of_phase)
+
+
+def host_sum(groups: Sequence[tuple[Config, Estimate, Collection[str]]], system: float = SYSTEM) -> HostSum:
+    """`groups`: the configuration of each group of trainer ranks, its estimate, and the parts that leave its devices;
+    the policy's first. `system`: bytes that the host uses without the run."""
+    items = [HostItem("system", system, "what the host uses without the run")]
+    for c, e, leaving in groups:
+        items += _of_trainers(c, e, leaving)
+    items += _of_run(groups[0][0], groups[0][1])
+    tables = PAGE_TABLES * sum(item.bytes for item in items[1:])
+    items.append(HostItem("page tables", tables, "8 B for each 4 KiB of these"))
+    return HostSum(tuple(item for item in items if item.bytes))
+
+
+def _of_trainers(c: Config, e: Estimate, leaving: Collection[str]) -> Iterator[HostItem]:
+    """The ranks of a group that are on one host."""
+    ranks = c.cluster.actor_num_gpus_per_node
+    yield HostItem("trainers", ranks * TRAINER, f"{ranks} ranks x {amount(TRAINER)}")
+    adam = sum(item.bytes for item in e.host)
+    yield HostItem("Adam on the host", ranks * adam, f"{ranks} ranks x {amount(adam)}")
+    moved = {part: e.of_part(part) for part in leaving if part != "gradients"}
+    away = sum(moved.values())
+    yield HostItem(
+        "offloaded state", ranks * away, f"{ranks} ranks x {amount(away)} of {' and '.join(moved)}"
+    )
+    hf = e.shape.hf
+    elements, _ = largest_slice(c, e.shape, whole=bool(hf.get("quantization_config")))
+    reads = elements * stored_bytes(c, hf) + MAPPED_BYTES
+    yield HostItem("files read", ranks * reads, f"{ranks} ranks x {amount(reads)}", (LOADING,))
+    if c.checkpoint.save is not None and c.checkpoint.async_save:
+        share = ranks / c.world_size
+        state = 0 if c.checkpoint.no_save_optim else 12
+        saved = e.shape.params * (BYTES[c.megatron.params_dtype] + state) * share
+        how = (
+            f"--async-save: {e.shape.params * share / 1e9:.3g} G x {BYTES[c.megatron.params_dtype] + state} B"
+        )
+        # The files are written while the next step runs.
+        yield HostItem("checkpoint in flight", saved, how, (SAVING, GENERATING, HAND_OVER, TRAINING))
+
+
+def _of_run(c: Config, e: Estimate) -> Iterator[HostItem]:
+    """The driver's host, with its share of the engines."""
+    yield HostItem("driver, manager, router, Ray", OTHERS, "measured")
+    yield HostItem("object store", OBJECT_STORE, "Ray's, in shared memory")
+    size, per_node = c.cluster.rollout_num_gpus_per_engine, c.cluster.num_gpus_per_node
+    if c.num_engines and not c.rollout.rollout_external_engine_addrs:
+        apart = 0 if c.cluster.colocate else c.cluster.actor_num_gpus_per_node
+        here = min(c.cluster.rollout_num_gpus, per_node - apart if apart < per_node else per_node)
+        servers = -(-here // size)
+        each = SERVER + (SPREAD if size > 1 else 0)
+        how = f"{servers} servers x {amount(each)} + {here} workers x {amount(WORKER)}"
+        yield HostItem("engines", servers * each + here * WORKER, how)
+        ranks = c.cluster.actor_num_gpus_per_node
+        yield HostItem("queues", (here + ranks) * SHARED, "of processes on GPUs, in shared memory")
+    yield from _published(c, e)
+
+
+def _published(c: Config, e: Estimate) -> Iterator[HostItem]:
+    """Weights on their way to the engines, where they stay in memory."""
+    size = e.shape.params * BYTES[c.megatron.params_dtype]
+    copies = CHANNELS[c.weight_update.update_weight_transport].copies
+    later = (FIRST_WEIGHTS, GENERATING, HAND_OVER, TRAINING, SAVING)
+    if c.num_engines and copies and c.weight_update.weight_dir is None and c.cluster.actor_num_nodes == 1:
+        how = f"{copies} versions x {amount(size)}, in shared memory"
+        yield HostItem("published weights", copies * size, how, later)
+    if c.num_engines and c.weight_update.update_weight_mode == "delta":
+        given, _ = given_bytes(c, e.shape)
+        ranks = c.cluster.actor_num_gpus_per_node
+        yield HostItem("weights of the last update", ranks * given, f"{ranks} ranks x {amount(given)}", later)

@@ -1,0 +1,95 @@
+"""The sizes of the machine that a plan is for: options of `vime plan`, the table of --gpu, or this machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slime.config import Config
+from slime.config.config_file import split_argv, with_config_files
+from slime.hardware import HARDWARE
+from slime.memory.cards import Cards
+from slime.memory.host import host_memory, host_total
+from slime.plan.fit import MachineSizes
+from slime.plan.host_phases import SYSTEM
+from slime.plan.units import GIB
+
+GPU_MEMORY, HOST_MEMORY = "--gpu-memory-gib", "--host-memory-gib"
+"""Options of `vime plan` that are no flags of a run."""
+_OF = {
+    GPU_MEMORY: "the memory of one GPU",
+    HOST_MEMORY: "the memory of one host, or the limit of its container",
+}
+
+
+@dataclass(frozen=True)
+class GivenSizes:
+    """The values of the two options, in GiB."""
+
+    gpu: float | None = None
+    host: float | None = None
+
+
+def take_sizes(argv: Sequence[str]) -> tuple[list[str], GivenSizes]:
+    """Split the two options off the flags of a run: (the flags, their values). The last use counts. ValueError unless a
+    value is a number above 0."""
+    flags, given = list[str](), dict[str, float]()
+    tokens = iter(argv)
+    for token in tokens:
+        written, equals, value = token.partition("=")
+        name = written.replace("_", "-")
+        if name in _OF:
+            given[name] = gib(value if equals else next(tokens, ""), name)
+        else:
+            flags.append(token)
+    return flags, GivenSizes(given.get(GPU_MEMORY), given.get(HOST_MEMORY))
+
+
+def gib(given: str, name: str = GPU_MEMORY) -> float:
+    """The value of an option in GiB. ValueError unless it is a number above 0."""
+    try:
+        size = float(given)
+    except ValueError:
+        size = math.nan
+    if not 0 < size < math.inf:
+        raise ValueError(
+            f"{name} must be a number above 0, got {given or 'none'}; give the GiB of memory of {_OF[name]}"
+        )
+    return size
+
+
+def for_gpus(flags: Sequence[str], size: float | None) -> list[str]:
+    """`flags`, with --device cuda added if `size` is given and they have no device."""
+    named = any(group.name == "device" for group in with_config_files(split_argv(flags)))
+    return [*flags, *(() if size is None or named else ("--device", "cuda"))]
+
+
+def asked_bytes(c: Config, size: float | None) -> float | None:
+    """Bytes of GPUs of `size` GiB, or of the GPU of --gpu, or None without both. ValueError for a run without GPUs."""
+    if size is None:
+        return None if c.cluster.gpu is None else HARDWARE[c.cluster.gpu].memory_gib * GIB
+    if c.cluster.device != "cuda":
+        raise ValueError(
+            f"{GPU_MEMORY} must go with --device cuda, got --device {c.cluster.device}; leave out one of the two"
+        )
+    return size * GIB
+
+
+def device_memory(c: Config) -> int | None:
+    """Bytes of the smallest of this machine's GPUs, or None without one. Makes no CUDA context."""
+    if c.cluster.device != "cuda":
+        return None
+    return min((card.total for card in Cards().read()), default=None)
+
+
+def machine_of(c: Config, sizes: GivenSizes | None = None) -> MachineSizes:
+    """The sizes that were asked for. Without them: those of this machine, if it has a GPU."""
+    sizes = sizes or GivenSizes()
+    asked, here = asked_bytes(c, sizes.gpu), device_memory(c)
+    if sizes.host is not None:
+        return MachineSizes(asked or here, sizes.host * GIB)
+    if here is None:
+        return MachineSizes(asked)
+    now = host_memory()
+    return MachineSizes(asked or here, host_total(), SYSTEM if now is None else now.used)
