@@ -68,6 +68,7 @@ def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = Non
             if not allow_unauthenticated:
                 # Check before ray.init, because ray.init sends the token to the server at this address.
                 address = services.canonicalize_bootstrap_address_or_die(joined)
+                ray_token.require_own_server(address)
                 ray_token.require_authentication(address)
             ray.init(**quiet)
         else:

@@ -15,6 +15,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from slime.config.child_environment import without_secrets
+from slime.peers.proof import strangers_at
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _PROBE_TIMEOUT_S = 60
@@ -81,6 +82,16 @@ def use_given_token(environ: MutableMapping[str, str]) -> None:
             )
         check_token_file(path)
     environ[MODE] = "token"
+
+
+def require_own_server(gcs_address: str) -> None:
+    """ValueError if another user of this host listens at the address: the token would go there."""
+    host, _, port = gcs_address.rpartition(":")
+    if strangers := strangers_at(host.strip("[]"), int(port)):
+        raise ValueError(
+            f"the Ray cluster at {gcs_address} must belong to this user or root, got a process of user {strangers[0]}, "
+            "which would get the token; start the cluster as this user, or correct RAY_ADDRESS"
+        )
 
 
 def require_authentication(gcs_address: str) -> None:

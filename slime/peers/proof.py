@@ -87,17 +87,25 @@ def require_proof(
     raise NotProvenError(said)
 
 
-def is_strangers(host: str, port: int, run_key: str) -> bool:
-    """Whether the server at an address of this host is another user's and has not the key. False for other hosts."""
+def strangers_at(host: str, port: int) -> list[int]:
+    """The user ids of other users than this one and root whose sockets listen at an address of this host. Empty for
+    other hosts, whose sockets this kernel does not list."""
     family, _, _, _, peer = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(peer)  # sends nothing
         own = probe.getsockname()[0]
     address = _plain(str(peer[0]))
     if not ip_address(address).is_loopback and address != _plain(own):
+        return []
+    return sorted({each.uid for each in listening_at(address, port)} - {os.geteuid(), 0})
+
+
+def is_strangers(host: str, port: int, run_key: str) -> bool:
+    """Whether the server at an address of this host is another user's and has not the key. False for other hosts."""
+    if not strangers_at(host, port):
         return False
-    strange = [each for each in listening_at(address, port) if each.uid not in (os.geteuid(), 0)]
-    return bool(strange) and not _answers(address, port, run_key, ANSWER_S)
+    address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    return not _answers(_plain(address), port, run_key, ANSWER_S)
 
 
 def _answers(host: str, port: int, run_key: str, timeout_s: float) -> bool:

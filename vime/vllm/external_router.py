@@ -8,6 +8,7 @@ import contextlib
 import http.client
 import sys
 
+from slime.peers.proof import is_strangers
 from vime.pool.control import answers
 from vime.pool.process import SupervisedProcess, accepts
 from vime.vllm.router import VllmRouter
@@ -40,9 +41,11 @@ class ExternalRouter(VllmRouter):
         return answers(self.spec.gateway_url, self.spec.run_key, self.ready_path, timeout_s=5)
 
     def poll(self) -> int | None:
-        """None while the gateway runs and the router listens."""
-        status = super().poll()
-        return status if status is not None or accepts(self.spec.host, self.spec.port) else 1
+        """None while the gateway runs and the router listens, as far as this host can see."""
+        if (status := super().poll()) is not None:
+            return status
+        host, port = self.spec.host, self.spec.port
+        return None if accepts(host, port) and not is_strangers(host, port, self.spec.run_key) else 1
 
     def remove_all(self) -> None:
         """Take out every engine, for the router outlives this run."""

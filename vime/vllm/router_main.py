@@ -40,6 +40,8 @@ def start_key_server(run_key: str) -> str:
     """
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = 30.0  # seconds: a client that is silent keeps no thread
+
         def do_GET(self) -> None:
             given = self.headers.get("Authorization", "").encode("latin-1")
             self.send_response(200 if hmac.compare_digest(given, b"Bearer " + run_key.encode()) else 401)

@@ -6,6 +6,8 @@ import asyncio
 import secrets
 import socket
 from ipaddress import IPv4Address, ip_address
+from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
 from aiohttp import web
@@ -16,6 +18,7 @@ from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.agent.harness import CLAUDE_CODE
 from slime.agent.sandbox import plug_ins
 from slime.http import get_host_info
+from slime.sessions.server import SessionServer
 
 
 class Conversations:
@@ -116,3 +119,32 @@ def test_a_harness_gives_the_agent_the_key_of_its_session(monkeypatch):
     shown = [next(env for _, env in box.commands if env)["ANTHROPIC_AUTH_TOKEN"] for box in boxes]
     assert shown == keys and keys[0] != keys[1]
     assert session_keys.key_of("rollout/3") == "rollout/3"  # no session has it now
+
+
+def test_the_server_of_sessions_refuses_a_key_that_is_not_utf8():
+    """And a wrong one, and one of another session, with 401."""
+    own, other = (SimpleNamespace(id=name, api_key=secrets.token_urlsafe(32), url="") for name in "ab")
+
+    def ask(port, path, header, key):
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            head = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{header}".encode()
+            connection.sendall(head + key + b"\r\n\r\n")
+            return int(connection.makefile("rb").readline().split()[1])
+
+    async def main():
+        server = SessionServer()
+        await server.start()
+        try:
+            server.add(own)
+            server.add(other)
+            port, good = urlsplit(server.url).port, own.api_key.encode()
+            for header in ("Authorization: Bearer ", "x-api-key: "):
+                assert await asyncio.to_thread(ask, port, "/sessions/a/v1/models", header, good) == 200
+                for key in (b"\xff\xfe", b"\xed\xa0\x80", "é".encode(), b"", other.api_key.encode()):
+                    assert await asyncio.to_thread(ask, port, "/sessions/a/v1/models", header, key) == 401
+            for name in ("%ff", "c", "%00"):
+                assert await asyncio.to_thread(ask, port, f"/sessions/{name}/v1/models", header, good) == 401
+        finally:
+            await server.stop()
+
+    asyncio.run(main())

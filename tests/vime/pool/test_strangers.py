@@ -20,6 +20,7 @@ from engine_double import DoubleServer
 from stranger import UID, Stranger, only_as_root, stranger
 
 from slime import http
+from slime.cluster.ray_token import require_own_server
 from slime.peers import listeners, proof
 from slime.peers.proof import NotProvenError
 from vime.pool import external
@@ -126,7 +127,9 @@ def test_the_ports_of_a_router_that_died_stay_the_runs(tmp_path: Path) -> None:
 
 
 @only_as_root
-def test_an_engine_apart_that_a_stranger_replaced(taken: Stranger, tmp_path: Path) -> None:
+def test_servers_apart_that_a_stranger_replaced(
+    taken: Stranger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     at = spec(VllmSpec, tmp_path, taken.port, start_timeout_s=0.2)
     engine = external.ExternalEngine(at, VllmControl)
     with pytest.raises(RuntimeError, match="must serve within"):
@@ -138,6 +141,8 @@ def test_an_engine_apart_that_a_stranger_replaced(taken: Stranger, tmp_path: Pat
         with pytest.raises(NotProvenError):
             call()
     router = ExternalRouter(spec(RouterSpec, tmp_path, taken.port, external=True))
+    monkeypatch.setattr(Server, "poll", lambda self: None)  # as if its gateway ran
+    assert router.poll() == 1
     with pytest.raises(NotProvenError):
         router.add("http://127.0.0.1:1")
     assert KEY not in taken.heard
@@ -192,6 +197,18 @@ def test_rollouts_and_hooks_send_no_key_to_a_stranger(taken: Stranger) -> None:
     finally:
         http.set_own_servers()
     assert "vime_proof" in taken.heard and KEY not in taken.heard
+
+
+@only_as_root
+def test_rays_token_goes_to_no_stranger(taken: Stranger) -> None:
+    for host in ("127.0.0.1", "localhost"):
+        with pytest.raises(
+            ValueError, match=f"must belong to this user or root, got a process of user {UID}"
+        ):
+            require_own_server(f"{host}:{taken.port}")
+    require_own_server("192.0.2.1:6379")  # an address of documentation (RFC 5737), on no host
+    assert not proof.is_strangers("localhost", free_port("127.0.0.1"), KEY)
+    assert proof.is_strangers("localhost", taken.port, KEY) and KEY not in taken.heard
 
 
 @pytest.fixture(scope="module")
