@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from slime.config import Config, FlagGroup
+from slime.data.limits.context import longest_sequence
 from slime.protocols import EnginePool, NoEngines, WeightSource
-from slime.roles.served import ServedModel, served_models
+from slime.roles.served import ServedModel, served_models, teachers
 from slime.rollout_backend import RolloutBackend
 from slime.rules import parse_args
 from slime.rules.listing import Row, own_rows
@@ -94,7 +95,25 @@ def parse_config(argv: Sequence[str], rules: Sequence[Rule] = (), *, download: b
     they name models of the Hugging Face hub.
     """
     config = parse_args(argv, BACKENDS, _from_environment, (check_served, *rules), download=download)
+    config = _within_teachers(config)
     return dataclasses.replace(config, notes=(*config.notes, *backend_of(config).remarks(config)))
+
+
+def _within_teachers(config: Config) -> Config:
+    """The configuration with a context in which every served teacher can score a whole sample. An engine that scores a
+    sequence makes one token more."""
+    if not (scoring := {model.name for model in teachers(config).values()}):
+        return config
+    facts = config.engine.engine_facts
+    tokens, _ = longest_sequence(config)
+    for model, _, own in models_of(config):
+        of_teacher, setting = longest_sequence(own) if model.name in scoring else (None, "")
+        if of_teacher is not None and (tokens is None or of_teacher - 1 < tokens):
+            tokens = of_teacher - 1
+            said = f"one less than {in_own_flags(setting, model)} of {model.name}"
+            named = {**facts.flag_of, "context": said}
+            facts = dataclasses.replace(facts, context=tokens, flag_of=named)
+    return config.with_values(engine_facts=facts)
 
 
 def check_each(argv: Sequence[str]) -> None:

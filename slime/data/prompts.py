@@ -12,16 +12,15 @@ import functools
 import hashlib
 import json
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
 from slime.data.files import FileSource, Place, Row, find_source, read_table
+from slime.data.limits.context import Context, Rows, require_room
 from slime.data.rows import Columns, prompt_lengths, render_chat, rendered, require_conversation, to_prompt
 from slime.data.tokenizer import tokenizer_identity
 from slime.types import Metadata, Prompt, Sample
@@ -38,18 +37,8 @@ LabelCheck = Callable[[object, Metadata], None]
 _ROWS_AT_A_TIME = 1024
 _ROWS_PER_PROCESS = 100_000
 """A check of more rows is shared by several processes."""
-_TEMPLATE_BYTES = 4096
-"""More than a chat template adds to a prompt."""
 _VERSION = 4
 """Of the checks: a new number makes every file be checked again."""
-
-
-@dataclass(frozen=True)
-class Context:
-    """The longest sequence of a model, if it says so, and what loads its tokenizer, which few files need."""
-
-    tokens: int | None
-    tokenizer: Callable[[], PreTrainedTokenizerBase]
 
 
 class Prompts(Sequence[Prompt]):
@@ -151,8 +140,7 @@ def load_prompts(
 
     ValueError with file and line for a missing column, a wrong type, a message list that the chat template cannot
     render, or a label that `check_label` refuses. Its text is part of what is remembered, so it must name all that it
-    depends on. ValueError if no prompt remains, or if a prompt leaves no room in `context`. No engine of the model
-    accepts such a prompt.
+    depends on. ValueError if no prompt remains, or if one leaves no room in `context`: engines refuse such a prompt.
     """
     if tokenizer is None and (columns.apply_chat_template or max_prompt_len is not None):
         raise ValueError(
@@ -176,37 +164,32 @@ def load_prompts(
             f"{flag} must hold at least one prompt, got none in {path}; check the file and its slice"
         )
     prompts = Prompts(table, source, columns, template, rows, len(whole) - len(part))
-    if max_prompt_len is None:
-        if context is not None:
-            _require_room(prompts, sizes, lists, context, limit_flag)
-        return prompts
-    assert tokenizer is not None
-    return _short(prompts, tokenizer, max_prompt_len, path, limit_flag)
+    if max_prompt_len is not None:
+        assert tokenizer is not None
+        fits = _fits(prompts, tokenizer, max_prompt_len, path, limit_flag)
+        prompts, sizes, lists = prompts.kept(fits), sizes[fits], lists[fits]
+    if context is not None:
+        require_room(Rows(sizes, lists, prompts.lengths, prompts.place), context, limit_flag)
+    return prompts
 
 
-def _short(
+def _fits(
     prompts: Prompts, tokenizer: PreTrainedTokenizerBase, max_prompt_len: int, path: str, limit_flag: str
-) -> Prompts:
-    """The prompts of at most `max_prompt_len` tokens. ValueError if there are none."""
+) -> np.ndarray:
+    """A mask of the prompts of at most `max_prompt_len` tokens. ValueError if there are none."""
     lengths = prompts.lengths(np.arange(len(prompts)), tokenizer)
-    kept = prompts.kept(lengths <= max_prompt_len)
-    if len(kept) < len(prompts):
+    kept = lengths <= max_prompt_len
+    if (few := int(kept.sum())) < len(prompts):
         logger.warning(
             "%d of %d prompts in %s are longer than %s %d tokens (longest: %d) and are left out",
-            *(len(prompts) - len(kept), len(prompts), path, limit_flag, max_prompt_len, lengths.max()),
+            *(len(prompts) - few, len(prompts), path, limit_flag, max_prompt_len, lengths.max()),
         )
-    if not len(kept):
+    if not few:
         raise ValueError(
             f"{limit_flag} must leave at least one prompt, got {max_prompt_len} while the shortest of "
             f"{len(prompts)} prompts in {path} has {lengths.min()} tokens; raise the limit"
         )
     return kept
-
-
-def prompt_limit(max_prompt_len: int | None, max_context_len: int | None) -> int | None:
-    """The longest prompt that both limits allow. The context leaves room for a response token."""
-    limits = (max_prompt_len, None if max_context_len is None else max_context_len - 1)
-    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _part(table: Dataset, source: FileSource) -> range:
@@ -341,32 +324,6 @@ def _key(
     identities = [None if one is None else tokenizer_identity(one) for one in (template, tokenizer)]
     parts = [_VERSION, table._fingerprint, dataclasses.asdict(columns), identities, rows]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _require_room(
-    prompts: Prompts, sizes: np.ndarray, lists: np.ndarray, context: Context, limit_flag: str
-) -> None:
-    """ValueError if a prompt has `context.tokens` tokens or more. Renders all message lists, and tokenises of the
-    texts only those that may be that long."""
-    longest = math.inf if context.tokens is None else context.tokens
-    # A token is at least one byte and a character at most four, so a shorter text has fewer tokens.
-    doubtful = np.flatnonzero((sizes >= max(0, longest - _TEMPLATE_BYTES + 3) // 4) | (lists > 0))
-    if not len(doubtful):
-        return
-    tokenizer = context.tokenizer()
-    # A text with more than this many characters is too long whatever its tokens are; tokenising it may take minutes.
-    certain = longest * max(map(len, tokenizer.get_vocab()))
-    unclear = doubtful[sizes[doubtful] <= certain]
-    lengths = dict(zip(unclear.tolist(), prompts.lengths(unclear, tokenizer).tolist(), strict=True))
-    too_long = [i for i in doubtful.tolist() if lengths.get(i, longest) >= longest]
-    if too_long:
-        worst = max(too_long, key=lambda i: int(sizes[i]))
-        size = f"{lengths[worst]} tokens" if worst in lengths else f"{sizes[worst]} characters"
-        raise ValueError(
-            f"prompts must be shorter than the model's context of {context.tokens} tokens (max_position_embeddings), "
-            f"got {len(too_long)} of {len(prompts)} that are not; the longest has {size} at {prompts.place(worst)}; "
-            f"shorten them, or leave them out with {limit_flag}"
-        )
 
 
 def filter_long_prompt(

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slime.algo.losses import loss_of
-from slime.checkpoints.hf_config import read_hf_config
 from slime.config.schema import Config, section_of
 from slime.config.sections.data import DataConfig
 from slime.config.sections.reward import RewardConfig
 from slime.config.sections.rollout import RolloutConfig
 from slime.data.drawing.curriculum import PROMPT, PassRates
 from slime.data.drawing.mixing import DataSet, Joined, Mixture, Order, data_sets
-from slime.data.prompts import Context, LabelCheck, Prompts, load_prompts, prompt_limit
+from slime.data.limits.context import Context, prompt_limit
+from slime.data.prompts import LabelCheck, Prompts, load_prompts
 from slime.data.rows import Columns, require_template_reads
 from slime.data.tokenizer import load_tokenizer
 from slime.disk_space import Room
@@ -296,9 +296,8 @@ def load_training_prompts(
     if checkpoint and data.apply_chat_template_kwargs:
         require_template_reads(data.apply_chat_template_kwargs, tokenizer(), "--apply-chat-template-kwargs")
     context = None
-    longest = read_hf_config(checkpoint).get("max_position_embeddings") if checkpoint else None
     if checkpoint and loss_of(c.algorithm).rewarded:  # an engine continues the prompts
-        context = Context(longest, tokenizer)
+        context = Context.of(c, tokenizer)
     columns = Columns(
         input_key=data.input_key,
         label_key=data.label_key,

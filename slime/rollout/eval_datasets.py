@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from slime.checkpoints.hf_config import read_hf_config
 from slime.config.fields import NEAR, Values
 from slime.config.ranges import COUNT, COUNT_OR_ZERO, FRACTION, TEMPERATURE_OR_GREEDY, TOP_K, Range
 from slime.config.schema import Config
 from slime.config.sections.reward import RewardConfig
-from slime.data.prompts import Context, Prompts, load_prompts, prompt_limit
+from slime.data.limits.context import Context, prompt_limit
+from slime.data.prompts import Prompts, load_prompts
 from slime.data.rows import Columns, require_template_reads
 from slime.hooks import load_function
 from slime.rollout import sampling
@@ -292,11 +292,11 @@ def read_eval_prompts(
     """The prompts of a dataset, checked. ValueError with file and line for a wrong one. `most_bytes`: see
     `load_prompts`."""
     checkpoint = c.rollout.hf_checkpoint
-    longest = read_hf_config(checkpoint).get("max_position_embeddings") if checkpoint else None
     limit = prompt_limit(config.max_prompt_len, config.max_context_len)
     if checkpoint and config.apply_chat_template_kwargs:
         name = f"apply_chat_template_kwargs of dataset {config.name!r}"
         require_template_reads(config.apply_chat_template_kwargs, tokenizer(), name)
+    context = Context.of(c, tokenizer).for_responses(config.max_response_len, "--eval-max-response-len")
     return load_prompts(
         config.path,
         Columns(
@@ -306,7 +306,7 @@ def read_eval_prompts(
         max_prompt_len=limit,
         flag="--eval-prompt-data" if c.evaluation.eval_config is None else "--eval-config",
         limit_flag="--eval-max-prompt-len",
-        context=Context(longest, tokenizer) if checkpoint else None,
+        context=context if checkpoint else None,
         check_label=eval_label_check(c, config),
         most_bytes=most_bytes,
     )

@@ -73,8 +73,8 @@ def GenerateState(args: Namespace) -> state.GenerateState:
 async def generate(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> Sample:
     """Continue `sample` with one request. Sets its tokens, response, log-probs, status and weight versions.
 
-    A sample that already has a response continues after its last token. `max_new_tokens` and
-    --rollout-max-context-len bound the whole response; a sample with no tokens left becomes TRUNCATED without a
+    A sample that already has a response continues after its last token. `max_new_tokens`, --rollout-max-context-len
+    and the engine's context bound the whole response; a sample with no tokens left becomes TRUNCATED without a
     request. If the request passes --rollout-deadline-s, the sample keeps what it had and becomes ABORTED.
     ValueError, with the sample's name, if the prompt leaves no room or the engine rejects it.
     """
@@ -82,7 +82,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
     assert own.engine is not None, "generation needs an engine"
     if not sample.tokens:
         sample.tokens = own.prompt_ids(sample)
-    budget = _token_budget(flags, sample, sampling_params)
+    budget = _token_budget(flags, sample, sampling_params, own.context)
     if budget <= 0:
         sample.status = Sample.Status.TRUNCATED
         return sample
@@ -100,8 +100,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
         async with asyncio.timeout(flags.rollout_deadline_s * 1.1 + 0.5):
             result = await own.engine.generate(
                 sample.tokens,
-                {k: v for k, v in sampling_params.items() if k != "max_context_len"}
-                | {"max_new_tokens": budget},
+                _within(sampling_params, sample, budget),
                 seed=seed,
                 deadline_s=flags.rollout_deadline_s,
                 **wanted,
@@ -141,25 +140,37 @@ def wanted_of(args: Namespace, known_experts: int) -> ReplayFields:
     return wanted
 
 
-def _token_budget(flags: RolloutConfig, sample: Sample, sampling_params: SamplingParams) -> int:
+def _token_budget(
+    flags: RolloutConfig, sample: Sample, params: SamplingParams, of_engine: tuple[int | None, str]
+) -> int:
     limits: list[int] = []
-    if sampling_params.get("max_new_tokens") is not None:
-        limits.append(sampling_params["max_new_tokens"] - sample.response_length)
-    context = sampling_params.get("max_context_len", flags.rollout_max_context_len)
-    if context is not None:
+    if params.get("max_new_tokens") is not None:
+        limits.append(params["max_new_tokens"] - sample.response_length)
+    of_flag = params.get("max_context_len", flags.rollout_max_context_len)
+    if of_flag is None and not limits:
+        raise ValueError(
+            "--rollout-max-response-len must be set, got none; or give --rollout-max-context-len"
+        )
+    for context, setting in ((of_flag, "--rollout-max-context-len"), of_engine):
+        if context is None:
+            continue
         prompt_len = len(sample.tokens) - sample.response_length
         if prompt_len >= context:
             raise ValueError(
-                f"--rollout-max-context-len must leave room for a response, got {context} for {prompt_len} "
+                f"{setting} must leave room for a response, got {context} for {prompt_len} "
                 f"prompt tokens of sample {sample.index} of group {sample.group_index}; "
                 "lower --rollout-max-prompt-len"
             )
         limits.append(context - len(sample.tokens))
-    if not limits:
-        raise ValueError(
-            "--rollout-max-response-len must be set, got none; or give --rollout-max-context-len"
-        )
     return min(limits)
+
+
+def _within(params: SamplingParams, sample: Sample, budget: int) -> SamplingParams:
+    """The parameters of a request that may add `budget` tokens to the sample."""
+    params = {name: value for name, value in params.items() if name != "max_context_len"}
+    if least := params.get("min_new_tokens"):
+        params["min_new_tokens"] = min(max(least - sample.response_length, 0), budget)
+    return params | {"max_new_tokens": budget}
 
 
 def _take(
@@ -221,9 +232,9 @@ async def generate_and_rm(
         args = of_evaluation(args)
     own = GenerateState(args)
     finished = sample.status in FINISHED
-    if flags.partial_rollout and flags.mask_offpolicy_in_partial_rollout and sample.response_length:
-        sample.loss_mask = [0] * sample.response_length
-        sample.remove_sample = sample.remove_sample or finished  # the group's statistics still include it
+    old = sample.response_length if flags.partial_rollout and flags.mask_offpolicy_in_partial_rollout else 0
+    if old:
+        sample.loss_mask = [0] * old
     result: Sample | list[Sample] = sample
     if not finished:
         async with own.semaphore:
@@ -235,10 +246,16 @@ async def generate_and_rm(
             result = await apply_rollout_sample_hooks(
                 args, result, rollout_id=rollout_id, evaluation=evaluation
             )
+    made = result if isinstance(result, list) else [result]
+    for one in made if old else ():
+        if one.status in FINISHED and not any(one.loss_mask or [1]):
+            one.remove_sample = (
+                True  # the present weights wrote none of its tokens; the group's statistics include it
+            )
     if not evaluation:
         with _blame("--use-opd", sample):
-            await teach(args, result if isinstance(result, list) else [result])
-    rewards, made = section_of(RewardConfig, args), result if isinstance(result, list) else [result]
+            await teach(args, made)
+    rewards = section_of(RewardConfig, args)
     if rewards.group_rm:
         return result
     waiting = [s for s in made if _wants_reward(s)]

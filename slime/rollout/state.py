@@ -17,11 +17,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime import http
-from slime.config.schema import section_of
+from slime.config.schema import Config, section_of
 from slime.config.sections.cluster import ClusterConfig
 from slime.config.sections.engine import EngineConfig
 from slime.config.sections.logging import LoggingConfig
 from slime.config.sections.rollout import RolloutConfig
+from slime.data.limits.context import longest_sequence
 from slime.data.rows import render_chat
 from slime.data.tokenizer import opened, opening_ids
 from slime.protocols import GenerateResult, RolloutEngine
@@ -123,6 +124,11 @@ class GenerateState:
                 "to the file of models, or with --frozen-model"
             )
         return self.frozen_engines[name]
+
+    @functools.cached_property
+    def context(self) -> tuple[int | None, str]:
+        """The most tokens that prompt and response may have together in the engines, and what sets the number."""
+        return longest_sequence(Config.of_args(self.args))
 
     @property
     def concurrency(self) -> int:

@@ -200,7 +200,8 @@ class Session:
         except TimeoutError as error:
             raise self._late(error) from error
         own = self._params.get("max_context_len", self._flags.rollout_max_context_len)
-        context = min((tokens for tokens in (own, served) if tokens is not None), default=None)
+        limits = own, served, self._own.context[0]
+        context = min((tokens for tokens in limits if tokens is not None), default=None)
         if context is not None and len(request.messages) > context:
             said = f"the context length is {context} tokens, got {len(request.messages)} messages"
             raise Refused("context", said)

@@ -113,8 +113,21 @@ def _facts(args: dict[str, Any]) -> EngineFacts:
         router="sglang-router",
         memory_share=_share(args.get("mem_fraction_static", EngineFacts.memory_share)),
         dtype=args.get("dtype"),
-        flag_of={"memory_share": "--sglang-mem-fraction-static"},
+        context=_context(args.get("context_length")),
+        flag_of={"memory_share": "--sglang-mem-fraction-static", "context": "--sglang-context-length"},
     )
+
+
+def _context(typed: str | int | None) -> int | None:
+    """--sglang-context-length. ValueError for a text that is no number."""
+    if typed is None:
+        return None
+    try:
+        return int(typed)
+    except ValueError:
+        raise ValueError(
+            f"--sglang-context-length must be a number of tokens, got {typed}; give the longest sequence"
+        ) from None
 
 
 def _share(typed: str | float) -> float:

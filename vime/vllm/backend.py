@@ -90,6 +90,7 @@ NO_EFFECT = {
 FLAG_OF = {
     "memory_share": "--vllm-gpu-memory-utilization",
     "cache_bytes": "--vllm-kv-cache-memory-bytes",
+    "context": "--vllm-max-model-len",
     "data_parallel_size": "--vllm-data-parallel-size",
     "pipeline_parallel_size": "--vllm-pipeline-parallel-size",
 }
@@ -110,10 +111,17 @@ def engine_facts(args: dict[str, Any]) -> EngineFacts:
         and not args.get("speculative_config")
         and all((args.get(name) or 1) == 1 for name in _CONTEXT_PARALLEL),
         drafts=(args.get("speculative_config") or {}).get("method") == "mtp",
+        context=_context(args),
         data_parallel_size=args.get("data_parallel_size") or 1,
         pipeline_parallel_size=args.get("pipeline_parallel_size") or 1,
         flag_of=FLAG_OF,
     )
+
+
+def _context(args: dict[str, Any]) -> int | None:
+    """--vllm-max-model-len. With auto or -1, vLLM takes the tokens that its memory holds."""
+    limit = args.get("max_model_len")
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def check_concurrency(config: Config) -> None:

@@ -327,8 +327,8 @@ def check_weight_channel(config: Config) -> None:
 def check_context_length(config: Config) -> None:
     """--vllm-max-model-len, when given as a number, must hold the longest sequence of a rollout."""
     longest = config.rollout.rollout_max_context_len or config.rollout.rollout_max_response_len
-    limit = config.engine.backend_args.get("max_model_len")
-    if isinstance(limit, int) and limit > 0 and longest is not None and limit < longest:
+    limit = config.engine.engine_facts.context
+    if limit is not None and longest is not None and limit < longest:
         raise ValueError(
             f"--vllm-max-model-len must hold the longest rollout, got {limit} for {longest} tokens; "
             "raise it or lower --rollout-max-response-len"

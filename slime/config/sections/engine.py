@@ -35,6 +35,9 @@ class EngineFacts:
     """Whether it can compute with the operators of rl_kernel.invariant."""
     drafts: bool = False
     """Whether the engine has the layers of multi-token prediction."""
+    context: int | None = None
+    """The most tokens that prompt and response may have together, where a flag sets it. None: the length in
+    the model's config.json counts."""
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     flag_of: dict[str, str] = field(default_factory=dict)

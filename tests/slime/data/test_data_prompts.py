@@ -192,6 +192,32 @@ def test_a_prompt_that_fills_the_context_is_found_in_the_file(tmp_path):
     assert time.monotonic() - began < 10, "not tokenised"
 
 
+def test_prompts_that_leave_less_than_a_response_are_named(tmp_path, caplog):
+    """Their responses are cut, and a run in the middle was ended by them."""
+    path = write_lines(tmp_path / "d.jsonl", [{"prompt": "x" * n} for n in (3, 7, 9, 6)])
+
+    def load(**more):
+        caplog.clear()
+        context = Context(10, make_tokenizer, "--vllm-max-model-len", more.pop("response", 4))
+        with caplog.at_level(logging.WARNING):
+            return len(load_prompts(path, Columns("prompt"), context=context, **more))
+
+    assert load() == 4
+    assert caplog.messages == [
+        "2 of 4 prompts leave less room than --rollout-max-response-len 4 in the context of 10 tokens "
+        f"(--vllm-max-model-len): their responses are cut; the longest prompt has 9 tokens and leaves 1, at {path}:3"
+    ]
+    assert load(response=1) == 4 and not caplog.messages
+    assert load(tokenizer=make_tokenizer(), max_prompt_len=8) == 3
+    assert len(caplog.messages) == 2 and "1 of 3 prompts leave less room" in caplog.messages[1]
+    assert f"leaves 3, at {path}:2" in caplog.messages[1]
+    write_lines(tmp_path / "d.jsonl", [{"prompt": "x" * n} for n in (3, 12)])
+    with pytest.raises(
+        ValueError, match=r"10 tokens \(--vllm-max-model-len\), got 1 of 2 .* has 12 tokens at .*:2; "
+    ):
+        load(tokenizer=make_tokenizer(), max_prompt_len=20)
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
 def test_a_byte_that_is_not_utf8_is_named(tmp_path, suffix):
     path = tmp_path / f"d.{suffix}"

@@ -13,6 +13,7 @@ from config_cases import good_argv, write_model
 from engine_double import DoubleServer
 
 from slime.config import Config
+from slime.data.limits.context import longest_sequence
 from slime.protocols import NoEngines
 from slime.roles.served import teachers
 from vime.backends import models_of, parse_config, require_reachable
@@ -112,6 +113,23 @@ def test_what_a_teachers_engines_cannot_be(tmp_path: Path, flags: tuple[str, ...
     with pytest.raises(ValueError) as error:
         parse_config(argv(tmp_path, *flags))
     assert said in str(error.value)
+
+
+def test_a_sample_may_be_as_long_as_its_teachers_can_score(tmp_path: Path) -> None:
+    """A teacher makes one token more than it scores. Without a teacher, the model's config.json counts alone."""
+    plain = parse_config(good_argv(tmp_path))
+    assert longest_sequence(plain) == (256, "max_position_embeddings")
+    assert longest_sequence(parse_config([*good_argv(tmp_path), "--vllm-max-model-len", "128"])) == (
+        *(128, "--vllm-max-model-len"),
+    )
+    same = parse_config(argv(tmp_path))
+    assert longest_sequence(same) == (255, "one less than max_position_embeddings of teacher-math")
+    shorter = parse_config(argv(tmp_path, "--opd-teacher-engine-args", "max-model-len=128"))
+    said = "one less than --opd-teacher-engine-args max-model-len of teacher-math"
+    assert longest_sequence(shorter) == (127, said) == longest_sequence(Config.of_args(shorter.namespace()))
+    assert longest_sequence(parse_config(argv(tmp_path, "--vllm-max-model-len", "64"))) == (
+        *(64, "--vllm-max-model-len"),
+    )
 
 
 def of_file(root: Path, judge: dict[str, object], *more: str, name: str = "judge") -> list[str]:

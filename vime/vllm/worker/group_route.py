@@ -46,6 +46,8 @@ LOWEST = -9999.0
 """What stands for minus infinity, as in vLLM's own answers."""
 MISSING = 1e-3
 """A set of ids with less of the probability than all but this is not whole: the distribution was not cut to it."""
+_AUTO = -1
+"""vLLM's --max-model-len for the tokens that its memory holds."""
 PART_S = 0.02
 """The least time between two frames of a sample that is not finished."""
 Finished = asyncio.Queue[SampleAnswer | BaseException | None]
@@ -62,11 +64,12 @@ class _Body(msgspec.Struct):
 class GroupRequest:
     """A parsed request: the prompt and vLLM's sampling parameters of each sample.
 
-    ValueError without a prompt or a sample, and for a response that does not fit. One of `vllm_versions.refusals` for a
-    value that vLLM refuses, TypeError for a parameter that it does not know. msgspec.DecodeError for any other body.
+    ValueError without a prompt or a sample, and for a response that does not fit. With `cuts`, such a response is cut,
+    and only a prompt that leaves no room is an error. One of `vllm_versions.refusals` for a value that vLLM refuses,
+    TypeError for a parameter that vLLM does not have. msgspec.DecodeError for any other body.
     """
 
-    def __init__(self, body: bytes, max_model_len: int, vocabulary: int) -> None:
+    def __init__(self, body: bytes, max_model_len: int, vocabulary: int, *, cuts: bool = False) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -102,11 +105,15 @@ class GroupRequest:
                 f"{len(self.samples)} samples"
             )
         longest = max(params.max_tokens or 1 for params in self.samples)
-        if len(self.prompt) + longest > max_model_len:
+        room = max_model_len - len(self.prompt)
+        if room < (1 if cuts else longest):
             raise ValueError(
                 f"a prompt and its response must fit the engine's context of {max_model_len} tokens, got "
                 f"{len(self.prompt)} and up to {longest}"
             )
+        for params in self.samples if longest > room else ():
+            params.max_tokens = min(params.max_tokens or 1, room)
+            params.min_tokens = min(params.min_tokens, params.max_tokens)
 
 
 async def answer(
@@ -125,7 +132,9 @@ async def answer(
     bad_request: tuple[type[Exception], ...] = (*refusals(), TypeError, msgspec.DecodeError)
     try:
         model = engine.model_config
-        request = GroupRequest(body, model.max_model_len, model.get_vocab_size())
+        # The context of --max-model-len auto depends on the memory of this engine.
+        cuts = getattr(model, "original_max_model_len", None) == _AUTO
+        request = GroupRequest(body, model.max_model_len, model.get_vocab_size(), cuts=cuts)
         lora = adapters.find(request.adapter)
     except bad_request as error:
         await _respond(send, 400, b"text/plain", str(error).encode())

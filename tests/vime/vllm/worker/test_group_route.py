@@ -41,6 +41,15 @@ def test_each_sample_has_its_own_parameters_and_those_of_all() -> None:
     assert GroupRequest(body([1], each, {"routed_experts_prompt_start": 0}), 6, 50).wants_experts
 
 
+def test_a_response_is_cut_to_a_context_that_the_client_does_not_know() -> None:
+    """That of --max-model-len auto."""
+    each = [{"max_tokens": 9, "min_tokens": 7}, {"max_tokens": 3}, {}]
+    request = GroupRequest(body([1, 2], each), 6, 50, cuts=True)
+    assert [(p.max_tokens, p.min_tokens) for p in request.samples] == [(4, 4), (3, 0), (4, 0)]
+    with pytest.raises(ValueError, match="context of 6 tokens, got 6 and up to 1"):
+        GroupRequest(body([1] * 6, [{"max_tokens": 1}]), 6, 50, cuts=True)
+
+
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [

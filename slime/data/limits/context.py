@@ -1,0 +1,133 @@
+"""The room that a prompt leaves for its response: how many tokens one sequence may have, and what sets that number."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from slime.checkpoints.hf_config import read_hf_config
+from slime.config.schema import Config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+MODEL_SETTING = "max_position_embeddings"
+"""The setting of config.json with the longest sequence of a model."""
+_TEMPLATE_BYTES = 4096
+"""More than a chat template adds to a prompt."""
+_MOST_COUNTED = 20_000
+"""Prompts that are tokenised only to warn about short responses: the longest ones."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """The longest sequence, if there is one, and what loads the model's tokenizer, which few files need."""
+
+    tokens: int | None
+    tokenizer: Callable[[], PreTrainedTokenizerBase]
+    setting: str = MODEL_SETTING
+    """The flag or the setting of config.json that sets `tokens`."""
+    response: int | None = None
+    """The tokens that a response may have. None: any number."""
+    response_flag: str = "--rollout-max-response-len"
+
+    @classmethod
+    def of(cls, c: Config, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> Context:
+        """The context of the policy's engines."""
+        tokens, setting = longest_sequence(c)
+        return cls(tokens, tokenizer, setting, c.rollout.rollout_max_response_len)
+
+    def for_responses(self, tokens: int | None, flag: str) -> Context:
+        """The same context for responses of another length."""
+        return dataclasses.replace(self, response=tokens, response_flag=flag)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Prompts of a file, as `require_room` needs them."""
+
+    sizes: np.ndarray
+    """Characters of each prompt."""
+    lists: np.ndarray
+    """Whether each prompt is a list of messages."""
+    lengths: Callable[[np.ndarray, PreTrainedTokenizerBase], np.ndarray]
+    """The tokens of the prompts at some indices."""
+    place: Callable[[int], str]
+    """File and line of the prompt at an index."""
+
+
+def longest_sequence(c: Config) -> tuple[int | None, str]:
+    """The most tokens that prompt and response may have together in the policy's engines, and what sets the number: a
+    flag of the engine, or the model's config.json. None if neither has one."""
+    facts, checkpoint = c.engine.engine_facts, c.rollout.hf_checkpoint
+    of_model = read_hf_config(checkpoint).get(MODEL_SETTING) if checkpoint else None
+    if facts.context is not None:
+        return facts.context, facts.flag("context")
+    return of_model, MODEL_SETTING
+
+
+def prompt_limit(max_prompt_len: int | None, max_context_len: int | None) -> int | None:
+    """The longest prompt that both limits allow. The context leaves room for a response token."""
+    limits = (max_prompt_len, None if max_context_len is None else max_context_len - 1)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def require_room(rows: Rows, context: Context, limit_flag: str) -> None:
+    """ValueError if a prompt has `context.tokens` tokens or more. A warning if one leaves less room than a response may
+    need: generation cuts such a response.
+
+    Renders all message lists, and tokenises of the texts only those that may be that long.
+    """
+    if context.tokens is None:
+        _measured(rows, np.flatnonzero(rows.lists > 0), math.inf, context)
+        return
+    longest = context.tokens
+    room = max(longest - (context.response or 0), 0)
+    looked_at = _doubtful(rows, longest)
+    if (more := np.setdiff1d(_doubtful(rows, room), looked_at)).size > _MOST_COUNTED:
+        more = more[np.argsort(rows.sizes[more], kind="stable")[-_MOST_COUNTED:]]
+    looked_at = np.union1d(looked_at, more)
+    lengths = _measured(rows, looked_at, longest, context)
+    too_long = [i for i in looked_at.tolist() if lengths.get(i, longest) >= longest]
+    if too_long:
+        worst = max(too_long, key=lambda i: int(rows.sizes[i]))
+        size = f"{lengths[worst]} tokens" if worst in lengths else f"{rows.sizes[worst]} characters"
+        raise ValueError(
+            f"prompts must be shorter than the model's context of {longest} tokens ({context.setting}), "
+            f"got {len(too_long)} of {len(rows.sizes)} that are not; the longest has {size} at {rows.place(worst)}; "
+            f"shorten them, or leave them out with {limit_flag}"
+        )
+    if tight := [i for i, length in lengths.items() if length > room]:
+        worst = max(tight, key=lambda i: lengths[i])
+        logger.warning(
+            "%d of %d prompts leave less room than %s %d in the context of %d tokens (%s): their responses are cut; "
+            "the longest prompt has %d tokens and leaves %d, at %s",
+            *(len(tight), len(rows.sizes), context.response_flag, context.response, longest, context.setting),
+            *(lengths[worst], longest - lengths[worst], rows.place(worst)),
+        )
+
+
+def _doubtful(rows: Rows, tokens: int) -> np.ndarray:
+    """The indices of the prompts that may have that many tokens. A token is at least one byte and a character at most
+    four, so that a shorter text has fewer tokens."""
+    return np.flatnonzero((rows.sizes >= max(0, tokens - _TEMPLATE_BYTES + 3) // 4) | (rows.lists > 0))
+
+
+def _measured(rows: Rows, indices: np.ndarray, longest: float, context: Context) -> dict[int, int]:
+    """The tokens of the prompts at `indices`, without those that are longer than `longest` for certain: to tokenise
+    such a prompt may take minutes."""
+    if not len(indices):
+        return {}
+    tokenizer = context.tokenizer()
+    # A text with more than this many characters is too long whatever its tokens are.
+    certain = longest * max(map(len, tokenizer.get_vocab()))
+    unclear = indices[rows.sizes[indices] <= certain]
+    return dict(zip(unclear.tolist(), rows.lengths(unclear, tokenizer).tolist(), strict=True))
