@@ -12,8 +12,9 @@ gets a rollout manager, a trainer and an engine pool that implement slime.protoc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Event
 from typing import TypeVar
@@ -37,28 +38,26 @@ def run(
 ) -> int:
     """Train from the trainer's start rollout to `config.num_rollout`. Raises the first error of any part.
 
-    If `stop` is set meanwhile, the step ends with a checkpoint, and the run with it. Returns the first rollout that
-    was not trained.
+    If `stop` is set meanwhile, the run ends with a checkpoint of its last step: training goes on to the end of its
+    step, and a rollout or an evaluation that is being made is given up. Returns the first rollout that was not trained.
     """
-    loop = _Loop(config, rollout, trainer, engines, report, turns_of(config, engines))
+    loop = _Loop(config, rollout, trainer, engines, report, turns_of(config, engines), stop or Event())
     start = trainer.start_rollout_id
     report.start(start)
     with said("sending the first weights to the engines"), report.first_weights(start):
         loop.publish(start)
-    loop.trained = start
-    loop.evaluate_at_start(start)
-    for rollout_id in range(start, config.rollouts):
-        with report.running(rollout_id):
-            loop.generate_ahead(rollout_id)
-            batch = loop.batch(rollout_id)
-            trained = loop.train(rollout_id, batch)
-            loop.update_weights(rollout_id)
-        report.step(rollout_id, batch, trained)
-        stopping = stop is not None and stop.is_set()
-        loop.save(rollout_id, stopping)
-        if stopping:
-            break
-        loop.evaluate(rollout_id + 1)
+    loop.trained = loop.saved = start
+    with loop.until_stopped():
+        loop.evaluate_at_start(start)
+        for rollout_id in range(start, config.rollouts):
+            with report.running(rollout_id):
+                loop.generate_ahead(rollout_id)
+                batch = loop.batch(rollout_id)
+                trained = loop.train(rollout_id, batch)
+                loop.update_weights(rollout_id)
+            report.step(rollout_id, batch, trained)
+            loop.save(rollout_id)
+            loop.evaluate(rollout_id + 1)
     loop.finish_save()
     return loop.trained
 
@@ -67,21 +66,19 @@ def generate_only(config: Config, rollout: RolloutHandle, engines: EnginePool, r
     """--debug-rollout-only: rollouts, evaluations and their metrics, no training."""
     start = config.data.start_rollout_id or 0
     if evaluates_first(config, start):
-        evaluate(config, rollout, engines, report, start)
+        evaluate(rollout, engines.check_health, report, start)
     for rollout_id in range(start, config.rollouts):
         made = rollout.generate(rollout_id, saves_after(config, rollout_id), start)
         batch = wait(made, engines.check_health)
         report.rollout(rollout_id, batch)
         if due(config.evaluation.eval_interval, rollout_id + 1):
-            evaluate(config, rollout, engines, report, rollout_id + 1)
+            evaluate(rollout, engines.check_health, report, rollout_id + 1)
 
 
-def evaluate(
-    config: Config, rollout: RolloutHandle, engines: EnginePool, report: Reporter, count: int
-) -> None:
-    """Evaluate the weights after `count` rollouts."""
+def evaluate(rollout: RolloutHandle, check: Callable[[], None], report: Reporter, count: int) -> None:
+    """Evaluate the weights after `count` rollouts. `check`: see `slime.waiting.wait`."""
     with report.events.phase("eval", rollout=count):
-        evaluated = wait(rollout.evaluate(count), engines.check_health)
+        evaluated = wait(rollout.evaluate(count), check)
     report.evaluation(count, evaluated)
 
 
@@ -106,6 +103,10 @@ def evaluates_first(config: Config, start: int) -> bool:
     return wanted and due(config.evaluation.eval_interval, start)
 
 
+class _Stopped(Exception):
+    """The run was asked to end while something was made that it can do without."""
+
+
 @dataclass
 class _Loop:
     """The steps of `run`."""
@@ -116,12 +117,25 @@ class _Loop:
     engines: EnginePool
     report: Reporter
     turns: Turns
+    stop: Event
     ahead: deque[Future[RolloutBatch]] = field(default_factory=deque)
     """Rollouts that are being generated, in order."""
     trained: int = 0
     """The first rollout that was not trained."""
+    saved: int = 0
+    """The first rollout that is not in the newest checkpoint."""
     published: int = 0
     """The weights of the engines."""
+
+    @contextmanager
+    def until_stopped(self) -> Iterator[None]:
+        """The block may end early, and what it has trained is saved then."""
+        try:
+            yield
+        except _Stopped:
+            self.report.timers.flush()  # the times of a step that was not made
+            if self.saved < self.trained:
+                self._save(self.trained - 1)
 
     def generate_ahead(self, rollout_id: int) -> None:
         """Start the rollouts that may use the present weights, up to max_staleness rollouts ahead."""
@@ -134,7 +148,7 @@ class _Loop:
         """The data of rollout `rollout_id`."""
         bar = self.report.bar(f"rollout {rollout_id}", "sample", self.rollout.progress)
         with self.report.timers.measure("train_wait"), bar as tick:
-            return self._wait(self.ahead.popleft(), tick)
+            return wait(self.ahead.popleft(), self._check, tick)
 
     def train(self, rollout_id: int, batch: RolloutBatch) -> TrainResult:
         """Train on the batch. Colocated engines sleep meanwhile."""
@@ -156,20 +170,24 @@ class _Loop:
         self.report.sent(self.engines.publish(version))
         self.published = version
 
-    def save(self, rollout_id: int, stopping: bool) -> None:
-        """Save a checkpoint if one is due, or if the run is `stopping`.
+    def save(self, rollout_id: int) -> None:
+        """Save a checkpoint if one is due, or if the run was asked to end.
 
         It follows the step's log line: a run that is killed in between repeats the step and its line, and no line is
-        missing. Saving needs device memory, so colocated engines sleep meanwhile.
+        missing.
         """
         self.trained = rollout_id + 1
-        if not (saves_after(self.config, rollout_id) or stopping):
-            return
+        if saves_after(self.config, rollout_id) or self.stop.is_set():
+            self._save(rollout_id)
+
+    def _save(self, rollout_id: int) -> None:
+        """Saving needs device memory, so colocated engines sleep meanwhile."""
         with self.report.timers.measure("save_model"), said(f"saving the checkpoint of rollout {rollout_id}"):
             self.turns.begin()
             self._wait(self.trainer.save(rollout_id))
             if self.turns.end():
                 self.publish(rollout_id + 1)
+        self.saved = rollout_id + 1
         self.report.saved(rollout_id)
 
     def finish_save(self) -> None:
@@ -180,13 +198,30 @@ class _Loop:
 
     def evaluate_at_start(self, start: int) -> None:
         """Evaluate before the first rollout."""
+        self._heed_stop()
         if evaluates_first(self.config, start):
-            evaluate(self.config, self.rollout, self.engines, self.report, start)
+            evaluate(self.rollout, self._check, self.report, start)
 
     def evaluate(self, count: int) -> None:
-        """Evaluate after `count` rollouts, every --eval-interval rollouts."""
-        if due(self.config.evaluation.eval_interval, count):
-            evaluate(self.config, self.rollout, self.engines, self.report, count)
+        """Evaluate the weights after `count` rollouts, every --eval-interval rollouts. The engines get these weights
+        first, if --update-weights-interval left them with older ones."""
+        self._heed_stop()
+        if not due(self.config.evaluation.eval_interval, count):
+            return
+        if self.published < count:
+            with said("sending weights to the engines"), self.report.events.phase("update", rollout=count):
+                self.publish(count)
+        evaluate(self.rollout, self._check, self.report, count)
+
+    def _heed_stop(self) -> None:
+        """Raise `_Stopped` if the run was asked to end."""
+        if self.stop.is_set():
+            raise _Stopped
+
+    def _check(self) -> None:
+        """What a wait calls for work that the run can do without."""
+        self._heed_stop()
+        self.engines.check_health()
 
     def _wait(self, future: Future[T], tick: Callable[[], None] | None = None) -> T:
         return wait(future, self.engines.check_health, tick)

@@ -154,7 +154,8 @@ def run(config: Config, argv: Sequence[str]) -> None:
             allow = config.cluster.allow_unauthenticated_ray
             ray_start.connect(allow_unauthenticated=allow, temporary=temporary)
         # Ray has put a handler of its own there, which ends the process.
-        catch_signals(ends_step=config.checkpoint.exit_signal_handler)
+        saves = config.checkpoint.exit_signal_handler and not config.debug.debug_rollout_only
+        catch_signals(ends_step=saves)
         watch = stack.enter_context(RayWatch(watchdog, functools.partial(_gives_up, journal, logs)))
         watch.watch(parts())
         placed = placement.place(config)
@@ -185,7 +186,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         if trainer is None:
             loop.generate_only(config, rollout, pool, report)
         else:
-            _end_by_signal(config, loop.run(config, rollout, trainer, pool, report, interrupts.stop))
+            _end_by_signal(config, start, loop.run(config, rollout, trainer, pool, report, interrupts.stop))
 
 
 def _gives_up(journal: Events, logs: Path, lost: Exception) -> None:
@@ -194,10 +195,11 @@ def _gives_up(journal: Events, logs: Path, lost: Exception) -> None:
     print(_told(lost, logs), file=sys.stderr, flush=True)
 
 
-def _end_by_signal(config: Config, first: int) -> None:
+def _end_by_signal(config: Config, start: int, first: int) -> None:
     """KeyboardInterrupt if rollout `first` was not trained, because of --exit-signal-handler."""
     if first < config.rollouts:
-        print(f"saved the checkpoint of rollout {first - 1}, rollout {first} is the next", flush=True)
+        done = f"saved the checkpoint of rollout {first - 1}" if first > start else "no rollout was trained"
+        print(f"{done}, rollout {first} is the next", flush=True)
         raise KeyboardInterrupt("SIGTERM")
 
 

@@ -311,6 +311,71 @@ def test_a_run_that_is_asked_to_stop_saves_after_its_step():
     assert last.go()[-1] == "save 1" and last.next == 2
 
 
+class StoppedRun(LoopRun):
+    """SIGTERM arrives while what `stops_at` names is made, which never ends."""
+
+    def __init__(self, stops_at: str, **flags: Any) -> None:
+        super().__init__(save="dir", exit_signal_handler=True, eval_interval=2, num_rollout=5, **flags)
+        self.stops_at = stops_at
+
+    def _unless_stopped(self, made: Future) -> Future:
+        if self.calls[-1] != self.stops_at:
+            return made
+        self.stop.set()
+        return Future()
+
+    def generate(self, rollout_id: int, saves: bool, version: int) -> Future:
+        return self._unless_stopped(super().generate(rollout_id, saves, version))
+
+    def evaluate(self, rollout_id: int) -> Future:
+        return self._unless_stopped(super().evaluate(rollout_id))
+
+
+@pytest.mark.parametrize(
+    ("stops_at", "flags", "last_calls"),
+    [
+        ("generate 3", {}, "train 2, publish 3, generate 3, save 2"),
+        ("evaluate 4", {}, "train 3, publish 4, evaluate 4, save 3"),
+        ("evaluate 4", {"save_interval": 2}, "publish 4, save 3, evaluate 4"),
+        ("generate 4", {"save_interval": 4}, "save 3, evaluate 4, generate 4"),
+        ("generate 4", {"max_staleness": 2}, "generate 4, train 2, publish 3, save 2"),
+        ("evaluate 0", {}, "publish 0, evaluate 0"),
+        ("generate 0", {}, "publish 0, evaluate 0, generate 0"),
+    ],
+)
+def test_what_a_run_can_do_without_is_given_up(stops_at, flags, last_calls):
+    """A whole further rollout was made and trained before the save."""
+    run = StoppedRun(stops_at, **flags)
+    calls = [call for call in run.go() if call != "check_health"]
+    wanted = words(last_calls)
+    assert calls[-len(wanted) :] == wanted
+    trained = [int(call.split()[1]) for call in calls if call.startswith("train")]
+    assert run.next == max(trained, default=-1) + 1
+    steps = [step for key, step in run.logged if key == "rollout/step"]
+    assert max(steps, default=-1) == max(trained, default=-1), "no line of a step that was not made"
+
+
+def test_a_signal_before_the_first_step_starts_nothing():
+    run = LoopRun(save="dir", exit_signal_handler=True, eval_interval=1)
+    run.stop.set()
+    assert (run.go(), run.next) == (["publish 0"], 0)
+
+
+def test_an_evaluation_is_of_the_weights_of_its_step():
+    """With --update-weights-interval 2 those of step 3 came to no engine."""
+    run = LoopRun(update_weights_interval=2, max_staleness=1, num_rollout=3, eval_interval=1)
+    assert run.go() == words(
+        "publish 0, evaluate 0, generate 0, train 0, publish 1, evaluate 1,"
+        "generate 1, train 1, publish 2, evaluate 2, generate 2, train 2, publish 3, evaluate 3"
+    )
+    ahead = LoopRun(update_weights_interval=2, max_staleness=3, num_rollout=5, eval_interval=3).go()
+    evaluated = [(ahead[i - 1], call) for i, call in enumerate(ahead) if call.startswith("evaluate")]
+    assert evaluated == [("publish 0", "evaluate 0"), ("publish 3", "evaluate 3")]
+    assert [call for call in ahead if call.startswith("publish")] == words(
+        "publish 0, publish 2, publish 3, publish 4"
+    )
+
+
 def test_the_end_of_a_run_waits_for_an_asynchronous_save():
     run = LoopRun(save="dir", save_interval=1, async_save=True)
     assert run.go()[-4:] == words("train 1, publish 2, save 1, finish save")

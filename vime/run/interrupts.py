@@ -24,7 +24,7 @@ def by(interrupt: KeyboardInterrupt) -> str:
 
 
 stop = threading.Event()
-"""Set when a run with --exit-signal-handler got its first SIGTERM: it ends after its step, with a checkpoint."""
+"""Set when a run with --exit-signal-handler got its first SIGTERM: it ends with a checkpoint of its last step."""
 
 _AGAIN_S = 5.0
 """A SIGTERM within this time is the first one once more: `timeout` and Slurm send it twice."""
@@ -41,9 +41,8 @@ def catch_signals(*, ends_step: bool = False) -> None:
 
 def _ask(number: int, frame: FrameType | None) -> None:
     stop.set()
-    os.write(
-        2, b"SIGTERM: the run ends after this step, with a checkpoint; another SIGTERM ends it at once\n"
-    )
+    line = b"SIGTERM: the run saves a checkpoint of its last step and ends; another SIGTERM ends it at once\n"
+    os.write(2, line)
     began = time.monotonic()
 
     def again(number: int, frame: FrameType | None) -> None:

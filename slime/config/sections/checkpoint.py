@@ -44,7 +44,9 @@ class CheckpointConfig:
         range=COUNT,
     )
     exit_signal_handler: bool = flag(
-        False, "at SIGTERM, finish the step, save a checkpoint and end with exit code 143"
+        False,
+        "at SIGTERM, finish a training step that has begun, save a checkpoint and end with exit code 143; a rollout or "
+        "an evaluation that is being made is given up",
     )
     save_hf: str | None = flag(
         None, "folder for Hugging Face checkpoints in addition; {rollout_id} in its name is replaced"
