@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from slime.checkpoints.hf_files import write_tensors
 from slime.disk_space import Room
 from slime.megatron_backend.checkpoint.weights import Named, Read, gathered, live, over_stages
 from slime.megatron_backend.lora.adapters import ExpertAdapter, Slot
@@ -111,7 +111,7 @@ def save_peft(
     if dist.get_rank() == 0:
         with Room(flag, out_dir, "an adapter"):
             out_dir.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, out_dir / WEIGHTS_FILE, {"format": "pt"})
+            write_tensors(tensors, out_dir / WEIGHTS_FILE)
             (out_dir / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     dist.barrier()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -27,6 +28,18 @@ def test_the_umask_decides_who_may_read(tmp_path: Path, umask: int, mode: int) -
         "model-00002-of-00002.safetensors": mode,
         "model.safetensors.index.json": mode,
     }
+
+
+def test_one_function_writes_weights() -> None:
+    """safetensors makes files with mode 0600, whatever the umask is, and so does `mkstemp`."""
+    root = Path(__file__).parents[3]
+    found = [
+        str(file.relative_to(root))
+        for package in ("rl_kernel", "slime", "vime")
+        for file in (root / package).rglob("*.py")
+        if re.search(r"\b(save_file|save_model|mkstemp|NamedTemporaryFile)\(", file.read_text())
+    ]
+    assert found == ["slime/checkpoints/hf_files.py"]
 
 
 def test_a_file_of_another_user_is_no_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,14 +40,14 @@ def write_page(runs: Sequence[RunData], path: Path) -> str:
 
 def _replace(path: Path, page: str) -> None:
     """Write the whole file or none."""
-    file, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
     try:
-        with os.fdopen(file, "w", encoding="utf-8") as opened:
-            opened.write(page)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        with temporary.open("x", encoding="utf-8") as file:  # with the mode that the umask gives
+            file.write(page)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

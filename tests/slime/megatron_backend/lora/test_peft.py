@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,11 @@ def one(tmp_path):
     destroy_parallel()
 
 
+def umask() -> int:
+    os.umask(found := os.umask(0o077))
+    return found
+
+
 def loaded_by_peft(base: Path, adapter: Path) -> Any:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     return peft.PeftModel.from_pretrained(model, adapter).eval()
@@ -58,6 +65,8 @@ def test_peft_computes_the_same_logits(root, one, tmp_path, kind):
     model = adapted(base, ddp=False, target_modules=TARGETS[kind], lora_alpha=6.0)
     randomise(model)
     save_peft(model, tmp_path / "adapter", str(base))
+    modes = {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "adapter").iterdir()}
+    assert modes == {0o666 & ~umask()}, "who may read the settings may read the weights"
     theirs = loaded_by_peft(base, tmp_path / "adapter")
     wanted = hf_logits(theirs, batch)
     with torch.no_grad():
