@@ -53,7 +53,7 @@ class RunMetrics:
 
     def eval_names(self) -> list[str]:
         """The score of each evaluation set, `eval/{name}`, without the metrics derived from it."""
-        return sorted(filter(is_score, self.series))
+        return sorted(name for name in self.series if is_score(name, self.series))
 
 
 @dataclass(frozen=True)

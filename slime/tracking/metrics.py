@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Mapping
 from typing import Literal, SupportsFloat, cast, get_args
 
 StepKey = Literal["rollout/step", "train/step", "eval/step"]
@@ -16,6 +17,9 @@ LOGPROB_DIFF_MAX = "train/train_rollout_logprob_abs_diff_max"
 EXPERTS_DIFFER = "train/routed_experts_differ"
 """With routing replay, the share of (token, layer) pairs whose router would have chosen other experts than the
 replayed ones. Not a slime name."""
+_TRUNCATED = "-truncated_ratio"
+_DERIVED = re.compile(r"(-truncated_ratio|-aborted_ratio|-pass@[^/]*)$")
+"""What the names of metrics that follow from a set's responses have after the name of its score."""
 
 
 def as_step_key(name: str) -> StepKey:
@@ -43,7 +47,21 @@ def as_floats(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
     return out
 
 
-def is_score(name: str) -> bool:
-    """Whether a metric is the score of an evaluation set, `eval/{name}`, and not derived from it."""
-    own = name.startswith("eval/") and name.count("/") == 1 and name not in STEP_KEYS
-    return own and not name.endswith(("-truncated_ratio", "-aborted_ratio")) and "-pass@" not in name
+def is_score(name: str, others: Container[str] = ()) -> bool:
+    """Whether a metric is the score of an evaluation set, `eval/{name}`, and not derived from it. A set whose name has
+    a "/" is known by its truncated_ratio, which is among the metrics `others`."""
+    own = name.startswith("eval/") and name not in STEP_KEYS and not _is_derived(name)
+    return own and (name.count("/") == 1 or name + _TRUNCATED in others)
+
+
+def of_sets(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The scores of evaluation sets, and the ratios and pass rates that follow from them, in their order."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name.count("/") == 1 or is_score(_DERIVED.sub("", name), metrics)
+    }
+
+
+def _is_derived(name: str) -> bool:
+    return _DERIVED.search(name) is not None

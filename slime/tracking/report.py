@@ -14,7 +14,7 @@ from slime.tracking.console import StepLine, progress
 from slime.tracking.events import Events, Spans
 from slime.tracking.kinds import STEP_PARTS
 from slime.tracking.memory import resident_peak_gib
-from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX, is_score
+from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX, is_score, of_sets
 from slime.tracking.percentiles import StepFigures
 from slime.tracking.phases import FIRST_WEIGHTS
 from slime.tracking.timers import Timers
@@ -163,10 +163,13 @@ class Reporter:
             self.trackers.log(evaluated.metrics, rollout_id, "eval/step")
         seen = {name: value for name, value in of_user.items() if name.startswith("eval/")}
         if metrics := {**seen, **evaluated.metrics}:
-            of_sets = {name.removeprefix("eval/"): value for name, value in metrics.items() if is_score(name)}
-            self.events.add("evaluation", rollout=rollout_id, scores=of_sets)
-            scores = {name: value for name, value in metrics.items() if name.count("/") == 1}
-            self.line.show_eval(rollout_id, scores)
+            scores = {
+                name.removeprefix("eval/"): value
+                for name, value in metrics.items()
+                if is_score(name, metrics)
+            }
+            self.events.add("evaluation", rollout=rollout_id, scores=scores)
+            self.line.show_eval(rollout_id, of_sets(metrics))
 
     def close(self, state: State = "finished") -> None:
         self.trackers.close(state)

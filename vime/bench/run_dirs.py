@@ -87,7 +87,7 @@ def read_evaluations(run_dir: Path) -> dict[str, dict[str, float]]:
     """Rollouts trained on before an evaluation, as text -> {evaluation set: mean reward}. No step's time holds one."""
     found = dict[str, dict[str, float]]()
     for line in MetricLines(run_dir / METRICS_FILE):
-        scores = {name.removeprefix("eval/"): line[name] for name in filter(is_score, line)}
+        scores = {name.removeprefix("eval/"): line[name] for name in line if is_score(name, line)}
         if line["step_key"] == "eval/step" and scores:
             known = {name: value for name, value in scores.items() if value is not None}
             found.setdefault(str(line["step"]), {}).update(known)

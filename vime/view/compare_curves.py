@@ -122,7 +122,9 @@ def told(difference: Difference | None) -> str:
 
 def score_lines(pairs: Pairs) -> Iterator[str]:
     """A table for each evaluation set: the score each time that both sides evaluated."""
-    names = sorted({name for pair in pairs for run in pair for name in run.series if is_score(name)})
+    names = sorted(
+        {name for pair in pairs for run in pair for name in run.series if is_score(name, run.series)}
+    )
     for name in names:
         both = [pair for pair in pairs if all(name in run.series for run in pair)]
         yield from ("", f"### score: `{name}`", "")

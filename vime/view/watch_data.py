@@ -85,16 +85,19 @@ class WatchedRun:
             for curve in CURVES
             if (name := next((name for name in curve.metrics if name in series), None)) is not None
         }
-        scores = {name.removeprefix("eval/"): series[name] for name in sorted(series) if is_score(name)}
+        scores = {
+            name.removeprefix("eval/"): series[name] for name in sorted(self._metrics.scores & series.keys())
+        }
         now = summary.updated if summary.state == "running" else None
         return Look(summary, curves, scores, self._groups.slowest(now))
 
 
 class MetricsTail:
-    """`series`: the metrics of CURVES and the scores, by their names."""
+    """`series`: the metrics of CURVES and the scores, by their names. `scores`: the names of the scores."""
 
     def __init__(self, run_dir: Path) -> None:
         self.series: dict[str, Points] = {}
+        self.scores: set[str] = set()
         self._dir = Path(run_dir)
         self._wanted = {name for curve in CURVES for name in curve.metrics}
         self._file, self._offset, self.damaged = -1, 0, 0
@@ -107,6 +110,7 @@ class MetricsTail:
         with file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._file or status.st_size < self._offset:
+                self.scores.clear()
                 self.series, self._file, self._offset, self.damaged = {}, status.st_ino, 0, 0
             file.seek(self._offset)
             for line in lines_of(file):
@@ -120,7 +124,9 @@ class MetricsTail:
             self.damaged += 1
             return
         for name in row.keys() - RESERVED:
-            if name in self._wanted or is_score(name):
+            if is_score(name, row):
+                self.scores.add(name)
+            if name in self._wanted | self.scores:
                 value = float("nan") if row[name] is None else float(row[name])
                 self.series.setdefault(name, {})[row["step"]] = value
 

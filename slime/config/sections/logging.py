@@ -39,7 +39,9 @@ class LoggingConfig:
     wandb_group: str | None = flag(None, "wandb group")
     wandb_project: str | None = flag(None, "wandb project")
     wandb_run_id: str | None = flag(None, "id of the wandb run to continue")
-    disable_wandb_random_suffix: bool = flag(False, "do not add a random suffix to the name of the wandb run")
+    disable_wandb_random_suffix: bool = flag(
+        False, "do not add a suffix, which depends on the run directory, to the name of the wandb run"
+    )
     wandb_always_use_train_step: bool = flag(False, "use the training step as the x axis of all charts")
     use_mlflow: bool = flag(False, "log to MLflow")
     mlflow_tracking_uri: str | None = flag(

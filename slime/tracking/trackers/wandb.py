@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from slime.tracking.trackers.record import State, TrackerKind
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
+    from slime.config.sections.logging import LoggingConfig
 
 
 class WandbTracker:
@@ -30,9 +31,7 @@ class WandbTracker:
         offline = config.logging.wandb_mode in ("offline", "disabled")
         if config.logging.wandb_key is not None and not offline:
             wandb.login(key=config.logging.wandb_key, host=config.logging.wandb_host)
-        group = config.logging.wandb_group
-        if group is not None and not config.logging.disable_wandb_random_suffix:
-            group = f"{group}_{uuid.uuid4().hex[:8]}"
+        group = group_of(config.logging, run_dir)
         directory = Path(config.logging.wandb_dir or run_dir)
         directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
@@ -62,6 +61,14 @@ class WandbTracker:
 
     def close(self, state: State) -> None:
         self._run.finish(exit_code=0 if state == "finished" else 1)
+
+
+def group_of(flags: LoggingConfig, run_dir: Path) -> str | None:
+    """--wandb-group, with a suffix unless --disable-wandb-random-suffix is given. It is the same for every start in a
+    run directory, so that a run that resumes keeps its name."""
+    if flags.wandb_group is None or flags.disable_wandb_random_suffix:
+        return flags.wandb_group
+    return f"{flags.wandb_group}_{hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]}"
 
 
 def _make(config: Config, run_dir: Path, resume: Mapping[str, int]) -> WandbTracker:

@@ -152,6 +152,22 @@ def test_rollout_alone_and_evaluation(parts):
     assert recorder.closed == "failed"
 
 
+def test_a_set_with_a_slash_in_its_name_is_shown(tmp_path):
+    config = Config.from_flat({"run_dir": str(tmp_path), "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1})
+    screen = io.StringIO()
+    report = Reporter(config, Trackers([Recorder()]), StepLine(stream=screen))
+    figures = {"math/aime": 0.5, "math/aime-truncated_ratio": 0.25, "math/aime-pass@2": 0.75, "plain": 1.0}
+    more = {"plain-truncated_ratio": 0.0, "math/aime/response_len/mean": 7.0, "plain/zero_std/count_1.0": 2.0}
+    report.evaluation(4, Evaluated({f"eval/{name}": value for name, value in (figures | more).items()}))
+    report.close()
+    assert screen.getvalue() == (
+        "eval at step 4:  math/aime 0.5  math/aime-truncated_ratio 0.25  math/aime-pass@2 0.75  plain 1"
+        "  plain-truncated_ratio 0\n"
+    )
+    (event,) = read_events(tmp_path, ("evaluation",))
+    assert event["scores"] == {"math/aime": 0.5, "plain": 1.0}
+
+
 def test_what_functions_of_the_user_log_comes_with_the_answers(tmp_path):
     """Before the rollout's own line and after the lines of its optimizer steps. The console and the journal show it."""
     ranks = {"num_steps_per_rollout": 1, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}

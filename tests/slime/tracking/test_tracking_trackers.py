@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -12,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from slime.config import Config
 from slime.tracking import make_trackers
 from slime.tracking.trackers import JsonlTracker
+from slime.tracking.trackers.wandb import group_of
 
 
 def make_config(**changes) -> Config:
@@ -162,6 +165,15 @@ def test_without_wandb_the_record_of_the_run_is_whole(tmp_path, monkeypatch):
     trackers.log({"train/loss": 0.5}, step=0, step_key="train/step")
     trackers.close()
     assert [row["train/loss"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0.5]
+
+
+def test_a_run_that_resumes_keeps_its_name_in_wandb(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = make_config(disable_wandb_random_suffix=False).logging
+    first, again, other = (group_of(flags, Path(folder)) for folder in ("a", tmp_path / "a", "b"))
+    assert first == again != other and re.fullmatch("tiny_[0-9a-f]{8}", first)
+    assert group_of(make_config(wandb_group=None).logging, tmp_path) is None
+    assert group_of(make_config().logging, tmp_path) == "tiny"
 
 
 def test_wandb_works_offline(tmp_path, monkeypatch):
