@@ -36,6 +36,7 @@ from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.rollout.sample_hooks import accepted
 from slime.rollout.state import GenerateState
 from slime.rollout.stream import stream
+from slime.rollout.stream.groups import number_of
 from slime.rollout.vllm_rollout import generate_rollout
 from slime.tracking import outbox
 from slime.tracking.memory import resident_peak_gib
@@ -110,8 +111,9 @@ class RolloutManager:
             )
         metrics, logged = self._log(rollout_id, groups, metrics, seconds)
         self._keep_samples(rollout_id, groups)
-        of_size = self._rank_data(rollout_id, groups, facts)
+        of_size, rows = self._rank_data(rollout_id, groups, facts)
         ranks = of_size[self.dp_sizes[0]]
+        metrics |= self._left_out(rollout_id, groups, rows, ranks)
         put = {dp_size: [self.put(data) for data in split] for dp_size, split in of_size.items()}
         rank_data = [stored for dp_size in self.dp_sizes for stored in put[dp_size]]
         metrics |= operators.step_metrics()
@@ -171,8 +173,7 @@ class RolloutManager:
         ranks: list[RankData],
         logged: list[Logged],
     ) -> RolloutBatch:
-        """What training gets. Counts the ranks' data only: samples at the end of a batch that do not fill a step are
-        left out."""
+        """What training gets. Counts the ranks' data only, without the samples of `_left_out`."""
         totals = [n for data in ranks for n in data["total_lengths"]]
         flops, old = (sum(self._forward_flops(data, old=old) for data in ranks) for old in (False, True))
         ahead = 0.0
@@ -229,9 +230,12 @@ class RolloutManager:
 
     def _rank_data(
         self, rollout_id: int, groups: list[SampleGroup], facts: Facts | None
-    ) -> dict[int, list[RankData]]:
-        """Train data of each rank, by number of data-parallel ranks. With --rlk-consistency, the policy's data contains
-        each sample's facts, and a rollout that fails the border check is saved before the run ends."""
+    ) -> tuple[dict[int, list[RankData]], int]:
+        """Train data of each rank, by number of data-parallel ranks; and the number of rows that it was made of.
+
+        With --rlk-consistency, the policy's data contains each sample's facts, and a rollout that fails the border
+        check is saved before the run ends.
+        """
         samples = [sample for group in groups for sample in group]
         audited = self.config.kernels.rlk_consistency != "off"
         try:
@@ -246,7 +250,27 @@ class RolloutManager:
             ) from error
         if audited:
             attach(found[self.dp_sizes[0]], samples, facts)
-        return found
+        return found, len(data["tokens"])
+
+    def _left_out(
+        self, rollout_id: int, groups: list[SampleGroup], rows: int, ranks: list[RankData]
+    ) -> dict[str, float]:
+        """Count samples at the end of a batch that fill no optimizer step, and are not trained on."""
+        trained = {row for rank in ranks for row in rank["partition"]}
+        samples = [(number_of(group), sample) for group in groups for sample in group]
+        if not (count := rows - len(trained)):
+            return {}
+        whole = list[int]()
+        if rows == len(samples):  # a conversion hook may make other rows
+            partly = {number for row, (number, _) in enumerate(samples) if row in trained}
+            whole = sorted({number for number, _ in samples} - partly)
+        self.state.events.add("left_out", rollout=rollout_id, samples=count, groups=whole)
+        logger.warning(
+            "rollout %d: %d of %d samples fill no optimizer step of --global-batch-size %d and are not trained on; "
+            "return a multiple of it",
+            *(rollout_id, count, rows, self.config.data.global_batch_size),
+        )
+        return {"rollout/samples_left_out": float(count)}
 
     def evaluate(self, rollout_id: int) -> Evaluated:
         """eval/* metrics of every evaluation dataset with the current weights. A rollout function of a plug-in does not

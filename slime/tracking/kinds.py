@@ -205,6 +205,12 @@ _ALL = (
         "the batch; samples older than --max-staleness",
         given="rollout",
     ),
+    EventKind(
+        "left_out",
+        "rollout",
+        "rollout samples groups",
+        "samples of the batch that fill no optimizer step and are not trained; the groups without another sample",
+    ),
     EventKind("position", "rollout", "rollout", "the data position after the batch is saved"),
     EventKind(
         "handed", "rollout", "rollout", "the batch is train data, and the trainer may take it", durable=False

@@ -1,6 +1,7 @@
 """The ledger of a run: what became of each group, from the events of the run.
 
     drawn -> in the batch of a rollout -> trained
+                                 -> left out, if its samples fill no optimizer step
           -> dropped, with the reason
           -> put back, and drawn again
 
@@ -17,7 +18,7 @@ from pathlib import Path
 from slime.tracking.journal import read_events
 from slime.tracking.kinds import DAMAGED
 
-_KINDS = ("start", "step", "drawn", "batch", "dropped", "put_back", DAMAGED)
+_KINDS = ("start", "step", "drawn", "batch", "left_out", "dropped", "put_back", DAMAGED)
 
 
 @dataclass
@@ -28,6 +29,8 @@ class Ledger:
     """Drawn, and in no batch."""
     batches: dict[int, list[int]] = field(default_factory=dict)
     """The groups of each rollout."""
+    left_out: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    """Of each rollout with such samples: how many fill no optimizer step, and the groups without another sample."""
     trained: set[int] = field(default_factory=set)
     """The rollouts that were trained."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -53,14 +56,24 @@ class Ledger:
 
     @property
     def groups_trained(self) -> int:
-        return sum(len(self.batches.get(rollout, ())) for rollout in self.trained)
+        batches = (
+            (self.batches.get(rollout, []), self.left_out.get(rollout, (0, []))) for rollout in self.trained
+        )
+        return sum(len(set(groups) - set(left)) for groups, (_, left) in batches)
+
+    @property
+    def samples_left_out(self) -> int:
+        """Samples of trained rollouts that fill no optimizer step."""
+        return sum(samples for rollout, (samples, _) in self.left_out.items() if rollout in self.trained)
 
     @property
     def is_exact(self) -> bool:
         """Whether no group was lost or trained twice."""
         return not self.lost and not self.twice
 
-    def add(self, kind: str, rollout: int, groups: list[int], reason: str, over_limit: int) -> None:
+    def add(
+        self, kind: str, rollout: int, groups: list[int], reason: str, over_limit: int, samples: int = 0
+    ) -> None:
         """One event."""
         match kind:
             case "start":
@@ -71,6 +84,8 @@ class Ledger:
                 self._draw(groups)
             case "batch":
                 self._batch(rollout, groups, over_limit)
+            case "left_out":
+                self.left_out[rollout] = samples, groups
             case "dropped":
                 self.running -= set(groups)
                 self._reasons |= dict.fromkeys(groups, reason)
@@ -85,6 +100,7 @@ class Ledger:
         for number in gone:
             self.undone |= set(self.batches.pop(number))
             self.trained.discard(number)
+        self.left_out = {number: left for number, left in self.left_out.items() if number < rollout}
         self.undone |= self.running
         self.running.clear()
         self._highest = -1
@@ -112,5 +128,6 @@ def read_ledger(run_dir: Path) -> Ledger:
     for event in read_events(run_dir, _KINDS):
         ledger.damaged += event.kind == DAMAGED
         groups, reason = list(event.get("groups", ())), str(event.get("reason"))
-        ledger.add(event.kind, event.get("rollout", -1), groups, reason, event.get("over_limit", 0))
+        counts = event.get("over_limit", 0), event.get("samples", 0)
+        ledger.add(event.kind, event.get("rollout", -1), groups, reason, *counts)
     return ledger

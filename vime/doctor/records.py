@@ -18,9 +18,11 @@ def check_groups(run_dir: Path) -> list[Finding]:
 
 def _counts(ledger: Ledger) -> Finding:
     dropped = ", ".join(f"{count} {reason}" for reason, count in ledger.dropped.most_common() if count)
+    left = ledger.samples_left_out
     return ok(
         "groups",
         f"{ledger.groups_trained} trained in {len(ledger.trained)} rollouts, dropped: {dropped or 'none'}, "
+        f"{f'{left} samples left out of optimizer steps, ' if left else ''}"
         f"{len(ledger.running)} in no batch yet; {ledger.starts} starts, {ledger.again} groups drawn again",
     )
 

@@ -57,6 +57,23 @@ def test_each_group_is_trained_dropped_or_still_there(run: Written) -> None:
     assert ledger.running == {3, 4, 5} and ledger.starts == 1
 
 
+def test_samples_that_fill_no_step_are_not_trained(run: Written, capsys: pytest.CaptureFixture[str]) -> None:
+    run.start(0)
+    run.drawn(0, 1, 2, 3)
+    for rollout, groups in enumerate(((0, 1), (2, 3))):
+        run.rollout.add("left_out", rollout=rollout, samples=3, groups=[groups[1]])
+        run.trained(rollout, *groups)
+    ledger = run.ledger()
+    assert (ledger.groups_trained, ledger.samples_left_out, ledger.is_exact) == (2, 6, True)
+    command.main([str(run.run_dir)])
+    assert (
+        "2 trained in 2 rollouts, dropped: none, 6 samples left out of optimizer steps"
+        in capsys.readouterr().out
+    )
+    run.start(1)
+    assert (run.ledger().groups_trained, run.ledger().samples_left_out) == (1, 3)
+
+
 def killed_after_a_checkpoint_of_rollout_0(run: Written) -> None:
     run.start(0)
     run.drawn(0, 1, 2, 3)
