@@ -111,16 +111,15 @@ def engine_facts(args: dict[str, Any]) -> EngineFacts:
         and not args.get("speculative_config")
         and all((args.get(name) or 1) == 1 for name in _CONTEXT_PARALLEL),
         drafts=(args.get("speculative_config") or {}).get("method") == "mtp",
-        context=_context(args),
+        context=_context(args.get("max_model_len")),
         data_parallel_size=args.get("data_parallel_size") or 1,
         pipeline_parallel_size=args.get("pipeline_parallel_size") or 1,
         flag_of=FLAG_OF,
     )
 
 
-def _context(args: dict[str, Any]) -> int | None:
+def _context(limit: object) -> int | None:
     """--vllm-max-model-len. With auto or -1, vLLM takes the tokens that its memory holds."""
-    limit = args.get("max_model_len")
     return limit if isinstance(limit, int) and limit > 0 else None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import threading
 
@@ -21,7 +20,6 @@ from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.manager import RolloutManager
 from slime.rules.resolve import resolve
 from slime.tracking import StepLine, make_trackers
-from slime.tracking.journal import read_events
 from slime.tracking.report import Reporter
 from slime.types import Sample
 from slime.utils import logging_utils
@@ -118,43 +116,6 @@ def test_the_curriculum_sees_the_groups_that_a_filter_drops(build, tmp_path):
 
 async def first_two_equal(args, sample):
     return 1.0 if sample.prompt[0] in "ab" else float(sample.index % 2)
-
-
-def fifteen_samples(args, rollout_id, data_source, evaluation=False):
-    """Groups of 5, 5, 3 and 2 samples."""
-    made, groups = itertools.count(), []
-    for number, size in enumerate((5, 5, 3, 2)):
-        groups.append([Sample(index=next(made), group_index=number, prompt="q") for _ in range(size)])
-        for sample in groups[-1]:
-            sample.append_response_tokens(tokens=[98], log_probs=[-0.5], text="b")
-            sample.tokens, sample.reward, sample.status = [97, 98], 1.0, Sample.Status.COMPLETED
-    return groups
-
-
-@pytest.mark.parametrize("source", ["plug-in", "saved", "subsampled"])
-def test_samples_that_fill_no_step_are_counted(build, tmp_path, caplog, source):
-    """They were dropped without a line."""
-    template = str(tmp_path / "{rollout_id}.pt")
-    flags = {"global_batch_size": 8, "num_steps_per_rollout": None, "rollout_batch_size": 4}
-    manager = build(
-        rollout_function_path="test_manager.fifteen_samples", save_debug_rollout_data=template, **flags
-    )
-    left, groups = 7, [2, 3]
-    if source != "plug-in":
-        manager.generate(0)
-        share = {"subsampled": 0.75, "saved": None}[source]
-        manager = build(load_debug_rollout_data=template, load_debug_rollout_data_subsample=share, **flags)
-        left, groups = (5, [2]) if source == "subsampled" else (left, groups)
-    caplog.clear()
-    batch = manager.generate(0)
-    assert sum(len(data["tokens"]) for data in batch.rank_data) == 8
-    assert batch.metrics["rollout/samples_left_out"] == left
-    assert (
-        f"rollout 0: {left} of {8 + left} samples fill no optimizer step of --global-batch-size 8"
-        in caplog.text
-    )
-    *_, event = read_events(tmp_path / "run", ("left_out",))
-    assert (event["rollout"], event["samples"], event["groups"]) == (0, left, groups)
 
 
 def test_samples_that_fill_no_step_are_no_work(build):
