@@ -60,9 +60,7 @@ def fifteen_samples(args, rollout_id, data_source, evaluation=False):
 def test_samples_that_fill_no_step_are_counted(build, tmp_path, caplog, source):
     """They were dropped without a line."""
     template = str(tmp_path / "{rollout_id}.pt")
-    manager = build(
-        rollout_function_path="test_left_out.fifteen_samples", save_debug_rollout_data=template, **flags
-    )
+    manager = build(rollout_function_path="test_left_out.fifteen_samples", save_debug_rollout_data=template)
     left, groups = 7, [2, 3]
     if source != "plug-in":
         manager.generate(0)
