@@ -210,6 +210,7 @@ _ALL = (
         "rollout",
         "rollout samples groups",
         "samples of the batch that fill no optimizer step and are not trained; the groups without another sample",
+        given="rollout",
     ),
     EventKind("position", "rollout", "rollout", "the data position after the batch is saved"),
     EventKind(
