@@ -15,6 +15,8 @@ _AT_ONCE = 1 << 15
 """Characters or bytes that take a few milliseconds at most to read, render and tokenise."""
 _threads = ThreadPoolExecutor(2, thread_name_prefix="session-text")
 """These threads are separate from the event loop's own threads, which reward functions may hold for minutes."""
+_parsers = ThreadPoolExecutor(2, thread_name_prefix="session-parser")
+"""A parser that takes minutes may hold these threads, and no request waits for them."""
 
 
 async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -23,3 +25,10 @@ async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs:
     if size <= _AT_ONCE:
         return function(*args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_threads, partial(function, *args, **kwargs))
+
+
+async def within(seconds: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call the function in a thread of parsers, and return its result. TimeoutError when it takes longer; Python cannot
+    end the thread then, which goes on."""
+    async with asyncio.timeout(seconds):
+        return await asyncio.get_running_loop().run_in_executor(_parsers, partial(function, *args, **kwargs))

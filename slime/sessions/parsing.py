@@ -6,10 +6,37 @@ from dataclasses import replace
 
 from slime.sessions.json_text import as_unicode
 from slime.sessions.messages import ChatParser, Refused, Reply, ToolCall
+from slime.sessions.off_loop import within
 from slime.types import Message, Tools
 
+_LONGEST_S = 60.0
+"""Some parsers need the square of the time for a text of twice the length."""
 
-def parsed(
+
+async def parsed(
+    parser: ChatParser,
+    text: str,
+    token_ids: list[int],
+    prompt_ids: list[int],
+    messages: list[Message],
+    tools: Tools,
+) -> Reply:
+    """`reply_of` in a thread, so that the event loop goes on. Refused also when the parser takes too long."""
+    answer = text, token_ids, prompt_ids, messages, tools
+    if getattr(parser, "plain", False):
+        return reply_of(parser, *answer)
+    try:
+        return await within(_LONGEST_S, reply_of, parser, *answer)
+    except TimeoutError as error:
+        raise Refused(
+            "parser",
+            f"the parser must read an answer in {_LONGEST_S:g} s, got no end for {len(text)} characters, {text!r:.80}; "
+            "check the parsers that the flags of the engine's backend name",
+            403,
+        ) from error
+
+
+def reply_of(
     parser: ChatParser,
     text: str,
     token_ids: list[int],

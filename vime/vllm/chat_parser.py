@@ -45,8 +45,12 @@ class VllmChatParser:
         reasoning: str | None,
         template_kwargs: dict[str, object],
     ) -> None:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.parser import ParserManager
 
+        self._request = (
+            ChatCompletionRequest  # imported here: that takes seconds, and the first answer must not wait
+        )
         self._tokenizer, self._kwargs = tokenizer, template_kwargs
         self.tools = tools is not None
         try:
@@ -75,10 +79,8 @@ class VllmChatParser:
         self, text: str, token_ids: list[int], prompt_ids: list[int], messages: list[Message], tools: Tools
     ) -> Reply:
         """What vLLM's chat endpoint would answer."""
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
         body = {"messages": [{"role": "user", "content": ""}], "tools": tools or None}
-        request = ChatCompletionRequest.model_validate(body)
+        request = self._request.model_validate(body)
         parser = self._new(request.tools or [])
         if hasattr(parser, "set_prompt_token_ids"):
             parser.set_prompt_token_ids(prompt_ids)

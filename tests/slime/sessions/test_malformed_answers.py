@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -153,6 +154,40 @@ def test_an_answer_that_the_parser_cannot_read_ends_its_sample_with_the_reason(
     assert sample.status is Sample.Status.FAILED and sample.remove_sample
     assert engine.tokenizer.decode(sample.tokens).endswith(f"[[[[{END}")
     sample.check()
+
+
+def test_a_parser_that_takes_too_long_ends_its_sample_and_not_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Parsers of vLLM exist that take 15 s for 5,000 digits. Requests of others are answered meanwhile."""
+    monkeypatch.setattr("slime.sessions.parsing._LONGEST_S", 0.3)
+    released = threading.Event()
+    beats = 0
+
+    class Slow:
+        tools, plain = True, False
+
+        def parse(self, text: str, *_: Any) -> Reply:
+            released.wait(30)
+            return Reply(text)
+
+    async def agent(session: Session) -> None:
+        nonlocal beats
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+            said: Any = [{"role": "user", "content": "x"}]
+            asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=said))
+            while not asking.done():
+                beats += 1
+                await asyncio.sleep(0.01)
+            await asking
+
+    try:
+        (sample,), _ = converse(agent, lambda _: f"9999{END}", parser=Slow())
+    finally:
+        released.set()
+    record = sample.metadata["session"]
+    assert record["ended"] == "parser" and "must read an answer in 0.3 s" in record["said"]
+    assert sample.remove_sample and beats > 10
 
 
 def test_text_that_has_no_utf8_reaches_clients_as_escapes() -> None:
