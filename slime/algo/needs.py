@@ -79,11 +79,18 @@ def needs_sampled_log_probs(c: Config) -> bool:
     )
 
 
+def drops_inputs(c: Config) -> bool:
+    """Whether a training pass draws dropout. Its log-probs are then not those that the policy is served with."""
+    return bool(c.lora.lora_rank and c.lora.lora_dropout)
+
+
 def needs_old_log_probs(c: Config) -> bool:
     """Whether an extra pass computes log-probs of the old policy before the first step: of all samples if
     `before_first_step`, else of those of later steps."""
-    if not loss_of(c.algorithm).rewarded or c.off_policy.use_rollout_logprobs:
+    if not loss_of(c.algorithm).rewarded:
         return False
+    if c.off_policy.use_rollout_logprobs:
+        return drops_inputs(c) and c.kernels.rlk_consistency != "off"  # the audit alone compares them
     steps = c.data.num_steps_per_rollout
     return steps != 1 or before_first_step(c, steps)
 
@@ -93,11 +100,12 @@ def before_first_step(c: Config, steps: int | None) -> bool:
     in the reward, hooks, sequence ratios.
 
     Otherwise the first step needs no extra pass: it trains the old policy, so that its detached log-probs are the old
-    ones. With several steps, the audit and a hook before the step also need the extra pass.
+    ones. With several steps, the audit and a hook before the step also need the extra pass. With dropout, the log-probs
+    of a training pass are never the old ones.
     """
     several = steps != 1
     # The audit compares the samples of all steps, and the hook may change the model.
     watched = c.kernels.rlk_consistency != "off" or bool(
         c.value_of("custom_megatron_before_train_step_hook_path")
     )
-    return "old_log_probs" in columns_read(c) or (several and watched)
+    return "old_log_probs" in columns_read(c) or drops_inputs(c) or (several and watched)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from slime.algo.needs import drops_inputs
 from slime.config import Config
 from slime.data.packing import MicroBatch
 from slime.megatron_backend.parallel import ParallelInfo
@@ -18,18 +19,19 @@ class KeptSamples:
     """One per trainer rank. `add` hears of the micro-batches for which `wants` is true; `write` follows the training.
 
     The log-probs are those of the policy before the rollout's updates: of an extra pass if there is one, else of the
-    first optimizer step. Samples of later steps have none then.
+    first optimizer step, unless it draws dropout. Samples of later steps have none then.
     """
 
     def __init__(self, config: Config, info: ParallelInfo) -> None:
         self._config, self._info = config, info
         rollout = config.data.rollout_batch_size * config.data.n_samples_per_prompt
         keep = config.logging.save_samples if config.logging.run_dir else 0
+        self._reads_steps = not drops_inputs(config)
         self._places = kept_places(rollout, keep)
         self._found: dict[int, Tensor] = {}
 
     def wants(self, data: TrainData, step_id: int) -> bool:
-        return len(self._places) > 0 and step_id == 0 and "log_probs" not in data
+        return self._reads_steps and len(self._places) > 0 and step_id == 0 and "log_probs" not in data
 
     def add(self, data: TrainData, batch: MicroBatch, log_probs: Tensor) -> None:
         """Add the detached log-probs [R] of a micro-batch."""
@@ -44,7 +46,8 @@ class KeptSamples:
         if info.tp_rank or info.cp_rank or not info.last_stage:
             return
         name = "log_probs" if "log_probs" in data else "old_log_probs"
-        if name in data and not self._config.off_policy.use_rollout_logprobs:
+        of_engine = name == "old_log_probs" and self._config.off_policy.use_rollout_logprobs
+        if name in data and not of_engine:
             found = dict(enumerate(data[name]))
         kept = [i for i, place in enumerate(data["partition"]) if place in self._places]
         if kept:

@@ -110,7 +110,6 @@ class Learner:
         DivergedError if the gradients are not finite.
         """
         with self.timers.measure("optimizer"):
-            self.model.train()
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
 

@@ -2,6 +2,8 @@
 
     pack -> stage_output -> [next stage] -> ... -> loss -> backward -> ... -> [stage before]
 
+A training pass runs in training mode, and every other pass in evaluation mode: only the first draws dropout.
+
 Without pipeline parallelism, the schedule runs one micro-batch after another. With pipeline parallelism, forward and
 backward alternate (1F1B, 2104.04473). With virtual stages, each rank has several parts of the model and the schedule is
 interleaved (part 2.2 there). Micro-batches may differ in length, so the stages send their shapes.
@@ -39,7 +41,8 @@ def run_stages(
     on_output: OnOutput[T],
     timers: Timers,
 ) -> list[T]:
-    """Forward and backward of `count` micro-batches. Gradients add up in the model's buffers, not yet over ranks.
+    """Forward and backward of `count` micro-batches in training mode. Gradients add up in the model's buffers, not yet
+    over ranks.
 
     Returns the results of `on_output` in order on the last stage, and an empty list on other stages. Collective over
     the ranks of the pipeline, and over data-parallel ranks with --overlap-grad-reduce.
@@ -48,6 +51,7 @@ def run_stages(
     core = unwrap(parts[0]).config  # all parts have the same
     core.timers = _ScheduleTimers(timers)
     core.no_sync_func = parts[0].no_sync if len(parts) == 1 else [part.no_sync for part in parts]
+    _set_mode(parts, training=True)
     return _schedule(model, info, batches, count, on_output, timers, forward_only=False)
 
 
@@ -58,13 +62,22 @@ def run_forward(
     count: int,
     on_output: Callable[[MicroBatch, Tensor], T],
 ) -> list[T]:
-    """Forward only of `count` micro-batches, under the caller's torch.no_grad(). Returns the same as `run_stages`."""
-    unwrap(parts_of(model)[0]).config.timers = None
+    """Forward only of `count` micro-batches in evaluation mode, under the caller's torch.no_grad(). Returns the same as
+    `run_stages`."""
+    parts = parts_of(model)
+    unwrap(parts[0]).config.timers = None
+    _set_mode(parts, training=False)
 
     def keep(batch: MicroBatch, output: Tensor) -> tuple[Tensor, T]:
         return output, on_output(batch, output)
 
     return _schedule(model, info, batches, count, keep, Timers(), forward_only=True)
+
+
+def _set_mode(parts: list[Any], *, training: bool) -> None:
+    """Each pass sets the mode that it needs, so that no pass depends on the one before it."""
+    for part in parts:
+        part.train(training)
 
 
 def _schedule(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from slime import operators
 from slime.algo.losses import loss_of
-from slime.algo.needs import before_first_step, draws_in_loss
+from slime.algo.needs import before_first_step, draws_in_loss, needs_old_log_probs
 from slime.config import Config
 from slime.data import top_tokens
 from slime.data.packing import MicroBatch
@@ -180,7 +180,8 @@ class OldLogProbs:
         extra pass over the samples of later steps -> fill -> [first step] -> add -> complete -> data["old_log_probs"]
 
     The first step trains the old policy, so that its log-probs, detached, are the old ones. So the pass covers all
-    samples only where something needs them before that step, and none in a rollout of one step.
+    samples only where something needs them before that step or a training pass draws dropout, and none in a rollout of
+    one step.
     """
 
     def __init__(self, its_pass: Pass, config: Config, info: ParallelInfo) -> None:
@@ -193,6 +194,8 @@ class OldLogProbs:
         """Fill the column, or begin to wait for the first step."""
         if self._config.off_policy.use_rollout_logprobs:
             data["old_log_probs"] = data["rollout_log_probs"]
+            if needs_old_log_probs(self._config):
+                data.fill("log_probs", self.its_pass.over(data, data.micro_batches))
         elif before_first_step(self._config, len(data.step_sizes)):
             data.fill("old_log_probs", self.its_pass.over(data, data.micro_batches))
             data["log_probs"] = data["old_log_probs"]  # the name that advantage hooks read
