@@ -1,10 +1,30 @@
-"""What autograd gives to the forward and the backward of an operator."""
+"""What autograd gives to the forward and the backward of an operator, and what it takes from the caller."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
+
+Returned = TypeVar("Returned")
+
+
+def in_own_dtypes(function: Callable[..., Returned]) -> Callable[..., Returned]:
+    """`function` without the caller's autocast, which would compute its matrix products in another dtype than the
+    operator says."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Returned:
+        device = next((x.device.type for x in args if isinstance(x, Tensor)), None)
+        if device is None:  # a backward without an upstream gradient computes nothing
+            return function(*args)
+        with torch.autocast(device, enabled=False):
+            return function(*args)
+
+    return run
 
 
 class Context(Protocol):

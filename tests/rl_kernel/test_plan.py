@@ -3,7 +3,7 @@
 import pytest
 
 from rl_kernel.ops.linear_logp import plan as module
-from rl_kernel.ops.linear_logp.plan import Budget, Costs, block_rows, plan
+from rl_kernel.ops.linear_logp.plan import Budget, Costs, block_rows, forward_rows, plan
 
 MIB = 2**20
 EXP = Costs(row=10_000, element=2, scratch=False)
@@ -131,6 +131,23 @@ def test_no_choice_fits_names_what_is_needed(costs):
     with pytest.raises(ValueError, match=f"must be >= {need}, .* give 5 tokens at least 1 MiB"):
         block_rows(5, 50_000, costs, need - 1)
     assert block_rows(5, 50_000, costs, need) == 5
+
+
+@BOTH
+@pytest.mark.parametrize("columns", [1, 300, 1024, 1500, 2048, 50_000])
+@pytest.mark.parametrize("tokens", [1, 100, 128, 1000])
+def test_a_forward_has_a_block_of_rows_or_an_error(tokens, columns, costs):
+    """Every workspace from too small to more than enough: at least a row, and no block that `plan` refuses."""
+    least = min(1024 * (2 if costs.scratch else 1), columns)
+    need = workspace(min(tokens, 128), least, costs)
+    for size in (need - 1, need, need + 1, workspace(min(tokens, 128), columns, costs), 2 * need, 2**40):
+        if size < need:
+            with pytest.raises(ValueError, match=f"workspace_bytes must be >= {need}, got {size}"):
+                forward_rows(tokens, columns, costs, size)
+            continue
+        rows = forward_rows(tokens, columns, costs, size)
+        assert 1 <= rows <= tokens
+        plan(rows, columns, costs, size)
 
 
 def test_the_default_workspace_is_the_documented_one():

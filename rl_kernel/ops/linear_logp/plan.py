@@ -98,7 +98,7 @@ def block_rows(tokens: int, columns: int, costs: Costs, workspace_bytes: int, su
         blocks = -(-tokens // rows)
         rest = workspace_bytes - (sum_bytes if blocks > 1 else 0)
         fits = (rest - rows * costs.row) // (rows * costs.element)
-        if fits < min(_least(columns, costs), columns):
+        if fits < _least(columns, costs):
             continue
         cost = RECOMPUTED * max(0.0, 1 - fits / columns) + (blocks - 1) * BLOCK_OVERHEAD / tokens
         if cost < best:
@@ -117,7 +117,8 @@ def _rounded_rows(rows: int) -> int:
 
 
 def _least(columns: int, costs: Costs) -> int:
-    return min(MIN_COLUMNS, columns) * (2 if costs.scratch else 1)
+    """The columns for which every token of a call needs memory. All of them need no scratch beside them."""
+    return min(MIN_COLUMNS * (2 if costs.scratch else 1), columns)
 
 
 def _whole_blocks(columns: int) -> int:

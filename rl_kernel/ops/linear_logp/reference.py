@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_kernel.autograd import Context
+from rl_kernel.autograd import Context, in_own_dtypes
 from rl_kernel.checks import compute_dtype
 from rl_kernel.kept import kept_grad, kept_stats, stats_count
 from rl_kernel.ops.linear_logp.arguments import Task
@@ -68,6 +68,7 @@ class LinearLogp(torch.autograd.Function):
     unless asked for."""
 
     @staticmethod
+    @in_own_dtypes
     def forward(
         ctx: LinearContext, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -94,6 +95,7 @@ class LinearLogp(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @in_own_dtypes
     def backward(
         ctx: LinearContext,
         grad_log_probs: Tensor | None,
@@ -138,6 +140,7 @@ class LinearLogp(torch.autograd.Function):
 
 
 @torch.no_grad()
+@in_own_dtypes
 def linear_top_reference(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
 ) -> tuple[Tensor, Top]:

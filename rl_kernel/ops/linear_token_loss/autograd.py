@@ -12,7 +12,7 @@ from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.autograd import joined, make_head, prepared, record_head, seen_by_autograd
 from rl_kernel.ops.linear_logp.head import Problem, Sinks
 from rl_kernel.ops.linear_logp.plan import Budget, block_rows, plan
-from rl_kernel.ops.linear_token_loss.reference import LossContext, TokenLoss, TokenLossResult
+from rl_kernel.ops.linear_token_loss.reference import AGAIN, LossContext, TokenLoss, TokenLossResult
 
 
 def linear_token_loss_on_device(
@@ -97,10 +97,7 @@ class _OnePass(torch.autograd.Function):
         if upstream is None:
             return (None,) * 7
         if ctx.grads is None:
-            raise RuntimeError(
-                "linear_token_loss must be called again for a second backward: "
-                "the first one took the gradients, which were computed in the call"
-            )
+            raise RuntimeError(AGAIN)
         grads, ctx.grads = ctx.grads, None
         return *(None if g is None else _scaled(g, upstream) for g in grads), *(None,) * 4
 

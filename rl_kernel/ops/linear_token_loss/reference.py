@@ -59,15 +59,40 @@ def linear_token_loss_reference(
         assert d_weight is not None
         weight_grad.add_(d_weight)
         loss = _HandOver.apply(hidden, weight, bias, loss.detach(), d_hidden, d_bias)
+    elif loss.requires_grad:
+        loss = _Once.apply(loss)
     detached = {name: value.detach() for name, value in metrics.items()}
     values = None if entropy is None else entropy.detach()
     return TokenLossResult(loss, log_probs.detach(), values, detached)
+
+
+AGAIN = (
+    "linear_token_loss must be called again for a second backward: the first one took the gradients, which were computed "
+    "in the call"
+)
 
 
 class LossContext(Context, Protocol):
     """grads: of the first arguments; the first backward takes them."""
 
     grads: tuple[Tensor | None, ...] | None
+
+
+class _Once(torch.autograd.Function):
+    """`loss`. A second backward is an error, as on a device, where the first one takes the gradients."""
+
+    @staticmethod
+    def forward(ctx: LossContext, loss: Tensor) -> Tensor:
+        ctx.grads = ()
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: LossContext, upstream: Tensor) -> Tensor:
+        if ctx.grads is None:
+            raise RuntimeError(AGAIN)
+        ctx.grads = None
+        return upstream
 
 
 class _HandOver(torch.autograd.Function):
@@ -90,6 +115,6 @@ class _HandOver(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: LossContext, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
-            raise RuntimeError("linear_token_loss must be called again for a second backward")
+            raise RuntimeError(AGAIN)
         grads, ctx.grads = ctx.grads, None
         return *(None if g is None else g * upstream for g in grads), None, None, None

@@ -24,9 +24,9 @@ def ratio_kl(
 ) -> tuple[Tensor, Tensor]:
     """`ratio = (log_probs - old_log_probs).exp()` and the KL estimate against `ref_log_probs`.
 
-    With lr = log_probs - ref_log_probs: k1 `lr`; k2 `lr**2 / 2`; k3 `(-lr).exp() - 1 + lr`; low_var_kl: k3
-    clamped to [-10, 10]. `unbiased` multiplies the estimate by the ratio before the clamp; the gradient includes the
-    ratio.
+    With lr = log_probs - ref_log_probs: k1 `lr`; k2 `lr**2 / 2`; k3 `x.exp() - 1 - x` with `x = -lr`; low_var_kl: k3
+    clamped to [-10, 10]. `unbiased` multiplies the estimate by the ratio before the clamp, and the product with a ratio
+    of 0 is 0; the gradient includes the ratio.
 
     Args:
         log_probs: [N] nats, any float dtype; computed in float32 (float64 if it is float64).
@@ -37,8 +37,8 @@ def ratio_kl(
         impl: names the implementation, "reference" or "triton", for tests and comparisons.
 
     Returns:
-        (ratio [N], kl [N]), float32, differentiable in `log_probs`. Exponents above 80 count as 80: the ratio stays
-        finite, and its gradient is 0 there.
+        (ratio [N], kl [N]), float32, differentiable in `log_probs`. Exponents above 80 count as 80, in the ratio and as
+        x of k3: both stay finite, and their gradients are 0 there.
 
     Raises:
         ValueError: wrong shape, dtype or device, a constant that requires grad, an unknown kl_type.

@@ -27,17 +27,17 @@ def ratio_of(log_ratio):
 
 @triton.jit
 def _k3_of(log_ratio):
-    """exp(-x) - 1 + x and its derivative 1 - exp(-x)."""
-    x = -log_ratio
-    over = x > _TOP
-    power = tl.exp(tl.where(over, _TOP, x))
+    """exp(x) - 1 - x with x = -log_ratio, at most MAX_EXPONENT, and its derivative in log_ratio, 1 - exp(x)."""
+    over = -log_ratio > _TOP
+    x = tl.where(over, _TOP, -log_ratio)
+    power = tl.exp(x)
     # Almost all tokens are near 0, where exp(x) - 1 - x loses all digits. The series from x**2 on keeps them.
     tail = 1 / 720 + x * (1 / 5040 + x * (1 / 40320 + x * (1 / 362880)))
     tail = x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * tail))))
     near = tl.abs(x) < 0.5
-    value = tl.where(near, tail, power - 1.0 + log_ratio)
+    value = tl.where(near, tail, power - 1.0 - x)
     slope = -tl.where(near, x + tail, power - 1.0)
-    return value, tl.where(over, 1.0, slope)
+    return value, tl.where(over, 0.0, slope)
 
 
 @triton.jit
@@ -51,9 +51,10 @@ def kl_of(log_ratio, ratio, ratio_slope, KL_TYPE: tl.constexpr, UNBIASED: tl.con
         slope = log_ratio
     else:
         kl, slope = _k3_of(log_ratio)
-    if UNBIASED:
-        slope = ratio * slope + kl * ratio_slope
-        kl = ratio * kl
+    if UNBIASED:  # a ratio of 0 times an infinite estimate is 0, not NaN
+        gone = ratio == 0
+        slope = tl.where(gone, 0.0, ratio * slope + kl * ratio_slope)
+        kl = tl.where(gone, 0.0, ratio * kl)
     if KL_TYPE == "low_var_kl":
         slope = tl.where((kl > _BOUND) | (kl < -_BOUND), 0.0, slope)
         kl = tl.where(kl > _BOUND, _BOUND, tl.where(kl < -_BOUND, -_BOUND, kl))

@@ -23,7 +23,10 @@ def ratio_kl_reference(
     ratio = log_ratio.clamp(max=MAX_EXPONENT).exp()
     if ref_log_probs is None:
         return ratio, torch.zeros_like(log_ratio)
-    kl = approx_kl(_difference(log_probs, ref_log_probs, mask), kl_type)
+    to_ref = _difference(log_probs, ref_log_probs, mask)
+    if unbiased:  # a ratio of 0 times an infinite estimate is 0, not NaN
+        to_ref = torch.where(ratio == 0, 0.0, to_ref)
+    kl = approx_kl(to_ref, kl_type)
     if unbiased:
         kl = ratio * kl
     if kl_type == "low_var_kl":
@@ -37,8 +40,10 @@ def approx_kl(log_ratio: Tensor, kl_type: str) -> Tensor:
         return log_ratio
     if kl_type == "k2":
         return log_ratio.square() / 2
-    # Almost all tokens are near x = 0, where exp(-x) - 1 loses digits that expm1 keeps.
-    return torch.expm1((-log_ratio).clamp(max=MAX_EXPONENT)) + log_ratio
+    # Almost all tokens are near x = 0, where exp(x) - 1 loses digits that expm1 keeps. Both terms have the same bound:
+    # the estimate stays at least 0 where the policy has no probability left.
+    x = (-log_ratio).clamp(max=MAX_EXPONENT)
+    return torch.expm1(x) - x
 
 
 def _difference(log_probs: Tensor, base: Tensor, mask: Tensor | None) -> Tensor:
