@@ -20,5 +20,7 @@ def product_(out: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> 
         else:
             torch.ops.aten.mm.dtype_out(left, right, torch.float32, out=out)
         return out
-    wide = torch.mm(left.float(), right.float(), out=torch.empty_like(out))  # `out`: a caller's autocast has no effect
+    wide = torch.mm(
+        left.float(), right.float(), out=torch.empty_like(out)
+    )  # `out`: a caller's autocast has no effect
     return out.add_(wide) if add else out.copy_(wide)

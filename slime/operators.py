@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from slime.algo.corrections import LEVELS
 from slime.algo.estimators import estimator_of, surrogate_of
+from slime.algo.flags import reads_kl_in_reward
 from slime.algo.losses import loss_of
 from slime.config.sections.kernels import OPERATORS
 from slime.roles import POLICY, passes_of, roles_of
@@ -197,7 +198,7 @@ def _own_advantages(config: Config) -> bool:
 
 def _has_kl(config: Config) -> bool:
     in_loss = loss_of(config.algorithm).surrogate and config.algorithm.use_kl_loss
-    return in_loss or (_own_advantages(config) and config.algorithm.kl_coef != 0)
+    return in_loss or (_own_advantages(config) and reads_kl_in_reward(config))
 
 
 def _whitens(config: Config) -> bool:

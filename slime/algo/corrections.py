@@ -63,7 +63,9 @@ def _truncated(ratio: Tensor, low: float, high: float) -> Tensor:
 
 def _masked(ratio: Tensor, low: float, high: float) -> Tensor:
     """`ratio` in [low, high], 0 outside."""
-    return ratio * ((ratio >= low) & (ratio <= high))
+    import torch
+
+    return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
 MODES: dict[str, Mode] = {
@@ -117,9 +119,11 @@ def at_level(level: Level, values: Tensor, mask: Tensor, sample_of_row: Tensor) 
     """The masked sum, or mean, of `values` [R] over the part of each token, at each token of the part [R]."""
     if level.part == "token":
         return values
+    from slime.algo.importance import weighted
+
     of_row = parts(level, mask, sample_of_row)
     weights = mask.to(values.dtype)
-    totals = values.new_zeros(len(values)).index_add(0, of_row, values * weights)
+    totals = values.new_zeros(len(values)).index_add(0, of_row, weighted(values, weights))
     if level.mean:
         totals = totals / values.new_zeros(len(values)).index_add(0, of_row, weights).clamp(min=1)
     return totals.clamp(-LARGEST, LARGEST)[of_row]
@@ -139,8 +143,10 @@ def bounded(args: Namespace, ratio: Tensor) -> Tensor:
 
 def importance_weights(args: Namespace, t: TokenColumns, old: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The weights of --tis-mode at --tis-level: `exp(old - rollout)` of each part, bounded or masked."""
+    from slime.algo.importance import ratio_of
+
     d = old.detach().float() - t["rollout_log_probs"].float()
-    ratio = at_level(LEVELS[args.tis_level], d, t.mask, t.sample_of_row).exp()
+    ratio = ratio_of(at_level(LEVELS[args.tis_level], d, t.mask, t.sample_of_row))
     return weigh(ratio, MODES[args.tis_mode], args.tis_clip_low, args.tis_clip)
 
 
@@ -199,6 +205,13 @@ def _weighted(
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     import torch
 
-    ratio = (torch.cat(train).detach().float() - torch.cat(rollout).float()).exp()
+    from slime.algo.importance import ratio_of
+
+    d = torch.cat(train).detach().float() - torch.cat(rollout).float()
+    if (
+        d.shape == (mask := torch.cat(masks)).shape
+    ):  # under context parallelism masks are whole, and d is a part
+        d = torch.where(mask != 0, d, 0.0)
+    ratio = ratio_of(d)
     weights, metrics = weigh(ratio, MODES[mode], args.tis_clip_low, args.tis_clip)
     return pg * weights, masks, metrics

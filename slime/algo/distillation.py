@@ -65,19 +65,20 @@ def distillation_penalties(args: Namespace, data: TrainData) -> list[Tensor] | N
     and with another --opd-loss-type than reverse_kl.
 
     Sets the column `opd_reverse_kl`, the difference without its weight. ValueError for a log-prob of the teacher that
-    is not finite.
+    is not finite in a trained token; in another token, the difference is 0 then.
     """
     flags = section_of(DistillationConfig, args)
     if not flags.use_opd or flags.opd_loss_type != "reverse_kl":
         return None
     lengths = [len(x) for x in data["old_log_probs"]]
-    teacher = torch.cat(data["teacher_log_probs"]).float()
-    if not (finite := teacher.isfinite()).all():
+    teacher, trained = torch.cat(data["teacher_log_probs"]).float(), torch.cat(data["loss_masks"]) != 0
+    if not (finite := teacher.isfinite() | ~trained).all():
         raise ValueError(
             f"teacher_log_probs must be finite, got {teacher[~finite][0].item()} for {int((~finite).sum())} tokens; "
             "check the weights or the server of the teacher"
         )
     reverse_kl = torch.cat(data["old_log_probs"]).float() - teacher
+    reverse_kl = torch.where(trained | reverse_kl.isfinite(), reverse_kl, 0.0)
     data["opd_reverse_kl"] = list(reverse_kl.split(lengths))
     return list((flags.opd_kl_coef * reverse_kl).split(lengths))
 

@@ -36,6 +36,8 @@ class Loss:
     """It reads the entropy."""
     reads: frozenset[str] = frozenset()
     """The columns that it reads before the first step, as in an estimator's record."""
+    flags: frozenset[str] = frozenset()
+    """The fields of the configuration that it reads besides those of estimator and surrogate; a hook may read all."""
     checks: tuple[Callable[[Config], None], ...] = ()
     """Rules for other flags; each gets the configuration and raises ValueError."""
 
@@ -108,17 +110,32 @@ def _function_given(c: Config) -> None:
         raise ValueError("--custom-loss-function-path must be given with --loss-type custom_loss, got none")
 
 
+_DIVIDED = frozenset({"calculate_per_token_loss", "use_dr_grpo"})
+"""Of losses that are means over the tokens of samples."""
+_POLICY = _DIVIDED | {
+    "entropy_coef",
+    "use_kl_loss",
+    "use_tis",
+    "use_rs",
+    "use_opsm",
+    "get_mismatch_metrics",
+    "use_rollout_logprobs",
+    "use_score_centering",
+    "custom_pg_loss_reducer_function_path",
+}
+
 LOSSES: dict[str, Loss] = {
     loss.name: loss
     for loss in (
-        Loss("policy_loss", _policy, surrogate=True, entropy=True),
-        Loss("sft_loss", _supervised, rewarded=False),
+        Loss("policy_loss", _policy, surrogate=True, entropy=True, flags=_POLICY),
+        Loss("sft_loss", _supervised, rewarded=False, flags=_DIVIDED),
         Loss(
             "dpo",
             _preference,
             rewarded=False,
             pairs=True,
             reads=frozenset({"ref_log_probs"}),
+            flags=frozenset({"dpo_beta", "dpo_label_smoothing", "ref_update_interval"}),
             checks=(_pairs_given,),
         ),
         Loss(
@@ -129,7 +146,13 @@ LOSSES: dict[str, Loss] = {
             head="value",
             checks=(_pairs_given, _no_engine),
         ),
-        Loss("custom_loss", None, reads=frozenset({"old_log_probs"}), checks=(_function_given,)),
+        Loss(
+            "custom_loss",
+            None,
+            reads=frozenset({"old_log_probs"}),
+            flags=frozenset({"custom_loss_function_path"}),
+            checks=(_function_given,),
+        ),
     )
 }
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rl_kernel.ops.ratio_kl.reference import MAX_EXPONENT
 from slime.algo.corrections import LARGEST
+from slime.algo.importance import ratio_of
 
 SUMS = (
     "tokens",
@@ -28,8 +30,9 @@ SUMS = (
 def sums(old: Tensor, rollout: Tensor, mask: Tensor, sample_of_row: Tensor, samples: int) -> Tensor:
     """The sums that `figures` needs, in the order of SUMS, [10] float64."""
     weights = (mask != 0).double()
-    d = (old.double() - rollout.double()) * weights
-    ratio = d.exp()
+    old, rollout = (torch.where(mask != 0, x.double(), 0.0) for x in (old, rollout))
+    d = old - rollout
+    ratio = ratio_of(d)
 
     def of_samples(values: Tensor) -> Tensor:
         return values.new_zeros(samples).index_add(0, sample_of_row, values)
@@ -44,10 +47,10 @@ def sums(old: Tensor, rollout: Tensor, mask: Tensor, sample_of_row: Tensor, samp
             (ratio * weights).sum(),
             (ratio.square() * weights).sum(),
             -d.sum(),
-            ((d.expm1() - d) * weights).sum(),
-            (of_samples(-old.double() * weights) / per).sum(),
-            (of_samples(-rollout.double() * weights) / per).sum(),
-            ((-whole / per).exp() * real).sum(),
+            ((d.clamp(max=MAX_EXPONENT).expm1() - d) * weights).sum(),
+            (of_samples(-old) / per).sum(),
+            (of_samples(-rollout) / per).sum(),
+            (ratio_of(-whole / per) * real).sum(),
             ((2 * whole).clamp(-LARGEST, LARGEST).exp() * real).sum(),
         ]
     )

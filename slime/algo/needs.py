@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slime.algo.estimators import estimator_of, surrogate_of
+from slime.algo.flags import reads_kl_in_reward
 from slime.algo.losses import loss_of
 
 if TYPE_CHECKING:
@@ -20,11 +21,11 @@ def columns_read(c: Config) -> frozenset[str]:
     if not loss.rewarded:
         return loss.reads
     flags = {
-        "ref_log_probs": c.algorithm.use_kl_loss or c.algorithm.kl_coef != 0,
+        "ref_log_probs": c.algorithm.use_kl_loss or reads_kl_in_reward(c),
         "teacher_log_probs": c.distillation.use_opd,
         **dict.fromkeys(("teacher_top_ids", "teacher_top_log_probs"), draws_in_loss(c)),
         "old_log_probs": (
-            c.algorithm.kl_coef != 0
+            reads_kl_in_reward(c)
             or (c.distillation.use_opd and not draws_in_loss(c))
             or c.off_policy.get_mismatch_metrics
             or c.algorithm.custom_advantage_function_path is not None
@@ -55,8 +56,8 @@ def read_by_advantages(c: Config) -> frozenset[str]:
     if not loss_of(algorithm).rewarded or algorithm.custom_advantage_function_path:
         return read
     flags = {
-        "ref_log_probs": algorithm.kl_coef != 0,
-        "old_log_probs": algorithm.kl_coef != 0 or c.distillation.use_opd,
+        "ref_log_probs": reads_kl_in_reward(c),
+        "old_log_probs": reads_kl_in_reward(c) or c.distillation.use_opd,
         "teacher_log_probs": c.distillation.use_opd,
     }
     of_surrogate = surrogate_of(algorithm).reads if loss_of(algorithm).surrogate else frozenset[str]()

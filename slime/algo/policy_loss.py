@@ -16,7 +16,7 @@ import rl_kernel
 from slime.algo.corrections import accepted, importance_weights
 from slime.algo.distillation import distillation_term
 from slime.algo.estimators import surrogate_of
-from slime.algo.importance import opsm_mask, sequence_mean
+from slime.algo.importance import opsm_mask, ratio_of, sequence_mean, weighted
 from slime.algo.token_columns import HookView, Losses, TokenColumns
 from slime.hooks import load_function
 
@@ -35,6 +35,7 @@ def policy_loss(args: Namespace, t: TokenColumns) -> Losses:
     importance weight of --use-tis, and by 0 for tokens that --use-rs and samples that --use-opsm drop. The entropy
     carries a gradient only when its coefficient is not 0.
     """
+    t = t.of_trained()
     old, rollout = t.old_log_probs, t.get("rollout_log_probs")
     factor, per_token = pg_factor(args, t, old)
     pg_loss, terms = pg_loss_of(args, t, old, factor)
@@ -75,7 +76,7 @@ def pg_factor(args: Namespace, t: TokenColumns, old: Tensor) -> tuple[Tensor | N
             t["advantages"], seq_kl, t.sample_of_row, delta=args.opsm_delta
         )
     if args.use_tis or args.get_mismatch_metrics:
-        metrics["ois"] = (t.log_probs.detach() - old).exp()
+        metrics["ois"] = ratio_of(t.log_probs.detach() - old)
         if not args.custom_tis_function_path:
             weights, extra = importance_weights(args, t, old)
             metrics |= extra
@@ -153,7 +154,7 @@ def reduce_with_hooks(
             pg, masks = corrected, list(new_masks)
     path = args.custom_pg_loss_reducer_function_path
     if path is None:
-        return (torch.cat(masks) / t.denominators * view.whole(pg)).sum(), metrics
+        return weighted(view.whole(pg), torch.cat(masks) / t.denominators).sum(), metrics
     make = load_function(path, flag="--custom-pg-loss-reducer-function-path")
     reducer = make(t.total_lengths, t.response_lengths, masks, args.calculate_per_token_loss)
     return view.total(reducer(pg)) / t.normaliser, metrics

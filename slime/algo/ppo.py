@@ -41,9 +41,10 @@ def compute_advantages_and_returns(
     """Set `advantages`, `returns` and `kl` of `data`: lists with one tensor [R_i] per sample. Reads rewards and masks,
     with --kl-coef old_log_probs and ref_log_probs, with --use-opd old_log_probs and teacher_log_probs, and the columns
     that the estimator's record names. A surrogate that treats some tokens apart gets `chosen_tokens`, too."""
-    if args.kl_coef != 0:
-        old, ref = torch.cat(data["old_log_probs"]), torch.cat(data["ref_log_probs"])
-        kl = compute_approx_kl(old, ref, args.kl_loss_type)
+    hooked = getattr(args, "custom_advantage_function_path", None) is not None
+    if args.kl_coef != 0 and (hooked or "kl_coef" in estimator_of(args).flags):
+        old, ref, mask = (torch.cat(data[name]) for name in ("old_log_probs", "ref_log_probs", "loss_masks"))
+        _, kl = rl_kernel.ratio_kl(old, ref, ref, mask, args.kl_loss_type)
         data["kl"] = list(kl.split([len(x) for x in data["old_log_probs"]]))
     else:
         data["kl"] = [torch.zeros_like(mask, dtype=torch.float32) for mask in data["loss_masks"]]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from slime.algo.importance import weighted
 from slime.algo.token_columns import Losses, TokenColumns
 
 
@@ -21,7 +22,7 @@ def dpo_loss(args: Namespace, t: TokenColumns) -> Losses:
     `z = beta * ((log_probs - ref_log_probs) * mask).sum()` of the chosen sample, minus that of the rejected one.
     Metrics under TRL's names: rewards/chosen and rewards/rejected are the two terms of z.
     """
-    chosen, rejected = pairs_of(t, (t.log_probs - t["ref_log_probs"]) * t.mask)
+    chosen, rejected = pairs_of(t, weighted(t.log_probs - t["ref_log_probs"], t.mask))
     chosen, rejected = args.dpo_beta * chosen, args.dpo_beta * rejected
     return _preference(args, t, chosen, rejected)
 

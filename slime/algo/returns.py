@@ -7,12 +7,20 @@ from torch import Tensor
 
 
 def discounted_returns(reward: float, mask: Tensor, kl: Tensor, *, kl_coef: float, gamma: float) -> Tensor:
-    """`G_t = x_t + gamma * G_{t+1}` with `x = -kl_coef * kl * mask`, and `reward` added at the last trained token."""
-    x = -kl_coef * kl.float() * mask
-    trained = mask.nonzero()
+    """`G_t = x_t + gamma * G_{t+1}` over the trained tokens, with `x = -kl_coef * kl`, and `reward` added at the last
+    of them; 0 at the other tokens. As for ppo, a tool's tokens are no actions: they discount nothing."""
+    trained, x = penalised(reward, mask, kl, kl_coef=kl_coef)
+    return x.new_zeros(len(mask)).index_copy(0, trained, discounted_sum(x, gamma))
+
+
+def penalised(reward: float, mask: Tensor, kl: Tensor, *, kl_coef: float) -> tuple[Tensor, Tensor]:
+    """The places of the n trained tokens [n] in a response, and their rewards [n] fp32: `-kl_coef * kl`, and `reward`
+    added at the last."""
+    trained = mask.nonzero()[:, 0]
+    x = -kl_coef * kl.float()[trained]
     if len(trained):
-        x[trained[-1]] += reward
-    return discounted_sum(x, gamma)
+        x[-1] += reward
+    return trained, x
 
 
 def discounted_sum(x: Tensor, discount: float) -> Tensor:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from slime.algo.importance import weighted
+
+_WEIGHTS = ("loss_masks", "loss_denominators")
 
 
 def _same(x: Tensor) -> Tensor:
@@ -90,7 +94,26 @@ class TokenColumns:
 
     def mean(self, per_token: Tensor) -> Tensor:
         """`(mask / denominators * per_token).sum()`: this micro-batch's part of the mean over the step."""
-        return (self.weights * per_token).sum()
+        return weighted(per_token, self.weights).sum()
+
+    def of_trained(self) -> TokenColumns:
+        """The same with 0 in each real number of a token that is not trained on. What a tool's token has there, such as
+        a log-prob of -9999, then reaches no ratio, no gradient and no hook."""
+        trained = self.mask != 0
+
+        def kept(x: Tensor) -> Tensor:
+            return torch.where(trained if x.ndim == 1 else trained[:, None], x, 0.0)
+
+        return replace(
+            self,
+            log_probs=kept(self.log_probs),
+            entropy=None if self.entropy is None else kept(self.entropy),
+            of_ids=None if self.of_ids is None else kept(self.of_ids),
+            columns={
+                name: kept(x) if x.is_floating_point() and name not in _WEIGHTS else x
+                for name, x in self.columns.items()
+            },
+        )
 
     def per_sample(self, column: Tensor) -> list[Tensor]:
         """[R] -> one tensor [R_i] per sample. Only for losses that get whole sequences."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slime.algo.importance import weighted
 from slime.algo.token_columns import Losses
 
 
@@ -21,9 +22,10 @@ def value_loss(
     in a mean over the step (`TokenColumns.weights`). Metric value_clipfrac: the share of values outside of the
     clip range.
     """
+    values, old_values, returns = (torch.where(weights != 0, x, 0.0) for x in (values, old_values, returns))
     clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
     plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
-    loss = (weights * torch.maximum(plain_error, clipped_error)).sum()
+    loss = weighted(torch.maximum(plain_error, clipped_error), weights).sum()
     outside = ((values - old_values).abs() > value_clip).float()
     return loss, {"value_loss": loss.detach(), "value_clipfrac": (weights * outside).sum()}, {}
 
@@ -32,7 +34,7 @@ def error_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """[5] fp64, to be added over parts of the tokens: count, and of returns and of returns - values the sum and the sum
     of squares. Over tokens with mask 1."""
     m = mask.double()
-    g, e = returns.double(), (returns - values).double()
+    g, e = (torch.where(m != 0, x.double(), 0.0) for x in (returns, returns - values))
     return torch.stack([m.sum(), (m * g).sum(), (m * g * g).sum(), (m * e).sum(), (m * e * e).sum()])
 
 

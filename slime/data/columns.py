@@ -40,8 +40,9 @@ Stage = Literal["sent", "device", "scored", "advantages"]
 STAGES: tuple[Stage, ...] = ("sent", "device", "scored", "advantages")
 _STAGE_OF: dict[Origin, Stage] = {"trainer": "device", "pass": "scored", "estimator": "advantages"}
 
-Carried = Literal["never", "training", "policy"]
-"""Which micro-batches carry a column: none; those of the training pass; those of every pass of the policy."""
+Carried = Literal["never", "training", "policy", "every"]
+"""Which micro-batches carry a column: none; those of the training pass; those of every pass of the policy; those of
+every pass of any model."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ _TABLE = (
         "sample",
         read=kept_tokens.of_sample,
         flag="replay_kept_tokens",
-        carried="policy",
+        carried="every",  # a KL compares log-probs over the same ids
         to_tensor=kept_tokens.as_tensor,
         to_rows=kept_tokens.packed,
     ),
@@ -269,7 +270,7 @@ def present(data: TrainData, kind: Kind | None = None) -> Iterator[Column]:
 
 def carried(data: TrainData, config: Config, *, training: bool, policy: bool) -> list[str]:
     """Names of the columns of `data` that a micro-batch of this pass carries."""
-    passes = [name for name, on in (("training", training), ("policy", policy)) if on]
+    passes = ["every", *(name for name, on in (("training", training), ("policy", policy)) if on)]
     return [column.name for column in present(data) if column.carried in passes and column.on(config)]
 
 

@@ -188,7 +188,11 @@ def _for_estimator(config: Config, samples: list[Sample], raw: list[float]) -> T
         shaped = [r + overlong_penalty(config, sample) for r, sample in zip(raw, samples, strict=True)]
         data["group_rewards"] = group_rewards(samples, shaped)
     if "turn_advantages" in reads:
-        data["turn_advantages"] = turn_advantages(samples)
+        data["turn_advantages"] = turn_advantages(
+            samples,
+            centred=not config.algorithm.disable_rewards_normalization,
+            normalize_std=not config.algorithm.disable_grpo_std_normalization,
+        )
     return data
 
 

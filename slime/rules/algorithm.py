@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from slime.algo.estimators import estimator_of, surrogate_of
+from slime.algo.flags import unread
 from slime.algo.losses import loss_of
 from slime.config.fields import specs_of, spelled
+from slime.config.problems import Problems
 from slime.config.schema import Config
+from slime.config.sections.algorithm import AlgorithmConfig
 from slime.config.sections.critic import CriticConfig
+from slime.config.sections.off_policy import OffPolicyConfig
 from slime.roles import CRITIC, roles_of
+from slime.rules.flags import FALLBACKS
 
 GROUP_MAKERS = (
     "custom_generate_function_path",
@@ -32,8 +39,6 @@ def check_algorithm(c: Config) -> None:
         check(c)
     if c.algorithm.eps_clip_c is not None and c.algorithm.eps_clip_c <= 1:
         raise ValueError(f"--eps-clip-c must be above 1, got {c.algorithm.eps_clip_c}")
-    if c.algorithm.eps_clip >= 1:
-        raise ValueError(f"--eps-clip must be below 1, got {c.algorithm.eps_clip}")
 
 
 def check_critic(c: Config) -> None:
@@ -57,11 +62,6 @@ def check_loss_length(c: Config) -> None:
     """Dr.GRPO's constant length, in the place of every other normalization."""
     a = c.algorithm
     if not a.use_dr_grpo:
-        if a.dr_grpo_length is not None:
-            raise ValueError(
-                f"--use-dr-grpo must be given with --dr-grpo-length, got only {a.dr_grpo_length}; "
-                "otherwise a response is divided by its own length"
-            )
         return
     if a.dr_grpo_length is None:
         raise ValueError(
@@ -161,23 +161,98 @@ def check_trajectory_buffer(c: Config) -> None:
 
 def check_kl(c: Config) -> None:
     """One KL, in the reward or in the loss, where the loss has one."""
-    for name in ("kl_coef", "kl_loss_coef"):
-        if not loss_of(c.algorithm).rewarded and c.value_of(name) != 0:
-            raise ValueError(
-                f"{spelled(name)} must be 0 with --loss-type {c.algorithm.loss_type}, got "
-                f"{c.value_of(name)}; supervised "
-                "training has no KL to a reference: leave it out"
-            )
+    a = c.algorithm
+    if not loss_of(a).rewarded and a.kl_loss_coef != 0:
+        raise ValueError(
+            f"--kl-loss-coef must be 0 with --loss-type {a.loss_type}, got {a.kl_loss_coef}; this training has no KL "
+            "in its loss: leave it out"
+        )
     if c.algorithm.kl_coef != 0 and c.algorithm.kl_loss_coef != 0:
         raise ValueError(
             f"--kl-coef and --kl-loss-coef must not both be set, got {c.algorithm.kl_coef} and "
             f"{c.algorithm.kl_loss_coef}; "
             "the KL belongs either in the reward or in the loss"
         )
-    if c.algorithm.kl_loss_coef != 0 and not c.algorithm.use_kl_loss:
+    if a.kl_loss_coef != 0 and not a.use_kl_loss:
         raise ValueError(
-            f"--use-kl-loss must be given with --kl-loss-coef, got only --kl-loss-coef {c.algorithm.kl_loss_coef}"
+            f"--use-kl-loss must be given with --kl-loss-coef, got only --kl-loss-coef {a.kl_loss_coef}; add it, or "
+            "leave the coefficient out"
         )
+
+
+IN_VAIN = frozenset(
+    {
+        "clip_cov_lb",
+        "clip_cov_ratio",
+        "clip_cov_ub",
+        "custom_loss_function_path",
+        "dpo_beta",
+        "dpo_label_smoothing",
+        "dr_grpo_length",
+        "entropy_coef",
+        "eps_clip_c",
+        "gamma",
+        "kl_coef",
+        "kl_cov_coef",
+        "kl_cov_ratio",
+        "pass_at_k",
+        "rs_veto_threshold",
+        "sapo_tau_neg",
+        "sapo_tau_pos",
+        "use_unbiased_kl",
+    }
+)
+"""Flags of the objective that are an error where nothing reads them: a run would train on another objective than its
+command line names. The other flags of `slime.algo.flags.ALL` get a note: scripts keep them where a switch is off."""
+
+
+def default_of(name: str) -> object:
+    return {**specs_of(AlgorithmConfig), **specs_of(OffPolicyConfig)}[name].default
+
+
+def given_flags(c: Config) -> frozenset[str]:
+    """The fields of the objective that have another value than their default. A value that another flag gave counts as
+    not given."""
+    found = set()
+    for name in (*specs_of(AlgorithmConfig), *specs_of(OffPolicyConfig)):
+        value, source = c.value_of(name), FALLBACKS.get(name)
+        if value not in (default_of(name), None) and not (source and value == c.value_of(source)):
+            found.add(name)
+    if c.algorithm.use_dr_grpo:  # which set them
+        found -= {"disable_grpo_std_normalization", "dr_grpo_length"}
+    return frozenset(found)
+
+
+def check_unread(c: Config) -> None:
+    """No weight, bound or term of the objective is given in vain."""
+    problems = Problems()
+    for flag in unread(c, given_flags(c) & IN_VAIN):
+        value, name = c.value_of(flag.name), spelled(flag.name)
+        if flag.switches:
+            needed = " or ".join(map(spelled, flag.switches))
+            problems.add(f"{needed} must be given with {name}, got only {value}; {name} {flag.instead}")
+            continue
+        rule = "be 0" if default_of(flag.name) == 0 else "be left out"
+        problems.add(
+            f"{name} must {rule} {flag.because}, got {value}; nothing reads it: {name} {flag.instead}"
+        )
+    problems.report()
+
+
+def unread_notes(c: Config) -> Iterator[str]:
+    """Notes on the other flags that nothing reads. None for values that the rules refuse."""
+    try:
+        found = list(unread(c, given_flags(c) - IN_VAIN))
+    except ValueError:
+        return
+    for flag in found:
+        value = c.value_of(flag.name)
+        shown = spelled(flag.name) if value is True else f"{spelled(flag.name)} {value}"
+        reason = _REASONS.get(flag.name, f"it {flag.instead}")
+        yield f"{shown} has no effect {flag.because}: {reason}"
+
+
+_REASONS = {"use_kl_loss": "there is no KL in this loss"}
 
 
 RULES = (
@@ -186,6 +261,7 @@ RULES = (
     check_group_size,
     check_trajectory_buffer,
     check_kl,
+    check_unread,
     check_loss_length,
     check_overlong,
 )

@@ -48,6 +48,30 @@ _HELP = {
 }
 """Field name -> the end of its help, from a registry."""
 
+FALLBACKS = {
+    "over_sampling_batch_size": "rollout_batch_size",
+    "eps_clip_high": "eps_clip",
+    "ref_load": "hf_checkpoint",
+    "critic_lr": "lr",
+    "rs_upper_bound": "tis_clip",
+    "rs_lower_bound": "tis_clip_low",
+    "update_weight_disk_dir": "update_weight_delta_dir",
+    "weight_dir": "update_weight_disk_dir",
+    "custom_update_weight_post_write_path": "custom_delta_pre_push_path",
+    "eval_function_path": "rollout_function_path",
+    "eval_input_key": "input_key",
+    "eval_label_key": "label_key",
+    "eval_tool_key": "tool_key",
+    "eval_temperature": "rollout_temperature",
+    "eval_top_p": "rollout_top_p",
+    "eval_top_k": "rollout_top_k",
+    "eval_max_response_len": "rollout_max_response_len",
+    "eval_max_prompt_len": "rollout_max_prompt_len",
+    "eval_max_context_len": "rollout_max_context_len",
+    "eval_reward_key": "reward_key",
+}
+"""Field that is None -> the field that gives its value."""
+
 
 @functools.cache
 def section_flags(section: type) -> dict[str, FlagSpec]:

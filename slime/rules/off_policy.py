@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from slime.algo.corrections import LEVELS, MEASURES
 from slime.algo.estimators import surrogate_of
 from slime.algo.losses import loss_of
+from slime.algo.needs import draws_in_loss
+from slime.config.fields import spelled
 from slime.config.schema import Config
 
 
@@ -32,20 +34,23 @@ def check_off_policy(c: Config) -> None:
             "--get-mismatch-metrics must not be combined with --use-rollout-logprobs, got both; the trainer's own old "
             "log-probs, which the metrics compare with, are not computed then"
         )
-    whole = not c.off_policy.replay_kept_tokens
-    if (
-        whole
-        and c.off_policy.use_rollout_logprobs
-        and (c.rollout.rollout_top_p < 1 or c.rollout.rollout_top_k != -1)
-    ):
+    reads_engine = ("use_rollout_logprobs", "use_tis", "use_rs", "get_mismatch_metrics")
+    name = next((name for name in reads_engine if c.value_of(name)), None)
+    if name and cuts(c) and not c.off_policy.replay_kept_tokens:
         raise ValueError(
-            "--use-rollout-logprobs must be used with --rollout-top-p 1 and --rollout-top-k -1, got "
-            f"{c.rollout.rollout_top_p} and {c.rollout.rollout_top_k}; the engine's log-probs are of fewer tokens"
+            f"{spelled(name)} must be used with --rollout-top-p 1 and --rollout-top-k -1, got "
+            f"{c.rollout.rollout_top_p} and {c.rollout.rollout_top_k}; the engine's log-probs are of fewer tokens: "
+            "--replay-kept-tokens N computes both over the ids that the engine kept"
         )
     if c.off_policy.tis_clip_low > c.off_policy.tis_clip:
         raise ValueError(
             f"--tis-clip-low must be at most --tis-clip, got {c.off_policy.tis_clip_low} and {c.off_policy.tis_clip}"
         )
+
+
+def cuts(c: Config) -> bool:
+    """Whether engines sample from fewer ids than the model has."""
+    return c.rollout.rollout_top_p < 1 or c.rollout.rollout_top_k != -1
 
 
 def check_levels(c: Config) -> None:
@@ -58,11 +63,6 @@ def check_levels(c: Config) -> None:
         raise ValueError(
             "--rs-lower-bound must be at most --rs-upper-bound, got "
             f"{o.rs_lower_bound} and {o.rs_upper_bound}; nothing would be kept"
-        )
-    if o.rs_veto_threshold is not None and not o.use_rs:
-        raise ValueError(
-            f"--use-rs must be given with --rs-veto-threshold, got only {o.rs_veto_threshold}; "
-            "the threshold is a part of rejection"
         )
     masks = {
         f"--rs-level {o.rs_level}": o.use_rs and LEVELS[o.rs_level].part != "sequence",
@@ -116,6 +116,13 @@ def check_kept_tokens(c: Config) -> None:
     if p == 1 and k > most:
         raise ValueError(
             f"--replay-kept-tokens must be at least --rollout-top-k, got {most} and {k}; the set of no token would fit"
+        )
+    teacher = c.distillation
+    if teacher.use_opd and not draws_in_loss(c) and teacher.opd_type != "megatron":
+        raise ValueError(
+            f"--replay-kept-tokens must be left out with --opd-type {teacher.opd_type}, got {most}; a served teacher's "
+            "log-probs are over all ids, and their difference would be no KL: use --opd-type megatron, or leave out "
+            "one of the two"
         )
     if not loss_of(c.algorithm).rewarded:
         raise ValueError(

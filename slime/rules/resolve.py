@@ -20,41 +20,18 @@ from slime.config.sections.kernels import BITWISE_OPERATORS, OPERATORS
 from slime.hardware import HARDWARE
 from slime.models.lora import read_peft
 from slime.roles.served import teachers
-from slime.rules.algorithm import compares_alone, makes_groups
+from slime.rules.algorithm import compares_alone, makes_groups, unread_notes
 from slime.rules.checkpoint import remarks as read_remarks
 from slime.rules.cluster import critic_notes
+from slime.rules.flags import FALLBACKS
 from slime.rules.kernels import provider_notes
 from slime.rules.megatron import never_run, same_result
-from slime.rules.off_policy import mismatch_notes
+from slime.rules.off_policy import cuts, mismatch_notes
 from slime.rules.packages import package_notes
 from slime.weight_sync.registry import CHANNELS, default_channel
 
 _DRIVER_FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/dxg", "/dev/kfd")
 """Of the drivers of GPUs, also in a container, on boards with a GPU of their own and in Windows."""
-
-FALLBACKS = {
-    "over_sampling_batch_size": "rollout_batch_size",
-    "eps_clip_high": "eps_clip",
-    "ref_load": "hf_checkpoint",
-    "critic_lr": "lr",
-    "rs_upper_bound": "tis_clip",
-    "rs_lower_bound": "tis_clip_low",
-    "update_weight_disk_dir": "update_weight_delta_dir",
-    "weight_dir": "update_weight_disk_dir",
-    "custom_update_weight_post_write_path": "custom_delta_pre_push_path",
-    "eval_function_path": "rollout_function_path",
-    "eval_input_key": "input_key",
-    "eval_label_key": "label_key",
-    "eval_tool_key": "tool_key",
-    "eval_temperature": "rollout_temperature",
-    "eval_top_p": "rollout_top_p",
-    "eval_top_k": "rollout_top_k",
-    "eval_max_response_len": "rollout_max_response_len",
-    "eval_max_prompt_len": "rollout_max_prompt_len",
-    "eval_max_context_len": "rollout_max_context_len",
-    "eval_reward_key": "reward_key",
-}
-"""Field that is None -> the field that gives its value."""
 
 
 def resolve(given: Values, notes: list[str] | None = None) -> Config:
@@ -279,11 +256,7 @@ def _remarks(c: Config) -> Iterator[str]:
             "reward counts relative to "
             f"its group, so all advantages are 0 unless {maker} brings several samples to a group"
         )
-    if c.algorithm.use_kl_loss and not loss_of(c.algorithm).rewarded:
-        yield (
-            f"--use-kl-loss has no effect with --loss-type {c.algorithm.loss_type}: there is no KL in this loss"
-        )
-    elif c.algorithm.use_kl_loss and c.algorithm.kl_loss_coef == 0:
+    if c.algorithm.use_kl_loss and c.algorithm.kl_loss_coef == 0 and loss_of(c.algorithm).rewarded:
         yield (
             "--use-kl-loss with --kl-loss-coef 0 only reports the KL and needs a reference pass in each rollout; "
             "leave it out to save that pass"
@@ -294,14 +267,14 @@ def _remarks(c: Config) -> Iterator[str]:
             f"--opd-type {c.distillation.opd_type}: the server's log-probs are at temperature 1, and the policy's at "
             f"--rollout-temperature {c.rollout.rollout_temperature}: their difference is no KL to the teacher"
         )
-    cut = c.rollout.rollout_top_p < 1 or c.rollout.rollout_top_k != -1
-    if cut and not c.off_policy.replay_kept_tokens:
+    if cuts(c) and not c.off_policy.replay_kept_tokens:
         yield (
             "--rollout-top-p below 1 and --rollout-top-k restrict the engine's distribution, the trainer's "
             "is over the whole vocabulary: train/train_rollout_logprob_abs_diff will not be near zero: "
             "--replay-kept-tokens N computes both over what the engine kept"
         )
 
+    yield from unread_notes(c)
     yield from critic_notes(c)
     yield from mismatch_notes(c)
     if c.megatron.overrides.get("transformer_impl") == "transformer_engine":

@@ -39,7 +39,7 @@ from slime.rules.data import (
 )
 from slime.rules.distillation import check_distillation, check_teacher
 from slime.rules.experts import check_expert_flags
-from slime.rules.flags import own_flags
+from slime.rules.flags import FALLBACKS, own_flags
 from slime.rules.heads import check_heads
 from slime.rules.kernels import check_bitwise_model, check_kernels
 from slime.rules.lora import check_lora
@@ -55,7 +55,6 @@ from slime.rules.off_policy import (
 )
 from slime.rules.packages import check_packages
 from slime.rules.prediction import check_prediction
-from slime.rules.resolve import FALLBACKS
 from slime.weight_sync.registry import CHANNELS
 
 Rule = Callable[[Config], None]

@@ -103,7 +103,8 @@ def test_decisions_of_a_plain_run(configured):
         assert decisions[name].contract == contract_id(name)
     assert decisions["group_advantage"].reason == "rewards are on the host"
     assert decisions["logp"].chosen == decisions["ratio_kl"].chosen == "not called"
-    assert chosen(configured("--kl-coef", "0.1"))["ratio_kl"] == "reference"
+    kl = ("--kl-coef", "0.1", "--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages")
+    assert chosen(configured(*kl))["ratio_kl"] == "reference"
     assert chosen(configured("--normalize-advantages"))["masked_whiten"] == "reference"
     hooked = ("--kl-coef", "0.1", "--normalize-advantages", "--custom-advantage-function-path", "math.fsum")
     assert {chosen(configured(*hooked))[name] for name in ("ratio_kl", "masked_whiten")} == {"not called"}

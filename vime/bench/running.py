@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from slime.rules.resolve import FALLBACKS
+from slime.rules.flags import FALLBACKS
 from slime.tracking.environment import ENVIRONMENT_FILE, collect_environment
 from vime.bench.planning import MAKE_MODEL, UNFINISHED, BenchPlan, Planned, refuse_unlike_runs, resolved
 from vime.bench.record import flags_of

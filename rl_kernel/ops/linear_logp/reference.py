@@ -94,8 +94,8 @@ class LinearLogp(torch.autograd.Function):
         return log_probs, entropy, of_ids
 
     @staticmethod
-    @once_differentiable
     @in_own_dtypes
+    @once_differentiable
     def backward(
         ctx: LinearContext,
         grad_log_probs: Tensor | None,
@@ -139,8 +139,8 @@ class LinearLogp(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None
 
 
-@torch.no_grad()
 @in_own_dtypes
+@torch.no_grad()
 def linear_top_reference(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
 ) -> tuple[Tensor, Top]:

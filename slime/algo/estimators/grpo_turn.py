@@ -1,4 +1,8 @@
-"""GRPO with rewards of single turns (2505.11821): a token gets the advantage of its response and that of its turn."""
+"""GRPO with rewards of single turns (2505.11821): a token gets the advantage of its response and that of its turn.
+
+Both are normalized in the same way, so that --use-dr-grpo, --disable-grpo-std-normalization and
+--disable-rewards-normalization hold for both.
+"""
 
 from __future__ import annotations
 

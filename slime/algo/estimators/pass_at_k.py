@@ -67,6 +67,7 @@ PASS_AT_K = Estimator(
     CLIPPED,
     _raises_the_best,
     reads=frozenset({"group_rewards"}),
+    flags=frozenset({"pass_at_k"}),
     source="2505.15201",
     aliases=("grpo_passk",),
     checks=(_group_holds_k,),

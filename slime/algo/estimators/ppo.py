@@ -20,13 +20,10 @@ def _generalised(args: Namespace, response: Response) -> tuple[Tensor, Tensor]:
     """
     import torch
 
-    from slime.algo.returns import gae
+    from slime.algo.returns import gae, penalised
 
     values = response.columns["values"].float()
-    trained = response.mask.nonzero()[:, 0]
-    x = -args.kl_coef * response.kl.float()[trained]
-    if len(trained):
-        x[-1] += response.reward
+    trained, x = penalised(response.reward, response.mask, response.kl, kl_coef=args.kl_coef)
     found, _ = gae(x, values[trained], args.gamma, args.lambd)
     advantages = torch.zeros_like(values).index_copy(0, trained, found)
     return advantages, advantages + values
@@ -38,6 +35,7 @@ PPO = Estimator(
     CLIPPED,
     _generalised,
     reads=frozenset({"values"}),
+    flags=frozenset({"kl_coef", "gamma", "lambd"}),
     source="1707.06347",
     aliases=("gae",),
     example="examples/ppo-critic",

@@ -54,6 +54,8 @@ class Estimator:
     """The columns (`slime.data.columns`) that the estimate reads besides rewards, masks and advantages. What reads
     ref_log_probs or values brings the model that computes them (`slime.roles`); what reads old_log_probs, a pass for
     them before the first step."""
+    flags: frozenset[str] = frozenset()
+    """The fields of the configuration that `estimate` reads."""
     source: str = ""
     """The paper."""
     aliases: tuple[str, ...] = ()
@@ -67,6 +69,15 @@ class Estimator:
     def centred(self) -> bool:
         """Whether a reward counts relative to its group."""
         return self.group != "none"
+
+    @property
+    def flags_of_group(self) -> frozenset[str]:
+        """The fields that its normalization in the group reads."""
+        names = {"mean": _OF_MEAN, "mean and std": _OF_MEAN | {"disable_grpo_std_normalization"}}
+        return names.get(self.group, frozenset())
+
+
+_OF_MEAN = frozenset({"disable_rewards_normalization"})
 
 
 def same_for_all_tokens(args: Namespace, response: Response) -> tuple[Tensor, Tensor]:

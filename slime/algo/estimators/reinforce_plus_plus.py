@@ -38,9 +38,10 @@ def _whitened(c: Config) -> None:
 
 REINFORCE_PLUS_PLUS = Estimator(
     "reinforce_plus_plus",
-    "discounted sum of `-kl_coef * kl_t`, plus `r` at the last trained token",
+    "discounted sum over the trained tokens of `-kl_coef * kl_t`, plus `r` at the last of them",
     CLIPPED,
     _discounted,
+    flags=frozenset({"kl_coef", "gamma"}),
     source="2501.03262",
     aliases=("reinforce++",),
     checks=(_whitened,),
@@ -51,6 +52,7 @@ REINFORCE_PLUS_PLUS_BASELINE = Estimator(
     CLIPPED,
     _less_kl,
     group="mean",
+    flags=frozenset({"kl_coef"}),
     source="2501.03262",
     aliases=("reinforce++_baseline", "reinforce_baseline"),
     checks=(_whitened,),

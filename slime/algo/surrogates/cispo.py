@@ -1,4 +1,7 @@
-"""CISPO (2506.13585): the clipped ratio is a constant weight of the log-prob, so clipped tokens keep a gradient."""
+"""CISPO (2506.13585): the clipped ratio is a constant weight of the log-prob, so clipped tokens keep a gradient.
+
+The paper has no lower clip: --eps-clip 1 or more.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ def compute_cispo_loss(
     ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
 ) -> tuple[Tensor, Tensor]:
     """`-r.clamp(1 - eps_clip, 1 + eps_clip_high).detach() * A * log_probs` and 1.0 where clipped (2506.13585)."""
-    ratio = (-ppo_kl).exp().detach()
+    from slime.algo.importance import ratio_of
+
+    ratio = ratio_of(-ppo_kl.detach())
     bounded = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
     return -bounded * advantages * log_probs, (bounded != ratio).float()
 
@@ -34,4 +39,5 @@ CISPO_LOSS = Surrogate(
     "clipped ratio as a constant weight of the log-prob: `-clip(ratio_t) A_t log_prob_t`",
     _weighted_log_prob,
     source="2506.13585",
+    flags=frozenset({"eps_clip", "eps_clip_high"}),
 )

@@ -11,19 +11,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slime.algo.token_columns import TokenColumns
+    from slime.config.schema import Config
 
 
 def compute_policy_loss(
     ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`torch.maximum(-r * A, -r.clamp(1 - eps_clip, 1 + eps_clip_high) * A)` with `r = (-ppo_kl).exp()`.
+    """`torch.maximum(-r * A, -r.clamp(1 - eps_clip, 1 + eps_clip_high) * A)` with `r = ratio_of(-ppo_kl)`.
 
     With `eps_clip_c` (above 1) the loss of a token with A < 0 is at most `-eps_clip_c * A` (dual clip, 1912.09729).
     Returns the loss and 1.0 where the clip was active, both the shape of `ppo_kl`. PPO: 1707.06347.
     """
     import torch
 
-    ratio = (-ppo_kl).exp()
+    from slime.algo.importance import ratio_of
+
+    ratio = ratio_of(-ppo_kl)
     plain = -ratio * advantages
     clipped = -ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages
     loss = torch.maximum(plain, clipped)
@@ -43,11 +46,25 @@ def clipped(args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor)
     return compute_policy_loss(ppo_kl, t["advantages"], *clips)
 
 
+CLIPS = frozenset({"eps_clip", "eps_clip_high", "eps_clip_c"})
+
+
+def below_one(c: Config) -> None:
+    """A lower clip at or below a ratio of 0 never acts; CISPO alone is made to have none."""
+    if c.algorithm.eps_clip >= 1:
+        raise ValueError(
+            f"--eps-clip must be below 1, got {c.algorithm.eps_clip}; only --pg-loss-type cispo takes 1 or more, which "
+            "clips ratios from above alone"
+        )
+
+
 CLIPPED = Surrogate(
     "clip",
     "clipped ratio per token: `max(-ratio_t A_t, -clip(ratio_t) A_t)`",
     clipped,
     source="1707.06347",
     fused=True,
+    flags=CLIPS,
     aliases=("ppo", "vanilla", "regular"),
+    checks=(below_one,),
 )

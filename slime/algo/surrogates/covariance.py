@@ -10,7 +10,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from slime.algo.surrogates.clip import clipped
+from slime.algo.surrogates.clip import CLIPS, below_one, clipped
 from slime.algo.surrogates.record import Surrogate
 
 if TYPE_CHECKING:
@@ -89,8 +89,10 @@ def _held_back(args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tens
     """`-ratio * A`, and `+ kl_cov_coef * abs(log_ratio)` for chosen tokens (KL-Cov). Nothing is clipped."""
     import torch
 
-    loss = -(-ppo_kl).exp() * t["advantages"]
-    return loss + args.kl_cov_coef * t["chosen_tokens"] * ppo_kl.abs(), torch.zeros_like(ppo_kl)
+    from slime.algo.importance import ratio_of, weighted
+
+    loss = -ratio_of(-ppo_kl) * t["advantages"]
+    return loss + args.kl_cov_coef * weighted(ppo_kl.abs(), t["chosen_tokens"]), torch.zeros_like(ppo_kl)
 
 
 def _summed(values: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -134,9 +136,10 @@ CLIP_COV = Surrogate(
     _without_chosen,
     source="2505.22617",
     reads=_READS,
+    flags=CLIPS | {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"},
     choose=_of_band,
     aliases=("clip-cov",),
-    checks=(_own_advantages, _ordered_band),
+    checks=(_own_advantages, _ordered_band, below_one),
 )
 KL_COV = Surrogate(
     "kl_cov",
@@ -144,6 +147,7 @@ KL_COV = Surrogate(
     _held_back,
     source="2505.22617",
     reads=_READS,
+    flags=frozenset({"kl_cov_ratio", "kl_cov_coef"}),
     choose=_largest,
     aliases=("kl-cov",),
     checks=(_own_advantages,),

@@ -6,6 +6,7 @@ import math
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
+from slime.algo.surrogates.clip import below_one
 from slime.algo.surrogates.record import Surrogate
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def _geometric_mean(
     """
     import torch
 
-    from slime.algo.importance import sequence_mean
+    from slime.algo.importance import ratio_of, sequence_mean
 
     low, high = math.log(1 - args.eps_clip), math.log(1 + args.eps_clip_high)
     log_ratio, advantages = -ppo_kl, t["advantages"]
@@ -33,7 +34,7 @@ def _geometric_mean(
         advantages < 0, torch.maximum(log_ratio, bounded), torch.minimum(log_ratio, bounded)
     )
     mean = sequence_mean(pessimistic, t.mask, t.sample_of_row, len(t.response_lengths))
-    return -mean.exp()[t.sample_of_row] * advantages, (pessimistic != log_ratio).float()
+    return -ratio_of(mean)[t.sample_of_row] * advantages, (pessimistic != log_ratio).float()
 
 
 GMPO_LOSS = Surrogate(
@@ -42,5 +43,7 @@ GMPO_LOSS = Surrogate(
     _geometric_mean,
     source="2507.20673",
     whole_sequences=True,
+    flags=frozenset({"eps_clip", "eps_clip_high"}),
     aliases=("geo_mean",),
+    checks=(below_one,),
 )

@@ -6,7 +6,7 @@ With one advantage per sequence both have the same gradient; with advantages per
 
 from __future__ import annotations
 
-from slime.algo.surrogates.clip import clipped
+from slime.algo.surrogates.clip import CLIPS, below_one, clipped
 from slime.algo.surrogates.record import Surrogate
 
 GSPO_LOSS = Surrogate(
@@ -17,7 +17,9 @@ GSPO_LOSS = Surrogate(
     ratio="sequence",
     fused=True,
     reads=frozenset({"old_log_probs"}),
+    flags=CLIPS,
     aliases=("sequence",),
+    checks=(below_one,),
 )
 GSPO_TOKEN = Surrogate(
     "gspo_token",
@@ -26,5 +28,7 @@ GSPO_TOKEN = Surrogate(
     source="2507.18071",
     ratio="sequence_token",
     fused=True,
+    flags=CLIPS,
     aliases=("gspo-token", "sequence_token"),
+    checks=(below_one,),
 )

@@ -42,6 +42,8 @@ class Surrogate:
     """`rl_kernel.grpo_loss` computes the same term and its sum."""
     reads: frozenset[str] = frozenset()
     """The columns that it needs before the first step, as in an estimator's record."""
+    flags: frozenset[str] = frozenset()
+    """The fields of the configuration that `per_token` and `choose` read."""
     choose: Callable[[Namespace, Tensor, Tensor, Tensor, ProcessGroup | None], Tensor] | None = None
     """`choose(args, advantages, old_log_probs, keys, group)` makes the column chosen_tokens from all trained tokens of
     a rollout, [N] each: 1.0 for the tokens that the surrogate treats apart. `keys` int64 tells tokens apart, whichever

@@ -36,6 +36,7 @@ def centering(args: Namespace, log_p: Tensor, log_q: Tensor, known: Tensor) -> T
     import torch
 
     from slime.algo.corrections import bounded
+    from slime.algo.importance import ratio_of
 
     with torch.no_grad():
         p, q = (torch.where(known, x.exp(), 0) for x in (log_p, log_q))
@@ -43,7 +44,7 @@ def centering(args: Namespace, log_p: Tensor, log_q: Tensor, known: Tensor) -> T
         rho = tails[0] / tails[1]
         weights, of_tail = torch.ones_like(q), torch.ones_like(rho)
         if args.use_tis:
-            ratio = torch.where(known, (log_p - log_q).exp(), 0)
+            ratio = torch.where(known, ratio_of(log_p - log_q), 0)
             weights, of_tail = bounded(args, ratio), bounded(args, 1 / rho)
         coefficients = weights * q - (rho * of_tail)[:, None] * p
     return (torch.where(known, coefficients, 0) * torch.where(known, log_p, 0)).sum(1)
@@ -55,13 +56,14 @@ def _centred(args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor
     import torch
 
     from slime.algo.corrections import bounded
+    from slime.algo.importance import ratio_of
 
     advantages = t["advantages"]
     assert t.of_ids is not None, "every head computes them for a loss that reads ids"
     term = centering(args, t.of_ids, t["rollout_top_log_probs"], t["rollout_top_ids"] >= 0)
     weighted = log_probs
     if args.use_tis:
-        weighted = bounded(args, (log_probs.detach() - t["rollout_log_probs"]).exp()) * log_probs
+        weighted = bounded(args, ratio_of(log_probs.detach() - t["rollout_log_probs"])) * log_probs
     return -advantages * (weighted - term), torch.zeros_like(ppo_kl)
 
 
@@ -111,6 +113,7 @@ CENTRED = Surrogate(
     _centred,
     source="2609.20807",
     reads=frozenset({"rollout_top_ids", "rollout_top_log_probs"}),
+    flags=frozenset({"use_tis", "tis_mode", "tis_clip", "tis_clip_low", "score_centering_top_k"}),
     weighs=True,
     flag="--use-score-centering",
     checks=(_whole_distribution,),

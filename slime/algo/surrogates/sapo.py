@@ -21,9 +21,11 @@ def _soft_gate(args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tens
     """
     import torch
 
+    from slime.algo.importance import ratio_of
+
     advantages = t["advantages"]
     tau = torch.where(advantages > 0, args.sapo_tau_pos, args.sapo_tau_neg)
-    gate = torch.sigmoid(tau * ((-ppo_kl).exp() - 1)) * 4 / tau
+    gate = torch.sigmoid(tau * (ratio_of(-ppo_kl) - 1)) * 4 / tau
     return -gate * advantages, torch.zeros_like(ppo_kl)
 
 
@@ -31,5 +33,6 @@ SAPO_LOSS = Surrogate(
     "sapo",
     "soft gate of the ratio: `-(4 / tau) sigmoid(tau (ratio_t - 1)) A_t`",
     _soft_gate,
+    flags=frozenset({"sapo_tau_pos", "sapo_tau_neg"}),
     source="2511.20347",
 )

@@ -32,7 +32,11 @@ class AlgorithmConfig:
     score_centering_top_k: int = flag(
         128, "number of the engine's likeliest tokens of --use-score-centering", range=COUNT_OR_ZERO
     )
-    eps_clip: float = flag(0.2, "lower clip range: the ratio is clipped at 1 - this", range=BOUND)
+    eps_clip: float = flag(
+        0.2,
+        "lower clip range: the ratio is clipped at 1 - this; 1 or more, for --pg-loss-type cispo: no lower clip",
+        range=BOUND,
+    )
     eps_clip_high: float = flag(
         None, "upper clip range: the ratio is clipped at 1 + this (default: --eps-clip)", range=BOUND
     )

@@ -18,13 +18,15 @@ KEY = "turn_rewards"
 """In `Sample.metadata`."""
 
 
-def turn_advantages(samples: list[Sample]) -> list[list[float]]:
+def turn_advantages(
+    samples: list[Sample], *, centred: bool = True, normalize_std: bool = True
+) -> list[list[float]]:
     """For each response token, the advantage of its turn among the same turns of the group; 0 for tokens that are not
     trained on and for samples without rewards of turns.
 
     Maths: `G_k = r[k:].sum()`, `A_k = (G_k - G_k[group].mean()) / (G_k[group].std() + 1e-6)`, over the samples of the
-    group that have a turn k. ValueError for a number of rewards that is not the number of turns, and for one that is
-    not finite.
+    group that have a turn k. Without `normalize_std` nothing is divided, and without `centred` `A_k = G_k`. ValueError
+    for a number of rewards that is not the number of turns, and for one that is not finite.
     """
     returns: list[list[float]] = []
     for sample in samples:
@@ -36,6 +38,8 @@ def turn_advantages(samples: list[Sample]) -> list[list[float]]:
                 f"{sample.index} of group {sample.group_index}; give 0 to a turn without one"
             )
         returns.append(list(itertools.accumulate(reversed(rewards)))[::-1])
+    if not centred:
+        return [_spread(sample, g) for sample, g in zip(samples, returns, strict=True)]
     places = [
         (sample.group_index, k) for sample, g in zip(samples, returns, strict=True) for k in range(len(g))
     ]
@@ -47,7 +51,7 @@ def turn_advantages(samples: list[Sample]) -> list[list[float]]:
             torch.tensor([g for of_sample in returns for g in of_sample]),
             torch.tensor([number[place] for place in places]),
             rollout_ids=torch.arange(len(places)),
-            normalize_std=True,
+            normalize_std=normalize_std,
         ).tolist()
     )
     return [_spread(sample, [next(flat) for _ in g]) for sample, g in zip(samples, returns, strict=True)]

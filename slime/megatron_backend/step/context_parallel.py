@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from slime.algo.importance import weighted
 from slime.algo.token_columns import HookView
 from slime.data.packing import MicroBatch
 from slime.data.token_slice import run_bounds
@@ -152,7 +153,7 @@ def get_sum_of_sample_mean(
             for total, response, mask, denom in columns
         ]
     )
-    return lambda x: (x * weights).sum()
+    return lambda x: weighted(x, weights).sum()
 
 
 class _Local(torch.autograd.Function):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.algo.importance import weighted
 from slime.algo.losses import loss_of
 from slime.algo.needs import ids_read
 from slime.algo.token_columns import HookView, Losses, TokenColumns
@@ -94,7 +95,7 @@ def custom_loss(
     weights = view.local(batch.columns["loss_masks"] / batch.columns["loss_denominators"] * normaliser)
 
     def sum_of_sample_mean(per_token: Tensor) -> Tensor:
-        return (per_token * weights).sum()
+        return weighted(per_token, weights).sum()
 
     path = setup.config.algorithm.custom_loss_function_path
     assert path is not None  # otherwise this loss is not chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -55,8 +56,7 @@ class PolicyTraining:
         timers, audited = self.learner.timers, dict[str, float]()
         with self.audit.watch(rollout_id, data, audited), timers.measure("actor_train"):
             with timers.measure("step_metrics"):
-                known: TrainData = {} if self.old is None else self.old.known
-                require_finite_log_probs(rollout_id, data | known)
+                require_finite_log_probs(rollout_id, data, {} if self.old is None else self.old.known)
             steps = self.optimizer_steps(rollout_id, data)
         with timers.measure("rollout_metrics"):
             self.kept.write(rollout_id, data)
@@ -109,9 +109,15 @@ class PolicyTraining:
         return loss
 
 
-def require_finite_log_probs(rollout_id: int, data: TrainData) -> None:
-    """DivergedError for a log-prob that is not finite. The rollout before this one made the policy's weights."""
-    for name in ("ref_log_probs", "old_log_probs"):
-        if data.get(name) and not (values := torch.cat(data[name])).isfinite().all():
+def require_finite_log_probs(rollout_id: int, data: TrainData, later: Mapping[int, Tensor]) -> None:
+    """DivergedError for a log-prob of a trained token that is not finite. `later`: old log-probs by sample, of samples
+    of later steps. The rollout before this one made the policy's weights."""
+    found = {name: dict(enumerate(data[name])) for name in ("ref_log_probs", "old_log_probs") if name in data}
+    for name, of_sample in ({"old_log_probs": later} | found).items():
+        if not of_sample:
+            continue
+        mask = torch.cat([data["loss_masks"][i] for i in of_sample]) != 0
+        values = torch.cat(list(of_sample.values()))[mask]
+        if not values.isfinite().all():
             bad = values[~values.isfinite()][0].item()
             raise DivergedError(f"{name} must be finite, got {bad} in rollout {rollout_id}", rollout_id - 1)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import rl_kernel
+from slime.algo.importance import weighted
 from slime.data.ahead import look_ahead, unshared
 from slime.data.packing import MicroBatch
 from slime.data.token_slice import TokenSlice
@@ -77,7 +78,7 @@ class Predictions:
             hidden,
             output_weight(self.head.model).detach(),
             targets,
-            lambda log_probs, _, rows: (-(log_probs * weights[rows]).sum(), {}),
+            lambda log_probs, _, rows: (-weighted(log_probs, weights[rows]).sum(), {}),
             workspace_bytes=self.head.workspace_bytes,
             **self.head.vocabulary(),
         ).loss

@@ -203,9 +203,9 @@ class OldLogProbs:
             self._later, self._first = self.its_pass.over(data, later), {}
 
     @property
-    def known(self) -> TrainData:
-        """The log-probs that wait for the first step, as a column of some samples."""
-        return {"old_log_probs": list(self._later.values())} if self._later else {}
+    def known(self) -> Mapping[int, Tensor]:
+        """The log-probs that wait for the first step, by sample."""
+        return self._later
 
     def wants(self, step_id: int) -> bool:
         return step_id == 0 and bool(self._later)

@@ -12,7 +12,9 @@ import rl_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GENERATOR = torch.Generator().manual_seed(0)
-HIDDEN, WEIGHT, BIAS, ROWS = (torch.randn(s, generator=GENERATOR).to(DEVICE) for s in ((9, 16), (40, 16), 40, 9))
+HIDDEN, WEIGHT, BIAS, ROWS = (
+    torch.randn(s, generator=GENERATOR).to(DEVICE) for s in ((9, 16), (40, 16), 40, 9)
+)
 TARGETS = torch.randint(40, (9,), generator=GENERATOR).to(DEVICE)
 
 

@@ -49,7 +49,7 @@ def kl_of(new: float, old: float, ref: float, impl: str, **flags: Any) -> tuple[
 @IMPLS
 @pytest.mark.parametrize("new", [-INF, -1e30, -9999.0, -100.0])
 def test_k3_of_a_policy_without_probability_is_large_and_positive(impl, new):
-    """And it has no gradient there, as the ratio. Before the bound, its other term made it -inf or less than exp(80)."""
+    """And it has no gradient there, as the ratio. Without a bound of both terms it would be -inf."""
     _, kl, slope = kl_of(new, new if new > -INF else 0.0, 0.0, impl, kl_type="k3")
     assert kl == pytest.approx(TOP, rel=1e-5) and slope == 0
     assert kl_of(new, 0.0, 0.0, impl, kl_type="low_var_kl")[1:] == (10.0, 0.0)

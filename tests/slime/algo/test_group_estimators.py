@@ -108,6 +108,22 @@ def test_grpo_turn_adds_the_advantage_of_the_turn():
     assert compute_advantages(given, [response])[0][0].tolist() == pytest.approx([0.5 + a for a in first])
 
 
+def test_the_flags_of_normalization_hold_for_turns_too():
+    """Differences without the division, and the rewards themselves."""
+    samples = [in_turns(0, [1.0, 0.0], 1.0), in_turns(1, [0.0, 2.0], 0.0)]
+
+    config, given = border(advantage_estimator="grpo_turn")
+
+    def turns(flag):
+        return convert_samples_to_train_data(config.with_values(**{flag: True}), given, samples)
+
+    data = turns("disable_grpo_std_normalization")  # --use-dr-grpo sets it
+    assert data["turn_advantages"] == [[-0.5, -0.5, 0, -1, -1], [0.5, 0.5, 0, 1, 1]]
+    assert data["rewards"] == [0.5, -0.5]
+    data = turns("disable_rewards_normalization")
+    assert data["turn_advantages"] == [[1, 1, 0, 0, 0], [2, 2, 0, 2, 2]] and data["rewards"] == [1.0, 0.0]
+
+
 def test_turn_rewards_are_one_per_turn():
     assert (
         converted("grpo_turn", [in_turns(0, None), in_turns(1, None)])["turn_advantages"] == [[0.0] * 5] * 2

@@ -39,3 +39,25 @@ def test_sglangs_engines_do_not_have_them(tmp_path):
         ValueError, match="--replay-kept-tokens must go with --rollout-backend vllm, got sglang"
     ):
         parse_config([*good_argv(tmp_path), *flags.split()])
+
+
+@pytest.mark.parametrize("cut", ["--rollout-top-p 0.9", "--rollout-top-k 20"])
+@pytest.mark.parametrize(
+    "flag", ["--use-tis", "--use-rs", "--get-mismatch-metrics", "--use-rollout-logprobs"]
+)
+def test_what_compares_with_the_engine_needs_the_kept_ids(tmp_path, cut, flag):
+    argv = [*good_argv(tmp_path), *cut.split(), flag]
+    with pytest.raises(
+        ValueError, match=f"{flag} must be used with --rollout-top-p 1 and --rollout-top-k -1"
+    ):
+        parse_args(argv)
+    parse_args([*argv, "--replay-kept-tokens", "64"])
+
+
+def test_a_served_teacher_has_no_kept_ids(tmp_path):
+    argv = [*good_argv(tmp_path), "--rollout-top-p", "0.9", "--replay-kept-tokens", "64", "--use-opd"]
+    served = ["--opd-type", "vllm", "--opd-teacher-url", "http://127.0.0.1:1"]
+    with pytest.raises(
+        ValueError, match="--replay-kept-tokens must be left out with --opd-type vllm, got 64"
+    ):
+        parse_args([*argv, *served])

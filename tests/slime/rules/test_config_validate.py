@@ -169,7 +169,9 @@ def test_supervised_training_needs_no_reference(argv):
     for flags, name in (("--use-kl-loss --kl-loss-coef 0.1", "kl-loss-coef"), ("--kl-coef 0.1", "kl-coef")):
         with pytest.raises(ValueError, match=f"^--{name} must be 0 with --loss-type sft_loss, got 0.1"):
             parse_args([*sft, *flags.split()])
-        assert REFERENCE in roles_of(parse_args([*argv, *flags.split()]))
+    kept = [*argv, "--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages"]
+    for flags in ("--use-kl-loss --kl-loss-coef 0.1", "--kl-coef 0.1"):
+        assert REFERENCE in roles_of(parse_args([*kept, *flags.split()]))
 
 
 def test_supervised_training_needs_no_engine(argv):

@@ -76,7 +76,6 @@ def test_old_log_probs_are_those_of_the_served_policy(root, build, flags):
 @pytest.mark.parametrize("flags", [{}, {"use_rollout_logprobs": True}], ids=["own", "engine"])
 def test_the_audit_compares_log_probs_without_dropout(root, build, tmp_path, flags):
     paths = {"run_dir": str(tmp_path / "run")}
-    trainer, model = moved(root, build, **flags)
     trainer = build(**DROPOUT, ref_load=str(root / "policy"), rlk_consistency="audit", **paths, **flags)
     trainer.train(0, with_facts(trainer.config, truthful(served(root, trainer), make_samples())))
     samples = truthful(served(root, trainer), make_samples(1))

@@ -112,7 +112,9 @@ def test_two_ranks_leave_out_the_first_step(root):
     [
         ({}, False),
         ({"use_tis": True}, False),
-        ({"kl_coef": 0.1}, True),
+        ({"kl_coef": 0.1}, False),  # GRPO's advantages have no KL
+        ({"kl_coef": 0.1, "advantage_estimator": "reinforce_plus_plus"}, True),
+        ({"kl_coef": 0.1, "custom_advantage_function_path": "trainer_cases.advantage_hook"}, True),
         ({"get_mismatch_metrics": True}, True),
         ({"advantage_estimator": "gspo"}, True),
         ({"custom_advantage_function_path": "trainer_cases.advantage_hook"}, True),

@@ -154,8 +154,9 @@ def test_kl_in_the_reward(build):
         last = max((t for t, m in enumerate(mask) if m), default=None)
         running, wanted = 0.0, []
         for t in reversed(range(sample.response_length)):
-            running = -0.2 * penalty[t] * mask[t] + (sample.reward if t == last else 0.0) + 0.9 * running
-            wanted.insert(0, running)
+            if mask[t]:  # a tool's token discounts nothing
+                running = -0.2 * penalty[t] + (sample.reward if t == last else 0.0) + 0.9 * running
+            wanted.insert(0, running if mask[t] else 0.0)
         assert data["advantages"][i].tolist() == pytest.approx(wanted, abs=1e-6)
     assert result.rollout["rollout/kl"] != 0 and "rollout/ref_log_probs" in result.rollout
 
