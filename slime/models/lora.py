@@ -28,21 +28,43 @@ PEFT_PREFIX = "base_model.model."
 
 _LINEAR = re.compile(r"decoder\.layers\.\{i\}\..*\b(linear_\w+|in_proj|out_proj)\.weight")
 """The products of a layer. Not among them: routers, which a router replay reads, and gates of shared experts."""
-_NEUTRAL: dict[str, tuple[object, object]] = {
-    "bias": ("none", None),
-    "use_dora": (False, None),
-    "use_rslora": (False, None),
-    "lora_bias": (False, None),
-    "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layers_to_transform": (None, []),
-    "layer_replication": (None, []),
-    "target_parameters": (None, []),
-    "exclude_modules": (None, []),
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "use_rslora": (False,),
+    "lora_bias": (False,),
+    "fan_in_fan_out": (False,),
+    "modules_to_save": (None,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "layers_to_transform": (None,),
+    "layers_pattern": (None,),
+    "layer_replication": (None,),
+    "target_parameters": (None,),
+    "exclude_modules": (None,),
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
+    "trainable_token_indices": (None,),
+    "alora_invocation_tokens": (None,),
+    "use_qalora": (False,),
+    "use_bdlora": (None,),
+    "kasa_config": (None,),
+    "arrow_config": (None,),
+    "velora_config": (None,),
+    "monteclora_config": (None,),
+    "ensure_weight_tying": (False,),
 }
-"""Settings of PEFT that change what an adapter computes or where it is, with the values that do not."""
+"""Settings of PEFT that change what an adapter computes, where it is, or over which base, with the values that do not.
+An empty value, such as None, False or [], is accepted everywhere."""
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of init_lora_weights with which PEFT subtracts the first adapter from the base."""
+_READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "base_model_name_or_path")
+_NO_EFFECT = (
+    *("auto_mapping", "peft_version", "revision", "inference_mode", "megatron_config", "megatron_core"),
+    *("runtime_config", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+)
+"""Fields about how an adapter came to be or is loaded, and parts of settings above."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +164,7 @@ def modules_of(family: Family, hf: Hf, experts: int) -> Iterator[str]:
 
 def read_peft(directory: str | Path) -> tuple[Lora, str | None]:
     """The adapters that a PEFT directory describes, and the base that it names. ValueError for a directory that is
-    none, or for settings that this project does not have."""
+    none, or for settings that this project does not have or does not know."""
     path = Path(directory) / CONFIG_FILE
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
@@ -150,16 +172,16 @@ def read_peft(directory: str | Path) -> tuple[Lora, str | None]:
         raise ValueError(
             f"--lora-load must name a PEFT directory with {CONFIG_FILE}, got {directory}: {error}; check the path"
         ) from error
+    if not isinstance(given, dict):
+        raise ValueError(
+            f"{path} must hold an object, got {type(given).__name__}; save the adapter again with PEFT"
+        )
     if not (Path(directory) / WEIGHTS_FILE).is_file():
         raise ValueError(
             f"--lora-load must name a PEFT directory with {WEIGHTS_FILE}, got {directory} without it; save the adapter "
             "with safe_serialization=True"
         )
-    for name, neutral in _NEUTRAL.items():
-        if given.get(name) and given[name] not in neutral:
-            raise ValueError(
-                f"{name} in {path} must be {neutral[0]}, got {given[name]}; this version trains plain LoRA adapters"
-            )
+    _require_plain(given, path)
     rank, alpha, targets = given.get("r"), given.get("lora_alpha"), given.get("target_modules")
     if isinstance(targets, str) and targets == ALL:
         targets = [ALL]
@@ -177,3 +199,25 @@ def read_peft(directory: str | Path) -> tuple[Lora, str | None]:
         )
     base = given.get("base_model_name_or_path")
     return Lora(rank, float(alpha), float(given.get("lora_dropout") or 0.0), tuple(sorted(targets))), base
+
+
+def _require_plain(given: dict[str, Any], path: Path) -> None:
+    """ValueError unless the settings are those of LoRA over the base as its checkpoint holds it."""
+    kind = given.get("init_lora_weights")
+    if isinstance(kind, str) and kind.lower().startswith(_CHANGE_THE_BASE):
+        raise ValueError(
+            f"init_lora_weights in {path} must leave the base as it is, got {kind}; PEFT subtracted the first "
+            "adapter from the base: save_pretrained with path_initial_model_for_weight_conversion writes an adapter over "
+            "the plain base"
+        )
+    for name, neutral in _NEUTRAL.items():
+        if given.get(name) and given[name] not in neutral:
+            raise ValueError(
+                f"{name} in {path} must be {neutral[0]}, got {given[name]}; this version trains plain LoRA adapters"
+            )
+    for name in given.keys() - _NEUTRAL.keys() - {*_READ, *_NO_EFFECT}:
+        if given[name]:
+            raise ValueError(
+                f"{path} must have known settings alone, got {name} = {given[name]}; remove it if it changes "
+                "nothing that the adapter computes"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import stat
@@ -22,6 +23,7 @@ from slime.megatron_backend.checkpoint.weights import export_hf, live, save_hf
 from slime.megatron_backend.lora.install import without_adapters
 from slime.megatron_backend.model.gpt import unwrapped
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+from slime.models import lora
 from slime.models.lora import Lora, read_peft
 
 TARGETS = {
@@ -132,6 +134,20 @@ def test_merged_weights_compute_what_the_adapters_do(root, one, tmp_path, kind):
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern in .* must be {}, got {'q_proj': 2}"),
         ({"target_modules": ".*_proj"}, "target_modules in .* must be a list of module names, got '.*_proj'"),
         ({"r": 0}, "r and lora_alpha in .* must be numbers above 0, got 0"),
+        ({"peft_type": "ADALORA"}, "peft_type in .* must be LORA, got ADALORA"),
+        ({"task_type": "SEQ_CLS"}, "task_type in .* must be CAUSAL_LM, got SEQ_CLS"),
+        ({"init_lora_weights": "mica"}, "init_lora_weights in .* must be True, got mica"),
+        *(
+            ({"init_lora_weights": kind}, f"init_lora_weights in .* must leave the base as it is, got {kind}")
+            for kind in ("pissa", "pissa_niter_4", "olora", "OLoRA", "corda", "loftq", "lora_ga")
+        ),
+        ({"trainable_token_indices": [5]}, "trainable_token_indices in .* must be None"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens in .* must be None"),
+        ({"use_qalora": True}, "use_qalora in .* must be False"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora in .* must be None"),
+        ({"kasa_config": {"x": 1}}, "kasa_config in .* must be None"),
+        ({"ensure_weight_tying": True}, "ensure_weight_tying in .* must be False"),
+        ({"next_years_lora": {"x": 1}}, "must have known settings alone, got next_years_lora"),
     ],
 )
 def test_settings_that_this_version_lacks_are_refused(tmp_path, change, message):
@@ -165,3 +181,39 @@ def test_an_adapter_of_another_base_is_refused(root, one, tmp_path):
 def test_targets_that_match_nothing_are_refused(root, one, targets, message):
     with pytest.raises(ValueError, match=message):
         adapted(root / "qwen3", target_modules=targets)
+
+
+@pytest.mark.parametrize("kind", [True, False, "gaussian", "orthogonal", "pissa", "olora"])
+def test_an_adapter_of_peft_is_the_model_that_peft_has_or_is_refused(root, one, tmp_path, kind):
+    """However PEFT began: the logits of its adapter over the plain base."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(root / "qwen3", dtype=torch.float32)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=kind, task_type="CAUSAL_LM"
+    )
+    theirs = peft.get_peft_model(base, config)
+    with torch.no_grad():
+        for name, x in theirs.named_parameters():
+            if "lora_B" in name:
+                x.add_(0.01 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)))
+    theirs.save_pretrained(tmp_path / "theirs")
+    if kind in ("pissa", "olora"):
+        with pytest.raises(ValueError, match="must leave the base as it is"):
+            read_peft(tmp_path / "theirs")
+        return
+    assert read_peft(tmp_path / "theirs")[0].rank == 4
+    ours = adapted(root / "qwen3", ddp=False, lora_alpha=8.0, target_modules=["q_proj", "v_proj"])
+    load_peft(ours, tmp_path / "theirs")
+    batch = sequences(2)
+    with torch.no_grad():
+        found, wanted = packed_logits(ours, batch), hf_logits(theirs.eval(), batch)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=5e-5)
+
+
+def test_every_setting_of_this_peft_is_known(tmp_path):
+    """A field of PEFT at its default is accepted, so that a new one needs a decision only where it is set."""
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    config.save_pretrained(tmp_path)
+    assert read_peft(tmp_path)[0].targets == ("q_proj",)
+    known = {*lora._NEUTRAL, *lora._READ, *lora._NO_EFFECT}
+    assert {field.name for field in dataclasses.fields(peft.LoraConfig)} <= known
