@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ def in_own_dtypes(function: Callable[..., Returned]) -> Callable[..., Returned]:
     operator says."""
 
     @functools.wraps(function)
-    def run(*args: Any) -> Returned:
+    def run(*args: object) -> Returned:
         device = next((x.device.type for x in args if isinstance(x, Tensor)), None)
         if device is None:  # a backward without an upstream gradient computes nothing
             return function(*args)

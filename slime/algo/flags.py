@@ -103,7 +103,7 @@ def _unread(c: Config, name: str, read: frozenset[str]) -> Unread:
         ratios = [measure.name for measure in MEASURES.values() if measure.ratio]
         return Unread(name, f"with --rs-type {c.off_policy.rs_type}", _for("rs_type", ratios))
     if switches:
-        return Unread(name, f"without {' or '.join(map(spelled, switches))}", "has no other reader", switches)
+        return Unread(name, f"without {' or '.join(map(spelled, switches))}", "is read only there", switches)
     estimators = [
         record.name for record in ESTIMATORS.values() if name in record.flags | record.flags_of_group
     ]

@@ -201,13 +201,13 @@ def read_peft(directory: str | Path) -> tuple[Lora, str | None]:
     return Lora(rank, float(alpha), float(given.get("lora_dropout") or 0.0), tuple(sorted(targets))), base
 
 
-def _require_plain(given: dict[str, Any], path: Path) -> None:
+def _require_plain(given: dict[str, object], path: Path) -> None:
     """ValueError unless the settings are those of LoRA over the base as its checkpoint holds it."""
     kind = given.get("init_lora_weights")
     if isinstance(kind, str) and kind.lower().startswith(_CHANGE_THE_BASE):
         raise ValueError(
             f"init_lora_weights in {path} must leave the base as it is, got {kind}; PEFT subtracted the first "
-            "adapter from the base: save_pretrained with path_initial_model_for_weight_conversion writes an adapter over "
+            "adapter from it: save_pretrained with path_initial_model_for_weight_conversion writes an adapter over "
             "the plain base"
         )
     for name, neutral in _NEUTRAL.items():

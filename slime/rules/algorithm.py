@@ -230,12 +230,10 @@ def check_unread(c: Config) -> None:
         value, name = c.value_of(flag.name), spelled(flag.name)
         if flag.switches:
             needed = " or ".join(map(spelled, flag.switches))
-            problems.add(f"{needed} must be given with {name}, got only {value}; {name} {flag.instead}")
+            problems.add(f"{needed} must be given with {name}, got only {value}; add it, or leave {name} out")
             continue
         rule = "be 0" if default_of(flag.name) == 0 else "be left out"
-        problems.add(
-            f"{name} must {rule} {flag.because}, got {value}; nothing reads it: {name} {flag.instead}"
-        )
+        problems.add(f"{name} must {rule} {flag.because}, got {value}; leave it out: {name} {flag.instead}")
     problems.report()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime.algo.losses import loss_of
 from slime.checkpoints.checkpoint_dir import (
     COMPLETE,
     HF_INDEX,
@@ -138,6 +139,16 @@ def remarks(c: Config) -> Iterator[str]:
     if not read:
         yield (
             f"--ref-load {reference} is not read: the weights come from --load {load}, and nothing needs a reference"
+        )
+    elif (
+        "ref_log_probs" in loss_of(c.algorithm).reads
+        and resumed_iteration(c) is None
+        and start_directory(c) == reference
+    ):
+        yield (
+            f"--ref-load {reference} also gives the policy's first weights, as --load names none: --loss-type "
+            f"{c.algorithm.loss_type} begins with a policy that is its reference. To train {c.rollout.hf_checkpoint} "
+            f"against that reference, add --load {c.rollout.hf_checkpoint}"
         )
 
 

@@ -51,7 +51,11 @@ class CheckpointConfig:
     save_hf: str | None = flag(
         None, "folder for Hugging Face checkpoints in addition; {rollout_id} in its name is replaced"
     )
-    ref_load: str = flag(None, "weights of the reference model (default: --hf-checkpoint)")
+    ref_load: str = flag(
+        None,
+        "weights of the reference model (default: --hf-checkpoint), and the first weights of the policy where --load "
+        "names none",
+    )
     ref_ckpt_step: int | None = flag(
         None, "the iteration of --ref-load to take (default: the newest)", range=COUNT_OR_ZERO
     )

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
+from torch import Tensor, nn
 
 from slime.data.packing import MicroBatch
 from slime.megatron_backend.model.attention import packed_layout
@@ -74,7 +74,7 @@ def run_forward(
     return _schedule(model, info, batches, count, keep, Timers(), forward_only=True)
 
 
-def _set_mode(parts: list[Any], *, training: bool) -> None:
+def _set_mode(parts: Iterable[nn.Module], *, training: bool) -> None:
     """Each pass sets the mode that it needs, so that no pass depends on the one before it."""
     for part in parts:
         part.train(training)

@@ -263,3 +263,17 @@ def test_a_reward_model_on_two_ranks(root, names):
                 )
             saved = load_file(root / f"hf-{name}-2/model.safetensors")["score.weight"]
             torch.testing.assert_close(saved, one["score"], rtol=0, atol=1e-5)
+
+
+def test_a_reference_of_its_own_is_noted(root):
+    """--ref-load gives the policy's first weights, too, unless --load names some: DPO would train its reference."""
+
+    def noted(**flags: Any) -> list[str]:
+        notes = make_config(root, loss_type="dpo", **flags).notes
+        return [note for note in notes if "first weights" in note]
+
+    (note,) = noted(load=None)
+    assert note.startswith(f"--ref-load {root / 'reference'} also gives the policy's first weights")
+    assert note.endswith(f"add --load {root / 'policy'}")
+    assert noted() == noted(load=None, ref_load=None) == []
+    assert not any("first weights" in note for note in make_config(root, load=None).notes)  # GRPO
