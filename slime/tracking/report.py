@@ -103,7 +103,7 @@ class Reporter:
         self.trackers.log(metrics, rollout_id, "rollout/step")
         seconds = {f"{name}_s": round(perf.get(f"perf/{name}_time", 0.0), 4) for name in STEP_PARTS}
         self.events.add("step", rollout=rollout_id, **seconds)
-        first = rollout_id * self.config.data.num_steps_per_rollout
+        first = self.trackers.first_step(rollout_id, self.config.data.num_steps_per_rollout)
         for offset, step in enumerate(trained.steps):
             self.trackers.log({**step, "train/step": first + offset}, first + offset, "train/step")
         self._send(trained.logged)

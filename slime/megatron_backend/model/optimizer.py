@@ -6,9 +6,11 @@ One step: `model.zero_grad_buffer(); optimizer.zero_grad()`, forward and backwar
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -21,6 +23,8 @@ from slime.megatron_backend.model.host_adam import HostAdam
 from slime.megatron_backend.model.model_config import params_dtype
 from slime.roles import POLICY, Role
 from slime.rules.megatron import weight_decays
+
+logger = logging.getLogger(__name__)
 
 
 def build_optimizer(
@@ -143,9 +147,35 @@ def fuse_adam(optimizer: MegatronOptimizer) -> None:
                     inner.state[p]["step"] = inner.state[p]["step"].to(p.device)
 
 
-def _schedule(
-    optimizer: MegatronOptimizer, config: Config, total_steps: int, role: Role
-) -> OptimizerParamScheduler:
+class Schedule(OptimizerParamScheduler):  # type: ignore[misc]  # megatron-core has no types
+    """Megatron's schedule, whose position counts samples, for flags that count optimizer steps of `step_samples`
+    samples each. A checkpoint holds both numbers, so that a run resumes at its optimizer step with steps of another
+    size."""
+
+    def __init__(self, optimizer: MegatronOptimizer, *, step_samples: int, **settings: object) -> None:
+        self.step_samples = step_samples
+        super().__init__(optimizer, **settings)
+
+    def state_dict(self) -> dict[str, object]:
+        state: dict[str, object] = super().state_dict()
+        return state | {"step_samples": self.step_samples}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Without `step_samples`, as in checkpoints of Megatron and of older versions, steps had the present size."""
+        before = state_dict.get("step_samples", self.step_samples)
+        if before != self.step_samples:
+            done = state_dict["num_steps"] / before
+            state_dict = state_dict | {"num_steps": round(done * self.step_samples)}
+            if dist.get_rank() == 0:
+                logger.warning(
+                    "the schedule of the learning rate goes on after its optimizer step %g: steps had %d samples "
+                    "and have %d now",
+                    *(done, before, self.step_samples),
+                )
+        super().load_state_dict(state_dict)
+
+
+def _schedule(optimizer: MegatronOptimizer, config: Config, total_steps: int, role: Role) -> Schedule:
     lr, iters = config.value_of(role.lr), config.value_of(role.lr_warmup_iters)
     # --num-rollout 0 takes no step: any schedule does.
     steps = config.megatron.lr_decay_iters or total_steps or iters + 1
@@ -169,8 +199,9 @@ def _schedule(
             f"--lr-wsd-decay-iters must be at most {steps - int(warm_up)}, the steps of the schedule after the "
             f"warm-up, got {last}; raise --lr-decay-iters or --num-rollout"
         )
-    return OptimizerParamScheduler(
+    return Schedule(
         optimizer,
+        step_samples=samples,
         init_lr=config.megatron.lr_warmup_init,
         max_lr=lr,
         min_lr=config.megatron.min_lr,

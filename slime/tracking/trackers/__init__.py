@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, SupportsFloat
 
 from slime.imports import is_installed
 from slime.tracking.metrics import RESERVED, STEP_KEYS, as_floats, as_step_key
-from slime.tracking.trackers.jsonl import METRICS_FILE, JsonlTracker, MetricLines, metric_record
+from slime.tracking.trackers.jsonl import (
+    METRICS_FILE,
+    JsonlTracker,
+    MetricLines,
+    metric_record,
+    next_train_step,
+)
 from slime.tracking.trackers.mlflow import MLFLOW
 from slime.tracking.trackers.prometheus import PROMETHEUS
 from slime.tracking.trackers.record import State, Tracker, TrackerKind
@@ -29,8 +35,14 @@ TRACKERS: tuple[TrackerKind, ...] = (TENSORBOARD, WANDB, MLFLOW, SWANLAB, TRACKI
 class Trackers:
     """All trackers of a run. The loop calls one `log`, which checks names and numbers once."""
 
-    def __init__(self, trackers: list[Tracker]) -> None:
-        self._trackers = trackers
+    def __init__(self, trackers: list[Tracker], start: tuple[int, int] = (0, 0)) -> None:
+        """`start`: the first rollout that is logged, and the number of its first optimizer step."""
+        self._trackers, self._start = trackers, start
+
+    def first_step(self, rollout_id: int, steps: int) -> int:
+        """The number of the first optimizer step of a rollout, in a run with `steps` per rollout."""
+        rollout, step = self._start
+        return step + (rollout_id - rollout) * steps
 
     def log(self, metrics: Mapping[str, SupportsFloat], step: int, step_key: str) -> None:
         """Send `metrics` to every tracker. ValueError for an unknown step key or a value that is not a number."""
@@ -55,16 +67,18 @@ def make_trackers(config: Config, run_dir: Path, resume_step: int) -> Trackers:
     """The trackers that `config` selects, ready to log from rollout `resume_step` on (0 for a new run).
 
     Records that an earlier process logged in this run directory for rollout `resume_step` and later are removed,
-    because they will be logged again. The first such optimizer step is resume_step * --num-steps-per-rollout.
+    because they will be logged again. Optimizer steps go on from the last one before: a run may resume with another
+    number of them per rollout. In a new run directory, they begin at resume_step * --num-steps-per-rollout.
     """
     run_dir = Path(run_dir)
     resume = dict.fromkeys(STEP_KEYS, resume_step)
-    resume["train/step"] = resume_step * config.data.num_steps_per_rollout
+    logged = next_train_step(run_dir / METRICS_FILE, resume_step)
+    resume["train/step"] = resume_step * config.data.num_steps_per_rollout if logged is None else logged
     trackers: list[Tracker] = [JsonlTracker(run_dir / METRICS_FILE, resume)]
     for kind in TRACKERS:
         if kind.asked(config.logging) and not (kind.optional and not is_installed(kind.module)):
             trackers.append(kind.make(config, run_dir, resume))
-    return Trackers(trackers)
+    return Trackers(trackers, (resume_step, resume["train/step"]))
 
 
 __all__ = [

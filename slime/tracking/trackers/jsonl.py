@@ -116,6 +116,20 @@ class MetricLines:
                 yield line, row
 
 
+def next_train_step(path: Path, rollout_id: int) -> int | None:
+    """The number after the last optimizer step that a metrics.jsonl has of rollouts before `rollout_id`; None without
+    one. The lines of a rollout's optimizer steps follow its own line."""
+    rollout, found = -1, None
+    for row in MetricLines(path):
+        step = row["step"]
+        assert isinstance(step, int), "a record has a whole number"
+        if row["step_key"] == "rollout/step":
+            rollout = step
+        elif row["step_key"] == "train/step" and 0 <= rollout < rollout_id:
+            found = step + 1
+    return found
+
+
 def metric_record(line: bytes) -> Line | None:
     """The record in a line. None unless it has a step in a known unit, and numbers under the names of metrics. A value
     that is not finite is None, as `log` writes it."""
