@@ -29,7 +29,12 @@ class Listener:
 
 def listeners(port: int) -> list[Listener]:
     """All TCP sockets of this network namespace that listen at `port`, at any address."""
-    return [each for each in _all() if each.port == port]
+    families = [socket.AF_INET, *([socket.AF_INET6] if socket.has_ipv6 else [])]
+    try:
+        return [each for family in families for each in _asked(family, port)]
+    except OSError:  # kernels without INET_DIAG and gVisor have the slower table
+        table = [*_read("/proc/net/tcp"), *_read("/proc/net/tcp6")]
+        return [each for each in table if each.port == port]
 
 
 def listening_at(host: str, port: int) -> list[Listener]:
@@ -41,18 +46,11 @@ def listening_at(host: str, port: int) -> list[Listener]:
     ]
 
 
-def _all() -> list[Listener]:
-    families = [socket.AF_INET, *([socket.AF_INET6] if socket.has_ipv6 else [])]
-    try:
-        return [each for family in families for each in _asked(family)]
-    except OSError:  # kernels without INET_DIAG and gVisor have the slower table
-        return [*_read("/proc/net/tcp"), *_read("/proc/net/tcp6")]
-
-
-def _asked(family: socket.AddressFamily) -> Iterator[Listener]:
-    """The kernel's answer to a request for the listening sockets of a family."""
+def _asked(family: socket.AddressFamily, wanted: int) -> Iterator[Listener]:
+    """The kernel's answer to a request for the listening sockets of a family at the port `wanted`."""
     size = 4 if family == socket.AF_INET else 16
-    asked = struct.pack("=BBBxI", family, socket.IPPROTO_TCP, 0, 1 << _LISTEN) + bytes(48)
+    asked = struct.pack("=BBBxI", family, socket.IPPROTO_TCP, 0, 1 << _LISTEN)
+    asked += struct.pack(">H", wanted) + bytes(46)  # the kernel leaves out other ports
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as netlink:
         netlink.send(_HEADER.pack(_HEADER.size + len(asked), _BY_FAMILY, _REQUEST_DUMP, 1, 0) + asked)
         while True:

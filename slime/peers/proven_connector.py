@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import aiohttp
 
-from slime.peers.listeners import listeners
+from slime.peers.listeners import Listener, listeners
 from slime.peers.proof import require_proof
 
 if TYPE_CHECKING:
+    from aiohttp.client_proto import ResponseHandler
     from aiohttp.client_reqrep import ClientRequest
     from aiohttp.tracing import Trace
 
@@ -39,13 +40,22 @@ class ProvenConnector(aiohttp.TCPConnector):
     ) -> None:
         super().__init__(limit=limit, keepalive_timeout=keepalive_timeout)
         self._key_of = key_of
-        self._proven: WeakSet[asyncio.BaseProtocol] = WeakSet()
+        self._before: WeakKeyDictionary[ResponseHandler, list[Listener]] = WeakKeyDictionary()
+        self._proven: WeakSet[ResponseHandler] = WeakSet()
+
+    async def _create_connection(
+        self, req: ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        """A new connection, and what listened before it at its port."""
+        before = listeners(req.url.port or 0)
+        protocol = await super()._create_connection(req, traces, timeout)
+        self._before[protocol] = before
+        return protocol
 
     async def connect(
         self, req: ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
     ) -> aiohttp.connector.Connection:
         key = self._key_of(req)
-        before = listeners(req.url.port or 0) if key else ()
         connection = await super().connect(req, traces, timeout)
         protocol, transport = connection.protocol, connection.transport
         if key is None or protocol is None or transport is None or protocol in self._proven:
@@ -54,7 +64,9 @@ class ProvenConnector(aiohttp.TCPConnector):
         try:
             if own is None or peer is None:
                 raise aiohttp.ServerDisconnectedError
-            await asyncio.to_thread(require_proof, own[0], peer[0], peer[1], key.value, before, held=key.held)
+            await asyncio.to_thread(
+                require_proof, own[0], peer[0], peer[1], key.value, self._before[protocol], held=key.held
+            )
         except BaseException:
             connection.close()
             raise
