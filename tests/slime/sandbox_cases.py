@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 from slime.agent.sandbox import Limits, LocalSandbox
@@ -18,6 +21,17 @@ SMALL = Limits(
 )
 PYTHON = "/usr/bin/python3"
 DAEMON = "setsid bash -c 'setsid bash -c \"exec -a {name} sleep 1000\" &' >/dev/null 2>&1 </dev/null &"
+
+
+@functools.cache
+def namespaces_work():
+    """Returns whether this host allows namespaces to a sandbox."""
+
+    async def probe():
+        async with LocalSandbox() as sandbox:
+            return sandbox.isolation == "namespaces"
+
+    return asyncio.run(probe())
 
 
 def run(isolation, body, **settings):
@@ -61,3 +75,20 @@ def titled(name):
         except OSError:
             continue
     return found
+
+
+def as_another_user(script):
+    """Runs `main()` of the script as a user who is not root, and returns the output."""
+    start = "import asyncio\nfrom slime.agent.sandbox import *\n"
+    user = {"user": 54321, "group": 54321, "extra_groups": []} if os.getuid() == 0 else {}
+    result = subprocess.run(
+        [PYTHON if user else sys.executable, "-c", f"{start}{script}asyncio.run(main())\n"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd="/",
+        env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": os.environ["PATH"]},
+        **user,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout

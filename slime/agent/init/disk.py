@@ -1,4 +1,4 @@
-"""What a folder holds, however deep and whatever its modes."""
+"""Counts a folder's bytes and files, at any depth and with any modes. Deleted files that are still open count."""
 
 from __future__ import annotations
 
@@ -6,28 +6,36 @@ import contextlib
 import os
 import time
 
+from slime.agent.init.held import Held, held
+
 _PERIOD_S, _REST = 0.2, 20
 
 
 class DiskWatch:
-    """`breach()` walks the folder, at most each 0.2 s and at most 1/20 of the time."""
+    """`breach(pids)` walks the folder and the descriptors of the processes, at most each 0.2 s and for at most 1/20 of
+    the time."""
 
-    def __init__(self, folder: str, disk_bytes: int, files: int) -> None:
-        self.folder, self.disk_bytes, self.files = folder, disk_bytes, files
+    def __init__(self, folder: str, disk_bytes: int, files: int, network: bool) -> None:
+        self.folder, self.disk_bytes, self.files, self.network = folder, disk_bytes, files, network
+        self.held = Held()
+        """At the last walk."""
         self._next = 0.0
 
-    def breach(self) -> str:
+    def breach(self, pids: list[int]) -> str:
         """ "disk", "files", or "" within the limits."""
         now = time.monotonic()
         if now < self._next:
             return ""
-        reason = self._walk()
+        self.held = held(pids, self.folder, self.network)
+        reason = self._walk(self.held.deleted_bytes)
         took = time.monotonic() - now
         self._next = now + took + max(_PERIOD_S, _REST * took)
         return reason
 
-    def _walk(self) -> str:
-        total, count, todo = 0, 0, [self.folder]
+    def _walk(self, deleted_bytes: int) -> str:
+        if deleted_bytes > self.disk_bytes:
+            return "disk"
+        total, count, todo = deleted_bytes, 0, [self.folder]
         while todo:
             for size, below in _entries(todo.pop()):
                 total, count = total + size, count + 1

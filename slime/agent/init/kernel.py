@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import platform
 import socket
 import struct
 
@@ -13,8 +14,10 @@ NEWNS, NEWUTS, NEWIPC = 0x00020000, 0x04000000, 0x08000000
 NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
 NOSUID, NODEV, NOEXEC, BIND, REC, PRIVATE = 2, 4, 8, 0x1000, 0x4000, 1 << 18
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+_PR_GET_SECCOMP, _PR_SET_SECCOMP, _FILTER = 21, 22, 2
 _PR_CAPBSET_DROP, _LAST_CAPABILITY = 24, 63
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY = 442, -100, 0x8000, 1
+_PIVOT_ROOT, _MNT_DETACH = {"x86_64": 155, "aarch64": 41}, 2
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -41,6 +44,21 @@ def drop_capabilities() -> None:
             prctl(_PR_CAPBSET_DROP, capability)
 
 
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("lines", ctypes.c_char_p))
+
+
+def has_filters() -> None:
+    """Raises OSError if the kernel has no filters of system calls."""
+    prctl(_PR_GET_SECCOMP, 0)
+
+
+def filter_calls(program: bytes) -> None:
+    """Binds this process and its later children by the BPF program. Needs PR_SET_NO_NEW_PRIVS."""
+    filled = _Program(len(program) // 8, program)
+    _checked("seccomp", _libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_FILTER), ctypes.byref(filled), 0, 0))
+
+
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
     _checked(
         f"mount {target}",
@@ -54,9 +72,25 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
     )
 
 
-def bind(descriptor: int, target: str, *, recursive: bool = False) -> None:
-    """Show what an O_PATH descriptor stands for at `target`."""
-    mount(f"/proc/self/fd/{descriptor}", target, "", BIND | (REC if recursive else 0))
+def bind(source: str, target: str) -> None:
+    """Shows the file or folder `source`, with the mounts below it, at `target`."""
+    mount(source, target, "", BIND | REC)
+
+
+def bind_descriptor(descriptor: int, target: str) -> None:
+    """Shows the folder of an O_PATH descriptor at `target`, without the mounts below it."""
+    mount(f"/proc/self/fd/{descriptor}", target, "", BIND)
+
+
+def change_root(new: str) -> None:
+    """Makes the mount at `new` the root of every process of this mount namespace, and detaches the old root."""
+    os.chdir(new)
+    number = _PIVOT_ROOT.get(platform.machine())
+    if number is None:
+        raise OSError(f"pivot_root: {platform.machine()} is not supported")
+    _checked("pivot_root", _libc.syscall(ctypes.c_long(number), b".", b"."))
+    _checked("umount2", _libc.umount2(b".", _MNT_DETACH))
+    os.chdir("/")
 
 
 def set_read_only(path: str, on: bool, *, recursive: bool = False) -> None:

@@ -1,48 +1,61 @@
 """Start: takes on the sandbox's user, leaves the host's namespaces where it may, and serves.
 
 stdin is JSON of: `socket` (descriptor), `folder`, `uid` (the sandbox's own user, null for
-this process's), `isolation` (auto, namespaces, processes), `network` (bool: keep the host's), `hidden`, `keep`,
+this process's), `isolation` (auto, namespaces, processes), `network` (bool: keep the host's), `hidden`, `shown`,
 `tmp_bytes`, `limits`. The first message on the socket is {"ready": isolation, "refused": why there are no namespaces}
 or {"failed": why}.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from slime.agent.init import kernel, namespaces, processes
+from slime.agent.init.memory_group import MemoryGroup
 from slime.agent.init.serve import Owner
 
 Settings = dict[str, Any]
-Hides = tuple[str, list[str], list[str], int]
 
 
 def start() -> None:
     settings: Settings = json.load(sys.stdin)
     channel = socket.socket(fileno=settings["socket"])
+    group = MemoryGroup.make(settings["limits"]["memory_bytes"])
+    try:
+        kernel.has_filters()
+        _own(channel, settings, group)
+    except OSError as error:
+        channel.send(json.dumps({"failed": str(error)}).encode())
+    finally:
+        if group:
+            group.remove()
+
+
+def _own(channel: socket.socket, settings: Settings, group: MemoryGroup | None) -> None:
     refused = ""
     if settings["isolation"] != "processes":
-        child, refused = _enter_namespaces(channel, settings)
+        child, refused = _own_namespaces(channel, settings, group)
         if not refused:
             channel.close()
             os.waitpid(child, 0)
             return
         os.waitpid(child, 0)
     if settings["isolation"] == "namespaces":
-        channel.send(json.dumps({"failed": refused}).encode())
-        return
+        raise OSError(f"this host refuses namespaces to a sandbox ({refused}); use isolation='auto'")
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    owner = Owner(channel, processes.Family(settings["uid"]), {**settings, "memory_files": ()}, group)
     channel.send(json.dumps({"ready": "processes", "refused": refused}).encode())
-    Owner(channel, processes.Family(settings["uid"]), settings).run()
+    owner.run()
 
 
-def _enter_namespaces(channel: socket.socket, settings: Settings) -> tuple[int, str]:
-    """(child that waits for process 1, why the host refuses or "")."""
+def _own_namespaces(channel: socket.socket, settings: Settings, group: MemoryGroup | None) -> tuple[int, str]:
+    """(child that owns a sandbox with namespaces, why the host refuses them or "")."""
     reader, writer = os.pipe()
     child = os.fork()
     if child:
@@ -51,20 +64,45 @@ def _enter_namespaces(channel: socket.socket, settings: Settings) -> tuple[int, 
             return child, pipe.read()
     os.close(reader)
     try:
-        hides = (settings["folder"], settings["hidden"], settings["keep"], settings["tmp_bytes"])
-        done = settings["uid"] is not None and _hide_as_root(hides)
-        _take_user(settings["uid"])
-        namespaces.unshare(settings["network"])
-        inner = os.fork()
-        if inner == 0:
-            _be_first(channel, settings, writer, None if done else hides)
-        channel.close()
+        world = _enter_namespaces(settings, [channel.fileno(), writer])
+        inside = {**settings, "uid": None, "memory_files": namespaces.SCRATCH}
+        owner = Owner(channel, world, inside, group)
         os.close(writer)
-        os.waitpid(inner, 0)
+        channel.send(json.dumps({"ready": "namespaces", "refused": ""}).encode())
+        owner.run()
+        world.end()
     except OSError as error:
-        os.write(writer, str(error).encode())
+        # After the start nobody reads the pipe, which is closed.
+        with contextlib.suppress(OSError):
+            os.write(writer, str(error).encode())
     finally:
         os._exit(0)
+
+
+def _enter_namespaces(settings: Settings, inherited: list[int]) -> processes.Namespace:
+    """Enters every namespace of the sandbox but the one of its processes, in which this process starts children.
+
+    No process of the sandbox has a number for its owner, so no signal, limit or priority reaches the owner.
+    """
+    hides = (settings["folder"], settings["hidden"], settings["shown"], settings["tmp_bytes"])
+    done = settings["uid"] is not None and _unshared_mounts()
+    if done:
+        namespaces.hide(*hides)
+    _take_user(settings["uid"])
+    namespaces.unshare(settings["network"])
+    if not done:
+        namespaces.hide(*hides)
+    reader, writer = os.pipe()
+    first = os.fork()
+    if first == 0:
+        os.close(reader)
+        _be_first(settings, writer, inherited)
+    os.close(writer)
+    with os.fdopen(reader, encoding="utf-8") as pipe:
+        if failed := pipe.read():
+            raise OSError(failed)
+    os.chdir(settings["folder"])
+    return processes.Namespace(first)
 
 
 def _take_user(uid: int | None) -> None:
@@ -77,31 +115,34 @@ def _take_user(uid: int | None) -> None:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _hide_as_root(hides: Hides) -> bool:
+def _unshared_mounts() -> bool:
     """False where this root may not (a container without CAP_SYS_ADMIN)."""
     try:
         kernel.unshare(kernel.NEWNS)
     except PermissionError:
         return False
-    namespaces.hide(*hides)
     return True
 
 
-def _be_first(channel: socket.socket, settings: Settings, writer: int, hides: Hides | None) -> None:
-    """Process 1 of the namespaces. The pipe closes without a word when all is in place."""
+def _be_first(settings: Settings, writer: int, inherited: list[int]) -> NoReturn:
+    """Runs as process 1 of the namespace, and takes the processes whose parents have ended. The pipe closes without a
+    word when the namespaces are ready."""
     try:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        if hides:
-            namespaces.hide(*hides)
-        namespaces.seal(settings["folder"], settings["tmp_bytes"], settings["network"])
-    except OSError as error:
-        os.write(writer, str(error).encode())
-        os._exit(1)
-    try:
-        os.close(writer)
+        for descriptor in inherited:
+            os.close(descriptor)
+        namespaces.seal(settings["folder"], settings["network"])
         # The programs of the sandbox have no capabilities, so that they cannot look into this process.
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-        channel.send(json.dumps({"ready": "namespaces", "refused": ""}).encode())
-        Owner(channel, processes.Namespace(), {**settings, "uid": None}).run()
+        # A signal with a handler would reach process 1; Python has one for SIGINT.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+        os.close(writer)
+        while True:
+            signal.sigwait([signal.SIGCHLD])
+            processes.reap()
+            processes.ended.clear()
+    except OSError as error:
+        os.write(writer, str(error).encode())
     finally:
-        os._exit(0)
+        os._exit(1)

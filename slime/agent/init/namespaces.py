@@ -1,6 +1,7 @@
 """A view of the host for one sandbox: own users, processes, network and mounts. Refused with OSError by many hosts.
 
-The host's files are there to read, except the folders of users, /run and /tmp. Only the sandbox's folder, /tmp and
+A sandbox sees the system's programs and settings, this process's Python, and the folders that the caller shows. No
+other file of the host is there, and so no prompt file, run directory or checkpoint. Only the sandbox's folder, /tmp and
 /dev/shm can be written. /dev holds the devices that every program needs, and no GPU.
 """
 
@@ -14,12 +15,21 @@ from pathlib import Path
 from slime.agent.init import kernel
 
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-_HIDDEN = ("/root", "/home", "/run", "/var/run", "/mnt", "/media")
-_SCRATCH = ("/tmp", "/var/tmp")
+SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt", "/nix"),
+    "/sys/devices/system/cpu",
+)
+"""Folders of the host that every sandbox sees, where the host has them."""
+_EMPTY = ("/home", "/root", "/run", "/mnt", "/media", "/srv", "/proc")
+SCRATCH = ("/tmp", "/var/tmp", "/dev/shm")
+"""Files in memory, of a limited size each."""
+_TCP_BUFFERS = "4096 65536 106496"
+_MOST_LINKS = 40
 
 
 def unshare(network: bool) -> None:
-    """Leave the host's namespaces. The caller's next child is process 1 of the new ones.
+    """Leaves the host's namespaces. The caller's next child is process 1 of a new process namespace, which has all its
+    later children, too. The caller stays outside: no process of the namespace has a number for the caller.
 
     `network`: keep the host's network.
     """
@@ -38,35 +48,41 @@ def unshare(network: bool) -> None:
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="utf-8")
 
 
-def hide(folder: str, hidden: list[str], keep: list[str], tmp_bytes: int) -> None:
-    """In a mount namespace of its own: `hidden` folders and those of users are empty, but for `folder` and `keep`.
+def hide(folder: str, hidden: list[str], shown: list[str], tmp_bytes: int) -> None:
+    """Makes a new root with the system's folders, `shown` and `folder`. The caller must have its own mount namespace.
+    `hidden` files and folders are empty, except for `shown` and `folder` in them.
 
     Root does this before it changes its user, because a Python in /root is in reach of root only.
     """
     kernel.mount("", "/", "", kernel.REC | kernel.PRIVATE)
-    held = {path: os.open(path, os.O_PATH) for path in dict.fromkeys([folder, *keep]) if os.path.isdir(path)}
-    for place in _outermost([*_HIDDEN, *_SCRATCH, *hidden]):
-        scratch = place in _SCRATCH
-        mode = "1777" if scratch else "755"
-        kernel.mount("tmpfs", place, "tmpfs", kernel.NOSUID | kernel.NODEV, f"mode={mode},size={tmp_bytes}")
-        for path, descriptor in held.items():
-            if path == place or path.startswith(place + "/"):
-                os.makedirs(path, exist_ok=True)
-                kernel.bind(descriptor, path, recursive=path != folder)
-    for descriptor in held.values():
-        os.close(descriptor)
+    held = os.open(folder, os.O_PATH)
+    root, flags = folder, kernel.NOSUID | kernel.NODEV
+    kernel.mount("tmpfs", root, "tmpfs", flags, "mode=755,size=1m")
+    for path in SYSTEM:
+        _show(root, path)
+    for path in _EMPTY:
+        os.makedirs(root + path, exist_ok=True)
+    for path in hidden:
+        _cover(root + os.path.realpath(path))
+    _make_dev(root)
+    for path in SCRATCH:
+        os.makedirs(root + path, exist_ok=True)
+        kernel.mount("tmpfs", root + path, "tmpfs", flags, f"mode=1777,size={tmp_bytes}")
+    for path in shown:
+        _show(root, path)
+    os.makedirs(root + folder, exist_ok=True)
+    kernel.bind_descriptor(held, root + folder)
+    os.close(held)
+    # A kernel mounts a new /proc only where the old one is in view.
+    kernel.bind("/proc", f"{root}/proc")
+    kernel.change_root(root)
 
 
-def seal(folder: str, tmp_bytes: int, network: bool) -> None:
+def seal(folder: str, network: bool) -> None:
     """Called by process 1 after `hide`: only `folder`, /tmp and /dev/shm can be written."""
     kernel.set_read_only("/", True, recursive=True)
-    for place in _outermost([*_SCRATCH]):
-        kernel.set_read_only(place, False)
-    held = os.open(folder, os.O_PATH)
-    kernel.bind(held, folder)
-    os.close(held)
-    kernel.set_read_only(folder, False)
-    _make_dev(tmp_bytes)
+    for path in (*SCRATCH, folder):
+        kernel.set_read_only(path, False)
     kernel.mount("proc", "/proc", "proc", kernel.NOSUID | kernel.NODEV | kernel.NOEXEC)
     # Own namespaces would give the sandbox's code more of the kernel to attack. The line is about this user
     # namespace only; older kernels refuse it.
@@ -74,25 +90,47 @@ def seal(folder: str, tmp_bytes: int, network: bool) -> None:
         Path("/proc/sys/user/max_user_namespaces").write_text("0", encoding="utf-8")
     if not network:
         kernel.loopback_up()
-    os.chdir(folder)
+        # So that the two buffers of a connection's end are no more than one of another socket.
+        for name in ("tcp_rmem", "tcp_wmem"):
+            Path(f"/proc/sys/net/ipv4/{name}").write_text(_TCP_BUFFERS, encoding="utf-8")
 
 
-def _outermost(places: list[str]) -> list[str]:
-    """The real folders among `places`, without those below another one."""
-    real = sorted({os.path.realpath(place) for place in places if os.path.isdir(place)} - {"/"})
-    return [one for one in real if not any(one.startswith(other + "/") for other in real)]
+def _show(root: str, path: str, links: int = 0) -> None:
+    """Shows a file or folder of the host in the new root, with the symbolic links that lead there."""
+    here, parts = "", [part for part in path.split("/") if part]
+    while parts:
+        parent, here = here, f"{here}/{parts.pop(0)}"
+        if os.path.islink(here):
+            target = os.readlink(here)
+            if not os.path.lexists(root + here):
+                os.makedirs(root + parent, exist_ok=True)
+                os.symlink(target, root + here)
+            if links < _MOST_LINKS:
+                _show(root, os.path.normpath(os.path.join(parent or "/", target, *parts)), links + 1)
+            return
+    if not os.path.exists(here) or os.path.lexists(root + here):
+        return
+    if os.path.isdir(here):
+        os.makedirs(root + here)
+    else:
+        os.makedirs(os.path.dirname(root + here), exist_ok=True)
+        os.mknod(root + here)
+    kernel.bind(here, root + here)
 
 
-def _make_dev(tmp_bytes: int) -> None:
-    devices = {name: os.open(f"/dev/{name}", os.O_PATH) for name in DEVICES if os.path.exists(f"/dev/{name}")}
-    kernel.mount("tmpfs", "/dev", "tmpfs", kernel.NOSUID | kernel.NOEXEC, "mode=755,size=64k")
-    for name, descriptor in devices.items():
-        os.mknod(f"/dev/{name}", 0o666 | stat.S_IFREG)
-        kernel.bind(descriptor, f"/dev/{name}")
-        os.close(descriptor)
+def _cover(path: str) -> None:
+    """Covers a file or folder, so that nothing can be read there."""
+    if os.path.isdir(path):
+        kernel.mount("tmpfs", path, "tmpfs", kernel.NOSUID | kernel.NODEV, "mode=755,size=64k")
+    elif os.path.exists(path):
+        kernel.bind("/dev/null", path)
+
+
+def _make_dev(root: str) -> None:
+    os.makedirs(f"{root}/dev", exist_ok=True)
+    for name in DEVICES:
+        if os.path.exists(f"/dev/{name}"):
+            os.mknod(f"{root}/dev/{name}", 0o666 | stat.S_IFREG)
+            kernel.bind(f"/dev/{name}", f"{root}/dev/{name}")
     for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
-        os.symlink(f"/proc/self/fd{target}", f"/dev/{name}")
-    os.mkdir("/dev/shm")
-    kernel.set_read_only("/dev", True)
-    flags = kernel.NOSUID | kernel.NODEV
-    kernel.mount("tmpfs", "/dev/shm", "tmpfs", flags, f"mode=1777,size={tmp_bytes}")
+        os.symlink(f"/proc/self/fd{target}", f"{root}/dev/{name}")

@@ -4,27 +4,49 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
+from collections.abc import Callable
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_SIZES = re.compile(rb"^(VmRSS|HugetlbPages|VmPTE):\s+(\d+) kB", re.MULTILINE)
 
 
 class Namespace:
-    """This process is process 1 of a process namespace: every other process in it is the sandbox's."""
+    """Handles all processes of a process namespace except `first`, its process 1. The caller is outside the namespace
+    and sees its /proc, so every number here is a number in the namespace."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        """The number of process 1 outside the namespace."""
+        self._lost = False
 
     def pids(self) -> list[int]:
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
+    def send(self, pids: set[int], number: int) -> None:
+        _in_child(lambda: send(pids, number))
+
     def kill(self) -> None:
-        """End all. Process 1 is not killed by its own signal to everyone."""
+        """Ends all except process 1, which a signal to everyone does not reach."""
         for _ in range(1000):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
+            _in_child(lambda: os.kill(-1, signal.SIGKILL))
             reap()
-            if not self.pids():
+            if self.lost() or not self.pids():
                 return
             time.sleep(0.002)
+
+    def lost(self) -> bool:
+        """Returns whether process 1 has ended, and with it every process."""
+        self._lost = self._lost or self.first in ended
+        return self._lost
+
+    def end(self) -> None:
+        """The kernel ends every process of the namespace with process 1."""
+        if not self.lost():
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self.first, signal.SIGKILL)
+                os.waitpid(self.first, 0)
 
 
 class Family:
@@ -42,6 +64,12 @@ class Family:
             found += children
             todo += children
         return found
+
+    def send(self, pids: set[int], number: int) -> None:
+        send(pids, number)
+
+    def lost(self) -> bool:
+        return False
 
     def kill(self) -> None:
         """End all. First all are stopped, until no new one appears, so that none can fork while others are killed."""
@@ -62,12 +90,25 @@ class Family:
 
 def _as_user(uid: int, number: int) -> None:
     """Signal to every process of the user, which one call of that user does at once, a fork bomb included."""
-    child = os.fork()
+
+    def action() -> None:
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        os.kill(-1, number)
+
+    _in_child(action)
+
+
+def _in_child(action: Callable[[], None]) -> None:
+    """Runs `action` in a child, which is in the namespace of processes, and waits for the child."""
+    try:
+        child = os.fork()
+    except OSError:
+        # The caller tries again, or process 1 has ended and nobody is left.
+        return
     if child == 0:
         try:
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
-            os.kill(-1, number)
+            action()
         finally:
             os._exit(0)
     with contextlib.suppress(ChildProcessError):
@@ -109,18 +150,21 @@ def of_command(pids: list[int], leader: int) -> set[int]:
         members |= more
 
 
-def memory_bytes(pids: list[int], limit: int) -> int:
-    """Resident memory of all. Shared pages are counted once, but only where the plain sum is beyond `limit`."""
-    total = 0
+def memory_bytes(pids: list[int], limit: int, other: int) -> int:
+    """Adds up the resident memory and the page tables of all processes, and `other`. Shared pages count once, but only
+    if the plain sum is beyond `limit`."""
+    resident = tables = 0
     for pid in pids:
         with (
             contextlib.suppress(OSError, ValueError, IndexError),
-            open(f"/proc/{pid}/statm", encoding="utf-8") as file,
+            open(f"/proc/{pid}/status", "rb") as file,
         ):
-            total += int(file.read().split()[1]) * _PAGE
-    if total <= limit:
-        return total
-    return sum(_proportional_bytes(pid) for pid in pids)
+            sizes = {name: int(size) * 1024 for name, size in _SIZES.findall(file.read())}
+            resident += sizes.get(b"VmRSS", 0) + sizes.get(b"HugetlbPages", 0)
+            tables += sizes.get(b"VmPTE", 0)
+    if resident + tables + other <= limit:
+        return resident + tables + other
+    return sum(_proportional_bytes(pid) for pid in pids) + tables + other
 
 
 def _proportional_bytes(pid: int) -> int:

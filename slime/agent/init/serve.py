@@ -17,8 +17,9 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from slime.agent.init import kernel, processes
+from slime.agent.init import kernel, processes, system_calls
 from slime.agent.init.disk import DiskWatch
+from slime.agent.init.memory_group import MemoryGroup
 
 _TICK_S = 0.05
 _FD_LIMIT = 4096
@@ -29,6 +30,8 @@ _SPARE_TASKS = 256
 @dataclass
 class Command:
     number: int
+    leader: int
+    """The number of the command's first process, in the sandbox."""
     reason: str = ""
 
 
@@ -40,12 +43,16 @@ class Owner:
         channel: socket.socket,
         world: processes.Namespace | processes.Family,
         settings: dict[str, Any],
+        group: MemoryGroup | None,
     ) -> None:
-        self.channel, self.world = channel, world
+        self.channel, self.world, self.group = channel, world, group
+        self.memory_files: tuple[str, ...] = settings["memory_files"]
+        self._kills, self._filter = 0, system_calls.program()
         self.folder: str = settings["folder"]
         self.uid: int | None = settings["uid"]
         self.limits: dict[str, int | None] = settings["limits"]
-        self.disk = DiskWatch(self.folder, self._limit("disk_bytes"), self._limit("files"))
+        shared = settings["network"] or isinstance(world, processes.Family)
+        self.disk = DiskWatch(self.folder, self._limit("disk_bytes"), self._limit("files"), shared)
         self.running: dict[int, Command] = {}
         self._wake, wakes = os.pipe()
         os.set_blocking(self._wake, False)
@@ -68,6 +75,10 @@ class Owner:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake, 4096)
         processes.reap()
+        if self.world.lost():
+            return False
+        if self._memory_is_over():
+            self._end_all("memory")
         self._report()
         if self.channel.fileno() in ready and not self._serve():
             return False
@@ -106,14 +117,20 @@ class Owner:
             socket.send_fds(self.channel, [json.dumps(message).encode()], descriptors)
 
     def _exec(self, request: dict[str, Any], streams: list[int]) -> None:
+        reader, writer = os.pipe()
         try:
             pid = os.fork()
         except OSError as error:
+            os.close(reader)
+            os.close(writer)
             self._send({"id": request["id"], "failed": f"fork: {error}"})
             return
         if pid == 0:
+            os.write(writer, str(os.getpid()).encode())
             self._become(request, streams)
-        self.running[pid] = Command(request["id"])
+        os.close(writer)
+        self.running[pid] = Command(request["id"], int(os.read(reader, 16) or 0))
+        os.close(reader)
 
     def _become(self, request: dict[str, Any], streams: list[int]) -> None:
         """In the child: the command, or exit code 126 with the reason on stderr."""
@@ -121,20 +138,23 @@ class Owner:
             for target, source in enumerate(streams):
                 # The descriptors that the requests brought are never below 3.
                 os.dup2(source, target)
-            os.closerange(3, _FD_LIMIT)
             os.setsid()
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
+            if self.group:
+                self.group.enter()
+            os.closerange(3, _FD_LIMIT)
             self._set_limits()
             kernel.drop_capabilities()
             if self.uid is not None:
                 os.setgroups([])
                 os.setresgid(self.uid, self.uid, self.uid)
                 os.setresuid(self.uid, self.uid, self.uid)
-            kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
             os.umask(0o022)
             os.chdir(request["cwd"])
+            kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+            kernel.filter_calls(self._filter)
             os.execvpe(request["argv"][0], request["argv"], request["env"])
         except (OSError, ValueError) as error:
             os.write(2, f"the sandbox cannot start the command: {error}\n".encode())
@@ -168,12 +188,12 @@ class Owner:
         return limit + processes.tasks_of_user(os.getuid()) + _SPARE_TASKS
 
     def _kill(self, number: int, reason: str) -> None:
-        for pid, command in self.running.items():
+        for command in self.running.values():
             if command.number == number:
                 command.reason = command.reason or reason
                 # Twice: a process that appeared meanwhile is of a parent that is gone now.
                 for _ in range(2):
-                    processes.send(processes.of_command(self.world.pids(), pid), signal.SIGKILL)
+                    self.world.send(processes.of_command(self.world.pids(), command.leader), signal.SIGKILL)
 
     def _listen(self, request: dict[str, Any]) -> None:
         try:
@@ -199,15 +219,33 @@ class Owner:
         reason = ""
         if len(pids) > self._limit("processes"):
             reason = "processes"
-        elif processes.memory_bytes(pids, self._limit("memory_bytes")) > self._limit("memory_bytes"):
+        elif self._memory_bytes(pids) > self._limit("memory_bytes"):
             reason = "memory"
         else:
-            reason = self.disk.breach()
+            reason = self.disk.breach(pids)
         if reason:
-            for command in self.running.values():
-                command.reason = command.reason or reason
-            self.world.kill()
+            self._end_all(reason)
             self._report()
+
+    def _end_all(self, reason: str) -> None:
+        for command in self.running.values():
+            command.reason = command.reason or reason
+        self.world.kill()
+
+    def _memory_is_over(self) -> bool:
+        """Returns whether the kernel has ended a process because of the limit since the last call."""
+        before, self._kills = self._kills, self.group.kills() if self.group else 0
+        return self._kills > before
+
+    def _memory_bytes(self, pids: list[int]) -> int:
+        """Counts the memory that no group counts: all memory, if the host allows no group."""
+        if self.group:
+            return self.disk.held.inet_bytes
+        other = self.disk.held.buffer_bytes
+        for folder in self.memory_files:
+            status = os.statvfs(folder)
+            other += (status.f_blocks - status.f_bfree) * status.f_frsize
+        return processes.memory_bytes(pids, self._limit("memory_bytes"), other)
 
 
 def _counts_by_namespace() -> bool:

@@ -121,6 +121,12 @@ class CommandOutput:
         return kept
 
 
+async def all_read(*streams: Stream) -> None:
+    """Until every process has closed its end of the pipes."""
+    for stream in streams:
+        await stream.ended.wait()
+
+
 class Stream(asyncio.Protocol):
     transport: asyncio.BaseTransport
 

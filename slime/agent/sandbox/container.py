@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from slime.agent.sandbox.channel import CommandOutput
+from slime.agent.sandbox.channel import CommandOutput, all_read
 from slime.agent.sandbox.protocol import (
     ExecResult,
     FileContent,
@@ -233,7 +233,7 @@ class ContainerSandbox:
             for task in tasks:
                 task.cancel()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.gather(out.ended.wait(), err.ended.wait()), 1)
+                await asyncio.wait_for(all_read(out, err), 1)
             out.transport.close()
             err.transport.close()
         code = client.returncode or 0

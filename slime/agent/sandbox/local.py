@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Literal, Self
 
 from slime.agent.sandbox import paths
-from slime.agent.sandbox.channel import Channel, CommandOutput, Message
+from slime.agent.sandbox.channel import Channel, CommandOutput, Message, all_read
 from slime.agent.sandbox.environment import environment
 from slime.agent.sandbox.forward import Forwarder
 from slime.agent.sandbox.protocol import (
@@ -52,8 +53,9 @@ class LocalSandbox:
     `isolation`: "namespaces" fails where the host refuses them, "processes" does without, "auto" (the default) takes
     them where it can and logs once where it cannot. `network`: "none", "loopback" (`allow_loopback` opens single ports
     of this host's loopback), "host". Without namespaces every sandbox has the host's network.
-    `folder`: where the sandbox's own folder is made. `hide`: folders of the host that the sandbox shall not see;
-    needs namespaces. `slots`: a semaphore that bounds how many sandboxes run at a time.
+    `folder`: where the sandbox's own folder is made. With namespaces a sandbox sees the system's folders (/usr, /etc,
+    /opt and their like), this process's Python and its own folder. `show` adds files and folders of the host, which
+    stay read-only, and `hide` takes some away. `slots`: a semaphore that bounds how many sandboxes run at a time.
 
     A path of a file is absolute below `folder`, or relative to `workdir`. Every command runs as the same user, whatever
     `user` says.
@@ -68,6 +70,7 @@ class LocalSandbox:
         isolation: Isolation = "auto",
         network: Network = "none",
         folder: str | Path | None = None,
+        show: tuple[str | Path, ...] = (),
         hide: tuple[str | Path, ...] = (),
         slots: asyncio.Semaphore | None = None,
     ) -> None:
@@ -76,7 +79,7 @@ class LocalSandbox:
         """After the start: "namespaces" or "processes"."""
         self.sandbox_id = f"local-{secrets.token_hex(8)}"
         self.folder = self.workdir = self.home = ""
-        self._hide, self._parent = hide, folder
+        self._show, self._hide, self._parent = show, hide, folder
         self._user = free_user()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
@@ -103,9 +106,7 @@ class LocalSandbox:
             self._channel = Channel(ours)
             message = await asyncio.wait_for(self._channel.first, _START_S)
             if "failed" in message:
-                raise SandboxError(
-                    f"this host refuses namespaces to a sandbox ({message['failed']}); use isolation='auto'"
-                )
+                raise SandboxError(f"the sandbox cannot start: {message['failed']}")
         except BaseException:
             await self.close()
             raise
@@ -130,13 +131,13 @@ class LocalSandbox:
             "uid": self._user,
             "isolation": self.isolation,
             "network": self.network == "host",
-            "hidden": [str(place) for place in (os.path.expanduser("~"), tempfile.gettempdir(), *self._hide)],
-            "keep": [os.path.realpath(place) for place in dict.fromkeys([sys.prefix, sys.base_prefix])],
+            "hidden": [os.path.abspath(place) for place in self._hide],
+            "shown": [os.path.abspath(place) for place in (sys.prefix, sys.base_prefix, *self._show)],
             "tmp_bytes": self.limits.tmp_bytes,
             "limits": asdict(self.limits),
         }
         code = f"import sys; sys.path.insert(0, {str(_SOURCE)!r}); from slime.agent.init.main import start; start()"
-        with _file_of(json.dumps(settings).encode()) as words:
+        with _file_of(json.dumps(settings)) as words:
             return subprocess.Popen(
                 [sys.executable, "-I", "-S", "-B", "-c", code],
                 pass_fds=[theirs.fileno()],
@@ -185,11 +186,14 @@ class LocalSandbox:
         timeout: float = 120,
         check: bool = False,
         cwd: str | None = None,
-        stdin: str | bytes | None = None,
+        stdin: str | bytes | socket.socket | None = None,
     ) -> ExecResult:
-        """See protocol.Sandbox. The shell is bash where there is one. A limit of the whole sandbox (memory, processes,
-        disk, files) ends all its processes; time and output end the command and what it started, unless that left its
-        session. SandboxError if the sandbox is not running or ends meanwhile."""
+        """See protocol.Sandbox. The shell is bash where there is one. A socket as `stdin` is handed over: the command
+        has it, and this process closes it, so that its other end sees when the command ends.
+
+        A limit of the whole sandbox (memory, processes, disk, files) ends all its processes; time and output end the
+        command and what it started, unless that left its session. SandboxError if the sandbox is not running or ends
+        meanwhile."""
         if self._channel is None:
             raise SandboxError(
                 "the sandbox must run before it is used, got a closed one; use `async with`, or call start()"
@@ -199,7 +203,7 @@ class LocalSandbox:
         output = CommandOutput(self.limits.output_bytes)
         writers: list[int] = []
         try:
-            with _file_of(stdin.encode() if isinstance(stdin, str) else stdin or b"") as source:
+            with stdin if isinstance(stdin, socket.socket) else _file_of(stdin) as source:
                 writers.append(os.dup(source.fileno()))
             out_end, out = await output.pipe()
             writers.append(out_end)
@@ -213,7 +217,7 @@ class LocalSandbox:
             message = await self._reply(number, reply, output, timeout)
             with contextlib.suppress(TimeoutError):
                 # A process in the background may hold the pipes for as long as it likes.
-                await asyncio.wait_for(asyncio.gather(out.ended.wait(), err.ended.wait()), _GRACE_S)
+                await asyncio.wait_for(all_read(out, err), _GRACE_S)
         finally:
             out.transport.close()
             err.transport.close()
@@ -309,11 +313,13 @@ class LocalSandbox:
         return await asyncio.to_thread(paths.download, self.folder, parts, target, self.limits.disk_bytes)
 
 
-def _file_of(data: bytes) -> BinaryIO:
-    """A file in memory, at its start."""
-    file = os.fdopen(os.memfd_create("data"), "w+b")
-    file.write(data)
+def _file_of(content: str | bytes | None) -> BinaryIO:
+    """A file in memory, at its start, which nobody can change: it would be memory that no limit counts."""
+    file = os.fdopen(os.memfd_create("data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")
+    file.write(content.encode() if isinstance(content, str) else content or b"")
     file.seek(0)
+    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
     return file
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import sandbox_cases
 
 from slime.agent.sandbox import LocalSandbox, SandboxError
 
@@ -21,8 +22,4 @@ def isolation(request, namespaces_work):
 
 @pytest.fixture(scope="session")
 def namespaces_work():
-    async def probe():
-        async with LocalSandbox() as sandbox:
-            return sandbox.isolation == "namespaces"
-
-    return asyncio.run(probe())
+    return sandbox_cases.namespaces_work()
