@@ -87,7 +87,9 @@ def change_root(new: str) -> None:
     os.chdir(new)
     number = _PIVOT_ROOT.get(platform.machine())
     if number is None:
-        raise OSError(f"pivot_root: {platform.machine()} is not supported")
+        raise OSError(
+            f"a sandbox with namespaces must run on x86_64 or aarch64, got {platform.machine()}; use another host"
+        )
     _checked("pivot_root", _libc.syscall(ctypes.c_long(number), b".", b"."))
     _checked("umount2", _libc.umount2(b".", _MNT_DETACH))
     os.chdir("/")

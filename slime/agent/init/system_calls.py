@@ -75,7 +75,7 @@ _RULES = (
 def program() -> bytes:
     """Returns the filter for this machine. Raises OSError if its processor is neither of the two."""
     if platform.machine() not in _ARCHITECTURES:
-        raise OSError(f"seccomp: the filter is for x86_64 and aarch64, got {platform.machine()}")
+        raise OSError(f"a sandbox must run on x86_64 or aarch64, got {platform.machine()}; use another host")
     which, architecture = _ARCHITECTURES[platform.machine()]
     code = [
         _line(_LOAD, _ARCHITECTURE_AT),

@@ -1,23 +1,31 @@
 """The `code` reward: runs the response's Python program in a sandbox against the label's tests.
 
-A label is one of two kinds. Statements (a text, or a list of texts) run after the program, in the same process, and
-must raise nothing. {"inputs": [...], "outputs": [...]} starts the program once per input and compares what it prints.
-An expected output never enters the sandbox, so a program cannot find it there.
+A label is one of two kinds. Statements (a text, or a list of texts) run in a second sandbox, where a name of the
+program calls the program in the first, and must raise nothing. {"inputs": [...], "outputs": [...]} starts the program
+once per input and compares what it prints. No test and no expected output is ever in the program's sandbox.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.resources
 import json
+import logging
 import os
 import re
-import secrets
+import socket
 import weakref
+from collections.abc import Iterator
 
-from slime.agent.sandbox import Limits, LocalSandbox
+from slime.agent.sandbox import Limits, LocalSandbox, SandboxError
 from slime.config.schema import Config
+from slime.rollout.rewards.tested.answer import PROGRAM
+from slime.rollout.rewards.tested.tester import PASSED, TESTS
 from slime.rollout.rewards.text import without_special_text
 from slime.types import Metadata, Sample
+
+logger = logging.getLogger(__name__)
 
 Pairs = tuple[tuple[str, str], ...]
 TIME_S = 10.0
@@ -32,18 +40,8 @@ LIMITS = Limits(
 )
 _PYTHON = "python3 -I -B"
 _FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
-# The word goes out only after the last statement: an early exit is no success.
-_RUNNER = """
-import json, os, sys
-task = json.loads(sys.stdin.buffer.read())
-sys.stdin = open(os.devnull)
-space = {"__name__": "answer"}
-exec(compile(task["program"], "answer.py", "exec"), space)
-for test in task["tests"]:
-    exec(compile(test, "test.py", "exec"), space)
-sys.stdout.flush()
-os.write(1, task["word"].encode())
-"""
+_RUN = "exec {python} -c 'import sys; sys.path.insert(0, \".\"); from tested.{name} import main; main()'"
+_PARTS = ("__init__", "wire", "peer")
 _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
 
@@ -51,30 +49,71 @@ async def code_reward(c: Config, sample: Sample) -> float:
     """1.0 if the program of the response passes every test of the label, else 0.0.
 
     The program is the last fenced block of Python, without one the whole response. ValueError for a label without
-    tests. One sandbox per CPU core runs at a time.
+    tests, SandboxError if no sandbox starts. One program per CPU core runs at a time. A sandbox that fails while the
+    program runs is tried once more; a program whose sandbox fails twice gets 0.0.
     """
     tests = tests_of(sample.label, sample.metadata if isinstance(sample.metadata, dict) else {})
     program = program_of(sample.response)
     if not program.strip():
         return 0.0
     slots = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1))
-    async with LocalSandbox(limits=LIMITS, slots=slots) as sandbox:
-        if isinstance(tests, list):
-            return float(await _statements(sandbox, program, tests))
-        await sandbox.write_file("answer.py", program)
-        for given, expected in tests:
-            result = await sandbox.exec(f"{_PYTHON} answer.py", stdin=given, timeout=TIME_S)
-            if result.exit_code or not _same(result.stdout, expected):
-                return 0.0
-    return 1.0
+    hide = tuple(_named_paths(c))
+    async with slots:
+        for _ in range(2):
+            async with LocalSandbox(limits=LIMITS, hide=hide) as sandbox:
+                try:
+                    if isinstance(tests, list):
+                        return float(await _statements(sandbox, program, tests))
+                    return float(await _outputs(sandbox, program, tests))
+                except (SandboxError, OSError) as error:
+                    logger.warning("the sandbox of a program failed while it ran: %s", error)
+    return 0.0
+
+
+async def _outputs(sandbox: LocalSandbox, program: str, pairs: Pairs) -> bool:
+    for given, expected in pairs:
+        # Again each time, because a run may have changed it.
+        await sandbox.write_file(PROGRAM, program)
+        result = await sandbox.exec(f"{_PYTHON} {PROGRAM}", stdin=given, timeout=TIME_S)
+        if result.exit_code or not _same(result.stdout, expected):
+            return False
+    return True
 
 
 async def _statements(sandbox: LocalSandbox, program: str, tests: list[str]) -> bool:
-    word = secrets.token_hex(16)
-    await sandbox.write_file("run.py", _RUNNER)
-    task = json.dumps({"program": program, "tests": tests, "word": word})
-    result = await sandbox.exec(f"{_PYTHON} run.py", stdin=task, timeout=TIME_S)
-    return result.exit_code == 0 and result.stdout.endswith(word)
+    """Runs the tests in a second sandbox, which the program reaches only through calls of the tests."""
+    async with LocalSandbox(limits=LIMITS) as judge:
+        await sandbox.write_file(PROGRAM, program)
+        await judge.write_file(TESTS, json.dumps(tests))
+        for box, name in ((sandbox, "answer"), (judge, "tester")):
+            for part in (*_PARTS, name):
+                await box.write_file(f"tested/{part}.py", _source(part))
+        theirs, ours = socket.socketpair()
+        run = {name: _RUN.format(python=_PYTHON, name=name) for name in ("answer", "tester")}
+        answer = asyncio.ensure_future(sandbox.exec(run["answer"], stdin=theirs, timeout=TIME_S))
+        try:
+            result = await judge.exec(run["tester"], stdin=ours, timeout=TIME_S)
+        finally:
+            answer.cancel()
+            with contextlib.suppress(asyncio.CancelledError, SandboxError, OSError):
+                await answer
+        return result.exit_code == 0 and result.stdout == PASSED
+
+
+def _source(part: str) -> str:
+    return importlib.resources.files("slime.rollout.rewards.tested").joinpath(f"{part}.py").read_text("utf-8")
+
+
+def _named_paths(c: Config) -> Iterator[str]:
+    """Prompt files, checkpoints and logs that the run's flags name. A sandbox sees little of the host, but such a file
+    may lie in a folder of the system."""
+    sections = (c.data, c.evaluation, c.checkpoint, c.critic, c.distillation, c.lora, c.logging, c.debug)
+    for value in (value for section in sections for value in vars(section).values()):
+        for text in value if isinstance(value, list | tuple) else (value,):
+            # A prompt file may have a slice of its rows at its end.
+            path = text.partition("@[")[0] if isinstance(text, str) else ""
+            if path.count("/") > 1 and path.startswith("/"):
+                yield path
 
 
 def program_of(response: str) -> str:
