@@ -13,8 +13,8 @@ from slime.config.fields import FlagSpec, spelled
 _DEEPGEMM = "DeepGEMM is not used by the trainer"
 _TOKENIZER = "the tokenizer is that of --hf-checkpoint"
 _OBJECTS = (
-    "rollout data travels through Ray's object store. straw also keeps rollouts in files, from which slime trains again "
-    "after a failure; here a run resumes from its checkpoint and generates those rollouts again"
+    "rollout data travels through Ray's object store. straw also keeps rollouts in files, from which slime trains "
+    "again after a failure; here a run resumes from its checkpoint and generates those rollouts again"
 )
 _CI = "these checks are tests of this project, not flags; see tests/e2e"
 
