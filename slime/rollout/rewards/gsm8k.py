@@ -13,7 +13,7 @@ from slime.types import Metadata
 # The number must follow the marker directly: "#### Step 2" is a Markdown heading, not an answer.
 _MARKED = re.compile(r"####(?=[ \t*]*+(?:\\(?:boxed|text|frac|[({$])|[-+−–$€£¥₹({.\s])*+[0-9½¼¾⅐-⅞])([^\n]+)")
 _TAIL_CHARS = 2000
-"""Only the end of a long response is searched for its last number."""
+"""Only the end of a long response is searched for its last number, and only so much after a "####"."""
 # A run that a number is part of: 3/4, 3 1/2, 2^3, 12:30, 52_8. A minus after a digit is a subtraction.
 _DIGITS = r"(?:\.?[0-9][0-9.]*)"
 _RUN = re.compile(
@@ -37,8 +37,9 @@ def final_number(response: str) -> Fraction | None:
     text = without_special_text(response)
     marked = _MARKED.findall(text)
     if marked:
-        whole = _value(marked[-1])
-        return whole if whole is not None else _first(marked[-1])
+        answer = marked[-1].strip(" \t*_`")[:_TAIL_CHARS]
+        whole = _value(answer)
+        return whole if whole is not None else _first(answer)
     boxed = extract_answer(text)
     if boxed is not None:
         return _value(boxed)
