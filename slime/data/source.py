@@ -8,13 +8,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import json
 import math
-import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from slime.algo.losses import loss_of
 from slime.config.schema import Config, section_of
@@ -23,18 +21,20 @@ from slime.config.sections.reward import RewardConfig
 from slime.config.sections.rollout import RolloutConfig
 from slime.data.drawing.curriculum import PROMPT, PassRates
 from slime.data.drawing.mixing import DataSet, Joined, Mixture, Order, data_sets
+from slime.data.drawing.position import VERSION, read_state, state_path, write_state
 from slime.data.limits.context import Context, prompt_limit
 from slime.data.prompts import LabelCheck, Prompts, load_prompts
 from slime.data.rows import Columns, require_template_reads
 from slime.data.tokenizer import load_tokenizer
-from slime.disk_space import Room
 from slime.hooks import load_function
 from slime.types import Prompt, Sample, SampleGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = 1
+Place = list[int]
+"""Where a prompt was drawn: data set, first and last visit, prompt. A visit is epoch x prompts + position. Those before
+the last were passed over (--curriculum)."""
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 """The --rollout-function-path whose prompts are conversations to train on."""
 
@@ -66,6 +66,7 @@ class PromptDataSource:
         self.pass_rates = None if keep is None else PassRates(len(self.prompts), keep, seed)
         self.next_group_index = 0
         self.next_index = 0
+        self._places: dict[int, Place] = {}
         self._buffer_filter = pop_oldest if rollout.buffer_sort_by_staleness else pop_first
         if rollout.buffer_filter_path:
             self._buffer_filter = load_function(rollout.buffer_filter_path, flag="--buffer-filter-path")
@@ -108,6 +109,11 @@ class PromptDataSource:
             )
         return groups + [self._next_group() for _ in range(num_groups - len(groups))]
 
+    def places_of(self, numbers: Sequence[int]) -> list[Place | None]:
+        """Where the prompts of new groups come from, for the journal. None for a group that was asked for before, or
+        has no prompt of the data."""
+        return [self._places.pop(number, None) for number in numbers]
+
     def add_samples(self, groups: list[SampleGroup]) -> None:
         """Put groups back. Each group must have `--n-samples-per-prompt` samples."""
         for group in groups:
@@ -132,7 +138,7 @@ class PromptDataSource:
             more["pass_rates"] = self.pass_rates.state_dict()
         return {
             **more,
-            "version": _VERSION,
+            "version": VERSION,
             "num_prompts": len(self.prompts),
             "rollout_seed": self.args.rollout_seed,
             "rollout_shuffle": self.args.rollout_shuffle,
@@ -146,6 +152,8 @@ class PromptDataSource:
     def load_state_dict(self, state: Mapping[str, Any], where: str = "the saved data position") -> None:
         """Continue exactly at the position of `state`. ValueError if `state` is of other prompts or another order."""
         now = self.state_dict()
+        if state.get("version") == 1:  # without a checksum, and otherwise the same
+            state = {**state, "version": VERSION}
         names = {
             "version": "the format version",
             "num_prompts": "the number of prompts in --prompt-data",
@@ -178,26 +186,17 @@ class PromptDataSource:
         """
         if self.args.save is None:
             return
-        path = _state_path(self.args.save, rollout_id)
         state = (
             self.state_dict(outstanding) if outstanding else self.state_dict()
         )  # a plug-in's may take none
-        text = json.dumps(state, default=_refuse)
-        scratch = path.with_suffix(f".{os.getpid()}.tmp")
-        with Room("--save", path.parent, "the data position"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with scratch.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(scratch, path)
+        write_state(state_path(self.args.save, rollout_id), state)
 
     def load(self, rollout_id: int) -> None:
         """Continue after rollout `rollout_id` of the checkpoint at --load. With -1 or no --load, start at the
         beginning."""
         if self.args.load is None or rollout_id < 0:
             return
-        path = _state_path(self.args.load, rollout_id)
+        path = state_path(self.args.load, rollout_id)
         if (
             not path.is_file()
             and (slime := path.with_name(f"global_dataset_state_dict_{rollout_id}.pt")).is_file()
@@ -209,7 +208,7 @@ class PromptDataSource:
                 f"--load must hold the data position of rollout {rollout_id}, got no {path}; "
                 "resume another checkpoint, or start the data anew with --start-rollout-id 0 and another --save"
             )
-        self.load_state_dict(json.loads(path.read_text(encoding="utf-8")), where=str(path))
+        self.load_state_dict(read_state(path), where=str(path))
 
     def _of_slime(self, path: Path) -> dict[str, object]:
         """The state from a file of slime, which visits the prompts in the same order and saves no buffer."""
@@ -238,7 +237,9 @@ class PromptDataSource:
         return {**self.state_dict(), **seen, "buffer": []}
 
     def _next_group(self) -> SampleGroup:
-        prompt = self._next_prompt()
+        prompt, place = self._next_prompt()
+        if place is not None:
+            self._places[self.next_group_index] = place
         group = []
         for _ in range(self.args.n_samples_per_prompt):
             sample = Sample(
@@ -255,26 +256,30 @@ class PromptDataSource:
         self.next_group_index += 1
         return group
 
-    def _next_prompt(self) -> Prompt:
+    def _next_prompt(self) -> tuple[Prompt, Place | None]:
         if not self.prompts and section_of(DataConfig, self.args).disable_rollout_global_dataset:
-            return Prompt(text="")
+            return Prompt(text=""), None
         if not self.prompts:
             raise ValueError(
                 "--prompt-data must name a prompt file, got none; or pass --disable-rollout-global-dataset"
             )
         number, rates = self.mixture.next(), self.pass_rates
-        first = self.prompts.starts[number]
+        start, order = self.prompts.starts[number], self.orders[number]
 
         def passes_over(place: int, epoch: int) -> bool:
-            return rates is not None and rates.passes_over(first + place, epoch)
+            return rates is not None and rates.passes_over(start + place, epoch)
 
-        index = first + self.orders[number].next(passes_over)
+        first = order.visits
+        index = start + order.next(passes_over)
+        drawn = [number, first, order.visits - 1, index]
         prompt, added = self.prompts[index], dict[str, Any]()
         if (name := self.data_sets[number].name) is not None:
             added["data_source"] = name
         if rates is not None:
             added[PROMPT] = index
-        return dataclasses.replace(prompt, metadata={**added, **prompt.metadata}) if added else prompt
+        if added:
+            prompt = dataclasses.replace(prompt, metadata={**added, **prompt.metadata})
+        return prompt, drawn
 
 
 def load_training_prompts(
@@ -344,15 +349,3 @@ def _oldest_tokens(group: SampleGroup) -> tuple[float, float]:
     versions = [int(v) for sample in group for v in sample.weight_versions if str(v).isdecimal()]
     rollouts = [s.metadata["start_rollout_id"] for s in group if "start_rollout_id" in s.metadata]
     return min(versions, default=math.inf), min(rollouts, default=math.inf)
-
-
-def _state_path(root: str, rollout_id: int) -> Path:
-    return Path(root) / "rollout" / f"data_state_{rollout_id}.json"
-
-
-def _refuse(value: object) -> NoReturn:
-    raise ValueError(
-        "a buffered sample must hold plain values (numbers, strings, lists, dicts), got "
-        f"{type(value).__name__}; "
-        "convert it in the generate function, or keep it out of --partial-rollout"
-    )

@@ -58,6 +58,13 @@ def _are_texts(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
+def _are_places(value: object) -> bool:
+    """Data set, first and last visit, prompt; None for a group without a new prompt."""
+    return isinstance(value, list) and all(
+        place is None or (_are_numbers(place) and len(place) == 4) for place in value
+    )
+
+
 def _are_scores(value: object) -> bool:
     """A score that is not finite is a float, too."""
     return isinstance(value, dict) and all(type(score) in (int, float) for score in value.values())
@@ -74,6 +81,7 @@ CHECKS: Mapping[str, Callable[[object], bool]] = {
     **{f"{name}_s": _is_number_or_none for name in STEP_PARTS},
     "groups": _are_numbers,
     "engines": _are_texts,
+    "prompts": _are_places,
     "scores": _are_scores,
     "samples": is_whole_number,
     "processes": lambda value: isinstance(value, dict),
@@ -187,7 +195,12 @@ _ALL = (
         "its requests that compute and wait, and the share of its cache that is used",
         durable=False,
     ),
-    EventKind("drawn", "rollout", "groups version", "generation starts; the weights of the engines"),
+    EventKind(
+        "drawn",
+        "rollout",
+        "groups version ? prompts",
+        "generation starts; the weights of the engines, and where the prompt of each new group is in the data",
+    ),
     EventKind(
         "ended",
         "rollout",

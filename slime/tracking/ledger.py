@@ -6,12 +6,14 @@
           -> put back, and drawn again
 
 Each group is drawn, and then trained or dropped, exactly once. A run that resumes after rollout r undoes what came
-after its checkpoint: those groups are drawn again.
+after its checkpoint: those groups are drawn again, with the same prompts. The prompts of a data set come one after the
+other, and none is left out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,14 +47,36 @@ class Ledger:
     """Samples in batches that were older than --max-staleness."""
     starts: int = 0
     damaged: int = 0
-    """Lines that a killed process has cut."""
+    """Lines that cannot be read."""
+    prompts: dict[int, Sequence[int]] = field(default_factory=dict)
+    """Where the prompt of each group is in the data: data set, first and last visit, prompt (`slime.data.source`)."""
+    moved: set[int] = field(default_factory=set)
+    """Groups that were drawn again with another prompt."""
     _reasons: dict[int, str] = field(default_factory=dict)
     _highest: int = -1
+    _newest: int = -1
+    _earlier: dict[int, Sequence[int]] = field(default_factory=dict)
+    _passes_over: bool = False
 
     @property
     def lost(self) -> list[int]:
         """Groups that should have been drawn again: a later group was."""
         return sorted(group for group in self.undone if group < self._highest)
+
+    @property
+    def jumps(self) -> list[tuple[int, int]]:
+        """(group, prompts) where the order of a data set goes on at another place than the one before ended: prompts
+        that were left out, or came again if below 0."""
+        found: list[tuple[int, int]] = []
+        before: dict[int, tuple[int, int]] = {}
+        for group in sorted(self.prompts):
+            data_set, first, last, _ = self.prompts[group]
+            number, end = before.get(data_set, (group - 1, first))
+            # Between two groups of a data set may lie those of others, but no group without a place.
+            if first != end and all(other in self.prompts for other in range(number + 1, group)):
+                found.append((group, first - end))
+            before[data_set] = group, last + 1
+        return found
 
     @property
     def groups_trained(self) -> int:
@@ -68,11 +92,18 @@ class Ledger:
 
     @property
     def is_exact(self) -> bool:
-        """Whether no group was lost or trained twice."""
-        return not self.lost and not self.twice
+        """Whether no group was lost or trained twice, and no prompt left out."""
+        return not (self.lost or self.twice or self.moved or self.jumps)
 
     def add(
-        self, kind: str, rollout: int, groups: list[int], reason: str, over_limit: int, samples: int = 0
+        self,
+        kind: str,
+        rollout: int,
+        groups: list[int],
+        reason: str,
+        over_limit: int,
+        samples: int = 0,
+        prompts: Sequence[Sequence[int] | None] = (),
     ) -> None:
         """One event."""
         match kind:
@@ -82,6 +113,9 @@ class Ledger:
                 self.trained.add(rollout)
             case "drawn":
                 self._draw(groups)
+                for group, place in zip(groups, prompts, strict=False):
+                    if place is not None:
+                        self._place(group, place)
             case "batch":
                 self._batch(rollout, groups, over_limit)
             case "left_out":
@@ -96,6 +130,10 @@ class Ledger:
     def _start(self, rollout: int) -> None:
         """What came after the checkpoint before `rollout` is undone."""
         self.starts += 1
+        if rollout == 0:  # the data starts anew
+            self.prompts.clear()
+            self._earlier.clear()
+            self._newest = -1
         gone = [number for number in self.batches if number >= rollout]
         for number in gone:
             self.undone |= set(self.batches.pop(number))
@@ -114,6 +152,18 @@ class Ledger:
         self.running |= set(groups)
         self._highest = max([self._highest, *groups])
 
+    def _place(self, group: int, place: Sequence[int]) -> None:
+        """A run that resumed draws new groups from its checkpoint on. The places of later groups are from before it."""
+        if group <= self._newest:
+            later = [number for number in self.prompts if number >= group]
+            self._earlier |= {number: self.prompts.pop(number) for number in later}
+        self._newest = group
+        _, first, last, _ = place
+        self._passes_over |= first != last  # what rewards decide may be otherwise the next time
+        if self._earlier.get(group, place) != place and not self._passes_over:
+            self.moved.add(group)
+        self.prompts[group] = place
+
     def _batch(self, rollout: int, groups: list[int], over_limit: int) -> None:
         others = {group for number, of in self.batches.items() if number != rollout for group in of}
         self.twice |= others & set(groups)
@@ -129,5 +179,6 @@ def read_ledger(run_dir: Path) -> Ledger:
         ledger.damaged += event.kind == DAMAGED
         groups, reason = list(event.get("groups", ())), str(event.get("reason"))
         counts = event.get("over_limit", 0), event.get("samples", 0)
-        ledger.add(event.kind, event.get("rollout", -1), groups, reason, *counts)
+        prompts = event.get("prompts", ())
+        ledger.add(event.kind, event.get("rollout", -1), groups, reason, *counts, prompts)
     return ledger

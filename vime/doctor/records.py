@@ -13,7 +13,7 @@ _SHOWN = 8
 def check_groups(run_dir: Path) -> list[Finding]:
     """What became of each group: it must be trained or dropped exactly once. ValueError without a run's events."""
     ledger = read_ledger(run_dir)
-    return [_counts(ledger), _lost(ledger), _twice(ledger), _age(ledger), _file(ledger)]
+    return [_counts(ledger), _lost(ledger), _twice(ledger), _prompts(ledger), _age(ledger), _file(ledger)]
 
 
 def _counts(ledger: Ledger) -> Finding:
@@ -43,6 +43,25 @@ def _twice(ledger: Ledger) -> Finding:
         _some(sorted(ledger.twice)),
         "the data source gave them twice: check --data-source-path",
         fails=bool(ledger.twice),
+        poor=False,
+    )
+
+
+def _prompts(ledger: Ledger) -> Finding:
+    """Each prompt of a data set comes once per epoch, also over restarts."""
+    jumps = ledger.jumps
+    said = [f"group {group} had two prompts" for group in sorted(ledger.moved)]
+    said += [
+        f"before group {group} {abs(count)} prompts {'were left out' if count > 0 else 'came again'}"
+        for group, count in jumps
+    ]
+    more = f" and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
+    in_order = f"{len(ledger.prompts)} in the order of the data" if ledger.prompts else "not recorded"
+    return judge(
+        "prompts",
+        "; ".join(said[:_SHOWN]) + more if said else in_order,
+        "a resumed run went on at another place of the data: was its data position, or --data-source-path, changed?",
+        fails=bool(said),
         poor=False,
     )
 

@@ -117,6 +117,11 @@ class Order:
         self.epoch = self.position = self.drawn = 0
         self._visits: tuple[int, Sequence[int]] | None = None
 
+    @property
+    def visits(self) -> int:
+        """How many prompts came so far, those that were left out included."""
+        return self.epoch * self.size + self.position
+
     def next(self, passes_over: Callable[[int, int], bool]) -> int:
         """The next prompt. Leaves out those for which `passes_over(prompt, epoch)` is true, but never more in a row
         than there are prompts."""

@@ -184,7 +184,10 @@ class Stream:
                 self.drop("stale", group)
                 continue
             self.running[asyncio.create_task(self.generate(group))] = Drawn(group, version, [])
-        self.state.events.add("drawn", groups=[number_of(group) for group in groups], version=version)
+        numbers = [number_of(group) for group in groups]
+        places_of = getattr(self.data_source, "places_of", None)  # a plug-in's data source may lack it
+        prompts = {} if places_of is None else {"prompts": places_of(numbers)}
+        self.state.events.add("drawn", groups=numbers, version=version, **prompts)
 
     async def generate(self, group: SampleGroup) -> SampleGroup:
         """The group with its responses and rewards."""

@@ -254,3 +254,54 @@ def test_messages_keep_the_template_arguments(tmp_path):
     assert group[0].apply_chat_template_kwargs == {"style": "plain"}
     group[0].prompt[0]["content"] = "changed"
     assert group[1].prompt == [{"role": "user", "content": "a"}]
+
+
+def test_each_flipped_bit_of_a_saved_position_is_found(data, tmp_path):
+    """One bit of the position would skip or repeat a prompt, and the numbers of groups would still be right."""
+    flags = {"rollout_shuffle": True, "save": str(tmp_path), "load": str(tmp_path)}
+    source = source_of(data, **flags)
+    source.get_samples(3)
+    source.save(0)
+    path = tmp_path / "rollout" / "data_state_0.json"
+    right = path.read_bytes()
+    other = source_of(data, **flags)
+    for bit in range(8 * len(right)):
+        flipped = bytearray(right)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(ValueError, match="data position|must be what"):
+            other.load(0)
+    assert (other.epoch, other.position, other.next_index) == (0, 0, 0)
+    path.write_bytes(right)
+    other.load(0)
+    assert other.state_dict() == source.state_dict()
+
+
+def test_a_position_of_an_earlier_version_has_no_checksum(data, tmp_path, caplog):
+    source = source_of(data, save=str(tmp_path), load=str(tmp_path))
+    source.get_samples(3)
+    source.save(0)
+    path = tmp_path / "rollout" / "data_state_0.json"
+    state = {name: value for name, value in json.loads(path.read_text()).items() if name != "sha256"}
+    path.write_text(json.dumps(state | {"version": 1}))
+    again = source_of(data, load=str(tmp_path))
+    again.load(0)
+    assert again.position == 3 and "has no checksum: an earlier version saved it" in caplog.text
+    for damaged in (json.dumps(state), "[]", "", "[" * 5000):
+        path.write_text(damaged)
+        with pytest.raises(ValueError, match="must be the data position as it was saved, got a damaged file"):
+            again.load(0)
+
+
+def test_places_of_prompts_are_told_once(data):
+    source = source_of(data)
+    groups = source.get_samples(5)
+    numbers = [group[0].group_index for group in groups]
+    assert source.places_of(numbers[:2]) == [[0, 0, 0, 0], [0, 1, 1, 1]]
+    assert source.places_of(numbers) == [
+        None,
+        None,
+        [0, 2, 2, 2],
+        [0, 3, 3, 3],
+        [0, 4, 4, 0],
+    ]  # the next epoch

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,10 @@ class Written:
     def drawn(self, *groups: int) -> None:
         self.rollout.add("drawn", groups=groups, version=0)
 
+    def named(self, places: dict[int, tuple[int, int, int, int]]) -> None:
+        """Groups with the places of their prompts."""
+        self.rollout.add("drawn", groups=list(places), version=0, prompts=list(places.values()))
+
     def dropped(self, *groups: int, reason: str = "filtered") -> None:
         self.rollout.add("dropped", groups=groups, reason=reason)
 
@@ -42,8 +47,10 @@ class Written:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Written:
-    return Written(tmp_path)
+def run(tmp_path: Path) -> Iterator[Written]:
+    written = Written(tmp_path)
+    yield written
+    written.rollout.close(), written.driver.close()
 
 
 def test_each_group_is_trained_dropped_or_still_there(run: Written) -> None:
@@ -149,3 +156,61 @@ def test_lines_of_killed_processes_are_whole(tmp_path: Path) -> None:
     events = list(read_events(tmp_path, ("drawn", DAMAGED)))
     assert sum(event.kind == DAMAGED for event in events) <= 2
     assert {event.source for event in events if event.source} == {"a", "b"}
+
+
+def visits(groups: range, shift: int = 0) -> dict[int, tuple[int, int, int, int]]:
+    return {group: (0, group + shift, group + shift, 7 * (group + shift) % 10) for group in groups}
+
+
+def test_prompts_in_the_order_of_the_data_are_right(run: Written, capsys: pytest.CaptureFixture[str]) -> None:
+    run.start(0)
+    run.named(visits(range(6)))
+    run.trained(0, 0, 1)
+    run.start(1)
+    run.named(visits(range(4, 9)))  # groups 2 and 3 come from the buffer
+    ledger = run.ledger()
+    assert (ledger.jumps, ledger.moved, len(ledger.prompts)) == ([], set(), 9)
+    command.main([str(run.run_dir)])
+    assert "9 in the order of the data" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("shift", "said"), [(1, "1 prompts were left out"), (-2, "2 prompts came again")])
+def test_a_resume_at_another_prompt_is_a_problem(
+    run: Written, capsys: pytest.CaptureFixture[str], shift: int, said: str
+) -> None:
+    """As after a flipped bit in the data position: no group is lost, and none trained twice."""
+    run.start(0)
+    run.named(visits(range(4)))
+    run.trained(0, 0, 1, 2, 3)
+    run.start(1)
+    run.named(visits(range(4, 8), shift))
+    run.trained(1, 4, 5, 6, 7)
+    ledger = run.ledger()
+    assert ledger.jumps == [(4, shift)] and not ledger.is_exact and not ledger.lost and not ledger.twice
+    assert command.main([str(run.run_dir)]) == 1
+    assert f"before group 4 {said}" in capsys.readouterr().out
+
+
+def test_a_group_that_is_drawn_again_with_another_prompt_is_named(run: Written) -> None:
+    run.start(0)
+    run.named(visits(range(4)))
+    run.start(1)
+    run.named({2: (0, 2, 2, 9)})
+    assert run.ledger().moved == {2}
+
+
+def test_what_curriculum_passes_over_is_no_jump_and_may_change(run: Written) -> None:
+    run.start(0)
+    run.named({0: (0, 0, 0, 0), 1: (0, 1, 3, 3), 2: (0, 4, 4, 4), 3: (0, 5, 5, 5)})
+    run.start(1)
+    run.named({2: (0, 4, 6, 6), 3: (0, 7, 7, 7)})
+    run.start(0)
+    run.named({0: (0, 0, 0, 0)})
+    ledger = run.ledger()
+    assert ledger.is_exact and ledger.prompts == {0: [0, 0, 0, 0]}
+
+
+def test_data_sets_have_orders_of_their_own(run: Written) -> None:
+    run.start(0)
+    run.named({0: (0, 0, 0, 0), 1: (1, 0, 0, 9), 2: (0, 1, 1, 1), 3: (1, 1, 1, 8), 4: (1, 3, 3, 7)})
+    assert run.ledger().jumps == [(4, 1)]

@@ -141,7 +141,10 @@ def wrong_lines() -> list[str]:
     right: dict[str, object] = {**texts, "state": "finished", "groups": [1]}
     right |= {"engines": ["x"], "scores": {"x": 1.0}}
     found = []
-    of_kinds = {"memory": {"host": {}, "cards": [], "processes": {}}}
+    of_kinds = {
+        "memory": {"host": {}, "cards": [], "processes": {}},
+        "drawn": {"groups": [1], "version": 1, "prompts": [[0, 1, 1, 5], None]},
+    }
     for kind in KINDS.values():
         fields = {name: right.get(name, 1) for name in kind.allowed} | of_kinds.get(kind.name, {})
         assert kind.read(fields) == fields
