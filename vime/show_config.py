@@ -13,7 +13,14 @@ from collections.abc import Iterator, Sequence
 import yaml
 
 from slime.config import Config
-from slime.config.config_file import FlagGroup, YamlLoader, split_argv, with_config_files, yaml_group
+from slime.config.config_file import (
+    YAML_ERRORS,
+    FlagGroup,
+    YamlLoader,
+    split_argv,
+    with_config_files,
+    yaml_group,
+)
 from slime.rules.flags import own_flags
 from vime.backends import check_each, parse_config
 
@@ -92,7 +99,7 @@ def _plain(text: str) -> str | int | float:
     """The value that YAML reads from `text`, if YAML writes the same text for it. Otherwise the text itself."""
     try:
         value = yaml.load(text, Loader=YamlLoader)
-    except yaml.YAMLError:
+    except YAML_ERRORS:
         return text
     same = isinstance(value, int | float) and not isinstance(value, bool) and str(value) == text
     return value if same else text

@@ -70,7 +70,7 @@ def read_config_json(checkpoint: str | Path) -> dict[str, Any]:
         raise ValueError(f"--hf-checkpoint must be a directory with a config.json, got {checkpoint}; {what}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--hf-checkpoint must hold a valid config.json, got {path}: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(

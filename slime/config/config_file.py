@@ -26,6 +26,11 @@ from slime.config.fields import spelled
 CONFIG = "config"
 
 
+YAML_ERRORS = (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError, RecursionError)
+"""What PyYAML raises for a wrong text. Tags such as !!bool and !!timestamp, and dates such as 2026-99-99, raise Python's
+own errors."""
+
+
 class YamlLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
     """Plain data, with the booleans of YAML 1.2."""
 
@@ -131,20 +136,23 @@ def read_config_file(path: Path, flag: str = "--config") -> list[FlagGroup]:
     try:
         loader = YamlLoader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
-        if node is None:
-            return []
-        if not isinstance(node, yaml.MappingNode):
-            raise ValueError(f"{path} must be a mapping of flag: value, got a {node.tag.rpartition(':')[2]}")
-        return _entries(loader, node, path)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except YAML_ERRORS as error:
         raise ValueError(f"{path} must be valid YAML, got: {error}") from error
+    if node is None:
+        return []
+    if not isinstance(node, yaml.MappingNode):
+        raise ValueError(f"{path} must be a mapping of flag: value, got a {node.tag.rpartition(':')[2]}")
+    return _entries(loader, node, path)
 
 
 def _entries(loader: yaml.SafeLoader, node: yaml.MappingNode, path: Path) -> list[FlagGroup]:
     groups, lines = [], dict[str, int]()
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
-        key, value = loader.construct_object(key_node, True), loader.construct_object(value_node, True)
+        try:
+            key, value = loader.construct_object(key_node, True), loader.construct_object(value_node, True)
+        except YAML_ERRORS as error:
+            raise ValueError(f"{path}, line {line} must be valid YAML, got: {error}") from error
         group = yaml_group(str(key), "" if value is None else value, f"{path}, line {line}")
         if group.positive in lines:
             raise ValueError(

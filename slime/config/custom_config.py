@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.config.config_file import FlagGroup
+from slime.config.config_file import YAML_ERRORS, FlagGroup
 from slime.config.fields import Values, nearest
 
 
@@ -29,7 +29,7 @@ def custom_entries(groups: list[FlagGroup]) -> Values:
         raise ValueError(f"--custom-config-path must name a YAML file, got {path}; check the path")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
+    except YAML_ERRORS as error:
         raise ValueError(f"--custom-config-path must be valid YAML, got {path}: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(

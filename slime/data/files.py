@@ -36,6 +36,8 @@ _ROWS_PER_BATCH = 100_000
 
 Row: TypeAlias = dict[str, Any]
 """A row of a prompt file: column -> value."""
+_LONGEST_FIELD = 2**31 - 1
+"""Of csv, in characters. Python's own limit of 131,072 is less than a long prompt has."""
 
 
 @dataclass(frozen=True)
@@ -364,8 +366,16 @@ def _check_fields(files: tuple[Path, ...]) -> None:
 
 def _csv_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     """(line number of its end, fields) of each row, the header first. Empty lines are left out, as pandas does."""
+    csv.field_size_limit(_LONGEST_FIELD)
     reader = csv.reader(_lines(path))
-    return ((reader.line_num, fields) for fields in reader if fields)
+    try:
+        yield from ((reader.line_num, fields) for fields in reader if fields)
+    except csv.Error as error:
+        reason = str(error).partition(" - ")[0]
+        raise ValueError(
+            f"{path}:{reader.line_num}: line must be CSV, got {reason}; put such a field into quotes, or end lines with a "
+            "line feed"
+        ) from error
 
 
 def _lines(path: Path) -> Iterator[str]:

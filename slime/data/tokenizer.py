@@ -81,7 +81,7 @@ def load_tokenizer(
             **kwargs,
         )
         return tokenizer
-    except (OSError, ValueError) as error:
+    except Exception as error:  # border: the tokenizers package raises bare Exception, transformers any error
         raise ValueError(
             f"--hf-checkpoint must hold a tokenizer that transformers can load, got {name_or_path} ({error}"
             "); check for tokenizer.json, or pass --trust-remote-code if it needs code of its own"
@@ -93,7 +93,9 @@ def _tokenizer_class(path: Path) -> Any:
     AutoTokenizer takes 2.5 s more, as it imports the code of all models."""
     try:
         settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
+        settings = None
+    if not isinstance(settings, dict):
         settings = {}
     generic = settings.get("tokenizer_class") in _GENERIC and "auto_map" not in settings
     if generic and (path / "tokenizer.json").is_file():

@@ -70,7 +70,7 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 def family_for(hf: Hf) -> Family:
     """The family of a parsed config.json. ValueError with the known families for any other model."""
     model_type = hf.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
             f"model_type in config.json must be one of {', '.join(sorted(FAMILIES))}, got {model_type!r}; "
             "docs/adding-a-model.md shows how to add a family"
@@ -79,8 +79,33 @@ def family_for(hf: Hf) -> Family:
 
 
 def decoder_of(hf: Hf) -> Decoder:
-    """What config.json describes. ValueError for a family, a shape or a setting that is not supported."""
+    """What config.json describes. ValueError for a family, a shape or a setting that is not supported, and for a field of
+    a wrong type."""
     family = family_for(hf)
+    for name, value in hf.items():
+        if name in _SIZES and value is not None and not (type(value) is int and 0 < value < _LARGEST):
+            raise ValueError(
+                f"{name} in config.json must be a number above 0, got {value!r}; download it again"
+            )
+    try:
+        return _read(family, hf)
+    except (TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+        raise ValueError(
+            f"config.json must have the fields of a {family.model_type}, each of its type, got {type(error).__name__}: "
+            f"{error}; download it again"
+        ) from error
+
+
+_SIZES = frozenset(
+    {
+        *("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "moe_intermediate_size", "num_experts_per_tok"),
+    }
+)
+_LARGEST = 2**31
+
+
+def _read(family: Family, hf: Hf) -> Decoder:
     if hf.get("quantization_config") and family.stored is as_stored:
         kind = hf["quantization_config"].get("quant_method")
         raise ValueError(

@@ -101,7 +101,9 @@ def stages_of(m: MegatronConfig, num_layers: int) -> Stages:
     ValueError if the layers cannot be divided, or if flags contradict each other.
     """
     ranks = m.pipeline_model_parallel_size
-    if ranks == 1:  # as in Megatron, the other flags do nothing then
+    if (
+        ranks <= 1
+    ):  # as in Megatron, the other flags do nothing then; the flag's range refuses numbers below 1
         return Stages(((num_layers,),))
     if m.pipeline_model_parallel_layout is not None:
         return _explicit(m, m.pipeline_model_parallel_layout, num_layers)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from slime.config.config_file import YAML_ERRORS
 from slime.config.fields import NEAR, Values
 from slime.config.ranges import COUNT, COUNT_OR_ZERO, FRACTION, TEMPERATURE_OR_GREEDY, TOP_K, Range
 from slime.config.schema import Config
@@ -143,7 +144,7 @@ def resolve_eval_datasets(c: Config) -> list[EvalDatasetConfig]:
         raise ValueError(f"--eval-config must name an existing file, got {path}; check the path")
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except YAML_ERRORS as error:
         raise ValueError(f"--eval-config must be YAML, got {path}: {error}; fix the file") from error
     if isinstance(config, dict):
         config = config.get("eval", config)

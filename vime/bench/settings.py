@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from slime.config.config_file import YamlLoader, split_argv, yaml_group
+from slime.config.config_file import YAML_ERRORS, YamlLoader, split_argv, yaml_group
 from slime.config.fields import nearest, spelled
 from slime.rules.flags import own_flags
 from vime.bench.record import SIDES, Switch
@@ -149,7 +149,7 @@ def _load(path: Path) -> object:
         )
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=YamlLoader)
-    except yaml.YAMLError as error:
+    except YAML_ERRORS as error:
         raise ValueError(f"{path} must be valid YAML, got: {error}") from error
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from slime.config.config_file import FlagGroup, yaml_group
+from slime.config.config_file import YAML_ERRORS, FlagGroup, yaml_group
 from slime.config.fields import spelled
 
 FLAGS = ("sglang_config", "vllm_config")
@@ -153,7 +153,7 @@ def _models(flag: str, path: Path) -> list[_Model]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{flag} must name a file, got {path} ({error.strerror}); check the path") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except YAML_ERRORS as error:
         raise ValueError(f"{path} must be valid YAML, got: {error}") from error
     keys = [key for key in KEYS if isinstance(content, dict) and list(content) == [key]]
     models = content[keys[0]] if keys else None

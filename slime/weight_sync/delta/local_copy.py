@@ -85,15 +85,19 @@ class LocalCopy:
     def _change(self, payloads: Mapping[str, Tensor], place: Place) -> None:
         whole = np.memmap(self.path, np.uint8, "r+")
         at = 8 + int(whole[:8].view("<u8")[0])
-        header = json.loads(whole[8:at].tobytes())
-        header.pop("__metadata__", None)
+        try:
+            header = json.loads(whole[8:at].tobytes())
+            header.pop("__metadata__", None)
+            offsets = {name: tuple(map(int, header[name]["data_offsets"])) for name in header}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise RefusedError(f"the copy must be a safetensors file, got {self.path} ({error!r})") from error
         if differ := sorted(header.keys() ^ payloads.keys()):
             raise RefusedError(
                 f"a delta must have the tensors of the copy, got {len(differ)} that differ: {', '.join(differ[:8])}"
             )
 
         def changed(name: str) -> str | None:
-            first, last = header[name]["data_offsets"]
+            first, last = offsets[name]
             return apply(whole[at + first : at + last], payloads[name])
 
         # Nothing waits for the disk: other processes see the change, and if the host ends, so does the chain.
@@ -108,9 +112,10 @@ class LocalCopy:
     def state(self) -> Place | None:
         """What the copy has. None without a complete copy."""
         try:
-            return Place(**json.loads((self.directory / STATE).read_text(encoding="utf-8")))
-        except FileNotFoundError:
+            found = Place(**json.loads((self.directory / STATE).read_text(encoding="utf-8")))
+        except (FileNotFoundError, ValueError, TypeError, RecursionError):
             return None
+        return found if isinstance(found.chain, str) and type(found.version) is int else None
 
     def _forget(self) -> None:
         (self.directory / STATE).unlink(missing_ok=True)

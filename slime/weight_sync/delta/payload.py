@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from torch import Tensor
 from slime.weight_sync.delta import sparse
 from slime.weight_sync.delta.registry import checksum, encoding
 from slime.weight_sync.slices import Place, Where
+
+_LARGEST_ITEM = 16
+"""Bytes of a value, at most."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +87,47 @@ def _records(data: bytes) -> Iterator[tuple[Header, bytes]]:
     at = 0
     while at < len(data):
         first = data.index(b"\n", at) + 1
-        header = Header(**json.loads(data[at : first - 1]))
+        header = _header(data[at : first - 1])
         if not 0 <= header.packed_bytes <= len(data) - first:
             raise ValueError(f"{header.packed_bytes} bytes must follow a header, got {len(data) - first}")
         at = first + header.packed_bytes
         yield header, data[first:at]
+
+
+def _header(line: bytes) -> Header:
+    """ValueError unless every field is there and of its type, so that no record asks for memory of another size."""
+    try:
+        found = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("a header must be flat, got one that is nested deeply") from error
+    names = [one.name for one in fields(Header)]
+    if not isinstance(found, dict) or sorted(found) != sorted(names):
+        raise ValueError(f"a header must have the fields {', '.join(names)}, got {str(found)[:80]}")
+    texts = [found[name] for name in ("encoding", "checksum", "digest")]
+    counts = [found["itemsize"], found["packed_bytes"]]
+    shape, where = found["shape"], found["where"]
+    if not (
+        all(isinstance(text, str) for text in texts)
+        and all(map(_is_count, counts))
+        and isinstance(shape, list)
+        and all(map(_is_count, shape))
+        and 1 <= found["itemsize"] <= _LARGEST_ITEM
+        and isinstance(where, list)
+        and len(where) == len(shape)
+        and all(map(_is_span, where, shape))
+    ):
+        raise ValueError(f"a header must describe a slice of its tensor, got {str(found)[:200]}")
+    return Header(**found)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**48
+
+
+def _is_span(bounds: object, size: int) -> bool:
+    """Whether it is begin and end of a part of an axis."""
+    is_pair = isinstance(bounds, list) and len(bounds) == 2 and all(map(_is_count, bounds))
+    return is_pair and bounds[0] <= bounds[1] <= size  # type: ignore[index]
 
 
 def _change(data: np.ndarray, header: Header, packed: bytes) -> int:

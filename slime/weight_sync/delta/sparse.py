@@ -73,11 +73,14 @@ def _apply(piece: np.ndarray, record: tuple[int, int, bytes], encoding: ModuleTy
     count, width, data = record
     if not count:
         return
+    if width not in (1, 2, 4) or count > piece.size:
+        raise ValueError(f"at most {piece.size} values must change, got {count} of width {width}")
+    wanted, unpacked = count * (width + piece.itemsize), zlib.decompressobj()
     try:
-        raw = zlib.decompress(data)
+        raw = unpacked.decompress(data, wanted + 1)  # bounded: a small record may unpack to any size
     except zlib.error as error:
         raise ValueError(f"a record must be zlib data, got {error}") from error
-    if width not in (1, 2, 4) or len(raw) != count * (width + piece.itemsize):
+    if len(raw) != wanted or not unpacked.eof:
         raise ValueError(f"{count} values must come with their positions, got {len(raw)} bytes of them")
     distances, words = raw[: count * width], raw[count * width :]
     positions = np.cumsum(_from_planes(distances, np.dtype(f"<u{width}")), dtype=np.int64)
