@@ -11,7 +11,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,34 @@ gc.disable()
 # Tables of the tests' prompt files, for this process and those that it starts. `datasets` reads this at import.
 PROMPTS = tempfile.TemporaryDirectory(prefix="vime-test-prompts-")
 os.environ["HF_DATASETS_CACHE"] = PROMPTS.name
+
+
+SEEDS = Path(__file__).parents[1] / ".hypothesis"
+"""Cases that failed stay here, and come first the next time."""
+
+
+@pytest.fixture(params=[12, pytest.param(3000, marks=pytest.mark.slow)], ids=["smoke", "night"])
+def fuzz(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`fuzz(check, strategy)` calls `check` with 12 cases of a strategy. In the tests marked slow they are 3,000, or
+    VIME_FUZZ_CASES. A case that fails is printed in its smallest form, and kept in .hypothesis."""
+    import hypothesis
+    from hypothesis.database import DirectoryBasedExampleDatabase
+
+    few = request.param == 12
+    cases = request.param if few else int(os.environ.get("VIME_FUZZ_CASES", request.param))
+    chosen = hypothesis.settings(
+        max_examples=cases,
+        deadline=None,
+        database=DirectoryBasedExampleDatabase(SEEDS),
+        print_blob=True,
+        derandomize=False,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+
+    def run(check: Callable[[Any], None], strategy: Any) -> None:
+        chosen(hypothesis.given(strategy)(lambda case: check(case)))()
+
+    return run
 
 
 def pytest_configure(config: pytest.Config) -> None:

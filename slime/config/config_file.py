@@ -27,8 +27,7 @@ CONFIG = "config"
 
 
 YAML_ERRORS = (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError, RecursionError)
-"""What PyYAML raises for a wrong text. Tags such as !!bool and !!timestamp, and dates such as 2026-99-99, raise Python's
-own errors."""
+"""What PyYAML raises for a wrong text. Tags such as !!bool, and dates such as 2026-99-99, raise errors of Python."""
 
 
 class YamlLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
@@ -95,7 +94,7 @@ def yaml_group(key: str, value: object, origin: str = "") -> FlagGroup:
     if isinstance(value, dict):
         try:
             values = [json.dumps(value)]
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # ValueError: it holds itself
             raise ValueError(
                 f"{where} must be a mapping that JSON can hold, got {value}; quote its values"
             ) from error

@@ -38,7 +38,7 @@ def custom_entries(groups: list[FlagGroup]) -> Values:
     for key, value in content.items():
         try:
             json.dumps(value)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # ValueError: it holds itself
             raise ValueError(
                 f"--custom-config-path must hold values that JSON can hold, got {key}: {value}; quote the value"
             ) from error

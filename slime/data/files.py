@@ -373,8 +373,8 @@ def _csv_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     except csv.Error as error:
         reason = str(error).partition(" - ")[0]
         raise ValueError(
-            f"{path}:{reader.line_num}: line must be CSV, got {reason}; put such a field into quotes, or end lines with a "
-            "line feed"
+            f"{path}:{reader.line_num}: line must be CSV, got {reason}; put such a field into quotes, or "
+            "end lines with a line feed"
         ) from error
 
 

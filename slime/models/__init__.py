@@ -79,13 +79,16 @@ def family_for(hf: Hf) -> Family:
 
 
 def decoder_of(hf: Hf) -> Decoder:
-    """What config.json describes. ValueError for a family, a shape or a setting that is not supported, and for a field of
-    a wrong type."""
+    """What config.json describes. ValueError for a family, a shape or a setting that is not supported, and for a field
+    of a wrong type."""
     family = family_for(hf)
     for name, value in hf.items():
-        if name in _SIZES and value is not None and not (type(value) is int and 0 < value < _LARGEST):
+        least = 1 if name in _SIZES else 0 if name in _COUNTS else None
+        if least is None or value is None:
+            continue
+        if type(value) is not int or not least <= value < _LARGEST:
             raise ValueError(
-                f"{name} in config.json must be a number above 0, got {value!r}; download it again"
+                f"{name} in config.json must be a number from {least} on, got {value!r}; download the checkpoint again"
             )
     try:
         return _read(family, hf)
@@ -102,6 +105,7 @@ _SIZES = frozenset(
         *("num_key_value_heads", "head_dim", "moe_intermediate_size", "num_experts_per_tok"),
     }
 )
+_COUNTS = frozenset({"n_shared_experts", "num_nextn_predict_layers", "first_k_dense_replace"})
 _LARGEST = 2**31
 
 
