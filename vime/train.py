@@ -23,6 +23,7 @@ from pathlib import Path
 from ray.exceptions import RayTaskError
 
 from slime import loop
+from slime.checkpoints.hf_config import read_hf_config, require_weight_files
 from slime.cluster import calls, placement, ray_start, rollout_actor, trainers
 from slime.cluster.memory_watch import MemoryWatch
 from slime.cluster.ray_watch import RayWatch, leave, parts
@@ -31,6 +32,7 @@ from slime.config import Config
 from slime.data.drawing.mixing import data_sets
 from slime.data.files import prompt_files
 from slime.disk_space import Room
+from slime.memory.host import RAY_THRESHOLD
 from slime.operators import decide, headline
 from slime.protocols import EnginePool
 from slime.roles import roles_of
@@ -44,6 +46,9 @@ from slime.tracking.run_record import record_error, recorded
 from slime.waiting import said
 from vime.backends import make_pools, parse_config, require_reachable
 from vime.members.control_socket import ControlSocket
+from vime.memory.failure import explained, full_host
+from vime.memory.lines import require_fit
+from vime.memory.sizes import machine_of
 from vime.pool.apart import apart
 from vime.pool.process import tail
 from vime.run import interrupts, surroundings
@@ -56,6 +61,8 @@ from vime.vllm.cpu.engine import WAIT_VARIABLE
 
 SHARED_MEMORY = Path("/dev/shm")
 LOG_LINES = 15
+BEFORE_RAY = 0.01
+"""In a cluster that the run has joined, Ray kills workers from its threshold on. vime ends the run before that."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,6 +82,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"all {config.data.num_rollout} rollouts are done; --num-rollout or --num-epoch adds more")
         return 0
     require_reachable(config)
+    require_weight_files(config.rollout.hf_checkpoint)
+    if not os.environ.get("RAY_ADDRESS"):  # the GPUs of a cluster are elsewhere
+        require_fit(config, read_hf_config(config.rollout.hf_checkpoint), machine_of(config, here_only=True))
     if config.cluster.device == "cpu":
         if config.kernels.rlk_fast == "strict":  # on GPUs the trainers know what they have
             decide(config, config.cluster.device)  # raises
@@ -134,7 +144,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         saved = {role.save_flag: role.saves_to(config) for role in roles_of(config) if role.trained}
         lock_all({"--run-dir": config.logging.run_dir, **saved}, stack)
         journal = stack.enter_context(recorded(run_dir, config.data.num_rollout))
-        memory = stack.enter_context(MemoryWatch(config.logging.run_dir))
+        memory = _watch_memory(config, stack)
         temporary, private = make_folder(), _private_weight_dir(config, stack)
         stack.callback(remove, [str(temporary)])  # also if the watchdog does not start
         watchdog = Watchdog([str(directory) for directory in (temporary, private) if directory is not None])
@@ -187,6 +197,14 @@ def run(config: Config, argv: Sequence[str]) -> None:
             loop.generate_only(config, rollout, pool, report)
         else:
             _end_by_signal(config, start, loop.run(config, rollout, trainer, pool, report, interrupts.stop))
+
+
+def _watch_memory(config: Config, stack: ExitStack) -> MemoryWatch:
+    """Measure memory until `stack` ends, and explain its errors that memory may have caused."""
+    threshold = RAY_THRESHOLD - (BEFORE_RAY if os.environ.get("RAY_ADDRESS") else 0)
+    watch = stack.enter_context(MemoryWatch(config.logging.run_dir, full_host(config), threshold=threshold))
+    stack.enter_context(explained(config, watch))
+    return watch
 
 
 def _gives_up(journal: Events, logs: Path, lost: Exception) -> None:

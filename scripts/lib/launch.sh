@@ -14,6 +14,9 @@
 #             columns with --input-key, --label-key and --rm-type
 #   OUT       folder for checkpoints and records (default runs/NAME, without MODEL runs/NAME-smoke); a second call
 #             resumes where the first stopped
+#   memory    where the layout does not fit the GPUs and the host that are there, the launcher chooses the part of Adam on
+#             the host, the tokens of a micro-batch, the LM head's workspace and the engine's share, and prints why.
+#             Flags that you give are kept
 #   NUM_GPUS  GPUs to use on a machine, for a layout of one node (default: --num-gpus-per-node where that is given,
 #             otherwise all)
 #   SETUP=0   use the Python on PATH (or PYTHON) unchanged, on machines with their own environment
@@ -144,23 +147,39 @@ except ValueError as error:
         "a launcher for such a model: scripts/run-qwen3-30b-a3b-grpo.sh"
 fi
 
-# 2. Model and data. Without MODEL, this is a smoke run: a random model learns nothing, and its rewards stay 0.
-SMOKE_ARGS=()
+# 2. Placement: the layout's file, adapted to this machine's GPUs, and to the memory of its GPUs and its host. This comes
+# before the weights are made, so that a run that cannot fit ends at once.
+SIZE_ARGS=() CHOSEN_ARGS=() SMOKE_ARGS=()
+[[ -n "$MODEL" ]] || SMOKE_ARGS=(--num-rollout 10 --rollout-max-response-len 512)
+SHAPE=$MODEL
 if [[ -z "$MODEL" ]]; then
-    MODEL="$OUT/random-$EXAMPLE"
-    weights=--random
-    if [[ "$PLAN" == 1 ]]; then
-        MODEL="$OUT/plan-$EXAMPLE" weights=--no-weights
+    SHAPE="$OUT/plan-$EXAMPLE"
+    [[ -f "$SHAPE/config.json" ]] ||
+        "$PYTHON" scripts/make_model.py --arch "$EXAMPLE" --no-weights --arithmetic "$SHAPE"
+fi
+if ((NODES == 1)); then
+    read -ra SIZE_ARGS <<<"$("$PYTHON" scripts/lib/scale_layout.py "$LAYOUT" "$NUM_GPUS")"
+    chosen=$("$PYTHON" -P -m vime.memory.choose "$([[ "$PLAN" == 1 ]] && echo --plan || echo --run)" --device cuda \
+        --config examples/grpo.yaml "$LAYOUT" "${SIZE_ARGS[@]}" --hf-checkpoint "$SHAPE" --rm-type gsm8k \
+        --prompt-data "${DATA:-$SHAPE/arithmetic/train.jsonl}" --save "$OUT/checkpoint" --run-dir "$OUT/grpo" \
+        "${SMOKE_ARGS[@]}" -- "$@") || exit 2
+    read -ra CHOSEN_ARGS <<<"$chosen"
+fi
+
+# 3. Model and data. Without MODEL, this is a smoke run: a random model learns nothing, and its rewards stay 0.
+if [[ -z "$MODEL" ]]; then
+    MODEL=$SHAPE
+    if [[ "$PLAN" != 1 ]]; then
+        MODEL="$OUT/random-$EXAMPLE"
+        [[ -f "$MODEL/config.json" ]] ||
+            "$PYTHON" scripts/make_model.py --arch "$EXAMPLE" --random --arithmetic "$MODEL"
     fi
-    [[ -f "$MODEL/config.json" ]] ||
-        "$PYTHON" scripts/make_model.py --arch "$EXAMPLE" "$weights" --arithmetic "$MODEL"
     cat >&2 <<'TEXT'
 **************************************************************************************************
 SMOKE RUN: MODEL was not given, so the weights are random. It shows that the parts work together,
 and at what speed; nothing is learned and nothing saved. For training: MODEL=... DATA=...
 **************************************************************************************************
 TEXT
-    SMOKE_ARGS=(--num-rollout 10 --rollout-max-response-len 512)
     if [[ -z "$DATA" ]]; then
         DATA="$MODEL/arithmetic/train.jsonl"
         SMOKE_ARGS+=(--rm-type gsm8k)
@@ -205,12 +224,6 @@ PY
     read -ra DATA_ARGS <<<"$layout"
 fi
 
-# 3. Placement: the layout's file, adapted to this machine's GPUs.
-SIZE_ARGS=()
-if ((NODES == 1)); then
-    read -ra SIZE_ARGS <<<"$("$PYTHON" scripts/lib/scale_layout.py "$LAYOUT" "$NUM_GPUS")"
-fi
-
 COMMAND=train
 if [[ "$PLAN" == 1 ]]; then
     COMMAND=plan
@@ -219,4 +232,4 @@ else
 fi
 # With exec, signals reach the run itself, and it ends only the processes that it started.
 exec "$PYTHON" -P -m vime "$COMMAND" --device cuda --config examples/grpo.yaml "$LAYOUT" "${SIZE_ARGS[@]}" \
-    "${CKPT_ARGS[@]}" --prompt-data "$DATA" "${DATA_ARGS[@]}" "${SMOKE_ARGS[@]}" --run-dir "$OUT/grpo" "$@"
+    "${CHOSEN_ARGS[@]}" "${CKPT_ARGS[@]}" --prompt-data "$DATA" "${DATA_ARGS[@]}" "${SMOKE_ARGS[@]}" --run-dir "$OUT/grpo" "$@"

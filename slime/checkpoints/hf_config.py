@@ -169,6 +169,18 @@ def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf) -> None:
         )
 
 
+def require_weight_files(checkpoint: str | Path) -> None:
+    """ValueError for a checkpoint whose index names weights, of which no file is there. For a run: a plan works with
+    the JSON files alone."""
+    folder = Path(checkpoint)
+    names = sorted(set((read_index(folder) or {}).values()))
+    if names and not any((folder / name).exists() for name in names):
+        raise ValueError(
+            f"--hf-checkpoint must have the files that its index names, got none of {len(names)}, such as {names[0]}, "
+            f"in {folder}; download or copy the checkpoint again"
+        )
+
+
 def largest_token_id(checkpoint: str) -> int | None:
     """The highest token id in tokenizer.json, or None if the checkpoint has no such file."""
     path = Path(checkpoint) / "tokenizer.json"

@@ -80,6 +80,11 @@ class MemoryWatch:
         with self._lock:
             return self._now
 
+    @property
+    def roles(self) -> dict[int, str]:
+        """Process id -> role, of the last list."""
+        return dict(self._roles)
+
     def set_rollout(self, rollout: int) -> None:
         self._rollout = rollout
 

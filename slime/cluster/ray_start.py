@@ -29,6 +29,9 @@ from slime.import_path import SAFE_PATH, UTF8, of_workers
 logger = logging.getLogger(__name__)
 
 LISTEN_S = 3.0
+_SETTINGS = {"prestart_worker_first_driver": False, "worker_niceness": 0, "memory_monitor_refresh_ms": 0}
+"""Of a cluster of the run's own. Its memory monitor is off: vime ends a run that fills the host itself, and its error
+says why (`slime.cluster.memory_watch`)."""
 _PYTHON = "_build_python_executable_command_memory_profileable"
 _COMMAND_OF = getattr(services, _PYTHON)
 
@@ -78,7 +81,7 @@ def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = Non
                     _temp_dir=None if temporary is None else str(temporary),
                     include_dashboard=False,
                     object_store_memory=512 * 2**20,
-                    _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0},
+                    _system_config=_SETTINGS,
                     **quiet,
                 )
     finally:

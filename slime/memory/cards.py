@@ -5,9 +5,11 @@ A container may hide the processes of the host from the driver. Then a card has 
 
 from __future__ import annotations
 
-import importlib
 import os
+import sys
 from dataclasses import dataclass, field
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import ModuleType
 
 
@@ -58,7 +60,7 @@ class Cards:
 
 def _open() -> tuple[ModuleType, dict[int, object]]:
     """NVML and the handle of each card by its index. Ray brings the bindings."""
-    pynvml = importlib.import_module("ray._private.thirdparty.pynvml")  # it has no types
+    pynvml = _bindings()
     try:
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
@@ -74,6 +76,19 @@ def _open() -> tuple[ModuleType, dict[int, object]]:
         return pynvml, {by_name[name]: handles[by_name[name]] for name in names if name in by_name}
     except pynvml.NVMLError:  # no driver, or one that does not answer
         return pynvml, {}
+
+
+def _bindings() -> ModuleType:
+    """NVML's bindings, a single file that Ray brings. It is loaded without Ray, whose import takes a second."""
+    package = find_spec("ray")
+    assert package is not None and package.origin is not None
+    path = Path(package.origin).parent / "_private" / "thirdparty" / "pynvml" / "pynvml.py"
+    spec = spec_from_file_location("slime_pynvml", path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # it looks itself up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def _text(name: str | bytes) -> str:

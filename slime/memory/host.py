@@ -46,14 +46,19 @@ def host_total(root: Path = Path("/")) -> int | None:
     return None if host is None else min([host.total, *(found.total for found in _of_cgroups(root))])
 
 
-def shared_memory_total(path: Path = Path("/dev/shm")) -> int | None:
-    """Bytes of the file system for shared memory, or None without one."""
-    import os
-
-    if not path.is_dir():
-        return None
-    found = os.statvfs(path)
-    return found.f_blocks * found.f_frsize
+def kills(root: Path = Path("/")) -> int:
+    """How many processes the kernel has killed for memory: on this host, and in each cgroup above this process. Only a
+    difference of two values means something: the counts overlap."""
+    counts = [row.split() for row in (_read(root / "proc/vmstat") or "").splitlines()]
+    for line in (_read(root / "proc/self/cgroup") or "0::/").splitlines():
+        _, controllers, path = line.split(":", 2)
+        mount = root / "sys/fs/cgroup" / ("memory" if "memory" in controllers.split(",") else "")
+        folder = mount / path.lstrip("/")
+        for name in ("memory.events", "memory.oom_control"):
+            counts += [
+                row.split() for row in (_read(folder / name) or _read(mount / name) or "").splitlines()
+            ]
+    return max((int(row[1]) for row in counts if len(row) == 2 and row[0] == "oom_kill"), default=0)
 
 
 def meminfo(root: Path = Path("/")) -> dict[str, int]:

@@ -125,14 +125,19 @@ def tokens(c: Config) -> list[Change]:
         size = c.data.micro_batch_size
         less = [size // 2**n for n in range(1, size.bit_length())]
         return [Change(f"--micro-batch-size {n}", str(size), c.with_values(micro_batch_size=n)) for n in less]
-    longest = c.rollout.rollout_max_context_len or (c.rollout.rollout_max_response_len or 0)
-    least = max(_LEAST_TOKENS, -(-longest // c.megatron.context_parallel_size))
+    least = max(_LEAST_TOKENS, longest_sample(c))
     steps = (1024 * n for n in (32, 24, 20, 16, 12, 8, 6, 4, 3, 2, 1))
     return [
         Change(f"--max-tokens-per-gpu {n}", str(now), c.with_values(max_tokens_per_gpu=n))
         for n in steps
         if least <= n < now
     ]
+
+
+def longest_sample(c: Config) -> int:
+    """Tokens of a sample on one rank, as far as limits give it: a micro-batch has at least one sample."""
+    longest = c.rollout.rollout_max_context_len or (c.rollout.rollout_max_response_len or 0)
+    return -(-longest // c.megatron.context_parallel_size)
 
 
 def workspace(c: Config) -> list[Change]:

@@ -11,11 +11,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime.memory.measured import measured_of
 from slime.tracking.run_summary import RunSummary, run_summary
 from slime.tracking.trackers import METRICS_FILE
 from vime.doctor.finding import MIB, Finding, ok, one_line, problem, warning
 
 _LONGEST = 300
+_SHOWN = 4
+"""Processes that are named."""
 _LOOKED_AT = 4000
 """Characters of an error: as many as the journal keeps."""
 
@@ -51,14 +54,15 @@ CAUSES = (
         "look in dmesg for a kill, then give the same command with --load: it resumes",
     ),
     Cause(
+        "out of memory",
+        r"OutOfMemory|(?<!ran )out of (device )?memory|MemoryError|[Cc]annot allocate memory|HostMemory|"
+        r"has killed \d+ process",
+        "the error names the flags that lower memory; `vime plan --compare RUN_DIR` shows what each phase had",
+    ),
+    Cause(
         "process killed",
         r"died without an error of its own",
         "look in dmesg for the kernel's out-of-memory killer, and in logs/ for its last lines",
-    ),
-    Cause(
-        "out of memory",
-        r"OutOfMemory|out of (device )?memory|MemoryError|[Cc]annot allocate memory",
-        "the error names the flags that lower memory; `vime plan` estimates them before a run",
     ),
     Cause(
         "engine killed",
@@ -81,7 +85,7 @@ CAUSES = (
 def check_end(run_dir: Path) -> list[Finding]:
     """How the run ended, or what it does, and how often it had to repair itself."""
     summary = run_summary(run_dir)
-    return [_end(summary), *_repairs(summary), *_damaged(summary)]
+    return [_end(summary), *_memory(summary), *_repairs(summary), *_damaged(summary)]
 
 
 def _end(summary: RunSummary) -> Finding:
@@ -101,6 +105,30 @@ def _end(summary: RunSummary) -> Finding:
         return ok("end of the run", f"finished ({done})")
     silent = time.time() - summary.updated
     return ok("end of the run", f"it goes on ({done}); newest event {silent:.0f} s ago")
+
+
+def _memory(summary: RunSummary) -> list[Finding]:
+    """Where the run had the most memory on a card and on the host, and the flags that its error names."""
+    found = measured_of(summary.run_dir)
+    if not found:
+        return []
+    told = []
+    cards = {phase: seen for phase, seen in found.items() if seen.cards}
+    if cards:
+        phase, seen = max(cards.items(), key=lambda pair: pair[1].card or 0.0)
+        owners = ", ".join(f"{role} {size:.1f}" for role, size in sorted(seen.fullest().items()))
+        told.append(
+            f"{seen.card:.1f} of {seen.card_total:.1f} GiB of a card in {phase} ({owners or 'owners hidden'})"
+        )
+    phase, seen = max(found.items(), key=lambda pair: pair[1].host)
+    if seen.host_total:
+        by_size = sorted(seen.processes.items(), key=lambda pair: -pair[1]["anonymous_gib"])[:_SHOWN]
+        owners = ", ".join(f"{role} {sizes['anonymous_gib']:.1f}" for role, sizes in by_size)
+        told.append(f"{seen.host:.1f} of {seen.host_total:.1f} GiB of the host in {phase} ({owners})")
+    flags = re.search(r"what lowers it: (.+)", summary.cause)
+    if flags and summary.state == "failed":
+        return [problem("memory", "; ".join(told), flags[1])]
+    return [ok("memory", "at most " + ", and ".join(told))]
 
 
 def cause_of(summary: RunSummary) -> Cause:

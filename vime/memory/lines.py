@@ -102,8 +102,9 @@ def needs_of_engine(hf: Hf, machine: MachineSizes) -> Also:
     """What the policy's engine needs in its share, for `slime.plan.fit`."""
 
     def needs(c: Config) -> Iterable[Need]:
-        known = c.num_engines > 0 and machine.device is not None
-        return [engine_need(c, hf, machine.device)] if known and machine.device is not None else []
+        if machine.device is None or not c.num_engines or c.rollout.rollout_external_engine_addrs:
+            return []
+        return [engine_need(c, hf, machine.device)]
 
     return needs
 

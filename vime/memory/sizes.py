@@ -83,10 +83,10 @@ def device_memory(c: Config) -> int | None:
     return min((card.total for card in Cards().read()), default=None)
 
 
-def machine_of(c: Config, sizes: GivenSizes | None = None) -> MachineSizes:
-    """The sizes that were asked for. Without them: those of this machine, if it has a GPU."""
+def machine_of(c: Config, sizes: GivenSizes | None = None, *, here_only: bool = False) -> MachineSizes:
+    """The sizes that were asked for. Without them, or with `here_only`: those of this machine, if it has a GPU."""
     sizes = sizes or GivenSizes()
-    asked, here = asked_bytes(c, sizes.gpu), device_memory(c)
+    asked, here = None if here_only else asked_bytes(c, sizes.gpu), device_memory(c)
     if sizes.host is not None:
         return MachineSizes(asked or here, sizes.host * GIB)
     if here is None:

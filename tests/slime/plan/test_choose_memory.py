@@ -1,0 +1,121 @@
+"""What a launcher chooses so that a run fits the cards and the host that are there, and what a run that does not is
+refused with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from memory_cases import QWEN3_4B, config
+from test_measured_memory import FOUR, HOST, QWEN3_30B
+
+from slime.checkpoints.hf_config import require_weight_files
+from slime.plan.fit import MachineSizes
+from slime.plan.units import GIB
+from slime.rules.experts import check_expert_layout
+from vime.memory.choose import CARD, choose, main
+from vime.memory.lines import require_fit, whole_fit
+from vime.vllm.backend import FLAG_OF, engine_facts
+
+H200, H100 = MachineSizes(139.8 * GIB, HOST), MachineSizes(79.18 * GIB, HOST)
+ALONE = {**FOUR, "tensor_model_parallel_size": 1, "sequence_parallel": False}
+"""Each rank has the whole attention, and a quarter of the experts."""
+
+
+@pytest.mark.parametrize("layout", [FOUR, ALONE], ids=["TP4", "TP1"])
+@pytest.mark.parametrize("machine", [H200, H100], ids=["H200", "H100"])
+def test_the_30b_runs_on_four_cards(layout, machine):
+    """With what is chosen the run fits with a margin, and the choice is the same each time."""
+    c = config(**layout)
+    found = choose(c, QWEN3_30B, machine, set())
+    assert found == choose(c, QWEN3_30B, machine, set()) and found
+    values: dict[str, object] = {}
+    for one in found:
+        words = one.flag.replace("--", "").replace("-", "_").split()
+        if words[0] == "optimizer_cpu_offload":
+            values |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": float(words[2])}
+        elif words[0] == FLAG_OF["memory_share"].replace("--", "").replace("-", "_"):
+            share = float(words[1])
+            assert c.engine.engine_facts.memory_share > share >= 0.4  # 28.4 GiB of weights are in it
+            values["engine_facts"] = engine_facts({"gpu_memory_utilization": share})
+        else:
+            values[words[0]] = int(words[1])
+        assert "too much for " in one.why
+    small = MachineSizes(CARD * machine.device, machine.host)
+    assert whole_fit(c.with_values(**values), QWEN3_30B, small).over <= 0
+    assert whole_fit(c, QWEN3_30B, small).over > 0
+    fraction = values["optimizer_offload_fraction"]
+    less = {**values, "optimizer_offload_fraction": fraction - 0.1}
+    assert fraction == 0.1 or whole_fit(c.with_values(**less), QWEN3_30B, small).over > 0
+
+
+def test_a_flag_of_the_user_is_kept_and_the_rest_is_chosen():
+    found = choose(config(**FOUR), QWEN3_30B, H100, {"max_tokens_per_gpu", "rl_kernel_workspace_mib"})
+    assert found and found[0].flag.startswith("--optimizer-cpu-offload --optimizer-offload-fraction 0.")
+    assert not any("tokens" in one.flag or "workspace" in one.flag for one in found)
+    with pytest.raises(
+        ValueError, match=r"^the run must fit this machine, got 1\d\d\.\d\d GiB while it trains, "
+    ):
+        choose(config(**FOUR), QWEN3_30B, H100, {"optimizer_offload_fraction"})
+
+
+def test_nothing_is_chosen_where_a_run_fits_or_nothing_is_known():
+    assert choose(config(max_tokens_per_gpu=8192), QWEN3_4B, H200, set()) == []
+    assert choose(config(**FOUR), QWEN3_30B, MachineSizes(), set()) == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        (MachineSizes(24 * GIB, HOST), r"too much for a GPU of 24 GiB; "),
+        (MachineSizes(139.8 * GIB, 100 * GIB), r"too much for a host of 100 GiB"),
+    ],
+    ids=["card", "host"],
+)
+def test_a_machine_that_is_too_small_is_refused_before_anything_starts(machine, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        require_fit(config(**FOUR), QWEN3_30B, machine)
+    assert "change flags or use larger GPUs and hosts: " in str(caught.value)
+    with pytest.raises(ValueError, match=r"^the run must fit this machine, got "):
+        choose(config(**FOUR), QWEN3_30B, MachineSizes(24 * GIB, HOST), set())
+    require_fit(config(max_tokens_per_gpu=8192), QWEN3_4B, H200)
+
+
+def test_half_a_model_on_disk_is_refused(tmp_path):
+    """Its index is there, and no file of weights. Where some are there, the flags' rules name the first one that is
+    missing (`check_checkpoint_shapes`)."""
+    require_weight_files(tmp_path)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        ValueError, match=r"got none of 2, such as model-00001-of-00002.safetensors, in .*; download"
+    ):
+        require_weight_files(tmp_path)
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
+    require_weight_files(tmp_path)
+
+
+def test_experts_that_do_not_divide_are_refused():
+    with pytest.raises(
+        ValueError, match=r"--expert-model-parallel-size must divide the 128 experts of a layer, got 3"
+    ):
+        check_expert_layout(config(**{**FOUR, "expert_model_parallel_size": 3}), 128)
+
+
+def test_the_command_prints_flags_and_reasons(tmp_path, capsys):
+    """The engine's flags count without its parser, which takes seconds to import."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B | {"vocab_size": 151936}))
+    (tmp_path / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    flags = f"""--run --device cuda --hf-checkpoint {tmp_path} --prompt-data {tmp_path}/p.jsonl --num-rollout 1
+    --rm-type gsm8k --actor-num-gpus-per-node 1 --num-gpus-per-node 1 --colocate --rollout-batch-size 32
+    --n-samples-per-prompt 8 --rollout-max-response-len 256 --use-dynamic-batch-size --max-tokens-per-gpu 16384
+    --vllm-gpu-memory-utilization 0.4 --recompute-granularity full --recompute-method uniform
+    --recompute-num-layers 1 -- --host-memory-gib 503"""
+    assert main([*flags.split(), "--gpu-memory-gib", "70"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("--optimizer-cpu-offload --optimizer-offload-fraction 0.")
+    assert said.err.startswith("memory: --optimizer-cpu-offload --optimizer-offload-fraction 0.")
+    assert main([*flags.split(), "--gpu-memory-gib", "8"]) == 2
+    assert capsys.readouterr().err.startswith("the run must fit this machine, got ")
+    assert main(["--plan", *flags.split()[1:], "--gpu-memory-gib", "8"]) == 0
+    assert capsys.readouterr().out == ""

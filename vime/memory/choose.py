@@ -1,0 +1,203 @@
+"""Chooses the flags of a launcher that decide whether a run fits: `python -m vime.memory.choose --run FLAGS -- USER'S`.
+
+Prints on standard output the flags to add, and on standard error one line for each with its reason. Flags of the user
+are not changed. Exit status 2 with what is missing if no choice fits. The same machine and flags give the same choice:
+
+    1. the smallest part of Adam on the host with which the run fits at all, as it costs the most time
+    2. the most tokens in a micro-batch, of 8192 or more if possible
+    3. the largest workspace of the LM head
+    4. the largest share for the engine, up to that of the layout
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from slime.checkpoints.hf_config import read_hf_config
+from slime.config import Config
+from slime.config.config_file import split_argv, with_config_files
+from slime.config.fields import spelled
+from slime.models.decoder import Hf
+from slime.operators import loss_head
+from slime.plan.advice import longest_sample
+from slime.plan.fit import Fit, MachineSizes, shortage
+from vime.backends import parse_config
+from vime.memory.lines import remedies, whole_fit
+from vime.memory.sizes import for_gpus, machine_of, take_sizes
+from vime.vllm.backend import engine_facts
+from vime.vllm.memory import engine_need
+
+PLAN, RUN = "--plan", "--run"
+"""First argument: a plan starts nothing. There, nothing is an error: without a choice that fits, the plan says why."""
+_TOKENS = (32768, 24576, 20480, 16384, 12288, 8192, 6144, 4096, 2048, 1024)
+_USUAL_TOKENS = 8192
+_OF_ENGINE: dict[str, Callable[[str], float | str]] = {
+    "gpu_memory_utilization": float,
+    "kv_cache_memory_bytes": int,
+    "max_model_len": int,
+    "data_parallel_size": int,
+    "pipeline_parallel_size": int,
+    "dtype": str,
+}
+"""vLLM's flags for the memory of an engine."""
+CARD = 0.97
+"""The part of a card that a choice fills: measured peaks were up to 2% above the plan."""
+_WORKSPACES_MIB = (1024, 512, 256)
+_TENTHS = tuple(n / 10 for n in range(11))
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A flag that may be chosen, and its values from the best to the one that needs least."""
+
+    values: tuple[float, ...]
+    set: Callable[[Config, float], Config]
+    spell: Callable[[float], str]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One flag with its value, as typed, and why."""
+
+    flag: str
+    why: str
+
+
+def choose(c: Config, hf: Hf, machine: MachineSizes, given: set[str]) -> list[Chosen]:
+    """The flags that make a run fit; empty if it fits as it is. `given`: names of the flags that the user set.
+    ValueError if no choice fits."""
+    if machine.device is None or c.cluster.device != "cuda":
+        return []
+    card = CARD * machine.device
+    machine = dataclasses.replace(machine, device=card)
+    if whole_fit(c, hf, machine).over <= 0:
+        return []
+    for floor in (_USUAL_TOKENS, 0):
+        knobs = [*knobs_of(c, given, floor), *share_of(c, hf, card, given)]
+        if (found := _choice(c, hf, machine, knobs)) is not None:
+            return found
+    flags = "; ".join(remedies(c, hf, machine)) or "no flag alone helps"
+    worst = whole_fit(c, hf, machine).worst
+    assert worst is not None
+    raise ValueError(
+        f"the run must fit this machine, got {shortage(worst)} for every choice of flags that were not given; give "
+        f"others or use larger GPUs and hosts: {flags}"
+    )
+
+
+def _choice(c: Config, hf: Hf, machine: MachineSizes, knobs: Sequence[Knob]) -> list[Chosen] | None:
+    """The best values, knob after knob, where those after it have the values that need least. None if none fits."""
+    least = [knob.values[-1] for knob in knobs]
+    picked: list[float] = []
+    why: list[str] = []
+    for i, knob in enumerate(knobs):
+        before: Fit | None = None
+        for value in knob.values:
+            found = whole_fit(_with(c, knobs, [*picked, value, *least[i + 1 :]]), hf, machine)
+            if found.over <= 0:
+                break
+            before = found
+        else:
+            return None
+        picked.append(value)
+        worst = None if before is None else before.worst
+        why.append("" if worst is None else shortage(worst))
+    names = zip(knobs, picked, why, strict=True)
+    return [
+        Chosen(knob.spell(value), f"with the value before it the run needs {text}")
+        for knob, value, text in names
+        if value != knob.values[0]
+    ]
+
+
+def _with(c: Config, knobs: Sequence[Knob], values: Sequence[float]) -> Config:
+    for knob, value in zip(knobs, values, strict=True):
+        if value != knob.values[0]:
+            c = knob.set(c, value)
+    return c
+
+
+def knobs_of(c: Config, given: set[str], least_tokens: int) -> Iterator[Knob]:
+    """Those that the user left to the launcher. The first value of each is that of the layout."""
+    adam = {"optimizer_cpu_offload", "no_optimizer_cpu_offload", "optimizer_offload_fraction"}
+    if not adam & given and c.megatron.use_distributed_optimizer and not c.megatron.optimizer_cpu_offload:
+        yield Knob(
+            _TENTHS,
+            lambda c, part: c.with_values(optimizer_cpu_offload=True, optimizer_offload_fraction=part),
+            lambda part: f"--optimizer-cpu-offload --optimizer-offload-fraction {part:g}",
+        )
+    now = c.data.max_tokens_per_gpu
+    if "max_tokens_per_gpu" not in given and c.data.use_dynamic_batch_size and now is not None:
+        least = max(longest_sample(c), least_tokens)
+        yield Knob(
+            (now, *(n for n in _TOKENS if least <= n < now)),
+            lambda c, tokens: c.with_values(max_tokens_per_gpu=int(tokens)),
+            lambda tokens: f"--max-tokens-per-gpu {tokens:g}",
+        )
+    mib = c.kernels.rl_kernel_workspace_mib
+    if "rl_kernel_workspace_mib" not in given and not loss_head(c)[0].has_logits:
+        yield Knob(
+            (mib, *(n for n in _WORKSPACES_MIB if n < mib)),
+            lambda c, size: c.with_values(rl_kernel_workspace_mib=int(size)),
+            lambda size: f"--rl-kernel-workspace-mib {size:g}",
+        )
+
+
+def share_of(c: Config, hf: Hf, device: float, given: set[str]) -> Iterator[Knob]:
+    """The engine's share of a card, from which its weights and one sequence leave something."""
+    facts = c.engine.engine_facts
+    flag, share = facts.flag("memory_share"), facts.memory_share
+    if flag.removeprefix("--").replace("-", "_") in given or facts.cache_bytes or not c.num_engines:
+        return
+
+    def with_share(c: Config, part: float) -> Config:
+        return c.with_values(engine_facts=dataclasses.replace(c.engine.engine_facts, memory_share=part))
+
+    less = (n / 20 for n in range(19, 1, -1) if n / 20 < share)
+    yield Knob(
+        (share, *(part for part in less if engine_need(with_share(c, part), hf, device).over <= 0)),
+        with_share,
+        lambda part: f"{flag} {part:g}",
+    )
+
+
+def light_config(argv: Sequence[str]) -> Config:
+    """The configuration without the parser of the engine, whose import takes seconds: of the engine's flags, those that
+    its memory depends on. `vime train` parses them all."""
+    own, engine = list[str](), dict[str, float | str]()
+    for group in with_config_files(split_argv(argv)):
+        prefix, _, name = group.name.partition("_")
+        if prefix == "vllm" and name in _OF_ENGINE and group.values:
+            engine[name] = _OF_ENGINE[name](group.values[-1])
+        if prefix not in ("vllm", "router"):
+            own += [spelled(group.name), *group.values]
+    c = parse_config(own)
+    facts = engine_facts(engine) if c.engine.rollout_backend == "vllm" else c.engine.engine_facts
+    return c.with_values(engine_facts=facts, backend_args={**c.engine.backend_args, **engine})
+
+
+def main(argv: Sequence[str]) -> int:
+    plans, rest = argv[0] == PLAN, list(argv[1:])
+    at = rest.index("--")
+    layout, user = rest[:at], rest[at + 1 :]
+    try:
+        flags, sizes = take_sizes([*layout, *user])
+        c = light_config(for_gpus(flags, sizes.gpu))
+        given = {group.name for group in with_config_files(split_argv(take_sizes(user)[0]))}
+        found = choose(c, read_hf_config(c.rollout.hf_checkpoint), machine_of(c, sizes), given)
+    except ValueError as error:
+        if plans:
+            return 0
+        print(error, file=sys.stderr)
+        return 2
+    for one in found:
+        print(f"memory: {one.flag}: {one.why}", file=sys.stderr)
+    print(*(one.flag for one in found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
