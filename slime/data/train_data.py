@@ -11,7 +11,7 @@ import logging
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TypeAlias, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -27,14 +27,12 @@ from slime.data.columns import COLUMNS, Column, present
 from slime.data.packing import Schedule, plan_steps
 from slime.data.rank_data import RankData
 from slime.data.siblings import plan_together
+from slime.data.trajectories import Key, trajectory_keys
 from slime.hooks import load_function
 from slime.models.decoder import Hf
 from slime.types import Sample, TrainData
 
 logger = logging.getLogger(__name__)
-
-Key: TypeAlias = tuple[str, int]
-"""What samples of one rollout have in common."""
 
 
 def post_process_rewards(
@@ -59,7 +57,7 @@ def post_process_rewards(
     group_number: dict[int, int] = {}
     group_ids = [group_number.setdefault(_group_key(sample), len(group_number)) for sample in samples]
     rollout_number: dict[Key, int] = {}
-    rollout_ids = [rollout_number.setdefault(key, len(rollout_number)) for key in _rollout_keys(samples)]
+    rollout_ids = [rollout_number.setdefault(key, len(rollout_number)) for key in trajectory_keys(samples)]
     normalised = rl_kernel.group_advantage(
         torch.tensor(shaped, dtype=torch.float32),
         torch.tensor(group_ids),
@@ -88,13 +86,13 @@ def group_rewards(samples: list[Sample], raw: list[float]) -> list[list[float]]:
     """For each sample the rewards of its group: its own, then the others in the order of the samples. The siblings of
     one rollout count once, with their mean."""
     of_rollout: dict[Key, list[float]] = defaultdict(list)
-    for key, reward in zip(_rollout_keys(samples), raw, strict=True):
+    for key, reward in zip(trajectory_keys(samples), raw, strict=True):
         of_rollout[key].append(reward)
     of_group: dict[int, dict[Key, float]] = defaultdict(dict)
-    for key, sample in zip(_rollout_keys(samples), samples, strict=True):
+    for key, sample in zip(trajectory_keys(samples), samples, strict=True):
         of_group[_group_key(sample)][key] = sum(of_rollout[key]) / len(of_rollout[key])
     found = []
-    for key, sample in zip(_rollout_keys(samples), samples, strict=True):
+    for key, sample in zip(trajectory_keys(samples), samples, strict=True):
         rollouts = of_group[_group_key(sample)]
         found.append([rollouts[key], *(reward for other, reward in rollouts.items() if other != key)])
     return found
@@ -107,14 +105,6 @@ def _group_key(sample: Sample) -> int:
             "a data source has to number its groups"
         )
     return sample.group_index
-
-
-def _rollout_keys(samples: list[Sample]) -> list[Key]:
-    """Siblings that a custom generate function fanned out share a rollout_id; any other sample stands alone."""
-    return [
-        ("rollout", s.rollout_id) if s.rollout_id is not None else ("sample", i)
-        for i, s in enumerate(samples)
-    ]
 
 
 def convert_samples_to_train_data(config: Config, args: Namespace, samples: list[Sample]) -> TrainData:
@@ -153,7 +143,7 @@ def convert_samples_to_train_data(config: Config, args: Namespace, samples: list
     if kept_tokens.COLUMN in data:
         data[kept_tokens.COLUMN] = kept_tokens.same_width(data[kept_tokens.COLUMN])
     top_tokens.same_width(data)
-    keys = _rollout_keys(samples)
+    keys = trajectory_keys(samples)
     mask_sums: dict[Key, int] = defaultdict(int)
     for key, mask in zip(keys, data["loss_masks"], strict=True):
         mask_sums[key] += sum(mask)

@@ -18,7 +18,8 @@ class RolloutFnTrainOutput:
 
 
 class EvalResult(TypedDict):
-    """The responses of one evaluation dataset. `rewards` and `truncated` leave out responses without a reward."""
+    """The responses of one evaluation dataset. `rewards` and `truncated` have one entry per trajectory, and leave out
+    responses without a reward."""
 
     rewards: list[float]
     truncated: list[bool]

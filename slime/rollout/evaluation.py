@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from slime.config.schema import Config, section_of
 from slime.config.sections.reward import RewardConfig
 from slime.config.sections.rollout import RolloutConfig
+from slime.data.trajectories import trajectory_rewards, truncated_trajectories
 from slime.rollout import generate
 from slime.rollout.base_types import EvalResult, RolloutFnEvalOutput
 from slime.rollout.eval_datasets import EvalDatasetConfig, read_eval_prompts, resolve_eval_datasets
@@ -99,8 +100,8 @@ async def _eval_dataset(
         )
     key = eval_reward_key(section_of(RewardConfig, state.args))
     return {
-        "rewards": [sample.reward_value(key) for sample in scored],
-        "truncated": [sample.status is Sample.Status.TRUNCATED for sample in scored],
+        "rewards": trajectory_rewards(scored, key),
+        "truncated": truncated_trajectories(scored),
         "samples": samples,
     }
 

@@ -1,7 +1,9 @@
 """Samples -> metrics under slime's names. Pure functions: no engine, no tracker.
 
-`sample_metrics` returns names without a prefix. `rollout_metrics` and `eval_metrics` add the prefixes rollout/,
-perf/ and eval/.
+Rewards, pass@k, zero_std and the truncated ratio count trajectories: siblings that a generate function fanned out are
+one, with the mean of their rewards. Lengths, speeds and repetition count samples, which are the sequences that are
+trained. `sample_metrics` returns names without a prefix. `rollout_metrics` and `eval_metrics` add the prefixes
+rollout/, perf/ and eval/.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from slime.config.sections.reward import RewardConfig
 from slime.data import kept_tokens
 from slime.data.agents import session_record
 from slime.data.drawing.mixing import data_sets
+from slime.data.trajectories import trajectories, trajectory_rewards, truncated_trajectories
 from slime.roles.served import by_name, teachers
 from slime.rollout.base_types import EvalData
 from slime.rollout.on_policy_distillation import source_of
@@ -44,12 +47,12 @@ def rollout_metrics(c: Config, groups: list[SampleGroup], rollout_time_s: float)
     key = c.reward.reward_key
     samples = [sample for group in groups for sample in group]
     metrics = {f"rollout/{name}": value for name, value in sample_metrics(c.logging, key, groups).items()}
-    metrics["rollout/raw_reward"] = statistics.fmean(sample.reward_value(key) for sample in samples)
+    metrics["rollout/raw_reward"] = statistics.fmean(trajectory_rewards(samples, key))
     metrics |= {f"rollout/{name}": value for name, value in teacher_metrics(c, samples).items()}
     if any(one.name for one in data_sets(c.data)):
         metrics |= {f"rollout/{name}": value for name, value in data_source_metrics(key, groups).items()}
     if c.logging.log_passrate:
-        rewards = [[sample.reward_value(key) for sample in group] for group in groups]
+        rewards = [trajectory_rewards(group, key) for group in groups]
         metrics |= {f"rollout/passrate/{name}": value for name, value in pass_rate(rewards).items()}
     metrics |= {
         f"perf/{name}": value
@@ -66,7 +69,7 @@ def data_source_metrics(reward_key: str | None, groups: list[SampleGroup]) -> di
         each.setdefault(str(group[0].metadata.get("data_source")), []).append(group)
     metrics = {}
     for source, its in sorted(each.items()):
-        rewards = [sample.reward_value(reward_key) for group in its for sample in group]
+        rewards = [reward for group in its for reward in trajectory_rewards(group, reward_key)]
         metrics[f"raw_reward/{source}"] = statistics.fmean(rewards)
         metrics[f"group_share/{source}"] = len(its) / len(groups)
     return metrics
@@ -118,12 +121,12 @@ def eval_metrics(c: Config, data: EvalData) -> dict[str, float]:
             continue
         scored = [sample for sample in samples if sample.status is not Sample.Status.ABORTED]
         if len(scored) < len(samples):
-            metrics[f"eval/{name}-aborted_ratio"] = 1 - len(scored) / len(samples)
+            metrics[f"eval/{name}-aborted_ratio"] = 1 - len(trajectories(scored)) / len(trajectories(samples))
         groups = group_samples(scored)
         for figure, value in sample_metrics(c.logging, key, groups).items():
             metrics[f"eval/{name}/{figure}"] = value
         if c.logging.log_passrate:
-            rewards = [[s.reward_value(key) for s in group] for group in groups]
+            rewards = [trajectory_rewards(group, key) for group in groups]
             metrics |= {f"eval/{name}-{rate}": value for rate, value in pass_rate(rewards).items()}
     return metrics
 
@@ -142,17 +145,16 @@ def sample_metrics(
         f"response_len/{name}": value
         for name, value in statistics_of([sample.effective_response_length for sample in samples]).items()
     }
-    metrics["truncated_ratio"] = sum(s.status is Sample.Status.TRUNCATED for s in samples) / count
+    metrics["truncated_ratio"] = statistics.fmean(truncated_trajectories(samples))
     metrics["repetition_frac"] = sum(ends_in_repetition(s.response) for s in samples) / count
     for reward, groups_of_it in sorted(_constant_rewards(reward_key, groups).items()):
         metrics[f"zero_std/count_{reward}"] = groups_of_it
     metrics |= _cache_and_speculation(samples) | kept_tokens.figures(samples)
     metrics |= session_record.figures(samples) | finite.figures(samples)
     if logging.log_reward_category:
-        categories = Counter(
-            s.reward[logging.log_reward_category] for s in samples if isinstance(s.reward, dict)
-        )
-        metrics |= {f"error_cat/{category}": n / count for category, n in categories.items()}
+        firsts = [parts[0].reward for parts in trajectories(samples)]
+        categories = Counter(r[logging.log_reward_category] for r in firsts if isinstance(r, dict))
+        metrics |= {f"error_cat/{category}": n / len(firsts) for category, n in categories.items()}
     if logging.log_multi_turn:
         metrics |= _multi_turn(samples)
     if logging.log_correct_samples:
@@ -241,7 +243,7 @@ def eval_reward_key(reward: RewardConfig) -> str | None:
 def _constant_rewards(reward_key: str | None, groups: list[SampleGroup]) -> Counter[float]:
     counts: Counter[float] = Counter()
     for group in groups:
-        rewards = [sample.reward_value(reward_key) for sample in group]
+        rewards = trajectory_rewards(group, reward_key)
         if len(rewards) > 1 and max(rewards) == min(rewards):
             counts[round(rewards[0], 1) + 0.0] += 1  # -0.0 + 0.0 is 0.0
     return counts

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from slime.data.trajectories import trajectory_rewards
 from slime.types import SampleGroup
 
 PROMPT = "prompt_index"
@@ -52,7 +53,7 @@ class PassRates:
             if prompt is None or number is None or any(sample.reward is None for sample in group):
                 continue
             if self.rows["group"][prompt] != number + 1:
-                self._record(prompt, number, [sample.reward_value(reward_key) for sample in group])
+                self._record(prompt, number, trajectory_rewards(group, reward_key))
 
     def _record(self, prompt: int, number: int, rewards: list[float]) -> None:
         self._count(prompt, -1)

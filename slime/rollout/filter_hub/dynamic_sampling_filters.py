@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 import rl_kernel
+from slime.data.trajectories import trajectory_rewards
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.types import Sample
 
@@ -19,10 +20,11 @@ def check_reward_nonzero_std(
 
     Keeps the group if `rewards.std() > 1e-6` (unbiased). A group of one sample has no deviation and is dropped.
     The reason is zero_std_{reward}, with one decimal, so the metrics count too easy and too hard prompts
-    separately. A list in the place of a sample is one trajectory in parts, which share the reward of the first part.
+    separately. Siblings of one rollout count once, with the mean of their rewards. A list in the place of a sample is
+    one trajectory in parts, which share the reward of the first part.
     """
     firsts = [sample[0] if isinstance(sample, list) else sample for sample in samples]
-    rewards = [sample.get_reward_value(args) for sample in firsts]
+    rewards = trajectory_rewards(firsts, getattr(args, "reward_key", None))
     # The advantages use the same group statistics. In float64, equal rewards are equal to their mean.
     group = torch.zeros(len(rewards), dtype=torch.int64)
     centred = rl_kernel.group_advantage(
