@@ -21,6 +21,7 @@ import numpy as np
 
 from slime.data.files import FileSource, Place, Row, find_source, read_table
 from slime.data.limits.context import Context, Rows, require_room
+from slime.data.limits.conversations import Masks
 from slime.data.rows import Columns, prompt_lengths, render_chat, rendered, require_conversation, to_prompt
 from slime.data.tokenizer import tokenizer_identity
 from slime.types import Metadata, Prompt, Sample
@@ -37,7 +38,11 @@ LabelCheck = Callable[[object, Metadata], None]
 _ROWS_AT_A_TIME = 1024
 _ROWS_PER_PROCESS = 100_000
 """A check of more rows is shared by several processes."""
-_VERSION = 4
+_MASKS_PER_PROCESS = 5_000
+"""The same for the loss masks of conversations, which take about a millisecond each."""
+_CHECKED = ("row", "size", "list", "tokens")
+"""The columns of a check."""
+_VERSION = 5
 """Of the checks: a new number makes every file be checked again."""
 
 
@@ -129,6 +134,7 @@ def load_prompts(
     context: Context | None = None,
     check_label: LabelCheck | None = None,
     conversations: bool = False,
+    masks: Masks | None = None,
     most_bytes: int | None = None,
 ) -> Prompts:
     """All prompts of a file, a folder or a hub dataset (`slime.data.files.find_source`).
@@ -136,7 +142,9 @@ def load_prompts(
     With `columns.apply_chat_template`, the text is the rendered template, open for the assistant's turn, and a plain
     string becomes one user turn. Without it, strings and message lists do not change. Tool descriptions are in
     `metadata["tools"]`. Prompts with more than `max_prompt_len` tokens are left out with a warning. `conversations`:
-    each row must be one that SFT can train on. `most_bytes`: read only about that many bytes, from the start.
+    each row must be one that SFT can train on. `masks`: the trained conversations of each row must have a loss mask and
+    fit the model's context, and `max_prompt_len` limits the longest of them. `most_bytes`: read only about that many
+    bytes, from the start.
 
     ValueError with file and line for a missing column, a wrong type, a message list that the chat template cannot
     render, or a label that `check_label` refuses. Its text is part of what is remembered, so it must name all that it
@@ -151,43 +159,55 @@ def load_prompts(
     whole = part = _part(table, source)
     if most_bytes is not None and part:
         part = part[: max(1, most_bytes * len(table) // max(table.data.nbytes, 1))]
-    rows = sizes = lists = np.empty(0, np.uint32)
     template = tokenizer if columns.apply_chat_template else None
-    if part:
-        check = functools.partial(_check, part.start, source, columns, template, check_label, conversations)
-        key = _key(table, columns, template, None, f"{part.start}:{part.stop} {check_label} {conversations}")
-        with _unicode(table, source, part):
-            checked = _mapped(table.select(part), check, ("row", "size", "list"), key, processes=True)
-        rows, sizes, lists = (_column_of(checked, name) for name in ("row", "size", "list"))
+    check = functools.partial(
+        _check, part.start, source, columns, template, check_label, conversations, masks
+    )
+    what = f"{part.start}:{part.stop} {check_label} {conversations} {masks and masks.identity}"
+    key = _key(table, columns, template, None, what)
+    with _unicode(table, source, part):
+        rows, sizes, lists, lengths = _checked(table, part, check, key, slow=masks is not None)
     if not len(rows):
         raise ValueError(
             f"{flag} must hold at least one prompt, got none in {path}; check the file and its slice"
         )
     prompts = Prompts(table, source, columns, template, rows, len(whole) - len(part))
     if max_prompt_len is not None:
-        assert tokenizer is not None
-        fits = _fits(prompts, tokenizer, max_prompt_len, path, limit_flag)
-        prompts, sizes, lists = prompts.kept(fits), sizes[fits], lists[fits]
+        if masks is None:
+            assert tokenizer is not None
+            lengths = prompts.lengths(np.arange(len(prompts)), tokenizer)
+        fits = _fits(lengths, max_prompt_len, path, limit_flag)
+        prompts, sizes, lists, lengths = prompts.kept(fits), sizes[fits], lists[fits], lengths[fits]
+    if masks is not None:
+        masks.require_fit(lengths, prompts.place)
     if context is not None:
         require_room(Rows(sizes, lists, prompts.lengths, prompts.place), context, limit_flag)
     return prompts
 
 
-def _fits(
-    prompts: Prompts, tokenizer: PreTrainedTokenizerBase, max_prompt_len: int, path: str, limit_flag: str
-) -> np.ndarray:
-    """A mask of the prompts of at most `max_prompt_len` tokens. ValueError if there are none."""
-    lengths = prompts.lengths(np.arange(len(prompts)), tokenizer)
+def _checked(
+    table: Dataset, part: range, check: Callable[..., dict[str, list[int]]], key: str, *, slow: bool
+) -> list[np.ndarray]:
+    """The columns _CHECKED of a part of the table. `slow`: a check of conversations."""
+    if not part:
+        return [np.empty(0, np.uint32) for _ in _CHECKED]
+    each = _MASKS_PER_PROCESS if slow else _ROWS_PER_PROCESS
+    checked = _mapped(table.select(part), check, _CHECKED, key, rows_per_process=each)
+    return [_column_of(checked, name) for name in _CHECKED]
+
+
+def _fits(lengths: np.ndarray, max_prompt_len: int, path: str, limit_flag: str) -> np.ndarray:
+    """A mask of the prompts of at most `max_prompt_len` tokens. ValueError if no prompt is left."""
     kept = lengths <= max_prompt_len
-    if (few := int(kept.sum())) < len(prompts):
+    if (few := int(kept.sum())) < len(lengths):
         logger.warning(
             "%d of %d prompts in %s are longer than %s %d tokens (longest: %d) and are left out",
-            *(len(prompts) - few, len(prompts), path, limit_flag, max_prompt_len, lengths.max()),
+            *(len(lengths) - few, len(lengths), path, limit_flag, max_prompt_len, lengths.max()),
         )
     if not few:
         raise ValueError(
             f"{limit_flag} must leave at least one prompt, got {max_prompt_len} while the shortest of "
-            f"{len(prompts)} prompts in {path} has {lengths.min()} tokens; raise the limit"
+            f"{len(lengths)} prompts in {path} has {lengths.min()} tokens; raise the limit"
         )
     return kept
 
@@ -230,12 +250,13 @@ def _check(
     tokenizer: PreTrainedTokenizerBase | None,
     check_label: LabelCheck | None,
     conversations: bool,
+    masks: Masks | None,
     batch: dict[str, list[object]],
     numbers: list[int],
 ) -> dict[str, list[int]]:
-    """Row and size in characters of each prompt, and whether it is a list. ValueError with the place of the first
-    wrong row."""
-    rows, sizes, lists = [], [], []
+    """Row and size in characters of each prompt, whether it is a list, and with `masks` the tokens of its longest
+    conversation. ValueError with the place of the first wrong row."""
+    rows, sizes, lists, lengths = [], [], [], []
     for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
         where = Place(source, first + number)
         row = source.row(dict(zip(batch, values, strict=True)), where)
@@ -256,7 +277,8 @@ def _check(
         rows.append(first + number)
         sizes.append(len(text if isinstance(text, str) else json.dumps(text)))
         lists.append(int(not isinstance(text, str)))
-    return {"row": rows, "size": sizes, "list": lists}
+        lengths.append(0 if masks is None else masks.measure(prompt, where))
+    return dict(zip(_CHECKED, (rows, sizes, lists, lengths), strict=True))
 
 
 def _count(
@@ -289,12 +311,13 @@ def _mapped(
     names: tuple[str, ...],
     key: str,
     *,
-    processes: bool = False,
+    rows_per_process: int | None = None,
 ) -> Dataset:
     """Columns `names`, uint32, that `function` makes of batches of rows. Remembered beside the table under `key`."""
     from datasets import Features, Value
 
-    workers = min(len(table) // _ROWS_PER_PROCESS, len(os.sched_getaffinity(0)), 16) if processes else 1
+    each = rows_per_process or len(table) + 1
+    workers = min(len(table) // each, len(os.sched_getaffinity(0)), 16)
     return table.map(
         function,
         batched=True,

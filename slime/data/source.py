@@ -22,7 +22,8 @@ from slime.config.sections.rollout import RolloutConfig
 from slime.data.drawing.curriculum import PROMPT, PassRates
 from slime.data.drawing.mixing import DataSet, Joined, Mixture, Order, data_sets
 from slime.data.drawing.position import VERSION, read_state, state_path, write_state
-from slime.data.limits.context import Context, prompt_limit
+from slime.data.limits.context import Context, min_of, prompt_limit
+from slime.data.limits.conversations import Masks
 from slime.data.prompts import LabelCheck, Prompts, load_prompts
 from slime.data.rows import Columns, require_template_reads
 from slime.data.tokenizer import load_tokenizer
@@ -37,6 +38,8 @@ Place = list[int]
 the last were passed over (--curriculum)."""
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 """The --rollout-function-path whose prompts are conversations to train on."""
+MASKED_ROLLOUTS = (SFT_ROLLOUT, "slime.rollout.sft_rollout.generate_pairs")
+"""The --rollout-function-path of rollouts that make loss masks of conversations."""
 
 
 class PromptDataSource:
@@ -292,7 +295,9 @@ def load_training_prompts(
         raise ValueError(
             "--prompt-data must name a prompt file, got none; or pass --disable-rollout-global-dataset"
         )
-    limit = prompt_limit(c.rollout.rollout_max_prompt_len, c.rollout.rollout_max_context_len)
+    masked = c.rollout.rollout_function_path in MASKED_ROLLOUTS
+    of_prompt, of_context = c.rollout.rollout_max_prompt_len, c.rollout.rollout_max_context_len
+    limit = min_of(of_prompt, of_context) if masked else prompt_limit(of_prompt, of_context)
 
     @functools.cache
     def tokenizer() -> PreTrainedTokenizerBase:
@@ -321,6 +326,7 @@ def load_training_prompts(
         context=context,
         check_label=check_label,
         conversations=c.rollout.rollout_function_path == SFT_ROLLOUT,
+        masks=Masks.of(c, tokenizer(), columns) if masked and checkpoint else None,
         most_bytes=most_bytes,
     )
     return [(one, read(one.path)) for one in data_sets(data)]

@@ -82,6 +82,7 @@ def make_args(**overrides: Any) -> SimpleNamespace:
         "rollout_deadline_s": 5.0,
         "reward_deadline_s": 60.0,
         "loss_type": "policy_loss",
+        "rollout_function_path": "slime.rollout.vllm_rollout.generate_rollout",
         "max_staleness": 0,
         "stale_samples": "drop",
         "loss_mask_type": "qwen",

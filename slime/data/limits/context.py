@@ -76,7 +76,11 @@ def longest_sequence(c: Config) -> tuple[int | None, str]:
 
 def prompt_limit(max_prompt_len: int | None, max_context_len: int | None) -> int | None:
     """The longest prompt that both limits allow. The context leaves room for a response token."""
-    limits = (max_prompt_len, None if max_context_len is None else max_context_len - 1)
+    return min_of(max_prompt_len, None if max_context_len is None else max_context_len - 1)
+
+
+def min_of(*limits: int | None) -> int | None:
+    """The lowest of the limits. None for no limit."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 

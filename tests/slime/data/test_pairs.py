@@ -115,6 +115,45 @@ def test_pairs_become_samples(tmp_path):
         generate_pairs(args, 0, PromptDataSource(args), evaluation=True)
 
 
+@pytest.mark.parametrize("long", ["chosen", "rejected"])
+def test_limits_look_at_both_responses(tmp_path, caplog, long):
+    """A long rejected response was trained, whatever the limits were."""
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    rows = [{"prompt": "1+1", "chosen": "2", "rejected": "3"} for _ in range(3)]
+    rows[1] = {**rows[1], long: "x" * 40}  # 64 tokens
+    path = write_lines(tmp_path / "pairs.jsonl", rows)
+
+    def load(context, **flags):
+        (tmp_path / "model/config.json").write_text(f'{{"max_position_embeddings": {context}}}')
+        args = make_args(
+            prompt_data=path,
+            hf_checkpoint=str(tmp_path / "model"),
+            loss_type="dpo",
+            rollout_function_path="slime.rollout.sft_rollout.generate_pairs",
+            **flags,
+        )
+        return len(PromptDataSource(args))
+
+    assert load(64) == 3 == load(64, rollout_max_context_len=64)
+    assert load(64, rollout_max_context_len=63) == 2 == load(64, rollout_max_prompt_len=63)
+    assert "1 of 3 prompts" in caplog.text
+    with pytest.raises(
+        ValueError, match=rf"context of 63 tokens .* got 1 of 3 .* has 64 tokens at {path}:2; "
+    ):
+        load(63)
+
+
+def test_a_pair_without_a_mask_is_found_in_the_file(tmp_path):
+    make_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}").save_pretrained(
+        tmp_path / "model"
+    )
+    (tmp_path / "model/config.json").write_text("{}")
+    path = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    flags = {"loss_type": "dpo", "rollout_function_path": "slime.rollout.sft_rollout.generate_pairs"}
+    with pytest.raises(ValueError, match=rf"{path}:1: --loss-mask-type qwen must match the chat template"):
+        PromptDataSource(make_args(prompt_data=path, hf_checkpoint=str(tmp_path / "model"), **flags))
+
+
 def test_samples_of_a_rollout_share_a_micro_batch():
     lengths, rollouts = [9, 3, 4, 4, 8, 8, 2, 2], [0, 0, 1, 1, 2, 2, 3, 3]
     dynamic = DataConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=16, global_batch_size=4)

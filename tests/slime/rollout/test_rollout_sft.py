@@ -199,6 +199,59 @@ def test_sft_rollout_makes_trainable_samples(tmp_path):
         sample.check(require_log_probs=False)
 
 
+def with_model(tmp_path, template, context=4096):
+    make_tokenizer(template).save_pretrained(tmp_path / "model")
+    (tmp_path / "model/config.json").write_text(f'{{"max_position_embeddings": {context}}}')
+    return {
+        "hf_checkpoint": str(tmp_path / "model"),
+        "rollout_function_path": "slime.rollout.sft_rollout.generate_rollout",
+        "loss_type": "sft_loss",
+        "loss_mask_type": "qwen3",
+        "input_key": "messages",
+    }
+
+
+def test_a_conversation_without_a_mask_is_found_in_the_file(tmp_path):
+    """It was found when its step came, without file and line."""
+    chain = [user("a"), assistant("<think>use a tool</think>call"), user("b"), assistant("4")]
+    good = {"messages": [user("a"), assistant("b")]}
+    path = write_lines(tmp_path / "d.jsonl", [good, {"messages": chain}, good])
+    flags = with_model(tmp_path, THINKING) | {"prompt_data": path}
+    assert len(PromptDataSource(make_args(**flags))) == 3, "this template leaves thoughts out of both"
+    tool = {"role": "tool", "content": "3"}
+    bad = [*chain[:2], tool, assistant("<think>ok</think>3"), *chain[2:]]
+    write_lines(tmp_path / "d.jsonl", [good, {"messages": bad}, good])
+    with pytest.raises(
+        ValueError,
+        match=rf"{path}:2: a chat template must render .* precedes message 3 .*; split the conversation",
+    ):
+        PromptDataSource(make_args(**flags))
+    with pytest.raises(
+        ValueError, match=rf"{path}:1: --loss-mask-type distill_qwen must match the chat template"
+    ):
+        PromptDataSource(make_args(**flags | {"loss_mask_type": "distill_qwen"}))
+    strict = "{% if messages | length > 3 %}{{ raise_exception('too many') }}{% endif %}" + CHATML
+    with pytest.raises(
+        ValueError, match=rf"{path}:2: the chat template must be able to render .* too many; fix"
+    ):
+        PromptDataSource(make_args(**flags | with_model(tmp_path, strict)))
+
+
+def test_a_conversation_beyond_the_models_context_is_found_in_the_file(tmp_path, caplog):
+    """Its tokens beyond max_position_embeddings were trained without a word."""
+    rows = [{"messages": [user("a"), assistant("b" * n)]} for n in (3, 7, 5)]  # 22 more tokens each
+    flags = with_model(tmp_path, CHATML, 27) | {"prompt_data": write_lines(tmp_path / "d.jsonl", rows)}
+    with pytest.raises(
+        ValueError,
+        match=r"conversations must fit the model's context of 27 tokens \(max_position_embeddings\), got 1 of 3 that "
+        r"do not; the longest has 29 tokens at .*d.jsonl:2; shorten them, or .* --rollout-max-context-len 27",
+    ):
+        PromptDataSource(make_args(**flags))
+    assert len(PromptDataSource(make_args(**flags, rollout_max_context_len=27))) == 2
+    assert "1 of 3 prompts" in caplog.text and "longest: 29" in caplog.text
+    assert len(PromptDataSource(make_args(**flags | with_model(tmp_path, CHATML, 29)))) == 3
+
+
 def test_sft_errors_name_the_sample(tmp_path):
     with pytest.raises(
         ValueError, match="--input-key must name a column of chat messages for SFT, got text in sample 0"

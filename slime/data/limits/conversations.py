@@ -1,0 +1,84 @@
+"""The conversations that SFT and preference pairs train on: each must have a loss mask, and fit the model's context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from slime.checkpoints.hf_config import read_hf_config
+from slime.config.schema import Config
+from slime.data.files import Place
+from slime.data.limits.context import MODEL_SETTING
+from slime.data.rows import Columns
+from slime.data.tokenizer import tokenizer_identity
+from slime.loss_mask import MultiTurnLossMaskGenerator
+from slime.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Measures the conversations of a row as the trainer will see them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    kind: str
+    """--loss-mask-type."""
+    template_kwargs: dict[str, object] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    """The entries of a row's metadata that are conversations. Without names, the prompt is the conversation."""
+    longest: int | None = None
+    """The tokens that the model's config.json allows."""
+
+    @classmethod
+    def of(cls, c: Config, tokenizer: PreTrainedTokenizerBase, columns: Columns) -> Masks:
+        """For the rows of --prompt-data."""
+        names = () if columns.chosen_key is None else ("chosen", "rejected")
+        kwargs = columns.apply_chat_template_kwargs
+        longest = read_hf_config(c.rollout.hf_checkpoint).get(MODEL_SETTING)
+        return cls(tokenizer, c.data.loss_mask_type, kwargs, names, longest)
+
+    @property
+    def identity(self) -> str:
+        """All that decides `measure`, besides the row and its columns."""
+        return f"{self.kind} {self.names} {tokenizer_identity(self.tokenizer)}"
+
+    def measure(self, prompt: Prompt, where: Place) -> int:
+        """The tokens of the longest conversation of a row. ValueError with its place for one without a loss mask."""
+        every = [prompt.metadata[name] for name in self.names] or [prompt.text]
+        return max(self._tokens(messages, prompt, where) for messages in every)
+
+    def _tokens(self, messages: list[Message], prompt: Prompt, where: Place) -> int:
+        generator = MultiTurnLossMaskGenerator(self.tokenizer, self.kind)
+        try:
+            tokens, mask = generator.get_loss_mask(
+                messages, prompt.metadata.get("tools"), self.template_kwargs
+            )
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        except Exception as error:  # border: a chat template is a program of the model's author
+            raise ValueError(
+                f"{where}: the chat template must be able to render the conversation, got {type(error).__name__}: "
+                f"{error}; fix the line, or check the tokenizer's chat template and --apply-chat-template-kwargs"
+            ) from error
+        if not any(mask):
+            raise ValueError(
+                f"{where}: a conversation must have tokens to train on, got none in {len(tokens)}; fix the line"
+            )
+        return len(tokens)
+
+    def require_fit(self, lengths: np.ndarray, place: Callable[[int], str]) -> None:
+        """ValueError if a conversation is longer than the model's context. `place`: file and line of a row."""
+        too_long = np.flatnonzero(lengths > self.longest) if self.longest is not None else ()
+        if len(too_long):
+            worst = int(lengths.argmax())
+            raise ValueError(
+                f"conversations must fit the model's context of {self.longest} tokens ({MODEL_SETTING}), got "
+                f"{len(too_long)} of {len(lengths)} that do not; the longest has {lengths[worst]} tokens at "
+                f"{place(worst)}; shorten them, or leave them out with --rollout-max-context-len {self.longest}"
+            )
