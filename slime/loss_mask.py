@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from slime.data.rows import tool_schemas
 from slime.types import Message, Tools
 
 if TYPE_CHECKING:
@@ -28,6 +27,14 @@ _MARKERS = {
 
 _STAND_IN = "\ue000"
 """A character for private use, which ends no turn."""
+
+
+def tool_schemas(tools: Tools | None) -> Tools | None:
+    """The tools for a chat template. A name becomes a function of that name, because transformers takes objects
+    only."""
+    return tools and [
+        {"type": "function", "function": {"name": tool}} if isinstance(tool, str) else tool for tool in tools
+    ]
 
 
 def get_response_lengths(loss_masks: list[list[int]]) -> list[int]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.data.files import Place, Row, parse_json
 from slime.data.tokenizer import opened, opening_ids
+from slime.loss_mask import tool_schemas
 from slime.types import Message, Prompt, Tools
 
 if TYPE_CHECKING:
@@ -209,14 +210,6 @@ def _tool(entry: object, key: str, where: Place) -> object:
             f"{entry!r:.80}; fix the line"
         )
     return found
-
-
-def tool_schemas(tools: Tools | None) -> Tools | None:
-    """The tools for a chat template. A name becomes a function of that name, because transformers takes objects
-    only."""
-    return tools and [
-        {"type": "function", "function": {"name": tool}} if isinstance(tool, str) else tool for tool in tools
-    ]
 
 
 def render_chat(
