@@ -275,7 +275,7 @@ class PromptDataSource:
         first = order.visits
         index = start + order.next(passes_over)
         drawn = [number, first, order.visits - 1, index]
-        prompt, added = self.prompts[index], dict[str, Any]()
+        prompt, added = self.prompts[index], dict[str, object]()
         if (name := self.data_sets[number].name) is not None:
             added["data_source"] = name
         if rates is not None:

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from slime import http
 from slime.config.schema import Config, section_of
@@ -205,7 +205,7 @@ class GenerateState:
         else:
             self._loop.call_soon_threadsafe(self.semaphore.scale, first)
 
-    async def changed(self, tasks: Iterable[asyncio.Future[Any]]) -> None:
+    async def changed(self, tasks: Iterable[asyncio.Task[SampleGroup]]) -> None:
         """Return when one of the tasks has ended or `allow` was called."""
         news = asyncio.ensure_future(self._news.wait())
         try:
