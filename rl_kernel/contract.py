@@ -93,6 +93,14 @@ _ROTARY = {
     "float16": Tolerance(1e-7, 2.5 * 2**-11),
 }
 
+# Sums over the experts of a token in float32, rounded once. Values of both signs may cancel, so the bound has room for
+# terms that are larger than the largest sum: twice the unit roundoff.
+_ROW_SUMS = {
+    "float32": Tolerance(1e-7, 1e-6),
+    "bfloat16": Tolerance(1e-7, 2**-7),
+    "float16": Tolerance(1e-7, 2**-10),
+}
+
 CONTRACTS: Mapping[str, Contract] = {
     "linear_logp": Contract(_LINEAR_LOGP, _LINEAR_GRADIENTS, _LAYER, True, ("vocabulary",)),
     "linear_top": Contract(_LINEAR_LOGP, {}, (), True, ("vocabulary",)),
@@ -100,7 +108,9 @@ CONTRACTS: Mapping[str, Contract] = {
     "logp": Contract(_all_dtypes(Tolerance(5e-6, 1e-6)), _GRADIENTS, ("logits",), True, ("vocabulary",)),
     "ratio_kl": Contract(_all_dtypes(Tolerance(1e-6, 5e-6)), _GRADIENTS, ("log_probs",), True),
     "grpo_loss": Contract(_all_dtypes(Tolerance(1e-5, 1e-5)), _GRADIENTS, ("log_probs", "entropy"), True),
-    "swiglu": Contract(_SWIGLU, _SWIGLU_GRADIENTS, ("x",), True),
+    "swiglu": Contract(_SWIGLU, _SWIGLU_GRADIENTS, ("x", "weights"), True),
+    "expert_dispatch": Contract(_all_dtypes(Tolerance(0.0, 0.0)), _ROW_SUMS, ("x", "weights"), True),
+    "expert_combine": Contract(_ROW_SUMS, _all_dtypes(Tolerance(0.0, 0.0)), ("y",), True),
     "rotary": Contract(_ROTARY, _ROTARY, ("x",), True),
     "group_advantage": Contract(_all_dtypes(Tolerance(1e-7, 1e-6)), {}, (), True),
     "masked_sum": Contract(_all_dtypes(Tolerance(0.0, 1e-7)), _GRADIENTS, ("values",), True, _DATA),

@@ -2,6 +2,7 @@
 
 from rl_kernel.dispatch import capabilities
 from rl_kernel.mode import configure
+from rl_kernel.ops.expert_rows import expert_combine, expert_dispatch
 from rl_kernel.ops.group_advantage import group_advantage
 from rl_kernel.ops.grpo_loss import grpo_loss
 from rl_kernel.ops.linear_logp import linear_logp, linear_top
@@ -16,6 +17,8 @@ from rl_kernel.telemetry import telemetry
 __all__ = [
     "capabilities",
     "configure",
+    "expert_combine",
+    "expert_dispatch",
     "group_advantage",
     "grpo_loss",
     "linear_logp",

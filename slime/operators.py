@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.algo.corrections import LEVELS
 from slime.algo.estimators import estimator_of, surrogate_of
 from slime.algo.flags import reads_kl_in_reward
 from slime.algo.losses import loss_of
+from slime.checkpoints.hf_config import read_hf_config
 from slime.config.sections.kernels import OPERATORS
+from slime.models.reading import expert_count
 from slime.roles import POLICY, passes_of, roles_of
 
 if TYPE_CHECKING:
@@ -190,6 +193,14 @@ def _own_activation(config: Config) -> bool:
     return bool(local and "activation" not in bitwise(config))
 
 
+def _has_experts(config: Config) -> bool:
+    """Whether config.json names experts. Most rules are asked for before a checkpoint is there."""
+    directory = config.rollout.hf_checkpoint
+    if directory is None or not Path(directory, "config.json").is_file():
+        return False
+    return expert_count(read_hf_config(directory)) > 0
+
+
 def _own_advantages(config: Config) -> bool:
     algorithm = config.algorithm
     left_out = algorithm.disable_compute_advantages_and_returns or algorithm.custom_advantage_function_path
@@ -216,6 +227,8 @@ def _fused_policy_loss(config: Config) -> bool:
 _IN_TRAINING: dict[str, Callable[[Config], bool]] = {
     "rotary": lambda config: True,
     "swiglu": _own_activation,
+    "expert_dispatch": _has_experts,
+    "expert_combine": _has_experts,
     "ratio_kl": _has_kl,
     "masked_whiten": _whitens,
     "grpo_loss": _fused_policy_loss,

@@ -104,8 +104,8 @@ _BARE = {
     "no_async_tensor_model_parallel_allreduce": "no megatron-core that the trainer runs on reads it",
     "moe_grouped_gemm": "experts of a layer are always computed together, in torch's grouped products (one by one in "
     "float32 and on GPUs of other compute capabilities than 9 and 10)",
-    "moe_permute_fusion": "plain PyTorch sorts the tokens, with the same result; the fused form needs Transformer "
-    "Engine",
+    "moe_permute_fusion": "rl_kernel.expert_dispatch moves the tokens to their experts, in one kernel on GPUs",
+    "overlap_cpu_optimizer_d2h_h2d": "the host always updates weights while the gradients of other weights travel",
 }
 NO_EFFECT = {
     **{name: FlagSpec(name, str, None, why) for name, why in _TEXT.items()},

@@ -22,7 +22,7 @@ _NEVER_RUN = (
     "cpu_offloading",
 )
 _ON_HOST = "Adam on the host is torch's, and the memory of its gradients is always pinned"
-_ALLTOALL = "tokens travel to their experts by torch's all-to-all, with the same result"
+_ALLTOALL = "the number of ranks decides how tokens travel to their experts, with the same result"
 _FLASH = "attention runs in the kernel for packed rows, with the same mathematics"
 SAME_RESULT: dict[str, tuple[tuple[object, ...] | None, object, str]] = {
     "moe_token_dispatcher_type": (("flex", "allgather"), "alltoall", _ALLTOALL),

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from rl_kernel import (
+    expert_combine,
+    expert_dispatch,
     group_advantage,
     grpo_loss,
     linear_logp,
@@ -172,6 +174,17 @@ def decoder_layer(batch: Batch) -> None:
     backward(rotary(row[:, :4], angles, angles, impl="triton"), batch.column(4, HIDDEN, dtype=BF16))
 
 
+def experts(batch: Batch) -> None:
+    """All tokens have the same two experts, one of them on another rank."""
+    x, weights = batch.column(HIDDEN, dtype=BF16, leaf=True), batch.column(2, leaf=True)
+    rows = batch.column(2, dtype=torch.int32).cumsum(0, dtype=torch.int32) - 1
+    rows[:, 1] = -1
+    permuted, factors = expert_dispatch(x, weights, rows, batch.tokens, impl="triton")
+    gated = swiglu(permuted, factors, impl="triton")
+    out = expert_combine(torch.cat((gated, gated), 1), rows, impl="triton")
+    backward(out, batch.column(HIDDEN, dtype=BF16))
+
+
 def bitwise_layer(batch: Batch) -> None:
     x, gain = batch.column(HIDDEN, dtype=BF16), torch.ones(HIDDEN, dtype=BF16, device=DEVICE)
     invariant.linear(x, weight_of(BF16).detach(), None, TILES[-1])
@@ -222,6 +235,7 @@ STEPS: dict[str, Callable[[Batch], None]] = {
     "reductions": reductions,
     "advantages": advantages,
     "decoder layer": decoder_layer,
+    "experts": experts,
     "bitwise layer": bitwise_layer,
     "bitwise attention": bitwise_attention,
 }

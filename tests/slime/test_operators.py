@@ -16,7 +16,7 @@ from rl_kernel.telemetry import record
 from slime import operators
 from slime.rules import parse_args
 
-ALL = "linear_logp,linear_token_loss,logp,ratio_kl,grpo_loss,swiglu,rotary,group_advantage"
+ALL = "linear_logp,linear_token_loss,logp,ratio_kl,grpo_loss,swiglu,rotary,expert_dispatch,expert_combine,group_advantage"
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ COMPILE = """
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from rl_kernel.ops.swiglu.kernels import forward_kernel
+from rl_kernel.ops.swiglu.kernels import backward_kernel
 from rl_kernel.telemetry import time_compilations
 from slime import operators
 
@@ -272,10 +272,11 @@ heard = []
 knobs.compilation.listener = lambda **event: heard.append(event["cache_hit"])
 time_compilations()
 time_compilations()
-types = {"X": "*fp32", "OUT": "*fp32", "x_stride": "i32", "F": "i32", "BLOCK": "constexpr"}
+pointers = {"X": "*fp32", "D_OUT": "*fp32", "D_X": "*fp32"}
+types = pointers | {"x_stride": "i32", "d_stride": "i32", "F": "i32", "BLOCK": "constexpr"}
 steps = []
 for block in (64, 64, 128):
-    source = ASTSource(forward_kernel, types, {(4,): block})
+    source = ASTSource(backward_kernel, types, {(6,): block})
     compile(source, target=GPUTarget("cuda", 90, 32))
     steps.append(operators.step_metrics())
 print([step.get("rl_kernel/compile_ms", 0) > 1 for step in steps], [len(step) for step in steps], heard)

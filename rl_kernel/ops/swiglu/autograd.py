@@ -14,19 +14,24 @@ from rl_kernel.telemetry import timed
 
 
 class Swiglu(Function):
-    """Saves its input only. The backward computes the sigmoid again."""
+    """Saves its inputs only. The backward computes the sigmoid again."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weights: Tensor | None) -> Tensor:
         # All sizes are given: torch cannot infer a -1 for a tensor without elements.
         rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
-        ctx.save_for_backward(rows)
-        return kernels.forward(rows).view(*x.shape[:-1], x.shape[-1] // 2)
+        factors = None if weights is None else weights.reshape(len(rows))
+        ctx.save_for_backward(rows, factors)
+        return kernels.forward(rows, factors).view(*x.shape[:-1], x.shape[-1] // 2)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, upstream: Tensor) -> Tensor:
-        (rows,) = ctx.saved_tensors
+    def backward(ctx: Context, upstream: Tensor) -> tuple[Tensor, Tensor | None]:
+        rows, factors = ctx.saved_tensors
+        shape = upstream.shape[:-1]
         with timed("swiglu", rows.device):
-            grad = kernels.backward(rows, upstream.reshape(len(rows), upstream.shape[-1]))
-        return grad.view(*upstream.shape[:-1], rows.shape[-1])
+            of_rows = upstream.reshape(len(rows), upstream.shape[-1])
+            if factors is None:
+                return kernels.backward(rows, of_rows).view(*shape, rows.shape[-1]), None
+            grad, of_factors = kernels.weighted_backward(rows, factors, of_rows)
+        return grad.view(*shape, rows.shape[-1]), of_factors.view(shape)

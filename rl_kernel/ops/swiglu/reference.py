@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def swiglu_reference(x: Tensor) -> Tensor:
-    """x [..., 2 F] -> [..., F], in the dtype of x."""
+def swiglu_reference(x: Tensor, weights: Tensor | None = None) -> Tensor:
+    """x [..., 2 F], weights [...] -> [..., F], in the dtype of x."""
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    if weights is None:
+        return F.silu(gate) * up
+    wide = torch.promote_types(x.dtype, torch.float32)  # three factors would be rounded three times
+    return (F.silu(gate.to(wide)) * up.to(wide) * weights[..., None]).to(x.dtype)

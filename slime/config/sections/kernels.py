@@ -15,6 +15,8 @@ OPERATORS = (
     "grpo_loss",
     "swiglu",
     "rotary",
+    "expert_dispatch",
+    "expert_combine",
     "group_advantage",
 )
 """The values of --rl-kernel-ops. group_advantage also selects the masked reductions."""
@@ -39,7 +41,7 @@ class KernelsConfig:
     rl_kernel_ops: list[str] = flag(  # noqa: RUF009
         None,
         "operators that may run, separated by commas (default: all): linear_logp, linear_token_loss, "
-        "logp, ratio_kl, grpo_loss, swiglu, rotary, group_advantage",
+        "logp, ratio_kl, grpo_loss, swiglu, rotary, expert_dispatch, expert_combine, group_advantage",
     )
     rl_kernel_workspace_mib: int = flag(
         1536,

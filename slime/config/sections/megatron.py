@@ -79,10 +79,6 @@ class MegatronConfig:
     optimizer_offload_fraction: float = flag(
         1.0, "part of the weights for which --optimizer-cpu-offload does so", range=UNIT
     )
-    overlap_cpu_optimizer_d2h_h2d: bool = flag(
-        False,
-        "with --optimizer-cpu-offload: update a weight while the gradients of others travel to the host",
-    )
     reset_optimizer_states: bool = flag(
         False, "set Adam's moments and step counts to zero before each rollout is trained on"
     )

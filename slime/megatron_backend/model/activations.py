@@ -63,6 +63,13 @@ def clipped_swiglu(gate_and_up: Tensor) -> Tensor:
     return result
 
 
+def weighted(gated: Gated, gate_and_up: Tensor, weights: Tensor) -> Tensor:
+    """`gated(gate_and_up) * weights[..., None]` in the dtype of `gate_and_up`. SiLU is one kernel with the weights."""
+    if gated is swiglu:
+        return rl_kernel.swiglu(gate_and_up, weights)
+    return (gated(gate_and_up) * weights[..., None]).to(gate_and_up.dtype)
+
+
 ACTIVATIONS: dict[str, Gated] = {
     "swiglu": swiglu,
     "geglu": geglu,

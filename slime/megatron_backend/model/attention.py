@@ -71,7 +71,8 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     the K keys of every run, one run after the other, from the concatenated rows of all ranks. Otherwise `keys` is None
     and the keys are those of the rank's tokens. `gathered` [T] int64 is the row of each of the row's tokens in the
     concatenated rows of the group. `routing`: the experts of the tokens, see
-    `slime.megatron_backend.step.routing_replay`. None if the routers choose.
+    `slime.megatron_backend.step.routing_replay`. None if the routers choose. `longest`: P of the longest micro-batch
+    among the ranks that exchange tokens of experts, 0 if all have the same P.
     """
 
     own: int = 0
@@ -87,6 +88,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     gathered: Tensor | None = None
     keys: Rows | None = None
     routing: Any = None
+    longest: int = 0
 
     @functools.cached_property
     def sequences(self) -> tuple[Tensor, list[Bucket]]:

@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -35,7 +36,9 @@ from torch import Tensor, nn
 
 from slime.config import Config
 from slime.config.fields import spelled
-from slime.megatron_backend.model.activations import Gated
+from slime.megatron_backend.model.activations import Gated, weighted
+from slime.megatron_backend.model.attention import PackedLayout
+from slime.megatron_backend.model.expert_dispatch import GatheringDispatcher, gathers
 from slime.megatron_backend.model.grouped_product import GroupedProduct, expert_ends
 from slime.models import Decoder, Experts
 from slime.rules.experts import check_expert_layout, check_expert_settings, check_expert_width
@@ -126,6 +129,31 @@ class RouterLogits(torch.autograd.Function):
         return (upstream @ weight.float()).to(x.dtype), (upstream.T @ x.float()).to(weight.dtype)
 
 
+class _Choice:
+    """Megatron's hook for a replay of experts. Stores the ids that the router uses, those of `replay` if it has one."""
+
+    ids: Tensor
+
+    def __init__(self, replay: Any = None) -> None:
+        self._replay = replay
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        if self._replay is None:
+            values, self.ids = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        else:
+            values, self.ids = self._replay.get_replay_topk(
+                scores, topk, num_groups, group_topk, compute_topk
+            )
+        return values, self.ids
+
+
 class Router(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's router without two parts that megatron-core cannot run here. Its product calls a function of
     Transformer Engine, which may not be installed. Its count of tokens per expert, which only an update of the bias
@@ -135,6 +163,7 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
 
     def __init__(self, *args: Any, biases: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.router_replay = _Choice()
         if biases:
             self.bias = nn.Parameter(torch.empty(self.num_experts, dtype=self.weight.dtype))
             bias: Any = self.bias  # the mark is Megatron's: each rank has a part of the tokens
@@ -150,7 +179,12 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
 
     def replay(self, routing: Any) -> None:
         """Set the `slime.megatron_backend.step.routing_replay.Routing` of the next micro-batch, or None."""
-        self.router_replay = None if routing is None else routing.of_layer(self.layer_number - 1)
+        self.router_replay = _Choice(None if routing is None else routing.of_layer(self.layer_number - 1))
+
+    @property
+    def chosen(self) -> Tensor:
+        """The experts of the last call's tokens, [T, K]."""
+        return self.router_replay.ids
 
     def _apply_expert_bias(self, *unused: Any, **also_unused: Any) -> None: ...
 
@@ -216,7 +250,7 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
             gate_and_up = (
                 gate_and_up + torch.stack([e.linear_fc1.bias for e in self.local_experts])[expert_of]
             )
-        gated = (self.gated(gate_and_up) * permuted_probs[:, None]).to(tokens.dtype)
+        gated = weighted(self.gated, gate_and_up, permuted_probs)
         output = GroupedProduct.apply(gated, ends, *(e.linear_fc2.weight for e in self.local_experts))
         if second is not None:
             output = second(output, gated, ends)
@@ -229,14 +263,32 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
         return output, None
 
 
+class ExpertLayer(MoELayer):  # type: ignore[misc]  # megatron-core has no types
+    """Megatron's layer of experts, with `GatheringDispatcher` where few ranks share the experts."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
+        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+        if gathers(config):
+            groups = pg_collection or get_default_pg_collection()
+            self.token_dispatcher = GatheringDispatcher(
+                self.local_expert_indices, self.router, config, groups
+            )
+
+    def prepare(self, layout: PackedLayout) -> None:
+        """The next call has the tokens of `layout`."""
+        self.router.replay(layout.routing)
+        if isinstance(self.token_dispatcher, GatheringDispatcher):
+            self.token_dispatcher.prepare(layout)
+
+
 def experts_spec(shared: type, gated: Gated, *, biases: bool) -> ModuleSpec:
-    """The MLP slot of a layer with experts: Megatron's layer and dispatcher, `Router`, `GatedExperts`, and `shared` as
-    the shared expert if the model has one. `gated` is the experts' activation."""
+    """The MLP slot of a layer with experts: `ExpertLayer`, `Router`, `GatedExperts`, and `shared` as the shared expert
+    if the model has one. `gated` is the experts' activation."""
     first, second = (BiasedFirst, BiasedSecond) if biases else (ColumnParallelLinear, RowParallelLinear)
     products = MLPSubmodules(linear_fc1=first, linear_fc2=second)
     router = functools.partial(Router, biases=biases)
     return ModuleSpec(
-        module=MoELayer,
+        module=ExpertLayer,
         submodules=MoESubmodules(
             experts=ModuleSpec(module=GatedExperts, submodules=products, params={"gated": gated}),
             router=router,

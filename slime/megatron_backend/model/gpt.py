@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from slime.config import Config
 from slime.megatron_backend.model import transformer_engine
 from slime.megatron_backend.model.attention import PackedLayout, Rotary
+from slime.megatron_backend.model.expert_dispatch import share_longest
 from slime.megatron_backend.model.layer_spec import layer_spec
 from slime.megatron_backend.model.model_config import padded_vocab_size, transformer_config
 from slime.megatron_backend.model.norms import RMSNorm
@@ -220,7 +221,7 @@ def last_part(model: nn.Module) -> HiddenGPTModel:
 
 def stage_output(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tensor:
     """tokens [P] int64 -> output of this stage's last layer: [P, 1, H] in the model's dtype, or this rank's
-    [P / TP, 1, H] with sequence parallelism.
+    [P / TP, 1, H] with sequence parallelism. Collective over the ranks that share experts.
 
     ValueError if P does not fit the layout or, with sequence parallelism, the number of tensor-parallel ranks.
     """
@@ -235,6 +236,7 @@ def stage_output(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tens
             f"packed tokens must be a multiple of --tensor-model-parallel-size {tp} with --sequence-parallel, "
             f"got {tokens.numel()}; pad the row"
         )
+    share_longest(layout, core)
     output: Tensor = model(tokens[None], packed_seq_params=layout)
     return output
 

@@ -12,7 +12,6 @@ groups hold the rank's part of the model's own weights, and main weights are a s
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,45 +22,54 @@ from slime.megatron_backend.host_memory import pinned, unpin
 _SETTINGS = ("lr", "weight_decay", "betas", "eps")
 
 
+PART_BYTES = 2**28
+"""Size of a part's fp32 gradients. A part has at least one weight, whatever its size."""
+BUFFERS = 3
+
+
 class HostAdam(torch.optim.Optimizer):
     """AdamW over `groups` of a distributed optimizer: fp32 main weights and moments of each weight on the host.
 
     `fraction` of the elements are updated on the host, those of the first weights. The others stay on the device.
-    `overlap`: each weight is updated as soon as its gradient has arrived, while other weights travel; otherwise one
-    direction after the other. The result is the same. Host memory: 16 bytes per element, of which the 4 of the
-    gradients are pinned.
+    Weights travel in parts of about `PART_BYTES`: the host updates one part while the gradients of the next parts
+    arrive. `threads` compute on the host. The host needs 12 bytes per element, and `BUFFERS` pinned buffers of the size
+    of the largest part.
 
     m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; w = w - lr (m' / (sqrt(v') + eps) + wd w), with m' and v' corrected
     for their start at zero (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101).
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, fraction: float, overlap: bool) -> None:
+    def __init__(self, groups: list[dict[str, Any]], *, fraction: float, threads: int) -> None:
         super().__init__([{**group, "params": []} for group in groups], {})
         for own, group in zip(self.param_groups, groups, strict=True):
             own["params"] = group["params"]  # parts of weights, which torch would refuse as no leaves
         weights = [weight for group in groups for weight in group["params"]]
         self._device = weights[0].device if weights else torch.device("cpu")
+        self._threads = threads
         left = fraction * sum(weight.numel() for weight in weights)
         host: set[Tensor] = set()
         for weight in weights:
             if left > 0:
                 host.add(weight)
                 left -= weight.numel()
-        size = 4 * sum(weight.numel() for weight in host)
-        self._pinned = pinned(size, self._device, "the optimizer's gradients")
-        self._copies = torch.cuda.Stream() if overlap else None
-        self._parts: list[_HostPart | _DevicePart] = []
-        slab = self._pinned.view(torch.float32)
-        for group in self.param_groups:
-            moved = [weight for weight in group["params"] if weight in host]
-            kept = [weight for weight in group["params"] if weight not in host]
-            for of_part in [[weight] for weight in moved] if overlap else [moved]:
-                count = sum(weight.numel() for weight in of_part)
-                if of_part:
-                    self._parts.append(_HostPart(self, group, of_part, slab[:count]))
-                slab = slab[count:]
-            if kept:
-                self._parts.append(_DevicePart(self, group, kept))
+        parts = [
+            (group, part)
+            for group in self.param_groups
+            for part in _parts([weight for weight in group["params"] if weight in host])
+        ]
+        most = max((_elements(part) for _, part in parts), default=0)
+        count = min(BUFFERS, len(parts))
+        self._pinned = pinned(4 * count * most, self._device, "the optimizer's gradients")
+        buffers = self._pinned.view(torch.float32).split(most) if parts else []
+        self._on_host = [
+            _HostPart(self, group, part, buffers[i % count]) for i, (group, part) in enumerate(parts)
+        ]
+        self._on_device = [
+            _DevicePart(self, group, kept)
+            for group in self.param_groups
+            if (kept := [weight for weight in group["params"] if weight not in host])
+        ]
+        self._copies = torch.cuda.Stream() if self._on_host else None
         self.take_weights()
 
     @torch.no_grad()
@@ -74,16 +82,25 @@ class HostAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the model's weights from `decoupled_grad` of each."""
         assert closure is None
+        parts, before = self._on_host, torch.get_num_threads()
         if self._copies is not None:
             self._copies.wait_stream(torch.cuda.current_stream())
-        for part in self._parts:
-            with self._copying():
+        with torch.cuda.stream(self._copies):
+            for part in parts[:BUFFERS]:
                 part.fetch()
-        for part in self._parts:
+        for device_part in self._on_device:
+            device_part.update()
+        torch.set_num_threads(self._threads)
+        for number, part in enumerate(parts):
             part.update()
-
-    def _copying(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._copies or torch.cuda.current_stream())
+            with torch.cuda.stream(self._copies):
+                part.send()
+                # The stream's order keeps this copy behind the one that leaves the same buffer.
+                for following in parts[number + BUFFERS : number + BUFFERS + 1]:
+                    following.fetch()
+        torch.set_num_threads(before)
+        if self._copies is not None:
+            torch.cuda.current_stream().wait_stream(self._copies)
 
     def get_unscaled_state(self, weight: Tensor, name: str) -> Tensor:
         """A state of a weight, as megatron-core asks for it when it saves."""
@@ -112,7 +129,23 @@ class HostAdam(torch.optim.Optimizer):
     def close(self) -> None:
         """Unpin the gradients' memory. No step may follow."""
         unpin(self._pinned, self._device)
-        self._parts.clear()
+        self._on_host.clear()
+        self._on_device.clear()
+
+
+def _elements(weights: list[Tensor]) -> int:
+    return sum(weight.numel() for weight in weights)
+
+
+def _parts(weights: list[Tensor]) -> list[list[Tensor]]:
+    """Consecutive weights whose gradients together have `PART_BYTES`."""
+    parts: list[list[Tensor]] = []
+    for weight in weights:
+        if parts and 4 * (_elements(parts[-1]) + weight.numel()) <= PART_BYTES:
+            parts[-1].append(weight)
+        else:
+            parts.append([weight])
+    return parts
 
 
 def _adam(owner: HostAdam, weights: list[Tensor], masters: list[Tensor]) -> torch.optim.AdamW:
@@ -136,11 +169,11 @@ def _advance(adam: torch.optim.AdamW, group: dict[str, Any]) -> None:
 
 
 class _HostPart:
-    """Weights of a group that are updated on the host, in one call."""
+    """Weights of a group that are updated on the host, in one call. `buffer`: pinned, for the gradients."""
 
-    def __init__(self, owner: HostAdam, group: dict[str, Any], weights: list[Tensor], grads: Tensor) -> None:
+    def __init__(self, owner: HostAdam, group: dict[str, Any], weights: list[Tensor], buffer: Tensor) -> None:
         self._group, self._weights = group, weights
-        self._grads = list(grads.split([weight.numel() for weight in weights]))
+        self._grads = list(buffer[: _elements(weights)].split([weight.numel() for weight in weights]))
         self._masters = [torch.empty_like(grad) for grad in self._grads]
         self._adam = _adam(owner, weights, self._masters)
         for master, grad in zip(self._masters, self._grads, strict=True):
@@ -148,13 +181,18 @@ class _HostPart:
         self._arrived = torch.cuda.Event()
 
     def fetch(self) -> None:
+        """Copy the gradients to the host."""
         for weight, grad in zip(self._weights, self._grads, strict=True):
             grad.copy_(weight.decoupled_grad.float(), non_blocking=True)  # type: ignore[attr-defined]
         self._arrived.record()
 
     def update(self) -> None:
+        """Wait for the gradients and update the main weights."""
         self._arrived.synchronize()
         _advance(self._adam, self._group)
+
+    def send(self) -> None:
+        """Copy the weights to the device."""
         for weight, master, grad in zip(self._weights, self._masters, self._grads, strict=True):
             # The gradient's pinned memory is free now. Half of it holds the weight in bf16 on its way.
             out = grad.view(weight.dtype)[: weight.numel()]
@@ -170,11 +208,9 @@ class _DevicePart:
         self._masters = [weight.detach().float() for weight in weights]  # itself, if it is fp32
         self._adam = _adam(owner, weights, self._masters)
 
-    def fetch(self) -> None:
+    def update(self) -> None:
         for weight, master in zip(self._weights, self._masters, strict=True):
             master.grad = weight.decoupled_grad.float()  # type: ignore[attr-defined]
-
-    def update(self) -> None:
         _advance(self._adam, self._group)
         for weight, master in zip(self._weights, self._masters, strict=True):
             master.grad = None

@@ -128,7 +128,7 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
         """A recomputed layer calls this in the backward too, with its own micro-batch."""
         if self.is_moe_layer:
-            self.mlp.router.replay(packed_seq_params.routing)
+            self.mlp.prepare(packed_seq_params)
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 

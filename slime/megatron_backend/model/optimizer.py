@@ -7,6 +7,7 @@ One step: `model.zero_grad_buffer(); optimizer.zero_grad()`, forward and backwar
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
@@ -84,8 +85,14 @@ def _move_to_host(optimizer: MegatronOptimizer, config: Config) -> None:
             chained.optimizer = HostAdam(
                 chained.optimizer.param_groups,
                 fraction=flags.optimizer_offload_fraction,
-                overlap=flags.overlap_cpu_optimizer_d2h_h2d,
+                threads=_host_threads(config),
             )
+
+
+def _host_threads(config: Config) -> int:
+    """Cores for each trainer rank of a host. Ray sets the number of threads of an actor with a GPU to 1."""
+    ranks = config.cluster.actor_num_gpus_per_node
+    return max(min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks), 1)
 
 
 def reload_weights(optimizer: MegatronOptimizer) -> None:

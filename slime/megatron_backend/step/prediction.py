@@ -24,6 +24,7 @@ from slime.data.ahead import look_ahead, unshared
 from slime.data.packing import MicroBatch
 from slime.data.token_slice import TokenSlice
 from slime.megatron_backend.model.attention import packed_layout
+from slime.megatron_backend.model.expert_dispatch import share_longest
 from slime.megatron_backend.model.gpt import HiddenGPTModel, hidden_of, last_part, output_weight
 from slime.megatron_backend.model.rows import Rows, take
 from slime.megatron_backend.step.heads.head import LmHead
@@ -49,6 +50,7 @@ class Predictions:
         part = unshared(batch.part, multiple)
         layout = packed_layout(part, output.device, ranks.cp_group)
         layout.rotary = inner.rotary(layout.positions)
+        share_longest(layout, core)
         state = _constant_state(inner, batch, part, output)
         weights = batch.columns["loss_masks"] / batch.columns["loss_denominators"]
         total = torch.zeros((), device=output.device)

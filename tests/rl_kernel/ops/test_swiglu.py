@@ -86,7 +86,7 @@ def test_calls_are_counted_by_rows():
 
 def test_capabilities():
     found = capabilities()["swiglu"]
-    assert found["differentiable"] == ["x"] and found["deterministic"] and found["parallel"] == []
+    assert found["differentiable"] == ["x", "weights"] and found["deterministic"] and found["parallel"] == []
     assert found["outputs"]["bfloat16"]["relative"] == 2**-7
 
 

@@ -155,7 +155,7 @@ def test_published_and_transformers_spelling_are_one(tmp_path):
         assert (core.moe_router_pre_softmax, core.moe_router_dtype) == (False, "fp32")
         assert core.moe_aux_loss_coeff == 0.0 and core.moe_token_dispatcher_type == "alltoall"
     kinds = [type(m.mlp).__name__ for m in unwrap(loaded(tmp_path)).decoder.layers]
-    assert kinds == ["GatedMLP", "MoELayer", "GatedMLP", "GatedMLP"]
+    assert kinds == ["GatedMLP", "ExpertLayer", "GatedMLP", "GatedMLP"]
     experts = [m for m in unwrap(loaded(tmp_path)).modules() if isinstance(m, GatedExperts)]
     assert [len(m.local_experts) for m in experts] == [6]
 

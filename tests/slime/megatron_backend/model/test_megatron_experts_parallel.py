@@ -140,7 +140,7 @@ def test_shards_are_put_together_bitwise(one, two, layout):
 
 
 def test_pipeline_stages_have_the_layers_of_their_numbers(one, two):
-    assert [rank["pp"]["kinds"] for rank in two] == [["GatedMLP"], ["MoELayer"]]
+    assert [rank["pp"]["kinds"] for rank in two] == [["GatedMLP"], ["ExpertLayer"]]
     for rank in two:
         assert rank["pp"]["before"].keys() == one["before"].keys()
         assert all(torch.equal(t, one["before"][n]) for n, t in rank["pp"]["before"].items())

@@ -29,7 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "dp": {},
     "dp-plain": {"use_distributed_optimizer": False},
-    "dp-host": {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
+    "dp-host": {"optimizer_cpu_offload": True},
 }
 
 

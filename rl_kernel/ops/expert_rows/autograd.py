@@ -1,0 +1,52 @@
+"""`expert_dispatch` and `expert_combine` by their Triton kernels. The gradient of one is the forward of the other."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from rl_kernel.autograd import Context
+from rl_kernel.ops.expert_rows import kernels
+from rl_kernel.telemetry import timed
+
+
+class _Total(Context):
+    total: int
+
+
+class Dispatch(Function):
+    """Saves the rows only."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: Tensor, weights: Tensor, rows: Tensor, total: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows)
+        return kernels.spread(x, weights, rows, total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Context, d_out: Tensor, d_weights: Tensor
+    ) -> tuple[Tensor, Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        with timed("expert_dispatch", d_out.device):
+            return *kernels.gather_sum(d_out, d_weights, rows), None, None
+
+
+class Combine(Function):
+    """Saves the rows only."""
+
+    @staticmethod
+    def forward(ctx: _Total, y: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.total = len(y)
+        return kernels.gather_sum(y, None, rows)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Total, upstream: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        with timed("expert_combine", upstream.device):
+            return kernels.spread(upstream, None, rows, ctx.total)[0], None
