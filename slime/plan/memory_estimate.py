@@ -163,9 +163,11 @@ def _part(fraction: float) -> str:
 
 
 def host_memory(c: Config, shape: Shape) -> Iterator[Item]:
-    """Of --optimizer-cpu-offload: fp32 main weights, two moments, and the gradients that arrive from the device."""
+    """Of --optimizer-cpu-offload: fp32 main weights and two moments, and the buffers in which gradients arrive
+    (`slime.megatron_backend.model.host_adam`: 3 of 256 MiB)."""
     if (moved := 1 - on_device(c)) == 0:
         return
+    total = 0.0
     for role in roles_of(c):
         if role.trained:
             of_role = "" if role is POLICY else f"{role.name} "
@@ -176,8 +178,10 @@ def host_memory(c: Config, shape: Shape) -> Iterator[Item]:
                 head=not role.has_values(c),
                 trained=True,
             ):
-                how = f"{share} x 16 B{ranks} / {shards} shards{_part(moved)}"
-                yield Item(f"{kind}{of_role}optimizer", params * 16 / shards * moved, how)
+                how = f"{share} x 12 B{ranks} / {shards} shards{_part(moved)}"
+                total += params / shards * moved
+                yield Item(f"{kind}{of_role}optimizer", params * 12 / shards * moved, how)
+    yield Item("gradients of Adam", min(3 * 2**28, 4 * total), "3 buffers of 256 MiB, pinned")
 
 
 def work_memory(c: Config, shape: Shape) -> Iterator[Item]:

@@ -18,8 +18,8 @@ from slime.plan.units import GIB
 GPU_MEMORY, HOST_MEMORY = "--gpu-memory-gib", "--host-memory-gib"
 """Options of `vime plan` that are no flags of a run."""
 _OF = {
-    GPU_MEMORY: "the memory of one GPU",
-    HOST_MEMORY: "the memory of one host, or the limit of its container",
+    GPU_MEMORY: "memory of one GPU",
+    HOST_MEMORY: "memory of one host, or the limit of its container",
 }
 
 
@@ -54,7 +54,7 @@ def gib(given: str, name: str = GPU_MEMORY) -> float:
         size = math.nan
     if not 0 < size < math.inf:
         raise ValueError(
-            f"{name} must be a number above 0, got {given or 'none'}; give the GiB of memory of {_OF[name]}"
+            f"{name} must be a number above 0, got {given or 'none'}; give the GiB of {_OF[name]}"
         )
     return size
 

@@ -288,18 +288,19 @@ def test_shapes_of_other_families():
 
 
 def test_an_optimizer_on_the_host_by_hand():
-    """The device loses 12 bytes per parameter, and the host gets 16: main weights, two moments, arriving gradients."""
+    """The device loses 12 bytes per parameter, and the host gets them, and buffers for arriving gradients."""
     plain, host = config(), config(optimizer_cpu_offload=True)
     assert items(host) == items(plain) | {"optimizer": 0}
     assert estimate(plain, QWEN3_4B).host == ()
-    (on_host,) = estimate(host, QWEN3_4B).host
-    assert (on_host.bytes, on_host.arithmetic) == (PARAMS * 16, "4.02 G x 16 B / TP 1 / 1 shards")
+    on_host, buffers = estimate(host, QWEN3_4B).host
+    assert (on_host.bytes, on_host.arithmetic) == (PARAMS * 12, "4.02 G x 12 B / TP 1 / 1 shards")
+    assert (buffers.bytes, buffers.arithmetic) == (3 * 2**28, "3 buffers of 256 MiB, pinned")
     quarter = estimate(config(optimizer_cpu_offload=True, optimizer_offload_fraction=0.25), QWEN3_4B)
     assert quarter.of_part("optimizer") == PARAMS * 12 * 0.75
-    assert [item.bytes for item in quarter.host] == [PARAMS * 16 * 0.25]
+    assert [item.bytes for item in quarter.host] == [PARAMS * 12 * 0.25, 3 * 2**28]
     bf16 = {"overrides": FULL | {"grad_reduce_in_fp32": False}}
     assert items(config(**bf16))["optimizer step"] == PARAMS * 4
     assert "optimizer step" not in items(config(**bf16, optimizer_cpu_offload=True))
     layout = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "actor_num_gpus_per_node": 8}
     sparse = estimate(config(**layout, optimizer_cpu_offload=True), QWEN3_30B_A3B)
-    assert [item.name for item in sparse.host] == ["optimizer", "expert optimizer"]
+    assert [item.name for item in sparse.host] == ["optimizer", "expert optimizer", "gradients of Adam"]

@@ -85,7 +85,7 @@ def test_a_colocated_plan_decides_for_the_gpu_that_is_named(flags, capsys):
 
 
 def test_a_plan_adds_up_the_host_and_compares_it(flags, capsys):
-    """60 GiB of Adam on the host: a host of 60 GiB is too small, whatever the GPU."""
+    """45 GiB of Adam on the host: a host of 60 GiB is too small, whatever the GPU."""
     argv = (*flags, *COLOCATED, "--gpu-memory-gib", "140.4", "--optimizer-cpu-offload")
     found = parts(capsys, *argv, "--host-memory-gib", "503")
     host = found["Memory of a host"]
@@ -102,7 +102,7 @@ def test_a_plan_adds_up_the_host_and_compares_it(flags, capsys):
         "does not fit a host of 60 GiB, of which a plan fills 93%: "
     )
     assert found["What would make it fit"][0].startswith(
-        "--optimizer-cpu-offload --optimizer-offload-fraction 0.7"
+        "--optimizer-cpu-offload --optimizer-offload-fraction 0.9"
     )
     assert "fit" not in parts(capsys, *argv)["Memory of a host"][-1]
 
