@@ -16,7 +16,10 @@ from rl_kernel.telemetry import record
 from slime import operators
 from slime.rules import parse_args
 
-ALL = "linear_logp,linear_token_loss,logp,ratio_kl,grpo_loss,swiglu,rotary,expert_dispatch,expert_combine,group_advantage"
+ALL = (
+    "linear_logp,linear_token_loss,logp,ratio_kl,grpo_loss,swiglu,rotary,expert_dispatch,expert_combine,"
+    "group_advantage"
+)
 
 
 @pytest.fixture

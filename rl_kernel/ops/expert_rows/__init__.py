@@ -1,7 +1,7 @@
 """`expert_dispatch` and `expert_combine`: tokens to the rows of their experts, and the sums of the rows back.
 
-    ids [T, K] -> expert_rows -> rows [T, K], counts [E]
-    x [T, H] -> expert_dispatch -> [C, H], sorted by expert -> the experts -> expert_combine -> [T, H]
+ids [T, K] -> expert_rows -> rows [T, K], counts [E]
+x [T, H] -> expert_dispatch -> [C, H], sorted by expert -> the experts -> expert_combine -> [T, H]
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def expert_dispatch(
         impl: names the implementation, "reference" or "triton", for tests and comparisons.
 
     Returns:
-        [C, H] in the dtype of x and [C] in the dtype of `weights`, differentiable in x and `weights`. Saves `rows` only.
-        The gradient of x is summed in float32 and rounded once.
+        [C, H] in the dtype of x and [C] in the dtype of `weights`, differentiable in x and `weights`. Saves `rows`
+        only. The gradient of x is summed in float32 and rounded once.
 
     Raises:
         ValueError: wrong shape, dtype or device, a negative `total`, `rows` that require grad.
         Refused: the mode or `impl` demands the fast implementation and it cannot run.
 
-    Deterministic: the sums of the gradient have the order of k. Source: "Outrageously Large Neural Networks", Shazeer et
-    al. (2017), section 3.1.
+    Deterministic: the sums of the gradient have the order of k. Source: "Outrageously Large Neural Networks", Shazeer
+    et al. (2017), section 3.1.
     """
     check_tensor("x", x, ["T", "H"], FLOATS)
     check_tensor("rows", rows, [x.shape[0], "K"], INTEGERS, device=x.device)

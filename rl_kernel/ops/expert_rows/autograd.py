@@ -19,17 +19,13 @@ class Dispatch(Function):
     """Saves the rows only."""
 
     @staticmethod
-    def forward(
-        ctx: Context, x: Tensor, weights: Tensor, rows: Tensor, total: int
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, x: Tensor, weights: Tensor, rows: Tensor, total: int) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(rows)
         return kernels.spread(x, weights, rows, total)
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Context, d_out: Tensor, d_weights: Tensor
-    ) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Context, d_out: Tensor, d_weights: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (rows,) = ctx.saved_tensors
         with timed("expert_dispatch", d_out.device):
             return *kernels.gather_sum(d_out, d_weights, rows), None, None

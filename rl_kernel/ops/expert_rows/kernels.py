@@ -23,7 +23,7 @@ def spread_kernel(X, W, ROWS, OUT, OUT_W, x_stride, H, K: tl.constexpr, BLOCK: t
         row = tl.load(ROWS + token * K + k).to(tl.int64)
         if row >= 0:
             tl.store(OUT + row * H + lane, x, inside)
-            if W is not None:
+            if W is not None:  # noqa: SIM102  # decided when the kernel is compiled
                 if tl.program_id(1) == 0:
                     tl.store(OUT_W + row, tl.load(W + token * K + k))
 
@@ -39,7 +39,7 @@ def gather_sum_kernel(Y, W, ROWS, OUT, OUT_W, y_stride, H, K: tl.constexpr, BLOC
         row = tl.load(ROWS + token * K + k).to(tl.int64)
         if row >= 0:
             total += tl.load(Y + row * y_stride + lane, inside, other=0.0).to(tl.float32)
-        if W is not None:
+        if W is not None:  # noqa: SIM102  # decided when the kernel is compiled
             if tl.program_id(1) == 0:
                 weight = tl.load(W + row, mask=row >= 0, other=0.0)
                 tl.store(OUT_W + token * K + k, weight)
@@ -66,7 +66,9 @@ def gather_sum(y: Tensor, row_weights: Tensor | None, rows: Tensor) -> tuple[Ten
     return out, weights
 
 
-def _launch(kernel: object, source: Tensor, w: Tensor | None, rows: Tensor, out: Tensor, out_w: Tensor) -> None:
+def _launch(
+    kernel: object, source: Tensor, w: Tensor | None, rows: Tensor, out: Tensor, out_w: Tensor
+) -> None:
     tokens, topk = rows.shape
     width = source.shape[1]
     # Without columns the weights still move: one block with no column inside.

@@ -1,4 +1,4 @@
-"""`expert_dispatch` and `expert_combine` in plain PyTorch: the definition of correct. Autograd gives their gradients."""
+"""`expert_dispatch` and `expert_combine` in plain PyTorch: the definition of correct, with autograd's gradients."""
 
 from __future__ import annotations
 

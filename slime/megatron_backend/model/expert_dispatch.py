@@ -11,7 +11,7 @@ The host waits for one number per layer and pass, the rows of its experts, while
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,8 @@ from slime.megatron_backend.model.attention import PackedLayout
 
 
 def gathers(core: TransformerConfig) -> bool:
-    """Whether the ranks that share a layer's experts gather all tokens: at most as many ranks as a token has experts."""
+    """Whether the ranks that share a layer's experts gather all tokens: if they are at most as many as a token's
+    experts."""
     if core.num_moe_experts is None:
         return False
     ranks: int = parallel_state.get_expert_tensor_and_model_parallel_world_size()
@@ -55,13 +56,24 @@ def share_longest(layout: PackedLayout, core: TransformerConfig) -> None:
     layout.longest = int(rows)
 
 
+class Chooser(Protocol):
+    """A router."""
+
+    @property
+    def chosen(self) -> Tensor:
+        """The experts of the last call's tokens, integers [T, K]."""
+        ...
+
+
 class GatheringDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's interface of a token dispatcher, by `rl_kernel.expert_dispatch` and `expert_combine`.
 
     `local`: the numbers of this rank's experts, which are consecutive. `router` holds the ids that it has chosen.
     """
 
-    def __init__(self, local: list[int], router: Any, config: TransformerConfig, pg_collection: Any) -> None:
+    def __init__(
+        self, local: list[int], router: Chooser, config: TransformerConfig, pg_collection: object
+    ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self._first, self._count, self._router = local[0], len(local), router
         self._padded: tuple[int, int] | None = None
@@ -77,11 +89,13 @@ class GatheringDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # megatron
         ranks. Gathers the ids of the experts."""
         self._shape = hidden_states.shape
         hidden = hidden_states.reshape(-1, self._shape[-1])
-        ids: Tensor = self._router.chosen
+        ids = self._router.chosen
         weights = probs.gather(1, ids)
         if self._padded is not None:
             longest, own = self._padded
-            more = len(hidden) * longest // own - len(hidden)  # with sequence parallelism a rank has a part of the rows
+            more = len(hidden) * longest // own - len(
+                hidden
+            )  # with sequence parallelism a rank has a part of the rows
             hidden, weights, ids = (
                 pad(x, (0, 0, 0, more), value=value)
                 for x, value in ((hidden, 0.0), (weights, 0.0), (ids, -1))

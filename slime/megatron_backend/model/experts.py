@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -129,12 +129,24 @@ class RouterLogits(torch.autograd.Function):
         return (upstream @ weight.float()).to(x.dtype), (upstream.T @ x.float()).to(weight.dtype)
 
 
+OwnTopk = Callable[..., tuple[Tensor, Tensor]]
+"""Megatron's choice of experts: (scores, topk, groups) -> values and ids [T, K]."""
+
+
+class ReplaysTopk(Protocol):
+    """What Megatron's router asks for the experts of its tokens."""
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute_topk: OwnTopk
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 class _Choice:
     """Megatron's hook for a replay of experts. Stores the ids that the router uses, those of `replay` if it has one."""
 
     ids: Tensor
 
-    def __init__(self, replay: Any = None) -> None:
+    def __init__(self, replay: ReplaysTopk | None = None) -> None:
         self._replay = replay
 
     def get_replay_topk(
@@ -143,7 +155,7 @@ class _Choice:
         topk: int,
         num_groups: int | None,
         group_topk: int | None,
-        compute_topk: Callable[..., tuple[Tensor, Tensor]],
+        compute_topk: OwnTopk,
     ) -> tuple[Tensor, Tensor]:
         if self._replay is None:
             values, self.ids = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -266,7 +278,9 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
 class ExpertLayer(MoELayer):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's layer of experts, with `GatheringDispatcher` where few ranks share the experts."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *args: object, pg_collection: object = None, **kwargs: object
+    ) -> None:
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
         if gathers(config):
             groups = pg_collection or get_default_pg_collection()

@@ -106,13 +106,15 @@ def test_a_layer_of_experts_is_the_weighted_sum(impl):
 
 def test_strided_inputs_and_gradients(impl):
     case = ExpertRowsCase("strided", 5, 12, 6, 3)
-    rows, counts = case.rows(DEVICE)
+    rows, _ = case.rows(DEVICE)
     x, weights = case.inputs(device=DEVICE)
     wanted = expert_dispatch(x, weights, rows, 15, impl=impl)[0]
     turned = x.t().contiguous().t()
     part = torch.cat((torch.full((5, 3), torch.nan, device=DEVICE), x), 1)[:, 3:]
     for same in (turned, part):
-        assert torch.equal(expert_dispatch(same, weights, rows.t().contiguous().t(), 15, impl=impl)[0], wanted)
+        assert torch.equal(
+            expert_dispatch(same, weights, rows.t().contiguous().t(), 15, impl=impl)[0], wanted
+        )
     leaf = x.requires_grad_()
     expert_dispatch(leaf, weights, rows, 15, impl=impl)[0].sum().backward()  # an expanded gradient
     assert torch.equal(leaf.grad, torch.full_like(leaf, 3.0))

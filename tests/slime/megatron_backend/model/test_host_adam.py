@@ -8,8 +8,8 @@ from megatron_cases import make_config, sequences, train_step
 
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
-from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model import host_adam
+from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.host_adam import HostAdam
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import build_optimizer, close_optimizer, reload_weights
