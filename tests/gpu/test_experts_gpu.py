@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rl_kernel import swiglu
-from slime.megatron_backend.model.grouped_product import GroupedProduct, expert_ends
+from slime.megatron_backend.model.moe.grouped_product import GroupedProduct, expert_ends
 
 pytestmark = pytest.mark.gpu
 

@@ -31,7 +31,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from slime.megatron_backend.model.grouped_product import GroupedProduct
+from slime.megatron_backend.model.moe.grouped_product import GroupedProduct
 from slime.models.lora import Lora
 
 Read = Callable[[Tensor], Tensor]

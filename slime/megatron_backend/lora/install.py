@@ -18,8 +18,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from slime.megatron_backend.lora.adapters import Adapter, ExpertAdapter, Slot
-from slime.megatron_backend.model.experts import GatedExperts
 from slime.megatron_backend.model.layers import NormedLinear
+from slime.megatron_backend.model.moe.experts import GatedExperts
 from slime.megatron_backend.model.parameter_names import whole_model_name
 from slime.models import family_for
 from slime.models.layouts import Row

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from slime.config import Config
 from slime.megatron_backend.model import transformer_engine
 from slime.megatron_backend.model.attention import PackedLayout, Rotary
-from slime.megatron_backend.model.expert_dispatch import share_longest
 from slime.megatron_backend.model.layer_spec import layer_spec
 from slime.megatron_backend.model.model_config import padded_vocab_size, transformer_config
+from slime.megatron_backend.model.moe.expert_dispatch import share_longest
 from slime.megatron_backend.model.norms import RMSNorm
 from slime.megatron_backend.model.parameter_names import freeze
 from slime.megatron_backend.model.prediction_layer import prediction_spec

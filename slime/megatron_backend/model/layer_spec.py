@@ -8,8 +8,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.megatron_backend.model.activations import ACTIVATIONS
 from slime.megatron_backend.model.attention_kinds import KINDS
-from slime.megatron_backend.model.experts import experts_spec
 from slime.megatron_backend.model.layers import MLPS, DecoderLayer, SharedExpert
+from slime.megatron_backend.model.moe.experts import experts_spec
 from slime.megatron_backend.model.norms import RMSNorm
 from slime.models import Decoder, Layer
 

@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
-from slime.megatron_backend.model.experts import expert_fields
+from slime.megatron_backend.model.moe.experts import expert_fields
 from slime.models import decoder_of
 from slime.plan.stages import micro_batch_group, stages_of
 from slime.rules.heads import check_heads

@@ -24,8 +24,8 @@ from slime.data.ahead import look_ahead, unshared
 from slime.data.packing import MicroBatch
 from slime.data.token_slice import TokenSlice
 from slime.megatron_backend.model.attention import packed_layout
-from slime.megatron_backend.model.expert_dispatch import share_longest
 from slime.megatron_backend.model.gpt import HiddenGPTModel, hidden_of, last_part, output_weight
+from slime.megatron_backend.model.moe.expert_dispatch import share_longest
 from slime.megatron_backend.model.rows import Rows, take
 from slime.megatron_backend.step.heads.head import LmHead
 

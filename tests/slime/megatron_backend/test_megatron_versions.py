@@ -212,7 +212,7 @@ def test_a_renamed_method_is_found(monkeypatch):
     before = megatron_names.look()["replaced"]
     monkeypatch.delattr(TopKRouter, "_apply_expert_bias")
     lost = set(before) - set(megatron_names.look()["replaced"])
-    assert lost == {"slime.megatron_backend.model.experts.Router._apply_expert_bias"}
+    assert lost == {"slime.megatron_backend.model.moe.experts.Router._apply_expert_bias"}
 
 
 def passes(environment: dict[str, str], *names: str) -> None:

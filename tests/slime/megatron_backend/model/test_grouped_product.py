@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slime.megatron_backend.model.grouped_product import GroupedProduct, expert_ends
+from slime.megatron_backend.model.moe.grouped_product import GroupedProduct, expert_ends
 
 SHARES = {
     "uneven": [5, 1, 7, 3],

@@ -27,9 +27,9 @@ import rl_kernel
 from slime.checkpoints.hf_config import read_hf_config
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
 from slime.megatron_backend.checkpoint.weights import export_hf, save_hf
-from slime.megatron_backend.model.experts import GatedExperts
 from slime.megatron_backend.model.gpt import output_weight, unwrap, vocab_range
 from slime.megatron_backend.model.model_config import transformer_config
+from slime.megatron_backend.model.moe.experts import GatedExperts
 from slime.megatron_backend.model.optimizer import build_optimizer
 from slime.models.reading import sparse_layers
 

@@ -38,8 +38,8 @@ from slime.config import Config
 from slime.config.fields import spelled
 from slime.megatron_backend.model.activations import Gated, weighted
 from slime.megatron_backend.model.attention import PackedLayout
-from slime.megatron_backend.model.expert_dispatch import GatheringDispatcher, gathers
-from slime.megatron_backend.model.grouped_product import GroupedProduct, expert_ends
+from slime.megatron_backend.model.moe.expert_dispatch import GatheringDispatcher, gathers
+from slime.megatron_backend.model.moe.grouped_product import GroupedProduct, expert_ends
 from slime.models import Decoder, Experts
 from slime.rules.experts import check_expert_layout, check_expert_settings, check_expert_width
 

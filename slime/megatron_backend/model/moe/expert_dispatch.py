@@ -36,7 +36,7 @@ def gathers(core: TransformerConfig) -> bool:
     if core.num_moe_experts is None:
         return False
     ranks: int = parallel_state.get_expert_tensor_and_model_parallel_world_size()
-    return ranks <= core.moe_router_topk
+    return ranks <= int(core.moe_router_topk)
 
 
 def share_longest(layout: PackedLayout, core: TransformerConfig) -> None:
