@@ -15,7 +15,8 @@ QWEN = "qwen2.5-0.5b qwen2.5-1.5b qwen2.5-7b qwen2.5-32b qwen3-0.6b qwen3-1.7b q
 PREPARED = [*QWEN.split(), "qwen3-30b-a3b", "qwen3-235b-a22b", "glm-4.5-air", "glm-4.5-355b"]
 """Models with a launcher. The large ones also have a layout for GB200."""
 MODELS = sorted({*PREPARED, *(status.example for status in STATUS.values())})
-SPARE = 0.05
+SPARE = 0.02
+"""Of a GPU, beyond what the plan counts: NCCL, contexts and gaps between tensors are in it."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_the_page_of_an_algorithm_is_short_and_names_its_test_and_curve(name):
 
 @pytest.mark.parametrize("name", ["curriculum", "dapo", "rloo", "mismatch-correction"])
 def test_algorithms_are_planned_after_a_layout(tmp_path, name):
-    """No note says that a flag has no effect, and the layout stays as it was planned."""
+    """No note says that a flag of the file has no effect, and the layout stays as it was planned."""
     model = plan_examples.write_model("qwen3-4b", tmp_path)
     layout = plan_examples.EXAMPLES / "qwen3-4b/colocated.yaml"
     own = plan_examples.EXAMPLES / name / "config.yaml"
@@ -79,8 +80,9 @@ def test_algorithms_are_planned_after_a_layout(tmp_path, name):
     with_algorithm = parse_config([*argv[:3], str(own), *argv[3:]])
     plain = parse_config(argv)
     assert with_algorithm.megatron == plain.megatron and with_algorithm.cluster == plain.cluster
-    assert not [note for note in with_algorithm.notes if "has no effect" in note]
     changed = yaml.safe_load(own.read_text())
+    in_vain = [note.split()[0] for note in with_algorithm.notes if "has no effect" in note]
+    assert not {f"--{flag}" for flag in changed} & set(in_vain)
     assert all(f"--{flag}" in {row["flag"] for row in public_rows()} or "vllm" in flag for flag in changed)
 
 

@@ -345,11 +345,11 @@ def test_a_layout_of_several_nodes_needs_a_cluster(tiny):
 
 def test_a_layout_is_fitted_to_fewer_gpus_with_a_note(capsys):
     layout = ROOT / "examples" / "qwen3-30b-a3b" / "colocated.yaml"
-    sizes = "--tensor-model-parallel-size 2 --expert-model-parallel-size 2"
+    sizes = "--expert-model-parallel-size 2"
     given = "--actor-num-gpus-per-node 2 --num-gpus-per-node 2"
     assert scaled(layout, 2) == f"{given} {sizes}".split()
     notes = capsys.readouterr().err.splitlines()
-    assert notes[1] == f"note: --expert-model-parallel-size is 2 for 2 GPUs, {layout} has 8"
+    assert notes[0] == f"note: --expert-model-parallel-size is 2 for 2 GPUs, {layout} has 8"
     assert scaled(layout, 8) == ["--actor-num-gpus-per-node", "8", "--num-gpus-per-node", "8"]
     small = ROOT / "examples" / "qwen3-4b" / "disaggregated.yaml"
     assert scaled(small, 3)[4:] == ["--rollout-num-gpus", "1"]
@@ -385,6 +385,4 @@ def test_the_run_itself_gets_the_flags(tiny, tmp_path):
         "--lrr", "1", path=str(tmp_path), MODEL=str(tiny / "base"), DATA=str(data), OUT=str(tmp_path / "o")
     )
     assert done.returncode == 2 and "vime train: --lrr is not a known flag; did you mean --lr?" in done.stderr
-    assert (
-        f"curves, at any time: vime plot {tmp_path}/o/grpo" in done.stdout and not (tmp_path / "o").exists()
-    )
+    assert not (tmp_path / "o").exists()

@@ -191,7 +191,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         if plans:
             return 0
-        print(error, file=sys.stderr)
+        print(f"vime train: {error}", file=sys.stderr)
         return 2
     for one in found:
         print(f"memory: {one.flag}: {one.why}", file=sys.stderr)
