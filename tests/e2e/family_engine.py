@@ -138,6 +138,6 @@ def check_engine(
         for what, update, expected in (("after", second, after), ("again", first, before)):
             engine.take(update)
             difference = certain((engine.log_probs(TOKENS) - expected).abs(), settings["dtype"])
-            print('DIFF', what, difference.mean(), difference.max(), difference)
+            print("DIFF", what, difference.mean(), difference.max(), difference)
             assert difference.mean() < tolerance and difference.max() < 5 * tolerance
             note(name, f"engine_{what}", difference.mean())

@@ -188,7 +188,7 @@ def rename_keyword(monkeypatch):
 def rename_field(monkeypatch):
     from megatron.core.transformer.moe.moe_layer import MoESubmodules
 
-    from slime.megatron_backend.model import experts
+    from slime.megatron_backend.model.moe import experts
 
     monkeypatch.setattr(experts, "MoESubmodules", lambda experts, router, shared: MoESubmodules)
 

@@ -160,7 +160,7 @@ def test_siblings_of_one_index_are_told_apart_by_their_tokens(build):
     for sample in samples:
         sample.rollout_log_probs = [-1.0, -1.0]
     manager.args.global_batch_size = 2
-    (data,) = manager._rank_data(0, [samples], RUN)[1]
+    (data,) = manager._rank_data(0, [samples], RUN)[0][1]
     versions = {
         tokens.tolist()[-1]: record["weight_version"]
         for tokens, record in zip(data["tokens"], data[COLUMN], strict=True)

@@ -142,7 +142,7 @@ def test_what_config_json_leaves_open_is_noted():
         (
             "--moe-token-dispatcher-type flex --moe-enable-deepep",
             {"moe_token_dispatcher_type": "alltoall"},
-            "--moe-token-dispatcher-type flex, --moe-enable-deepep: no effect on the result; tokens travel",
+            "--moe-token-dispatcher-type flex, --moe-enable-deepep: no effect on the result; the number of ranks",
         ),
         (
             "--optimizer-cpu-offload --pin-cpu-grads --use-torch-optimizer-for-cpu-offload",

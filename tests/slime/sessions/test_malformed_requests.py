@@ -218,11 +218,13 @@ def test_an_adapter_of_slime_refuses_the_same(path: str) -> None:
     async def main() -> None:
         async with aiohttp.ClientSession() as client:
             for number, (body, headers) in enumerate(sent):
-                key = f"rollout/{number}"
-                adapter.open_session(key)
+                name = f"rollout/{number}"
+                key = adapter.open_session(name)
                 async with client.post(url, data=body, headers={"x-api-key": key, **headers}) as answer:
                     assert answer.status == 400, (body[:80], await answer.text())
-                (sample,) = await adapter.finish_session(key, base_sample=Sample(prompt="go", session_id=key))
+                (sample,) = await adapter.finish_session(
+                    name, base_sample=Sample(prompt="go", session_id=name)
+                )
                 assert sample.status is Sample.Status.FAILED and sample.remove_sample
                 sample.check()
 

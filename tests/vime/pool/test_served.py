@@ -14,6 +14,7 @@ from engine_double import DoubleServer
 
 from slime.config import Config
 from slime.data.limits.context import longest_sequence
+from slime.plan.fit import MachineSizes
 from slime.protocols import NoEngines
 from slime.roles.served import teachers
 from vime.backends import models_of, parse_config, require_reachable
@@ -154,7 +155,7 @@ def test_a_judge_of_a_file(tmp_path: Path) -> None:
     settings = engine_settings(own)
     assert settings["vllm_argv"] == ("--max-model-len", "128")
     assert settings["model_path"] == str(tmp_path / "judge")
-    lines = [line.strip() for line in describe(c, 80 * 2**30, []).splitlines()]
+    lines = [line.strip() for line in describe(c, MachineSizes(80 * 2**30), []).splitlines()]
     assert any(line.startswith("judge     2 vLLM servers x 1 cuda, behind one vllm-router") for line in lines)
     assert "Memory of an engine of judge, per GPU" in lines
     c.save_json(tmp_path / "saved.json")
@@ -216,7 +217,7 @@ def test_engines_for_prefill_and_decode_are_planned_and_not_run(tmp_path: Path) 
     flags = ("--device", "cuda", "--no-colocate", "--rollout-num-gpus", "3", "--prefill-num-servers")
     c = parse_config([*good_argv(tmp_path), *flags, "1"])
     said = "3 vLLM servers x 1 cuda, 1 for prefill and 2 for decode, behind one vllm-router"
-    assert said in describe(c, 80 * 2**30, [])
+    assert said in describe(c, MachineSizes(80 * 2**30), [])
     with pytest.raises(
         ValueError, match="--prefill-num-servers must be left out of a run in this version, got 1"
     ):
@@ -228,7 +229,7 @@ def test_engines_for_prefill_and_decode_are_planned_and_not_run(tmp_path: Path) 
 
 
 def test_the_plan_has_all_models(tmp_path: Path) -> None:
-    told = describe(parse_config(argv(tmp_path, "--device", "cuda")), 80 * 2**30, [])
+    told = describe(parse_config(argv(tmp_path, "--device", "cuda")), MachineSizes(80 * 2**30), [])
     lines = [line.strip() for line in told.splitlines()]
     assert any(
         line.startswith("teacher-math 1 vLLM server x 1 cuda, behind one vllm-router") for line in lines

@@ -109,6 +109,7 @@ GIVEN = {
     "w2_weight": f"{_MOE}/unquantized_fused_moe_method.py",
     "weight": _LINEAR,
     "weight_block_size": _FP8,
+    "original_max_model_len": "config/model.py",
     "weight_loader": _LINEAR,
     "weight_transfer_engine": "v1/worker/gpu_worker.py",
     "weight_scale_inv": _FP8,
