@@ -113,7 +113,7 @@ def versions_of(trained: Trained, name: str) -> list[Any]:
 
 
 def certain(differences: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The differences of all tokens, in bfloat16 without the largest: roundings may send one token to another expert."""
+    """The differences of all tokens. In bfloat16 without the largest, since roundings may change a token's expert."""
     return differences if dtype == "float32" else differences.sort().values[:-1]
 
 
