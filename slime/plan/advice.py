@@ -217,7 +217,6 @@ def tensor_parallel(c: Config, shape: Shape) -> list[Change]:
             changed = c.with_values(
                 tensor_model_parallel_size=size,
                 sequence_parallel=True,
-                data_parallel_size=c.world_size // ranks,
                 expert_tensor_parallel_size=m.expert_tensor_parallel,
             )
             flag = f"--tensor-model-parallel-size {size} --sequence-parallel"

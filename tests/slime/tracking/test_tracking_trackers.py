@@ -41,13 +41,13 @@ def make_config(**changes) -> Config:
 
 def log_rollouts(trackers, first: int, last: int, shift: float = 0.0) -> None:
     for step in range(first, last):
+        trackers.log({"rollout/raw_reward": step / 10 + shift}, step=step, step_key="rollout/step")
         for i in (0, 1):
             metrics = {
                 "train/loss": step + shift,
                 "train/step": 2 * step + i,
             }  # the loop logs the step as well
             trackers.log(metrics, step=2 * step + i, step_key="train/step")
-        trackers.log({"rollout/raw_reward": step / 10 + shift}, step=step, step_key="rollout/step")
         trackers.log({"eval/gsm8k": step / 20 + shift}, step=step, step_key="eval/step")
 
 
