@@ -116,6 +116,6 @@ def test_the_command_prints_flags_and_reasons(tmp_path, capsys):
     assert said.out.startswith("--optimizer-cpu-offload --optimizer-offload-fraction 0.")
     assert said.err.startswith("memory: --optimizer-cpu-offload --optimizer-offload-fraction 0.")
     assert main([*flags.split(), "--gpu-memory-gib", "8"]) == 2
-    assert capsys.readouterr().err.startswith("the run must fit this machine, got ")
+    assert capsys.readouterr().err.startswith("vime train: the run must fit this machine, got ")
     assert main(["--plan", *flags.split()[1:], "--gpu-memory-gib", "8"]) == 0
     assert capsys.readouterr().out == ""
