@@ -2,7 +2,8 @@
 
 A message of this project has the form "<name> must <rule>, got <value>; <what to do>", so most need no other text.
 docs/troubleshooting.yaml has a remedy for each message without one. Its key is a constant part of the message. A test
-fails if the file is out of date, or if a message has no remedy.
+fails if the file is out of date, or if a message has no remedy. The symptoms of docs/troubleshooting.md, which other
+libraries print, are in the same file.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, NOTES = Path("vime/messages.json"), Path("docs/troubleshooting.yaml")
+SYMPTOMS = Path("docs/troubleshooting.md")
 COMMAND = "python scripts/docs_errors.py"
 HOLE = "…"
 """Replaces a value in a message."""
@@ -165,12 +167,31 @@ def plain(text: str) -> str:
     return re.sub(r"\((\w[\w-]*\.md)\)", r"(docs/\1)", text)
 
 
+def symptoms() -> list[list[object]]:
+    """The rows of the tables of SYMPTOMS whose first column is a symptom: [symptom, remedy, page, its quoted parts]."""
+    rows: list[list[object]] = []
+    in_table = False
+    for line in (ROOT / SYMPTOMS).read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
+        if not cells:
+            in_table = False
+        elif cells[0] == "Symptom":
+            in_table = True
+        elif in_table and set(cells[0]) - set("-: "):
+            quoted = [part for part in re.findall(r"`([^`]+)`", cells[0]) if not part.startswith("--")]
+            rows.append([plain(cells[0]), plain(" ".join(cells[1:])), str(SYMPTOMS), quoted])
+    return rows
+
+
 def page() -> str:
-    """The whole file: one line per message, in the order of the text."""
+    """The whole file: one line per message or symptom, in the order of the text."""
     written = notes()
+    messages: list[list[object]] = [
+        [" ".join(m.rule.split()), plain(remedy_of(m, written)), str(m.path)] for m in collected()
+    ]
     rows = sorted(
-        ([" ".join(m.rule.split()), plain(remedy_of(m, written)), str(m.path)] for m in collected()),
-        key=lambda row: (row[0].lstrip(HOLE + " -'").lower(), row),
+        [*messages, *symptoms()],
+        key=lambda row: (str(row[0]).lstrip(HOLE + " -'").lower(), str(row)),
     )
     return "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n"
 

@@ -1,7 +1,8 @@
-"""`vime explain WORDS`: the error messages of vime that fit the words, each with its remedy.
+"""`vime explain WORDS`: the error messages of vime, and the symptoms of docs/troubleshooting.md, that fit the words.
 
-Owns the search, which needs no network. `python scripts/docs_errors.py` reads the messages from the code and writes
-them to vime/messages.json. The words may be a part of a message, a whole line with its values, and misspelled.
+Owns the search, which needs no network. `python scripts/docs_errors.py` reads the messages from the code and the
+symptoms from the page, and writes them to vime/messages.json, which a wheel has. The words may be a part of a message,
+a whole line with its values, and misspelled.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ UNKNOWN = 1.5
 """The weight of a word that no message has. A word in half of the messages has 1.1, a word in one message 6.4."""
 USAGE = """usage: vime explain WORDS      what an error message means, and what to do
 
-WORDS are a part of the message or the whole line. The exit status is 1 if no message fits."""
+WORDS are a part of the message or the whole line, also of CUDA, NCCL or the system. The exit status is 1 if no message fits."""
 
 
 @dataclass(frozen=True)
 class ErrorMessage:
-    """One message. `…` in `rule` stands for a value. `path` is the file that raises it."""
+    """One message. `…` in `rule` stands for a value. `path` is the file that raises it, or the page of a symptom."""
 
     rule: str
     remedy: str
     path: str
+    quoted: Sequence[str] = ()
+    """Of a symptom: what the libraries print."""
 
     @cached_property
     def words(self) -> frozenset[str]:
@@ -47,6 +50,14 @@ class ErrorMessage:
         """Matches a line of a log that holds this message with its values."""
         parts = (re.escape(part) for part in self.rule.split(HOLE))
         return re.compile(".+?".join(parts), re.DOTALL)
+
+    def is_quoted_in(self, text: str) -> bool:
+        """Whether the text has a printed part of this symptom, or is such a part. One word alone proves nothing."""
+        wanted = " ".join(words_of(text))
+        phrases = (" ".join(words_of(part)) for part in self.quoted)
+        return any(
+            " " in phrase and (phrase in wanted or (" " in wanted and wanted in phrase)) for phrase in phrases
+        )
 
     @cached_property
     def constant(self) -> int:
@@ -80,10 +91,19 @@ def nearest_words(words: Iterable[str], known: Iterable[str]) -> dict[str, dict[
 
 
 def search(text: str, messages: Sequence[ErrorMessage]) -> list[ErrorMessage]:
-    """The messages that fit, best first. A message that the text holds as a whole comes before all others."""
-    whole = [m for m in messages if m.constant >= 8 and m.pattern.search(text)]
+    """The messages that fit, best first. A message that the text holds as a whole comes before all others, and after it
+    a symptom whose printed part the text holds."""
+    whole = sorted(
+        (m for m in messages if m.constant >= 8 and m.pattern.search(text)), key=lambda m: -m.constant
+    )
+    seen = [m for m in messages if m not in whole and m.is_quoted_in(text)]
     if whole:
-        return sorted(whole, key=lambda m: -m.constant)
+        return [*whole, *seen]
+    return seen + [m for m in _by_words(text, messages) if m not in seen]
+
+
+def _by_words(text: str, messages: Sequence[ErrorMessage]) -> list[ErrorMessage]:
+    """The messages that have most of the words of the text, best first."""
     given = list(dict.fromkeys(words_of(text)))
     count = Counter(word for m in messages for word in m.words)
     near = nearest_words(given, count)
@@ -105,7 +125,8 @@ def search(text: str, messages: Sequence[ErrorMessage]) -> list[ErrorMessage]:
 def shown(entry: ErrorMessage) -> str:
     """A message with its remedy, for a terminal."""
     remedy = textwrap.fill(entry.remedy, 100, initial_indent="    ", subsequent_indent="    ")
-    return f"{entry.rule}\n{remedy}\n    raised in {entry.path}"
+    where = "from" if entry.path.endswith(".md") else "raised in"
+    return f"{entry.rule}\n{remedy}\n    {where} {entry.path}"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
+import docs_errors
 import pytest
 
 from vime.cli import main
@@ -54,3 +59,46 @@ def test_every_message_finds_itself() -> None:
         m.rule for m in messages if m.rule not in {f.rule for f in search(m.rule.replace("…", "7"), messages)}
     ]
     assert not lost
+
+
+PAGE = "docs/troubleshooting.md"
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("CUDA out of memory", "--vllm-gpu-memory-utilization"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "vime plan"),
+        ("RuntimeError: CUDA error: out of memory", "vime plan"),
+        ("OSError: [Errno 24] Too many open files: '/dev/null'", "ulimit -n"),
+        ("No available memory for the cache blocks", "Raise --vllm-gpu-memory-utilization"),
+        ("Bus error (core dumped)", "--shm-size"),
+        ("CUDA error: an illegal memory access was encountered", "CUDA_LAUNCH_BLOCKING=1"),
+        ("rewards stay at 0", "--label-key"),
+    ],
+)
+def test_a_line_of_a_library_finds_its_symptom(line: str, remedy: str) -> None:
+    found = search(line, entries())[0]
+    assert found.path == PAGE and remedy in found.remedy
+
+
+def test_every_symptom_of_the_page_finds_itself() -> None:
+    """By its whole text, and by each part with several words that the page quotes."""
+    symptoms = [m for m in entries() if m.path == PAGE]
+    rows = (docs_errors.ROOT / PAGE).read_text(encoding="utf-8").partition("| Symptom |")[2].splitlines()
+    assert len(symptoms) == sum(row.startswith("| ") for row in rows) - 1 > 10, (
+        "but for the line below the header"
+    )
+    for symptom in symptoms:
+        for text in (symptom.rule.replace("…", "7"), *(part for part in symptom.quoted if " " in part)):
+            assert symptom in search(text.replace("…", "7"), entries()), text
+
+
+def test_symptoms_are_found_without_the_page(tmp_path: Path) -> None:
+    """A wheel has the modules and messages.json, and no docs."""
+    folder = Path(sys.modules["vime.explain"].__file__).parent
+    for name in ("explain.py", "messages.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    code = "import explain, sys; sys.exit(explain.main(['CUDA out of memory']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.splitlines()[0].startswith("CUDA out of memory")
