@@ -69,7 +69,7 @@ def generate_only(config: Config, rollout: RolloutHandle, engines: EnginePool, r
         evaluate(rollout, engines.check_health, report, start)
     for rollout_id in range(start, config.rollouts):
         made = rollout.generate(rollout_id, saves_after(config, rollout_id), start)
-        batch = wait(made, engines.check_health)
+        batch = wait(made, engines.check_health, report.heed)
         report.rollout(rollout_id, batch)
         if due(config.evaluation.eval_interval, rollout_id + 1):
             evaluate(rollout, engines.check_health, report, rollout_id + 1)
@@ -221,6 +221,7 @@ class _Loop:
     def _check(self) -> None:
         """What a wait calls for work that the run can do without."""
         self._heed_stop()
+        self.report.heed()
         self.engines.check_health()
 
     def _wait(self, future: Future[T], tick: Callable[[], None] | None = None) -> T:

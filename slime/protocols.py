@@ -302,9 +302,9 @@ class RolloutBatch:
     """Of one forward pass (`slime.data.packing.forward_flops`). A shared prompt counts as often as it is computed."""
     old_flops: float = 0.0
     """The same of the pass for old log-probs, which may leave out the samples of the first step."""
-    ahead_flops: float = 0.0
-    """FLOPs of training the layers of multi-token prediction."""
+    ahead_flops: float = 0.0  # of training the layers of multi-token prediction
     logged: list[Logged] = field(default_factory=list)
+    learning: dict[str, float] = field(default_factory=dict)  # from `slime.rollout.learning`
 
 
 @dataclass(frozen=True)

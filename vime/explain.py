@@ -28,7 +28,8 @@ UNKNOWN = 1.5
 """The weight of a word that no message has. A word in half of the messages has 1.1, a word in one message 6.4."""
 USAGE = """usage: vime explain WORDS      what an error message means, and what to do
 
-WORDS are a part of the message or the whole line, also of CUDA, NCCL or the system. The exit status is 1 if no message fits."""
+WORDS are a part of the message or the whole line, also one of CUDA, NCCL or the system. The exit status is 1 if nothing
+fits."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class ErrorMessage:
     remedy: str
     path: str
     quoted: Sequence[str] = ()
-    """Of a symptom: what the libraries print."""
+    """What libraries print, for a symptom."""
 
     @cached_property
     def words(self) -> frozenset[str]:

@@ -14,9 +14,10 @@ import contextlib
 import functools
 import os
 import shutil
+import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -163,9 +164,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         with said("starting or joining Ray"):
             allow = config.cluster.allow_unauthenticated_ray
             ray_start.connect(allow_unauthenticated=allow, temporary=temporary)
-        # Ray has put a handler of its own there, which ends the process.
-        saves = config.checkpoint.exit_signal_handler and not config.debug.debug_rollout_only
-        catch_signals(ends_step=saves)
+        catch_signals()  # Ray has put a handler of its own there, which ends the process
         watch = stack.enter_context(RayWatch(watchdog, functools.partial(_gives_up, journal, logs)))
         watch.watch(parts())
         placed = placement.place(config)
@@ -196,7 +195,9 @@ def run(config: Config, argv: Sequence[str]) -> None:
         if trainer is None:
             loop.generate_only(config, rollout, pool, report)
         else:
-            _end_by_signal(config, start, loop.run(config, rollout, trainer, pool, report, interrupts.stop))
+            with interrupts.asks_first(*_saved_first(config)):
+                first = loop.run(config, rollout, trainer, pool, report, interrupts.stop)
+            _end_by_signal(config, start, first)
 
 
 def _watch_memory(config: Config, stack: ExitStack) -> MemoryWatch:
@@ -213,12 +214,20 @@ def _gives_up(journal: Events, logs: Path, lost: Exception) -> None:
     print(_told(lost, logs), file=sys.stderr, flush=True)
 
 
+def _saved_first(config: Config) -> Iterator[signal.Signals]:
+    """The signals after which the run saves before it ends: Ctrl-C with --save, SIGTERM with --exit-signal-handler."""
+    if config.checkpoint.save is not None:
+        yield signal.SIGINT
+    if config.checkpoint.exit_signal_handler:
+        yield signal.SIGTERM
+
+
 def _end_by_signal(config: Config, start: int, first: int) -> None:
-    """KeyboardInterrupt if rollout `first` was not trained, because of --exit-signal-handler."""
+    """KeyboardInterrupt if rollout `first` was not trained, because a signal asked for the end."""
     if first < config.rollouts:
         done = f"saved the checkpoint of rollout {first - 1}" if first > start else "no rollout was trained"
         print(f"{done}, rollout {first} is the next", flush=True)
-        raise KeyboardInterrupt("SIGTERM")
+        raise interrupts.asked()
 
 
 def _close(report: Reporter, kind: type[BaseException] | None, error: object, trace: object) -> None:

@@ -45,7 +45,8 @@ class RolloutActor:
         self.manager.load(start_rollout_id)
 
     def generate(self, rollout_id: int, saves: bool) -> RolloutBatch:
-        return self.manager.generate(rollout_id, saves)
+        # Ctrl-C makes any rollout the last one, and saves it.
+        return self.manager.generate(rollout_id, saves, may_be_last=self.config.checkpoint.save is not None)
 
     @ray.method(concurrency_group="progress")
     def progress(self) -> tuple[int, int]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from slime.algo.needs import before_first_step
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.data import columns
+from slime.data.drawing.position import state_path
 from slime.data.packing import forward_flops, prediction_flops, shares_prompts
 from slime.data.rank_data import RankData
 from slime.data.tokenizer import load_tokenizer
@@ -32,6 +35,7 @@ from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.debug_data import load_with_facts, save_debug_rollout_data
 from slime.rollout.evaluation import load_eval_datasets
 from slime.rollout.facts import Facts, attach, replay_template, run_facts
+from slime.rollout.learning import learning_figures
 from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.rollout.sample_hooks import accepted
 from slime.rollout.state import GenerateState
@@ -78,7 +82,7 @@ class RolloutManager:
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.train.trust_remote_code)
         self.args.rollout_state = self.state = GenerateState(self.args, engine, tokenizer, others)
         self.hf_config = read_hf_config(checkpoint)
-        self._turn = threading.Lock()
+        self._turn, self._spare = threading.Lock(), deque[int]()
         self._text_of = token_texts(tokenizer.decode)
         self.facts = run_facts(config, getattr(self.args, "rollout_engine_dtype", None))
         self.data_source = load_function(config.data.data_source_path, flag="--data-source-path")(self.args)
@@ -93,18 +97,20 @@ class RolloutManager:
         """Continue the data after the checkpoint whose next rollout is `start_rollout_id`."""
         self.data_source.load(start_rollout_id - 1)
 
-    def generate(self, rollout_id: int, saves: bool = False) -> RolloutBatch:
+    def generate(self, rollout_id: int, saves: bool = False, *, may_be_last: bool = False) -> RolloutBatch:
         """Generate, score, convert and split one rollout.
 
         `saves`: a checkpoint follows this rollout. The data position is saved here, because generation may be a
-        rollout ahead by the time the model is saved.
+        rollout ahead by the time the model is saved. `may_be_last`: a checkpoint follows if the user ends the run now.
         """
         began = time.perf_counter()
         with self.state.events.phase("rollout", rollout=rollout_id):
             groups, metrics, facts = self._groups(rollout_id)
         seconds = time.perf_counter() - began
-        if saves:
+        if saves or may_be_last:
             self._save_position(rollout_id)
+        if may_be_last and not saves:
+            self._drop_older_positions(rollout_id)
         if self.config.debug.save_debug_rollout_data:
             save_debug_rollout_data(
                 self.config.debug.save_debug_rollout_data, rollout_id, groups, facts=facts
@@ -121,7 +127,8 @@ class RolloutManager:
         if (resident := resident_peak_gib()) is not None:
             metrics["perf/rollout_rss_gib"] = resident
         self.state.events.add("handed", rollout=rollout_id)
-        return self._batch(rank_data, metrics, ranks, [*outbox.take(), *logged])
+        batch = self._batch(rank_data, metrics, ranks, [*outbox.take(), *logged])
+        return replace(batch, learning=learning_figures(self._with_hooks(), groups))
 
     def _keep_samples(self, rollout_id: int, groups: list[SampleGroup]) -> None:
         """Some samples for people who look at the run (--save-samples)."""
@@ -144,6 +151,13 @@ class RolloutManager:
             )
         self.data_source.save(rollout_id, **known)
         self.state.events.add("position", rollout=rollout_id)
+
+    def _drop_older_positions(self, rollout_id: int) -> None:
+        """Remove positions without a checkpoint that are older than any checkpoint to come. When rollout N is made, the
+        loop has trained all rollouts before N - `rollouts_ahead`."""
+        self._spare.append(rollout_id)
+        while self._spare[0] < rollout_id - self.config.rollouts_ahead - 1:
+            state_path(self.args.save, self._spare.popleft()).unlink(missing_ok=True)
 
     def _log(
         self, rollout_id: int, groups: list[SampleGroup], metrics: dict[str, float], seconds: float

@@ -74,6 +74,10 @@ class StepLine:
         values = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items()]
         self._print([(f"eval at step {step}:", "bold"), ("  ".join(values), "cyan")])
 
+    def show_warning(self, text: str) -> None:
+        """Print a warning about the run, on a line of its own."""
+        self._print([(f"warning: {text}", "bold yellow")])
+
     def _style(self, name: str, value: float | None) -> str:
         if value is None:
             return "dim"

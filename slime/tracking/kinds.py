@@ -70,7 +70,7 @@ def _are_scores(value: object) -> bool:
     return isinstance(value, dict) and all(type(score) in (int, float) for score in value.values())
 
 
-_TEXTS = "host state type text log socket model engine address place reason session phase device logger"
+_TEXTS = "host state type text log socket model engine address place reason session phase device logger name remedy"
 _WHOLE = "pid over_limit turn prompt_tokens part bytes running waiting"
 _WHOLE_OR_NONE = "born rollout rollouts version sample tokens"
 CHECKS: Mapping[str, Callable[[object], bool]] = {
@@ -165,6 +165,20 @@ _ALL = (
         "state",
         "the run has ended: finished, or interrupted by its user",
         words=frozenset({"finished", "interrupted"}),
+    ),
+    EventKind(
+        "concern_begin",
+        "any",
+        "name rollout text remedy",
+        "the run cannot learn, or is about to diverge: what is so, and what to look at",
+        given="rollout",
+    ),
+    EventKind(
+        "concern_end",
+        "any",
+        "name rollout text remedy",
+        "the concern of this name is over; what was so",
+        given="rollout",
     ),
     EventKind("error", "driver", "type text ? log", "what has ended the run"),
     EventKind(

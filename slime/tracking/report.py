@@ -10,6 +10,7 @@ from slime.config import Config
 from slime.config.sections.debug import profiled_steps
 from slime.protocols import Evaluated, Logged, RolloutBatch, TrainResult
 from slime.roles.groups import trainer_ranks
+from slime.tracking.concerns import Concerns, ConcernsOfOthers, step_figures
 from slime.tracking.console import StepLine, progress
 from slime.tracking.events import Events, Spans
 from slime.tracking.kinds import STEP_PARTS
@@ -46,6 +47,8 @@ class Reporter:
         self._watch = watch
         self.timers.observer = self._observe
         self._sent: dict[str, float] = {}
+        self._concerns = Concerns()
+        self._of_others = ConcernsOfOthers(config.logging.run_dir, "driver")
         apart = 0 if config.cluster.colocate else config.cluster.rollout_num_gpus
         self._figures = StepFigures(trainer_ranks(config) + apart)
         self._profiled = profiled_steps(config.debug.profile_steps)
@@ -109,6 +112,13 @@ class Reporter:
         self._send(trained.logged)
         shown = {**of_user, **metrics, **trained.steps[-1], **self._difference(trained.steps)}
         self.line.show(rollout_id, shown)
+        self._warn(rollout_id, batch.learning | step_figures(trained.steps))
+
+    def _warn(self, rollout_id: int, figures: Mapping[str, float]) -> None:
+        """Print and record what stops the run from learning."""
+        for concern in self._concerns.observe(rollout_id, figures):
+            self.line.show_warning(concern.line)
+            concern.record(self.events)
 
     def _send(self, logged: Iterable[Logged]) -> dict[str, float]:
         """Log what functions of the user have logged elsewhere, and return all of it."""
@@ -156,6 +166,7 @@ class Reporter:
         of_user = self._send(batch.logged)
         self.trackers.log({**batch.metrics, "rollout/step": rollout_id}, rollout_id, "rollout/step")
         self.line.show(rollout_id, {**of_user, **batch.metrics})
+        self._warn(rollout_id, batch.learning)
 
     def evaluation(self, rollout_id: int, evaluated: Evaluated) -> None:
         of_user = self._send(evaluated.logged)
@@ -171,7 +182,15 @@ class Reporter:
             self.events.add("evaluation", rollout=rollout_id, scores=scores)
             self.line.show_eval(rollout_id, of_sets(metrics))
 
+    def heed(self) -> None:
+        """Print what another process has recorded about the run, such as a rollout that drops all groups. A wait calls
+        it now and then."""
+        for text in self._of_others.new_lines():
+            self.line.show_warning(text)
+
     def close(self, state: State = "finished") -> None:
+        for concern in self._concerns.going_on.values():
+            self.line.show_warning(f"until the end, {concern.line}")
         self.trackers.close(state)
         self.events.close()
 

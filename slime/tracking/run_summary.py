@@ -45,6 +45,8 @@ class RunSummary:
     """The time of the newest event."""
     rollout: int | None = None
     """The last rollout that was trained."""
+    saved: int | None = None
+    """The rollout of the newest checkpoint that the journal has."""
     rollouts: int | None = None
     """How many the run will have."""
     step_s: float | None = None
@@ -59,6 +61,9 @@ class RunSummary:
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     """Scores by the number of trained rollouts."""
     warnings: list[Event] = field(default_factory=list)
+    """Events of the kinds warning and concern_begin."""
+    concerns: dict[str, Event] = field(default_factory=dict)
+    """The newest event of each concern, by its name: it goes on after a concern_begin."""
     deaths: Counter[str] = field(default_factory=Counter)
     """How often each engine has died."""
     starts: int = 0
@@ -124,24 +129,34 @@ def _add(summary: RunSummary, event: Event) -> None:
         case "run":
             summary.started, summary.rollouts = event.time, event["rollouts"]
             summary.state, summary.cause, summary.error_type = "running", "", ""
+            summary.concerns = {}  # the new process watches anew
         case "start":
             summary.starts += 1
             summary.started = summary.started or event.time
             summary.rollout = event["rollout"] - 1 if event["rollout"] else None
         case "step":
             summary.rollout = event["rollout"]
+        case "checkpoint":
+            summary.saved = event["rollout"]
         case "evaluation":
             summary.evaluations[event["rollout"]] = event["scores"]
         case "engine":
             if event["state"] == "dead":
                 summary.deaths[event["engine"]] += 1
-        case "warning":
-            summary.warnings.append(event)
+        case "warning" | "concern_begin" | "concern_end":
+            _add_warning(summary, event)
         case "end":
             summary.state = event["state"]
             summary.cause = "interrupted by its user" if event["state"] == "interrupted" else ""
         case "error":
             summary.state, summary.cause, summary.error_type = "failed", event["text"], event["type"]
+
+
+def _add_warning(summary: RunSummary, event: Event) -> None:
+    if event.kind != "warning":
+        summary.concerns[event["name"]] = event
+    if event.kind != "concern_end":
+        summary.warnings.append(event)
 
 
 def _judge(summary: RunSummary, run: Event | None) -> None:

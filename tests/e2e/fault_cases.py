@@ -172,6 +172,8 @@ def resumed_with_a_slow_engine_then_interrupted(run: FaultyRun) -> None:
         assert launch.finish(30) == 130
         assert time.monotonic() - interrupted < 30
         assert "interrupted" in launch.output.splitlines()[-1]
+        ended = max(run.steps())
+        assert f"saved the checkpoint of rollout {ended}, rollout {ended + 1} is the next" in launch.output
         assert re.search(
             rf"engine engine-0-1 at \S+ has not answered for [12]\d s: .*stopped {slow}", launch.output
         )

@@ -5,13 +5,17 @@ Another cause is one line of the table.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime.checkpoints.checkpoint_dir import latest
 from slime.memory.measured import measured_of
+from slime.tracking.concerns import STOPS_LEARNING
+from slime.tracking.run_files import read_object
 from slime.tracking.run_summary import RunSummary, run_summary
 from slime.tracking.trackers import METRICS_FILE
 from vime.doctor.finding import MIB, Finding, ok, one_line, problem, warning
@@ -36,7 +40,7 @@ CAUSES = (
     Cause(
         "full disk",
         r"No space left|quota exceeded|File too large|must have room for|must have \S+ MiB of room",
-        "remove files there or name another folder, then give the same command with --load: it resumes",
+        "remove files there or name another folder",
     ),
     Cause(
         "run directory removed",
@@ -46,12 +50,12 @@ CAUSES = (
     Cause(
         "no permission",
         r"Read-only file system|Permission denied|Operation not permitted|must be a directory that this user can",
-        "give this user the file or folder that the error names, then give the same command with --load: it resumes",
+        "give this user the file or folder that the error names",
     ),
     Cause(
         "a process of Ray ended",
         r"RayLost|gcs_server|raylet",
-        "look in dmesg for a kill, then give the same command with --load: it resumes",
+        "look in dmesg for a kill",
     ),
     Cause(
         "out of memory",
@@ -67,12 +71,12 @@ CAUSES = (
     Cause(
         "engine killed",
         r"\b(engine|router)\b.*\b(died|was lost|ended|exited|restarted)\b",
-        "look in logs/engine-*.log and dmesg for why, then give the same command with --load: it resumes",
+        "look in logs/engine-*.log and dmesg for why",
     ),
     Cause(
         "values that are not finite",
         r"DivergedError|FloatingPointError|must be finite|not finite",
-        "resume from a checkpoint before it with a lower --lr, and look at the batch with --save-debug-rollout-data",
+        "lower --lr, and look at the batch with --save-debug-rollout-data",
     ),
     Cause(
         "wrong data",
@@ -85,7 +89,7 @@ CAUSES = (
 def check_end(run_dir: Path) -> list[Finding]:
     """How the run ended, or what it does, and how often it had to repair itself."""
     summary = run_summary(run_dir)
-    return [_end(summary), *_memory(summary), *_repairs(summary), *_damaged(summary)]
+    return [_end(summary), *_concerns(summary), *_memory(summary), *_repairs(summary), *_damaged(summary)]
 
 
 def _end(summary: RunSummary) -> Finding:
@@ -95,16 +99,71 @@ def _end(summary: RunSummary) -> Finding:
     if summary.state == "failed":
         cause = cause_of(summary)
         return problem(
-            "end of the run", f"{cause.name}: {one_line(summary.cause, _LONGEST)} ({done})", cause.remedy
+            "end of the run",
+            f"{cause.name}: {one_line(summary.cause, _LONGEST)} ({done})",
+            f"{cause.remedy}; {resume_of(summary)}",
         )
     if summary.state == "interrupted":
-        return warning(
-            "end of the run", f"interrupted by its user ({done})", "the same command with --load resumes it"
-        )
+        return warning("end of the run", f"interrupted by its user ({done})", resume_of(summary))
     if summary.state == "finished":
         return ok("end of the run", f"finished ({done})")
     silent = time.time() - summary.updated
     return ok("end of the run", f"it goes on ({done}); newest event {silent:.0f} s ago")
+
+
+def resume_of(summary: RunSummary) -> str:
+    """Whether the run can be resumed, from where, and what is lost."""
+    save, trained = _save_folder(summary.run_dir), summary.rollout
+    if trained is None:
+        return "no rollout was trained, so the same command begins anew"
+    lost = f"rollout{'s' if trained else ''} 0{f' to {trained}' if trained else ''}"
+    if save is None:
+        return f"it cannot be resumed, and {lost} must be trained again: the command had no --save"
+    newest = summary.saved if not save.is_dir() else _newest(save)
+    of_another_run = newest is not None and summary.saved is None and newest > trained
+    if newest is None or of_another_run:
+        return (
+            f"it cannot be resumed, and {lost} must be trained again: no checkpoint is in {save}; --save-interval N "
+            "saves every N rollouts"
+        )
+    where = f"the same command with --load {save} resumes it after rollout {newest}"
+    if not save.is_dir():
+        where = f"{save} is not here; with it, {where}"
+    first = newest + 1
+    if first > trained:
+        return f"{where}, and no trained rollout is lost"
+    again = f"rollout {trained} is" if first == trained else f"rollouts {first} to {trained} are"
+    return f"{where}, and {again} trained again"
+
+
+def _save_folder(run_dir: Path) -> Path | None:
+    """--save of the run, None without one."""
+    with contextlib.suppress(OSError, ValueError):
+        section = read_object(run_dir, "config.json").get("checkpoint")
+        found = section.get("save") if isinstance(section, dict) else None
+        return Path(found) if isinstance(found, str) else None
+    return None
+
+
+def _newest(save: Path) -> int | None:
+    """The checkpoint from which a run with --load would resume. None also for a record that cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return latest(save)
+    return None
+
+
+def _concerns(summary: RunSummary) -> list[Finding]:
+    """What stopped the run from learning. A problem if it went on until the end, or goes on now."""
+    found = []
+    for name, event in summary.concerns.items():
+        text, remedy = one_line(event["text"], _LONGEST), one_line(event["remedy"], _LONGEST)
+        if event.kind == "concern_end":
+            found.append(warning(name, f"until rollout {event['rollout']}: {text}", remedy))
+            continue
+        until = "now" if summary.state == "running" else "the end"
+        said = f"from rollout {event['rollout']} until {until}: {text}"
+        found.append((problem if name in STOPS_LEARNING else warning)(one_line(name), said, remedy))
+    return found
 
 
 def _memory(summary: RunSummary) -> list[Finding]:
@@ -139,7 +198,7 @@ def cause_of(summary: RunSummary) -> Cause:
     if not summary.error_type:
         if shutil.disk_usage(summary.run_dir).free < MIB:
             return CAUSES[0]
-        return Cause("driver killed", "", "look in dmesg; the same command with --load resumes the run")
+        return Cause("driver killed", "", "look in dmesg")
     return Cause(summary.error_type, "", f"see {summary.run_dir}/logs")
 
 
@@ -156,12 +215,12 @@ def _repairs(summary: RunSummary) -> list[Finding]:
     if summary.deaths:
         names = ", ".join(f"{name} {count} times" for name, count in sorted(summary.deaths.items()))
         found.append(warning("engines that died", names, "look in logs/engine-*.log and dmesg"))
-    if summary.warnings:
-        last = summary.warnings[-1]
+    if logged := [event for event in summary.warnings if event.kind == "warning"]:
+        last = logged[-1]
         found.append(
             warning(
                 "warnings",
-                f"{len(summary.warnings)}, the last by {last['logger']}: {one_line(last['text'], _LONGEST)}",
+                f"{len(logged)}, the last by {last['logger']}: {one_line(last['text'], _LONGEST)}",
                 "the events of kind warning have all of them",
             )
         )

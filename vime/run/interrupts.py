@@ -24,32 +24,59 @@ def by(interrupt: KeyboardInterrupt) -> str:
 
 
 stop = threading.Event()
-"""Set when a run with --exit-signal-handler got its first SIGTERM: it ends with a checkpoint of its last step."""
+"""Set by the first signal of `asks_first`: the run ends with a checkpoint of its last step."""
 
-_AGAIN_S = 5.0
-"""A SIGTERM within this time is the first one once more: `timeout` and Slurm send it twice."""
+_AGAIN_S = {signal.SIGTERM: 5.0, signal.SIGINT: 0.3}
+"""The same signal within this time is the first one once more: `timeout` and Slurm send it twice. A person who presses
+Ctrl-C twice takes longer."""
+_NAMES = {signal.SIGINT: "Ctrl-C"}
+_asked_by: list[str] = []
 
 
-def catch_signals(*, ends_step: bool = False) -> None:
-    """SIGTERM and SIGHUP become Ctrl-C. nohup has SIGHUP ignored, and it stays so. `ends_step`: the first SIGTERM only
-    sets `stop`."""
+def catch_signals() -> None:
+    """SIGTERM and SIGHUP become Ctrl-C. nohup has SIGHUP ignored, and it stays so."""
     for number in _signals():
         signal.signal(number, _interrupt)
-    if ends_step and not stop.is_set():
-        signal.signal(signal.SIGTERM, _ask)
 
 
-def _ask(number: int, frame: FrameType | None) -> None:
-    stop.set()
-    line = b"SIGTERM: the run saves a checkpoint of its last step and ends; another SIGTERM ends it at once\n"
-    os.write(2, line)
-    began = time.monotonic()
+@contextmanager
+def asks_first(*numbers: signal.Signals) -> Iterator[None]:
+    """In the block, the first of these signals only sets `stop`, and the next one ends the run at once. A signal that
+    is ignored, as Ctrl-C in the background of a script, stays so."""
+    heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.getsignal(number) for number in heeded}
 
-    def again(number: int, frame: FrameType | None) -> None:
-        if time.monotonic() - began > _AGAIN_S:
-            _interrupt(number, frame)
+    def ask(number: int, frame: FrameType | None) -> None:
+        stop.set()
+        name = signal.Signals(number).name
+        _asked_by.append(name)
+        shown = _NAMES.get(signal.Signals(number), name)
+        line = f"{shown}: the run saves a checkpoint of its last step and ends; another {shown} ends it at once\n"
+        os.write(2, line.encode())
+        began = time.monotonic()
 
-    signal.signal(number, again)
+        def again(later: int, frame: FrameType | None) -> None:
+            if later == number and time.monotonic() - began < _AGAIN_S[signal.Signals(number)]:
+                return
+            then = before[signal.Signals(later)]
+            signal.signal(later, then)
+            os.kill(os.getpid(), later)
+
+        for each in heeded:
+            signal.signal(each, again)
+
+    for number in heeded:
+        signal.signal(number, ask)
+    try:
+        yield
+    finally:
+        for number in heeded:
+            signal.signal(number, before[number])
+
+
+def asked() -> KeyboardInterrupt:
+    """The exception of the signal that has set `stop`."""
+    return KeyboardInterrupt(*(name for name in _asked_by[:1] if name != "SIGINT"))
 
 
 def _signals() -> list[signal.Signals]:

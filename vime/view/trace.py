@@ -17,7 +17,19 @@ from slime.tracking.journal import Event, Phase, phases, read_events
 from vime.view.spans import Lanes, TraceEvent, TraceSpan, Tracks, ended_spans, group_spans, weight_spans
 
 _PHASES = ("run", "end", "error", "phase_begin", "phase_end")
-_MARKS = ("start", "step", "checkpoint", "evaluation", "engine", "dropped", "warning", "end", "error")
+_MARKS = (
+    "start",
+    "step",
+    "checkpoint",
+    "evaluation",
+    "engine",
+    "dropped",
+    "warning",
+    "concern_begin",
+    "concern_end",
+    "end",
+    "error",
+)
 """Moments of a run that are an arrow above the lanes of their process."""
 _SHOWN = {
     "start": "rollout",

@@ -40,6 +40,7 @@ from slime.rollout.metrics import statistics_of
 from slime.rollout.state import GenerateState, rollout_sampling_params
 from slime.rollout.stream import ages
 from slime.rollout.stream.groups import Drawn, index_of, number_of, restarted
+from slime.tracking.concerns import dropped_groups, kept_group
 from slime.types import Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -244,6 +245,8 @@ class Stream:
             return
         self.ready.append(drawn)
         self.state.events.add("kept", groups=[number_of(drawn.given)])
+        if (concern := kept_group(self.rollout_id, self.barren, self.target)) is not None:
+            concern.record(self.state.events)
         self.barren = 0
 
     def give_up(self, given: SampleGroup, group: SampleGroup) -> None:
@@ -272,6 +275,8 @@ class Stream:
         """Count a group that the batch does not get."""
         self.metrics.on_dynamic_filter_drop(reason)
         self.barren += 1
+        if (concern := dropped_groups(self.rollout_id, self.barren, self.target)) is not None:
+            concern.record(self.state.events)
         if self.barren >= MAX_BARREN_BATCHES * self.target:
             counts = ", ".join(f"{reason}: {count}" for reason, count in self.metrics.drops.most_common())
             raise RuntimeError(

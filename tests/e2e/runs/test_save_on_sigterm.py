@@ -1,10 +1,11 @@
-"""SIGTERM: it ends a run as Ctrl-C does. With --exit-signal-handler the run saves first, and goes on later as if it
-had not ended; checkpoints are written in the background, and two stay."""
+"""SIGTERM: it ends a run at once. With --exit-signal-handler the run saves first, as it does at Ctrl-C with --save, and
+goes on later as if it had not ended; checkpoints are written in the background, and two stay."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from fault_cases import training
 from train_fixtures import World, launched, make_world, rows, run, vime
 
 from slime.checkpoints.checkpoint_files import iterations
+from slime.tracking.ledger import read_ledger
+from vime.doctor.post_mortem import check_end
 
 ROLLOUTS = 24
 
@@ -66,3 +69,45 @@ def test_sigterm_saves_and_the_next_start_goes_on(world: World, whole: dict[int,
     assert not list(save.glob(".iter*"))
     left = sorted(file.name for file in (save / "rollout").iterdir())
     assert left == [f"data_state_{i}.json" for i in (ROLLOUTS - 5, ROLLOUTS - 1)]
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_without_an_interval(world: World, whole: dict[int, float]) -> None:
+    """Nothing was saved, and `vime doctor` promised a resume."""
+    save, run_dir = world.root / "kept", world.root / "by-hand"
+    flags = ["--save", str(save), "--load", str(save)]
+    command, out = vime("train", *world.sft("by-hand", rollouts=ROLLOUTS), *flags), world.root / "by-hand.out"
+    with launched(command, out) as launch:
+        launch.wait_for(lambda: len(losses(run_dir)) > 3, "four steps", 240)
+        os.killpg(launch.process.pid, signal.SIGINT)
+        assert launch.finish(60) == 130, launch.output
+    ended = max(losses(run_dir))
+    assert "Ctrl-C: the run saves a checkpoint of its last step and ends; another Ctrl-C" in launch.output
+    assert f"saved the checkpoint of rollout {ended}, rollout {ended + 1} is the next" in launch.output
+    assert launch.output.splitlines()[-1].startswith("interrupted: everything"), launch.output
+    (found, *_) = check_end(run_dir)
+    assert found.remedy.endswith(
+        f"--load {save} resumes it after rollout {ended}, and no trained rollout is lost"
+    )
+    run(command, out)
+    assert losses(run_dir) == {step: whole[step] for step in range(ROLLOUTS)}
+    assert check_end(run_dir)[0].status == "ok" and read_ledger(run_dir).is_exact
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_at_once(world: World) -> None:
+    """While the first one waits for a step that takes long: here, its ranks are stopped."""
+    save, run_dir = world.root / "lost", world.root / "twice"
+    command = vime("train", *world.sft("twice", rollouts=10_000), "--save", str(save))
+    with launched(command, world.root / "twice.out") as launch:
+        launch.wait_for(lambda: len(losses(run_dir)) > 3, "four steps", 240)
+        (trainer,) = launch.find("ray::TrainerActor")
+        os.kill(trainer, signal.SIGSTOP)
+        os.kill(launch.process.pid, signal.SIGINT)
+        launch.wait_for(lambda: "another Ctrl-C ends it at once" in launch.output, "its line", 30)
+        time.sleep(1)
+        os.kill(launch.process.pid, signal.SIGINT)
+        assert launch.finish(60) == 130, launch.output
+    assert "saved the checkpoint" not in launch.output
+    (found, *_) = check_end(run_dir)
+    assert "it cannot be resumed" in found.remedy and f"no checkpoint is in {save}" in found.remedy

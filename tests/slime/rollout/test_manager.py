@@ -353,6 +353,20 @@ def test_data_position_is_saved_and_loaded(build, tmp_path):
         build(**flags).load(1)
 
 
+@pytest.mark.parametrize(("staleness", "left"), [(0, [0, 3, 4]), (1, [0, 2, 3, 4])])
+def test_positions_of_rollouts_that_may_be_the_last(build, tmp_path, staleness, left):
+    """Ctrl-C saves the last step: the position of each rollout that it may be stays, and older ones go, but for those
+    of a checkpoint."""
+    flags = {"save": str(tmp_path), "load": str(tmp_path), "max_staleness": staleness, "colocate": False}
+    manager = build(**flags)
+    for rollout in range(5):
+        if staleness:
+            manager.state.allow(rollout + staleness, rollout)
+        manager.generate(rollout, saves=rollout == 0, may_be_last=True)
+    names = sorted(path.name for path in (tmp_path / "rollout").iterdir())
+    assert names == [f"data_state_{i}.json" for i in left]
+
+
 def test_replay_of_saved_samples(build, tmp_path):
     template = str(tmp_path / "debug" / "{rollout_id}.pt")
     batch = build(save_debug_rollout_data=template).generate(5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 
 import pytest
@@ -17,6 +18,7 @@ from slime.rollout.filter_hub.dynamic_sampling_filters import (
     check_reward_nonzero_std_with_fallback,
 )
 from slime.rollout.stream import stream
+from slime.tracking.journal import read_events
 from slime.types import Sample
 
 STATUS = Sample.Status
@@ -131,6 +133,20 @@ def test_a_filter_that_drops_everything_is_an_error(monkeypatch):
     args, source = setup(["easy"] * 3, dynamic_sampling_filter_path="test_rollout.refuse_all")
     with pytest.raises(ValueError, match=r"--data-source-path must return groups .* it has run dry"):
         generate(args, source)
+
+
+@pytest.mark.parametrize(("dropped", "states"), [(5, []), (6, ["begin", "end"]), (9, ["begin", "end"])])
+def test_three_batches_of_dropped_groups_are_recorded(tmp_path, monkeypatch, dropped, states):
+    """Before they end the run: 32 batches may take hours."""
+    left = iter([False] * dropped)
+    monkeypatch.setattr(sys.modules[__name__], "refuse_all", lambda args, samples, **kwargs: next(left, True))
+    flags = {"dynamic_sampling_filter_path": "test_rollout.refuse_all", "run_dir": str(tmp_path)}
+    args, source = setup(["a"] * 100, **flags)
+    generate(args, source)
+    args.rollout_state.events.close()
+    found = list(read_events(tmp_path, kinds=("concern_begin", "concern_end")))
+    assert [event.kind.removeprefix("concern_") for event in found] == states
+    assert all(event["name"] == "all groups dropped" and event.source == "rollout" for event in found)
 
 
 def test_an_error_cancels_what_runs_and_the_next_rollout_works():

@@ -9,6 +9,7 @@ wrong-data      a reward that raises for the labels of the data
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -75,3 +76,72 @@ def test_engines_that_died_and_warnings_are_told(tmp_path: Path) -> None:
 def test_a_directory_without_a_journal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"RUN_DIR must have events.jsonl, got none in"):
         main([str(tmp_path)])
+
+
+def interrupted(run_dir: Path, trained: int, saved: int | None, save: Path | None) -> Finding:
+    """What doctor finds of a run that trained so many rollouts, and whose newest checkpoint is of rollout `saved`."""
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "config.json").write_text(
+        json.dumps({"checkpoint": {"save": None if save is None else str(save)}})
+    )
+    with pytest.raises(KeyboardInterrupt), recorded(run_dir, rollouts=9) as events:
+        events.add("start", rollout=0)
+        for rollout in range(trained):
+            events.add("step", rollout=rollout)
+            if rollout == saved:
+                events.add("checkpoint", rollout=rollout)
+        raise KeyboardInterrupt
+    return end(run_dir)
+
+
+def checkpoints(folder: Path, newest: int) -> Path:
+    iteration = folder / f"iter_{newest:07d}"
+    iteration.mkdir(parents=True)
+    (iteration / "metadata.json").touch()
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(newest))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("trained", "newest", "remedy"),
+    [
+        (0, None, "no rollout was trained, so the same command begins anew"),
+        (1, None, "it cannot be resumed, and rollout 0 must be trained again: no checkpoint is in "),
+        (4, None, "it cannot be resumed, and rollouts 0 to 3 must be trained again: no checkpoint is in "),
+        (4, 3, " resumes it after rollout 3, and no trained rollout is lost"),
+        (4, 2, " resumes it after rollout 2, and rollout 3 is trained again"),
+        (4, 1, " resumes it after rollout 1, and rollouts 2 to 3 are trained again"),
+    ],
+)
+def test_whether_an_interrupted_run_can_be_resumed(
+    tmp_path: Path, trained: int, newest: int | None, remedy: str
+) -> None:
+    save = tmp_path / "save"
+    if newest is not None:
+        checkpoints(save, newest)
+    found = interrupted(tmp_path / "run", trained, newest, save)
+    assert found.status == "warning" and remedy in found.remedy
+    assert (f"--load {save}" in found.remedy) == (newest is not None)
+    gone = interrupted(tmp_path / "elsewhere", trained, newest, tmp_path / "absent")
+    assert ("is not here; with it, the same command" in gone.remedy) == (newest is not None)
+    without = interrupted(tmp_path / "without", trained, None, None)
+    assert ("the command had no --save" in without.remedy) == (trained > 0)
+
+
+def test_checkpoints_of_another_run_resume_nothing(tmp_path: Path) -> None:
+    """The run was started with --overwrite and has saved nothing yet."""
+    found = interrupted(tmp_path / "run", 2, None, checkpoints(tmp_path / "save", 90))
+    assert found.remedy.startswith("it cannot be resumed")
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_no_cause_promises_a_resume_that_is_not_there(name: str, tmp_path: Path) -> None:
+    shutil.copy(JOURNALS / f"{name}.jsonl", tmp_path / "events.jsonl")
+    remedy = end(tmp_path).remedy
+    assert "--load" not in remedy
+    assert "it cannot be resumed" in remedy or "no rollout was trained" in remedy
+    (tmp_path / "config.json").write_text(
+        json.dumps({"checkpoint": {"save": str(checkpoints(tmp_path / "save", 0))}})
+    )
+    if "no rollout was trained" not in remedy:
+        assert f"--load {tmp_path / 'save'} resumes it after rollout 0" in end(tmp_path).remedy

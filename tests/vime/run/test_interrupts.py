@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from config_cases import good_argv
 
 from slime.rules import parse_args
 from vime import train
+from vime.run import interrupts
 
 ROOT = Path(__file__).parents[3]
 COMMAND = """
@@ -63,6 +67,66 @@ def test_a_signal_while_the_command_reads_its_data_is_one_line(command, name, co
     )
     assert process.communicate(timeout=60) == ("", f"vime train: interrupted{by}\n")
     assert process.returncode == code
+
+
+ASKED = "{0}: the run saves a checkpoint of its last step and ends; another {0} ends it at once\n"
+
+
+@pytest.fixture
+def signals(monkeypatch):
+    """The handlers of a command that runs, and no signal yet."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    monkeypatch.setattr(interrupts, "stop", threading.Event())
+    monkeypatch.setattr(interrupts, "_asked_by", [])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    interrupts.catch_signals()
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def strike(*numbers: int, pause_s: float = 0.0) -> None:
+    with interrupts.asks_first(signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(pause_s)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "pause_s", "saves", "code"),
+    [
+        ([signal.SIGINT], 0.0, True, 130),
+        ([signal.SIGTERM], 0.0, True, 143),
+        ([signal.SIGINT] * 2, 0.4, False, 130),
+        ([signal.SIGINT] * 2, 0.0, True, 130),  # `timeout -s INT` sends it twice at once
+        ([signal.SIGTERM] * 2, 0.4, True, 143),  # and Slurm within seconds
+        ([signal.SIGTERM, signal.SIGINT], 0.0, False, 130),
+        ([signal.SIGINT, signal.SIGTERM], 0.0, False, 143),
+        ([signal.SIGINT, signal.SIGHUP], 0.0, False, 129),
+    ],
+)
+def test_the_first_signal_asks_and_another_one_ends_at_once(signals, capfd, numbers, pause_s, saves, code):
+    ended = None
+    try:
+        strike(*numbers, pause_s=pause_s)
+    except KeyboardInterrupt as interrupt:
+        ended = interrupt
+    assert (ended is None) == saves and interrupts.stop.is_set()
+    assert interrupts.exit_code(interrupts.asked() if ended is None else ended) == code
+    assert capfd.readouterr().err == ASKED.format("Ctrl-C" if numbers[0] == signal.SIGINT else "SIGTERM")
+    with pytest.raises(KeyboardInterrupt):  # after the block it ends at once, too
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_that_is_ignored_stays_so(signals):
+    """In the background of a script."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    strike(signal.SIGINT)
+    assert not interrupts.stop.is_set()
+    strike(signal.SIGTERM)
+    assert interrupts.exit_code(interrupts.asked()) == 143
 
 
 PRINTS = """

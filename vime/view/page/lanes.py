@@ -19,6 +19,8 @@ MARKS = {
     "dropped": "dropped: {reason}",
     "put_back": "put back",
     "warning": "{logger}: {text}",
+    "concern_begin": "{name}: {text}",
+    "concern_end": "{name}: no longer so",
     "error": "{type}: {text}",
     "end": "the run is {state}",
     "run": "the run begins",

@@ -151,7 +151,12 @@ def _summary(summary: RunSummary) -> Json:
         "eta_s",
     )
     warnings = [
-        {"time": event.time, "source": event.source, "logger": event["logger"], "text": event["text"]}
+        {
+            "time": event.time,
+            "source": event.source,
+            "logger": event.get("logger", event.get("name")),
+            "text": event["text"],
+        }
         for event in summary.warnings[-_WARNINGS:]
     ]
     return _masked(

@@ -5,7 +5,7 @@ import { axisTime, phaseColour, phaseText } from "vime/format";
 import { NAME, ROLLOUT } from "vime/spans";
 
 export const ROW_HEIGHT = 18, LANE_GAP = 16, TOP = 40;
-const ALARMS = new Set(["error", "dead", "failed", "warning", "dropped"]);
+const ALARMS = new Set(["error", "dead", "failed", "warning", "concern_begin", "dropped"]);
 
 export const gutter = (width) => (width < 600 ? 84 : 132);
 

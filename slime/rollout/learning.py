@@ -1,0 +1,57 @@
+"""Whether the samples of a rollout can teach anything: the figures that `slime.tracking.concerns` watches.
+
+They are no metrics: a function of --custom-rollout-log-function-path that replaces the metrics leaves them as they are.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from slime.algo.estimators import estimator_of
+from slime.algo.losses import loss_of
+from slime.config.schema import Config
+from slime.data.trajectories import trajectory_rewards, truncated_trajectories
+from slime.types import Sample, SampleGroup
+
+
+def learning_figures(c: Config, groups: list[SampleGroup]) -> dict[str, float]:
+    """untrained: the share of samples without a token that is trained on.
+
+    With rewards also truncated, the share of answers that were cut; reward_mean and reward_range (largest minus
+    smallest); and without_spread, the share of groups whose rewards are equal. Where a reward does not count relative
+    to its group, the rollout is one group.
+    """
+    samples = [sample for group in groups for sample in group]
+    if not samples:
+        return {}
+    figures = {"untrained": statistics.fmean(map(_is_untrained, samples))}
+    if not loss_of(c.algorithm).rewarded:
+        return figures
+    figures["truncated"] = statistics.fmean(truncated_trajectories(samples))
+    if c.distillation.use_opd:  # a teacher decides what is learned
+        return figures
+    key = c.reward.reward_key
+    rewards = trajectory_rewards(samples, key)
+    figures |= {"reward_mean": statistics.fmean(rewards), "reward_range": max(rewards) - min(rewards)}
+    if _knows_what_counts(c) and len(rewards) > 1:
+        compared = [rewards]
+        if estimator_of(c.algorithm).centred and not c.algorithm.disable_rewards_normalization:
+            compared = [trajectory_rewards(group, key) for group in groups]
+        figures["without_spread"] = statistics.fmean(max(each) == min(each) for each in compared)
+    return figures
+
+
+def _is_untrained(sample: Sample) -> bool:
+    if sample.remove_sample:
+        return True
+    return not any(sample.loss_mask) if sample.loss_mask is not None else sample.response_length == 0
+
+
+def _knows_what_counts(c: Config) -> bool:
+    """Whether the rewards of samples alone make the advantages, without a function of the user or rewards of turns."""
+    hooks = (
+        c.reward.custom_reward_post_process_path,
+        c.reward.custom_convert_samples_to_train_data_path,
+        c.algorithm.custom_advantage_function_path,
+    )
+    return not any(hooks) and "turn_advantages" not in estimator_of(c.algorithm).reads

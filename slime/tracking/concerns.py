@@ -1,0 +1,255 @@
+"""Warnings of a run that cannot learn, or is about to diverge: a table of conditions over the figures of a rollout.
+
+A condition that holds in IN_A_ROW rollouts in a row is a concern. The driver prints it and records it in the journal,
+and `vime doctor RUN_DIR` reports it. Another condition is one line of the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slime.tracking.events import Events
+from slime.tracking.journal import Tail
+
+IN_A_ROW = 3
+"""One rollout without spread is common where a batch has few groups. Three in a row are rare in a run that learns: with
+4 groups and an even chance for each, one run in 4096."""
+AGAIN_EVERY = 20
+"""Rollouts until a concern that goes on is printed again, as often as the header of the lines."""
+FAR_FROM_REFERENCE = 5.0
+"""Nats per token of `train/kl_loss`. A sampled token is then e^5 = 148 times as likely as in the reference, so the
+reference bounds nothing. Runs that learn stay below 1."""
+FAR_IN_A_STEP = 1.0
+"""Nats per token of `train/ppo_kl`, between the policy that sampled and the one that is trained. A ratio of e is far
+outside each usual --eps-clip (0.2), so most tokens are clipped. Runs that learn stay below 0.1."""
+ENTROPY_TIMES, ENTROPY_LEAST = 3.0, 2.0
+"""The entropy has exploded if it is so many times its lowest value so far, and at least so many nats per token. 2 nats
+are an even choice among 7 tokens at each place, which is noise in most texts. Policies that learn keep or lose
+entropy."""
+
+LOOK_EVERY_S = 5.0
+BEGINS, ENDS = "concern_begin", "concern_end"
+"""The kinds of events in the journal."""
+
+Figures = Mapping[str, float]
+"""Those of `slime.rollout.learning`, and of the optimizer steps: grad_norm, learning_rate and ppo_kl (the largest),
+kl_loss and entropy (the last), lowest_entropy (of the earlier rollouts)."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One line of the table."""
+
+    name: str
+    holds: Callable[[Figures], bool]
+    """KeyError where a figure is not there: then the rollout does not count."""
+    text: str
+    """What is so, with figures in braces."""
+    remedy: str
+    """What to look at."""
+    told_by: tuple[str, ...] = ()
+    """Conditions that say the same and more: while one of them is a concern, this one is not printed."""
+    stops_learning: bool = True
+    """Nothing is learned while it holds."""
+
+
+@dataclass(frozen=True)
+class Concern:
+    """A condition that has begun to hold in IN_A_ROW rollouts, goes on, or has ended."""
+
+    condition: Condition
+    rollout: int
+    """The last rollout that it is about."""
+    state: str
+    """begins, goes on, or ends."""
+    text: str
+
+    @property
+    def line(self) -> str:
+        """For the console."""
+        if self.state == "ends":
+            return f"{self.condition.name}: no longer so in rollout {self.rollout}"
+        return f"{self.condition.name}: {self.text}; {self.condition.remedy}"
+
+    def record(self, events: Events) -> None:
+        """Add it to the journal, unless it only goes on."""
+        if self.state == "goes on":
+            return
+        fields = {"name": self.condition.name, "text": self.text, "remedy": self.condition.remedy}
+        events.add(BEGINS if self.state == "begins" else ENDS, rollout=self.rollout, **fields)
+
+
+_SAMPLES = "look at samples (vime ui RUN_DIR)"
+CONDITIONS: tuple[Condition, ...] = (
+    Condition(
+        "all samples dropped",
+        lambda f: f["untrained"] == 1,
+        "no sample of {span} is trained on",
+        "look at rollout/removed/* and rollout/staleness/*, at --rollout-sample-filter-path and at rewards that are "
+        "not finite",
+    ),
+    Condition(
+        "all rewards 0",
+        lambda f: f["reward_mean"] == 0 == f["reward_range"],
+        "each reward of {span} is 0",
+        f"{_SAMPLES}: does the reward find the answer? Check --label-key, --rm-type, --apply-chat-template and "
+        "--rollout-max-response-len",
+    ),
+    Condition(
+        "no spread of rewards",
+        lambda f: f["without_spread"] == 1,
+        "the rewards of {span} do not differ within any group (their mean is {reward_mean:.3g}), so the advantages "
+        "are 0",
+        f"{_SAMPLES}: are the prompts all too hard or too easy, does the reward see the answer, are the samples of a "
+        "group equal (--rollout-temperature)?",
+        told_by=("all rewards 0",),
+    ),
+    Condition(
+        "learning rate 0",
+        lambda f: f["learning_rate"] == 0,
+        "the learning rate of {span} is 0",
+        "check --lr, --min-lr, --lr-warmup-iters and --lr-decay-iters, and where a resumed run is in its schedule",
+    ),
+    Condition(
+        "gradient 0",
+        lambda f: f["grad_norm"] == 0,
+        "the gradient of {span} is 0",
+        "look at rollout/advantages, at the loss masks, and at hooks that return a constant loss",
+        told_by=("all samples dropped", "all rewards 0", "no spread of rewards"),
+    ),
+    Condition(
+        "all answers truncated",
+        lambda f: f["truncated"] == 1,
+        "each answer of {span} was cut at its limit",
+        "raise --rollout-max-response-len, or check that the chat template and the stop tokens end an answer",
+        stops_learning=False,
+    ),
+    Condition(
+        "KL to the reference explodes",
+        lambda f: f["kl_loss"] > FAR_FROM_REFERENCE,
+        "train/kl_loss of {span} is {kl_loss:.3g} nats per token",
+        "lower --lr, raise --kl-loss-coef, and resume from a checkpoint before it",
+        stops_learning=False,
+    ),
+    Condition(
+        "KL of a step explodes",
+        lambda f: abs(f["ppo_kl"]) > FAR_IN_A_STEP,
+        "train/ppo_kl of {span} is {ppo_kl:.3g} nats per token",
+        "lower --lr or the optimizer steps per rollout, and compare trainer and engine with --rlk-consistency",
+        stops_learning=False,
+    ),
+    Condition(
+        "entropy explodes",
+        lambda f: f["entropy"] >= max(ENTROPY_LEAST, ENTROPY_TIMES * f["lowest_entropy"]),
+        "the entropy of {span} is {entropy:.3g} nats per token, and was {lowest_entropy:.3g}",
+        "lower --lr and --entropy-coef, and resume from a checkpoint before it",
+        stops_learning=False,
+    ),
+)
+DROPPED = Condition(
+    "all groups dropped",
+    lambda f: f["dropped"] >= IN_A_ROW * f["batch"],
+    "{dropped:.0f} groups in a row were dropped, and a batch needs {batch:.0f}",
+    "look at the reasons (rollout/dynamic_filter/*), at the difficulty of the prompts, and at "
+    "--dynamic-sampling-filter-path",
+)
+"""While a rollout is generated: `slime.rollout.stream.stream` observes it after each dropped group."""
+STOPS_LEARNING = {one.name for one in (*CONDITIONS, DROPPED) if one.stops_learning}
+
+
+@dataclass
+class Concerns:
+    """The conditions of a run, rollout by rollout."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    """How many rollouts in a row each condition has held."""
+    going_on: dict[str, Concern] = field(default_factory=dict)
+    lowest_entropy: float | None = None
+
+    def observe(self, rollout: int, figures: Figures) -> list[Concern]:
+        """The concerns that begin, end, or are printed again with this rollout."""
+        seen = dict(figures)
+        if self.lowest_entropy is not None:
+            seen["lowest_entropy"] = self.lowest_entropy
+        if (entropy := figures.get("entropy")) is not None:
+            self.lowest_entropy = min(entropy, seen.get("lowest_entropy", entropy))
+        return [concern for one in CONDITIONS for concern in self._observed(one, rollout, seen)]
+
+    def _observed(self, one: Condition, rollout: int, figures: Figures) -> Iterator[Concern]:
+        try:
+            holds = one.holds(figures)
+        except KeyError:
+            return
+        count = self.counts[one.name] = self.counts.get(one.name, 0) + 1 if holds else 0
+        if not holds:
+            if (ended := self.going_on.pop(one.name, None)) is not None:
+                yield Concern(one, rollout, "ends", ended.text)
+            return
+        if count < IN_A_ROW or any(name in self.going_on for name in one.told_by):
+            return
+        span = f"rollouts {rollout - count + 1} to {rollout}"
+        concern = Concern(one, rollout, "goes on", one.text.format(span=span, **figures))
+        if one.name not in self.going_on:
+            concern = Concern(one, rollout, "begins", concern.text)
+            yield concern
+        elif (count - IN_A_ROW) % AGAIN_EVERY == 0:
+            yield concern
+        self.going_on[one.name] = concern
+
+
+class ConcernsOfOthers:
+    """The concerns that other processes of the run record from now on."""
+
+    def __init__(self, run_dir: str | None, source: str) -> None:
+        self._run_dir, self._source = run_dir, source
+        self._tail: Tail | None = None
+        self._next_s = 0.0
+
+    def new_lines(self) -> Iterator[str]:
+        """What the console shows. Reads the journal every LOOK_EVERY_S seconds, however often it is called."""
+        if self._run_dir is None or time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + LOOK_EVERY_S
+        if self._tail is None:
+            with contextlib.suppress(ValueError):  # without a journal so far
+                self._tail = Tail(Path(self._run_dir), kinds=(BEGINS,))
+                self._tail.skip()
+            return
+        for event in self._tail.new():
+            if event.source != self._source:
+                yield f"{event['name']}: {event['text']}; {event['remedy']}"
+
+
+def dropped_groups(rollout: int, dropped: int, batch: int) -> Concern | None:
+    """The concern that begins with a group of a rollout that is dropped. `dropped`: how many in a row, `batch`:
+    --rollout-batch-size."""
+    figures = {"dropped": float(dropped), "batch": float(batch)}
+    if not DROPPED.holds(figures) or dropped > IN_A_ROW * batch:
+        return None
+    return Concern(DROPPED, rollout, "begins", DROPPED.text.format(**figures))
+
+
+def kept_group(rollout: int, dropped: int, batch: int) -> Concern | None:
+    """The concern that ends with a group that is kept after so many that were dropped in a row."""
+    figures = {"dropped": float(dropped), "batch": float(batch)}
+    return (
+        Concern(DROPPED, rollout, "ends", DROPPED.text.format(**figures)) if DROPPED.holds(figures) else None
+    )
+
+
+def step_figures(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The figures of a rollout's optimizer steps."""
+    figures: dict[str, float] = {}
+    for name, metric in (("grad_norm", "train/grad_norm"), ("ppo_kl", "train/ppo_kl")):
+        if values := [step[metric] for step in steps if metric in step]:
+            figures[name] = max(values, key=abs)
+    if rates := [value for step in steps for name, value in step.items() if name.startswith("train/lr-pg_")]:
+        figures["learning_rate"] = max(rates)
+    for name, metric in (("kl_loss", "train/kl_loss"), ("entropy", "train/entropy_loss")):
+        if values := [step[metric] for step in steps if metric in step]:
+            figures[name] = values[-1]
+    return figures
