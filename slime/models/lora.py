@@ -211,9 +211,11 @@ def _require_plain(given: dict[str, object], path: Path) -> None:
             "the plain base"
         )
     for name, neutral in _NEUTRAL.items():
-        if given.get(name) and given[name] not in neutral:
+        value = given.get(name)
+        # PEFT reads {} as the settings of a variant, all at their defaults.
+        if value not in neutral and (value or value == {}):
             raise ValueError(
-                f"{name} in {path} must be {neutral[0]}, got {given[name]}; this version trains plain LoRA adapters"
+                f"{name} in {path} must be {neutral[0]}, got {value}; this version trains plain LoRA adapters"
             )
     for name in given.keys() - _NEUTRAL.keys() - {*_READ, *_NO_EFFECT}:
         if given[name]:

@@ -217,3 +217,16 @@ def test_every_setting_of_this_peft_is_known(tmp_path):
     assert read_peft(tmp_path)[0].targets == ("q_proj",)
     known = {*lora._NEUTRAL, *lora._READ, *lora._NO_EFFECT}
     assert {field.name for field in dataclasses.fields(peft.LoraConfig)} <= known
+
+
+@pytest.mark.parametrize(
+    "name", ["arrow_config", "kasa_config", "use_bdlora", "velora_config", "monteclora_config"]
+)
+def test_the_empty_settings_of_a_variant_choose_it(tmp_path, name):
+    """PEFT makes the variant with its defaults from {}."""
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    peft.LoraConfig(r=4, target_modules=["q_proj"]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, name: {}}))
+    with pytest.raises(ValueError, match=f"{name} in .* must be None, got {{}}"):
+        read_peft(tmp_path)
