@@ -11,7 +11,7 @@ import operator
 import socket
 from collections.abc import Callable
 
-from .wire import Json, Reader, Table, Value, Writer
+from .wire import Json, Reader, Table, Value, Writer, builtin_class
 
 _MOST_BYTES = 64 << 20
 _PLAIN: tuple[Callable[[Value], Value], ...] = (
@@ -148,7 +148,7 @@ class Peer:
         self._send({**message, "table": writer.contents()})
         while "call" in (reply := self._receive()):
             self._serve(reply)
-        reader = Reader(Table(table.objects), reply["table"], self._referenced)
+        reader = Reader(Table(table.objects), reply["table"], self._referenced, self.builtin_class)
         if "error" in reply:
             raise self._error(reader, *reply["error"])
         return reader.value(reply["value"])
@@ -169,9 +169,13 @@ class Peer:
         )
         return found
 
+    def builtin_class(self, name: str) -> type:
+        """The class of Python that the other side named. Raises TypeError for one that it may not give."""
+        return builtin_class(name)
+
     def _serve(self, message: Json) -> None:
         table = Table([])
-        reader = Reader(table, message["table"], self._referenced)
+        reader = Reader(table, message["table"], self._referenced, self.builtin_class)
         pinned = Table(table.objects)
         writer = Writer(pinned, self._reference)
         try:

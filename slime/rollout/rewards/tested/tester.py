@@ -23,6 +23,8 @@ from .wire import Value
 TESTS, PASSED = "tests.json", "all tests passed"
 _MODULE = "tests"
 _ALIASES = {"np": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot"}
+_ENDING = ("__next__", "send", "throw")
+_CATCHING = AssertionError.__mro__[:-1]
 _FOR_CONTAINERS = ("iter", "next", "len", "getitem", "contains")
 _FOR_OBJECTS = (*_FOR_CONTAINERS, *COMPARED, "getattr", "setattr", "bool", "hash", "str", "repr")
 
@@ -42,6 +44,17 @@ class Judged(Remote):
         except TypeError:
             return self._vime_ask("contains", item) is True
         return any(one == item for one in items)
+
+    def __getattr__(self, name: str) -> Value:
+        found = super().__getattr__(name)
+        if name in _ENDING and isinstance(found, Judged):
+            found.__dict__["_vime_ends"] = True
+        return found
+
+    def __exit__(self, kind: Value, error: Value, trace: Value) -> bool:
+        """The program may end an error that the tests raise or that its function raises, but no failed comparison."""
+        ended = self._vime_ask("exit", kind, error, trace) is True
+        return ended and not isinstance(error, AssertionError) and "_vime_judged" not in vars(error or self)
 
 
 def _compared(name: str) -> Callable[..., Value]:
@@ -101,6 +114,29 @@ class Tester(Peer):
     classes the tests define."""
 
     remote = Judged
+
+    def request(
+        self, function: object, words: tuple[object, ...], named: dict[str, Value] | None = None
+    ) -> Value:
+        """A StopIteration of the program would end a loop of the tests over `map` without an error (PEP 479)."""
+        operation = function.name if isinstance(function, Operation) else ""
+        try:
+            return super().request(function, words, named)
+        except StopIteration as error:
+            if operation == "next" or (isinstance(function, Judged) and "_vime_ends" in vars(function)):
+                raise
+            raise RuntimeError("the program raised StopIteration") from error
+        except Exception as error:
+            if operation:
+                vars(error)["_vime_judged"] = True
+            raise
+
+    def builtin_class(self, name: str) -> type:
+        """A class that catches the failed assertions of the tests is none of a program's errors."""
+        found = super().builtin_class(name)
+        if found in _CATCHING:
+            raise TypeError(f"the program must give an error of its own, got {name}")
+        return found
 
     def _receive(self) -> Value:
         """A program that ends, or breaks the protocol, fails: no statement may take that for an error of a call."""

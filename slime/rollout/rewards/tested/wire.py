@@ -111,8 +111,14 @@ class Writer:
 class Reader:
     """`referenced` is the object that a reference in the message names. Raises whatever a wrong message causes."""
 
-    def __init__(self, table: Table, contents: list[Json], referenced: Callable[[Json], Value]) -> None:
-        self.table, self._referenced = table, referenced
+    def __init__(
+        self,
+        table: Table,
+        contents: list[Json],
+        referenced: Callable[[Json], Value],
+        builtin_class: Callable[[str], type],
+    ) -> None:
+        self.table, self._referenced, self._builtin_class = table, referenced, builtin_class
         for content in contents[table.pinned :]:
             table.objects.append(self._empty(content))
         for number, content in enumerate(contents):
@@ -138,7 +144,7 @@ class Reader:
             "timedelta": lambda parts: datetime.timedelta(*parts),
             "ellipsis": lambda _: Ellipsis,
             "NotImplementedType": lambda _: NotImplemented,
-            "class": _builtin_class,
+            "class": self._builtin_class,
             "named": self._named,
         }
         return simple[kind](content) if kind in simple else self._referenced(written)
@@ -172,7 +178,7 @@ class Reader:
             )
 
 
-def _builtin_class(name: str) -> type:
+def builtin_class(name: str) -> type:
     found = getattr(builtins, name)
     if not isinstance(found, type):
         raise TypeError(name)

@@ -58,3 +58,66 @@ def test_an_honest_program_passes(case):
 )
 def test_a_wrong_program_fails(program, test, error):
     assert outcome(program, test) == error
+
+
+SWALLOWS = """class f:
+    def __init__(s, *words): pass
+    def __enter__(s): return s.made()
+    def __exit__(s, *words): return True
+"""
+ODD = "class Odd(int):\n    def __int__(s): raise ValueError\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "test", "error"),
+    [
+        (
+            "def f(x): raise StopIteration",
+            "for got, want in zip(map(f, [1]), [4]): assert got == want",
+            "RuntimeError",
+        ),
+        (
+            "class End(StopIteration): pass\ndef f(x): raise End",
+            "assert list(map(f, [1])) == []",
+            "RuntimeError",
+        ),
+        (
+            "class f:\n    def __len__(s): raise StopIteration",
+            "assert list(map(len, [f()])) == []",
+            "RuntimeError",
+        ),
+        (f"{SWALLOWS}    def made(s): return 7", "with f() as x: assert x == 3", "AssertionError"),
+        (f"{ODD}{SWALLOWS}    def made(s): return Odd(7)", "with f() as x: assert x == 3", "ValueError"),
+        ("Wrong = Exception\ndef f(): return 7", "try: assert f() == 3\nexcept Wrong: pass", "TypeError"),
+        (
+            "Wrong = (ValueError, AssertionError)\ndef f(): return 7",
+            "try: assert f() == 3\nexcept Wrong: pass",
+            "TypeError",
+        ),
+    ],
+    ids=["map", "subclass", "operation", "exit", "exit of an operation", "class", "classes"],
+)
+def test_no_error_of_the_program_hides_a_failed_test(program, test, error):
+    assert outcome(program, test) == error
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        (
+            "def f(): yield 1",
+            "n = f()\nassert n.__next__() == 1\ntry: n.__next__()\nexcept StopIteration: n = None\nassert n is None",
+        ),
+        (
+            "def f():\n    got = yield 1\n    return got",
+            "n = f()\nnext(n)\ntry: n.send(5)\nexcept StopIteration: n = 5\nassert n == 5",
+        ),
+        (
+            f"{SWALLOWS}    def made(s): return s\n    def g(s): raise KeyError",
+            "with f() as x: x.g()\nwith f(): raise ValueError",
+        ),
+    ],
+    ids=["next", "send", "exit"],
+)
+def test_an_honest_end_is_an_end(program, test):
+    assert outcome(program, test) == "passed"
