@@ -25,7 +25,7 @@ _ANYWHERE = frozenset(
 _KEYS = frozenset({"key", "keys", "token", "tokens"})
 _LAST = _KEYS | {
     *("pass", "pwd", "auth", "authorization", "pat", "pats", "cookie", "cookies", "creds", "cred"),
-    *("bearer", "jwt", "sig", "signature", "sas", "pin", "otp"),
+    *("bearer", "jwt", "sig", "signature", "sas", "pin", "otp", "auths", "oauth", "webhook"),
 }
 # Words without a separator inside, such as apikey, hftoken and dbpassword.
 _ENDS = (
@@ -74,15 +74,19 @@ _QUOTED: _Entry = (  # as JSON and Python write entries in a longer text
     re.compile(r"\"(?:\\.|[^\"\\])*|'(?:\\.|[^'\\])*"),
 )
 _ASSIGNED: _Entry = (  # of an address, of a shell, of a connection
-    re.compile(rf"(?<![\w.\-])-{{0,2}}(?P<name>{_NAME})="),
+    re.compile(rf"(?<![\w.\-])-{{0,2}}(?P<name>{_NAME})[ \t]{{0,3}}=(?!=)[ \t]{{0,3}}"),
     re.compile(r"\"[^\"]*|'[^']*|[^&;\s\"'#)}\]]+"),
 )
 _HEADER: _Entry = (
     re.compile(rf"(?<![\w.\-])(?P<name>{_NAME}):[ \t]{{0,9}}"),
     re.compile(r"[^\s\"'][^\r\n\"']*"),
 )
+_FLAG: _Entry = (  # a value, not the next word of a sentence about the flag
+    re.compile(rf"(?<![\w\-])--(?P<name>{_NAME})[ \t]{{1,9}}"),
+    re.compile(r"\"[^\"]*|'[^']*|(?=[^\s\"']{0,99}\d|[^\s\"']{16})[^\s\"'\-][^\s\"']*"),
+)
 _WORD = re.compile(r"[^\s\"']+")
-_BEARER = re.compile(r"(?<!\w)(?P<head>Bearer\s+)(?P<value>[^\s\"',;)}\]]+)", re.IGNORECASE)
+_BEARER = re.compile(r"(?<!\w)(?P<head>Bearer(?:\s+|%20))(?P<value>[^\s\"',;)}\]]+)", re.IGNORECASE)
 # Tokens that can be recognised without a name: Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS, Google, JWT.
 _KNOWN = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_\-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
@@ -107,6 +111,8 @@ def is_secret(name: str) -> bool:
         return True
     while words and words[-1].isdecimal():
         words.pop()  # OPENAI_API_KEY_2
+    if words[-1:] in (["header"], ["headers"]):
+        words.pop()  # auth_header
     last = words[-1].rstrip("0123456789") if words else ""
     if last not in _LAST:
         return last.endswith(_ENDS)
@@ -194,7 +200,7 @@ def _text(text: str) -> str:
     for pattern in (_URL_LOGIN, _KNOWN):
         text = pattern.sub(MASK, text)
     text = _BEARER.sub(rf"\g<head>{MASK}", text)
-    for entry in (_QUOTED, _ASSIGNED, _HEADER):
+    for entry in (_QUOTED, _ASSIGNED, _HEADER, _FLAG):
         text = _without_values(text, entry)
     return text
 

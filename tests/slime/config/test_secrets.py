@@ -15,7 +15,7 @@ from slime.tracking.run_record import record_error, record_warnings
 SECRET = """WANDB_API_KEY VIME_RUN_KEY --wandb-key --vllm-api-key HF_TOKEN DB_PASSWORD AWS_SECRET_ACCESS_KEY
     NCCL_X_PASS HF_AUTH HF_TOKENS VLLM_KEYS GITHUB_PAT DB_PWD X-Authorization Cookie session_cookies apiKey hfToken
     OPENAI_API_KEY_2 HF_TOKEN2 dbpassword PASSWORD_FILE X-Amz-Signature key token pass pwd auth authorization pat cookie
-    keys tokens"""
+    keys tokens auths oauth auth_header authorizationHeaders SLACK_WEBHOOK"""
 OPEN = """--input-key --label-key --reward-key --multimodal-keys --max-tokens-per-gpu --rollout-stop-token-ids eos_token
     --session-max-tokens --max-num-batched-tokens VLLM_CPU_KVCACHE_SPACE CUDA_VISIBLE_DEVICES PWD pass_at_k monkey
     author passport compass tokenizer public_key"""
@@ -47,6 +47,15 @@ def test_each_flag_is_masked_exactly_if_it_is_declared_a_secret():
         ('--headers={"Authorization":"tok"}', '--headers={"Authorization":"***"}'),
         ('[{"HF_AUTH": "x", "n": {"pwd": "y"}}]', '[{"HF_AUTH": "***", "n": {"pwd": "***"}}]'),
         ("hf_" + "a" * 34 + " is a token", "*** is a token"),
+        ("token = abc", "token = ***"),
+        (
+            "failed: vime train --wandb-key a1b2 --input-key question1",
+            "failed: vime train --wandb-key *** --input-key question1",
+        ),
+        ("run --api-key 'a1 b2'", "run --api-key '***'"),
+        ("http://h/?h=Bearer%20abc", "http://h/?h=Bearer%20***"),
+        ("--wandb-key must be set", "--wandb-key must be set"),
+        ("if key == value and not token", "if key == value and not token"),
         ("the answer key: question, max_tokens=4096", "the answer key: question, max_tokens=4096"),
         ("https://host/a:b?n=1&page=2", "https://host/a:b?n=1&page=2"),
     ],
