@@ -125,7 +125,9 @@ class Tester(Peer):
         except StopIteration as error:
             if operation == "next" or (isinstance(function, Judged) and "_vime_ends" in vars(function)):
                 raise
-            raise RuntimeError("the program raised StopIteration") from error
+            raise RuntimeError(
+                "a call must end no loop of the tests, got StopIteration; raise another error"
+            ) from error
         except Exception as error:
             if operation:
                 vars(error)["_vime_judged"] = True
@@ -135,7 +137,7 @@ class Tester(Peer):
         """A class that catches the failed assertions of the tests is none of a program's errors."""
         found = super().builtin_class(name)
         if found in _CATCHING:
-            raise TypeError(f"the program must give an error of its own, got {name}")
+            raise TypeError(f"a program must give errors of its own, got {name}; extend the class")
         return found
 
     def _receive(self) -> Value:
