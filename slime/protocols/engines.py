@@ -1,16 +1,15 @@
-"""What the loop needs of the rollout engine, the engine pool, the trainer and the rollout manager."""
+"""What the loop needs of the rollout engine and of the engine pool."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypedDict, get_args
+from typing import Literal, Protocol, TypedDict
 
 import numpy as np
 
-from slime.types import SampleGroup, SamplingParams
+from slime.types import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
 VERSIONS = "token_versions"
@@ -148,70 +147,6 @@ class RolloutEngine(Protocol):
     async def close(self) -> None: ...
 
 
-WeightKind = Literal["full", "adapter", "delta"]
-CHECKPOINT = -1
-"""The `WeightSet.base_version` of the weights in the engine's own checkpoint, which never change."""
-
-
-@dataclass(frozen=True)
-class WeightSet:
-    """What an update of the engines' weights holds. The trainer's publisher puts the record on every part, channels
-    carry it unchanged, and the receiver has one loader per kind."""
-
-    kind: WeightKind = "full"
-    """full: all weights by their HF names. adapter: the matrices of a LoRA adapter by PEFT's names. delta: what changed
-    since the base, one `slime.weight_sync.delta.payload` by the HF name of each tensor."""
-    base_version: int | None = None
-    """The version of the weights that the set is applied to. None for a set that needs no others."""
-    name: str = ""
-    """Of an adapter: what requests call it."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of an adapter: PEFT's adapter_config.json. With --update-weight-mode delta: {"chain", "version"}, and of a delta
-    also {"tensors" (their number), "compare", "refusals" (see slime.weight_sync.delta)}."""
-
-    def message(self) -> dict[str, object]:
-        """The record as plain data. Empty for full weights: a message without a record means them."""
-        return {} if self == FULL else {"weights": asdict(self)}
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any] | None) -> WeightSet:
-        """The record of an engine's message. ValueError for a kind that this version does not know."""
-        given = dict(record or {})
-        if (kind := given.get("kind", "full")) not in get_args(WeightKind):
-            raise ValueError(
-                f"a set of weights must be one of {', '.join(get_args(WeightKind))}, got {kind}; trainer and engine "
-                "must have the same version"
-            )
-        return cls(**given)
-
-
-FULL = WeightSet()
-
-
-@dataclass(frozen=True)
-class WeightUpdate:
-    """One published version of the weights, or a part of it, as plain data."""
-
-    version: int
-    channel: str
-    """Its name in slime.weight_sync.registry."""
-    info: Mapping[str, Any]
-    """That channel's own, JSON-serialisable (of a file: {"path": ...})."""
-    lasting: bool = True
-    """These are all weights, for as long as they are the newest. Otherwise they are gone when the part after the
-    next one is asked for."""
-    weights: WeightSet = FULL
-    """What all parts of the update hold together."""
-    size_bytes: int | None = None
-    """Bytes that an engine gets of this part; None: not known."""
-    density: float = 1.0
-    """Of the whole update: the share of the weights' bytes that belong to values which it changes."""
-
-    def message(self) -> dict[str, object]:
-        """What engines get of it."""
-        return {"channel": self.channel, "info": self.info, **self.weights.message()}
-
-
 class EnginePool(Protocol):
     """The running engines, as the driver sees them."""
 
@@ -276,125 +211,3 @@ class NoEngines:
     def check_health(self) -> None: ...
 
     def stop(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Logged:
-    """What one call of `slime.tracking.outbox.log` has logged at a step of rollout/step, train/step or eval/step."""
-
-    metrics: dict[str, float]
-    step: int
-    step_key: str
-
-
-@dataclass(frozen=True)
-class RolloutBatch:
-    """What one rollout hands to training. Tokens and FLOPs are of the samples that are trained on, all ranks
-    together."""
-
-    rank_data: list[object]
-    """A reference to the data of each data-parallel rank, of one group of trainer ranks after the other
-    (`slime.roles.groups`)."""
-    metrics: dict[str, float]
-    tokens: int
-    """Prompts included. A prompt that several samples share counts for each of them."""
-    forward_flops: float
-    """Of one forward pass (`slime.data.packing.forward_flops`). A shared prompt counts as often as it is computed."""
-    old_flops: float = 0.0
-    """The same of the pass for old log-probs, which may leave out the samples of the first step."""
-    ahead_flops: float = 0.0  # of training the layers of multi-token prediction
-    logged: list[Logged] = field(default_factory=list)
-    learning: dict[str, float] = field(default_factory=dict)  # from `slime.rollout.learning`
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """The result of an evaluation."""
-
-    metrics: dict[str, float]
-    """eval/*; none if a function of the user has logged them."""
-    logged: list[Logged] = field(default_factory=list)
-
-
-class RolloutHandle(Protocol):
-    """The rollout manager, as the driver sees it."""
-
-    def generate(self, rollout_id: int, saves: bool, version: int) -> Future[RolloutBatch]:
-        """The data of rollout `rollout_id`; its groups may be started from now on, and the engines have the weights
-        `version`. `saves`: a checkpoint follows it, so the data position is saved, too. Calls end in their order."""
-        ...
-
-    def evaluate(self, rollout_id: int) -> Future[Evaluated]:
-        """Evaluate with the present weights, beside rollouts that run ahead."""
-        ...
-
-    def progress(self) -> tuple[int, int]:
-        """(samples finished, samples wanted) of what runs now; answers at once."""
-        ...
-
-
-class TrainerHandle(Protocol):
-    """All trainer ranks, as the driver sees them."""
-
-    @property
-    def start_rollout_id(self) -> int:
-        """The first rollout to train: 0, or the one after the loaded checkpoint."""
-        ...
-
-    def train(self, rollout_id: int, rank_data: list[object]) -> Future[TrainResult]: ...
-
-    def progress(self) -> tuple[int, int]:
-        """(micro-batches trained, micro-batches of the rollout) on one rank; answers at once."""
-        ...
-
-    def save(self, rollout_id: int) -> Future[None]:
-        """Save a checkpoint. With --async-save, done when the values are copied."""
-        ...
-
-    def finish_save(self) -> Future[None]:
-        """Done when the files of the last save are complete."""
-        ...
-
-
-class WeightSource(Protocol):
-    """All trainer ranks, as the engine pool sees them."""
-
-    def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
-        """The first part of the weights as `version`; each further call gives the next part, and None after the last.
-
-        The trainer makes a part while engines load the part before. `receivers`: the number of workers of each engine
-        that will take the parts, by a name that changes when the engine restarts. With other receivers than in the call
-        before, all parts come again. A version that is asked for again comes as the whole set.
-        """
-        ...
-
-    def weights_file(self) -> Future[WeightUpdate]:
-        """The current weights in a file, for an engine that starts between two updates. May be called by any thread."""
-        ...
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """The metrics of training on one rollout."""
-
-    steps: list[dict[str, float]]
-    """train/* of each optimizer step."""
-    rollout: dict[str, float]
-    """rollout/* means over the data."""
-    perf: dict[str, float]
-    """perf/* of rank 0."""
-    logged: list[Logged] = field(default_factory=list)
-
-
-class DataSource(Protocol):
-    """Where prompts come from and unfinished groups return to (`--data-source-path`)."""
-
-    def get_samples(self, num_groups: int) -> list[SampleGroup]: ...
-
-    def add_samples(self, groups: list[SampleGroup]) -> None: ...
-
-    def save(self, rollout_id: int) -> None: ...
-
-    def load(self, rollout_id: int) -> None: ...
-
-    def __len__(self) -> int: ...
