@@ -10,7 +10,6 @@ G key/value heads, D head size, R rotated dimensions of a head, L padded length 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,11 +21,20 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from rl_kernel import rotary
 from slime.data.token_slice import Run, TokenSlice, ranges
-from slime.megatron_backend.model.attention_scores import Inner, SinkAttention, plain_attention
+from slime.megatron_backend.model.attention_scores import (
+    Bucket,
+    Inner,
+    SinkAttention,
+    band,
+    bucket_attention,
+    bucket_mask,
+    plain_attention,
+    varlen_attention,
+)
 from slime.megatron_backend.model.rows import Rows, take
 
 # Longest divided by shortest sequence of a bucket. It limits the padding and the number of buckets.
@@ -34,16 +42,6 @@ _BUCKET_RATIO = 1.5
 
 # Of a bucket's mask. With more, queries that nobody reads cost less than the mask's memory.
 _MASK_ELEMENTS = 2**24
-
-
-class Bucket(NamedTuple):
-    """A padded batch of runs: `runs` S, `queries` and `keys` per run with padding. `mask` [S, 1, queries, keys]: which
-    keys a query sees. None for a causal mask over as many queries as keys."""
-
-    runs: int
-    queries: int
-    keys: int
-    mask: Tensor | None = None
 
 
 class Rotary(NamedTuple):
@@ -244,59 +242,17 @@ def padded_attention(
     outputs = []
     for bucket, *qkv in zip(layout.buckets, *buffers, strict=True):
         q, k, v = (x.unflatten(0, (bucket.runs, -1)).transpose(1, 2) for x in qkv)
-        mask = _mask(bucket, window, q.device)
+        mask = bucket_mask(bucket, window, q.device)
         if inner is not None or cap is not None or sinks is not None:
-            seen = _band(bucket.keys, bucket.keys, q.device) if mask is None else mask
+            seen = band(bucket.keys, bucket.keys, q.device) if mask is None else mask
             if inner is not None:
                 out = inner(q, k, v, seen if seen.dim() == 4 else seen.expand(len(q), 1, *seen.shape), scale)
             else:
                 out = plain_attention(q, k, v, seen, scale, cap, sinks)
         else:
-            out = _bucket_attention(q, k, v, mask, scale)
+            out = bucket_attention(q, k, v, mask, scale)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.query_slots)
-
-
-def _bucket_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """q [S, A, queries, D], k and v [S, G, keys, D] -> [S, A, queries, D]. Without a mask it is causal."""
-    shared = q.shape[1] // k.shape[1]
-    if mask is None or mask.dim() == 2:
-        return scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=shared > 1
-        )
-    # The heads of a group as more queries: on CPUs a third faster than `enable_gqa` for few queries.
-    folded = q.unflatten(1, (-1, shared)).flatten(2, 3)
-    out = scaled_dot_product_attention(folded, k, v, mask.repeat(1, 1, shared, 1), scale=scale)
-    unfolded: Tensor = out.unflatten(2, (shared, -1))
-    return unfolded.flatten(1, 2)
-
-
-def _mask(bucket: Bucket, window: int | None, device: torch.device) -> Tensor | None:
-    """Which keys the queries of a bucket see: [S, 1, queries, keys], or [keys, keys] if the bucket has none of its own.
-    None for a causal mask."""
-    if window is None or window >= bucket.keys:
-        return bucket.mask
-    if bucket.mask is None:
-        return _band(bucket.keys, window, device)
-    place = bucket.mask.sum(-1, keepdim=True) - 1  # of a query among its keys: it sees all keys up to its own
-    near: Tensor = torch.arange(bucket.keys, device=device) > place - window
-    return bucket.mask & near
-
-
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """Mask [L, L]: query i sees keys i - window + 1 to i."""
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    return (distance >= 0) & (distance < window)
-
-
-@functools.cache
-def _varlen_attention() -> Callable[..., Any]:
-    """torch's variable-length kernel with grouped heads. Imported where it is called: it imports the compiler."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    # torch 2.11 groups heads without this argument; later releases need it
-    needs_it = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return functools.partial(varlen_attn, enable_gqa=True) if needs_it else varlen_attn
 
 
 def flash_attention(
@@ -322,7 +278,7 @@ def flash_attention(
             query, key.contiguous(), value.contiguous(), sinks, bounds, scale, window
         )
         return with_sinks
-    out = _varlen_attention()(
+    out = varlen_attention()(
         *(query, key.contiguous(), value.contiguous()),
         *bounds,
         scale=scale,
@@ -336,9 +292,8 @@ class PackedAttention(nn.Module):
 
     Half precision on CUDA uses torch's variable-length flash attention. Other dtypes and devices use the padded form.
     Grouped key/value heads, sliding windows and sinks are supported, and capped scores in the padded form. Dropout is
-    not supported. With context
-    parallelism, each rank keeps its queries and gathers the keys and values of all ranks (Llama 3, 2407.21783, part
-    3.3.2): two collectives per layer, and as much memory for keys and values as without context parallelism.
+    not supported. With context parallelism, each rank keeps its queries and gathers the keys and values of all ranks
+    (Llama 3, 2407.21783, part 3.3.2): two collectives per layer, and as much memory for keys and values as without.
     """
 
     def __init__(

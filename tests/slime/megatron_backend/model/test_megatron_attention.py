@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rl_kernel import rotary
 from slime.data.token_slice import token_slice
-from slime.megatron_backend.model.attention import Bucket, PackedAttention, Rotary, packed_layout, rotated
+from slime.megatron_backend.model.attention import PackedAttention, Rotary, packed_layout, rotated
+from slime.megatron_backend.model.attention_scores import Bucket
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None = None) -> Tensor:
