@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeAlias
 
 from slime.sessions.json_text import as_unicode
 from slime.sessions.messages import ChatParser, Refused, Reply, ToolCall
@@ -13,21 +14,18 @@ _LONGEST_S = 60.0
 """Some parsers need the square of the time for a text of twice the length."""
 
 
-async def parsed(
-    parser: ChatParser,
-    text: str,
-    token_ids: list[int],
-    prompt_ids: list[int],
-    messages: list[Message],
-    tools: Tools,
-) -> Reply:
+Answer: TypeAlias = tuple[str, list[int], list[int], list[Message], Tools]
+"""The arguments of `ChatParser.parse`: text, its ids, the prompt's ids, the messages and the tools."""
+
+
+async def parsed(parser: ChatParser, answer: Answer) -> Reply:
     """`reply_of` in a thread, so that the event loop goes on. Refused also when the parser takes too long."""
-    answer = text, token_ids, prompt_ids, messages, tools
     if getattr(parser, "plain", False):
         return reply_of(parser, *answer)
     try:
         return await within(_LONGEST_S, reply_of, parser, *answer)
     except TimeoutError as error:
+        text = answer[0]
         raise Refused(
             "parser",
             f"the parser must read an answer in {_LONGEST_S:g} s, got no end for {len(text)} characters, {text!r:.80}; "
@@ -36,18 +34,11 @@ async def parsed(
         ) from error
 
 
-def reply_of(
-    parser: ChatParser,
-    text: str,
-    token_ids: list[int],
-    prompt_ids: list[int],
-    messages: list[Message],
-    tools: Tools,
-) -> Reply:
+def reply_of(parser: ChatParser, *answer: *Answer) -> Reply:
     """The reply that the parser finds, in Unicode text. Refused when it raises an error, and for a call without a name:
     no client could carry that on."""
     try:
-        found = parser.parse(text, token_ids, prompt_ids, messages, tools)
+        found = parser.parse(*answer)
         calls = tuple(_call(call) for call in found.tool_calls)
         content, reasoning = (
             None if part is None else as_unicode(part) for part in (found.content, found.reasoning)
@@ -57,7 +48,7 @@ def reply_of(
         raise Refused(
             "parser",
             f"the answer must be one that the parser can read, got {type(error).__name__}: {error!s:.200} for "
-            f"{text!r:.80}; check the parsers that the flags of the engine's backend name",
+            f"{answer[0]!r:.80}; check the parsers that the flags of the engine's backend name",
             403,
         ) from error
 

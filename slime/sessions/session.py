@@ -298,7 +298,7 @@ class Session:
             text = text.removesuffix(stop)
         answer = text, result.token_ids, prompt, request.messages, request.tools
         try:
-            return await parsed(self._parser, *answer), None
+            return await parsed(self._parser, answer), None
         except Refused as refusal:
             return Reply(text), refusal
 

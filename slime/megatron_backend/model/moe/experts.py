@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -129,40 +129,27 @@ class RouterLogits(torch.autograd.Function):
         return (upstream @ weight.float()).to(x.dtype), (upstream.T @ x.float()).to(weight.dtype)
 
 
-OwnTopk = Callable[..., tuple[Tensor, Tensor]]
-"""Megatron's choice of experts: (scores, topk, groups) -> values and ids [T, K]."""
+Topk = Callable[..., tuple[Tensor, Tensor]]
+"""Chooses experts: the arguments of `LayerRouting.get_replay_topk` -> values and ids [T, K]."""
 
 
-class ReplaysTopk(Protocol):
-    """What Megatron's router asks for the experts of its tokens."""
-
-    def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute_topk: OwnTopk
-    ) -> tuple[Tensor, Tensor]: ...
+def _own_topk(
+    scores: Tensor, topk: int, num_groups: object, group_topk: object, own: Topk
+) -> tuple[Tensor, Tensor]:
+    """The choice of a router without a replay: that of Megatron's function `own`."""
+    return own(scores, topk, num_groups=num_groups, group_topk=group_topk)
 
 
 class _Choice:
-    """Megatron's hook for a replay of experts. Stores the ids that the router uses, those of `replay` if it has one."""
+    """Megatron's hook for a replay of experts. It calls `choose`, and stores the ids that the router uses."""
 
     ids: Tensor
 
-    def __init__(self, replay: ReplaysTopk | None = None) -> None:
-        self._replay = replay
+    def __init__(self, choose: Topk) -> None:
+        self._choose = choose
 
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None,
-        group_topk: int | None,
-        compute_topk: OwnTopk,
-    ) -> tuple[Tensor, Tensor]:
-        if self._replay is None:
-            values, self.ids = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        else:
-            values, self.ids = self._replay.get_replay_topk(
-                scores, topk, num_groups, group_topk, compute_topk
-            )
+    def get_replay_topk(self, *call: object) -> tuple[Tensor, Tensor]:
+        values, self.ids = self._choose(*call)
         return values, self.ids
 
 
@@ -175,7 +162,7 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
 
     def __init__(self, *args: Any, biases: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.router_replay = _Choice()
+        self.router_replay = _Choice(_own_topk)
         if biases:
             self.bias = nn.Parameter(torch.empty(self.num_experts, dtype=self.weight.dtype))
             bias: Any = self.bias  # the mark is Megatron's: each rank has a part of the tokens
@@ -191,7 +178,10 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
 
     def replay(self, routing: Any) -> None:
         """Set the `slime.megatron_backend.step.routing_replay.Routing` of the next micro-batch, or None."""
-        self.router_replay = _Choice(None if routing is None else routing.of_layer(self.layer_number - 1))
+        layer = self.layer_number - 1
+        self.router_replay = _Choice(
+            _own_topk if routing is None else routing.of_layer(layer).get_replay_topk
+        )
 
     @property
     def chosen(self) -> Tensor:
