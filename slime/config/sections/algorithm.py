@@ -54,8 +54,8 @@ class AlgorithmConfig:
     clip_cov_ub: float = flag(5.0, "upper bound of the covariance of such a token", range=COEFFICIENT)
     kl_cov_ratio: float = flag(
         2e-3,
-        "part of the tokens to which --pg-loss-type kl_cov adds a KL: those of the highest covariance (2505.22617 "
-        "takes 2e-3 for a model of 7B and 2e-4, verl's default, for 32B)",
+        "part of the tokens to which --pg-loss-type kl_cov adds a KL: those of the highest covariance (verl's "
+        "scripts of 2505.22617 take 2e-3 for Qwen2.5-7B and 2e-4 for Qwen2.5-32B)",
         range=UNIT,
     )
     kl_cov_coef: float = flag(1.0, "weight of the KL of --pg-loss-type kl_cov", range=COEFFICIENT)
