@@ -129,6 +129,8 @@ class FlagSpec:
             raise ValueError(f"{typed} must be a JSON object, got {text!r}")
         if self.choices and value not in self.choices:
             raise ValueError(f"{typed} must be one of {', '.join(map(str, self.choices))}, got {value}")
+        if self.range and (rule := self.range.problem(typing.cast(float, value))):
+            raise ValueError(f"{typed} must {rule}, got {value}")
         return value
 
 

@@ -19,6 +19,7 @@ import warnings
 from dataclasses import dataclass
 
 from slime.config.fields import FlagSpec, spelled
+from slime.config.ranges import COUNT, COUNT_OR_ZERO
 
 
 def layer_pattern(text: str) -> int | list[int]:
@@ -136,7 +137,9 @@ HISTORICAL = {
     ),
     "check_for_nan_in_loss_and_grad": Historical("check_for_nan_in_grad", True),
     "ddp_average_in_collective": Historical("average_in_collective", True),
-    "ddp_bucket_size": Historical("bucket_size", spec=FlagSpec("ddp_bucket_size", int, None, "")),
+    "ddp_bucket_size": Historical(
+        "bucket_size", spec=FlagSpec("ddp_bucket_size", int, None, "", range=COUNT)
+    ),
     "no_bias_dropout_fusion": Historical("bias_dropout_fusion", False),
     "no_bias_gelu_fusion": Historical("bias_activation_fusion", False),
     "no_bias_swiglu_fusion": Historical("bias_activation_fusion", False),
@@ -150,6 +153,9 @@ HISTORICAL = {
     "recompute_granularity": Historical(
         "recompute_granularity",
         spec=FlagSpec("recompute_granularity", str, None, "", choices=("full", "selective")),
+    ),
+    "recompute_num_layers": Historical(
+        "recompute_num_layers", spec=FlagSpec("recompute_num_layers", int, None, "", range=COUNT)
     ),
     "transformer_impl": Historical(
         "transformer_impl",
@@ -244,7 +250,9 @@ def _spec_of_field(f: dataclasses.Field[object], hint: object, owner: str) -> Fl
     if any(typing.get_origin(k) in (list, tuple) for k in kinds):
         return dataclasses.replace(spec, kind=_json_or_text)
     plain = [k for k in (bool, int, float, str) if k in kinds]
-    return dataclasses.replace(spec, kind=plain[0]) if plain else None
+    if not plain:
+        return None
+    return dataclasses.replace(spec, kind=plain[0], range=COUNT_OR_ZERO if plain[0] is int else None)
 
 
 def _alternatives(hint: object) -> tuple[object, ...]:

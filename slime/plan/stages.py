@@ -103,7 +103,7 @@ def stages_of(m: MegatronConfig, num_layers: int) -> Stages:
     ranks = m.pipeline_model_parallel_size
     if (
         ranks <= 1
-    ):  # as in Megatron, the other flags do nothing then; the flag's range refuses numbers below 1
+    ):  # as in Megatron, the other flags do nothing then; `FlagSpec.parse` refuses numbers below 1
         return Stages(((num_layers,),))
     if m.pipeline_model_parallel_layout is not None:
         return _explicit(m, m.pipeline_model_parallel_layout, num_layers)

@@ -93,6 +93,7 @@ def _required(c: Config) -> None:
 
 
 def _ranges(c: Config) -> None:
+    """Of values that were derived. `FlagSpec.parse` has checked what the user typed."""
     problems = Problems()
     for name, spec in own_flags().items():
         value, source = c.value_of(name), FALLBACKS.get(name)

@@ -8,9 +8,16 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv
 
-from slime.config.fields import flag, specs_of
-from slime.config.ranges import COUNT, DECAY, TOP_K
+from slime.config.fields import flag, specs_of, spelled
+from slime.config.ranges import COUNT, COUNT_OR_ZERO, DECAY, TOP_K
 from slime.rules import parse_args
+from slime.rules.flags import own_flags
+
+
+@pytest.fixture(scope="module")
+def argv(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return good_argv(tmp_path_factory.mktemp("counts"))
+
 
 REFUSED = [
     ("--lr nan", "--lr must be a finite number, got nan"),
@@ -33,6 +40,42 @@ def test_values_out_of_range_are_refused(tmp_path: Path, flags: str, message: st
     with pytest.raises(ValueError) as error:
         parse_args([*good_argv(tmp_path), *flags.split()])
     assert message in str(error.value)
+
+
+COUNTS = {
+    **{
+        spelled(name): spec.range
+        for name, spec in own_flags().items()
+        if spec.range in (COUNT, COUNT_OR_ZERO)
+    },
+    # of Megatron's own flags
+    "--recompute-num-layers": COUNT,
+    "--ddp-bucket-size": COUNT,
+    "--num-distributed-optimizer-instances": COUNT_OR_ZERO,
+}
+
+
+@pytest.mark.parametrize("flag_", COUNTS)
+def test_a_count_below_its_range_is_one_line(argv: list[str], flag_: str) -> None:
+    """The flag, the rule and the value, without a second problem that follows from the first."""
+    for value in ("0", "-1", "-7") if COUNTS[flag_] is COUNT else ("-1", "-7"):
+        rule = "above 0" if COUNTS[flag_] is COUNT else "0 or more"
+        with pytest.raises(ValueError) as error:
+            parse_args([*argv, flag_, value])
+        assert str(error.value) == f"{flag_} must be {rule}, got {value}"
+
+
+def test_the_table_of_counts_has_the_sizes_of_a_run() -> None:
+    parallel = ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
+    wanted = {f"--{name}-parallel-size" for name in parallel}
+    wanted |= {f"--{name}-size" for name in ("rollout-batch", "global-batch", "micro-batch")}
+    wanted |= {
+        "--rollout-num-gpus",
+        "--rollout-num-gpus-per-engine",
+        "--actor-num-gpus-per-node",
+        "--num-gpus-per-node",
+    }
+    assert wanted <= COUNTS.keys()
 
 
 def test_ends_of_ranges() -> None:
