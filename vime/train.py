@@ -55,12 +55,12 @@ from vime.pool.process import tail
 from vime.run import interrupts, surroundings
 from vime.run.disk_space import require_disk_space
 from vime.run.interrupts import by, catch_signals, exit_code
+from vime.run.late_end import end_late
 from vime.run.lock import lock_all
 from vime.run.prompts import with_data
-from vime.run.temporary import keep_ray_logs, make_folder, make_weights_folder, use_folder
+from vime.run.temporary import SHARED_MEMORY, keep_ray_logs, make_folder, make_weights_folder, use_folder
 from vime.vllm.cpu.engine import WAIT_VARIABLE
 
-SHARED_MEMORY = Path("/dev/shm")
 LOG_LINES = 15
 BEFORE_RAY = 0.01
 """In a cluster that the run has joined, Ray kills workers from its threshold on. vime ends the run before that."""
@@ -80,6 +80,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"note: {note}", file=sys.stderr)
     print(start_line(config), flush=True)
     if finished(config):
+        end_late(Path(run_dir))
         print(f"all {config.data.num_rollout} rollouts are done; --num-rollout or --num-epoch adds more")
         return 0
     require_reachable(config)

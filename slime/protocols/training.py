@@ -37,7 +37,7 @@ class RolloutBatch:
     """FLOPs of training the layers of multi-token prediction."""
     logged: list[Logged] = field(default_factory=list)
     learning: dict[str, float] = field(default_factory=dict)
-    """What `slime.rollout.learning` has found in the rewards."""
+    """From `slime.rollout.learning`."""
 
 
 @dataclass(frozen=True)

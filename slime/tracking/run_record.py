@@ -70,6 +70,13 @@ def recorded(run_dir: str | Path, rollouts: int | None) -> Iterator[Events]:
         events.close()
 
 
+def record_end(run_dir: Path) -> None:
+    """The end of a run that had done all its work when its driver was killed."""
+    events = Events("driver", str(run_dir))
+    _last(events, run_dir, "end", state="finished")
+    events.close()
+
+
 def record_error(events: Events, run_dir: Path, error: BaseException) -> None:
     """The error that ends a run."""
     cause = getattr(error, "cause", None)

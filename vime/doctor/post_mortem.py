@@ -19,6 +19,7 @@ from slime.tracking.run_files import read_object
 from slime.tracking.run_summary import RunSummary, run_summary
 from slime.tracking.trackers import METRICS_FILE
 from vime.doctor.finding import MIB, Finding, ok, one_line, problem, warning
+from vime.run.temporary import SHARED_MEMORY, left_weights
 
 _LONGEST = 300
 _SHOWN = 4
@@ -89,7 +90,10 @@ CAUSES = (
 def check_end(run_dir: Path) -> list[Finding]:
     """How the run ended, or what it does, and how often it had to repair itself."""
     summary = run_summary(run_dir)
-    return [_end(summary), *_concerns(summary), *_memory(summary), *_repairs(summary), *_damaged(summary)]
+    return [
+        *(_end(summary), *_concerns(summary), *_memory(summary)),
+        *(*_repairs(summary), *_left(summary), *_damaged(summary)),
+    ]
 
 
 def _end(summary: RunSummary) -> Finding:
@@ -207,6 +211,22 @@ def _damaged(summary: RunSummary) -> list[Finding]:
     count = summary.damaged[METRICS_FILE]
     remedy = "the readers leave them out; a run that resumes moves them to metrics.dropped.jsonl"
     return [warning(METRICS_FILE, f"{count} lines that cannot be read", remedy)] if count else []
+
+
+def _left(summary: RunSummary) -> list[Finding]:
+    """Weights in shared memory. The watchdog removes them, unless it was killed with the rest of the run."""
+    found = left_weights(SHARED_MEMORY, summary.run_dir)
+    if not found:
+        return []
+    size = sum(file.stat().st_size for folder in found for file in folder.rglob("*") if file.is_file())
+    names = ", ".join(map(str, found))
+    return [
+        warning(
+            "shared memory",
+            f"{size / MIB:.0f} MiB of weights in {names}, left by a run that was killed",
+            f"remove them with rm -r {' '.join(map(str, found))}, or give the same command again",
+        )
+    ]
 
 
 def _repairs(summary: RunSummary) -> list[Finding]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from slime.cluster.watchdog import remove
 
+SHARED_MEMORY = Path("/dev/shm")
 _LONGEST_SOCKET = "/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 _SOCKET_BYTES = 107
 """Linux allows no longer path of a unix socket."""
@@ -86,15 +87,25 @@ def is_own(folder: Path) -> bool:
 def make_weights_folder(parent: Path, run_dir: Path, stack: ExitStack) -> Path:
     """A new folder in `parent` for the weights of the run in `run_dir`, locked until `stack` ends. What an earlier run
     there left when it was killed is removed."""
-    name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
-    prefix = f"vime-{os.getuid()}-{name}-"
-    for left in parent.glob(f"{prefix}*"):
-        with ExitStack() as looking:
-            if is_own(left) and _locked(left, looking):
-                remove([str(left)])
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    remove([str(left) for left in left_weights(parent, run_dir)])
+    folder = Path(tempfile.mkdtemp(prefix=_weights_prefix(run_dir), dir=parent))
     _locked(folder, stack)
     return folder
+
+
+def left_weights(parent: Path, run_dir: Path) -> list[Path]:
+    """The folders in `parent` with the weights of a run in `run_dir` whose processes were all killed."""
+    found = []
+    for left in parent.glob(f"{_weights_prefix(run_dir)}*"):
+        with ExitStack() as looking:
+            if is_own(left) and _locked(left, looking):
+                found.append(left)
+    return found
+
+
+def _weights_prefix(run_dir: Path) -> str:
+    name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
+    return f"vime-{os.getuid()}-{name}-"
 
 
 def _locked(folder: Path, stack: ExitStack) -> bool:

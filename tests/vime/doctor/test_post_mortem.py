@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 
 from slime.tracking.run_record import recorded
+from slime.tracking.run_summary import RunSummary
 from vime.doctor.command import main
 from vime.doctor.finding import Finding
-from vime.doctor.post_mortem import check_end
+from vime.doctor.post_mortem import CAUSES as CAUSE_TABLE
+from vime.doctor.post_mortem import cause_of, check_end
 
 JOURNALS = Path(__file__).parent / "journals"
 CAUSES = {
@@ -43,6 +45,51 @@ def test_the_cause_of_a_fault_is_one_line(
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("problem  end of the run") and CAUSES[name] in first
     assert " trained of " in first and "; remedy: " in first
+
+
+ORDER = [
+    # An error that two causes of the table fit: the cause that it is.
+    ("no permission", "PermissionError", "[Errno 13] Permission denied: '/data/prompts.jsonl'"),
+    (
+        "no permission",
+        "ValueError",
+        "--save must be a directory that this user can write to and lock, got /x",
+    ),
+    ("no permission", "OSError", "[Errno 30] Read-only file system: '/run/metrics.jsonl'"),
+    (
+        "no permission",
+        "ValueError",
+        "--run-dir must be a directory that this user can write to, got x.jsonl: Permission",
+    ),
+    (
+        "run directory removed",
+        "ValueError",
+        "--run-dir must stay while its run goes on, got /x, which was removed",
+    ),
+    ("full disk", "OSError", "[Errno 28] No space left on device: '/run/samples/3.jsonl'"),
+    ("full disk", "ValueError", "--run-dir must have room for the records of a run, got 0 bytes; reward"),
+    ("a process of Ray ended", "RayLost", "gcs_server has ended: engine http://127.0.0.1:1 died"),
+    ("out of memory", "ActorError", "trainer-0 died: the kernel has killed 1 process of the run for memory"),
+    ("process killed", "ActorError", "rollout died without an error of its own; its engine exited"),
+    ("engine killed", "RuntimeError", "engine http://127.0.0.1:1 died with --prompt-data x.jsonl"),
+    (
+        "values that are not finite",
+        "DivergedError",
+        "train/loss must be finite, got nan; lower --lr or look at reward",
+    ),
+    ("wrong data", "ValueError", "--prompt-data x.jsonl:3: label must be a number"),
+    ("KeyError", "KeyError", "events.jsonl and metrics.jsonl"),
+]
+
+
+@pytest.mark.parametrize(("cause", "kind", "text"), ORDER)
+def test_the_first_cause_that_fits_is_named(tmp_path: Path, cause: str, kind: str, text: str) -> None:
+    """A read-only run directory once had the cause "wrong data", because its error names metrics.jsonl."""
+    assert cause_of(RunSummary(tmp_path, state="failed", error_type=kind, cause=text)).name == cause
+
+
+def test_each_cause_of_the_table_has_a_case() -> None:
+    assert {cause.name for cause in CAUSE_TABLE} <= {cause for cause, _, _ in ORDER}
 
 
 def test_an_unknown_cause_is_the_error_itself(tmp_path: Path) -> None:
