@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
+import math
 import threading
 from dataclasses import dataclass
 
@@ -286,6 +287,17 @@ def test_a_reward_that_is_not_finite_removes_its_sample_alone(flags):
     assert [s.metadata.get("removed") for s in group] == [None, record, None]
     assert flags != {"reward_key": "score"} or group[1].reward["why"] == "judged"
     assert finite.figures(group) == {"removed/reward": 1.0} and finite.figures(group[:1]) == {}
+
+
+def test_the_first_reward_that_is_not_finite_is_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(finite, "_warned", False)
+    for value in (1.0, None, math.inf, math.nan):
+        sample = Sample(prompt="q", index=5, group_index=2, label="7", response="so 7", reward=value)
+        finite.remove_unless_finite([sample], None)
+    (line,) = caplog.messages
+    assert line.startswith(
+        "a reward must be finite, got inf for sample 5 of group 2, label '7', response 'so 7'"
+    )
 
 
 def mark(args, sample, *, rollout_id, evaluation):
