@@ -98,17 +98,19 @@ class Owner:
         if not data:
             return False
         try:
-            with os.fdopen(descriptors[0], "rb") as file:
+            with os.fdopen(descriptors.pop(0), "rb") as file:
                 file.seek(0)
                 request = json.load(file)
             if request["op"] == "exec":
-                self._exec(request, descriptors[1:])
+                self._exec(request, descriptors)
             elif request["op"] == "kill":
                 self._kill(request["id"], request["reason"])
             else:
                 self._listen(request)
+        except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError, OSError):
+            return False  # The run's process writes no such request, so nothing that waits here is of use.
         finally:
-            for descriptor in descriptors[1:]:
+            for descriptor in descriptors:
                 os.close(descriptor)
         return True
 

@@ -13,6 +13,13 @@ from typing import Any
 from slime.agent.sandbox.protocol import SandboxError
 
 Message = dict[str, Any]
+_STARTED = "start"
+_FIELDS: dict[str, dict[str, type]] = {
+    _STARTED: {"ready": str, "refused": str},
+    "exec": {"code": int, "reason": str},
+    "listen": {},
+}
+"""What the answer to each operation holds, unless it has failed. The first message answers the start."""
 
 
 class Channel:
@@ -23,7 +30,7 @@ class Channel:
         self._socket = ours
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
-        self._open: dict[int, asyncio.Future[Message]] = {}
+        self._open: dict[int, tuple[str, asyncio.Future[Message]]] = {}
         self.first: asyncio.Future[Message] = self._loop.create_future()
         """What the owner says when it is ready."""
         self.closed = False
@@ -35,7 +42,7 @@ class Channel:
         """Send a request: its number, and the future of its reply."""
         number = next(self._numbers)
         reply = self._loop.create_future()
-        self._open[number] = reply
+        self._open[number] = operation, reply
         self._send({"op": operation, "id": number, **fields}, descriptors)
         return number, reply
 
@@ -50,7 +57,7 @@ class Channel:
             error = SandboxError(
                 "the sandbox's own process has ended; see its limits, or start another sandbox"
             )
-            for future in [self.first, *self._open.values()]:
+            for future in [self.first, *(reply for _, reply in self._open.values())]:
                 if not future.done():
                     future.set_exception(error)
                     # Nobody may be waiting any more.
@@ -85,14 +92,38 @@ class Channel:
         if not data:
             self.close()
             return
-        message: Message = json.loads(data)
-        message["descriptors"] = descriptors
-        future = self._open.pop(message["id"], None) if "id" in message else self.first
+        try:
+            message, future = self._answer(data, len(descriptors))
+        except (ValueError, RecursionError):  # it is not the owner that wrote this
+            message, future = {}, None
+            self.close()
         if future is None or future.done():
             for descriptor in descriptors:
                 os.close(descriptor)
         else:
-            future.set_result(message)
+            future.set_result({**message, "descriptors": descriptors})
+
+    def _answer(self, data: bytes, descriptors: int) -> tuple[Message, asyncio.Future[Message] | None]:
+        """The message, and what waits for it, which waits no more. ValueError for a message of another form."""
+        message: Message = json.loads(data)
+        if type(message) is not dict or type(message.get("id", 0)) is not int:
+            raise ValueError(
+                f"a message must be an object with a number, got {data[:80]!r}; start another sandbox"
+            )
+        operation, future = _STARTED, self.first
+        if "id" in message:
+            if message["id"] not in self._open:
+                return message, None
+            operation, future = self._open[message["id"]]
+        failed = "failed" in message
+        wanted: dict[str, type] = {"failed": str} if failed else _FIELDS[operation]
+        wrong = any(type(message.get(name)) is not kind for name, kind in wanted.items())
+        if wrong or (operation == "listen" and not failed and not descriptors):
+            raise ValueError(
+                f"an answer to {operation} must have {[*wanted]}, got {data[:80]!r}; start another sandbox"
+            )
+        self._open.pop(message.get("id", 0), None)
+        return message, future
 
 
 class CommandOutput:

@@ -1,0 +1,129 @@
+"""Messages between the run's process and a sandbox's owner over generated frames: an answer or the sandbox's end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import strategies as st
+
+from slime.agent.sandbox import LocalSandbox, SandboxError
+from slime.agent.sandbox.channel import Channel
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(st.characters(), max_size=4)
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+)
+ANSWERS = st.fixed_dictionaries(
+    {},
+    optional={
+        "id": st.integers(0, 4) | VALUES,
+        "code": st.integers(0, 255) | VALUES,
+        "reason": st.sampled_from(["", "time", "memory"]) | VALUES,
+        "failed": st.text(max_size=4) | VALUES,
+        "ready": st.sampled_from(["namespaces", "processes"]) | VALUES,
+        "refused": st.just("") | VALUES,
+    },
+)
+REQUESTS = st.fixed_dictionaries(
+    {"op": st.sampled_from(["exec", "kill", "listen"]) | VALUES},
+    optional={
+        "id": st.integers(1000, 1004) | VALUES,
+        "argv": st.just(["/bin/true"]) | VALUES,
+        "env": st.just({}) | VALUES,
+        "cwd": st.just("/") | VALUES,
+        "reason": st.just("time") | VALUES,
+        "port": st.integers(-1, 70_000) | VALUES,
+    },
+)
+
+
+def frames(values: st.SearchStrategy[Any]) -> st.SearchStrategy[bytes]:
+    deep = st.sampled_from([b"[" * 5000, b'{"id":' * 5000])
+    return (
+        (values | VALUES).map(lambda value: json.dumps(value).encode())
+        | st.binary(min_size=1, max_size=40)
+        | deep
+    )
+
+
+def test_any_frame_of_an_owner_ends_every_request(fuzz: Callable[..., None]) -> None:
+    """With its result or a SandboxError, and with nothing in the event loop's log."""
+
+    async def run(case: list[tuple[bytes, int]]) -> None:
+        faults: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel = Channel(ours)
+        waiting = [("start", channel.first)]
+        waiting += [(name, channel.ask(name)[1]) for name in ("exec", "listen", "exec")]
+        with theirs, open(os.devnull, "rb") as null:
+            for frame, count in case:
+                socket.send_fds(theirs, [frame], [null.fileno()] * count)
+        found = await asyncio.wait_for(
+            asyncio.gather(*(one for _, one in waiting), return_exceptions=True), 10
+        )
+        for (name, _), answer in zip(waiting, found, strict=True):
+            assert isinstance(answer, SandboxError | dict), answer
+            if isinstance(answer, dict):
+                for descriptor in answer["descriptors"]:
+                    os.close(descriptor)
+                if "failed" not in answer:
+                    assert name != "exec" or (type(answer["code"]), type(answer["reason"])) == (int, str)
+                    assert name != "listen" or answer["descriptors"]
+                    assert name != "start" or (type(answer["ready"]), type(answer["refused"])) == (str, str)
+        assert channel.closed and not faults, faults
+
+    fuzz(
+        lambda case: asyncio.run(run(case)),
+        st.lists(st.tuples(frames(ANSWERS), st.integers(0, 1)), max_size=4),
+    )
+
+
+def test_any_frame_to_an_owner_is_served_or_ends_the_sandbox(
+    fuzz: Callable[..., None], tmp_path: Any
+) -> None:
+    """Nothing of a sandbox that ended stays: its owner is gone, and its commands with it."""
+    sandbox: LocalSandbox | None = None
+    loop = asyncio.new_event_loop()
+
+    async def send(frame: bytes, streams: int) -> None:
+        nonlocal sandbox
+        if sandbox is None:
+            sandbox = LocalSandbox(folder=tmp_path)
+            await sandbox.start()
+        assert sandbox._channel is not None and sandbox._process is not None
+        body = os.memfd_create("frame")
+        with os.fdopen(body, "wb") as file, open(os.devnull, "r+b") as null:
+            file.write(frame)
+            file.flush()
+            passed = [body] * (streams > 0) + [null.fileno()] * (streams - 1)
+            socket.send_fds(sandbox._channel._socket, [b"x"], passed)
+            try:
+                result = await asyncio.wait_for(sandbox.exec("echo there"), 60)
+                assert result.stdout == "there\n"
+            except SandboxError:
+                process = sandbox._process
+                await asyncio.to_thread(process.wait, 30)
+                await sandbox.close()
+                sandbox = None
+
+    try:
+        fuzz(
+            lambda case: loop.run_until_complete(send(*case)), st.tuples(frames(REQUESTS), st.integers(0, 5))
+        )
+    finally:
+        if sandbox is not None:
+            loop.run_until_complete(sandbox.close())
+        loop.close()
