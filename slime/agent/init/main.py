@@ -16,7 +16,7 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from slime.agent.init import kernel, namespaces, processes
+from slime.agent.init import kernel, landlock, namespaces, processes
 from slime.agent.init.memory_group import MemoryGroup
 from slime.agent.init.serve import Owner
 
@@ -49,7 +49,14 @@ def _own(channel: socket.socket, settings: Settings, group: MemoryGroup | None) 
     if settings["isolation"] == "namespaces":
         raise OSError(f"this host refuses namespaces to a sandbox ({refused}); use isolation='auto'")
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    owner = Owner(channel, processes.Family(settings["uid"]), {**settings, "memory_files": ()}, group)
+    places = landlock.allowed(settings["folder"], settings["hidden"], settings["shown"])
+    # A sandbox with a user of its own reaches no process of another user. Its commands may signal each other.
+    readable = landlock.ruleset(places, scoped=settings["uid"] is None)
+    outside = {**settings, "memory_files": (), "readable": readable}
+    owner = Owner(channel, processes.Family(settings["uid"]), outside, group)
+    if refused:
+        files = "are in view: the kernel has no Landlock" if readable is None else "are hidden by Landlock"
+        refused = f"{refused}; files outside the system's folders {files}"
     channel.send(json.dumps({"ready": "processes", "refused": refused}).encode())
     owner.run()
 
@@ -65,7 +72,7 @@ def _own_namespaces(channel: socket.socket, settings: Settings, group: MemoryGro
     os.close(reader)
     try:
         world = _enter_namespaces(settings, [channel.fileno(), writer])
-        inside = {**settings, "uid": None, "memory_files": namespaces.SCRATCH}
+        inside = {**settings, "uid": None, "memory_files": namespaces.SCRATCH, "readable": None}
         owner = Owner(channel, world, inside, group)
         os.close(writer)
         channel.send(json.dumps({"ready": "namespaces", "refused": ""}).encode())

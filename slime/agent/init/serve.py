@@ -17,7 +17,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from slime.agent.init import kernel, processes, system_calls
+from slime.agent.init import kernel, landlock, processes, system_calls
 from slime.agent.init.disk import DiskWatch
 from slime.agent.init.memory_group import MemoryGroup
 
@@ -46,6 +46,8 @@ class Owner:
         group: MemoryGroup | None,
     ) -> None:
         self.channel, self.world, self.group = channel, world, group
+        self.readable: int | None = settings["readable"]
+        """Of Landlock: what commands may read. None without it, and with namespaces, which need no Landlock."""
         self.memory_files: tuple[str, ...] = settings["memory_files"]
         self._kills, self._filter = 0, system_calls.program()
         self.folder: str = settings["folder"]
@@ -146,6 +148,9 @@ class Owner:
                 signal.signal(number, signal.SIG_DFL)
             if self.group:
                 self.group.enter()
+            kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+            if self.readable is not None:
+                landlock.restrict(self.readable)
             os.closerange(3, _FD_LIMIT)
             self._set_limits()
             kernel.drop_capabilities()
@@ -155,7 +160,6 @@ class Owner:
                 os.setresuid(self.uid, self.uid, self.uid)
             os.umask(0o022)
             os.chdir(request["cwd"])
-            kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
             kernel.filter_calls(self._filter)
             os.execvpe(request["argv"][0], request["argv"], request["env"])
         except (OSError, ValueError) as error:

@@ -53,9 +53,10 @@ class LocalSandbox:
     `isolation`: "namespaces" fails where the host refuses them, "processes" does without, "auto" (the default) takes
     them where it can and logs once where it cannot. `network`: "none", "loopback" (`allow_loopback` opens single ports
     of this host's loopback), "host". Without namespaces every sandbox has the host's network.
-    `folder`: where the sandbox's own folder is made. With namespaces a sandbox sees the system's folders (/usr, /etc,
-    /opt and their like), this process's Python and its own folder. `show` adds files and folders of the host, which
-    stay read-only, and `hide` takes some away. `slots`: a semaphore that bounds how many sandboxes run at a time.
+    `folder`: where the sandbox's own folder is made. With namespaces or Landlock a sandbox sees the system's folders
+    (/usr, /etc, /opt and their like), this process's Python and its own folder. `show` adds files and folders of the
+    host, which namespaces keep read-only, and `hide` takes some away. `slots`: a semaphore that bounds how many
+    sandboxes run at a time.
 
     A path of a file is absolute below `folder`, or relative to `workdir`. Every command runs as the same user, whatever
     `user` says.
@@ -336,8 +337,7 @@ def _warn_once(refused: str) -> None:
     if refused not in _warned:
         _warned.add(refused)
         logger.warning(
-            "sandboxes of this host run without namespaces, so with its network and its files in view (%s); "
-            "see docs/security.md",
+            "sandboxes of this host run without namespaces, so with its network in view (%s); see docs/security.md",
             refused,
         )
 

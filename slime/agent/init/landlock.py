@@ -1,0 +1,98 @@
+"""Hides files from the commands of a sandbox without namespaces: Landlock, Linux 5.13 and newer.
+
+A command may read, list and execute below the folders that a sandbox with namespaces shows, and nowhere else. Landlock
+hides the memory and the environment of all other processes, too. It cannot take a folder out of an allowed one, so
+`allowed` names what is around a hidden place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import struct
+from collections.abc import Iterable, Iterator
+
+from slime.agent.init.namespaces import DEVICES, SYSTEM
+
+_CREATE, _ADD, _RESTRICT = 444, 445, 446
+_VERSION, _PATH_BENEATH = 1, 1
+_EXECUTE, _READ_FILE, _READ_DIR = 1, 4, 8
+_OF_FOLDERS = _EXECUTE | _READ_FILE | _READ_DIR
+_OF_FILES = _EXECUTE | _READ_FILE
+SEMAPHORES = "/dev/shm"
+"""Python's multiprocessing and other programs open their semaphores there."""
+_SCOPED, _HAS_SCOPES = 3, 6
+"""Abstract Unix sockets and signals, from this version on."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(number: int, *words: object) -> int:
+    """Raises OSError if the kernel refuses the call."""
+    returned = int(_libc.syscall(ctypes.c_long(number), *words))
+    if returned < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"landlock: {os.strerror(code)}")
+    return returned
+
+
+def version() -> int:
+    """Of Landlock in this kernel. 0: none."""
+    try:
+        return _call(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(_VERSION))
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+            return 0
+        raise
+
+
+def ruleset(places: Iterable[str], *, scoped: bool) -> int | None:
+    """A descriptor for `restrict`, which allows to read below `places`. None if the kernel has no Landlock.
+
+    `scoped`: no signal and no abstract Unix socket reaches a process that the command has not started.
+    """
+    supported = version()
+    if not supported:
+        return None
+    with_scopes = scoped and supported >= _HAS_SCOPES
+    attributes = struct.pack("=QQQ", _OF_FOLDERS, 0, _SCOPED if with_scopes else 0)
+    size = len(attributes) if with_scopes else 8
+    made = _call(_CREATE, attributes, ctypes.c_size_t(size), ctypes.c_uint(0))
+    for place in places:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            held = os.open(place, os.O_PATH | os.O_CLOEXEC)
+            rights = _OF_FOLDERS if os.path.isdir(place) else _OF_FILES
+            try:
+                rule = struct.pack("=Qi", rights, held)
+                _call(_ADD, ctypes.c_int(made), ctypes.c_int(_PATH_BENEATH), rule, ctypes.c_uint(0))
+            finally:
+                os.close(held)
+    return made
+
+
+def restrict(made: int) -> None:
+    """Binds this process and its later children. Needs PR_SET_NO_NEW_PRIVS."""
+    _call(_RESTRICT, ctypes.c_int(made), ctypes.c_uint(0))
+
+
+def allowed(folder: str, hidden: list[str], shown: list[str]) -> Iterator[str]:
+    """What a command may read: the system's folders and `shown` without `hidden`, the sandbox's `folder`, the devices
+    that every program needs, /proc, and the folder of semaphores."""
+    covered = [os.path.realpath(place) for place in hidden]
+    for place in SYSTEM:
+        yield from _around(os.path.realpath(place), covered)
+    yield from (*shown, folder, "/proc", SEMAPHORES, *(f"/dev/{name}" for name in DEVICES))
+
+
+def _around(place: str, hidden: list[str]) -> Iterator[str]:
+    """`place`, or its entries if a hidden place lies below it."""
+    if place in hidden:
+        return
+    if not any(each.startswith(f"{place}/") for each in hidden):
+        yield place
+        return
+    with contextlib.suppress(OSError):
+        for name in os.listdir(place):
+            yield from _around(f"{place}/{name}", hidden)
