@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import copy
 import dataclasses
 import enum
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
+
+from slime.records.counts import CacheCounts, SpeculationCounts
+from slime.records.plain import as_array, as_plain, experts_of, extended, grown, numbers_of
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 """A value of a JSON text."""
@@ -45,61 +46,6 @@ class Prompt:
     """The reward compares the response with it."""
     metadata: Metadata = field(default_factory=dict)
     """The line's own free-form record."""
-
-
-@dataclass
-class _Counts:
-    def to_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, int]) -> Self:
-        return cls(**data)
-
-
-@dataclass
-class SpeculationCounts(_Counts):
-    """Counts of speculative decoding, summed over the requests of a sample: `Sample.SpecInfo`."""
-
-    spec_accept_token_num: int = 0
-    spec_draft_token_num: int = 0
-    spec_verify_ct: int = 0
-    completion_token_num: int = 0
-
-    def add(self, meta_info: MetaInfo) -> None:
-        """Add the counts in an answer's `meta_info`. Counts that it does not have are 0."""
-        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
-        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
-        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
-        self.completion_token_num += meta_info.get("completion_tokens", 0)
-
-    @property
-    def spec_accept_rate(self) -> float:
-        """Accepted tokens divided by drafted tokens, 0 without a draft."""
-        return self.spec_accept_token_num / max(self.spec_draft_token_num, 1)
-
-    @property
-    def spec_accept_length(self) -> float:
-        """Generated tokens divided by passes of the large model, 0 without a pass."""
-        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
-
-
-@dataclass
-class CacheCounts(_Counts):
-    """Prompt tokens, and how many of them the engine had in its cache: `Sample.PrefixCacheInfo`. Sums over requests."""
-
-    cached_tokens: int = 0
-    total_prompt_tokens: int = 0
-
-    def add(self, meta_info: MetaInfo) -> None:
-        """Add the counts in an answer's `meta_info` (cached_tokens, prompt_tokens)."""
-        self.cached_tokens += meta_info.get("cached_tokens", 0)
-        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
-
-    @property
-    def prefix_cache_hit_rate(self) -> float:
-        """Cached tokens divided by prompt tokens, 0 without a request."""
-        return self.cached_tokens / max(self.total_prompt_tokens, 1)
 
 
 @dataclass
@@ -166,7 +112,7 @@ class Sample:
     def to_dict(self) -> dict[str, object]:
         """Plain values only (the status as text), so that JSON or torch can save the record. Attributes that are no
         fields are in it too."""
-        out = {name: _as_plain(copy.copy(value)) for name, value in vars(self).items()}
+        out = {name: as_plain(value) for name, value in vars(self).items()}
         out["status"] = self.status.value
         out |= {name: getattr(self, name).to_dict() for name in _COUNTS}
         return out
@@ -174,7 +120,7 @@ class Sample:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
         """Inverse of `to_dict`. A key that is not a field becomes an attribute."""
-        data = {name: _as_array(value) for name, value in data.items()}
+        data = {name: as_array(value) for name, value in data.items()}
         if not isinstance(data.get("status", cls.Status.PENDING), cls.Status):
             data["status"] = cls.Status(data["status"])
         for name, record in _COUNTS.items():
@@ -186,8 +132,13 @@ class Sample:
         return sample
 
     def get_reward_value(self, args: object) -> float:
-        """`reward_value` with the --reward-key of a hook's `args`."""
-        return self.reward_value(getattr(args, "reward_key", None))
+        """`reward_value` with the --reward-key of a hook's `args`. Without a key, a dict is returned as it is."""
+        key = getattr(args, "reward_key", None)
+        return (
+            cast("float", self.reward)
+            if isinstance(self.reward, dict) and not key
+            else self.reward_value(key)
+        )
 
     def reward_value(self, key: str | None) -> float:
         """The number to train on: `reward`, or its entry `key` if the reward is a dict."""
@@ -221,26 +172,36 @@ class Sample:
     ) -> None:
         """Append tokens of the model (`trainable`) or of a tool (not trained on, log-prob 0) to the response.
 
-        Lists, arrays and tensors are accepted. `meta_info`, of the engine's answer, goes to `update_from_meta_info`
-        unless `update_terminal_info` is False. `columns`: values of `slime.data.columns` for these tokens; a token
-        without a value takes the column's default. ValueError if lengths disagree, before anything has changed.
+        `tokens`, `loss_mask`, `rollout_log_probs` and `columns` grow in place, because plug-ins hold these lists; a
+        list that is left from an earlier response is replaced. Lists, arrays and tensors are accepted. `meta_info` of
+        the engine's answer may have the experts of the tokens, and goes to `update_from_meta_info` unless
+        `update_terminal_info` is False. `columns`: values of `slime.data.columns` for these tokens; a token without a
+        value takes the column's default. ValueError if lengths disagree, before anything has changed.
         """
-        ids = [int(token) for token in _plain(tokens)]
-        values = [float(value) for value in _plain(log_probs)]
-        self._check_appended(ids, None if log_probs is None else values, trainable, columns or {})
-        if not self.response_length:
-            self.columns, self.loss_mask, self.rollout_log_probs = {}, [], []
-        for name in {**self.columns, **(columns or {})}:
-            before = self.columns.get(name, [None] * self.response_length)
-            self.columns[name] = [*before, *(columns or {}).get(name, [None] * len(ids))]
-        self.loss_mask = [*(self.loss_mask or [1] * self.response_length), *([int(trainable)] * len(ids))]
-        added = values if trainable else [0.0] * len(ids)
-        self.rollout_log_probs = [*(self.rollout_log_probs or []), *added]
-        self.tokens = [*self.tokens, *ids]
-        self.response_length += len(ids)
-        if ends := self.rollout_top_p_token_offsets:
-            self.rollout_top_p_token_offsets = [*ends, *([ends[-1]] * len(ids))]
+        ids = [int(token) for token in numbers_of(tokens)]
+        values = None if log_probs is None else [float(value) for value in numbers_of(log_probs)]
+        self._check_appended(ids, values, trainable, columns or {})
+        before, experts = self.response_length, None
+        if ids and meta_info is not None:
+            experts = experts_of(meta_info, args, len(self.tokens) + len(ids))
+        if ids:
+            self.columns = self.columns if before else {}
+            for name in {**self.columns, **(columns or {})}:
+                new: list[float | None] = [*(columns or {}).get(name, [None] * len(ids))]
+                self.columns[name] = extended(self.columns.get(name), before, None, new)
+            self.loss_mask = extended(self.loss_mask, before, 1, [int(trainable)] * len(ids))
+            self.tokens = grown(self.tokens, ids)
+            self.response_length += len(ids)
+            if ends := self.rollout_top_p_token_offsets:
+                self.rollout_top_p_token_offsets = grown(ends, [ends[-1]] * len(ids))
+        if ids or values is not None:
+            added = (values or []) if trainable else [0.0] * len(ids)
+            self.rollout_log_probs = extended(self.rollout_log_probs, before, 0.0, added)
         self.response += text or ""
+        if experts is not None:
+            start, rows = experts
+            known = [] if not start else [np.asarray(self.rollout_routed_experts)[:start]]
+            self.rollout_routed_experts = np.concatenate([*known, rows])
         if meta_info is not None and update_terminal_info:
             self.update_from_meta_info(args, meta_info)
 
@@ -255,7 +216,7 @@ class Sample:
         per_token: dict[str, list[float] | list[int] | None] = dict(columns)
         if trainable:
             per_token["log_probs"] = log_probs if log_probs is not None else [] if not ids else None
-        elif log_probs:
+        elif log_probs is not None and (ids or log_probs):
             raise ValueError(
                 f"log_probs must be left out for tokens that the model did not generate, got {len(log_probs)}; "
                 "their loss mask is 0"
@@ -274,6 +235,12 @@ class Sample:
                     f"tokens of sample {self.index} of group {self.group_index}; to start a sample again, set "
                     "response_length to 0 as well"
                 )
+        if trainable and ids and self.response_length and self.rollout_log_probs is None:
+            raise ValueError(
+                f"rollout_log_probs must be set before more generated tokens, got none for {self.response_length} "
+                f"response tokens of sample {self.index} of group {self.group_index}; append these tokens with "
+                "their log-probs, or with trainable=False"
+            )
 
     def update_from_meta_info(self, args: object, meta_info: MetaInfo) -> None:
         """Status, weight version and counts from the `meta_info` of an engine's answer.
@@ -361,35 +328,6 @@ FINISH_STATUS = {
     "abort": Sample.Status.ABORTED,
 }
 """The status of a sample by its last request's finish reason."""
-
-
-def _as_plain(value: object) -> object:
-    """An array, also in a pair, as a record of text that JSON and torch can save; any other value unchanged."""
-    if isinstance(value, tuple) and any(isinstance(x, np.ndarray) for x in value):
-        return tuple(map(_as_plain, value))
-    if not isinstance(value, np.ndarray):
-        return value
-    text = base64.b64encode(value.tobytes()).decode()
-    return {"dtype": value.dtype.name, "shape": list(value.shape), "base64": text}
-
-
-def _as_array(value: Any) -> Any:
-    """Inverse of `_as_plain`."""
-    if isinstance(value, tuple | list) and any(isinstance(x, dict) and "base64" in x for x in value):
-        return tuple(map(_as_array, value))
-    if not (isinstance(value, dict) and value.keys() == {"dtype", "shape", "base64"}):
-        return value
-    flat = np.frombuffer(base64.b64decode(value["base64"]), value["dtype"])
-    return flat.copy().reshape(value["shape"])  # torch needs a writable array
-
-
-def _plain(values: object) -> Iterable[float]:
-    """A list, array or tensor of numbers as an iterable of Python numbers; nothing for None."""
-    if values is None:
-        return ()
-    if isinstance(values, np.ndarray) or hasattr(values, "tolist"):
-        values = cast("np.ndarray", values).reshape(-1).tolist()
-    return cast("Iterable[float]", values)
 
 
 SampleGroup = list[Sample]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -64,8 +66,83 @@ def test_append_response_tokens():
     assert sample.loss_mask == [1, 1, 0, 1]
     assert sample.rollout_log_probs == [-0.5, -0.25, 0.0, -1.0]
     assert sample.effective_response_length == 3
-    assert prompt == [10, 11]  # the siblings of a group share it
+    assert sample.tokens is prompt
     sample.check()
+
+
+def test_the_lists_that_a_plug_in_holds_grow():
+    """From an empty mask on, as retool begins, and with columns."""
+    tokens, mask, log_probs, margin = [7], [], [], [0.25]
+    sample = Sample(tokens=tokens, loss_mask=mask, rollout_log_probs=log_probs)
+    sample.append_response_tokens(tokens=[1], log_probs=[-0.5], columns={"margin": margin})
+    held = sample.columns["margin"]
+    sample.append_response_tokens(tokens=[2, 3], trainable=False)
+    sample.append_response_tokens(tokens=[4], log_probs=[-1.0], columns={"margin": [0.5]})
+    assert sample.tokens is tokens and sample.loss_mask is mask and sample.rollout_log_probs is log_probs
+    assert (tokens, mask, log_probs) == ([7, 1, 2, 3, 4], [1, 0, 0, 1], [-0.5, 0.0, 0.0, -1.0])
+    assert sample.columns["margin"] is held == [0.25, None, None, 0.5] and margin == [0.25]
+    sample.check()
+
+
+def test_what_is_passed_is_not_held():
+    ids, log_probs = [1, 2], [-0.5, -0.25]
+    sample = Sample(tokens=[7])
+    sample.append_response_tokens(tokens=ids, log_probs=log_probs)
+    sample.append_response_tokens(tokens=[3], trainable=False)
+    assert ids == [1, 2] and log_probs == [-0.5, -0.25]
+    other = Sample(tokens=(7,), rollout_top_p_token_offsets=[0])
+    other.append_response_tokens(tokens=np.array([1]), log_probs=[-1.0])
+    assert other.tokens == [7, 1] and other.rollout_top_p_token_offsets == [0, 0]
+
+
+def test_an_answer_without_tokens_leaves_the_lists():
+    sample = Sample(tokens=[7])
+    sample.append_response_tokens(text="", meta_info=ANSWER)
+    assert sample.loss_mask is None and sample.rollout_log_probs is None
+    sample.append_response_tokens(tokens=[], log_probs=[])
+    assert sample.loss_mask is None and sample.rollout_log_probs == []
+
+
+def test_generated_tokens_after_some_without_log_probs():
+    """Their log-probs are not known, so 0.0 would be wrong; tokens of a tool need none."""
+    sample = Sample(tokens=[7, 1, 2], response_length=2)
+    with pytest.raises(ValueError, match="rollout_log_probs must be set .* got none for 2 response tokens"):
+        sample.append_response_tokens(tokens=[3], log_probs=[-1.0])
+    assert sample.tokens == [7, 1, 2] and sample.loss_mask is None
+    sample.append_response_tokens(tokens=[3], trainable=False)
+    assert sample.rollout_log_probs == [0.0] * 3 and sample.loss_mask == [1, 1, 0]
+
+
+def encoded(rows: np.ndarray) -> str:
+    return base64.b64encode(rows.astype(np.int32).tobytes()).decode()
+
+
+def test_experts_of_an_answer_are_kept():
+    """As from /generate with return_routed_experts: the whole sample, or from a token on."""
+    args = SimpleNamespace(num_layers=2, moe_router_topk=3)
+    rows = np.arange(4 * 2 * 3).reshape(4, 2, 3)
+    sample = Sample(tokens=[7])
+    sample.append_response_tokens(
+        args, tokens=[1, 2], log_probs=[-1.0, -1.0], meta_info={"routed_experts": encoded(rows[:2])}
+    )
+    assert sample.rollout_routed_experts.tolist() == rows[:2].tolist()
+    answer = {"routed_experts": encoded(300 + rows[1:]), "routed_experts_start_len": 1}
+    sample.append_response_tokens(
+        args, tokens=[3, 4], log_probs=[-1.0, -1.0], meta_info=answer, update_terminal_info=False
+    )
+    assert sample.rollout_routed_experts.tolist() == [*rows[:1].tolist(), *(300 + rows[1:]).tolist()]
+    sample.check(require_experts=True)
+    with pytest.raises(ValueError, match=r"routed_experts must have \[5, 2, 3\] entries, .* got 24"):
+        sample.append_response_tokens(
+            args, tokens=[5], log_probs=[-1.0], meta_info={"routed_experts": encoded(rows)}
+        )
+    assert len(sample.tokens) == 5
+    answer = {"routed_experts": encoded(rows[:1])}
+    for added, wanted in ({"routed_experts_shape": [1, 2, 3]}, rows[:1].tolist()), ({}, None):
+        other = Sample(tokens=[7])
+        other.append_response_tokens(tokens=[1], log_probs=[-1.0], meta_info=answer | added)
+        found = other.rollout_routed_experts
+        assert (found if found is None else found.tolist()) == wanted
 
 
 def test_append_to_a_response_without_a_mask():
@@ -94,6 +171,7 @@ def test_reward_value():
         good(reward={"format": 1}).get_reward_value(args)
     with pytest.raises(ValueError, match="reward must be set before training, got None for sample 7"):
         good().get_reward_value(args)
+    assert good(reward={"a": 1}).get_reward_value(SimpleNamespace(reward_key=None)) == {"a": 1}
 
 
 @pytest.mark.parametrize(("rows", "got"), [(None, "none"), (np.zeros((5, 2, 2), np.uint8), "5")])
@@ -194,6 +272,7 @@ def test_routed_experts_of_a_plug_in_may_be_lists():
     ("settings", "message"),
     [
         ({"trainable": False, "log_probs": [-1.0]}, "log_probs must be left out .* got 1"),
+        ({"trainable": False, "log_probs": []}, "log_probs must be left out .* got 0"),
         ({"log_probs": [-1.0, -2.0]}, "log_probs must have one entry per generated token, got 2 for 1"),
         ({"log_probs": None}, "log_probs must have one entry per generated token, got none for 1"),
     ],
@@ -234,3 +313,7 @@ def test_what_a_plug_in_adds_is_kept():
     assert Sample.from_dict({"spec_info": {"spec_verify_ct": 9}}).spec_info == Sample.SpecInfo(
         spec_verify_ct=9
     )
+    sample.lock = threading.Lock()  # a value that nothing can copy
+    assert sample.to_dict()["lock"] is sample.lock
+    counts = {"spec_verify_ct": 1, "of_a_newer_version": 2}
+    assert Sample.from_dict({"spec_info": counts}).spec_info == Sample.SpecInfo(spec_verify_ct=1)

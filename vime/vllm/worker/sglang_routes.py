@@ -283,6 +283,7 @@ class _Job:
         if wanted.experts and completion.routed_experts is not None:
             rows = np.ascontiguousarray(completion.routed_experts, np.int32)
             meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
+            meta["routed_experts_shape"] = list(rows.shape)
         return {"text": "" if self.scored else completion.text, "output_ids": ids, "meta_info": meta}
 
 

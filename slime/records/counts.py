@@ -1,0 +1,64 @@
+"""Counts of a sample, summed over its requests. Owns `Sample.SpecInfo` and `Sample.PrefixCacheInfo`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+
+@dataclass
+class _Counts:
+    def to_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> Self:
+        """Inverse of `to_dict`. A count that `data` lacks is 0, and keys that are no counts are left out."""
+        return cls(**{f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data})
+
+
+@dataclass
+class SpeculationCounts(_Counts):
+    """Counts of speculative decoding, summed over the requests of a sample: `Sample.SpecInfo`."""
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Add the counts in an answer's `meta_info`. Counts that it does not have are 0."""
+        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
+        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
+        self.completion_token_num += meta_info.get("completion_tokens", 0)
+
+    @property
+    def spec_accept_rate(self) -> float:
+        """Accepted tokens divided by drafted tokens, 0 without a draft."""
+        return self.spec_accept_token_num / max(self.spec_draft_token_num, 1)
+
+    @property
+    def spec_accept_length(self) -> float:
+        """Generated tokens divided by passes of the large model, 0 without a pass."""
+        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+
+@dataclass
+class CacheCounts(_Counts):
+    """Prompt tokens, and how many of them the engine had in its cache: `Sample.PrefixCacheInfo`. Sums over requests."""
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Add the counts in an answer's `meta_info` (cached_tokens, prompt_tokens)."""
+        self.cached_tokens += meta_info.get("cached_tokens", 0)
+        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Cached tokens divided by prompt tokens, 0 without a request."""
+        return self.cached_tokens / max(self.total_prompt_tokens, 1)

@@ -1,0 +1,85 @@
+"""Values of a record in the form that JSON and torch can save, and numbers of plug-ins as Python's own."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import math
+from collections.abc import Iterable, Mapping
+from typing import TypeVar, cast
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+def as_plain(value: object) -> object:
+    """An array, also in a pair, as a record of text that JSON and torch can save; a copy of a list, dict or set;
+    any other value unchanged."""
+    if isinstance(value, tuple) and any(isinstance(x, np.ndarray) for x in value):
+        return tuple(map(as_plain, value))
+    if isinstance(value, list | dict | set):
+        return copy.copy(value)
+    if not isinstance(value, np.ndarray):
+        return value
+    text = base64.b64encode(value.tobytes()).decode()
+    return {"dtype": value.dtype.name, "shape": list(value.shape), "base64": text}
+
+
+def as_array(value: object) -> object:
+    """Inverse of `as_plain`."""
+    if isinstance(value, tuple | list) and any(isinstance(x, dict) and "base64" in x for x in value):
+        return tuple(map(as_array, value))
+    if not (isinstance(value, dict) and value.keys() == {"dtype", "shape", "base64"}):
+        return value
+    flat = np.frombuffer(base64.b64decode(value["base64"]), value["dtype"])
+    return flat.copy().reshape(value["shape"])  # torch needs a writable array
+
+
+def numbers_of(values: object) -> Iterable[float]:
+    """A list, array or tensor of numbers as an iterable of Python numbers; nothing for None."""
+    if values is None:
+        return ()
+    if isinstance(values, np.ndarray) or hasattr(values, "tolist"):
+        values = cast("np.ndarray", values).reshape(-1).tolist()
+    return cast("Iterable[float]", values)
+
+
+def extended(values: list[T] | None, before: int, filler: T, added: list[T]) -> list[T]:
+    """`values`, which has an entry for each of `before` tokens, with `added` at the end. The list grows in place,
+    because plug-ins hold it. None becomes `before` fillers, and so does a list of another length."""
+    if values is None or len(values) != before:
+        values = [filler] * before
+    return grown(values, added)
+
+
+def grown(values: list[T], added: list[T]) -> list[T]:
+    """`values` with `added` at the end: the list itself; a new list for a tuple or an array."""
+    values = values if isinstance(values, list) else cast("list[T]", list(numbers_of(values)))
+    values += added
+    return values
+
+
+def experts_of(meta_info: Mapping[str, object], args: object, tokens: int) -> tuple[int, np.ndarray] | None:
+    """The experts [tokens - 1 - before, layers, K] that an answer of /generate has with `return_routed_experts`, and
+    `before`, the number of tokens before the first row. `tokens`: the number of tokens of the sample with the answer.
+
+    Layers and K are those of `routed_experts_shape`, which our engines add, or of the flags in `args`. None where the
+    answer has no experts, or where nothing has their shape: the plug-in fills the record.
+    """
+    flags = getattr(args, "num_layers", None), getattr(args, "moe_router_topk", None)
+    text, of_layer = meta_info.get("routed_experts"), flags
+    if isinstance(given := meta_info.get("routed_experts_shape"), list):
+        of_layer = given[1], given[2]
+    if not isinstance(text, str) or None in of_layer:
+        return None
+    before = int(cast("int | None", meta_info.get("routed_experts_start_len")) or 0)
+    shape = (tokens - 1 - before, *cast("tuple[int, int]", of_layer))
+    flat = np.frombuffer(base64.b64decode(text), np.int32)
+    if flat.size != math.prod(shape):
+        raise ValueError(
+            f"routed_experts must have {list(shape)} entries, tokens but the last, layers and experts of a token, got "
+            f"{flat.size}; append all tokens of an answer"
+        )
+    small = not flat.size or flat.max() <= np.iinfo(np.uint8).max
+    return before, flat.astype(np.uint8 if small else np.uint16).reshape(shape)
