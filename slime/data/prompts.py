@@ -22,7 +22,15 @@ import numpy as np
 from slime.data.files import FileSource, Place, Row, find_source, read_table
 from slime.data.limits.context import Context, Rows, require_room
 from slime.data.limits.conversations import Masks
-from slime.data.rows import Columns, prompt_lengths, render_chat, rendered, require_conversation, to_prompt
+from slime.data.rows import (
+    OWN_KEYS,
+    Columns,
+    prompt_lengths,
+    render_chat,
+    rendered,
+    require_conversation,
+    to_prompt,
+)
 from slime.data.tokenizer import tokenizer_identity
 from slime.types import Metadata, Prompt, Sample
 
@@ -42,7 +50,7 @@ _MASKS_PER_PROCESS = 5_000
 """The same for the loss masks of conversations, which take about a millisecond each."""
 _CHECKED = ("row", "size", "list", "tokens")
 """The columns of a check."""
-_VERSION = 5
+_VERSION = 6
 """Of the checks: a new number makes every file be checked again."""
 
 
@@ -80,6 +88,13 @@ class Prompts(Sequence[Prompt]):
         row = self._source.row(self._table[number], where)
         assert row is not None, f"{where} was not empty when it was checked"
         return to_prompt(row, where, self._columns, self._tokenizer)
+
+    def own_keys(self) -> list[str]:
+        """Columns of the first row that no flag names, but that have the name of a key which a run writes."""
+        first = int(self._rows[0])
+        row = self._source.row(self._table[first], Place(self._source, first)) or {}
+        filled = {name for name, value in row.items() if value is not None}
+        return sorted(filled & OWN_KEYS - self._columns.used)
 
     def place(self, index: int) -> str:
         """File and line of a prompt."""
@@ -172,6 +187,11 @@ def load_prompts(
             f"{flag} must hold at least one prompt, got none in {path}; check the file and its slice"
         )
     prompts = Prompts(table, source, columns, template, rows, len(whole) - len(part))
+    if unmet := prompts.own_keys():
+        logger.warning(
+            "%s: columns %s are not in sample.metadata, where a run writes these keys itself; give them other names",
+            *(path, ", ".join(unmet)),
+        )
     if max_prompt_len is not None:
         if masks is None:
             assert tokenizer is not None

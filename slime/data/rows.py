@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import decimal
 import inspect
 import math
 import re
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from slime.data.files import Place, Row, parse_json
 from slime.data.tokenizer import opened, opening_ids
 from slime.loss_mask import tool_schemas
-from slime.types import Message, Prompt, Tools
+from slime.types import Message, Metadata, Prompt, Tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +25,20 @@ T = TypeVar("T")
 _TEXTS_AT_A_TIME = 1024
 _NAME = re.compile(r"[\w./:-]+")
 """The name of a tool."""
+OWN_KEYS = frozenset(
+    (
+        "tools",
+        "chosen",
+        "rejected",
+        "session",
+        "turn_rewards",
+        "start_rollout_id",
+        "prompt_index",
+        "sampling",
+        "removed",
+    )
+)
+"""Keys of a sample's metadata that a run writes and reads itself. No column that the flags do not name fills them."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,14 @@ class Columns:
     rejected_key: str | None = None
     apply_chat_template: bool = False
     apply_chat_template_kwargs: dict[str, object] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    """Columns that do not reach the metadata."""
+
+    @property
+    def used(self) -> set[str]:
+        """The columns that the flags name."""
+        keys = (self.input_key, self.label_key, self.metadata_key, self.tool_key)
+        return {key for key in (*keys, self.chosen_key, self.rejected_key) if key is not None}
 
 
 def to_prompt(row: Row, where: Place, columns: Columns, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
@@ -59,10 +83,8 @@ def to_prompt(row: Row, where: Place, columns: Columns, tokenizer: PreTrainedTok
             f"got {type(text).__name__}; check --input-key"
         )
     label = None if columns.label_key is None else _label(row, columns.label_key, where)
-    metadata = _parsed(
-        row.get(columns.metadata_key) or {}, dict, columns.metadata_key, "--metadata-key", where
-    )
-    metadata |= pair or {}
+    own = _parsed(row.get(columns.metadata_key) or {}, dict, columns.metadata_key, "--metadata-key", where)
+    metadata = _others(row, columns) | own | (pair or {})
     tools = None
     if columns.tool_key is not None and row.get(columns.tool_key):
         tools = _parsed(row[columns.tool_key], list, columns.tool_key, "--tool-key", where)
@@ -73,6 +95,31 @@ def to_prompt(row: Row, where: Place, columns: Columns, tokenizer: PreTrainedTok
         assert tokenizer is not None
         text = rendered(messages, tokenizer, columns.apply_chat_template_kwargs, tools, where)
     return Prompt(text=text, label=label, metadata=metadata)
+
+
+def _others(row: Row, columns: Columns) -> Metadata:
+    """The columns that no flag names, for the metadata. Empty cells, and columns with bytes such as images, are not in
+    it; dates and decimal numbers become text, because metadata are JSON values."""
+    skipped = OWN_KEYS.union(columns.used, columns.left_out)
+    found: Metadata = {}
+    for name, value in row.items():
+        if name not in skipped and value is not None:
+            with contextlib.suppress(TypeError):
+                found[name] = _json(value)
+    return found
+
+
+def _json(value: object) -> object:
+    """`value` as a JSON value. TypeError for one that has none, such as bytes."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [_json(one) for one in value]
+    if isinstance(value, dict):
+        return {str(name): _json(one) for name, one in value.items()}
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal):
+        return str(value)
+    raise TypeError(type(value).__name__)
 
 
 def _column(row: Row, key: str, flag: str, where: Place) -> object:

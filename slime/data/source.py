@@ -20,7 +20,7 @@ from slime.config.sections.data import DataConfig
 from slime.config.sections.reward import RewardConfig
 from slime.config.sections.rollout import RolloutConfig
 from slime.data.drawing.curriculum import PROMPT, PassRates
-from slime.data.drawing.mixing import DataSet, Joined, Mixture, Order, data_sets
+from slime.data.drawing.mixing import SOURCE, DataSet, Joined, Mixture, Order, data_sets
 from slime.data.drawing.position import VERSION, read_state, state_path, write_state
 from slime.data.limits.context import Context, min_of, prompt_limit
 from slime.data.limits.conversations import Masks
@@ -46,10 +46,10 @@ class PromptDataSource:
     """Groups of `--n-samples-per-prompt` samples, first from the buffer and then from `--prompt-data`.
 
     Deterministic: `slime.data.drawing.mixing` says which prompt comes next, and `slime.data.drawing.curriculum` what
-    --curriculum leaves out. Samples of a data set with a name have it in `metadata["data_source"]`, unless their row
-    has a value there. `Sample.index` and `Sample.group_index` count up over the whole run and never repeat. With
-    --disable-rollout-global-dataset, the samples are empty and the rollout function supplies its own prompts. Without
-    --prompt-data it has only the groups that `add_samples` gave.
+    --curriculum leaves out. Samples of a data set with a name have it in `metadata["data_source"]`, unless the metadata
+    column of their row has a value there. `Sample.index` and `Sample.group_index` count up over the whole run and never
+    repeat. With --disable-rollout-global-dataset, the samples are empty and the rollout function supplies its own
+    prompts. Without --prompt-data it has only the groups that `add_samples` gave.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -277,7 +277,7 @@ class PromptDataSource:
         drawn = [number, first, order.visits - 1, index]
         prompt, added = self.prompts[index], dict[str, object]()
         if (name := self.data_sets[number].name) is not None:
-            added["data_source"] = name
+            added[SOURCE] = name
         if rates is not None:
             added[PROMPT] = index
         if added:
@@ -329,7 +329,9 @@ def load_training_prompts(
         masks=Masks.of(c, tokenizer(), columns) if masked and checkpoint else None,
         most_bytes=most_bytes,
     )
-    return [(one, read(one.path)) for one in data_sets(data)]
+    # The name of a data set wins over a column of that name; a row's metadata win over both.
+    named = dataclasses.replace(columns, left_out=(SOURCE,))
+    return [(one, read(one.path, columns=columns if one.name is None else named)) for one in data_sets(data)]
 
 
 def pop_first(

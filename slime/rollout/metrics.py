@@ -20,13 +20,14 @@ from slime.config.sections.logging import LoggingConfig
 from slime.config.sections.reward import RewardConfig
 from slime.data import kept_tokens
 from slime.data.agents import session_record
-from slime.data.drawing.mixing import data_sets
+from slime.data.drawing.mixing import SOURCE, data_sets
 from slime.data.trajectories import trajectories, trajectory_rewards, truncated_trajectories
+from slime.records.counts import SpeculationCounts
 from slime.roles.served import by_name, teachers
 from slime.rollout.base_types import EvalData
 from slime.rollout.on_policy_distillation import source_of
 from slime.rollout.rewards import finite
-from slime.types import Sample, SampleGroup, SpeculationCounts
+from slime.types import Sample, SampleGroup
 
 T = TypeVar("T")
 _REPEATED_CHARS, _REPEATED_TIMES, _LONGEST_UNIT = 100, 4, 200
@@ -66,7 +67,7 @@ def data_source_metrics(reward_key: str | None, groups: list[SampleGroup]) -> di
     the share of the groups."""
     each: dict[str, list[SampleGroup]] = {}
     for group in groups:
-        each.setdefault(str(group[0].metadata.get("data_source")), []).append(group)
+        each.setdefault(str(group[0].metadata.get(SOURCE)), []).append(group)
     metrics = {}
     for source, its in sorted(each.items()):
         rewards = [reward for group in its for reward in trajectory_rewards(group, reward_key)]

@@ -31,7 +31,10 @@ class DataConfig:
     label_key: str | None = flag(None, "column of the label; a.b means field b of column a")
     chosen_key: str = flag("chosen", "column of the preferred response of a pair: text or chat messages")
     rejected_key: str = flag("rejected", "column of the other response of a pair")
-    metadata_key: str = flag("metadata", "column of the metadata of a prompt, an object")
+    metadata_key: str = flag(
+        "metadata",
+        "column of the metadata of a prompt, an object; its keys win over other columns, which are metadata too",
+    )
     tool_key: str = flag("tools", "column of the tools: a list of objects, of their JSON texts, or of names")
     apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")
     apply_chat_template_kwargs: dict[str, object] = flag(  # noqa: RUF009 (flag copies the default)

@@ -20,6 +20,9 @@ from typing import overload
 from slime.config.sections.data import DataConfig
 from slime.types import Prompt
 
+SOURCE = "data_source"
+"""Key of a sample's metadata with the name of its data set."""
+
 
 @dataclass(frozen=True)
 class DataSet:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import datetime
+import decimal
 import json
 from pathlib import Path
 from typing import Any
@@ -282,3 +284,66 @@ def test_a_rendered_text_gets_no_second_bos(tmp_path):
         assert state.prompt_ids(sample) == want
     columns = Columns("prompt", apply_chat_template=True)
     assert load_prompts(path, columns, tokenizer=tokenizer, max_prompt_len=2)[0] == Prompt("hi")
+
+
+ALIKE = [
+    {"prompt": "a", "label": "1", "level": "hard", "source": "x"},
+    {"prompt": "b", "label": "2", "level": "easy", "source": "y"},
+]
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.csv", "d.parquet", "d.arrow"])
+def test_other_columns_reach_the_metadata(tmp_path, name):
+    path = tmp_path / name
+    if path.suffix == ".csv":
+        path.write_text("prompt,label,level,source\na,1,hard,x\nb,2,easy,y\n")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(ALIKE))
+    else:
+        write(path, ALIKE)
+    found = load_prompts(str(path), COLUMNS)
+    assert [prompt.metadata for prompt in found] == [
+        {"level": "hard", "source": "x"},
+        {"level": "easy", "source": "y"},
+    ]
+
+
+def test_the_metadata_column_wins_and_columns_of_flags_stay_out(tmp_path):
+    row = {
+        "q": "a",
+        "answer": {"text": "1", "by": "x"},
+        "info": {"level": 1},
+        "level": 2,
+        "metadata": "m",
+        "empty": None,
+    }
+    columns = Columns("q", "answer.text", metadata_key="info")
+    (prompt,) = load_prompts(write_lines(tmp_path / "d.jsonl", [row]), columns)
+    assert prompt.metadata == {"answer": row["answer"], "level": 1, "metadata": "m"} and prompt.label == "1"
+    pair = {"prompt": "a", "good": "b", "bad": "c", "level": 2}
+    columns = Columns("prompt", chosen_key="good", rejected_key="bad")
+    (prompt,) = load_prompts(write_lines(tmp_path / "p.jsonl", [pair]), columns)
+    assert set(prompt.metadata) == {"chosen", "rejected", "level"}
+
+
+def test_values_that_are_no_json(tmp_path):
+    row = {
+        "prompt": "a", "day": datetime.date(2026, 11, 27), "price": decimal.Decimal("1.50"), "image": b"png",
+        "images": [{"bytes": b"png", "path": "a.png"}], "when": [datetime.datetime(2026, 11, 27, 8)],
+    }  # fmt: skip
+    (prompt,) = load_prompts(write(tmp_path / "d.parquet", [row]), Columns("prompt"))
+    assert prompt.metadata == {"day": "2026-11-27", "price": "1.50", "when": ["2026-11-27 08:00:00"]}
+    json.dumps(prompt.metadata)
+
+
+def test_names_that_a_run_writes_itself_are_left_out_with_a_warning(tmp_path, caplog):
+    """A column `tools` is not the tools of the prompt with another --tool-key."""
+    row = {"prompt": "a", "tools": [tool("add")], "session": "7", "level": 1}
+    path = write_lines(tmp_path / "d.jsonl", [row])
+    (prompt,) = load_prompts(path, Columns("prompt", tool_key="functions"))
+    assert prompt.metadata == {"level": 1}
+    assert "columns session, tools are not in sample.metadata" in caplog.text
+    caplog.clear()
+    (prompt,) = load_prompts(write_lines(tmp_path / "e.jsonl", [row | {"session": None}]), Columns("prompt"))
+    assert prompt.metadata == {"level": 1, "tools": [tool("add")]}
+    assert not caplog.records

@@ -80,6 +80,17 @@ def test_a_restart_continues_the_mixture(files, tmp_path):
         source_of(files[1], **flags | {"prompt_data_weights": None}).load(0)
 
 
+def test_the_name_of_a_data_set_wins_over_a_column_and_the_metadata_of_a_row_over_both(tmp_path):
+    rows = [
+        {"prompt": "a", "data_source": "x"},
+        {"prompt": "b", "data_source": "x", "metadata": {"data_source": "y"}},
+    ]
+    path = write_lines(tmp_path / "d.jsonl", rows)
+    for given, names in (f"math={path}", ["math", "y"]), (path, ["x", "y"]):
+        groups = source_of(given).get_samples(2)
+        assert [group[0].metadata["data_source"] for group in groups] == names
+
+
 def test_samples_have_the_name_of_their_data_set(files):
     groups = source_of(files).get_samples(14)
     names = Counter(sample.metadata["data_source"] for group in groups for sample in group)
