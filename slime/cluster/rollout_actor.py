@@ -35,10 +35,11 @@ class RolloutActor:
             from slime.data.transport import pack_columns
             from slime.rollout.manager import RolloutManager
 
+        warnings = record_warnings()  # of the prompt files, too
         self.manager = RolloutManager(
             self.config, engine, dp_size, facts, lambda data: ray.put(pack_columns(data))
         )
-        record_warnings(self.manager.state.events)
+        warnings.begin(self.manager.state.events)
         freeze_objects()
 
     def load(self, start_rollout_id: int) -> None:

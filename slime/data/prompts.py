@@ -22,8 +22,8 @@ import numpy as np
 from slime.data.files import FileSource, Place, Row, find_source, read_table
 from slime.data.limits.context import Context, Rows, require_room
 from slime.data.limits.conversations import Masks
+from slime.data.openings import warn_of_rows
 from slime.data.rows import (
-    OWN_KEYS,
     Columns,
     prompt_lengths,
     render_chat,
@@ -48,6 +48,8 @@ _ROWS_PER_PROCESS = 100_000
 """A check of more rows is shared by several processes."""
 _MASKS_PER_PROCESS = 5_000
 """The same for the loss masks of conversations, which take about a millisecond each."""
+_LOOKED_AT = 8
+"""Prompts of a file that warnings are about."""
 _CHECKED = ("row", "size", "list", "tokens")
 """The columns of a check."""
 _VERSION = 6
@@ -89,12 +91,11 @@ class Prompts(Sequence[Prompt]):
         assert row is not None, f"{where} was not empty when it was checked"
         return to_prompt(row, where, self._columns, self._tokenizer)
 
-    def own_keys(self) -> list[str]:
-        """Columns of the first row that no flag names, but that have the name of a key which a run writes."""
-        first = int(self._rows[0])
-        row = self._source.row(self._table[first], Place(self._source, first)) or {}
-        filled = {name for name, value in row.items() if value is not None}
-        return sorted(filled & OWN_KEYS - self._columns.used)
+    def first(self, most: int) -> Iterator[tuple[Place, Row]]:
+        """The first rows of the file, with their places."""
+        for number in map(int, self._rows[:most]):
+            where = Place(self._source, number)
+            yield where, self._source.row(self._table[number], where) or {}
 
     def place(self, index: int) -> str:
         """File and line of a prompt."""
@@ -158,8 +159,7 @@ def load_prompts(
     string becomes one user turn. Without it, strings and message lists do not change. Tool descriptions are in
     `metadata["tools"]`. Prompts with more than `max_prompt_len` tokens are left out with a warning. `conversations`:
     each row must be one that SFT can train on. `masks`: the trained conversations of each row must have a loss mask and
-    fit the model's context, and `max_prompt_len` limits the longest of them. `most_bytes`: read only about that many
-    bytes, from the start.
+    fit the model's context, and `max_prompt_len` limits the longest of them. `most_bytes`: read about the first ones.
 
     ValueError with file and line for a missing column, a wrong type, a message list that the chat template cannot
     render, or a label that `check_label` refuses. Its text is part of what is remembered, so it must name all that it
@@ -187,11 +187,7 @@ def load_prompts(
             f"{flag} must hold at least one prompt, got none in {path}; check the file and its slice"
         )
     prompts = Prompts(table, source, columns, template, rows, len(whole) - len(part))
-    if unmet := prompts.own_keys():
-        logger.warning(
-            "%s: columns %s are not in sample.metadata, where a run writes these keys itself; give them other names",
-            *(path, ", ".join(unmet)),
-        )
+    warn_of_rows(prompts.first(_LOOKED_AT), columns, tokenizer)
     if max_prompt_len is not None:
         if masks is None:
             assert tokenizer is not None

@@ -83,7 +83,7 @@ class RolloutManager:
         self.args.rollout_state = self.state = GenerateState(self.args, engine, tokenizer, others)
         self.hf_config = read_hf_config(checkpoint)
         self._turn, self._spare = threading.Lock(), deque[int]()
-        self._text_of = token_texts(tokenizer.decode)
+        self._decode, self._text_of = tokenizer.decode, token_texts(tokenizer.decode)
         self.facts = run_facts(config, getattr(self.args, "rollout_engine_dtype", None))
         self.data_source = load_function(config.data.data_source_path, flag="--data-source-path")(self.args)
         self.rollout_function = load_function(
@@ -137,7 +137,7 @@ class RolloutManager:
             samples = [sample for group in groups for sample in group]
             sizes = self.config.data
             places = kept_places(sizes.rollout_batch_size * sizes.n_samples_per_prompt, keep)
-            write_samples(Path(run_dir), rollout_id, samples, places, self._text_of)
+            write_samples(Path(run_dir), rollout_id, samples, places, self._text_of, self._decode)
 
     def _save_position(self, rollout_id: int) -> None:
         """Save the data position. Groups that were drawn ahead are part of it: a run that resumes draws them first."""

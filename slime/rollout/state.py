@@ -23,6 +23,7 @@ from slime.config.sections.engine import EngineConfig
 from slime.config.sections.logging import LoggingConfig
 from slime.config.sections.rollout import RolloutConfig
 from slime.data.limits.context import longest_sequence
+from slime.data.openings import ChatRemarks
 from slime.data.rows import render_chat
 from slime.data.tokenizer import opened, opening_ids
 from slime.protocols import GenerateResult, RolloutEngine
@@ -71,9 +72,9 @@ class GenerateState:
     `request_figures` maps a metric to its values, one per request since `take_figures`. `requests` counts the requests
     of a random stream by the tokens before them, so that a sample that starts again draws another response.
     `allowed` is the last rollout whose groups may be started, and `version` the weights of the engines (None: not
-    said). `events` are those of the run, and `spans` time its samples. `progress` is (samples finished, samples
-    wanted) of the current rollout, for a progress bar. `sampling_params` are those of training samples. `processor` is
-    None: prompts are text only.
+    said). `events` are those of the run, and `spans` time its samples. `chat_remarks` warns of what sessions ask.
+    `progress` is (samples finished, samples wanted) of the current rollout, for a progress bar. `sampling_params` are
+    those of training samples. `processor` is None: prompts are text only.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class GenerateState:
         self._context: int | None = None
         self._asking = asyncio.Lock()
         self.events = Events("rollout", section_of(LoggingConfig, args).run_dir)
+        self.chat_remarks = ChatRemarks(tokenizer)
         self.spans = SampleSpans(section_of(LoggingConfig, args).otlp_traces_endpoint)
         self.sampling_params = rollout_sampling_params(section_of(RolloutConfig, args))
         self.processor = None  # prompts are text

@@ -35,7 +35,7 @@ class ChatRenderer:
     """The chat template of a tokenizer. `options` are --apply-chat-template-kwargs."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: dict[str, object]) -> None:
-        self._tokenizer, self._options = tokenizer, options
+        self._tokenizer, self.options = tokenizer, options
 
     def whole(self, messages: list[Message], tools: Tools, context: int | None) -> list[int]:
         """The tokens of a conversation, open for the model. Refused when the template raises an error, and for a text
@@ -96,7 +96,7 @@ class ChatRenderer:
         raise BoundaryError
 
     def _render(self, messages: list[Message], tools: Tools, *, open_turn: bool) -> str:
-        options = {**self._options, "add_generation_prompt": open_turn}
+        options = {**self.options, "add_generation_prompt": open_turn}
         error: Exception | None = None
         for write in (_same, _as_text):  # DeepSeek's templates take arguments as text only
             try:

@@ -226,6 +226,7 @@ class Session:
                 return turn.token_ids + new, turn, added
             except BoundaryError:
                 self._mismatches += 1
+        self._own.chat_remarks.look(request.messages, request.tools, self._renderer.options)
         whole = request.messages, request.tools, context
         return await off_loop(request.size, self._renderer.whole, *whole), None, request.messages
 

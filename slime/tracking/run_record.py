@@ -24,19 +24,33 @@ _SAME = 20
 class WarningEvents(logging.Handler):
     """Records the warnings and errors that a process logs; the first ones of each line of code."""
 
-    def __init__(self, events: Events) -> None:
+    def __init__(self, events: Events | None) -> None:
+        """`events`: None where the process has no journal yet; `begin` gives it."""
         super().__init__(logging.WARNING)
         self._events, self._seen = events, Counter[tuple[str, int]]()
+        self._early: list[tuple[str, str]] = []
+
+    def begin(self, events: Events) -> None:
+        """Record to `events`, first what was logged before."""
+        self._events, early = events, self._early
+        for name, text in early:
+            events.add("warning", logger=name, text=text)
 
     def emit(self, record: logging.LogRecord) -> None:
         place = (record.pathname, record.lineno)
         self._seen[place] += 1
-        if self._seen[place] <= _SAME:
-            self._events.add("warning", logger=record.name, text=_shown(record.getMessage()))
+        if self._seen[place] > _SAME:
+            return
+        text = _shown(record.getMessage())
+        if self._events is None:
+            self._early.append((record.name, text))
+        else:
+            self._events.add("warning", logger=record.name, text=text)
 
 
-def record_warnings(events: Events) -> WarningEvents:
-    """Record the warnings of this process from now on. Returns the handler of the root logger that does so.
+def record_warnings(events: Events | None = None) -> WarningEvents:
+    """Record the warnings of this process from now on. Returns the handler of the root logger that does so. Without
+    `events`, it keeps them until its `begin`.
 
     Without another handler, Python prints warnings by its last resort, which a handler turns off: so it is added, too.
     """

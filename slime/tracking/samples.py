@@ -7,8 +7,9 @@ The first line of a file is {"version": 1, "rollout": 3, "of": 64}. Each further
      "tokens": [["The", 464, 1, -0.12, null], ...]}
 
 `tokens` are those of the response: text, id, loss mask, log-prob of the engine in nats (null: not known), and a place
-for the trainer's. `prompt` may be a list of chat messages. After the training of the rollout, a rank writes what it
-knows of its own samples to samples/ROLLOUT.trainer-RANK.jsonl, one line each:
+for the trainer's. `prompt` may be a list of chat messages. `read` is the text that the model read before the response,
+such as the rendered chat template or the messages of an agent; "" where that is `prompt`. After the training of the
+rollout, a rank writes what it knows of its own samples to samples/ROLLOUT.trainer-RANK.jsonl, one line each:
 
     {"place": 8, "advantage": 0.7, "log_probs": [-0.13, ...]}
 
@@ -79,6 +80,8 @@ class SampleRecord:
     """Mean over the tokens that the loss counts; None before the trainer has it."""
     metadata: Metadata = field(default_factory=dict)
     tokens: list[Token] = field(default_factory=list)
+    read: str = ""
+    """The text of the tokens before the response, if it is not `prompt`; the first ones of a long text."""
 
 
 def sample_rollouts(run_dir: Path) -> list[int]:
@@ -183,6 +186,7 @@ def _is_sample(line: Line) -> bool:
         and all(map(is_whole_number, versions))
         and isinstance(line.get("metadata", {}), dict)
         and {"label", "reward"} <= line.keys()
+        and isinstance(line.get("read", ""), str)
         and isinstance(tokens, list)
         and all(map(_is_token, tokens))
     )
@@ -220,10 +224,13 @@ def write_samples(
     samples: Sequence[Sample],
     places: range,
     text_of: Callable[[int], str],
+    decode: Callable[[list[int]], object] | None = None,
 ) -> Path:
-    """Write what the rollout knows of the samples at these places. `text_of`: of a token."""
+    """Write what the rollout knows of the samples at these places. `text_of`: of a token. `decode`: of the tokens of a
+    prompt; without it, their texts are put together."""
     head = {"version": VERSION, "rollout": rollout, "of": len(samples)}
-    records = [_record(place, samples[place], text_of) for place in places if place < len(samples)]
+    written = decode or (lambda ids: "".join(map(text_of, ids)))
+    records = [_record(place, samples[place], text_of, written) for place in places if place < len(samples)]
     return _write(run_dir, f"{rollout}.jsonl", [head, *map(asdict, records)])
 
 
@@ -244,8 +251,11 @@ def _write(run_dir: Path, name: str, lines: list[Line]) -> Path:
     return path
 
 
-def _record(place: int, sample: Sample, text_of: Callable[[int], str]) -> SampleRecord:
+def _record(
+    place: int, sample: Sample, text_of: Callable[[int], str], decode: Callable[[list[int]], object]
+) -> SampleRecord:
     length = sample.response_length
+    read = str(decode(list(sample.tokens[: len(sample.tokens) - length][:MOST_TOKENS])))
     ids = sample.tokens[len(sample.tokens) - length :][:MOST_TOKENS]
     mask = list(sample.loss_mask or [1] * length)
     unknown: list[float | None] = [None] * length
@@ -268,6 +278,7 @@ def _record(place: int, sample: Sample, text_of: Callable[[int], str]) -> Sample
         turns=turns,
         metadata=sample.metadata,
         tokens=tokens,
+        read="" if read == sample.prompt else read,
     )
 
 

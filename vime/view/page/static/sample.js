@@ -21,6 +21,7 @@ export function sampleView(sample, row, at) {
     el("h2", { tabindex: -1 }, `Sample ${row[at.rollout]} / ${sample.place}`),
     el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
     el("h3", {}, "Prompt"), prompt(sample.prompt),
+    sample.read ? el("details", { open: true }, el("summary", {}, "What the model read"), el("pre", { class: "turn" }, sample.read)) : null,
     el("h3", {}, "Response"), new Tokens(sample.tokens).element,
     el("details", {}, el("summary", {}, "Response as one text"), el("pre", {}, sample.response)),
     Object.keys(sample.metadata ?? {}).length

@@ -1,0 +1,148 @@
+"""Where a chat template begins, and whether it reads tools. Owns the warnings about prompts that a template spoils: it
+renders without an error, and the model reads another text than the user thinks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from slime.data.files import Place, Row
+from slime.data.rows import OWN_KEYS, Columns, render_chat, to_prompt
+from slime.types import Message, Tools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+OWN_COLUMNS = (
+    "columns %s are not in sample.metadata, where a run writes these keys itself; give them other names"
+)
+DOUBLED = (
+    "the prompt begins with %r, and so does the chat template, so that the model reads it twice; leave "
+    "--apply-chat-template off, or write the prompts without the template"
+)
+UNREAD_TOOLS = (
+    "the prompt has %d tools, and the chat template does not read tools, so that the model does not see them; take a "
+    "template that reads `tools`, or describe them in the messages"
+)
+SESSION_DOUBLED = (
+    "a message of a session begins with %r, and so does the chat template, so that the model reads it twice; leave "
+    "--apply-chat-template off, so that sample.prompt is the text of the data"
+)
+SESSION_TOOLS = (
+    "a client of a session gave %d tools, and the chat template does not read tools, so that the model does not see "
+    "them; take a model whose template reads `tools`, or describe them in the messages"
+)
+_MARK = "vime-mark"
+_TOOL: Tools = [
+    {
+        "type": "function",
+        "function": {"name": _MARK, "description": _MARK, "parameters": {"type": "object", "properties": {}}},
+    }
+]
+_ASKED: list[Message] = [{"role": "user", "content": "x"}]
+_SYSTEM: Message = {"role": "system", "content": _MARK}
+_USER: Message = {"role": "user", "content": _MARK}
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer with --apply-chat-template-kwargs."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: dict[str, object]) -> None:
+        self._tokenizer, self._options = tokenizer, options
+
+    @functools.cached_property
+    def openings(self) -> list[str]:
+        """Texts with which a rendered conversation begins: up to the first user's or system's words, and its first
+        special token."""
+        found = set()
+        for messages in ([_USER], [_SYSTEM, *_ASKED]):
+            before, mark, _ = self._render(messages, None).partition(_MARK)
+            if mark and before.strip():
+                found.add(before.strip())
+                found.update(token for token in self._special if before.lstrip().startswith(token))
+        return sorted(found, key=len)
+
+    @functools.cached_property
+    def reads_tools(self) -> bool:
+        """Whether the model reads the tools of a conversation. True where the template cannot render one."""
+        text = self._render(_ASKED, _TOOL)
+        return not text or text != self._render(_ASKED, None)
+
+    def doubled(self, contents: Iterable[str]) -> str | None:
+        """The opening with which the first such content begins."""
+        return next(
+            (one for text in contents for one in self.openings if text.lstrip()[: len(one)] == one),
+            None,
+        )
+
+    @functools.cached_property
+    def _special(self) -> list[str]:
+        added = self._tokenizer.added_tokens_decoder.values()
+        return sorted(
+            {str(token) for token in added if token.special} | set(self._tokenizer.all_special_tokens)
+        )
+
+    def _render(self, messages: list[Message], tools: Tools | None) -> str:
+        try:
+            return render_chat(messages, self._tokenizer, self._options, tools)
+        except Exception:  # border: a chat template is a program of the model's author
+            return ""
+
+
+def contents_of(prompt: str | Sequence[Message]) -> list[str]:
+    """The text of a prompt, or the texts of its messages."""
+    if isinstance(prompt, str):
+        return [prompt]
+    return [text for message in prompt if isinstance(text := message.get("content"), str)]
+
+
+def warn_of_rows(
+    first: Iterable[tuple[Place, Row]], columns: Columns, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Log one warning for each thing that is wrong in the first rows of a file without an error: a column with the name
+    of a key that a run writes, a prompt that begins as the chat template does, and tools that the template does not
+    read. The last two need a tokenizer."""
+    plain, told = dataclasses.replace(columns, apply_chat_template=False), set[str]()
+    template = None if tokenizer is None else ChatTemplate(tokenizer, columns.apply_chat_template_kwargs)
+
+    def tell(name: str, found: object, text: str) -> None:
+        if found and name not in told:
+            told.add(name)
+            logger.warning("%s: " + text, where, found)
+
+    for where, row in first:
+        filled = {name for name, value in row.items() if value is not None}
+        tell("columns", ", ".join(sorted(filled & OWN_KEYS - columns.used)), OWN_COLUMNS)
+        prompt = to_prompt(row, where, plain, None)
+        if template is None or (isinstance(prompt.text, str) and not columns.apply_chat_template):
+            continue
+        tell("opening", template.doubled(contents_of(prompt.text)), DOUBLED)
+        tools = prompt.metadata.get("tools")
+        tell("tools", tools and not template.reads_tools and len(tools), UNREAD_TOOLS)
+
+
+class ChatRemarks:
+    """What a run warns of once, at the first request of a session that shows it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._templates: dict[str, ChatTemplate] = {}
+        self._told: set[str] = set()
+
+    def look(self, messages: list[Message], tools: Tools | None, options: dict[str, object]) -> None:
+        """Log a warning for messages that begin as the template does, and for tools that it does not read."""
+        key = json.dumps(options, sort_keys=True, default=str)
+        template = self._templates.setdefault(key, ChatTemplate(self._tokenizer, options))
+        self._once("opening", lambda: template.doubled(contents_of(messages)), SESSION_DOUBLED)
+        self._once("tools", lambda: tools and not template.reads_tools and len(tools), SESSION_TOOLS)
+
+    def _once(self, name: str, find: Callable[[], object], text: str) -> None:
+        if name not in self._told and (found := find()):
+            self._told.add(name)
+            logger.warning(text, found)
