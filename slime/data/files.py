@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import itertools
 import json
 import os
 import re
@@ -342,8 +343,11 @@ def _entries(
 
 def _csv_columns(files: tuple[Path, ...]) -> list[str]:
     """The columns of the files. ValueError if two files, or two columns, do not agree."""
-    headers = [next((fields for _, fields in _csv_lines(file)), []) for file in files]
-    for file, header in zip(files, headers, strict=True):
+    starts = [list(itertools.islice(_csv_lines(file), 2)) for file in files]
+    headers = [start[0][1] if start else [] for start in starts]
+    for file, start, header in zip(files, starts, headers, strict=True):
+        if any(len(fields) > len(header) for _, fields in start):
+            _check_fields((file,))  # pandas would take the first field of such rows for an index
         if header != headers[0] or len(set(header)) < len(header):
             raise ValueError(
                 f"{file}:1: columns must have different names and be those of {files[0]}, got {header}; fix the header"

@@ -277,6 +277,10 @@ def test_bad_rows_of_the_other_formats_are_named(tmp_path):
     (tmp_path / "d.csv").write_text("prompt,label\na,1\nb\n")
     with pytest.raises(ValueError, match=r"d\.csv:3: line must have 2 fields"):
         load_prompts(str(tmp_path / "d.csv"), COLUMNS)
+    for rows in ("a,1,x\nb,2,y\n", "a,1,x\n", "a,1,\n", "a,1,x,y\nb,2,x,y\n"):
+        (tmp_path / "wide.csv").write_text(f"prompt,label\n{rows}")
+        with pytest.raises(ValueError, match=r"wide\.csv:2: line must have 2 fields"):
+            load_prompts(str(tmp_path / "wide.csv"), COLUMNS)
     (tmp_path / "bad.json").write_text('[\n{"prompt": "a"},\n{]')
     with pytest.raises(ValueError, match=r"bad\.json:3: file must be JSON"):
         load_prompts(str(tmp_path / "bad.json"), COLUMNS)
