@@ -106,7 +106,7 @@ def swiglu(x: Tensor) -> Tensor:
     if x.is_cuda:
         from rl_kernel.ops.swiglu.autograd import Swiglu
 
-        fused: Tensor = Swiglu.apply(x)
+        fused: Tensor = Swiglu.apply(x, None)
         return fused
 
     def value(x: Tensor) -> Tensor:

@@ -1,5 +1,8 @@
 """The contract table names every public operator and holds together."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -39,3 +42,36 @@ def test_bound_and_error_by_hand():
     assert max_error(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 2.0])) == 0.5
     assert max_error(torch.tensor([float("nan")]), torch.zeros(1)) == float("inf")
     assert max_error(torch.zeros(0), torch.zeros(0)) == 0.0
+
+
+def functions_and_calls(folder: Path) -> tuple[dict[str, tuple[int, int]], list[tuple[str, str, int]]]:
+    """The autograd functions of a package: {class: (least, most) arguments of its forward after ctx}, and the calls of
+    their `apply`: (place, class, arguments). Calls with unpacked arguments are left out."""
+    counts: dict[str, tuple[int, int]] = {}
+    calls: list[tuple[str, str, int]] = []
+    for file in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                for part in node.body:
+                    if isinstance(part, ast.FunctionDef) and part.name == "forward":
+                        most = len(part.args.args) - 1
+                        unbounded = part.args.vararg is not None
+                        counts[node.name] = (most - len(part.args.defaults), 99 if unbounded else most)
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="apply"), args=given):
+                    if not any(isinstance(one, ast.Starred) for one in given):
+                        calls.append((f"{file.name}:{node.lineno}", name, len(given)))
+    return counts, calls
+
+
+def test_autograd_functions_are_applied_to_the_arguments_of_their_forward():
+    """torch types `apply` as any call, so a type checker does not compare them. Some calls run on a GPU only."""
+    counts, calls = functions_and_calls(Path(rl_kernel.__file__).parent)
+    known = [(place, name, given) for place, name, given in calls if name in counts]
+    assert {"Swiglu", "Rotary", "_Linear"} <= {name for _, name, _ in known}
+    wrong = [
+        (place, name, given, counts[name])
+        for place, name, given in known
+        if not counts[name][0] <= given <= counts[name][1]
+    ]
+    assert not wrong, "arguments given, (least, most) that forward takes"
