@@ -187,7 +187,12 @@ def main(argv: Sequence[str]) -> int:
         flags, sizes = take_sizes([*layout, *user])
         c = light_config(for_gpus(flags, sizes.gpu))
         given = {group.name for group in with_config_files(split_argv(take_sizes(user)[0]))}
-        found = choose(c, read_hf_config(c.rollout.hf_checkpoint), machine_of(c, sizes), given)
+        machine = machine_of(c, sizes)
+        if not plans and sizes.gpu is None:
+            # A layout names the GPU that it was made for with --gpu. The run starts on the GPUs that are here.
+            here = machine_of(c, sizes, here_only=True)
+            machine = machine if here.device is None else here
+        found = choose(c, read_hf_config(c.rollout.hf_checkpoint), machine, given)
     except ValueError as error:
         if plans:
             return 0

@@ -119,3 +119,21 @@ def test_the_command_prints_flags_and_reasons(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("vime train: the run must fit this machine, got ")
     assert main(["--plan", *flags.split()[1:], "--gpu-memory-gib", "8"]) == 0
     assert capsys.readouterr().out == ""
+
+
+def test_a_run_is_fitted_to_the_gpus_that_are_here(tmp_path, capsys, monkeypatch):
+    """The layout's --gpu names the GPU that the layout was made for: a plan follows it, a run does not."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B | {"vocab_size": 151936}))
+    (tmp_path / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    flags = f"""--device cuda --gpu h200 --hf-checkpoint {tmp_path} --prompt-data {tmp_path}/p.jsonl --num-rollout 1
+    --rm-type gsm8k --actor-num-gpus-per-node 1 --num-gpus-per-node 1 --colocate --rollout-batch-size 32
+    --n-samples-per-prompt 8 --rollout-max-response-len 256 --use-dynamic-batch-size --max-tokens-per-gpu 16384
+    --vllm-gpu-memory-utilization 0.4 -- --host-memory-gib 503""".split()
+    monkeypatch.setattr("vime.memory.sizes.device_memory", lambda c: int(79.18 * GIB))
+    assert main(["--run", *flags]) == 0
+    assert "too much for a GPU of 76.8 GiB" in capsys.readouterr().err
+    assert main(["--plan", *flags]) == 0
+    assert "76.8 GiB" not in capsys.readouterr().err
+    monkeypatch.setattr("vime.memory.sizes.device_memory", lambda c: None)  # a driver's host without a GPU
+    assert main(["--run", *flags]) == 0
+    assert "76.8 GiB" not in capsys.readouterr().err
