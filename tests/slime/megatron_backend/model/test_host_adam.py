@@ -104,6 +104,23 @@ def test_threads_are_set_for_the_step_only(hf_dir):
     assert seen == [3] and torch.get_num_threads() == before
 
 
+def test_the_state_is_written_by_all_threads(hf_dir, monkeypatch):
+    """Moments and main weights: the host zeroes their memory when it is first written."""
+    seen, zeros = [], torch.zeros_like
+
+    def counted(*args, **kwargs):
+        seen.append(torch.get_num_threads())
+        return zeros(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros_like", counted)
+    before = torch.get_num_threads()
+    own = torch.nn.Parameter(torch.ones(5))
+    made = HostAdam([{"params": [own]}], fraction=1, threads=before + 1)
+    assert seen == [before + 1] * 2 and torch.get_num_threads() == before
+    assert torch.equal(made.state[own]["master_param"], torch.ones(5))
+    made.close()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("saves", "loads"), [(HOST, HOST), (HOST, {}), ({}, HOST), (WAYS[1], WAYS[1])])
 def test_a_run_resumes_from_the_checkpoint_of_either(hf_dir, tmp_path, dtype, saves, loads):
