@@ -45,7 +45,7 @@ STATUS: dict[str, Status] = {
     "qwen2": Status("Qwen", "qwen2.5-7b", larger="Qwen2.5-0.5B with random weights"),
     "qwen2_moe": Status("Qwen", "qwen1.5-moe-a2.7b", gpu=_TINY),
     "qwen3": Status("Qwen", "qwen3-4b", gpu="Qwen3-4B, random weights (H200)"),
-    "qwen3_moe": Status("Qwen", "qwen3-30b-a3b", gpu="Qwen3-30B-A3B, 6 of 48 layers, random weights (H200)"),
+    "qwen3_moe": Status("Qwen", "qwen3-30b-a3b", gpu="Qwen3-30B-A3B, whole, random weights (four H100)"),
     "qwen3_next": Status("Qwen", "qwen3-next-80b-a3b", _DELTA),
     "qwen3_5": Status("Qwen", "qwen3.5-9b", _DELTA, steps=False),
     "qwen3_5_text": Status("Qwen", "qwen3.5-9b", _DELTA),

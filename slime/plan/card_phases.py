@@ -156,6 +156,10 @@ def of_phase(moments: Collection[Moment]) -> dict[str, float]:
     if GENERATING in found:
         found[LOADING] = max(found.get(LOADING, 0.0), found[GENERATING])
         found[FIRST_WEIGHTS] = max(found[GENERATING], found.get(HAND_OVER, 0.0))
+        if (
+            HAND_OVER in found
+        ):  # it begins before the engine gives its KV cache up, and ends after the engine has it back
+            found[HAND_OVER] = found[FIRST_WEIGHTS]
     elif LOADING in found:
         found[FIRST_WEIGHTS] = found[LOADING]
     return found

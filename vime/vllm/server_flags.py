@@ -63,7 +63,7 @@ ROUTER_RESERVED = {
     "mini_lb": "the full router is used",
     "service_discovery": "the engine pool adds and removes workers itself",
 }
-MOST_GPUS = 3
+MOST_GPUS = 4
 """The most GPUs of one host in a measured run; see benchmarks/results."""
 
 

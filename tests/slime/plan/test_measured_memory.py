@@ -53,6 +53,16 @@ RAN: dict[str, Any] = {
     "rl_kernel_workspace_mib": 512,
     "engine_facts": engine_facts({"gpu_memory_utilization": 0.3}),
 }
+RAN_ON_H100: dict[str, Any] = {
+    **FOUR,
+    "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 0.9,
+    "max_tokens_per_gpu": 16384,
+    "rollout_max_response_len": 256,
+    "engine_facts": engine_facts({"gpu_memory_utilization": 0.45}),
+}
 
 
 @pytest.mark.parametrize(
@@ -86,6 +96,7 @@ RAN: dict[str, Any] = {
             id="features_h200, adapters_8b",
         ),
         pytest.param(QWEN3_30B, RAN, H200, 131.0, id="four H200, 30B"),
+        pytest.param(QWEN3_30B, RAN_ON_H100, H100, 78_921 / 1024, id="whole_qwen3_30b_h100"),
     ],
 )
 def test_the_fullest_phase_of_a_card_is_within_5_percent(hf, flags, card, measured_gib):
@@ -208,7 +219,7 @@ def test_a_checkpoint_in_flight_and_published_weights_are_on_the_host(tmp_path):
         assert after - before == pytest.approx(more, abs=0.01 * 14 * params)
     (card,) = saves.cards.values()
     assert set(card) == set(PHASES) and card[SAVING] < card[TRAINING]
-    assert card[FIRST_WEIGHTS] == card[GENERATING] > card[HAND_OVER]
+    assert card[FIRST_WEIGHTS] == card[GENERATING] == card[HAND_OVER]
     disk = fit(plain.with_values(update_weight_transport="disk"), QWEN3_4B, MachineSizes(H200))
     assert disk.host.of_phase(TRAINING) - saves.host.of_phase(TRAINING) == pytest.approx(
         3 * 2 * params, rel=0.01

@@ -95,7 +95,7 @@ def test_stock_script_parses_as_it_is_and_with_vllm_names(stock):
     assert len(c.notes) == 3 and c.notes[0].startswith(
         "--sglang-mem-fraction-static 0.7 becomes --vllm-gpu-memory"
     )
-    assert c.notes[-1] == "8 GPUs: runs on more than 3 of a host have not been made in this version"
+    assert c.notes[-1] == "8 GPUs: runs on more than 4 of a host have not been made in this version"
     d = parse_config(renamed(stock))
     assert len(d.notes) == 2 and d.engine.backend_argv == c.engine.backend_argv
 
