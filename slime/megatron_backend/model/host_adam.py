@@ -62,7 +62,7 @@ class HostAdam(torch.optim.Optimizer):
         count = min(BUFFERS, len(parts))
         self._pinned = pinned(4 * count * most, self._device, "the optimizer's gradients")
         buffers = self._pinned.view(torch.float32).split(most) if parts else []
-        # Memory is zeroed when it is first written: one thread writes 1 to 3 GB/s, and a rank of a large model has 80 GB.
+        # The system zeroes memory when it is first written. One thread writes about 1 GB/s, and a rank can have 80 GB.
         with _computing(threads):
             self._on_host = [
                 _HostPart(self, group, part, buffers[i % count]) for i, (group, part) in enumerate(parts)
@@ -79,8 +79,10 @@ class HostAdam(torch.optim.Optimizer):
     def take_weights(self) -> None:
         """Set the main weights to the model's, which were loaded or changed outside of the optimizer."""
         with _computing(self._threads):
-            for part in (*self._on_host, *self._on_device):
+            for part in self._on_host:
                 part.take()
+        for device_part in self._on_device:
+            device_part.take()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
