@@ -1,66 +1,39 @@
-"""Every command in README.md and docs/ runs, is run by a named test, or says what it needs.
+"""Every block of README.md, docs/ and examples/ runs, is run by a named test, is checked, or says what it needs.
 
 A fenced bash block without a title is run here, in a scratch folder. A title "needs ..." marks what no test machine has
-(a GPU, a network, several hosts). A title "takes ..." marks what is slow: COVERED then names who runs it.
+(a GPU, a network, several hosts): its commands are checked up to their last flag. A title "takes ..." marks what is
+slow: COVERED, or the test that an example's page names, runs it. Each Python block without a row in PARTS is run.
 """
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import shlex
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from checkouts import in_shell, linked_checkout
-from house_tree import ROOT, files
+from doc_blocks import Block, all_blocks, blocks, blocks_of, check_command, flags_of_runs, help_of
+from house_tree import ROOT
 
+from slime.models.families import qwen3
+from slime.tracking.run_record import recorded
+from slime.tracking.samples import write_samples
+from slime.types import Sample
 from vime import cli
 
 COVERED = {
     r"bash scripts/setup\.sh": "tests/house/test_setup.py",
     r"bash scripts/test\.sh.*": ".ci/run",
     r"(OUT=\S+ )?(MODE=\S+ )?bash scripts/run-tiny-grpo\.sh.*": "tests/e2e/runs/test_first_command.py",
-    r"PLAN=1 (NUM_GPUS=\d+ )?bash scripts/run-qwen3-4b-grpo\.sh.*": "tests/scripts/test_qwen3_script.py",
+    r"PLAN=1 (MODE=\w+ )?(NUM_GPUS=\d+ )?bash scripts/run-qwen3-4b-grpo\.sh.*": "tests/scripts/test_qwen3_script.py",
 }
 """Commands that another test runs -> its file, which names the same script."""
-FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.M | re.S)
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a page."""
-
-    page: str
-    line: int
-    language: str
-    title: str
-    text: str
-
-    @property
-    def marked(self) -> bool:
-        return self.title.startswith(("needs ", "takes "))
-
-    def commands(self) -> list[str]:
-        """One string per command: continued lines joined, comments removed, `a && b` as two commands."""
-        text = self.text.replace("\\\n", " ")
-        lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
-        return [" ".join(part.split()) for line in lines if line for part in line.split(" && ")]
-
-
-def blocks_of(page: str, text: str) -> list[Block]:
-    return [
-        Block(page, text[: m.start()].count("\n") + 1, m[1], m[2] or "", m[3]) for m in FENCE.finditer(text)
-    ]
-
-
-def pages() -> list[str]:
-    names = [str(path) for path in files(".md")]
-    return [n for n in names if n in ("CONTRIBUTING.md", "README.md") or n.startswith("docs/")]
-
-
-def blocks(language: str) -> list[Block]:
-    return [b for p in pages() for b in blocks_of(p, (ROOT / p).read_text()) if b.language == language]
 
 
 def covered(command: str) -> str | None:
@@ -84,7 +57,7 @@ def run(command: str, scratch: Path) -> None:
         in_shell(command, scratch)
 
 
-@pytest.mark.parametrize("block", TO_RUN, ids=lambda b: f"{b.page}:{b.line}")
+@pytest.mark.parametrize("block", TO_RUN, ids=lambda b: b.name)
 def test_commands_run(block: Block, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(scratch)
     for command in block.commands():
@@ -97,9 +70,18 @@ def test_marks_are_known() -> None:
     assert not wrong, 'a title of a bash block must begin with "needs " or "takes ": ' + "; ".join(wrong)
 
 
+def named_tests(block: Block) -> list[str]:
+    """The tests that the page of an example names, and that name the example."""
+    page, folder = ROOT / block.page, Path(block.page).parent
+    named = re.findall(r"tests/e2e/[\w/]+\.py", page.read_text()) if folder.parts[0] == "examples" else []
+    return [test for test in named if folder.name in (ROOT / test).read_text()]
+
+
 def test_slow_commands_are_run_by_another_test() -> None:
     slow = [b for b in blocks("bash") if b.title.startswith("takes ")]
-    lacking = [c for b in slow for c in b.commands() if covered(c) is None and not c.startswith("source ")]
+    lacking = [
+        c for b in slow for c in b.commands() if not (covered(c) or c.startswith("source ") or named_tests(b))
+    ]
     assert slow and not lacking, f"COVERED must name who runs: {lacking}"
     for pattern, by in COVERED.items():
         script = re.search(r"scripts/([\w-]+)", pattern)
@@ -108,14 +90,131 @@ def test_slow_commands_are_run_by_another_test() -> None:
         )
 
 
-MODULES = [b for b in blocks("python") if b.title.endswith(".py")]
-"""Python blocks with a file name as their title: whole modules. Others are formulas."""
+CHECKED = [b for b in blocks("bash") if b.marked]
+UNCHECKED = {
+    "docs/from-slime.md": "the arrays are of the reader's script",
+    "docs/profile.md": "a loop of the shell over py-spy",
+    "examples/smollm2-135m-gsm8k/README.md": "a loop of the shell over downloads",
+}
+"""Pages with a block whose first line is no command of its own -> why."""
 
 
-@pytest.mark.parametrize("block", MODULES, ids=lambda b: f"{b.page}:{b.line}")
-def test_modules_run(block: Block) -> None:
-    code = compile(block.text, f"{block.page}:{block.line}", "exec")
-    exec(code, {"__name__": block.title.removesuffix(".py")})
+@pytest.mark.parametrize("block", CHECKED, ids=lambda b: b.name)
+def test_commands_have_flags_files_and_hooks_that_exist(
+    block: Block, scratch: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(scratch)
+    if block.page in UNCHECKED and re.match(r"for |vime plan \"\$", block.text):
+        return
+    for command in block.commands():
+        check_command(command, block, models)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def test_a_wrong_flag_file_variable_or_hook_is_found(models: Path, scratch: Path, monkeypatch) -> None:
+    monkeypatch.chdir(scratch)
+    page = Block("docs/agents.md", 1, "bash", "needs GPUs", "")
+    good = next(b for b in CHECKED if b.page == "docs/agents.md").commands()[0]
+    for command, wrong, text in (
+        (good, good.replace("--input-key", "--inputkey"), "inputkey"),
+        (good, good.replace("my_agent.score", "my_agent.scores"), "my_agent.score"),
+        (good, good.replace("PYTHONPATH=$PWD ", ""), "my_agent"),
+        ("vime ui RUN --export F", "vime ui RUN --exports F", "no --exports"),
+        ("vime bench e2e F -- --lr 1", "vime bench e2e F -- --lrr 1", "no --lrr"),
+        ("bash scripts/test.sh", "bash scripts/tests.sh", "no scripts/tests.sh"),
+        ("MODE=async bash scripts/run-tiny-grpo.sh", "MOOD=x bash scripts/run-tiny-grpo.sh", "not read MOOD"),
+        ("hf download", "hg download", "not in FOREIGN"),
+    ):
+        check_command(command, page, models)
+        with pytest.raises((AssertionError, ValueError), match=text):
+            check_command(wrong, page, models)
+
+
+PARTS = {
+    r"docs/operators/\w+\.md": "definitions; tests/rl_kernel/test_pages.py runs the examples",
+    r"docs/hooks\.md": "a part of a function",
+    r"docs/served-models\.md": "a part of a function",
+}
+"""Pages -> why a Python block without the name of a file is no program. Its imports are run, and it compiles."""
+
+
+def names_of_a_run(folder: Path) -> dict[str, object]:
+    """The directory of a run that has ended, with a sample of rollout 3."""
+    with recorded(folder, rollouts=1):
+        pass
+    (folder / "config.json").write_text(json.dumps({"num_rollout": 1}))
+    write_samples(folder, 3, [Sample(tokens=[1, 2], response_length=1)], range(1), str)
+    return {"run_dir": folder}
+
+
+NAMES: dict[str, Callable[[Path], dict[str, object]]] = {
+    "docs/adding-a-model.md": lambda _: dict(vars(qwen3)),
+    "docs/journal.md": names_of_a_run,
+}
+"""Page -> the names that its Python blocks use."""
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=lambda b: b.name)
+def test_python_blocks_run(block: Block, tmp_path: Path) -> None:
+    if block.page in NAMES:
+        exec(compile(block.text, block.name, "exec"), NAMES[block.page](tmp_path))
+        return
+    if block.title.endswith(".py"):
+        code = compile(block.text, block.name, "exec")
+        exec(code, {"__name__": block.title.removesuffix(".py")})
+        return
+    assert any(re.fullmatch(page, block.page) for page in PARTS), (
+        f"{block.name} needs a file name, or a row in PARTS"
+    )
+    body = ast.parse("async def part():\n" + textwrap.indent(block.text, "    ") + "    pass").body[0].body
+    imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(imports, []), block.name, "exec"), {})
+
+
+def is_yaml(block: Block) -> None:
+    assert isinstance(yaml.safe_load(block.text), dict)
+
+
+def is_json(block: Block) -> None:
+    for line in block.text.splitlines():
+        json.loads(line)
+
+
+def is_output(block: Block) -> None:
+    """Formulas and output. A line with a command of vime, or with flags, has flags that exist."""
+    for command in block.commands():
+        if found := re.match(r"(?:\$ )?vime (\w+) |--\w", command):
+            unknown = set(re.findall(r"(?<= )--[a-z][\w-]+", f" {command}")) - flags_of_runs()
+            shown = help_of(found[1]) if found[1] else ""
+            assert not [flag for flag in unknown if flag not in shown], f"{block.name}: {unknown}"
+
+
+KINDS: dict[str, Callable[[Block], None]] = {
+    "yaml": is_yaml,
+    "json": is_json,
+    "text": is_output,
+    "console": is_output,
+}
+"""Language of a block that is no program -> its check."""
+
+
+@pytest.mark.parametrize("language", sorted(KINDS))
+def test_other_blocks(language: str) -> None:
+    for block in blocks(language):
+        KINDS[language](block)
+
+
+def test_no_block_is_left_out() -> None:
+    known = {"bash", "python", *KINDS}
+    assert not [b.name for b in all_blocks() if b.language not in known]
+    fences = sum(
+        len(re.findall(r"^```", (ROOT / page).read_text(), re.M)) for page in {b.page for b in all_blocks()}
+    )
+    assert fences == 2 * len(all_blocks()), "a fence has a form that FENCE does not read"
 
 
 def test_commands_of_a_block() -> None:

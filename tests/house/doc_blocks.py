@@ -1,0 +1,209 @@
+"""Fenced blocks of the pages, and the check of a command that no test machine can run, up to its last flag."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import plan_examples
+from architectures import ARCHITECTURES
+from house_tree import ROOT, files
+
+from vime import cli
+from vime.backends import parse_config, public_rows
+from vime.commands import COMMANDS
+
+FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.M | re.S)
+_ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.S)
+_MODELS = (
+    "--hf-checkpoint",
+    "--ref-load",
+    "--load",
+    "--critic-load",
+    "--opd-teacher-load",
+    "--opd-teacher-model",
+)
+"""Flags whose checkpoint a test machine does not have: one with the model's config.json stands in."""
+FOREIGN = [
+    "docker",
+    "echo",
+    "enroot",
+    "export",
+    "for",
+    "hf",
+    "install",
+    "kubectl",
+    "pip",
+    "source",
+    "done",
+    "do",
+    "sbatch",
+    "srun",
+]
+"""Programs that are not of this project, and words of the shell."""
+OF_READER = ("run.yaml", "run.sh")
+"""Files that only the reader has."""
+MADE_BEFORE = ("examples/judge-reward/", "examples/opd/", "examples/smollm2-135m-gsm8k/")
+"""Examples whose commands read models or data that an earlier command writes: the names of the flags are checked."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    title: str
+    text: str
+
+    @property
+    def marked(self) -> bool:
+        return self.title.startswith(("needs ", "takes "))
+
+    @property
+    def name(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    def commands(self) -> list[str]:
+        """One string per command: continued lines joined, comments removed, `a && b` as two commands."""
+        text = self.text.replace("\\\n", " ")
+        lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
+        return [" ".join(part.split()) for line in lines if line for part in line.split(" && ")]
+
+
+def blocks_of(page: str, text: str) -> list[Block]:
+    return [
+        Block(page, text[: m.start()].count("\n") + 1, m[1], m[2] or "", m[3]) for m in FENCE.finditer(text)
+    ]
+
+
+def pages() -> list[str]:
+    names = [str(path) for path in files(".md")]
+    return [n for n in names if n in ("CONTRIBUTING.md", "README.md") or n.startswith(("docs/", "examples/"))]
+
+
+@cache
+def all_blocks() -> list[Block]:
+    return [b for page in pages() for b in blocks_of(page, (ROOT / page).read_text())]
+
+
+def blocks(language: str) -> list[Block]:
+    return [b for b in all_blocks() if b.language == language]
+
+
+@cache
+def flags_of_runs() -> frozenset[str]:
+    """The flags of `vime train`, with what turns a switch off."""
+    flags = {row["flag"] for row in public_rows()}
+    return frozenset(flags | {f"--no-{flag[2:]}" for flag in flags} | {"--config"})
+
+
+@cache
+def accepted_flags() -> frozenset[str]:
+    """Every flag of a run, with those of engines and routers."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        cli.main(["flags", "--json"])
+    return frozenset(row["flag"] for row in json.loads(shown.getvalue()))
+
+
+@cache
+def help_of(*command: str) -> str:
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        cli.main([*command, "--help"])
+    return shown.getvalue()
+
+
+def check_command(command: str, block: Block, folder: Path) -> None:
+    """AssertionError or ValueError for a command with a flag, file or hook that does not exist. `folder`: of models."""
+    words = shlex.split(command)
+    environment: dict[str, str] = {}
+    while words and (found := _ASSIGNMENT.fullmatch(words[0])):
+        environment[found[1]] = found[2]
+        del words[0]
+    if not words or words[0] in FOREIGN or words[0].startswith("$"):
+        return
+    program, *argv = words
+    if program == "vime":
+        _check_vime(argv, block, folder, environment)
+        return
+    assert program in ("bash", "python"), f"{block.name}: {program} is not in FOREIGN"
+    if argv[0] in ("-c", "-m", *OF_READER):
+        return
+    script = ROOT / argv[0]
+    assert script.is_file(), f"{block.name}: there is no {argv[0]}"
+    text = script.read_text() + "".join(p.read_text() for p in (ROOT / "scripts/lib").glob("*.sh"))
+    for name in environment:
+        assert re.search(rf"\b{name}\b", text), f"{block.name}: {argv[0]} does not read {name}"
+    for flag in _flags(argv):
+        known = re.search(rf"{flag}\b", text) or flag in flags_of_runs()
+        assert known, f"{block.name}: {argv[0]} has no {flag}"
+
+
+def _check_vime(argv: list[str], block: Block, folder: Path, environment: dict[str, str]) -> None:
+    name, *rest = argv
+    assert name in COMMANDS, f"{block.name}: there is no vime {name}"
+    if name == "train" or (name == "plan" and "--compare" not in rest):
+        if block.page.startswith(MADE_BEFORE) or set(OF_READER) & set(rest):
+            rest = ["--", *rest]  # the names alone
+        else:
+            with _path(environment.get("PYTHONPATH", ""), block, folder):
+                parse_config(_with_models(rest, block, folder))
+            return
+    own, _, passed = f" {' '.join(rest)} ".partition(" -- ")
+    verbs = rest[:1] if not rest or re.fullmatch(r"[a-z]\w*", rest[0]) else []
+    shown = help_of(name, *verbs) + help_of(name)
+    for flag in _flags(own.split()):
+        known = re.search(rf"{flag}\b", shown) or flag in flags_of_runs() or flag in accepted_flags()
+        assert known, f"{block.name}: vime {' '.join([name, *verbs])} has no {flag}"
+    for flag in _flags(passed.split()):
+        assert flag in flags_of_runs(), f"{block.name}: vime train has no {flag}"
+
+
+def _flags(words: list[str]) -> list[str]:
+    return [word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)]
+
+
+def _with_models(argv: list[str], block: Block, folder: Path) -> list[str]:
+    """The command line with models that have a config.json alone, and with prompts that are there."""
+    found = list(argv)
+    for place, word in enumerate(argv[:-1]):
+        if word in _MODELS and not argv[place + 1].startswith("--"):
+            wanted = Path(argv[place + 1]).name.lower(), Path(block.page).parent.name
+            arch = next((name for name in wanted if name in ARCHITECTURES), "qwen3-0.6b")
+            found[place + 1] = str(plan_examples.write_model(arch, folder))
+        if word == "--prompt-data":
+            found[place + 1] = str(plan_examples.write_model("qwen3-0.6b", folder) / "prompts.jsonl")
+    return found
+
+
+@contextlib.contextmanager
+def _path(python_path: str, block: Block, folder: Path) -> Iterator[None]:
+    """PYTHONPATH of a command: folders of the repository, and in $PWD the modules that its page shows."""
+    shown = folder / "shown" / re.sub(r"\W", "_", block.page)
+    shown.mkdir(parents=True, exist_ok=True)
+    modules = [b for b in blocks("python") if b.page == block.page and b.title.endswith(".py")]
+    for module in modules:
+        (shown / module.title).write_text(module.text)
+    there = [
+        str(shown) if part == "$PWD" else part.replace("$PWD", str(ROOT)) for part in python_path.split(":")
+    ]
+    before, known = list(sys.path), set(sys.modules)
+    sys.path[:0] = filter(None, there)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+        for name in set(sys.modules) - known:
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(tuple(filter(None, there)) or "?"):
+                del sys.modules[name]
