@@ -23,9 +23,10 @@ from slime.tracking.events import Events
 from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, LOADING, PHASE_OF_TIMER
 
 _EVERY_S = 0.5
-_ROLES_EVERY, _WRITE_EVERY = 10, 20
-"""Samples between two lists of the processes, and between two records of a phase that goes on."""
-_GROWN = 1.05
+_ROLES_EVERY, _WALK_EVERY, _WRITE_EVERY = 16, 8, 20
+"""Samples between two lists of the processes, two walks, and two records of a phase that goes on. The kernel takes a
+millisecond and more for a list of all processes, and as long for a walk through the pages of one."""
+_GROWN = 1.1
 """A process that has grown by this factor is walked again for its proportional size."""
 
 
@@ -129,7 +130,7 @@ class MemoryWatch:
             if count % _ROLES_EVERY == 0:
                 started = descendants({os.getpid()}, processes())
                 self._roles = roles_of(self._logs, os.getpid(), started)
-            sample = self._sample(cards)
+            sample = self._sample(cards, walks=count % _WALK_EVERY == 0)
             with self._lock:
                 if count == 0 and sample.host is not None:
                     self._now.before = sample.host.used
@@ -142,7 +143,7 @@ class MemoryWatch:
             self._wake.clear()
         self._write(self._ended, going_on=True)
 
-    def _sample(self, cards: Cards) -> Sample:
+    def _sample(self, cards: Cards, *, walks: bool) -> Sample:
         found = {pid: process_memory(pid) for pid in self._roles}
         sizes = {pid: memory for pid, memory in found.items() if memory is not None}
         return Sample(
@@ -151,13 +152,13 @@ class MemoryWatch:
             _used_shared_memory(),
             sizes,
             self._roles,
-            self._proportional({pid: memory.resident for pid, memory in sizes.items()}),
+            self._proportional({pid: memory.resident for pid, memory in sizes.items()}, walks=walks),
         )
 
-    def _proportional(self, resident: dict[int, int]) -> dict[str, int]:
-        """Role -> proportional size. Only one process that has grown is walked in a sample."""
+    def _proportional(self, resident: dict[int, int], *, walks: bool) -> dict[str, int]:
+        """Role -> proportional size. With `walks`, the process that has grown most is walked."""
         grown = [pid for pid, size in resident.items() if size > _GROWN * self._walked.get(pid, (0, 0))[0]]
-        if grown:
+        if grown and walks:
             pid = max(grown, key=lambda one: resident[one] - self._walked.get(one, (0, 0))[0])
             if (size := proportional(pid)) is not None:
                 self._walked[pid] = resident[pid], size

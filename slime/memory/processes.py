@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 DRIVER, OTHER = "driver", "other"
+_RESIDENT = re.compile(rb"^Rss(Anon|Shmem|File):\s+(\d+) kB$", re.MULTILINE)
+"""Lines of /proc/PID/status."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,12 @@ def roles_of(logs: Path, driver: int, started: Iterable[int]) -> dict[int, str]:
 def process_memory(pid: int) -> ProcessMemory | None:
     """The memory of a process now, or None if it has ended. Reads counters, so it costs the process nothing."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+        with open(f"/proc/{pid}/status", "rb") as file:
+            text = file.read()
     except OSError:
         return None
-    rows = (line.split() for line in lines if line.startswith("Rss"))
-    sizes = {row[0]: int(row[1]) * 1024 for row in rows}
-    return ProcessMemory(sizes.get("RssAnon:", 0), sizes.get("RssShmem:", 0), sizes.get("RssFile:", 0))
+    sizes = {name: int(size) * 1024 for name, size in _RESIDENT.findall(text)}
+    return ProcessMemory(sizes.get(b"Anon", 0), sizes.get(b"Shmem", 0), sizes.get(b"File", 0))
 
 
 def proportional(pid: int) -> int | None:
