@@ -83,9 +83,12 @@ class ChatTemplate:
 
     @functools.cached_property
     def _special(self) -> list[str]:
-        added = self._tokenizer.added_tokens_decoder.values()
+        added = getattr(
+            self._tokenizer, "added_tokens_decoder", {}
+        ).values()  # Mistral's own tokenizer has none
         return sorted(
-            {str(token) for token in added if token.special} | set(self._tokenizer.all_special_tokens)
+            {str(token) for token in added if token.special}
+            | set(getattr(self._tokenizer, "all_special_tokens", ()))
         )
 
     def _render(self, messages: list[Message], tools: Tools | None) -> str:
