@@ -47,6 +47,7 @@ def test_every_contender_makes_every_token(tmp_path: Path, capsys: pytest.Captur
     assert "8 requests at a time, 12 + 20 tokens each" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends_by", ["the file", "SIGTERM"])
 def test_it_waits_for_a_file_and_leaves_nothing_behind(tmp_path: Path, ends_by: str) -> None:
     make_tiny_model.main([str(tmp_path)])

@@ -368,6 +368,7 @@ def test_wrong_calls(tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["full", "notes"]
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_leaves_nothing(tmp_path):
     """A limit on the size of files stands for the full disk: the tokenizer fits, the 5 MB of weights do not."""
     script = str(ROOT / "scripts" / "make_model.py")

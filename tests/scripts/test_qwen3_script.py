@@ -166,6 +166,7 @@ def test_a_smoke_run_and_a_real_one_share_no_folder(tiny, tmp_path):
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["qwen3-4b-smoke"]
 
 
+@pytest.mark.slow
 def test_paths_are_those_of_the_caller(tiny, tmp_path, monkeypatch):
     write(tmp_path / "p.jsonl", {"text": "1+1="})
     shutil.copytree(tiny / "base", tmp_path / "model")
@@ -292,8 +293,8 @@ esac
     [
         (SMI, [], {}, 2),
         (SMI.replace("\\n1, NVIDIA H200, 143771 MiB, 3 MiB", ""), [], {}, 1),
-        (SMI, [], {"NUM_GPUS": "4"}, 4),
-        (SMI, ["--num-gpus-per-node", "4"], {}, 4),
+        pytest.param(SMI, [], {"NUM_GPUS": "4"}, 4, marks=pytest.mark.slow),
+        pytest.param(SMI, ["--num-gpus-per-node", "4"], {}, 4, marks=pytest.mark.slow),
         (SMI, ["--num-gpus-per-node=8"], {"NUM_GPUS": "4"}, 4),
     ],
 )

@@ -83,6 +83,7 @@ def check_another(
     assert torch.equal(engine.log_probs(tokens, "other"), got)
 
 
+@pytest.mark.slow
 def test_an_update_replaces_the_adapter(tmp_path, monkeypatch):
     checkpoint, weights = make_checkpoint(tmp_path / "base"), tmp_path / "weights"
     weights.mkdir(mode=0o700)

@@ -79,6 +79,7 @@ def plain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         yield request.param
 
 
+@pytest.mark.slow
 def test_the_draft_gets_the_trained_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: bool
 ) -> None:

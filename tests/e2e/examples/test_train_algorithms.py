@@ -52,6 +52,7 @@ def test_rloo_learns(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(rewards) == 12 and mean(rewards[-3:]) > 0.8
 
 
+@pytest.mark.slow
 def test_two_roles_of_one_policy_learn_what_each_is_rewarded_for(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

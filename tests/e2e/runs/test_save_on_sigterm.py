@@ -42,6 +42,7 @@ def whole(world: World) -> dict[int, float]:
     return losses(world.root / "whole")
 
 
+@pytest.mark.slow
 def test_sigterm_of_the_group_ends_a_run_as_ctrl_c_does(whole: dict[int, float]) -> None:
     assert len(whole) >= ROLLOUTS
 

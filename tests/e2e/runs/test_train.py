@@ -339,6 +339,7 @@ def test_tensor_parallel_disaggregated_run_equals_the_colocated_one(
     assert actual[1]["train/grad_norm"] == pytest.approx(expected[1]["train/grad_norm"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_asynchronous_data_parallel_run_keeps_within_its_staleness(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,6 +146,7 @@ def test_operators_that_move_bytes_are_compared_with_their_own_rivals() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_references_stand_beside_the_operators(tmp_path: Path) -> None:
     """A run on a CPU with references and compiled references, its rows, and its whole report."""
     from torch._dynamo.utils import counters

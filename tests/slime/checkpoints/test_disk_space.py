@@ -97,6 +97,7 @@ def as_before(folder: Path, parts) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["all", "overhead", "common"])
 def test_a_disk_too_small_for_a_second_checkpoint_keeps_the_first(parts, tmp_path, disk, missing):
     """Refused before a byte is written; gone while the tensors are written; gone in torch's writer in C++."""

@@ -204,6 +204,7 @@ def two_racks(monkeypatch, tmp_path) -> Iterator[None]:
     cluster.shutdown()
 
 
+@pytest.mark.slow
 def test_a_run_on_two_racks(two_racks):
     flags = {"actor_num_gpus_per_node": 4, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2}
     placed = place(placement_config("cuda", tensor_model_parallel_size=4, **flags))

@@ -143,6 +143,7 @@ def test_a_run_is_told_of_its_version(tmp_path, monkeypatch):
         notes("0.15.3")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_either_version_continues_on_the_other(root, tmp_path, other):
     """With the same bits, optimizer and schedule included."""
     wanted = megatron_resume.saved(root, tmp_path / "here")
@@ -220,6 +221,7 @@ def passes(environment: dict[str, str], *names: str) -> None:
     run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
 
 
+@pytest.mark.slow
 def test_the_trainer_runs_on_the_other_version(other):
     passes(other, *QUICK)
 

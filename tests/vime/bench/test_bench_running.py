@@ -288,6 +288,7 @@ def test_an_interruption_ends_the_run_in_order_and_is_told(bench, number):
     ]
 
 
+@pytest.mark.slow
 def test_random_weights_and_reduced_depth_are_made_and_told(bench, tmp_path):
     text = bench.file.read_text().splitlines()
     text[2:4] = ["model: {arch: qwen3-moe-tiny, layers: 1}", "data: arithmetic"]

@@ -25,7 +25,10 @@ from vime.bench.settings import Model, Switch, read_settings
 from vime.cli import main as vime
 
 ROOT = Path(__file__).resolve().parents[3]
-EXAMPLES = sorted((ROOT / "examples" / "bench").glob("*.yaml"))
+EXAMPLES = [
+    pytest.param(path, marks=() if path.stem == "tiny-cpu" else pytest.mark.slow, id=path.stem)
+    for path in sorted((ROOT / "examples" / "bench").glob("*.yaml"))
+]
 TINY, FOUR = (str(ROOT / "examples" / "bench" / f"{name}.yaml") for name in ("tiny-cpu", "qwen3-4b-gsm8k"))
 SMALL = """
 name: small
@@ -207,7 +210,7 @@ def test_a_module_trains_on_what_one_run_saved(tmp_path):
     assert [path.name for path in plan.saved] == ["0.pt", "1.pt", "2.pt", "3.pt"]
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", EXAMPLES)
 def test_every_example_and_preset_has_flags_that_a_run_takes(path, tmp_path, capfd, monkeypatch):
     """A model of somebody's own is stood in for by the shape that the file is named for, and his data by two lines."""
     monkeypatch.chdir(tmp_path)

@@ -175,6 +175,7 @@ def test_values_that_are_not_finite_are_noted(tmp_path):
     assert "run: train/loss was not finite at 1 steps (gaps)" in notes
 
 
+@pytest.mark.slow
 def test_several_runs_are_overlaid(tmp_path, capsys):
     runs = [write_run(tmp_path / name, steps=40, seed=i) for i, name in enumerate(("sync", "async"))]
     with pytest.raises(ValueError, match="--out must be given for several runs, got 2 run directories"):

@@ -69,6 +69,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     CHANNELS.update(before)
 
 
+@pytest.mark.slow
 def test_engines_load_weights_through_an_added_channel(added: None, tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     (weight_dir := tmp_path / "weights").mkdir(mode=0o700)

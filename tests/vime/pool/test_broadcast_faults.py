@@ -124,7 +124,7 @@ def digests(version: int) -> dict[str, str]:
         {"part": BUCKETS + 1, "when": "stall"},  # the next update's first: in the group, and does not take it
         pytest.param({"part": BUCKETS + 2, "when": "reach"}, marks=pytest.mark.slow),
         pytest.param({"part": BUCKETS + 3, "when": "leave"}, marks=pytest.mark.slow),  # between two buckets
-        {"part": 2 * BUCKETS, "when": "stall"},  # the last one
+        pytest.param({"part": 2 * BUCKETS, "when": "stall"}, marks=pytest.mark.slow),  # the last one
     ],
 )
 def test_an_engine_killed_in_an_update_leaves_it_to_the_others(
@@ -150,6 +150,7 @@ def test_an_engine_killed_in_an_update_leaves_it_to_the_others(
     run.pool.check_health()
 
 
+@pytest.mark.slow
 def test_an_engine_killed_before_it_joins_is_not_waited_for(start: Callable[[int], BroadcastRun]) -> None:
     run = start(2)
     run.doom(0, part=1, when="stall")
@@ -158,6 +159,7 @@ def test_an_engine_killed_before_it_joins_is_not_waited_for(start: Callable[[int
     run.await_engines(2)
 
 
+@pytest.mark.slow
 def test_without_engines_left_those_that_come_back_get_a_file(start: Callable[[int], BroadcastRun]) -> None:
     run = start(1)
     run.doom(0, part=2, when="stall")
@@ -188,6 +190,7 @@ def join_and_stall(info: dict[str, Any]) -> None:
     time.sleep(100)
 
 
+@pytest.mark.slow
 def test_who_waits_for_one_that_hangs_leaves_when_told(tmp_path: Path) -> None:
     """As it is with NCCL, which does not notice that a process is gone."""
     info = {"store": str(tmp_path / "group"), "world": 2, "timeout_s": TIMEOUT_S}

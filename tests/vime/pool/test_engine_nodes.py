@@ -176,6 +176,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cluster.shutdown()
 
 
+@pytest.mark.slow
 def test_ray_puts_each_process_on_its_node(two_nodes: None, tmp_path: Path) -> None:
     """An engine of four GPUs on two nodes of two; each process is told its node's address and GPUs."""
     placed = place(ENGINE_OF_TWO_NODES)

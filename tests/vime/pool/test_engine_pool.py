@@ -299,6 +299,7 @@ IN_PARTS = [
 ]
 
 
+@pytest.mark.slow
 def test_an_engine_that_restarts_after_parts_gets_a_file(doubles: Callable[..., Doubles]) -> None:
     """The parts are gone by then; the trainer is asked for what it has."""
     asked: list[int] = []
@@ -317,6 +318,7 @@ def test_an_engine_that_restarts_after_parts_gets_a_file(doubles: Callable[..., 
     assert two.requests(0)[-4:] == LOADED and asked == [1]
 
 
+@pytest.mark.slow
 def test_an_update_that_goes_by_while_the_file_is_made_counts(doubles: Callable[..., Doubles]) -> None:
     """The trainer is asked again: what it had before would be a version behind."""
     files = [UPDATE, replace(UPDATE, version=6)]

@@ -150,6 +150,7 @@ ASKED = {  # in what file, what is renamed, and the test that fails
 }
 
 
+@pytest.mark.slow
 def test_it_has_every_name_that_has_a_type(copy: Path) -> None:
     assert found(copy) == LACKS
 
@@ -184,6 +185,7 @@ def run_with(packages: Path, files: list[str], *options: str) -> subprocess.Comp
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_tests_that_ask_vllm_pass_with_it(oldest: Path) -> None:
     done = run_with(oldest.parent, asking_tests(), "-m", "not slow")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -182,6 +182,7 @@ def test_a_class_of_a_model_renames_tensors():
     assert [vllm_versions.mapped_name(mapper, name) for name in names] == ["new.weight", "weight", None]
 
 
+@pytest.mark.slow
 def test_the_cuda_build_makes_its_flags_without_a_gpu():
     """vLLM keeps the flags that it made, so this is a process of its own. vLLM alone fails there."""
     code = """if True:

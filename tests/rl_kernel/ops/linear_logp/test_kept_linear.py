@@ -210,7 +210,9 @@ def test_tiles_of_a_small_workspace(dtype):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("workspace", [2**30, 105_000], ids=["one block", "two blocks"])
+@pytest.mark.parametrize(
+    "workspace", [pytest.param(2**30, marks=pytest.mark.slow), 105_000], ids=["one block", "two blocks"]
+)
 def test_one_pass_loss(impl, workspace):
     case = LinearCase("one_pass", 150, 4, 60, vocab_size=55)
     hidden, weight, targets, kept, bias, temperature = inputs(case)

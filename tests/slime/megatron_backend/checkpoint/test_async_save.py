@@ -131,6 +131,7 @@ def save_twice(out: Path, hf_dir: Path, watched: str) -> None:
     time.sleep(10)
 
 
+@pytest.mark.slow
 def test_kill_in_the_middle_leaves_the_checkpoint_before(hf_dir, tmp_path):
     """SIGKILL when the copies are made, when the first tensor file appears, and when the folder takes its place."""
     watched = [".iter_0000002.partial/common.pt", ".iter_0000002.partial/*.distcp", "iter_0000002"]

@@ -145,6 +145,7 @@ def test_wrong_model_and_broken_directories_are_refused(hf_dir, tmp_path):
         latest(tmp_path)
 
 
+@pytest.mark.slow
 def test_cut_off_between_two_renames_still_loads(hf_dir, tmp_path):
     """A second save of an iteration moves the first aside before it takes its place."""
     parts = trainer(hf_dir)

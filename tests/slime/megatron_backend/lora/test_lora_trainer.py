@@ -104,6 +104,7 @@ def test_the_reference_is_the_model_without_adapters(root, tmp_path):
     assert shared["train/kl_loss"] != 0
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_its_adapters(root, tmp_path):
     save = {"save": str(tmp_path / "saved"), "load": str(tmp_path / "saved")}
     whole = make(root, tmp_path, **save)

@@ -146,6 +146,7 @@ def test_lists_that_fit_badly_are_refused(root, one, flags, message):
         trainer(root / "qwen3", **flags)
 
 
+@pytest.mark.slow
 def test_a_run_with_frozen_parameters_resumes(root, one, tmp_path):
     flags = {"freeze_params_name_list": ["embedding", r"layers\.0\."]}
     whole = trainer(root / "qwen3", **flags)

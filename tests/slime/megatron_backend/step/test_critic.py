@@ -172,6 +172,7 @@ def test_resume_continues_bitwise(build, tmp_path, flags):
     assert (tmp_path / "ckpt/critic/iter_0000001/metadata.json").is_file()
 
 
+@pytest.mark.slow
 def test_folders_of_its_own(build, tmp_path):
     own, ckpt = str(tmp_path / "critic"), str(tmp_path / "ckpt")
     whole = build(**PPO, save=ckpt, critic_save=own)

@@ -139,6 +139,7 @@ def test_an_engine_that_comes_back_reads_the_host_copy(build):
     }  # nothing had to come back
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [{}, MIXED, MIXED | {"use_distributed_optimizer": False}])
 def test_a_run_that_is_saved_while_its_state_is_away_goes_on_as_if_never_ended(build, tmp_path, root, flags):
     saving = {"save": str(tmp_path / "save"), "save_hf": str(tmp_path / "hf")}

@@ -22,6 +22,7 @@ INSIDE = (
 STEPS = ("pack", "forward", "policy_loss", "backward", "reduce_grads", "optimizer", "step_metrics")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operators", ["linear_token_loss", "linear_logp,ratio_kl,grpo_loss"])
 def test_parts_of_training_add_up_to_it(tmp_path, operators):
     """Two optimizer steps a rollout, a reference that moves along, loss in one pass and in two."""

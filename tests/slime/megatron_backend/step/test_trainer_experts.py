@@ -63,7 +63,7 @@ FOUR: dict[str, dict[str, Any]] = {
     "vpp-sp": VIRTUAL | SEQUENCE,
     "ep-etp-sp": EXPERTS | SEQUENCE | {"expert_tensor_parallel_size": 2},
 }
-SHORT = {"ep", "ep-plain", "vpp-string", "ep-vpp", "ep-etp-sp"}
+SHORT = {"ep", "ep-plain", "ep-vpp", "ep-etp-sp"}
 """The layouts of the short suite: each kind of parallelism once; the others run with --all."""
 
 

