@@ -6,7 +6,6 @@ Memory is estimated from shapes (slime/plan/memory_estimate.py). A run decides f
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 
 from slime.checkpoints.hf_config import read_hf_config
@@ -22,10 +21,9 @@ from slime.plan.units import count
 from slime.roles import order_of_step
 from slime.roles.groups import Group, groups_of, sent_lines, trainer_ranks
 from slime.roles.served import ServedModel, frozen_devices
-from slime.rollout.eval_datasets import check_evaluation
-from slime.run_start import check_start, start_line
+from slime.run_start import start_line
 from slime.weight_sync.registry import CHANNELS
-from vime.backends import backend_of, models_of, parse_config
+from vime.backends import backend_of, models_of
 from vime.memory.compare import COMPARE, compare_run
 from vime.memory.lines import (
     frozen_models,
@@ -41,6 +39,8 @@ from vime.memory.sizes import asked_bytes, for_gpus, machine_of, take_sizes
 from vime.plan_hardware import hardware, update
 from vime.plan_hardware import machine as this_machine
 from vime.run.prompts import plural, prompts
+from vime.start.checks import Inputs, check_run, is_for_others, read_inputs
+from vime.start.dry_reward import check_reward
 
 
 def routed(shape: Shape) -> str:
@@ -188,24 +188,6 @@ def hf_config_of(c: Config) -> dict[str, object]:
     return read_hf_config(c.rollout.hf_checkpoint)
 
 
-def check_model(c: Config) -> str | None:
-    """Check that the training backend supports the model. Returns a note if the backend is not installed."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron's warnings about packages that are not installed
-            from slime.megatron_backend.model.model_config import check_hf_config
-    except ImportError as error:
-        return f"the model family was not checked: {error}"
-    check_hf_config(hf_config_of(c))
-    return None
-
-
-def notes(c: Config) -> list[str]:
-    """The values that were adjusted, and why. ValueError for a model that the training backend does not support."""
-    remark = check_model(c)
-    return [*c.notes, *([remark] if remark else [])]
-
-
 def transport(c: Config) -> str:
     """How published weights travel, and the directory of their files."""
     where = c.weight_update.weight_dir or "a new directory in shared memory"
@@ -217,7 +199,6 @@ def describe(c: Config, machine: MachineSizes | None = None, data: Sequence[str]
     """The whole plan as text, for `machine` or for this machine. `data`: lines of `prompts`."""
     machine = machine or machine_of(c)
     gpu_bytes = machine.device
-    remarks = notes(c)
     hf = hf_config_of(c)
     found = whole_fit(c, hf, machine)
     shape = Shape.of(hf)
@@ -253,7 +234,7 @@ def describe(c: Config, machine: MachineSizes | None = None, data: Sequence[str]
             f"run directory {c.logging.run_dir}",
             f"weights to engines by {transport(c)}{adapters_sent(c, Shape.of(hf_config_of(c)))}",
         ],
-        "Notes": remarks,
+        "Notes": list(c.notes),
     }
     if c.num_engines == 0:
         del parts["Memory of an engine, per GPU"], parts["Engine flags"]
@@ -264,20 +245,23 @@ def describe(c: Config, machine: MachineSizes | None = None, data: Sequence[str]
 
 def main(argv: Sequence[str]) -> int:
     """Print the plan of these flags, or with COMPARE next to what a run measured. Returns 1 if the run does not fit the
-    machine that was asked for. ValueError for a wrong flag."""
+    machine that was asked for. ValueError for what `vime train` would not start."""
     if argv and argv[0] == COMPARE:
         return compare_run(argv[1:])
     flags, sizes = take_sizes(argv)
     data = list[str]()
 
-    def model(config: Config) -> None:
-        check_model(config)
+    def is_elsewhere(config: Config) -> bool:
+        return is_for_others(config, sizes)
 
-    def readable(config: Config) -> None:
-        data.extend(prompts(config))
+    def read_part(config: Config) -> int | None:
+        data.extend(prompts(config, check_reward))
+        return config.data.num_rollout
 
-    # Model and prompts are checked with the flags, so that one report has every reason.
-    c = parse_config(for_gpus(flags, sizes.gpu), (model, check_evaluation, readable, check_start))
+    def read(config: Config) -> Inputs:
+        return read_inputs(config, read_part, tokenizer=not is_elsewhere(config))
+
+    c = check_run(for_gpus(flags, sizes.gpu), read, is_elsewhere=is_elsewhere)
     machine = machine_of(c, sizes)
     told = describe(c, machine, data)
     print(told)

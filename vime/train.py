@@ -24,7 +24,6 @@ from pathlib import Path
 from ray.exceptions import RayTaskError
 
 from slime import loop
-from slime.checkpoints.hf_config import read_hf_config, require_weight_files
 from slime.cluster import calls, placement, ray_start, rollout_actor, trainers
 from slime.cluster.memory_watch import MemoryWatch
 from slime.cluster.ray_watch import RayWatch, leave, parts
@@ -34,31 +33,28 @@ from slime.data.drawing.mixing import data_sets
 from slime.data.files import prompt_files
 from slime.disk_space import Room
 from slime.memory.host import RAY_THRESHOLD
-from slime.operators import decide, headline
+from slime.operators import headline
 from slime.protocols import EnginePool
-from slime.roles import roles_of
 from slime.roles.groups import step_lines
-from slime.rollout.eval_datasets import check_evaluation
-from slime.run_start import check_start, finished, start_line
-from slime.tracking import StepLine, check_trackers, make_trackers, write_environment
+from slime.run_start import finished, start_line
+from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.events import Events
 from slime.tracking.report import Reporter
 from slime.tracking.run_record import record_error, recorded
 from slime.waiting import said
-from vime.backends import make_pools, parse_config, require_reachable
+from vime.backends import make_pools
 from vime.members.control_socket import ControlSocket
 from vime.memory.failure import explained, full_host
-from vime.memory.lines import require_fit
-from vime.memory.sizes import machine_of
 from vime.pool.apart import apart
 from vime.pool.process import tail
 from vime.run import interrupts, surroundings
-from vime.run.disk_space import require_disk_space
 from vime.run.interrupts import by, catch_signals, exit_code
 from vime.run.late_end import end_late
-from vime.run.lock import lock_all
+from vime.run.lock import folders_of, lock_all
 from vime.run.prompts import with_data
-from vime.run.temporary import SHARED_MEMORY, keep_ray_logs, make_folder, make_weights_folder, use_folder
+from vime.run.temporary import keep_ray_logs, make_folder, make_weights_folder, use_folder
+from vime.start.checks import Inputs, check_run, lacks_gpu, read_inputs, weights_parent
+from vime.start.dry_reward import check_reward
 from vime.vllm.cpu.engine import WAIT_VARIABLE
 
 LOG_LINES = 15
@@ -71,10 +67,7 @@ def main(argv: Sequence[str]) -> int:
     number of the signal that interrupted it; ValueError for what the user can put right before anything runs."""
     catch_signals()
     surroundings.prepare(os.environ)
-    config = parse_config(argv, (check_evaluation, check_start), download=True)
-    with said("reading the prompts"):  # by what the driver never needs again: transformers, datasets, pandas
-        num_rollout = apart(lambda: with_data(config).data.num_rollout, "reading the prompts")
-    config = config.with_values(num_rollout=num_rollout)
+    config = check_run(argv, _read, download=True)
     run_dir = config.logging.run_dir
     for note in config.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -83,13 +76,7 @@ def main(argv: Sequence[str]) -> int:
         end_late(Path(run_dir))
         print(f"all {config.data.num_rollout} rollouts are done; --num-rollout or --num-epoch adds more")
         return 0
-    require_reachable(config)
-    require_weight_files(config.rollout.hf_checkpoint)
-    if not os.environ.get("RAY_ADDRESS"):  # the GPUs of a cluster are elsewhere
-        require_fit(config, read_hf_config(config.rollout.hf_checkpoint), machine_of(config, here_only=True))
     if config.cluster.device == "cpu":
-        if config.kernels.rlk_fast == "strict":  # on GPUs the trainers know what they have
-            decide(config, config.cluster.device)  # raises
         # For trainers and engines, which share the cores: threads that wait for work sleep instead of spinning.
         os.environ.setdefault(WAIT_VARIABLE, "passive")
     try:
@@ -106,6 +93,18 @@ def main(argv: Sequence[str]) -> int:
         print(_told(error, Path(run_dir).resolve() / "logs"), file=sys.stderr)
         return leave(1)
     return leave(0)
+
+
+def _read(config: Config) -> Inputs:
+    """Read all data, as a run does."""
+
+    def read() -> Inputs:
+        return read_inputs(
+            config, lambda c: with_data(c, check_reward).data.num_rollout, tokenizer=not lacks_gpu(config)
+        )
+
+    with said("reading the prompts"):  # by what the driver never needs again: transformers, datasets, pandas
+        return apart(read, "reading the prompts")
 
 
 def _told(error: Exception, logs: Path) -> str:
@@ -143,8 +142,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
     """Start everything, train, stop everything."""
     run_dir = Path(config.logging.run_dir)
     with ExitStack() as stack:
-        saved = {role.save_flag: role.saves_to(config) for role in roles_of(config) if role.trained}
-        lock_all({"--run-dir": config.logging.run_dir, **saved}, stack)
+        lock_all(folders_of(config), stack)
         journal = stack.enter_context(recorded(run_dir, config.data.num_rollout))
         memory = _watch_memory(config, stack)
         temporary, private = make_folder(), _private_weight_dir(config, stack)
@@ -155,8 +153,6 @@ def run(config: Config, argv: Sequence[str]) -> None:
         if private is not None:
             config = config.with_values(weight_dir=str(private))
             stack.callback(shutil.rmtree, private, ignore_errors=True)
-        require_disk_space(config)
-        check_trackers(config)
         with Room("--run-dir", run_dir, "the records of a run"):
             config.save_json(run_dir / "config.json")
             write_environment(run_dir, ["vime", "train", *argv], files=_inputs(config))
@@ -247,13 +243,12 @@ def _keep_ray_logs(
 
 
 def _private_weight_dir(config: Config, stack: ExitStack) -> Path | None:
-    """Where weights are published when --weight-dir says nothing: a directory of this run, removed at the end. In
-    shared memory on a single host; beside the run's records when engines may be on other hosts."""
+    """Where weights are published when --weight-dir says nothing: a directory of this run, removed at the end."""
     if config.weight_update.weight_dir is not None:
         return None
     run_dir = Path(config.logging.run_dir)
-    if SHARED_MEMORY.is_dir() and placement.on_one_host(config):
-        return make_weights_folder(SHARED_MEMORY, run_dir, stack)
+    if (parent := weights_parent(config)) != run_dir:
+        return make_weights_folder(parent, run_dir, stack)
     return (run_dir / "weights").resolve()
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slime.cluster.domains import arrange, blocks_of, first_straddling, split_domains
 from slime.cluster.gpu_facts import UNKNOWN, GpuFacts, read_gpu_facts
 from slime.config import Config
-from slime.roles.groups import groups_of, several_nodes, trainer_ranks
+from slime.roles.groups import groups_of, trainer_ranks
 from slime.roles.served import POLICY, served_models
 
 CORES_PER_CPU_DEVICE = 0.5
@@ -39,11 +39,6 @@ VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _PLACEMENT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 60, 120
 _MORE_TIMEOUT_S = 10
 """Ray takes a moment to see that devices are free."""
-
-
-def on_one_host(config: Config) -> bool:
-    """Whether all processes of the run are on this host: the run joins no cluster and uses one node."""
-    return not several_nodes(config) and not os.environ.get("RAY_ADDRESS")
 
 
 @dataclass(frozen=True)
@@ -176,17 +171,11 @@ def _places(config: Config) -> _Places:
 def place(config: Config) -> Placement:
     """Reserve the devices of trainers and engines, or raise an error with the devices needed and the devices present.
     ValueError if an engine would span more nodes than it needs."""
+    existing = require_devices(config, ray.cluster_resources())  # type: ignore[no-untyped-call]
     places = _places(config)
     devices = places.devices
     resource = "GPU" if config.cluster.device == "cuda" else "CPU"
     amount = 1.0 if resource == "GPU" else CORES_PER_CPU_DEVICE
-    existing: float = ray.cluster_resources().get(resource, 0.0)  # type: ignore[no-untyped-call]
-    if devices * amount > existing:
-        raise ValueError(
-            f"the cluster must have {devices} devices ({devices * amount:g} {resource}s) for "
-            f"{_told(config, places)}, got {existing:g} {resource}s; "
-            "ask for fewer or join a larger cluster with RAY_ADDRESS"
-        )
     group = _reserve(resource, amount, devices, existing, _PLACEMENT_TIMEOUT_S)
     try:
         nodes = _nodes_of(group, devices)
@@ -209,6 +198,20 @@ def place(config: Config) -> Placement:
         remove_placement_group(group)
         raise
     return placed
+
+
+def require_devices(config: Config, resources: Mapping[str, float]) -> float:
+    """The GPUs or CPUs among Ray's `resources`. ValueError unless they suffice for the run."""
+    places = _places(config)
+    resource, amount = ("GPU", 1.0) if config.cluster.device == "cuda" else ("CPU", CORES_PER_CPU_DEVICE)
+    existing = resources.get(resource, 0.0)
+    if places.devices * amount > existing:
+        raise ValueError(
+            f"the cluster must have {places.devices} devices ({places.devices * amount:g} {resource}s) for "
+            f"{_told(config, places)}, got {existing:g} {resource}s; "
+            "ask for fewer or join a larger cluster with RAY_ADDRESS"
+        )
+    return existing
 
 
 def place_engine(config: Config, model: str) -> Placement:

@@ -18,11 +18,11 @@ import ray
 from slime.cluster.actors import LIFE, PROGRESS, TrainerActor
 from slime.cluster.calls import Actor, Ref, ask_progress, first_failure_or_all
 from slime.cluster.numa import format_cpus
-from slime.cluster.placement import Placement, cpu_threads, on_one_host
+from slime.cluster.placement import Placement, cpu_threads
 from slime.cluster.rendezvous import LOOPBACK_ONLY
 from slime.config import Config
 from slime.protocols import TrainResult, WeightUpdate
-from slime.roles.groups import Group, groups_of
+from slime.roles.groups import Group, groups_of, on_one_host
 
 
 class TrainerGroup:

@@ -80,12 +80,19 @@ def load_tokenizer(
             local_files_only=path.exists(),
             **kwargs,
         )
-        return tokenizer
     except Exception as error:  # border: the tokenizers package raises bare Exception, transformers any error
-        raise ValueError(
-            f"--hf-checkpoint must hold a tokenizer that transformers can load, got {name_or_path} ({error}"
-            "); check for tokenizer.json, or pass --trust-remote-code if it needs code of its own"
-        ) from error
+        raise _not_loaded(name_or_path, str(error)) from error
+    # Where the files are missing, transformers makes a tokenizer of the model type without tokens.
+    if not tokenizer.encode("a", add_special_tokens=False):
+        raise _not_loaded(name_or_path, "it makes no token of the text 'a'")
+    return tokenizer
+
+
+def _not_loaded(name_or_path: str, why: str) -> ValueError:
+    return ValueError(
+        f"--hf-checkpoint must hold a tokenizer that transformers can load, got {name_or_path} ({why}"
+        "); check for tokenizer.json, or pass --trust-remote-code if it needs code of its own"
+    )
 
 
 def _tokenizer_class(path: Path) -> Any:

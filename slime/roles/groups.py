@@ -12,6 +12,7 @@ passes of one group fill and another reads is sent between the two halves of a s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -107,3 +108,8 @@ def several_nodes(c: Config) -> list[str]:
     """The flags of numbers of nodes, with their values, for each group of trainer ranks on more than one."""
     nodes = {group.flags: group.config.cluster.actor_num_nodes for group in groups_of(c)}
     return [f"--{flags}-num-nodes {count}" for flags, count in nodes.items() if count > 1]
+
+
+def on_one_host(c: Config) -> bool:
+    """Whether all processes of the run are on this host: the run joins no cluster and uses one node."""
+    return not several_nodes(c) and not os.environ.get("RAY_ADDRESS")

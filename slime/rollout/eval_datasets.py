@@ -19,6 +19,7 @@ import yaml
 
 from slime.config.config_file import YAML_ERRORS
 from slime.config.fields import NEAR, Values
+from slime.config.hook_calls import CALLS, check_call
 from slime.config.ranges import COUNT, COUNT_OR_ZERO, FRACTION, TEMPERATURE_OR_GREEDY, TOP_K, Range
 from slime.config.schema import Config
 from slime.config.sections.reward import RewardConfig
@@ -262,7 +263,8 @@ def _check_dataset(reward: RewardConfig, where: str, config: EvalDatasetConfig) 
             )
     for key in ("custom_rm_path", "custom_generate_function_path"):
         if path := getattr(config, key):
-            load_function(path, f"--eval-config: {key} of {where}")
+            flag = f"--eval-config: {key} of {where}"
+            check_call(flag, path, load_function(path, flag), CALLS[key], scores=key == "custom_rm_path")
 
 
 def _check_lengths(where: str, config: EvalDatasetConfig) -> None:

@@ -37,7 +37,6 @@ from vime.bench.running import execute
 from vime.bench.settings import ARITHMETIC, Benchmark, read_settings
 from vime.memory.lines import memory_in_short
 from vime.memory.sizes import GPU_MEMORY, GivenSizes, for_gpus, gib, machine_of
-from vime.plan import notes
 from vime.run.prompts import prompts
 
 
@@ -191,7 +190,7 @@ def _checked(plan: BenchPlan, model: Path | None, size: float | None) -> Iterato
         yield from (f"# {line}" for line in prompts(next(iter(runs.values()))))
     found: dict[str, list[str]] = {}
     for name, config in runs.items():
-        for note in notes(config):
+        for note in config.notes:
             found.setdefault(note, []).append(name)
         yield from (
             f"# {name}: {line}" for line in memory_in_short(config, machine_of(config, GivenSizes(size)))

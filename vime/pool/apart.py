@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import select
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
@@ -15,13 +18,20 @@ from vime.pool.supervise import die_with_parent
 T = TypeVar("T")
 
 
-def apart(call: Callable[[], T], what: str) -> T:
+class OverLimit(Exception):
+    """A call needed more time than it was given, and was ended."""
+
+
+def apart(call: Callable[[], T], what: str, *, limit_s: float | None = None) -> T:
     """What `call` returns, from a fork of this process. The result must pickle.
+
+    With `limit_s`, the fork and what it starts are a process group, which is killed after so many seconds.
 
     Raises:
         ValueError: with the same text, if `call` raised one.
         RuntimeError: for any other exception of `call`, with its traceback, and if the process was killed. Its text
             begins with `what`.
+        OverLimit: after `limit_s`.
     """
     reading, writing = os.pipe()
     for stream in (sys.stdout, sys.stderr):
@@ -29,13 +39,18 @@ def apart(call: Callable[[], T], what: str) -> T:
     child = os.fork()
     if child == 0:
         os.close(reading)
+        if limit_s is not None:
+            os.setpgid(0, 0)
         _answer(call, writing)
     os.close(writing)
     try:
         with open(reading, "rb") as answers:
-            answer = answers.read()
+            answer = answers.read() if limit_s is None else _read_within(reading, limit_s)
     except BaseException:  # Ctrl-C
-        os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+            if limit_s is not None:
+                os.killpg(child, signal.SIGKILL)
         raise
     finally:
         _, status = os.waitpid(child, 0)
@@ -53,6 +68,16 @@ def apart(call: Callable[[], T], what: str) -> T:
         )
     result: T = value
     return result
+
+
+def _read_within(reading: int, limit_s: float) -> bytes:
+    """All that comes until the end of the pipe."""
+    end, parts = time.monotonic() + limit_s, list[bytes]()
+    while select.select([reading], [], [], max(0.0, end - time.monotonic()))[0]:
+        parts.append(os.read(reading, 1 << 16))
+        if not parts[-1]:
+            return b"".join(parts)
+    raise OverLimit(f"no end within {limit_s:g} s")
 
 
 def _answer(call: Callable[[], object], writing: int) -> NoReturn:

@@ -22,9 +22,11 @@ def require_disk_space(c: Config) -> None:
         return
     params = Shape.of(read_hf_config(c.rollout.hf_checkpoint)).params
     weights_bytes = params * BYTES[c.megatron.params_dtype]
-    copies = min(CHANNELS[c.weight_update.update_weight_transport].copies, c.rollouts + 1)
-    if copies and c.weight_update.update_weight_disk_keep_files:
-        copies = c.rollouts // c.weight_update.update_weights_interval + 1
+    copies = CHANNELS[c.weight_update.update_weight_transport].copies
+    if c.data.num_rollout is not None:  # a plan does not know it with --num-epoch
+        copies = min(copies, c.rollouts + 1)
+        if copies and c.weight_update.update_weight_disk_keep_files:
+            copies = c.rollouts // c.weight_update.update_weights_interval + 1
     if c.weight_update.update_weight_mode == "delta":
         # two whole sets, and this host's copy unless it is elsewhere
         copies = max(copies, 2) + (c.weight_update.update_weight_local_checkpoint_dir is None)

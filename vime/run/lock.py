@@ -6,15 +6,19 @@ system has no flock, the lock is a file, which a run that was killed leaves behi
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from slime.config import Config
+from slime.roles import roles_of
 from slime.soft_lock import MISSING, holder
 
 LOCK_FILE = ".vime-lock"
@@ -35,21 +39,56 @@ def lock(flag: str, directory: str | Path, stack: ExitStack) -> None:
         file = stack.enter_context((path / LOCK_FILE).open("a+", encoding="utf-8"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(
-            f"{flag} must not be in use by another run, got {path}, which is in use by {_owner(path / LOCK_FILE)}; "
-            "end that run or name another directory"
-        ) from None
+        raise _in_use(flag, path) from None
     except OSError as error:
         if error.errno in MISSING:
             _lock_by_file(flag, path, stack)
             return
-        raise ValueError(
-            f"{flag} must be a directory that this user can write to and lock, got {path}: {error.strerror}; "
-            "name another one"
-        ) from error
+        raise _not_writable(flag, path, error) from error
     file.truncate(0)
     json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}, file)
     file.flush()
+
+
+def require_free(flag: str, directory: str | Path) -> None:
+    """The error that `lock` would raise now, without making the directory or keeping its lock."""
+    path = Path(directory)
+    try:
+        _require_writable(path)
+        if (path / LOCK_FILE).exists():
+            with (path / LOCK_FILE).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(flag, path) from None
+    except OSError as error:
+        if error.errno not in MISSING:
+            raise _not_writable(flag, path, error) from error
+
+
+def _require_writable(path: Path) -> None:
+    """OSError if the folder cannot be made, or files in it."""
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+    place = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not place.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if not os.access(place, os.W_OK | os.X_OK):
+        number = errno.EROFS if os.statvfs(place).f_flag & os.ST_RDONLY else errno.EACCES
+        raise OSError(number, os.strerror(number))
+
+
+def _in_use(flag: str, path: Path) -> ValueError:
+    return ValueError(
+        f"{flag} must not be in use by another run, got {path}, which is in use by {_owner(path / LOCK_FILE)}; "
+        "end that run or name another directory"
+    )
+
+
+def _not_writable(flag: str, path: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"{flag} must be a directory that this user can write to and lock, got {path}: {error.strerror}; "
+        "name another one"
+    )
 
 
 def _lock_by_file(flag: str, path: Path, stack: ExitStack) -> None:
@@ -74,13 +113,19 @@ def _lock_by_file(flag: str, path: Path, stack: ExitStack) -> None:
     )
 
 
-def lock_all(flags: dict[str, str | None], stack: ExitStack) -> None:
+def lock_all(flags: Mapping[str, str | None], stack: ExitStack) -> None:
     """`lock` each directory of flag -> directory. Flags may name the same directory."""
     seen: set[Path] = set()
     for flag, directory in flags.items():
         if directory is not None and (path := Path(directory).resolve()) not in seen:
             seen.add(path)
             lock(flag, directory, stack)
+
+
+def folders_of(config: Config) -> dict[str, str | None]:
+    """Flag -> directory that the run writes to."""
+    saved = {role.save_flag: role.saves_to(config) for role in roles_of(config) if role.trained}
+    return {"--run-dir": config.logging.run_dir, **saved}
 
 
 def _owner(file: Path) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.config import Config
@@ -16,10 +17,22 @@ from slime.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from slime.hooks import load_function
 from slime.rollout.data_source import training_label_check
 from slime.rollout.eval_datasets import EvalDatasetConfig, read_eval_prompts, resolve_eval_datasets
+from slime.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Score = Callable[..., str | None]
+"""`vime.start.dry_reward.check_reward`."""
+_OTHER_VOCABULARIES = (
+    "vocab.txt",
+    "*.tiktoken",
+    "tiktoken*",
+    "tekken.json",
+    "spiece.model",
+    "sentencepiece*",
+)
+"""Files of tokenizers that `tokenizer_fingerprint` does not read."""
 PLANNED_BYTES = 32 << 20
 """What `vime plan` reads of each file. Most prompt files are smaller, and a second start remembers the checks."""
 
@@ -29,28 +42,36 @@ def plural(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
-def with_data(config: Config) -> Config:
-    """Read the prompts once before anything starts: bad lines fail here, and --num-epoch becomes --num-rollout."""
-    for _ in _evaluation(config):
-        pass
+def with_data(config: Config, score: Score | None = None) -> Config:
+    """Read the prompts once before anything starts: bad lines fail here, and --num-epoch becomes --num-rollout. `score`
+    checks the reward with the first prompt of each data set."""
+    read = _without_tokenizer(config) or config
+    for data, found in _evaluation(read):
+        if read is config:
+            _evaluation_reward(config, data, found, score)
     if config.data.disable_rollout_global_dataset or config.debug.load_debug_rollout_data:
         return config
-    source = load_function(config.data.data_source_path, flag="--data-source-path")(config.namespace())
+    own = config.data.data_source_path == DataConfig.data_source_path
+    source = load_function(config.data.data_source_path, flag="--data-source-path")(
+        (read if own else config).namespace()
+    )
+    if own and read is config:
+        _training_reward(config, source.prompts, score)
     if config.data.num_rollout is not None:
         return config
     return config.with_values(num_rollout=_rollouts(config, len(source)))
 
 
-def prompts(c: Config) -> Iterator[str]:
-    """The prompt files as a run reads them, so that what `vime train` refuses is an error here."""
-    read = c
-    if bare := tokenizer_fingerprint(c.rollout.hf_checkpoint) is None:
-        # A plan needs config.json only. Without a tokenizer, nothing is rendered or counted.
-        none = dict.fromkeys(("rollout_max_prompt_len", "rollout_max_context_len"))
-        read = c.with_values(apply_chat_template=False, hf_checkpoint="", **none)
+def prompts(c: Config, score: Score | None = None) -> Iterator[str]:
+    """The prompt files as a run reads them, so that what `vime train` refuses is an error here. `score`: see
+    `with_data`."""
+    read = _without_tokenizer(c) or c
+    bare = read is not c
     if c.data.prompt_data and not (c.data.disable_rollout_global_dataset or c.debug.load_debug_rollout_data):
-        yield from _training(c, read)
+        yield from _training(c, read, score)
     for data, found in _evaluation(read, most_bytes=PLANNED_BYTES):
+        if not bare and (note := _evaluation_reward(c, data, found, score)):
+            yield note
         number = plural(len(found) + found.unread, "prompt")
         yield (
             f"evaluation {data.name}: {number} x {data.n_samples_per_eval_prompt} responses{_part_of(found)}"
@@ -61,12 +82,25 @@ def prompts(c: Config) -> Iterator[str]:
         )
 
 
-def _training(c: Config, read: Config) -> Iterator[str]:
+def _without_tokenizer(c: Config) -> Config | None:
+    """For a model without a tokenizer: the flags with which prompts are read, and not rendered or counted. The plan of
+    a run elsewhere needs no tokenizer, and another check names it."""
+    folder = Path(c.rollout.hf_checkpoint)
+    others = any(next(folder.glob(pattern), None) for pattern in _OTHER_VOCABULARIES)
+    if others or tokenizer_fingerprint(str(folder)) is not None or not folder.is_dir():
+        return None
+    none = dict.fromkeys(("rollout_max_prompt_len", "rollout_max_context_len"))
+    return c.with_values(apply_chat_template=False, hf_checkpoint="", **none)
+
+
+def _training(c: Config, read: Config, score: Score | None) -> Iterator[str]:
     batch, name, part = c.data.rollout_batch_size, c.data.prompt_data, ""
     if c.data.data_source_path == DataConfig.data_source_path:
         found = load_training_prompts(read, training_label_check(read), most_bytes=PLANNED_BYTES)
         sizes = [len(its) + its.unread for _, its in found]
         number, part = sum(sizes), _part_of(found[0][1])
+        if read.rollout.hf_checkpoint and (note := _training_reward(c, found[0][1], score)):
+            yield note
         if len(found) > 1:
             yield from _mixed(found, sizes, batch)
             name, part = "all data sets", ""
@@ -90,6 +124,29 @@ def _mixed(found: Sequence[tuple[DataSet, Prompts]], sizes: Sequence[int], batch
         )
 
 
+def _training_reward(c: Config, found: Sequence[Prompt], score: Score | None) -> str | None:
+    if score is None or not len(found):
+        return None
+    return score(c, found[0], functools.partial(_tokenizer, c))
+
+
+def _evaluation_reward(
+    c: Config, data: EvalDatasetConfig, found: Sequence[Prompt], score: Score | None
+) -> str | None:
+    if score is None or not len(found):
+        return None
+    first = dataclasses.replace(found[0], metadata={**found[0].metadata, **data.metadata_overrides})
+    own = {"custom_rm_path": data.custom_rm_path, "rm_type": data.rm_type}
+    changed = data.custom_generate_function_path
+    if changed:
+        c = c.with_values(custom_generate_function_path=changed)
+    return score(c, first, functools.partial(_tokenizer, c), **own, where=f"evaluation dataset {data.name}: ")
+
+
+def _tokenizer(c: Config) -> PreTrainedTokenizerBase:
+    return load_tokenizer(c.rollout.hf_checkpoint, trust_remote_code=c.train.trust_remote_code)
+
+
 def _part_of(found: Prompts) -> str:
     if not found.unread:
         return ""
@@ -110,10 +167,7 @@ def _rollouts(c: Config, number: int) -> int:
 
 
 def _evaluation(c: Config, most_bytes: int | None = None) -> Iterator[tuple[EvalDatasetConfig, Prompts]]:
-    @functools.cache
-    def tokenizer() -> PreTrainedTokenizerBase:
-        return load_tokenizer(c.rollout.hf_checkpoint, trust_remote_code=c.train.trust_remote_code)
-
+    tokenizer = functools.cache(functools.partial(_tokenizer, c))
     for data in resolve_eval_datasets(c):
         if not c.rollout.hf_checkpoint:
             data = dataclasses.replace(

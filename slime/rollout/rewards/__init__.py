@@ -92,7 +92,7 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> Reward:
             return _checked(flags, await SAMPLE_REWARDS[name](Config.of_args(args), sample))
     with _naming(sample, name):
         if name not in REWARD_NAMES:
-            raise ValueError(_unknown_type(name, flag))
+            raise ValueError(unknown_type(name, flag))
         tokenizer = getattr(getattr(args, "rollout_state", None), "tokenizer", None)
         stop = section_of(RolloutConfig, args).rollout_stop_token_ids
         text = functools.partial(answer_text, sample, tokenizer, stop)
@@ -225,7 +225,7 @@ def _naming(sample: Sample, name: object, of: str = "") -> Iterator[None]:
         raise kind(f"reward {name} failed for {where}: {what}{remedy(error)}") from error
 
 
-def _unknown_type(name: object, flag: str) -> str:
+def unknown_type(name: object, flag: str) -> str:
     known = ", ".join(REWARD_NAMES)
     if not name:
         return f"--rm-type must be one of {known}, got {name!r}; or name a function with --custom-rm-path"

@@ -250,7 +250,8 @@ def test_plan_prints_everything_and_starts_nothing(stock, tmp_path, capsys):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_plan_shows_each_engine_flag_once_and_which_has_no_effect(stock, capsys):
+def test_plan_shows_each_engine_flag_once_and_which_has_no_effect(stock, tmp_path, capsys):
+    (tmp_path / "make_model.json").write_text('{"weights": null}')  # a shape, whose run is elsewhere
     flags = (
         "--device cpu --rollout-num-gpus-per-engine 1 --vllm-max-num-seqs 64 --vllm-enable-chunked-prefill"
     )

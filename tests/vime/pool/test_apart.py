@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -11,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from vime.pool.apart import apart
+from vime.pool.apart import OverLimit, apart
 
 
 def children() -> set[int]:
@@ -63,3 +64,19 @@ def test_an_interrupt_ends_the_process():
         timer.join()
         signal.signal(signal.SIGINT, handler)
     assert time.monotonic() - began < 10 and children() == before
+
+
+def test_a_call_over_its_limit_ends_with_all_that_it_started(tmp_path):
+    def stuck() -> None:
+        (tmp_path / "child").write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+        time.sleep(60)
+
+    began = time.monotonic()
+    with pytest.raises(OverLimit, match="no end within 1 s"):
+        apart(stuck, "a call", limit_s=1.0)
+    assert time.monotonic() - began < 20
+    child = int((tmp_path / "child").read_text())
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() - began < 20
+        time.sleep(0.05)
+    assert apart(lambda: 7, "a call", limit_s=30.0) == 7

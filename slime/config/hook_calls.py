@@ -1,0 +1,166 @@
+"""How a run calls the function of each flag that takes one, and the check that a function can be called so.
+
+A function that was written for another trainer is named as such. Another hook, or another trainer, is one line.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a user's function."""
+
+    positional: str
+    """The names of its arguments, separated by spaces."""
+    keywords: str = ""
+    """Arguments that are always given by name."""
+    optional: str = ""
+    """Arguments that are given by name where the function takes them."""
+    may_wait: bool = False
+    """It may be an async function."""
+
+    @property
+    def shown(self) -> str:
+        given = ", ".join(self.positional.split())
+        named = [f"{name}=..." for name in (*self.keywords.split(), *self.optional.split())]
+        return f"({', '.join(filter(None, [given, *named]))})"
+
+
+_ROLLOUT = Call("args rollout_id data_source", keywords="evaluation")
+_WRITTEN = Call("args version_dir rollout_engines")
+CALLS: Mapping[str, Call] = {
+    "rollout_function_path": _ROLLOUT,
+    "eval_function_path": _ROLLOUT,
+    "data_source_path": Call("args"),
+    "custom_generate_function_path": Call(
+        "args sample sampling_params", optional="evaluation", may_wait=True
+    ),
+    "rollout_sample_hook_path": Call("args sample", optional="rollout_id evaluation", may_wait=True),
+    "custom_rm_path": Call("args sample", may_wait=True),
+    "dynamic_sampling_filter_path": Call("args samples"),
+    "rollout_sample_filter_path": Call("args groups"),
+    "rollout_all_samples_process_path": Call("args all_samples data_source"),
+    "buffer_filter_path": Call("args rollout_id buffer num_samples"),
+    "custom_rollout_log_function_path": Call("rollout_id args samples metrics rollout_time"),
+    "custom_eval_rollout_log_function_path": Call("rollout_id args data metrics"),
+    "custom_reward_post_process_path": Call("args samples"),
+    "custom_convert_samples_to_train_data_path": Call("args samples"),
+    "rollout_data_postprocess_path": Call("args rollout_id rollout_data"),
+    "custom_advantage_function_path": Call("args rollout_data"),
+    "custom_loss_function_path": Call("args batch logits sum_of_sample_mean"),
+    "custom_pg_loss_reducer_function_path": Call(
+        "total_lengths response_lengths loss_masks calculate_per_token_loss"
+    ),
+    "custom_tis_function_path": Call(
+        "",
+        keywords="args pg_loss train_log_probs rollout_log_probs loss_masks total_lengths response_lengths",
+    ),
+    "custom_megatron_init_path": Call("args"),
+    "custom_megatron_before_log_prob_hook_path": Call("args model store_prefix"),
+    "custom_megatron_before_train_step_hook_path": Call(
+        "args rollout_id step_id model optimizer opt_param_scheduler"
+    ),
+    "custom_update_weight_post_write_path": _WRITTEN,
+    "custom_delta_pre_push_path": _WRITTEN,
+    "selected_logprob_provider": Call("request"),
+}
+"""The field of a flag -> how its function is called."""
+
+
+@dataclass(frozen=True)
+class OtherTrainer:
+    """The rewards of another project, which its parameters give away."""
+
+    name: str
+    gives: tuple[frozenset[str], ...]
+    """A function with all names of one of these sets is such a reward."""
+    call: str
+    """An expression of our `sample` that calls such a reward `f` with one response."""
+
+
+OTHERS = (
+    OtherTrainer(
+        "TRL",
+        (frozenset({"completions"}), frozenset({"completion_ids"})),
+        "f(prompts=[sample.prompt], completions=[sample.response], **{k: [v] for k, v in sample.metadata.items()})[0]",
+    ),
+    OtherTrainer(
+        "verl",
+        (
+            frozenset({"solution_str"}),
+            frozenset({"solution_strs"}),
+            frozenset({"data_source", "ground_truth"}),
+            frozenset({"reward_input"}),
+        ),
+        'f(sample.metadata.get("data_source"), sample.response, sample.label, sample.metadata)',
+    ),
+    OtherTrainer(
+        "OpenRLHF",
+        (frozenset({"queries", "prompts"}), frozenset({"queries", "labels"})),
+        "f([sample.prompt + sample.response], [sample.prompt], [sample.label])[0]",
+    ),
+)
+
+
+def check_call(
+    flag: str, path: str, function: Callable[..., object], call: Call, *, scores: bool = False
+) -> None:
+    """ValueError if `function` cannot be called as `call` says. `flag`: as the user typed it. `scores`: it is a reward,
+    which may have been written for another trainer."""
+    parameters = _parameters(function)
+    if parameters is None:
+        return
+    shown = f"{path}{inspect.Signature(list(parameters.values()))}"
+    other = _written_for(set(parameters)) if scores else None
+    if other is not None:
+        raise ValueError(
+            f"{flag} must name a function that is called as f(args, sample) -> float | dict, got {shown}, which is a "
+            f"reward function of {other.name}; give a function of this project's form that returns {other.call}"
+        )
+    problem = _misfit(parameters, call)
+    if problem is not None:
+        raise ValueError(
+            f"{flag} must name a function that can be called as f{call.shown}, got {shown}: {problem}; change its "
+            "parameters (docs/hooks.md)"
+        )
+    if inspect.iscoroutinefunction(function) and not call.may_wait:
+        raise ValueError(
+            f"{flag} must name a plain function, got the async function {shown}, whose result nobody awaits; take the "
+            "word async away"
+        )
+
+
+def _parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter] | None:
+    """None for functions of C, which may have no signature."""
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (ValueError, TypeError):
+        return None
+
+
+def _written_for(names: set[str]) -> OtherTrainer | None:
+    if {"args", "sample"} & names:
+        return None
+    return next((other for other in OTHERS if any(given <= names for given in other.gives)), None)
+
+
+def _misfit(parameters: Mapping[str, inspect.Parameter], call: Call) -> str | None:
+    """Why the call would fail, or would give `args` to another parameter."""
+    positional, keywords = call.positional.split(), call.keywords.split()
+    optional = [name for name in call.optional.split() if name in parameters]
+    try:
+        inspect.Signature(list(parameters.values())).bind(
+            *(None for _ in positional), **dict.fromkeys([*keywords, *optional])
+        )
+    except TypeError as error:
+        return str(error)
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    placed = [name for name, one in parameters.items() if one.kind in by_place]
+    for name in {"args", "sample", "samples"} & set(placed[: len(positional)]) & set(positional):
+        if placed.index(name) != positional.index(name):
+            return f"{name} must be parameter {positional.index(name) + 1}"
+    return None

@@ -1,0 +1,192 @@
+"""`vime plan` returns what `vime train` would, and prints the same message: one function decides for both."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from make_model import main as make_model
+
+from vime.cli import main
+from vime.memory.sizes import GivenSizes
+from vime.plan import main as plan
+from vime.run.lock import lock
+from vime.start import checks
+from vime.start.checks import check_run, is_for_others
+from vime.train import _read
+
+Change = Callable[[Path, list[str], ExitStack], None]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(["--arch", "qwen3-tiny", "--random", "--arithmetic", str(folder)])
+    return folder
+
+
+@pytest.fixture
+def argv(made: Path, tmp_path: Path) -> list[str]:
+    """A run that can start on two cores."""
+    shutil.copytree(made, tmp_path / "model")
+    words = f"--hf-checkpoint {tmp_path}/model --prompt-data {tmp_path}/model/arithmetic/train.jsonl"
+    words += f" --input-key prompt --label-key label --rm-type math --run-dir {tmp_path}/run --save {tmp_path}/save"
+    words += " --num-rollout 2 --rollout-batch-size 2 --n-samples-per-prompt 4 --rollout-max-response-len 8"
+    words += " --device cpu --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --apply-chat-template"
+    return words.split()
+
+
+def without(*patterns: str) -> Change:
+    def change(folder: Path, argv: list[str], stack: ExitStack) -> None:
+        for pattern in patterns:
+            for file in (folder / "model").glob(pattern):
+                file.unlink()
+
+    return change
+
+
+def with_flags(flags: str) -> Change:
+    def change(folder: Path, argv: list[str], stack: ExitStack) -> None:
+        argv += flags.format(dir=folder).split()
+
+    return change
+
+
+def written(name: str, text: str, flags: str = "") -> Change:
+    def change(folder: Path, argv: list[str], stack: ExitStack) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+        argv += flags.format(dir=folder).split()
+
+    return change
+
+
+def default_ranks(folder: Path, argv: list[str], stack: ExitStack) -> None:
+    place = argv.index("--actor-num-gpus-per-node")
+    del argv[place : place + 2]
+
+
+def in_use(name: str) -> Change:
+    return lambda folder, argv, stack: lock("--run-dir", folder / name, stack)
+
+
+INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
+WRONG: dict[str, tuple[Change, str]] = {
+    "8 ranks by default": (default_ranks, "the cluster must have 9 devices (4.5 CPUs) for 8 trainer ranks"),
+    "more engines than cores": (
+        with_flags("--rollout-num-gpus 4096"),
+        "and 4096 rollout devices (--rollout-num-gpus), got ",
+    ),
+    "no tokenizer": (without("*token*"), "--hf-checkpoint must hold a tokenizer that transformers can load"),
+    "a broken tokenizer": (written("model/tokenizer.json", "{"), "must hold a valid tokenizer.json"),
+    "no weights": (
+        without("*.safetensors*", "make_model.json"),
+        "--hf-checkpoint must have weights, got no file",
+    ),
+    "no config": (without("config.json"), "config.json"),
+    "strict on a CPU": (with_flags("--rlk-fast strict"), "--rlk-fast strict must run the fast"),
+    "a run directory in use": (in_use("run"), "--run-dir must not be in use by another run"),
+    "a folder of checkpoints in use": (in_use("save"), "--save must not be in use by another run"),
+    "a run directory that is a file": (
+        written("run", ""),
+        "--run-dir must be a directory that this user can write",
+    ),
+    "a run directory below a file": (
+        written("file", "", "--run-dir {dir}/file/run"),
+        "can write to and lock, got",
+    ),
+    "metrics of another run": (
+        written("run/metrics.jsonl", "{}\n"),
+        "--run-dir must be a folder without metrics",
+    ),
+    "prefill": (
+        with_flags("--rollout-num-gpus 2 --prefill-num-servers 1"),
+        "--prefill-num-servers must be left out of a run",
+    ),
+    "no tracker": (with_flags("--use-trackio"), "trackio"),
+    "no prompts": (with_flags("--prompt-data {dir}/none.jsonl"), "--prompt-data must"),
+    "a wrong row": (
+        written("bad.jsonl", '{"prompt": 5}\n', "--prompt-data {dir}/bad.jsonl"),
+        "bad.jsonl:1: ",
+    ),
+    "an unknown flag": (with_flags("--lrr 1"), "--lrr is not a known flag"),
+    "a wrong model": (
+        written("model/config.json", json.dumps({"model_type": "qwen9"})),
+        "model_type in config.json must be one of",
+    ),
+    "two problems": (with_flags("--lrr 1 --prompt-data {dir}/none.jsonl"), "2 problems:"),
+    "too little room": (with_flags("--run-dir {dir}/other"), "MiB of room for "),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_plan_and_train_refuse_the_same_with_the_same_words(argv, tmp_path, capsys, monkeypatch, name):
+    change, message = WRONG[name]
+    full = type(shutil.disk_usage("/"))(1 << 40, 1 << 40, 1000)
+    if name == "too little room":  # a mock, because a test cannot fill a disk
+        monkeypatch.setattr("slime.disk_space.shutil.disk_usage", lambda place: full)
+    if name == "8 ranks by default":  # on a machine of two cores
+        monkeypatch.setattr("slime.cluster.host_resources.host_resources", lambda: {"CPU": 2.0})
+    with ExitStack() as stack:
+        change(tmp_path, argv, stack)
+        before = sorted(tmp_path.rglob("*"))
+        said = []
+        for command in ("plan", "train"):
+            assert main([command, *argv]) == 2
+            said.append(capsys.readouterr().err.partition(f"vime {command}: ")[2])
+        assert said[0] == said[1] and message in said[0]
+        assert sorted(tmp_path.rglob("*")) == before, "a check makes no file"
+
+
+def test_plan_and_train_accept_the_same(argv, tmp_path, capsys):
+    """What `vime train` does before it starts anything returns, and `vime plan` returns 0."""
+    before = sorted(tmp_path.rglob("*"))
+    assert check_run(argv, _read, download=True).data.num_rollout == 2
+    assert main(["plan", *argv]) == 0
+    assert sorted(tmp_path.rglob("*")) == before
+    epochs = [word for word in argv if word not in ("--num-rollout", "2")]
+    epochs = [
+        *argv[: argv.index("--num-rollout")],
+        *argv[argv.index("--num-rollout") + 2 :],
+        "--num-epoch",
+        "1",
+    ]
+    assert check_run(epochs, _read, download=True).data.num_rollout > 2
+    assert main(["plan", *epochs]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "flags"),
+    [
+        (without("*token*", "*.safetensors*", "make_model.json"), "--gpu h100"),
+        (without("*token*", "*.safetensors*"), "--gpu-memory-gib 80"),
+        (without("*token*", "*.safetensors*"), "--device cuda"),
+        (without("*.safetensors*"), ""),
+    ],
+    ids=["named GPU", "sizes", "no GPU here", "a shape"],
+)
+def test_a_plan_for_another_machine_needs_no_files_of_it(
+    argv, made, tmp_path, capsys, monkeypatch, change, flags
+):
+    """A model that was made without weights is a shape, for plans alone."""
+    monkeypatch.setattr(checks, "device_memory", lambda config: None)
+    if not flags:
+        note = json.loads((tmp_path / "model" / "make_model.json").read_text())
+        (tmp_path / "model" / "make_model.json").write_text(json.dumps({**note, "weights": None}))
+    with ExitStack() as stack:
+        change(tmp_path, argv, stack)
+    place = argv.index("--device")
+    words = [*argv[:place], *argv[place + 2 :]] if flags else argv
+    assert plan([*words, *flags.split()]) == 0
+
+
+def test_a_cluster_that_a_run_joins_has_devices_elsewhere(argv, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with ExitStack() as stack:
+        default_ranks(tmp_path, argv, stack)
+    assert check_run(argv, _read).world_size == 8
+    assert not is_for_others(check_run(argv, _read), GivenSizes())

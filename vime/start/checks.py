@@ -1,0 +1,194 @@
+"""Whether a run can start. One function decides for `vime train`, before it starts anything, and for `vime plan`.
+
+First the flags, the model and the data are checked in one report, then the machine: one rule after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from slime.checkpoints.checkpoint_dir import start_directory
+from slime.checkpoints.hf_config import read_hf_config, require_weight_files
+from slime.config import Config
+from slime.config.fields import spelled
+from slime.config.hook_calls import CALLS, check_call
+from slime.config.problems import Problems
+from slime.data.tokenizer import load_tokenizer
+from slime.hooks import load_function
+from slime.operators import decide
+from slime.roles.groups import on_one_host
+from slime.rollout.eval_datasets import check_evaluation
+from slime.rules.flags import FALLBACKS, own_flags
+from slime.rules.validate import Rule
+from slime.run_start import check_start, finished
+from slime.tracking import check_trackers
+from vime.backends import parse_config, require_reachable
+from vime.memory.lines import require_fit
+from vime.memory.sizes import GivenSizes, device_memory, machine_of
+from vime.run.disk_space import require_disk_space
+from vime.run.lock import folders_of, require_free
+from vime.run.temporary import SHARED_MEMORY, left_weights
+
+_SHAPE = "make_model.json"
+"""The note of scripts/make_model.py beside a model; "weights" is null in a model without weights, made for a plan."""
+
+
+Inputs = tuple[list[str], int | None]
+"""The problems of tokenizer and data, and the number of rollouts; None if it is not known."""
+
+
+def check_run(
+    argv: Sequence[str],
+    read: Callable[[Config], Inputs],
+    *,
+    download: bool = False,
+    is_elsewhere: Callable[[Config], bool] = lambda config: False,
+) -> Config:
+    """The configuration of a run that can start here. ValueError with every problem of flags, model and data, or with
+    the first problem of this machine.
+
+    `read` reads the data as far as the caller wants. For a run that `is_elsewhere`, this machine is not checked.
+    """
+    found: list[int | None] = []
+
+    def inputs(config: Config) -> None:
+        texts, rollouts = read(config)
+        problems = Problems()
+        problems.add(*texts)
+        problems.report()
+        found.append(rollouts)
+
+    rules = (check_hooks, check_evaluation, inputs, check_start)
+    config = parse_config(argv, rules, download=download)
+    config = config.with_values(num_rollout=found[-1])
+    if not is_elsewhere(config) and not finished(config):
+        for rule in THIS_MACHINE:
+            rule(config)
+    return config
+
+
+def check_hooks(config: Config) -> None:
+    """ValueError for functions of the user that the run could not call. Rules of the flags name those that are not
+    there."""
+    problems = Problems()
+    for name in CALLS:
+        value, usual = config.value_of(name), own_flags()[name].default
+        taken_over = name in FALLBACKS and value == config.value_of(FALLBACKS[name])
+        if value in (None, usual) or taken_over:
+            continue
+        for path in value if isinstance(value, list) else [value]:
+            problems.check(_check_hook, name, path)
+    problems.report()
+
+
+def _check_hook(name: str, path: str) -> None:
+    try:
+        function = load_function(path, spelled(name))
+    except ValueError:
+        return
+    check_call(spelled(name), path, function, CALLS[name], scores=name == "custom_rm_path")
+
+
+def is_for_others(config: Config, sizes: GivenSizes) -> bool:
+    """Whether a plan is for a machine that is not this one: it names GPUs or sizes, the run needs GPUs and none is
+    here, or the model is a shape without weights."""
+    asked = sizes != GivenSizes() or config.cluster.gpu is not None
+    return asked or lacks_gpu(config) or _is_shape(config)
+
+
+def lacks_gpu(config: Config) -> bool:
+    """Whether the run needs GPUs, and none is here."""
+    return config.cluster.device == "cuda" and device_memory(config) is None
+
+
+def read_inputs(config: Config, read: Callable[[Config], int | None], *, tokenizer: bool) -> Inputs:
+    """`read` the data, and load the tokenizer: rollout managers of all runs do, also those that only train."""
+    problems = Problems()
+    if tokenizer:
+        problems.check(_load_tokenizer, config)
+    rollouts = problems.check(read, config)
+    try:
+        problems.report()
+    except ValueError as error:
+        return list(getattr(error, "problems", ())), None
+    return [], rollouts
+
+
+def _load_tokenizer(config: Config) -> None:
+    load_tokenizer(config.rollout.hf_checkpoint, trust_remote_code=config.train.trust_remote_code)
+
+
+def weights_parent(config: Config) -> Path:
+    """Where a run makes the folder of its published weights if --weight-dir names none: in shared memory on a single
+    host; in the run directory when engines may be on other hosts."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() and on_one_host(config) else Path(config.logging.run_dir)
+
+
+def _is_shape(config: Config) -> bool:
+    try:
+        note = json.loads((Path(config.rollout.hf_checkpoint) / _SHAPE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(note, dict) and note.get("weights", "") is None
+
+
+def _require_weights(config: Config) -> None:
+    """The engines and new runs read weights of --hf-checkpoint."""
+    folder = Path(config.rollout.hf_checkpoint)
+    require_weight_files(folder)
+    serves = config.num_engines > 0 and not config.rollout.rollout_external_engine_addrs
+    read = serves or start_directory(config) == config.rollout.hf_checkpoint
+    if read and not any(next(folder.glob(f"*.{kind}"), None) for kind in ("safetensors", "bin", "pt")):
+        raise ValueError(
+            f"--hf-checkpoint must have weights, got no file *.safetensors in {folder}; download or copy the whole "
+            "checkpoint (`vime plan --gpu NAME` plans without weights)"
+        )
+
+
+def _require_fit(config: Config) -> None:
+    if not os.environ.get("RAY_ADDRESS"):  # the GPUs of a cluster are elsewhere
+        require_fit(config, read_hf_config(config.rollout.hf_checkpoint), machine_of(config, here_only=True))
+
+
+def _require_kernels(config: Config) -> None:
+    if config.cluster.device == "cpu" and config.kernels.rlk_fast == "strict":
+        decide(config, config.cluster.device)  # raises; on GPUs the trainers know what they have
+
+
+def _require_folders(config: Config) -> None:
+    for flag, directory in folders_of(config).items():
+        if directory is not None:
+            require_free(flag, directory)
+
+
+def _require_disk_space(config: Config) -> None:
+    """For weights, what an earlier run left in shared memory makes room, because the run removes it."""
+    if config.weight_update.weight_dir is None:
+        parent = weights_parent(config)
+        left = left_weights(parent, Path(config.logging.run_dir))
+        config = config.with_values(weight_dir=str(left[0] if left else parent / "weights"))
+    require_disk_space(config)
+
+
+def _require_devices(config: Config) -> None:
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    from slime.cluster.host_resources import host_resources
+    from slime.cluster.placement import require_devices
+
+    require_devices(config, host_resources())
+
+
+THIS_MACHINE: tuple[Rule, ...] = (
+    require_reachable,
+    _require_weights,
+    _require_devices,
+    _require_fit,
+    _require_kernels,
+    _require_folders,
+    _require_disk_space,
+    check_trackers,
+)

@@ -1,0 +1,231 @@
+"""The reward of a run, called once before the run starts: on a sample whose response is the first prompt's own text.
+
+The call runs in a process of its own for at most LIMIT_S seconds. A reward that is about to use the network, to start a
+program or to write a file outside of a temporary folder is ended before it does, and counts as not checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
+
+from slime.algo.losses import loss_of
+from slime.config import Config
+from slime.config.hook_calls import CALLS, check_call
+from slime.hooks import load_function
+from slime.rollout.metrics import eval_reward_key
+from slime.rollout.rewards import REWARDS, async_rm, batched_async_rm, unknown_type
+from slime.run_start import finished
+from slime.types import Prompt, Sample
+from vime.pool.apart import OverLimit, apart
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LIMIT_S = 5.0
+"""Most rewards need milliseconds. One that needs longer is taken as it is."""
+_ROUTERS = {f"{name}_router_{part}" for name in ("sglang", "vllm") for part in ("ip", "port")}
+_FACTS = _ROUTERS | {"rollout_state", "chat_parser_path", "rollout_engine_dtype"}
+"""What only a run adds to the `args` of a hook (`EnginePool.facts`, `RolloutManager`)."""
+_WITHOUT_A_RUN = "while a rollout runs"
+"""Part of the error of `slime.rollout.state.of_process`."""
+_CONNECTS = (
+    "socket.connect",
+    "socket.bind",
+    "socket.sendto",
+    "socket.sendmsg",
+    "socket.getaddrinfo",
+    "socket.gethost",
+)
+_STARTS = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork", "os.spawn", "pty.spawn")
+_CHANGES = (
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.mkdir",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+    "os.chmod",
+)
+_SIGNALS = ("os.kill", "os.killpg", "signal.pthread_kill")
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_OWN_ROLLOUTS = "slime.rollout."
+
+
+class _Outside(BaseException):
+    """The reward is about to leave its process. No `except Exception` of a reward may catch it."""
+
+
+class _Args(argparse.Namespace):
+    """`args` without a run: reading what only a run has is noted."""
+
+    def __getattr__(self, name: str) -> object:
+        if name in _FACTS:
+            _leaves.append(f"it reads args.{name}, which only a run has")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+_leaves: list[str] = []
+"""Why the call, in its own process, proves nothing."""
+
+
+def check_reward(
+    config: Config,
+    prompt: Prompt,
+    tokenizer: Callable[[], PreTrainedTokenizerBase],
+    *,
+    custom_rm_path: str | None = None,
+    rm_type: str | None = None,
+    where: str = "",
+) -> str | None:
+    """ValueError for a reward that is not there, or that cannot score a sample of `prompt`. A note if it was not
+    called. `custom_rm_path`, `rm_type` and `where`: those of an evaluation dataset, and its name for messages."""
+    if not _scores(config, evaluation=bool(where)):
+        return None
+    changes = bool(config.rollout.custom_generate_function_path or config.rollout.rollout_sample_hook_path)
+    path = custom_rm_path or config.reward.custom_rm_path
+    name = rm_type or prompt.metadata.get("rm_type") or config.reward.rm_type
+    if path is None and name is None:
+        if changes:
+            return None  # a function of the user may score the samples that it makes
+        raise ValueError(unknown_type(None, "--rm-type"))
+    if path is None and str(name).removeprefix("boxed_") not in REWARDS:
+        return None  # random and zero need no check, code has a sandbox, and remote_rm is over the network
+    if path and not _can_be_called(path):
+        return None  # another check names it
+    flag = f"--custom-rm-path {path}" if path else f"--rm-type {name}"
+    sample = _sample(prompt, tokenizer())
+    sample.custom_rm_path = custom_rm_path
+    if rm_type:
+        sample.metadata["rm_type"] = rm_type
+    with tempfile.TemporaryDirectory(prefix="vime-reward-", ignore_cleanup_errors=True) as folder:
+        guard = _guard(folder) if path else _silent()
+        key = eval_reward_key(config.reward) if where else config.reward.reward_key
+        try:
+            leaves, problem = apart(lambda: _called(config, sample, guard, key), flag, limit_s=LIMIT_S)
+        except OverLimit:
+            leaves, problem = [f"it needs more than {LIMIT_S:g} s"], None
+    if leaves or (problem and (changes or _WITHOUT_A_RUN in problem)):
+        return f"{where}{flag} was not checked: {leaves[0] if leaves else problem}"
+    if problem:
+        raise ValueError(
+            f"{where}{flag} must score each response, got this error for the first prompt with its own text as the "
+            f"response: {problem}; mend the function, the columns that it reads (--label-key, --metadata-key), or flags"
+        )
+    return None
+
+
+def _scores(config: Config, *, evaluation: bool) -> bool:
+    """Whether the run scores samples. A rollout function of the user does so itself."""
+    if not loss_of(config.algorithm).rewarded or config.debug.load_debug_rollout_data or finished(config):
+        return False
+    if config.data.num_rollout == 0 and not evaluation:
+        return False
+    return config.rollout.rollout_function_path.startswith(_OWN_ROLLOUTS)
+
+
+def _can_be_called(path: str) -> bool:
+    try:
+        check_call("", path, load_function(path), CALLS["custom_rm_path"], scores=True)
+    except ValueError:
+        return False
+    return True
+
+
+def _sample(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    """A finished sample. Its response is the text of the prompt, of the last message for a conversation."""
+    text = prompt.text if isinstance(prompt.text, str) else str(prompt.text[-1].get("content") or "")
+    ids = list(tokenizer.encode(text, add_special_tokens=False)) or [0]
+    return Sample(
+        group_index=0,
+        index=0,
+        prompt=prompt.text,
+        label=prompt.label,
+        metadata=dict(prompt.metadata),
+        response=text,
+        tokens=[*ids, *ids],
+        response_length=len(ids),
+        rollout_log_probs=[-1.0] * len(ids),
+        weight_versions=[0],
+        status=Sample.Status.COMPLETED,
+    )
+
+
+def _called(
+    config: Config, sample: Sample, guard: AbstractContextManager[None], reward_key: str | None
+) -> tuple[list[str], str | None]:
+    """Call the reward here, in its own process: why that proves nothing, and the error."""
+    problem, args, flags = None, config.namespace(), config.reward
+    if sample.custom_rm_path or flags.custom_rm_path:
+        args = _Args(**vars(args))
+    with guard:
+        try:
+            if flags.group_rm and sample.custom_rm_path is None:
+                (sample.reward,) = asyncio.run(batched_async_rm(args, [sample]))
+            else:
+                sample.reward = asyncio.run(async_rm(args, sample))
+            sample.reward_value(reward_key)
+        except (Exception, _Outside) as error:  # border: a reward may raise any error
+            problem = str(error).partition(": ")[2] if ": " in str(error) else str(error)
+    return _leaves, problem
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """What a reward prints is not a part of the plan."""
+    nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until this process ends)
+    sys.stdout = sys.stderr = nowhere
+    for number in (1, 2):
+        os.dup2(nowhere.fileno(), number)
+    yield
+
+
+@contextmanager
+def _guard(folder: str) -> Iterator[None]:
+    """Nothing but this process and the folder changes, until this process ends: an audit hook stays."""
+    tempfile.tempdir, sys.dont_write_bytecode = folder, True
+    with _silent():
+        sys.addaudithook(lambda event, arguments: _refuse(event, arguments, folder))
+        yield
+
+
+def _refuse(event: str, arguments: tuple[object, ...], folder: str) -> None:
+    """Raise _Outside before anything outside of this process changes."""
+    reason = None
+    if event.startswith(_CONNECTS):
+        reason = "it uses the network"
+    elif event.startswith(_STARTS):
+        reason = "it starts a program"
+    elif event.startswith(_SIGNALS):
+        reason = "it sends a signal"
+    elif event == "open" and len(arguments) == 3 and isinstance(arguments[2], int):
+        writes, target = arguments[2] & _WRITES, arguments[0]
+        if writes and isinstance(target, str | bytes) and not _is_own(os.fsdecode(target), folder):
+            reason = f"it writes {os.fsdecode(target)}"
+    elif event.startswith(_CHANGES):
+        outside = (path for path in _paths(arguments) if not _is_own(path, folder))
+        reason = next((f"it changes {path}" for path in outside), None)
+    if reason is not None:
+        _leaves.append(reason)
+        raise _Outside(reason)
+
+
+def _paths(arguments: tuple[object, ...]) -> Iterator[str]:
+    """The files that an event of `os` is about. A relative one may be of an open folder, the last argument."""
+    folder = arguments[-1]
+    for argument in arguments[:2]:
+        if isinstance(argument, str | bytes):
+            path = os.fsdecode(argument)
+            of_folder = not os.path.isabs(path) and isinstance(folder, int) and folder >= 0
+            yield os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path) if of_folder else path
+
+
+def _is_own(target: str, folder: str) -> bool:
+    return target == os.devnull or os.path.abspath(target).startswith(folder)
