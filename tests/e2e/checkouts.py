@@ -27,8 +27,8 @@ def linked_checkout(folder: Path) -> Path:
     return folder
 
 
-def in_shell(command: str, folder: Path) -> None:
-    """Run the command as a user does in `folder`; it must succeed."""
+def in_shell(command: str, folder: Path) -> str:
+    """Run the command as a user does in `folder`; it must succeed. Returns its standard output."""
     path = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
@@ -38,3 +38,4 @@ def in_shell(command: str, folder: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 from checkouts import in_shell, linked_checkout
-from doc_blocks import Block, all_blocks, blocks, blocks_of, check_command, flags_of_runs, help_of
+from doc_blocks import RUN_WHOLE, Block, all_blocks, blocks, blocks_of, check_command, flags_of_runs, help_of
 from house_tree import ROOT
 
 from slime.models.families import qwen3
@@ -71,7 +71,9 @@ def test_marks_are_known() -> None:
 
 
 def named_tests(block: Block) -> list[str]:
-    """The tests that the page of an example names, and that name the example."""
+    """The tests that run a whole page, or that the page of an example names and that name the example."""
+    if block.page in RUN_WHOLE:
+        return [RUN_WHOLE[block.page]]
     page, folder = ROOT / block.page, Path(block.page).parent
     named = re.findall(r"tests/e2e/[\w/]+\.py", page.read_text()) if folder.parts[0] == "examples" else []
     return [test for test in named if folder.name in (ROOT / test).read_text()]
@@ -160,6 +162,9 @@ NAMES: dict[str, Callable[[Path], dict[str, object]]] = {
 
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda b: b.name)
 def test_python_blocks_run(block: Block, tmp_path: Path) -> None:
+    if block.page in RUN_WHOLE:
+        assert block.page in (ROOT / RUN_WHOLE[block.page]).read_text()
+        return
     if block.page in NAMES:
         exec(compile(block.text, block.name, "exec"), NAMES[block.page](tmp_path))
         return

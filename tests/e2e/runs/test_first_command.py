@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from vime.cli import main
 from vime.view.watch_data import WatchedRun
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.M | re.S)
+"""A block of a page: language, title, text."""
 COMMAND = "WARM_UP=2 bash scripts/run-tiny-grpo.sh --num-rollout 2"
 
 
@@ -48,6 +52,21 @@ def test_the_views_of_the_run(tiny_run: Path, tmp_path: Path, capsys: pytest.Cap
     assert main(["compare", run_dir, run_dir]) == 0
     text = capsys.readouterr().out
     assert "No flag differs." in text and "### score: `eval/addition`" in text and "0 [0, 0]" in text
+
+
+def test_a_model_data_and_a_reward_of_ones_own(tiny_run: Path) -> None:
+    """docs/your-own.md from its data to the answer of the trained model, with two rollouts."""
+    folder = tiny_run.parent.parent
+    for language, title, text in re.findall(FENCE, (ROOT / "docs/your-own.md").read_text()):
+        if title.endswith((".py", ".yaml")):
+            (folder / title).write_text(text.replace("num-rollout: 20 ", "num-rollout: 2 "))
+        elif language == "python":
+            subprocess.run([sys.executable, "-c", text], cwd=folder, check=True)
+        elif title.startswith("takes ") and "run-tiny-grpo" not in text:
+            shown = in_shell(text, folder)
+    assert sorted(rows(folder / "runs/sums/run", "rollout/step")) == [0, 1]
+    assert (folder / "runs/sums/model/model.safetensors").is_file()
+    assert re.search(r"\d", shown), "the last block prints the model's answer"
 
 
 @pytest.mark.slow
