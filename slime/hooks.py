@@ -1,14 +1,19 @@
-"""Loads user code by its dotted path, for every `--*-path` hook. Owns the errors of a wrong path."""
+"""Loads user code by its path, for every `--*-path` hook: `package.module.name`, or `file.py:name` for a file anywhere.
+Owns the errors of a wrong path."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
+import importlib.util
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeAlias
 
 from slime.import_path import in_current_folder
@@ -33,6 +38,9 @@ have some modules of `utils` below `observability`."""
 _TYPO = 0.9
 """From this similarity on, the closest module is meant."""
 
+_reading = threading.RLock()
+"""Held while a file is read: no other thread gets a module that is half loaded. A file may load another hook."""
+
 Hook: TypeAlias = Callable[..., Any]
 """A function or class of the user. Its signature is that of its flag, which no type can check."""
 
@@ -42,23 +50,37 @@ class MissingHookError(ValueError):
 
 
 def load_function(path: str, flag: str = "hook path") -> Hook:
-    """The function or class at the dotted path "package.module.name".
+    """The function or class at the dotted path "package.module.name", or in a file: "folder/file.py:name".
 
-    Errors contain `flag` as the user typed it ("--custom-rm-path"). ValueError if the path is not dotted or the name is
-    not callable; MissingHookError if the module cannot be imported (it must be on PYTHONPATH) or has no such name. An
-    exception inside the user's module is chained to a ValueError with the flag, so that the user sees the difference
-    between a faulty hook and a missing hook. An import of the user's module that does not exist below `slime` or `vime`
-    comes with the closest name that does.
+    A file is read once per process. Its folder comes last on `sys.path`, so that the file can import its neighbours.
+
+    Errors contain `flag` as the user typed it ("--custom-rm-path"). ValueError if the path has neither form or the name
+    is not callable; MissingHookError if the file or module is not there (a module must be on PYTHONPATH) or has no such
+    name. An exception inside the user's module is chained to a ValueError with the flag, so that the user sees the
+    difference between a faulty hook and a missing hook. An import of the user's module that does not exist below
+    `slime` or `vime` comes with the closest name that does.
     """
-    module_name, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
-    if not module_name or not all(part.isidentifier() for part in path.split(".")):
-        raise ValueError(f"{flag} must be a dotted path such as my_module.my_function, got {path!r}")
+    file, name = file_and_name(path)
+    module_name = ""
+    if file is None and isinstance(path, str):
+        module_name, _, name = path.rpartition(".")
+    dotted = bool(module_name) and all(part.isidentifier() for part in path.split("."))
+    if not name.isidentifier() or (file is None and not dotted):
+        raise ValueError(
+            f"{flag} must be a dotted path such as my_module.my_function, got {path!r}; for a file, write "
+            "folder/my_file.py:my_function"
+        )
+    if file is not None and not file.is_file():
+        raise MissingHookError(
+            f"{flag} must name a file that exists, got {path!r}; check the path, also on each other host of the run"
+        )
+    module_name = module_name or str(file)
     try:
-        module = importlib.import_module(module_name)
+        module = importlib.import_module(module_name) if file is None else _module_of(file)
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name is not None
         if missing and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            remedy = nearest(module_name) or _add_its_folder(module_name)
+            remedy = nearest(module_name) or _add_its_folder(module_name, name)
             raise MissingHookError(
                 f"{flag} must name a module that can be imported, got {path!r}: there is no module "
                 f"{error.name!r}; {remedy}"
@@ -73,15 +95,57 @@ def load_function(path: str, flag: str = "hook path") -> Hook:
             f"{flag} must name a module that can be imported, got {path!r}: importing {module_name} raised "
             f"{type(error).__name__}: {error}"
         ) from error
+    return _callable_of(module, name, path, flag)
+
+
+def _callable_of(module: ModuleType, name: str, path: str, flag: str) -> Hook:
+    """The function or class `name` of the loaded module. Errors: see `load_function`."""
+    file, _ = file_and_name(path)
+    module_name, joint = (module.__name__, ".") if file is None else (str(file), ":")
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, [key for key in vars(module) if not key.startswith("_")], n=1)
-        hint = f"did you mean {module_name}.{near[0]}?" if near else f"{module_name} defines no such name"
+        hint = (
+            f"did you mean {module_name}{joint}{near[0]}?" if near else f"{module_name} defines no such name"
+        )
         raise MissingHookError(f"{flag} must name a function of {module_name}, got {name!r}; {hint}")
     function: object = getattr(module, name)
     if not callable(function):
         kind = type(function).__name__
         raise ValueError(f"{flag} must name a function or class, got {path!r} of type {kind}")
     return function
+
+
+def file_and_name(path: object) -> tuple[Path | None, str]:
+    """The file and the name of "folder/file.py:name"; (None, "") for any other path."""
+    file, colon, name = path.rpartition(":") if isinstance(path, str) else ("", "", "")
+    return (Path(file), name) if colon and file.endswith(".py") else (None, "")
+
+
+def absolute(path: str) -> str:
+    """The same hook from any folder: a relative file becomes absolute. A dotted path stays."""
+    file, name = file_and_name(path)
+    return path if file is None else f"{os.path.abspath(file.expanduser())}:{name}"
+
+
+def _module_of(file: Path) -> ModuleType:
+    """The module of a file. Its name holds a hash of its place, so that it hides no installed module."""
+    place = os.path.realpath(file)
+    name = f"{file.stem}_{hashlib.sha256(os.fsencode(place)).hexdigest()[:12]}"
+    with _reading:
+        if name in sys.modules:
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, place)
+        assert spec is not None and spec.loader is not None, "a .py file has a loader"
+        module = importlib.util.module_from_spec(spec)
+        if (folder := os.path.dirname(place)) not in sys.path:
+            sys.path.append(folder)
+        sys.modules[name] = module  # as an import does: dataclasses and pickle look there
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
 
 
 def nearest(module_name: str) -> str | None:
@@ -106,9 +170,11 @@ def nearest(module_name: str) -> str | None:
     return f"did you mean {root}.{near[0]}?" if near else "docs/hooks.md lists the modules for plug-ins"
 
 
-def _add_its_folder(module_name: str) -> str:
+def _add_its_folder(module_name: str, name: str) -> str:
     if in_current_folder(module_name):
-        return f"the current folder has it, and is not searched: add it with PYTHONPATH={os.getcwd()}"
+        file = f"{module_name.replace('.', '/')}.py"
+        named = f"name the file, {file}:{name}, or " if os.path.isfile(file) else ""
+        return f"the current folder has it, and is not searched: {named}add it with PYTHONPATH={os.getcwd()}"
     return "add its folder to PYTHONPATH"
 
 

@@ -61,7 +61,8 @@ PART_COLOURS = dict(
 )
 LINES: tuple[Any, ...] = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P")
-PART = "rollout/raw_reward/"
+PARTS = ("rollout/raw_reward/", "rollout/reward/")
+"""Before the names of data sets and of roles of a plug-in, and of the parts of a reward."""
 MAX_BARS = 60
 LONG = 150  # a line with at least this many points is smoothed
 KL_LINES = (
@@ -148,9 +149,7 @@ def draw_lines(axes: Axes, runs: Sequence[RunMetrics], lines: Sequence[tuple[str
 def draw_reward(axes: Axes, runs: Sequence[RunMetrics]) -> None:
     handles: dict[str, Artist] = {}
     names = sorted({name for run in runs for name in run.eval_names()})
-    parts = {
-        name for run in runs for name in run.series if name.startswith(PART)
-    }  # data sets, roles of a plug-in
+    parts = {name for run in runs for name in run.series if name.startswith(PARTS)}
     names += sorted(parts)
     for r, run in enumerate(runs):
         if "rollout/raw_reward" in run.series:
@@ -175,7 +174,9 @@ def draw_reward(axes: Axes, runs: Sequence[RunMetrics]) -> None:
                 look = {"linestyle": LINES[1 + i % 3], "linewidth": 1.5}
             colour = _colour(runs, r, i + 1)
             axes.plot(run.series[name].steps, run.series[name].values, color=colour, **look)
-            label = name.removeprefix(PART) if name in parts else f"{name.removeprefix('eval/')} (evaluation)"
+            label = f"{name.removeprefix('eval/')} (evaluation)"
+            if name in parts:
+                label = name.removeprefix(PARTS[0]).removeprefix(PARTS[1])
             handles[name] = Line2D([], [], color=_proxy(runs, colour), label=label, **look)
     axes.set_xlabel("rollout")
     axes.set_ylabel("mean reward")

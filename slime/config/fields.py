@@ -38,8 +38,10 @@ def flag(
     append: bool = False,
     secret: bool = False,
     range: Range | None = None,
+    commas: bool = False,
 ) -> Any:
-    """A dataclass field that is a flag. `append` collects repeated uses. A saved file masks a `secret` value.
+    """A dataclass field that is a flag. `append` collects repeated uses. A saved file masks a `secret` value. With
+    `commas`, "a,b" and the values a and b are the same: a list of values, or one text with commas.
 
     A number without `choices` must have a `range`.
     """
@@ -49,6 +51,7 @@ def flag(
         "append": append,
         "secret": secret,
         "range": range,
+        "commas": commas,
     }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=meta)
@@ -95,6 +98,8 @@ class FlagSpec:
     """Whether a saved file masks the value."""
     range: Range | None = None
     """Of a number without `choices`."""
+    commas: bool = False
+    """Whether "a,b" and the values a and b are the same."""
     filled: bool = False
     """Whether the default is None and the resolved value is not."""
 
@@ -102,6 +107,8 @@ class FlagSpec:
         """The typed value of the strings after the flag. `typed` is the flag as the user spelled it."""
         if self.kind is bool:
             return self._parse_bool(values, typed)
+        if self.commas and values:
+            values = [",".join(values)] if not self.many else ",".join(values).split(",")
         if self.many:
             found = [self._parse_one(v, typed) for v in values]
             return found[0] if self.bare and len(found) == 1 else found

@@ -22,13 +22,13 @@ from slime.config.fields import NEAR, Values
 from slime.config.hook_calls import CALLS, check_call
 from slime.config.ranges import COUNT, COUNT_OR_ZERO, FRACTION, TEMPERATURE_OR_GREEDY, TOP_K, Range
 from slime.config.schema import Config
-from slime.config.sections.reward import RewardConfig
+from slime.config.sections.reward import RewardConfig, reward_names
 from slime.data.limits.context import Context, prompt_limit
 from slime.data.prompts import Prompts, load_prompts
 from slime.data.rows import Columns, require_template_reads
 from slime.hooks import load_function
 from slime.rollout import sampling
-from slime.rollout.rewards import REWARD_NAMES
+from slime.rollout.rewards import check_names
 from slime.rollout.rewards.labels import LabelCheck, label_check
 from slime.types import Metadata
 
@@ -58,7 +58,7 @@ class EvalDatasetConfig:
     metadata_key: str = "metadata"
     apply_chat_template: bool = False
     apply_chat_template_kwargs: dict[str, object] = field(default_factory=dict)
-    rm_type: str | None = None
+    rm_type: str | list[str] | None = None
     custom_rm_path: str | None = None
     custom_generate_function_path: str | None = None
     metadata_overrides: Metadata = field(default_factory=dict)
@@ -81,6 +81,10 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
+def _is_text_or_texts(value: object) -> bool:
+    return all(map(_is_text, value)) and bool(value) if isinstance(value, list) else _is_text(value)
+
+
 def _is_record(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
@@ -101,6 +105,7 @@ _OTHERS: dict[str, tuple[str, sampling.Check]] = {
     "apply_chat_template": ("be true or false", lambda value: isinstance(value, bool)),
     "apply_chat_template_kwargs": ("be a mapping from names", _is_record),
     "metadata_overrides": ("be a mapping from names", _is_record),
+    "rm_type": ("be a text or a list of texts", _is_text_or_texts),
 }
 """Setting -> (what its value must be, whether a value is that). All settings in neither table are texts."""
 
@@ -251,13 +256,10 @@ def _check_dataset(reward: RewardConfig, where: str, config: EvalDatasetConfig) 
     }
     own = config.custom_rm_path or reward.custom_rm_path  # knows its own names
     for key, name in rewards.items() if not own else ():
-        if name is not None and name not in REWARD_NAMES:
-            near = difflib.get_close_matches(str(name), REWARD_NAMES, n=1)
-            hint = f"did you mean {near[0]}?" if near else "name a function with custom_rm_path"
-            raise ValueError(
-                f"--eval-config: {key} of {where} must be one of {', '.join(REWARD_NAMES)}, got {name!r}; {hint}"
-            )
-        if name == "remote_rm" and reward.rm_url is None:
+        names = reward_names(name)
+        if names:
+            check_names(names, f"--eval-config: {key} of {where}")
+        if "remote_rm" in names and reward.rm_url is None:
             raise ValueError(
                 f"--rm-url must be given with {key} remote_rm of {where}, got none; give its address"
             )

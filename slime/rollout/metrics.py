@@ -26,7 +26,7 @@ from slime.records.counts import SpeculationCounts
 from slime.roles.served import by_name, teachers
 from slime.rollout.base_types import EvalData
 from slime.rollout.on_policy_distillation import source_of
-from slime.rollout.rewards import finite
+from slime.rollout.rewards import finite, several
 from slime.types import Sample, SampleGroup
 
 T = TypeVar("T")
@@ -151,7 +151,7 @@ def sample_metrics(
     for reward, groups_of_it in sorted(_constant_rewards(reward_key, groups).items()):
         metrics[f"zero_std/count_{reward}"] = groups_of_it
     metrics |= _cache_and_speculation(samples) | kept_tokens.figures(samples)
-    metrics |= session_record.figures(samples) | finite.figures(samples)
+    metrics |= session_record.figures(samples) | finite.figures(samples) | several.figures(samples)
     if logging.log_reward_category:
         firsts = [parts[0].reward for parts in trajectories(samples)]
         categories = Counter(r[logging.log_reward_category] for r in firsts if isinstance(r, dict))

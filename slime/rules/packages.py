@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slime.config.problems import Problems
+from slime.config.sections.reward import reward_names
 from slime.imports import is_installed
 from slime.tracking.trackers import TRACKERS
 
@@ -26,10 +27,8 @@ def check_packages(c: Config) -> None:
     for kind in TRACKERS:
         if kind.asked(c.logging) and not kind.optional:
             needed.append((kind.flag, kind.module, kind.package))
-    if (
-        c.reward.custom_rm_path is None
-        and (c.reward.rm_type or "").removeprefix("boxed_") in _COMPARED_AS_MATHEMATICS
-    ):
+    names = [name.removeprefix("boxed_") for name in reward_names(c.reward.rm_type)]
+    if c.reward.custom_rm_path is None and any(name in _COMPARED_AS_MATHEMATICS for name in names):
         needed.append((f"--rm-type {c.reward.rm_type}", "math_verify", "math-verify"))
     if c.logging.otlp_traces_endpoint is not None:
         flag = "--otlp-traces-endpoint"

@@ -17,7 +17,9 @@ from slime.algo.losses import loss_of
 from slime.config.fields import Values
 from slime.config.schema import SECTIONS, Config
 from slime.config.sections.kernels import BITWISE_OPERATORS, OPERATORS
+from slime.config.sections.reward import reward_names
 from slime.hardware import HARDWARE
+from slime.hooks import absolute
 from slime.models.lora import read_peft
 from slime.roles.served import teachers
 from slime.rules.algorithm import compares_alone, makes_groups, unread_notes
@@ -45,6 +47,7 @@ def resolve(given: Values, notes: list[str] | None = None) -> Config:
     _evaluation(draft)
     _reference(draft)
     _dr_grpo(draft)
+    _hook_files(draft)
     _distillation(draft)
     _lora(draft, given)
     for name, source in FALLBACKS.items():
@@ -153,9 +156,22 @@ def _dr_grpo(c: argparse.Namespace) -> None:
         c.dr_grpo_length = c.dr_grpo_length or c.rollout_max_response_len
 
 
+def _hook_files(c: argparse.Namespace) -> None:
+    """The processes of a run have other folders, so the file of a hook (`file.py:name`) is written as an absolute
+    path."""
+    for name, value in vars(c).items():
+        if name.endswith("_path") or name == "selected_logprob_provider":
+            if isinstance(value, str):
+                setattr(c, name, absolute(value))
+            elif isinstance(value, list):
+                setattr(c, name, [absolute(path) for path in value])
+    if c.rm_type is not None:
+        c.rm_type = ",".join(absolute(name) for name in reward_names(c.rm_type))
+
+
 def _distillation(c: argparse.Namespace) -> None:
     """Scripts of pure distillation name a reward that reads labels, and no labels: it cannot be computed."""
-    labels = c.rm_type not in (None, "random", "remote_rm", "zero")
+    labels = not {*reward_names(c.rm_type)} <= {"random", "remote_rm", "zero"}
     if c.use_opd and labels and c.label_key is None and c.custom_rm_path is None:
         c.notes.append(
             f"--rm-type {c.rm_type} is taken as zero, as --use-opd is given and --label-key is not: the teacher alone "

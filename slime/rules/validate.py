@@ -239,16 +239,10 @@ def _group(c: Config) -> int:
 
 
 def _rewards(c: Config) -> None:
-    if c.reward.rm_type is None:
-        return
-    from slime.rollout.rewards import REWARD_NAMES
+    if c.reward.rm_type or c.reward.rm_weights:
+        from slime.rollout.rewards import check_flags
 
-    if c.reward.rm_type not in REWARD_NAMES:
-        raise ValueError(
-            f"--rm-type must be one of {', '.join(REWARD_NAMES)}, got {c.reward.rm_type}; or give --custom-rm-path"
-        )
-    if c.reward.rm_type == "remote_rm" and c.reward.rm_url is None:
-        raise ValueError("--rm-url must be given with --rm-type remote_rm, got none")
+        check_flags(c.reward)
 
 
 def _hooks(c: Config) -> None:

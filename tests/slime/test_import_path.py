@@ -95,5 +95,7 @@ def test_a_plug_in_of_the_current_folder_gets_an_error_that_says_how(folder):
     (folder / "my_reward.py").write_text("def score(args, sample): return 1.0", encoding="utf-8")
     with pytest.raises(ValueError, match=f"the current folder has it, .* PYTHONPATH={folder}$"):
         hooks.load_function("my_reward.score", "--custom-rm-path")
+    with pytest.raises(ValueError, match="name the file, my_reward.py:score, or add"):
+        hooks.load_function("my_reward.score", "--custom-rm-path")
     with pytest.raises(ValueError, match="add its folder to PYTHONPATH$"):
         hooks.load_function("no_reward.score", "--custom-rm-path")

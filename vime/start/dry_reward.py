@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from slime.algo.losses import loss_of
 from slime.config import Config
 from slime.config.hook_calls import CALLS, check_call
+from slime.config.sections.reward import is_hook, reward_names
 from slime.hooks import load_function
 from slime.rollout.metrics import eval_reward_key
 from slime.rollout.rewards import REWARDS, async_rm, batched_async_rm, unknown_type
@@ -82,7 +83,7 @@ def check_reward(
     tokenizer: Callable[[], PreTrainedTokenizerBase],
     *,
     custom_rm_path: str | None = None,
-    rm_type: str | None = None,
+    rm_type: str | list[str] | None = None,
     where: str = "",
 ) -> str | None:
     """ValueError for a reward that is not there, or that cannot score a sample of `prompt`. A note if it was not
@@ -96,17 +97,23 @@ def check_reward(
         if changes:
             return None  # a function of the user may score the samples that it makes
         raise ValueError(unknown_type(None, "--rm-type"))
-    if path is None and str(name).removeprefix("boxed_") not in REWARDS:
-        return None  # random and zero need no check, code has a sandbox, and remote_rm is over the network
+    names = [] if path else reward_names(name)
+    own = [one for one in names if is_hook(one)]
+    for one in own:
+        check_call("--rm-type", one, load_function(one, "--rm-type"), CALLS["custom_rm_path"], scores=True)
+    # random and zero need no check, code has a sandbox, and remote_rm is over the network
+    called = [one for one in names if one in own or one.removeprefix("boxed_") in REWARDS]
+    if path is None and not called:
+        return None
     if path and not _can_be_called(path):
         return None  # another check names it
     flag = f"--custom-rm-path {path}" if path else f"--rm-type {name}"
     sample = _sample(prompt, tokenizer())
     sample.custom_rm_path = custom_rm_path
-    if rm_type:
-        sample.metadata["rm_type"] = rm_type
+    if rm_type or called != names:
+        sample.metadata["rm_type"] = called
     with tempfile.TemporaryDirectory(prefix="vime-reward-", ignore_cleanup_errors=True) as folder:
-        guard = _guard(folder) if path else _silent()
+        guard = _guard(folder) if path or own else _silent()
         key = eval_reward_key(config.reward) if where else config.reward.reward_key
         try:
             leaves, problem = apart(lambda: _called(config, sample, guard, key), flag, limit_s=LIMIT_S)
@@ -163,7 +170,8 @@ def _called(
 ) -> tuple[list[str], str | None]:
     """Call the reward here, in its own process: why that proves nothing, and the error."""
     problem, args, flags = None, config.namespace(), config.reward
-    if sample.custom_rm_path or flags.custom_rm_path:
+    names = reward_names(sample.metadata.get("rm_type") or flags.rm_type)
+    if sample.custom_rm_path or flags.custom_rm_path or any(map(is_hook, names)):
         args = _Args(**vars(args))
     with guard:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from slime.config.fields import flag
@@ -13,7 +14,13 @@ class RewardConfig:
     """How a response is scored, and how the score becomes training data."""
 
     rm_type: str | None = flag(
-        None, "built-in reward: math, deepscaler, dapo, gsm8k, gpqa, f1, code, random, zero, remote_rm"
+        None,
+        "built-in reward: math, deepscaler, dapo, gsm8k, gpqa, f1, code, random, zero, remote_rm; several with commas "
+        "are added; my_file.py:my_function is one, too",
+        commas=True,
+    )
+    rm_weights: list[float] | None = flag(  # noqa: RUF009
+        None, "weights of the rewards of --rm-type, in its order (default: 1)", range=COEFFICIENT, commas=True
     )
     reward_key: str | None = flag(None, "field of the reward to train on, if the reward is an object")
     eval_reward_key: str | None = flag(
@@ -39,3 +46,21 @@ class RewardConfig:
     custom_rm_path: str | None = flag(None, "async fn(args, sample) -> float | dict")
     custom_reward_post_process_path: str | None = flag(None, "fn(args, samples) -> (raw_rewards, rewards)")
     custom_convert_samples_to_train_data_path: str | None = flag(None, "fn(args, samples) -> dict")
+
+
+def reward_names(rm_type: object) -> list[str]:
+    """The rewards that a value of --rm-type, or of rm_type in metadata, names: "math,f1" or a list. Empty for none."""
+    if not rm_type:
+        return []
+    parts = rm_type if isinstance(rm_type, list | tuple) else str(rm_type).split(",")
+    return [str(part).strip() for part in parts]
+
+
+def is_hook(name: str) -> bool:
+    """Whether a name in --rm-type is the path of a function of the user. Names of built-in rewards have no dot."""
+    return "." in name
+
+
+def part_name(name: str) -> str:
+    """The name of a reward in metrics: of a function of the user without its module or file."""
+    return re.split(r"[.:]", name)[-1] if is_hook(name) else name

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 import numpy as np
 
 from slime.config.schema import Config, section_of
-from slime.config.sections.reward import RewardConfig
+from slime.config.sections.reward import RewardConfig, is_hook, part_name, reward_names
 from slime.config.sections.rollout import RolloutConfig
 from slime.hooks import Hook, load_function
 from slime.rollout.rewards.dapo import dapo_reward
@@ -32,6 +32,7 @@ from slime.rollout.rewards.gsm8k import gsm8k_reward
 from slime.rollout.rewards.math_boxed import math_reward
 from slime.rollout.rewards.random_uniform import random_reward
 from slime.rollout.rewards.remote import remote_reward
+from slime.rollout.rewards.several import add
 from slime.rollout.rewards.special_tokens import answer_text
 from slime.rollout.rewards.text import extract_answer, without_special_text
 from slime.rollout.rewards.unit_tests import code_reward
@@ -72,9 +73,9 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> Reward:
 
     The first of these that is set computes the reward: `sample.custom_rm_path`, `--custom-rm-path` (each
     `(args, sample, **kwargs) -> float | dict`, async or plain; a plain function runs in a thread),
-    `sample.metadata["rm_type"]`, `--rm-type`. ValueError for wrong settings, labels and reward values.
-    ValueError after --reward-deadline-s, too. RuntimeError, chained, for any other error of the reward, SystemExit
-    among them. All name the sample.
+    `sample.metadata["rm_type"]`, `--rm-type`. A type with several names is their weighted sum, see `several`.
+    ValueError for wrong settings, labels and reward values, and after --reward-deadline-s. RuntimeError, chained, for
+    any other error of the reward, SystemExit among them. All name the sample.
     """
     flags, limit = section_of(RewardConfig, args), _limit_of(args)
     path = sample.custom_rm_path or flags.custom_rm_path
@@ -84,16 +85,32 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> Reward:
         async with _scoring(limit, sample, path):
             return _checked(flags, await _call(f"{flag} {path}", function, args, sample, **kwargs))
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
-    name, flag = metadata.get("rm_type"), "metadata rm_type"
-    if not name:
-        name, flag = flags.rm_type, "--rm-type"
+    wanted, flag = metadata.get("rm_type"), "metadata rm_type"
+    if not wanted:
+        wanted, flag = flags.rm_type, "--rm-type"
+    names = reward_names(wanted)
+    with _naming(sample, wanted):
+        check_names(names, flag)
+    if len(names) == 1:
+        return await _one(args, sample, names[0], **kwargs)
+    rewards = await asyncio.gather(*(_one(args, sample, name, **kwargs) for name in names))
+    with _naming(sample, wanted):
+        return add(flags, sample, dict(zip(names, rewards, strict=True)))
+
+
+async def _one(args: Namespace, sample: Sample, name: str, **kwargs: object) -> Reward:
+    """The reward `name` of --rm-type: a built-in one, or the path of a function of the user."""
+    flags, limit = section_of(RewardConfig, args), _limit_of(args)
+    if is_hook(name):
+        function = load_function(name, "--rm-type")
+        async with _scoring(limit, sample, name):
+            return _checked(flags, await _call(f"--rm-type {name}", function, args, sample, **kwargs))
     if name in SAMPLE_REWARDS:
         async with _scoring(limit, sample, name):
             return _checked(flags, await SAMPLE_REWARDS[name](Config.of_args(args), sample))
+    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     with _naming(sample, name):
-        if name not in REWARD_NAMES:
-            raise ValueError(unknown_type(name, flag))
-        tokenizer = getattr(getattr(args, "rollout_state", None), "tokenizer", None)
+        tokenizer = getattr(vars(args).get("rollout_state"), "tokenizer", None)
         stop = section_of(RolloutConfig, args).rollout_stop_token_ids
         text = functools.partial(answer_text, sample, tokenizer, stop)
         return _checked(flags, await _graded(limit, text, sample, name, metadata))
@@ -225,9 +242,45 @@ def _naming(sample: Sample, name: object, of: str = "") -> Iterator[None]:
         raise kind(f"reward {name} failed for {where}: {what}{remedy(error)}") from error
 
 
+def check_flags(flags: RewardConfig) -> None:
+    """ValueError for a wrong --rm-type or --rm-weights, and for what they need and is not given."""
+    names, weights = reward_names(flags.rm_type), flags.rm_weights
+    if weights is not None and (len(weights) != len(names) or len(names) < 2):
+        raise ValueError(
+            f"--rm-weights must have a weight for each of several rewards of --rm-type, got {len(weights)} for "
+            f"{len(names)}; give as many, or leave it out"
+        )
+    check_names(names, "--rm-type")
+    if "remote_rm" in names and flags.rm_url is None:
+        raise ValueError("--rm-url must be given with --rm-type remote_rm, got none")
+    records = [name for name in names if name.removeprefix("boxed_") == "dapo"]
+    if len(names) > 1 and records and flags.reward_key is None and flags.custom_rm_path is None:
+        raise ValueError(
+            f"--reward-key must name the entry of reward {records[0]} that is added, got none; give --reward-key score"
+        )
+
+
+def check_names(names: list[str], flag: str) -> None:
+    """ValueError for a name that is neither a built-in reward nor the path of a function, and for two parts of one
+    name. `flag`: where the names are from."""
+    if not names:
+        raise ValueError(unknown_type(None, flag))
+    for name in names:
+        if is_hook(name):
+            load_function(name, flag)
+        elif name not in REWARD_NAMES:
+            raise ValueError(unknown_type(name, flag))
+    parts = [part_name(name) for name in names]
+    if twice := sorted({part for part in parts if parts.count(part) > 1}):
+        raise ValueError(
+            f"{flag} must name each reward once, got {', '.join(twice)} more than once; rename one"
+        )
+
+
 def unknown_type(name: object, flag: str) -> str:
+    """The message of an error for a name that is no reward; None where none is given."""
     known = ", ".join(REWARD_NAMES)
-    if not name:
+    if name is None:
         return f"--rm-type must be one of {known}, got {name!r}; or name a function with --custom-rm-path"
     near = difflib.get_close_matches(str(name), REWARD_NAMES, n=1)
     hint = f"did you mean {near[0]!r}?" if near else "write your own with --custom-rm-path"

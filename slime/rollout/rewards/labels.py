@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from slime.config.schema import Config
-from slime.rollout.rewards import REWARD_NAMES
+from slime.config.sections.reward import reward_names
+from slime.rollout.rewards import check_names
 from slime.rollout.rewards.f1 import check_label as f1_label
 from slime.rollout.rewards.gpqa import check_label as gpqa_label
 from slime.rollout.rewards.gsm8k import label_number
@@ -31,7 +32,7 @@ _CHECKS: dict[str, Callable[[object, Metadata], object]] = {
 class LabelCheck:
     """ValueError for a label that the reward of its row cannot use."""
 
-    rm_type: str | None
+    rm_type: str | list[str] | None
     """The reward of rows without their own."""
     always: bool = False
     """The row's own `metadata["rm_type"]` does not count, as for a dataset of --eval-config with a reward."""
@@ -40,14 +41,18 @@ class LabelCheck:
 
     def __call__(self, label: object, metadata: Metadata) -> None:
         own = None if self.always else metadata.get("rm_type")
-        if own and self.names and own not in REWARD_NAMES:
-            raise ValueError(f"metadata rm_type must be one of {', '.join(REWARD_NAMES)}, got {own!r}")
-        check = _CHECKS.get(str(own or self.rm_type).removeprefix("boxed_"))
-        if check is not None:
-            check(label, metadata)
+        names = reward_names(own or self.rm_type)
+        if own and self.names:
+            check_names(names, "metadata rm_type")
+        for name in names:
+            check = _CHECKS.get(name.removeprefix("boxed_"))
+            if check is not None:
+                check(label, metadata)
 
 
-def label_check(c: Config, label_key: str | None, rm_type: str | None = None) -> LabelCheck | None:
+def label_check(
+    c: Config, label_key: str | None, rm_type: str | list[str] | None = None
+) -> LabelCheck | None:
     """The check of the labels of column `label_key`; `rm_type` is the reward of an evaluation dataset.
 
     None if a function of the user scores the samples. Without a label column, a function that makes or changes samples

@@ -47,7 +47,7 @@ def one(setting: str) -> str:
         ("metadata_overrides: x", "metadata_overrides of dataset 'a' must be a mapping"),
         ("label_key: 5", "label_key of dataset 'a' must be a text, got 5"),
         ("input_key: ''", "input_key of dataset 'a' must be a text, got ''"),
-        ("rm_type: mth", "rm_type of dataset 'a' must be one of .*, got 'mth'; did you mean math"),
+        ("rm_type: mth", "rm_type of dataset 'a' must be one of .*, got 'mth'; did you mean 'math'"),
         ("metadata_overrides: {rm_type: zzz}", "rm_type in metadata_overrides of dataset 'a' must be one of"),
         ("rm_type: remote_rm", "--rm-url must be given with rm_type remote_rm of dataset 'a'"),
         ("custom_rm_path: no.such", "custom_rm_path of dataset 'a' must name a module that can be imported"),

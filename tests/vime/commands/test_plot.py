@@ -203,10 +203,11 @@ def test_axes_hold_the_recorded_numbers(tmp_path):
     assert np.allclose(tops, run.series["perf/step_time"].values)
 
 
-def test_rewards_of_parts_have_lines_of_their_own(tmp_path):
+@pytest.mark.parametrize("prefix", ["rollout/raw_reward/", "rollout/reward/"])
+def test_rewards_of_parts_have_lines_of_their_own(tmp_path, prefix):
     from matplotlib.figure import Figure
 
-    parts = {"rollout/raw_reward/solver": 0.75, "rollout/raw_reward/critic": 0.25}
+    parts = {f"{prefix}solver": 0.75, f"{prefix}critic": 0.25}
     rows = [
         {"step_key": "rollout/step", "step": i, "rollout/raw_reward": 0.5, "eval/gsm8k": 0.1, **parts}
         for i in range(3)

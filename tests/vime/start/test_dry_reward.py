@@ -139,6 +139,8 @@ def own(name: str, *more: str) -> list[str]:
         ["--rm-type", "math"],
         ["--rm-type", "dapo", "--reward-key", "score"],
         ["--rm-type", "random"],
+        ["--rm-type", f"math,random,{__name__}.length", "--rm-weights", "1,0.5,2"],
+        ["--rm-type", f"{__file__}:length"],
     ],
     ids=lambda reward: reward[1].rpartition(".")[2],
 )
@@ -164,6 +166,8 @@ def test_a_reward_that_scores_leaves_no_line(
         (own("raises"), "ZeroDivisionError: no tokens"),
         (own("waits"), "--reward-key"),
         (own("length", "--group-rm"), "must score each response"),
+        (["--rm-type", f"math,{__name__}.raises"], "--rm-type math,.*ZeroDivisionError: no tokens"),
+        (["--rm-type", f"math,{__name__}.of_nobody"], "--rm-type must name a function that can be called as"),
         (["--rm-type", "dapo"], "--rm-type dapo must score each response.*--reward-key"),
     ],
     ids=lambda value: value[1].rpartition(".")[2] if isinstance(value, list) and value else None,

@@ -141,7 +141,9 @@ def test_load_function(module):
     ("path", "message"),
     [
         ("length", "--custom-rm-path must be a dotted path such as my_module.my_function, got 'length'"),
-        ("dir/file.py:fn", "--custom-rm-path must be a dotted path"),
+        ("no/such_file.py:fn", "must name a file that exists, got 'no/such_file.py:fn'; check the path"),
+        ("no/such_file.py:", "got 'no/such_file.py:'; for a file, write folder/my_file.py:my_function"),
+        ("no/such_file.txt:fn", "--custom-rm-path must be a dotted path"),
         (None, "--custom-rm-path must be a dotted path such as my_module.my_function, got None"),
         ("no_such_module.fn", "there is no module 'no_such_module'; add its folder to PYTHONPATH"),
         ("my_rewards.sub.fn", "'my_rewards.sub.fn'"),

@@ -8,6 +8,7 @@ import { showRuns } from "vime/runs";
 /** The first panels: title, whether a metric belongs to it, and whether its axis is logarithmic. */
 const PANELS = [
   ["Reward", (name) => name === "rollout/raw_reward"],
+  ["Parts of the reward", (name) => /^rollout\/reward\/[^/]+$/.test(name)],
   ["Evaluation", (name) => /^eval\/[^/]+$/.test(name) && !/-(truncated|aborted)_ratio$|^eval\/step$/.test(name)],
   ["Loss", (name) => name === "train/loss"],
   ["Gradient norm", (name) => name === "train/grad_norm"],
