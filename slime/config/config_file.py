@@ -22,6 +22,7 @@ from pathlib import Path
 import yaml
 
 from slime.config.fields import spelled
+from slime.config.peer_names import override_of
 
 CONFIG = "config"
 
@@ -68,10 +69,15 @@ class FlagGroup:
 
 
 def split_argv(argv: Sequence[str]) -> list[FlagGroup]:
-    """Splits `--flag value ...` and `--flag=value` into groups. A token before the first flag is an error."""
+    """Splits `--flag value ...` and `--flag=value` into groups. A token before the first flag is an error.
+
+    A setting as Hydra spells it is a group, too, so that its error names the flag of this project.
+    """
     groups: list[FlagGroup] = []
     for token in argv:
-        if token.startswith("--") and len(token) > 2:
+        if (override := override_of(token)) is not None:
+            groups.append(FlagGroup(override[0], override[0], [override[1]]))
+        elif token.startswith("--") and len(token) > 2:
             typed, equals, value = token.partition("=")
             groups.append(FlagGroup(typed, typed[2:].replace("-", "_"), [value] if equals else []))
         elif groups:

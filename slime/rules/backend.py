@@ -7,6 +7,7 @@ from typing import Protocol
 
 from slime.config.config_file import FlagGroup
 from slime.config.fields import FlagSpec, Values
+from slime.config.peer_names import NONE, PeerName
 from slime.config.unsupported import Unsupported
 from slime.rules.validate import Rule
 
@@ -26,7 +27,7 @@ class BackendFlags(Protocol):
 
     `specs`: flags of its own, by name. `owners`: parsers of the engine and the router, by prefix. `unsupported`,
     `no_effect`: see slime.config.unsupported. `foreign`: prefix of another engine's flags, which `translate` rewrites.
-    `rules` hold for a resolved configuration.
+    `peer_names`: settings of other programs for this engine. `rules` hold for a resolved configuration.
     """
 
     @property
@@ -46,6 +47,9 @@ class BackendFlags(Protocol):
 
     @property
     def foreign(self) -> str: ...
+
+    @property
+    def peer_names(self) -> Mapping[str, PeerName]: ...
 
     @property
     def rules(self) -> Sequence[Rule]: ...
@@ -68,6 +72,7 @@ class NoBackend:
     unsupported: Mapping[str, Unsupported] = {}
     no_effect: Mapping[str, FlagSpec] = {}
     foreign = "\0"
+    peer_names: Mapping[str, PeerName] = NONE
     rules: Sequence[Rule] = ()
 
     def translate(self, groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:

@@ -15,6 +15,7 @@ from slime.config.config_file import CONFIG, FlagGroup, split_argv, with_config_
 from slime.config.custom_config import custom_entries, settings_note
 from slime.config.fields import Values, nearest, spelled
 from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS, core_flags
+from slime.config.peer_names import peer_answer
 from slime.config.problems import Problems
 from slime.config.schema import Config
 from slime.config.sections.engine import DEFAULT_BACKEND
@@ -227,6 +228,8 @@ def _assign(group: FlagGroup, given: _Given, backend: BackendFlags) -> None:
     elif (without := NO_EFFECT.get(name) or backend.no_effect.get(name)) is not None:
         without.parse(group.values, group.typed)
         given.notes.append(f"{group.typed} has no effect: {without.help}")
+    elif answer := peer_answer(name, group.values, backend.peer_names):
+        raise ValueError(f"{group.typed} is not a known flag; {answer}")
     elif owner := next((o for o in backend.owners if name.startswith(o.prefix)), None):
         given.foreign.setdefault(owner.prefix, []).append(group)
     else:

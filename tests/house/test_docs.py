@@ -12,6 +12,7 @@ import docs_configuration
 import docs_errors
 import docs_families
 import docs_models
+import docs_peers
 import pytest
 import yaml
 from house_tree import ROOT
@@ -94,6 +95,12 @@ def test_generated_pages_are_up_to_date(module) -> None:
 @pytest.mark.parametrize("path", docs_models.TABLES, ids=str)
 def test_tables_of_families_are_up_to_date(path: Path) -> None:
     assert (ROOT / path).read_text() == docs_models.page(path), f"{path}: run {docs_models.COMMAND}"
+
+
+@pytest.mark.parametrize("program", docs_peers.PAGES)
+def test_tables_of_other_programs_are_up_to_date(program: str) -> None:
+    page = docs_peers.PAGES[program]
+    assert (ROOT / page).read_text() == docs_peers.page(program), f"{page}: run {docs_peers.COMMAND}"
 
 
 def test_both_first_pages_show_the_same_run() -> None:

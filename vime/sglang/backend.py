@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from slime.config import Config, FlagGroup
+from slime.config.peer_names import NONE
 from slime.config.sections.engine import EngineFacts
 from slime.protocols import WeightSource
 from slime.roles.served import ServedModel
@@ -33,6 +34,7 @@ class SglangBackend:
     owners = (flags.SGLANG, flags.ROUTER)
     unsupported = flags.UNSUPPORTED
     no_effect = flags.NO_EFFECT
+    peer_names = NONE
     foreign = "vllm_"
     engine_rules = (flags.check_engines, check_engine_heads)
     rules = (

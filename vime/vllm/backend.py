@@ -21,6 +21,7 @@ from vime.pool.engine_server import option, pair_up
 from vime.sglang_api.translate_flags import PREFIX, targets, translate_sglang
 from vime.vllm import fp8
 from vime.vllm import server_flags as flags
+from vime.vllm.peer_names import VLLM_PEER_NAMES
 from vime.vllm.server import VllmServer, VllmSpec
 from vime.vllm.worker.adapter import name_of
 
@@ -137,6 +138,7 @@ class VllmBackend:
     owners = (flags.VLLM, flags.ROUTER)
     unsupported = UNSUPPORTED
     no_effect = NO_EFFECT
+    peer_names = VLLM_PEER_NAMES
     foreign = PREFIX
     engine_rules = (
         flags.check_engine_size,

@@ -1,0 +1,38 @@
+"""`python scripts/docs_peers.py`: the tables of docs/from-trl.md and docs/from-verl.md (slime/config/peer_names.py).
+
+A test fails if a table is out of date. The rest of these pages is written by hand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime.config.peer_names import PAGES, PEER_NAMES
+from vime.vllm.peer_names import VLLM_PEER_NAMES
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMAND = "python scripts/docs_peers.py"
+
+
+def head(program: str) -> str:
+    return f"| {program} | vime | Note |\n| --- | --- | --- |\n"
+
+
+def table(program: str) -> str:
+    """The table of one program, with its heading."""
+    rows = [each for each in (PEER_NAMES | VLLM_PEER_NAMES).values() if each.program == program]
+    cells = [(f"`{each.name}`", f"`{each.flags}`" if each.flags else "none", each.note) for each in rows]
+    return head(program) + "".join(f"| {' | '.join(each)} |\n" for each in cells)
+
+
+def page(program: str) -> str:
+    """The whole page, with its table replaced."""
+    text = (ROOT / PAGES[program]).read_text(encoding="utf-8")
+    before, _, rest = text.partition(head(program))
+    return before + table(program) + "\n" + rest.partition("\n\n")[2]
+
+
+if __name__ == "__main__":
+    for program, path in PAGES.items():
+        (ROOT / path).write_text(page(program), encoding="utf-8")
+        print(path)
