@@ -34,9 +34,12 @@ def hardware(c: Config, hf: dict[str, object]) -> Iterator[str]:
         f"{gpu.name}: {gpu.memory_gib:g} GiB for CUDA at {gpu.memory_bytes_s / 1e12:g} TB/s, "
         f"{gpu.bf16_flops / 1e12:g} TFLOP/s in dense bfloat16; the host's CPU is {gpu.cpu}"
     )
+    nvlink = (
+        f"NVLink {gpu.nvlink_bytes_s / 1e9:g} GB/s among {domain} GPUs" if gpu.nvlink_bytes_s else "no NVLink"
+    )
     yield (
-        f"in each direction: NVLink {gpu.nvlink_bytes_s / 1e9:g} GB/s among {domain} GPUs, "
-        f"network {gpu.network_bytes_s / 1e9:g} GB/s a GPU; {c.cluster.num_gpus_per_node} GPUs per node"
+        f"in each direction: {nvlink}, network {gpu.network_bytes_s / 1e9:g} GB/s a GPU; "
+        f"{plural(c.cluster.num_gpus_per_node, 'GPU')} per node"
     )
     yield from _bounds(c, hf, gpu, domain)
 
@@ -81,6 +84,6 @@ def _weight_link(c: Config, gpu: Hardware, domain: int) -> tuple[str, float] | N
     if gpus == "shared":  # each rank packs all weights into buckets of its own GPU
         return "the GPU's memory", gpu.memory_bytes_s
     if gpus == "apart":  # all weights reach each GPU of the engines
-        inside = trainer_ranks(c) + rollout_gpus <= domain
+        inside = gpu.nvlink_bytes_s > 0 and trainer_ranks(c) + rollout_gpus <= domain
         return ("NVLink", gpu.nvlink_bytes_s) if inside else ("network of one GPU", gpu.network_bytes_s)
     return None

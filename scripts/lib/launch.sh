@@ -16,7 +16,7 @@
 #             resumes where the first stopped
 #   memory    where the layout does not fit the GPUs and the host that are there, the launcher chooses the part of Adam on
 #             the host, the tokens of a micro-batch, the LM head's workspace and the engine's share, and prints why.
-#             Flags that you give are kept
+#             Where that is too little, it also chooses recomputation and --offload-train. Flags that you give are kept
 #   NUM_GPUS  GPUs to use on a machine, for a layout of one node (default: --num-gpus-per-node where that is given,
 #             otherwise all)
 #   SETUP=0   use the Python on PATH (or PYTHON) unchanged, on machines with their own environment

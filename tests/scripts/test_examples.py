@@ -49,7 +49,11 @@ def test_layouts_are_what_their_names_say(plans):
         assert p.config.cluster.colocate == (not p.file.stem.startswith("disaggregated")), p.file
         assert p.config.off_policy.use_rollout_routing_replay == p.file.stem.endswith("-r3"), p.file
         assert (p.config.cluster.gpu == "gb200") == p.file.stem.startswith("gb200"), p.file
-        assert p.config.cluster.num_gpus_per_node == (4 if p.config.cluster.gpu == "gb200" else 8), p.file
+        node = {"gb200": 4, "rtx4090": 1}.get(p.config.cluster.gpu or "", 8)
+        assert p.config.cluster.num_gpus_per_node == node, p.file
+        assert (
+            (p.config.cluster.gpu == "rtx4090") == (p.config.lora.lora_rank > 0) == (p.file.stem == "lora")
+        ), p.file
 
 
 def test_a_layout_repeats_nothing_of_the_shared_flags():
@@ -57,7 +61,10 @@ def test_a_layout_repeats_nothing_of_the_shared_flags():
     for file in plan_examples.files():
         own = yaml.safe_load(file.read_text())
         fits = ARCHITECTURES[file.parent.name].context > shared["rollout-max-response-len"]
-        assert shared.keys() & own.keys() == (set() if fits else {"rollout-max-response-len"}), file
+        adapters = {"lr"} if "lora-rank" in own else set()  # ten times that of the weights
+        assert shared.keys() & own.keys() == adapters | (set() if fits else {"rollout-max-response-len"}), (
+            file
+        )
 
 
 @pytest.mark.parametrize("name", plan_examples.ALGORITHMS)

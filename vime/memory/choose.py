@@ -3,6 +3,7 @@
 Prints on standard output the flags to add, and on standard error one line for each with its reason. Flags of the user
 are not changed. Exit status 2 with what is missing if no choice fits. The same machine and flags give the same choice:
 
+    0. no recomputation of the layers and no --offload-train against the layout, unless nothing fits without
     1. the smallest part of Adam on the host with which the run fits at all, as it costs the most time
     2. the most tokens in a micro-batch, of 8192 or more if possible
     3. the largest workspace of the LM head
@@ -12,6 +13,7 @@ are not changed. Exit status 2 with what is missing if no choice fits. The same 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,9 +22,10 @@ from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.config.config_file import split_argv, with_config_files
 from slime.config.fields import spelled
+from slime.config.sections.cluster import PARTS
 from slime.models.decoder import Hf
 from slime.operators import loss_head
-from slime.plan.advice import longest_sample
+from slime.plan.advice import longest_sample, offloading, recomputation
 from slime.plan.fit import Fit, MachineSizes, shortage
 from vime.backends import parse_config
 from vime.memory.lines import remedies, whole_fit
@@ -45,6 +48,10 @@ _OF_ENGINE: dict[str, Callable[[str], float | str]] = {
 """vLLM's flags for the memory of an engine."""
 CARD = 0.97
 """The part of a card that a choice fills: measured peaks were up to 2% above the plan."""
+_OFFLOAD = {"offload", "offload_train", "no_offload_train", "offload_train_parts"}
+_RECOMPUTATION = {
+    f"recompute_{what}" for what in ("activations", "granularity", "method", "modules", "num_layers")
+}
 _WORKSPACES_MIB = (1024, 512, 256)
 _TENTHS = tuple(n / 10 for n in range(11))
 
@@ -75,8 +82,9 @@ def choose(c: Config, hf: Hf, machine: MachineSizes, given: set[str]) -> list[Ch
     machine = dataclasses.replace(machine, device=card)
     if whole_fit(c, hf, machine).over <= 0:
         return []
-    for floor in (_USUAL_TOKENS, 0):
-        knobs = [*knobs_of(c, given, floor), *share_of(c, hf, card, given)]
+    last = list(last_resorts(c, given))
+    for resorts, floor in itertools.product(([], last) if last else ([],), (_USUAL_TOKENS, 0)):
+        knobs = [*resorts, *knobs_of(c, given, floor), *share_of(c, hf, card, given)]
         if (found := _choice(c, hf, machine, knobs)) is not None:
             return found
     flags = "; ".join(remedies(c, hf, machine)) or "no flag alone helps"
@@ -118,6 +126,15 @@ def _with(c: Config, knobs: Sequence[Knob], values: Sequence[float]) -> Config:
         if value != knob.values[0]:
             c = knob.set(c, value)
     return c
+
+
+def last_resorts(c: Config, given: set[str]) -> Iterator[Knob]:
+    """What each step pays for: the trainer's state moved to the host and back, and the layers computed twice."""
+    if not _OFFLOAD & given and offloading(c):
+        parts = f" --offload-train-parts {' '.join(PARTS)}" if c.cluster.offload_train_parts else ""
+        yield Knob((0, 1), lambda c, _: offloading(c)[0].config, lambda _: f"--offload-train{parts}")
+    if not _RECOMPUTATION & given and (full := recomputation(c)):
+        yield Knob((0, 1), lambda c, _: recomputation(c)[0].config, lambda _: full[0].flag)
 
 
 def knobs_of(c: Config, given: set[str], least_tokens: int) -> Iterator[Knob]:

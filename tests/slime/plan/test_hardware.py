@@ -22,10 +22,19 @@ def argv(tmp_path: Path) -> list[str]:
 
 
 def test_the_table_is_consistent():
-    assert set(HARDWARE) == {"gb200", "gb300", "b300", "b200", "h200", "h100", "a100"}
+    cards = {"rtx4090", "l4", "a10"}
+    assert set(HARDWARE) == {"gb200", "gb300", "b300", "b200", "h200", "h100", "a100", "a100-40", *cards}
     for gpu in HARDWARE.values():
-        assert 70 < gpu.memory_gib < 300 and 1e14 < gpu.bf16_flops < 5e15
-        assert gpu.network_bytes_s < gpu.nvlink_bytes_s < gpu.memory_bytes_s
+        assert 20 < gpu.memory_gib < 300 and 1e14 < gpu.bf16_flops < 5e15
+        if gpu.name in cards:
+            assert gpu.memory_gib < 24 and (gpu.nvlink_bytes_s, gpu.nvlink_domain, gpu.gpus_per_node) == (
+                0,
+                1,
+                1,
+            )
+            assert gpu.network_bytes_s < gpu.memory_bytes_s
+        else:
+            assert gpu.network_bytes_s < gpu.nvlink_bytes_s < gpu.memory_bytes_s
         assert gpu.nvlink_domain % gpu.gpus_per_node == 0
         assert all(of_device(device) is gpu for device in gpu.devices)
     rack = {name for name, gpu in HARDWARE.items() if gpu.nvlink_domain > gpu.gpus_per_node}
@@ -33,7 +42,7 @@ def test_the_table_is_consistent():
 
 
 @pytest.mark.parametrize(
-    "device", ["NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA A100-SXM4-40GB", "NVIDIA L4"]
+    "device", ["NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA A100-PCIE-40GB", "NVIDIA A10G"]
 )
 def test_variants_with_other_figures_are_not_in_the_table(device):
     assert of_device(device) is None
@@ -62,7 +71,10 @@ def test_what_is_given_wins_over_the_table(argv):
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        ("--gpu v100", "--gpu must be one of gb200, gb300, b300, b200, h200, h100, a100, got v100"),
+        (
+            "--gpu v100",
+            "--gpu must be one of gb200, gb300, b300, b200, h200, h100, a100, a100-40, rtx4090, l4, a10, got",
+        ),
         ("--gpu h200 --device cpu", "--gpu must go with --device cuda, got --gpu h200 and --device cpu"),
         (
             "--gpu gb200 --actor-num-gpus-per-node 8",

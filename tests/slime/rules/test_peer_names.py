@@ -81,16 +81,11 @@ def test_values_of_flags_are_left_alone(argv, tmp_path):
 
 def test_sections_of_verl_in_a_file(tmp_path):
     file = tmp_path / "verl.yaml"
-    file.write_text(
-        "actor_rollout_ref:\n  rollout: {n: 8, odd: 1, max_num_seqs: 4}\n  actor: {optim: {lr: 1e-6}}\nnum_generations: 4\n"
-    )
+    verl = "actor_rollout_ref:\n  rollout: {n: 8, odd: 1, max_num_seqs: 4}\n  actor: {optim: {lr: 1e-6}}\n"
+    file.write_text(f"{verl}num_generations: 4\n")
     text = "\n".join(problems_of(["--config", str(file)]))
-    for name in (
-        "actor_rollout_ref.rollout.n",
-        "actor_rollout_ref.rollout.max_num_seqs",
-        "actor_rollout_ref.actor.optim.lr",
-        "num_generations",
-    ):
+    names = ("rollout.n", "rollout.max_num_seqs", "actor.optim.lr")
+    for name in (*(f"actor_rollout_ref.{each}" for each in names), "num_generations"):
         assert PEER_NAMES[name].answer() in text
     assert "for other settings of verl, see docs/from-verl.md" in text
 
