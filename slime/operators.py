@@ -79,6 +79,11 @@ class Decision:
     def __str__(self) -> str:
         return f"{self.contract:<28} {self.chosen:<10} {self.reason}".rstrip()
 
+    @property
+    def short(self) -> str:
+        """The line without the contract's hash."""
+        return f"{self.operator:<19} {self.chosen:<10} {self.reason}".rstrip()
+
 
 def loss_head(config: Config) -> tuple[Head, str]:
     """The head of the training loss, and why the head is not the one-pass operator ("" if the head is).

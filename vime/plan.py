@@ -146,7 +146,7 @@ def kernels(c: Config) -> Iterator[str]:
         return
     yield headline(c)
     for decision in decide(c, c.cluster.device):
-        yield str(decision)
+        yield str(decision) if c.logging.verbose else decision.short
 
 
 def watched(c: Config) -> Iterator[str]:

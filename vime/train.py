@@ -38,6 +38,7 @@ from slime.protocols import EnginePool
 from slime.roles.groups import step_lines
 from slime.run_start import finished, start_line
 from slime.tracking import StepLine, make_trackers, write_environment
+from slime.tracking.console import columns_of
 from slime.tracking.events import Events
 from slime.tracking.report import Reporter
 from slime.tracking.run_record import record_error, recorded
@@ -176,7 +177,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         if trainer is not None:
             print(f"operators: {headline(config)}")
             for decision in trainer.decisions:
-                print(f"  {decision}")
+                print(f"  {decision if config.logging.verbose else decision.short}")
             print(*step_lines(config), sep="\n")
             for line in trainer.memory:
                 print(f"memory: {line}")
@@ -185,7 +186,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         start = trainer.start_rollout_id if trainer is not None else config.data.start_rollout_id or 0
         with said("reading the data position of --load"):
             rollout.load(start)
-        shown = StepLine(total=config.data.num_rollout)
+        shown = StepLine(total=config.data.num_rollout, columns=columns_of(config))
         report = Reporter(config, make_trackers(config, run_dir, start), shown, memory)
         stack.push(functools.partial(_close, report))
         print(f"run directory {run_dir}: metrics.jsonl, config.json, logs/", flush=True)
@@ -230,6 +231,9 @@ def _end_by_signal(config: Config, start: int, first: int) -> None:
 def _close(report: Reporter, kind: type[BaseException] | None, error: object, trace: object) -> None:
     """Trackers show whether the run finished."""
     failed = kind is not None and issubclass(kind, Exception)
+    if not failed:
+        with contextlib.suppress(OSError):  # after SIGHUP no terminal is there
+            report.conclude()
     report.close("failed" if failed else "finished" if kind is None else "interrupted")
 
 

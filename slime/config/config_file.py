@@ -75,6 +75,7 @@ def split_argv(argv: Sequence[str]) -> list[FlagGroup]:
     """
     groups: list[FlagGroup] = []
     for token in argv:
+        token = "--verbose" if token == "-v" else token
         if (override := override_of(token)) is not None:
             groups.append(FlagGroup(override[0], override[0], [override[1]]))
         elif token.startswith("--") and len(token) > 2:

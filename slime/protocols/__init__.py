@@ -18,6 +18,7 @@ from slime.protocols.training import (
     Logged,
     RolloutBatch,
     RolloutHandle,
+    ShownSample,
     TrainerHandle,
     TrainResult,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "RolloutEngine",
     "RolloutHandle",
     "ScoreResult",
+    "ShownSample",
     "TrainResult",
     "TrainerHandle",
     "WeightKind",

@@ -19,6 +19,17 @@ class Logged:
 
 
 @dataclass(frozen=True)
+class ShownSample:
+    """A sample for the console: the end of its prompt, and the beginning of its response."""
+
+    prompt: str
+    response: str
+    label: str
+    reward: str
+    status: str
+
+
+@dataclass(frozen=True)
 class RolloutBatch:
     """What one rollout hands to training. Tokens and FLOPs are of the samples that are trained on, all ranks
     together."""
@@ -38,6 +49,8 @@ class RolloutBatch:
     logged: list[Logged] = field(default_factory=list)
     learning: dict[str, float] = field(default_factory=dict)
     """From `slime.rollout.learning`."""
+    sample: ShownSample | None = None
+    """The first one of the rollout."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from slime.rollout.stream.groups import number_of
 from slime.rollout.vllm_rollout import generate_rollout
 from slime.tracking import outbox
 from slime.tracking.memory import resident_peak_gib
-from slime.tracking.samples import kept_places, token_texts, write_samples
+from slime.tracking.samples import kept_places, shown_sample, token_texts, write_samples
 from slime.types import SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,8 @@ class RolloutManager:
             metrics["perf/rollout_rss_gib"] = resident
         self.state.events.add("handed", rollout=rollout_id)
         batch = self._batch(rank_data, metrics, ranks, [*outbox.take(), *logged])
-        return replace(batch, learning=learning_figures(self._with_hooks(), groups))
+        learning = learning_figures(self._with_hooks(), groups)
+        return replace(batch, learning=learning, sample=shown_sample(groups))
 
     def _keep_samples(self, rollout_id: int, groups: list[SampleGroup]) -> None:
         """Some samples for people who look at the run (--save-samples)."""

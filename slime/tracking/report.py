@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -11,7 +15,8 @@ from slime.config.sections.debug import profiled_steps
 from slime.protocols import Evaluated, Logged, RolloutBatch, TrainResult
 from slime.roles.groups import trainer_ranks
 from slime.tracking.concerns import Concerns, ConcernsOfOthers, step_figures
-from slime.tracking.console import StepLine, progress
+from slime.tracking.console import HEADER_EVERY, LEFT, StepLine, progress
+from slime.tracking.console.closing import closing
 from slime.tracking.events import Events, Spans
 from slime.tracking.kinds import STEP_PARTS
 from slime.tracking.memory import resident_peak_gib
@@ -21,6 +26,9 @@ from slime.tracking.phases import FIRST_WEIGHTS
 from slime.tracking.timers import Timers
 from slime.tracking.trackers import Trackers
 from slime.tracking.trackers.record import State
+
+_STEPS = 10
+"""Newest steps that give the time until the end."""
 
 
 class PhaseWatch(Protocol):
@@ -51,11 +59,18 @@ class Reporter:
         self._of_others = ConcernsOfOthers(config.logging.run_dir, "driver")
         apart = 0 if config.cluster.colocate else config.cluster.rollout_num_gpus
         self._figures = StepFigures(trainer_ranks(config) + apart)
+        self._ends = deque[float](maxlen=_STEPS + 1)
+        """When the newest steps ended, in seconds."""
+        self._shown = 0
+        """Rollouts that have a line."""
+        self._evaluations: dict[int, dict[str, float]] = {}
+        self._saved: int | None = None
         self._profiled = profiled_steps(config.debug.profile_steps)
 
     def start(self, rollout_id: int) -> None:
         """The run starts or resumes at `rollout_id`."""
         self.events.add("start", rollout=rollout_id)
+        self._ends.append(time.monotonic())
 
     def _observe(self, timer: str, begins: bool) -> None:
         self.spans(timer, begins)
@@ -111,8 +126,22 @@ class Reporter:
             self.trackers.log({**step, "train/step": first + offset}, first + offset, "train/step")
         self._send(trained.logged)
         shown = {**of_user, **metrics, **trained.steps[-1], **self._difference(trained.steps)}
-        self.line.show(rollout_id, shown)
+        self._show(rollout_id, shown, batch)
         self._warn(rollout_id, batch.learning | step_figures(trained.steps))
+
+    def _show(self, rollout_id: int, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
+        """Print the line of a rollout with the time until the end, and now and then a sample (--log-sample)."""
+        self._ends.append(time.monotonic())
+        left: dict[str, float] = {}
+        if len(self._ends) > 1 and (total := self.config.data.num_rollout) is not None:
+            step_s = statistics.median(end - begin for begin, end in itertools.pairwise(self._ends))
+            left[LEFT] = step_s * max(0, total - rollout_id - 1)
+        self.line.show(rollout_id, {**metrics, **left})
+        wanted = self.config.logging.log_sample
+        wanted = self.line.is_terminal if wanted is None else wanted
+        if wanted and batch.sample is not None and self._shown % HEADER_EVERY == 0:
+            self.line.show_sample(rollout_id, batch.sample)
+        self._shown += 1
 
     def _warn(self, rollout_id: int, figures: Mapping[str, float]) -> None:
         """Print and record what stops the run from learning."""
@@ -147,6 +176,7 @@ class Reporter:
         """Log the time of the checkpoint after a rollout, as a second record of the same step."""
         self.trackers.log(self.timers.flush(), rollout_id, "rollout/step")
         self.events.add("checkpoint", rollout=rollout_id)
+        self._saved = rollout_id
 
     @contextmanager
     def bar(
@@ -165,7 +195,7 @@ class Reporter:
         """Log a rollout without training."""
         of_user = self._send(batch.logged)
         self.trackers.log({**batch.metrics, "rollout/step": rollout_id}, rollout_id, "rollout/step")
-        self.line.show(rollout_id, {**of_user, **batch.metrics})
+        self._show(rollout_id, {**of_user, **batch.metrics}, batch)
         self._warn(rollout_id, batch.learning)
 
     def evaluation(self, rollout_id: int, evaluated: Evaluated) -> None:
@@ -180,6 +210,7 @@ class Reporter:
                 if is_score(name, metrics)
             }
             self.events.add("evaluation", rollout=rollout_id, scores=scores)
+            self._evaluations[rollout_id] = scores
             self.line.show_eval(rollout_id, of_sets(metrics))
 
     def heed(self) -> None:
@@ -187,6 +218,10 @@ class Reporter:
         it now and then."""
         for text in self._of_others.new_lines():
             self.line.show_warning(text)
+
+    def conclude(self) -> None:
+        """Print the last lines of a run that ends without an error."""
+        self.line.show_end(list(closing(self.config, self._evaluations, self._saved)))
 
     def close(self, state: State = "finished") -> None:
         for concern in self._concerns.going_on.values():

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slime.disk_space import Room
+from slime.protocols import ShownSample
 from slime.tracking.run_files import (
     Line,
     is_number,
@@ -38,10 +39,11 @@ from slime.tracking.run_files import (
     parse,
     readable,
 )
-from slime.types import Message, Metadata, Reward, Sample
+from slime.types import Message, Metadata, Reward, Sample, SampleGroup
 
 SAMPLES = "samples"
 VERSION = 1
+_SHOWN_CHARS = 2000
 MOST_TOKENS = 8192
 """Tokens of a response that a file has: the first ones."""
 
@@ -82,6 +84,24 @@ class SampleRecord:
     tokens: list[Token] = field(default_factory=list)
     read: str = ""
     """The text of the tokens before the response, if it is not `prompt`; the first ones of a long text."""
+
+
+def shown_sample(groups: Sequence[SampleGroup]) -> ShownSample | None:
+    """The first sample of a rollout for the console."""
+    sample = next((sample for group in groups for sample in group), None)
+    if sample is None:
+        return None
+    prompt = sample.prompt
+    if not isinstance(prompt, str):
+        prompt = str(prompt[-1].get("content") or "") if prompt else ""
+    response, label = sample.response[:_SHOWN_CHARS], "" if sample.label is None else str(sample.label)
+    return ShownSample(
+        prompt[-_SHOWN_CHARS:],
+        response,
+        label[:_SHOWN_CHARS],
+        f"{sample.reward}"[:_SHOWN_CHARS],
+        sample.status.value,
+    )
 
 
 def sample_rollouts(run_dir: Path) -> list[int]:

@@ -18,6 +18,10 @@ class LoggingConfig:
         "samples of each rollout that the run directory keeps in samples/, with the log-probs of engine and trainer",
         range=COUNT_OR_ZERO,
     )
+    log_sample: bool | None = flag(
+        None, "print a prompt and its response every 20 rollouts (default: on a terminal)"
+    )
+    verbose: bool = flag(False, "print the hash of each operator's contract; -v is the same")
     otlp_traces_endpoint: str | None = flag(
         None,
         "OpenTelemetry collector that gets a span of each sample, such as http://localhost:4317; with "

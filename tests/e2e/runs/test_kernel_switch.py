@@ -87,8 +87,8 @@ def test_the_decisions_are_printed(world: World, runs: dict[str, Path]) -> None:
         in printed["off"]
     )
     reason = "the tensors are on cpu and the kernels need a CUDA device"
-    assert re.search(rf"^  linear_token_loss/\w{{8}}   reference  {reason}$", printed["auto"], re.MULTILINE)
-    assert re.search(r"^  grpo_loss/\w{8} +reference  --rlk-fast off$", printed["off"], re.MULTILINE)
+    assert re.search(rf"^  linear_token_loss +reference  {reason}$", printed["auto"], re.MULTILINE)
+    assert re.search(r"^  grpo_loss +reference  --rlk-fast off$", printed["off"], re.MULTILINE)
 
 
 def test_strict_ends_before_anything_starts(world: World) -> None:

@@ -1,0 +1,66 @@
+"""The last lines of a run: the best evaluation, where the weights are, and the next command."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from slime.checkpoints.checkpoint_dir import iteration_path
+from slime.config import Config
+
+_DATASETS = 4
+"""Evaluation sets that are listed."""
+
+
+def closing(
+    c: Config, evaluations: Mapping[int, Mapping[str, float]], saved: int | None
+) -> Iterator[tuple[str, str]]:
+    """(title, text) of each line. `evaluations`: scores by the number of trained rollouts. `saved`: the rollout of the
+    newest checkpoint of this run."""
+    names = list(dict.fromkeys(name for scores in evaluations.values() for name in scores))
+    for name in names[:_DATASETS]:
+        found = {count: scores[name] for count, scores in evaluations.items() if name in scores}
+        scores = {count: score for count, score in found.items() if math.isfinite(score)}
+        if not scores:
+            continue
+        best = max(scores, key=lambda count: (scores[count], count))
+        text = f"{name} {scores[best]:.4g} after {best} rollouts"
+        if best != (last := max(scores)):
+            text += f" (after {last}: {scores[last]:.4g})"
+        if (kept := _kept(c, best)) is not None and best - 1 != saved:
+            text += f"; its weights: {kept}"
+        yield "best evaluation", text
+    if c.debug.debug_rollout_only:
+        yield "next", shlex.join(["vime", "ui", c.logging.run_dir])
+        return
+    places = []
+    if saved is not None and c.checkpoint.save is not None:
+        places.append(str(iteration_path(Path(c.checkpoint.save), saved)))
+        if c.checkpoint.save_hf is not None:
+            places.append(c.checkpoint.save_hf.format(rollout_id=saved))
+    missing = "not saved; --save DIR saves them" if c.checkpoint.save is None else "this run saved none"
+    yield "weights", " and ".join(places) or missing
+    exported = saved is not None and c.checkpoint.save is not None and c.checkpoint.save_hf is None
+    if exported and c.checkpoint.save is not None:
+        save = c.checkpoint.save
+        yield (
+            "next",
+            shlex.join(
+                [
+                    *("vime", "export", "--load", save, "--hf-checkpoint", c.rollout.hf_checkpoint),
+                    *("--output-dir", f"{save.rstrip('/')}-hf"),
+                ]
+            ),
+        )
+    else:
+        yield "next", shlex.join(["vime", "ui", c.logging.run_dir])
+
+
+def _kept(c: Config, count: int) -> Path | None:
+    """The checkpoint after `count` rollouts, if its folder is there."""
+    if c.checkpoint.save is None or count < 1:
+        return None
+    folder = iteration_path(Path(c.checkpoint.save), count - 1)
+    return folder if folder.is_dir() else None

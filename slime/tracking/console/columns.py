@@ -1,0 +1,117 @@
+"""The columns of the step line: which a run shows, chosen by what its loss has, and which of them fit a width."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from slime.algo.losses import loss_of
+from slime.roles import CRITIC, roles_of
+from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
+
+if TYPE_CHECKING:
+    from slime.config.schema import Config
+
+LEFT = "left"
+"""The metric of the time until the end of the run, in seconds. It exists in the line only."""
+GAP = "  "
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column. `metrics`: the first of them that the step has. `spec`: how a value is written."""
+
+    title: str
+    metrics: tuple[str, ...]
+    spec: str
+    width: int
+    rank: int
+    """On a narrow terminal, columns of a low rank are shown first."""
+
+
+REWARD = Column("reward", ("rollout/raw_reward",), ".3f", 6, 1)
+_LENGTH = Column("length", ("rollout/response_len/mean",), ".1f", 6, 2)
+_LOSS = Column("loss", ("train/loss",), ".1e", 8, 3)
+_GRAD = Column("grad", ("train/grad_norm",), ".3g", 7, 5)
+_TRAIN_S = Column("train_s", ("perf/train_time", "perf/actor_train_time"), ".1f", 7, 8)
+_OLD = Column("kl_old", ("train/ppo_kl",), ".1e", 8, 6)
+POLICY: tuple[Column, ...] = (
+    *(REWARD, _LENGTH, _LOSS),
+    Column("kl_ref", ("train/kl_loss",), ".1e", 8, 13),
+    _OLD,
+    Column("dlogp", (LOGPROB_DIFF,), ".1e", 7, 7),
+    Column("max", (LOGPROB_DIFF_MAX,), ".1e", 7, 12),
+    _GRAD,
+    Column("fast", ("rl_kernel/fast",), ".0%", 4, 14),
+    Column("tok/s/gpu", ("perf/tokens_per_gpu_per_sec",), ",.0f", 9, 11),
+    Column("roll_s", ("perf/rollout_time",), ".1f", 6, 9),
+    _TRAIN_S,
+    Column("sync_s", ("perf/update_weights_time",), ".1f", 6, 10),
+)
+"""Of a loss on rewarded samples, and of a line that knows no configuration."""
+_CRITIC = (
+    Column("v_loss", ("train/critic-value_loss",), ".1e", 8, 3),
+    Column("expl_var", ("train/critic-explained_variance",), ".3f", 8, 3),
+)
+_TEACHER = Column("rev_kl", ("rollout/opd_reverse_kl",), ".1e", 8, 1)
+_PAIRS = (
+    Column("accuracy", ("train/rewards/accuracies",), ".3f", 8, 1),
+    Column("margin", ("train/rewards/margins",), ".2e", 9, 2),
+    Column("chosen", ("train/rewards/chosen",), ".2e", 9, 9),
+    Column("rejected", ("train/rewards/rejected",), ".2e", 9, 9),
+)
+_GIVEN = (
+    Column("lr", ("train/lr-pg_0",), ".1e", 8, 9),
+    _GRAD,
+    Column("tok/s", ("perf/step_tokens_per_sec",), ",.0f", 9, 6),
+    _TRAIN_S,
+)
+"""Of a loss on given responses, which are neither generated nor rewarded."""
+_LEFT = Column(LEFT, (LEFT,), "", 6, 4)
+
+
+def columns_of(c: Config) -> tuple[Column, ...]:
+    """The columns of a run, in order."""
+    loss = loss_of(c.algorithm)
+    if c.debug.debug_rollout_only or loss.rewarded:
+        first = POLICY
+        if CRITIC in roles_of(c) and not c.debug.debug_rollout_only:
+            at = POLICY.index(_OLD)
+            first = (*POLICY[:at], *_CRITIC, *POLICY[at:])
+        if c.distillation.use_opd:
+            only = c.reward.rm_type == "zero"
+            first = (_TEACHER, *(column for column in first if not (only and column is REWARD)))
+        return (*first, _LEFT)
+    return (replace(_LOSS, rank=1), *(_PAIRS if loss.pairs else ()), *_GIVEN, _LEFT)
+
+
+def fitting(columns: Sequence[Column], width: int | None) -> list[Column]:
+    """The columns that fit `width` characters, in their order: all of them without a width, and always the first by
+    rank."""
+    by_rank = sorted(columns, key=lambda column: column.rank)
+    kept = by_rank[:1]
+    left = 0 if width is None else width - kept[0].width - len(GAP)
+    for column in by_rank[1:]:
+        needed = column.width + len(GAP)
+        if width is not None and needed > left:
+            continue
+        left -= needed
+        kept.append(column)
+    return [column for column in columns if column in kept]
+
+
+def duration(seconds: float) -> str:
+    """A time in at most six characters: 45s, 12m05s, 3h20m, 2d04h, 120d."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    for small, unit, large, name in (
+        (60, "s", 3600, "m"),
+        (3600, "m", 86400, "h"),
+        (86400, "h", 8640000, "d"),
+    ):
+        if whole < large:
+            rest = whole % small // {"s": 1, "m": 60, "h": 3600}[unit]
+            return f"{whole // small}{name}{rest:02d}{unit}"
+    return f"{whole // 86400}d"
