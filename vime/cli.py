@@ -54,10 +54,10 @@ def run(command: str, argv: list[str], *, freeze: bool) -> int:
     if command not in COMMANDS:
         near = nearest(command, COMMANDS, prefix="vime ")
         raise ValueError(f"the command must be one of {', '.join(COMMANDS)}, got {command}{near}")
-    if command in ("train", "plan") and any(a in ("-h", "--help") for a in argv):
+    if command in ("train", "plan") and (asked := {"-h", "--help", "--help-all"} & set(argv)):
         from vime.list_flags import help_text
 
-        print(help_text(command, COMMANDS[command]))
+        print(help_text(command, COMMANDS[command], everything="--help-all" in asked))
         return 0
     with interrupts.nothing_to_end(command), uncollected(freeze=freeze):
         module = importlib.import_module(MODULES.get(command, f"vime.{command}"))

@@ -8,7 +8,7 @@ import json
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from slime.config.fields import nearest
+from slime.config.fields import nearest, spelled
 from slime.rules.listing import Row, megatron_rows
 from vime.backends import BACKENDS, public_rows
 
@@ -109,8 +109,24 @@ def _short(value: object) -> str:
     return textwrap.shorten(str(value), 40, placeholder="...")
 
 
-def help_text(command: str, what: str) -> str:
-    """The text of `vime train --help` and `vime plan --help`."""
+FIRST = {
+    "Model and data": ("hf_checkpoint", "prompt_data", "input_key", "label_key", "apply_chat_template"),
+    "Reward": ("rm_type", "custom_rm_path"),
+    "GPUs": ("actor_num_gpus_per_node", "colocate", "rollout_num_gpus", "tensor_model_parallel_size"),
+    "Batches": (
+        "rollout_batch_size",
+        "n_samples_per_prompt",
+        "rollout_max_response_len",
+        "max_tokens_per_gpu",
+    ),
+    "Training": ("num_rollout", "lr", "advantage_estimator", "loss_type", "lora_rank"),
+    "Evaluation and records": ("eval_prompt_data", "eval_interval", "save", "save_interval", "run_dir"),
+}
+"""The flags that people set first, as the sections of `vime train --help`."""
+
+
+def help_text(command: str, what: str, *, everything: bool = False) -> str:
+    """The text of `vime train --help` and `vime plan --help`; with `everything`, of --help-all."""
     options = {
         "train": "",
         "plan": (
@@ -119,8 +135,19 @@ def help_text(command: str, what: str) -> str:
             "`vime plan --compare\nRUN_DIR` shows the plan of a run next to what it measured.\n"
         ),
     }[command]
+    rows = list(public_rows())
+    more = "" if everything else f"\n\nAll {len(rows)} flags: vime {command} --help-all"
     return (
         f"usage: vime {command} [--config FILE.yaml ...] [--FLAG VALUE ...]\n\n{what[0].upper()}{what[1:]}.\n\n"
         "A file holds flags as a YAML mapping; the command line wins over files, later files over earlier ones.\n"
-        f"Search all flags, also Megatron's and vLLM's: vime flags WORD\n{options}\n{listing(public_rows())}"
+        f"Search all flags, also Megatron's and vLLM's: vime flags WORD\n{options}\n"
+        f"{listing(rows if everything else first_rows(rows))}{more}"
     )
+
+
+def first_rows(rows: Sequence[Row]) -> Iterator[Row]:
+    """The flags of FIRST, with their section as owner."""
+    by_flag = {row["flag"]: row for row in rows}
+    for section, names in FIRST.items():
+        for name in names:
+            yield {**by_flag[spelled(name)], "owner": section}

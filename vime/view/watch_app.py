@@ -17,8 +17,10 @@ from vime.view.watch_data import CURVES, Curve, Look, WatchedRun
 
 PAGE = 4
 """Curves that a small terminal shows at once."""
-WIDE, HIGH = 110, 36
+LARGE, HIGH = 110, 36
 """Columns and lines from which on all curves are shown."""
+WIDE = 182
+"""Columns from which on four curves in a row have room for title, steps and value."""
 
 
 class CurveView(Static):
@@ -68,7 +70,7 @@ class WatchApp(App[None]):
     #engines { width: 3fr; margin-right: 2; }
     #slow { width: 2fr; }
     #warnings { height: 3; }
-    Screen.large #curves { grid-size: 4; }
+    Screen.wide #curves { grid-size: 4; }
     Screen.large #warnings { height: 6; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -142,8 +144,9 @@ class WatchApp(App[None]):
         self.call_after_refresh(self._show)
 
     def _place(self) -> None:
-        large = self.size.width >= WIDE and self.size.height >= HIGH
+        large = self.size.width >= LARGE and self.size.height >= HIGH
         self.screen.set_class(large, "large")
+        self.screen.set_class(large and self.size.width >= WIDE, "wide")
         for number, view in enumerate(self.query(CurveView)):
             view.display = large or number // PAGE == self._page
 

@@ -1,5 +1,6 @@
 """`vime config`, `vime flags WORD`, `vime train --help` and shell completion, each as a person types it."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ import yaml
 from slime.config.config_file import expand_config
 from vime.cli import main
 from vime.completion import script
+from vime.list_flags import FIRST
 
 FILE = """\
 # Two kinds of values.
@@ -78,8 +80,24 @@ def test_flags_are_searched_by_name_and_meaning(capsys):
     )
 
 
+def test_help_has_the_flags_that_people_set_first(capsys):
+    """About twenty flags in sections; --help-all has all of them, also where both are given."""
+    for command in ("train", "plan"):
+        assert main([command, "--help"]) == 0
+        text = capsys.readouterr().out
+        shown = re.findall(r"^  (--\S+)", text, re.M)
+        assert 20 <= len(shown) <= 26 and len(set(shown)) == len(shown) and text.count("\n") < 80
+        assert [title for title in FIRST if f"\n{title}\n" in text] == list(FIRST)
+        assert main([command, "--help-all"]) == 0
+        whole = capsys.readouterr().out
+        every = re.findall(r"^  (--\S+)", whole, re.M)
+        assert set(shown) < set(every) and f"All {len(every)} flags: vime {command} --help-all" in text
+        assert main([command, "--lr", "1", "--help", "--help-all"]) == 0
+        assert capsys.readouterr().out == whole
+
+
 def test_help_has_sections(capsys):
-    assert main(["train", "--help"]) == 0
+    assert main(["train", "--help-all"]) == 0
     text = capsys.readouterr().out
     for title in ("Cluster: processes and devices", "Rollout: sampling", "Algorithm"):
         assert f"\n{title}\n" in text

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
+import json
 import math
 import os
+import re
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -77,6 +80,23 @@ def test_a_finished_run(tmp_path: Path, size: tuple[int, int]) -> None:
     assert "    4.25      77      24      6" in text, "the slowest sample"
     assert "warnings: 1" in text and "rollout group 3 is late" in text and "\x1b" not in text
     assert "q quit" in found[-1]
+
+
+@pytest.mark.parametrize("size", [SMALL, (110, 36), (120, 36), (181, 40), (182, 36)])
+def test_no_title_of_a_curve_is_cut(tmp_path: Path, size: tuple[int, int]) -> None:
+    """Each has its title, steps and newest value whole, also in a run of thousands of steps."""
+    run = write_run(tmp_path / "mine", rollouts=4)
+    named = {curve.metrics[0]: -0.123456 for curve in CURVES}
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, key in itertools.product((4, 1234), ("rollout/step", "train/step")):
+            file.write(json.dumps({"step_key": key, "step": step, "time": 1.0} | named) + "\n")
+    text = "\n".join(screen(run, size))
+    for curve in CURVES[: 4 if size == SMALL else None]:
+        value = format(named[curve.metrics[0]], curve.spec)
+        assert re.search(rf"{re.escape(curve.title)}  \d+ to 1234 +{re.escape(value)}( |$)", text, re.M), (
+            curve
+        )
+    assert "…" not in text
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from slime.tracking.kinds import EVENTS_FILE
+from slime.tracking.trackers import METRICS_FILE
 from vime.run import interrupts
 from vime.view.page.export import write_page
 from vime.view.page.run_data import RunData
@@ -32,13 +35,27 @@ def main(argv: Sequence[str]) -> int:
 
 def open_runs(run_dirs: Sequence[Path]) -> list[RunData]:
     """The runs, each checked, with names that differ: the last parts of their paths."""
-    places = [Path(run_dir).resolve() for run_dir in run_dirs]
+    places = [place for run_dir in run_dirs for place in runs_below(Path(run_dir).resolve())]
     if twice := [str(place) for place, count in Counter(places).items() if count > 1]:
         raise ValueError(f"each RUN_DIR must be given once, got {twice[0]} twice; remove one")
     runs = [RunData(place, name) for place, name in zip(places, _names(places), strict=True)]
     for run in runs:
         run.check()
     return runs
+
+
+def runs_below(place: Path) -> list[Path]:
+    """The folder itself if it is a run or has no run below it; otherwise all runs below it, by name.
+
+    Runs have no runs inside, and links to folders are not followed.
+    """
+    found = []
+    for folder, below, files in os.walk(place):
+        if EVENTS_FILE in files or METRICS_FILE in files:
+            found.append(Path(folder))
+            below.clear()
+        below.sort()
+    return found or [place]
 
 
 def _names(places: Sequence[Path]) -> list[str]:
@@ -69,7 +86,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Show runs in a browser, while they go on or after their end. Changes nothing.",
         allow_abbrev=False,
     )
-    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="the --run-dir of a run")
+    parser.add_argument(
+        "run_dirs",
+        nargs="+",
+        type=Path,
+        metavar="RUN_DIR",
+        help="the --run-dir of a run, or a folder with runs below it",
+    )
     parser.add_argument("--port", type=int, default=PORT, help=f"on 127.0.0.1; 0 for any (default {PORT})")
     parser.add_argument(
         "--export", type=Path, metavar="FILE.html", help="write one HTML file instead of serving"

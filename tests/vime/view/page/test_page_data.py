@@ -203,6 +203,24 @@ def test_a_link_out_of_the_samples_is_refused(tmp_path: Path) -> None:
             read()
 
 
+def test_a_folder_stands_for_all_runs_below_it(tmp_path: Path) -> None:
+    """By name, not into a run, and not through links; a folder without runs is the error of before."""
+    for name in ("b/grpo", "a", "b/deep/er/one"):
+        make_run(tmp_path / "runs" / name)
+    make_run(tmp_path / "runs/a/inside")
+    (tmp_path / "runs/b/metrics").mkdir()
+    (tmp_path / "runs/link").symlink_to(make_run(tmp_path / "other"))
+    below = [run.dir.relative_to(tmp_path / "runs").as_posix() for run in open_runs([tmp_path / "runs"])]
+    assert below == ["a", "b/deep/er/one", "b/grpo"]
+    assert len(open_runs([tmp_path / "runs/b", tmp_path / "other"])) == 3
+    with pytest.raises(ValueError, match="each RUN_DIR must be given once"):
+        open_runs([tmp_path / "runs", tmp_path / "runs/a"])
+    with pytest.raises(
+        ValueError, match=r"RUN_DIR must have events.jsonl or metrics.jsonl, got neither in .*/metrics"
+    ):
+        open_runs([tmp_path / "runs/b/metrics"])
+
+
 AS_NOBODY = """
 import sys, os
 import vime.view.page.command as command
