@@ -59,7 +59,7 @@ def closing(
 
 
 def _kept(c: Config, count: int) -> Path | None:
-    """The checkpoint after `count` rollouts, if its folder is there."""
+    """The folder of the checkpoint after `count` rollouts, if the folder exists."""
     if c.checkpoint.save is None or count < 1:
         return None
     folder = iteration_path(Path(c.checkpoint.save), count - 1)

@@ -1,4 +1,4 @@
-"""The columns of the step line: which a run shows, chosen by what its loss has, and which of them fit a width."""
+"""The columns of the step line. The loss of a run chooses them, and the width of the terminal limits them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ POLICY: tuple[Column, ...] = (
     _TRAIN_S,
     Column("sync_s", ("perf/update_weights_time",), ".1f", 6, 10),
 )
-"""Of a loss on rewarded samples, and of a line that knows no configuration."""
+"""For a loss on rewarded samples, and for a line without a configuration."""
 _CRITIC = (
     Column("v_loss", ("train/critic-value_loss",), ".1e", 8, 3),
     Column("expl_var", ("train/critic-explained_variance",), ".3f", 8, 3),
@@ -67,7 +67,7 @@ _GIVEN = (
     Column("tok/s", ("perf/step_tokens_per_sec",), ",.0f", 9, 6),
     _TRAIN_S,
 )
-"""Of a loss on given responses, which are neither generated nor rewarded."""
+"""For a loss on given responses, which are neither generated nor rewarded."""
 _LEFT = Column(LEFT, (LEFT,), "", 6, 4)
 
 

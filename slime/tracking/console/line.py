@@ -72,8 +72,8 @@ class StepLine:
         self._last_reward = metrics.get("rollout/raw_reward", self._last_reward)
 
     def show_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the eval/ metrics of `step` without the prefix of their names: in one line, or on a terminal in as many
-        as they need."""
+        """Print the eval/ metrics of `step` without the prefix of their names: in one line. On a terminal,
+        a long line is broken between two metrics."""
         begin, width = f"eval at step {step}:", self._width()
         lines = [[begin]]
         for name, value in metrics.items():

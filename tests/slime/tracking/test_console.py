@@ -1,4 +1,4 @@
-"""What a run prints: columns by loss and by width, the time that is left, samples, and the last lines."""
+"""These tests read what a run prints: columns by loss and by width, the time left, samples, and the last lines."""
 
 from __future__ import annotations
 
