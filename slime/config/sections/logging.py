@@ -14,7 +14,7 @@ class LoggingConfig:
 
     run_dir: str = flag(None, "directory for the records of the run (default: runs/<model>-<time>-<number>)")
     save_samples: int = flag(
-        4,
+        16,
         "samples of each rollout that the run directory keeps in samples/, with the log-probs of engine and trainer",
         range=COUNT_OR_ZERO,
     )
