@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import json
 import re
 import types
@@ -213,9 +212,9 @@ def core_config_classes() -> tuple[type, ...]:
     return TransformerConfig, OptimizerConfig, DistributedDataParallelConfig
 
 
-@functools.cache
-def core_flags() -> dict[str, CoreFlag]:
-    """Flag name (with underscores) -> flag, for every settable field of megatron-core's configs."""
+def imported_core_flags() -> dict[str, CoreFlag]:
+    """Flag name (with underscores) -> flag, for every settable field of megatron-core's configs, which it imports.
+    `slime.config.core_table.core_flags` has them faster."""
     out: dict[str, CoreFlag] = {}
     for config_class in core_config_classes():
         hints = typing.get_type_hints(config_class)
@@ -244,11 +243,11 @@ def _spec_of_field(f: dataclasses.Field[object], hint: object, owner: str) -> Fl
         names = next(tuple(k.__members__) for k in kinds if isinstance(k, type) and issubclass(k, enum.Enum))
         return dataclasses.replace(spec, choices=names, default=getattr(default, "name", default))
     if "torch.dtype" in str(hint):
-        return dataclasses.replace(spec, kind=_dtype_name, default=str(default).removeprefix("torch."))
+        return dataclasses.replace(spec, kind=dtype_name, default=str(default).removeprefix("torch."))
     if len(kinds) == 1 and typing.get_args(kinds[0]) in ((str,), (int,)):
         return dataclasses.replace(spec, kind=typing.get_args(kinds[0])[0], many=True)
     if any(typing.get_origin(k) in (list, tuple) for k in kinds):
-        return dataclasses.replace(spec, kind=_json_or_text)
+        return dataclasses.replace(spec, kind=json_or_text)
     plain = [k for k in (bool, int, float, str) if k in kinds]
     if not plain:
         return None
@@ -260,7 +259,7 @@ def _alternatives(hint: object) -> tuple[object, ...]:
     return typing.get_args(hint) if is_union else (hint,)
 
 
-def _dtype_name(text: str) -> str:
+def dtype_name(text: str) -> str:
     """The name of a torch dtype, from Megatron's short or torch's long spelling."""
     name = DTYPES.get(text, text)
     if name not in DTYPES.values():
@@ -268,7 +267,7 @@ def _dtype_name(text: str) -> str:
     return name
 
 
-def _json_or_text(text: str) -> object:
+def json_or_text(text: str) -> object:
     """Numbers and lists as JSON, and any other text unchanged (layer patterns, names)."""
     try:
         return json.loads(text)

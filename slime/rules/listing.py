@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from slime.config.core_table import core_flags
 from slime.config.fields import FlagSpec, spelled
-from slime.config.megatron_flags import HISTORICAL, MODEL_ARGS, core_config_classes, core_flags
+from slime.config.megatron_flags import HISTORICAL, MODEL_ARGS, core_config_classes
 from slime.config.schema import SECTIONS
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED, Unsupported
 from slime.rules.backend import BackendFlags

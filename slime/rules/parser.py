@@ -12,9 +12,10 @@ from types import MappingProxyType
 
 from slime.checkpoints.hub import local_checkpoint
 from slime.config.config_file import CONFIG, FlagGroup, split_argv, with_config_files, yaml_group
+from slime.config.core_table import core_flags
 from slime.config.custom_config import custom_entries, settings_note
 from slime.config.fields import Values, nearest, spelled
-from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS, core_flags
+from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS
 from slime.config.peer_names import peer_answer
 from slime.config.problems import Problems
 from slime.config.schema import Config

@@ -17,7 +17,8 @@ import pytest
 from house_tree import ROOT, files, parse
 
 import rl_kernel
-from slime.config.megatron_flags import HISTORICAL, core_flags
+from slime.config.core_table import core_flags
+from slime.config.megatron_flags import HISTORICAL
 from slime.rules.flags import own_flags
 from slime.rules.listing import unsupported_flags
 from vime.backends import BACKENDS

@@ -1,14 +1,26 @@
 """Megatron's flags: generated, historical, and those that only describe the checkpoint."""
 
 import dataclasses
+import importlib.metadata
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from config_cases import HF_CONFIG, good_argv
 
-from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS, core_config_classes, core_flags
+from slime.config.core_table import TABLE, core_flags, row_of
+from slime.config.megatron_flags import (
+    HISTORICAL,
+    MANAGED,
+    MODEL_ARGS,
+    core_config_classes,
+    imported_core_flags,
+)
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED
+from slime.megatron_versions import RUN
 from slime.rules import parse_args
 from slime.rules.flags import own_flags
 from slime.rules.model_args import READERS, check_model_args
@@ -235,3 +247,22 @@ def test_model_args_of_other_layouts():
 def test_mismatch_stops_parse_args(argv):
     with pytest.raises(ValueError, match=r"--hidden-size is 256, config\.json says 128"):
         parse_args([*argv, "--hidden-size", "256"])
+
+
+def test_the_table_of_flags_is_that_of_the_installed_version():
+    """For every version that was run: to write a row of another, scripts/docs_core_flags.py."""
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    found = {name: row_of(flag) for name, flag in imported_core_flags().items()}
+    assert table[importlib.metadata.version("megatron-core")] == json.loads(json.dumps(found))
+    assert core_flags() == imported_core_flags()
+    assert set(RUN) <= set(table)
+
+
+def test_flags_are_read_without_megatron():
+    code = """
+import sys
+from slime.config.core_table import core_flags
+assert core_flags()["attention_dropout"].parse(["0.5"], "--attention-dropout") == 0.5
+assert "torch" not in sys.modules and "megatron.core" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

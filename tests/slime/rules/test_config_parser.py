@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv
 
-from slime.config import Config
+from slime.config import Config, core_table
 from slime.config.config_file import split_argv
 from slime.config.schema import SECTION_OF, SECTIONS
-from slime.rules import parse_args, resolve
+from slime.rules import parse_args, parser, resolve
 from vime.backends import BACKENDS
 
 
@@ -279,9 +279,10 @@ def test_parsing_imports_neither_megatron_nor_vllm(argv):
 
 
 def test_missing_megatron_is_said(argv, monkeypatch):
-    from slime.config import megatron_flags
-
-    megatron_flags.core_flags.cache_clear()
+    """Without the package, and without its version in the table."""
+    monkeypatch.setattr(core_table, "core_flags", core_table.core_flags.__wrapped__)
+    monkeypatch.setattr(parser, "core_flags", core_table.core_flags)
+    monkeypatch.setattr(core_table.importlib.metadata, "version", lambda name: "0.0.1")
     monkeypatch.setitem(sys.modules, "megatron.core.distributed", None)
     with pytest.raises(ValueError, match="megatron-core must be installed to check Megatron flags"):
         parse_args([*argv, "--attention-dropout", "0"])

@@ -174,7 +174,8 @@ def test_flags_with_the_same_result(argv, flags, left, note):
 
 
 def test_settings_that_change_nothing_are_fields_of_megatron_core():
-    from slime.config.megatron_flags import HISTORICAL, core_flags
+    from slime.config.core_table import core_flags
+    from slime.config.megatron_flags import HISTORICAL
 
     assert set(SAME_RESULT) <= {flag.field for flag in core_flags().values()} | {
         h.field for h in HISTORICAL.values()

@@ -1,0 +1,90 @@
+"""Megatron's flags of known versions of megatron-core, as a table: importing megatron-core takes seconds, and most
+processes that read flags need nothing else of it. `scripts/docs_core_flags.py` writes the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypedDict
+
+from slime.config.fields import FlagSpec
+from slime.config.megatron_flags import CoreFlag, dtype_name, imported_core_flags, json_or_text
+from slime.config.ranges import COUNT_OR_ZERO
+
+TABLE = Path(__file__).parent / "core_flags.json"
+"""{version: {flag: row}}."""
+_KINDS: dict[str, type | Callable[[str], object]] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "str": str,
+    "dtype": dtype_name,
+    "json": json_or_text,
+}
+
+
+class Row(TypedDict):
+    """A flag as JSON: fields of CoreFlag and FlagSpec, the kind by its name, and whether a number is a count."""
+
+    field: str
+    negated: bool
+    name: str
+    kind: str
+    default: object
+    help: str
+    many: bool
+    choices: list[object] | None
+    counts: bool
+
+
+@functools.cache
+def core_flags() -> dict[str, CoreFlag]:
+    """Flag name (with underscores) -> flag, for every settable field of megatron-core's configs.
+
+    They come from the table, or from megatron-core itself where the table does not have its version. ValueError if
+    megatron-core is missing.
+    """
+    try:
+        version = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return imported_core_flags()
+    rows = json.loads(TABLE.read_text(encoding="utf-8")).get(version)
+    return imported_core_flags() if rows is None else {name: flag_of(row) for name, row in rows.items()}
+
+
+def row_of(flag: CoreFlag) -> Row:
+    """A flag as JSON. ValueError for one that the row cannot express."""
+    spec = flag.spec
+    row: Row = {
+        "field": flag.field,
+        "negated": flag.negated,
+        "name": spec.name,
+        "kind": next(name for name, kind in _KINDS.items() if kind is spec.kind),
+        "default": spec.default,
+        "help": spec.help,
+        "many": spec.many,
+        "choices": None if spec.choices is None else list(spec.choices),
+        "counts": spec.range is not None,
+    }
+    if flag_of(json.loads(json.dumps(row))) != flag:
+        raise ValueError(
+            f"a flag of megatron-core must be a row of {TABLE.name}, got {flag}; give rows more fields"
+        )
+    return row
+
+
+def flag_of(row: Row) -> CoreFlag:
+    """The flag of a row."""
+    spec = FlagSpec(row["name"], _KINDS[row["kind"]], row["default"], row["help"], many=row["many"])
+    if isinstance(spec.default, list):  # JSON has no tuples, and no field has a list: dataclasses refuse them
+        spec = dataclasses.replace(spec, default=tuple(spec.default))
+    if row["choices"] is not None:
+        spec = dataclasses.replace(spec, choices=tuple(row["choices"]))
+    if row["counts"]:
+        spec = dataclasses.replace(spec, range=COUNT_OR_ZERO)
+    return CoreFlag(row["field"], spec, row["negated"])
