@@ -7,14 +7,13 @@ import logging
 from collections.abc import Sequence
 
 from slime.config.schema import Config, section_of
-from slime.config.sections.reward import RewardConfig
+from slime.config.sections.reward import RewardConfig, eval_reward_key
 from slime.config.sections.rollout import RolloutConfig
 from slime.data.trajectories import trajectory_rewards, truncated_trajectories
 from slime.rollout import generate
 from slime.rollout.base_types import EvalResult, RolloutFnEvalOutput
 from slime.rollout.eval_datasets import EvalDatasetConfig, read_eval_prompts, resolve_eval_datasets
 from slime.rollout.generate import run_together
-from slime.rollout.metrics import eval_reward_key
 from slime.rollout.sampling import RULES
 from slime.rollout.state import GenerateState, rollout_sampling_params
 from slime.types import Prompt, Sample, SampleGroup, SamplingParams

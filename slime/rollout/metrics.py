@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from slime.config.schema import Config
 from slime.config.sections.logging import LoggingConfig
-from slime.config.sections.reward import RewardConfig
+from slime.config.sections.reward import eval_reward_key
 from slime.data import kept_tokens
 from slime.data.agents import session_record
 from slime.data.drawing.mixing import SOURCE, data_sets
@@ -234,11 +234,6 @@ def group_by(iterable: Iterable[T], key: Callable[[T], Hashable] | None = None) 
 def group_samples(samples: Iterable[Sample]) -> list[SampleGroup]:
     """Samples by `group_index`, in order of first appearance."""
     return list(group_by(samples, lambda sample: sample.group_index).values())
-
-
-def eval_reward_key(reward: RewardConfig) -> str | None:
-    """The entry of a reward that evaluation reports. --eval-reward-key has priority over --reward-key."""
-    return reward.eval_reward_key or reward.reward_key
 
 
 def _constant_rewards(reward_key: str | None, groups: list[SampleGroup]) -> Counter[float]:

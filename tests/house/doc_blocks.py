@@ -49,11 +49,16 @@ FOREIGN = [
     "srun",
 ]
 """Programs that are not of this project, and words of the shell."""
-OF_READER = ("run.yaml", "run.sh", "sums.yaml", "ask.py")
+OF_READER = ("run.yaml", "run.sh", "my-run.yaml", "sums.yaml", "ask.py")
 """Files that only the reader has."""
 RUN_WHOLE = {"docs/your-own.md": "tests/e2e/runs/test_first_command.py"}
 """Pages whose blocks run one after the other -> the test that runs them."""
-MADE_BEFORE = ("examples/judge-reward/", "examples/opd/", "examples/smollm2-135m-gsm8k/")
+MADE_BEFORE = (
+    "examples/judge-reward/",
+    "examples/opd/",
+    "examples/qwen2.5-0.5b-gsm8k/",
+    "examples/smollm2-135m-gsm8k/",
+)
 """Examples whose commands read models or data that an earlier command writes: the names of the flags are checked."""
 
 

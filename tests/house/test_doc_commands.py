@@ -96,6 +96,7 @@ CHECKED = [b for b in blocks("bash") if b.marked]
 UNCHECKED = {
     "docs/from-slime.md": "the arrays are of the reader's script",
     "docs/profile.md": "a loop of the shell over py-spy",
+    "examples/qwen2.5-0.5b-gsm8k/README.md": "a loop of the shell over downloads",
     "examples/smollm2-135m-gsm8k/README.md": "a loop of the shell over downloads",
 }
 """Pages with a block whose first line is no command of its own -> why."""

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 from slime.algo.losses import loss_of
 from slime.config import Config
 from slime.config.hook_calls import CALLS, check_call
-from slime.config.sections.reward import is_hook, reward_names
+from slime.config.sections.reward import eval_reward_key, is_hook, reward_names
 from slime.hooks import load_function
-from slime.rollout.metrics import eval_reward_key
 from slime.rollout.rewards import REWARDS, async_rm, batched_async_rm, unknown_type
 from slime.run_start import finished
 from slime.types import Prompt, Sample

@@ -48,6 +48,11 @@ class RewardConfig:
     custom_convert_samples_to_train_data_path: str | None = flag(None, "fn(args, samples) -> dict")
 
 
+def eval_reward_key(reward: RewardConfig) -> str | None:
+    """The entry of a reward that evaluation reports. --eval-reward-key has priority over --reward-key."""
+    return reward.eval_reward_key or reward.reward_key
+
+
 def reward_names(rm_type: object) -> list[str]:
     """The rewards that a value of --rm-type, or of rm_type in metadata, names: "math,f1" or a list. Empty for none."""
     if not rm_type:
