@@ -36,6 +36,8 @@ import re
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from slime import extras
+
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayerSubmodules
     from torch import Tensor
@@ -62,8 +64,8 @@ def check(version: str) -> str | None:
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < LEAST:
         raise ValueError(
-            f"megatron-core must be {_text(LEAST)} or newer, got {version}; install one of requirements/gpu.txt, or of "
-            "scripts/setup.sh on a machine without a GPU"
+            f"megatron-core must be {_text(LEAST)} or newer, got {version}; install a tested "
+            f"one: {extras.install()}"
         )
     if version in RUN:
         return None

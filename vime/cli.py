@@ -1,4 +1,7 @@
-"""The `vime` command. An error that the user can fix is one line with exit code 2, without a traceback."""
+"""The `vime` command. An error that the user can fix is one line with exit code 2, without a traceback.
+
+Imports the standard library only, so that it can print such a line where no other package is installed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from slime.config.fields import nearest
+from slime.extras import IS_CHECKOUT, missing
 from slime.imports import uncollected
 from vime.commands import COMMANDS, MODULES, WORK
 from vime.run import interrupts
@@ -24,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = list(sys.argv[1:] if argv is None else argv)
     command, rest = (args[0], args[1:]) if args else ("help", [])
+    if sys.platform != "linux":
+        print(_elsewhere(sys.platform), file=sys.stderr)
+        return 2
     use_utf8(os.environ)
     print_any_text()
     try:
@@ -34,6 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return interrupts.exit_code(interrupt)
     except ValueError as error:
         print(f"vime {command}: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        line = missing(error, f"vime {command}")
+        if line is None:
+            raise
+        print(line, file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader has closed the pipe (`vime flags | head`). Python's flush at exit must not raise an error either.
@@ -52,6 +64,8 @@ def run(command: str, argv: list[str], *, freeze: bool) -> int:
         print("\n".join(version_lines()))
         return 0
     if command not in COMMANDS:
+        from slime.config.fields import nearest
+
         near = nearest(command, COMMANDS, prefix="vime ")
         raise ValueError(f"the command must be one of {', '.join(COMMANDS)}, got {command}{near}")
     if command in ("train", "plan") and (asked := {"-h", "--help", "--help-all"} & set(argv)):
@@ -64,6 +78,13 @@ def run(command: str, argv: list[str], *, freeze: bool) -> int:
     return module.main(argv) or 0
 
 
+def _elsewhere(platform: str) -> str:
+    """The line for a system on which vime does not run."""
+    name = {"darwin": "macOS", "win32": "Windows"}.get(platform, platform)
+    instead = "WSL 2" if platform == "win32" else "a Linux machine"
+    return f"vime must run on Linux, got {name}; use {instead} or a Linux container"
+
+
 def usage() -> str:
     """The text of `vime --help`."""
     lines = [f"  vime {name:<10} {what}" for name, what in COMMANDS.items()]
@@ -74,7 +95,7 @@ def usage() -> str:
             *lines,
             "",
             "vime --version names the version, the commit and the packages that a run depends on.",
-            "A first run:  bash scripts/run-tiny-grpo.sh",
+            *(["A first run:  bash scripts/run-tiny-grpo.sh"] if IS_CHECKOUT else []),
             "Flags keep the names of slime, Megatron (--lr) and vLLM (--vllm-max-num-seqs).",
             "`vime plan FLAGS` explains what a set of them means;",
             "`vime plan --gpu gb200 FLAGS` also whether that fits such GPUs, which need not be here;",

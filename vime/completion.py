@@ -17,6 +17,9 @@ FLAG_COMMANDS = ("train", "plan", "config")
 
 def main(argv: Sequence[str]) -> int:
     """Print the script of a shell. ValueError for an unknown shell."""
+    if list(argv) in (["-h"], ["--help"]):
+        print("usage: vime completion bash|zsh      bash: source <(vime completion bash)")
+        return 0
     if list(argv) not in [[shell] for shell in SHELLS]:
         raise ValueError(
             f"completion must be asked for {' or '.join(SHELLS)}, got {' '.join(argv) or 'none'}; "

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from slime.models import FAMILIES
 from slime.models.status import STATUS
 
-HEAD = ("model_type", "family", "models", "run on a CPU", "run on a GPU", "examples/")
+HEAD = ("model_type", "family", "models", "run on a CPU", "run on a GPU", "example")
 
 
 def main(argv: Sequence[str]) -> int:

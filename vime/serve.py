@@ -27,6 +27,9 @@ USAGE = "usage: vime serve engine|router HOST:PORT FLAGS, with the flags of vime
 
 def main(argv: Sequence[str]) -> int:
     """Serve until interrupted. Exit code 0 then, 1 if the server ended by itself."""
+    if argv and argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
     if len(argv) < 2 or argv[0] not in KINDS:
         raise ValueError(
             f"serve must be given engine or router and HOST:PORT, got {' '.join(argv[:2]) or 'none'}; {USAGE}"

@@ -117,8 +117,8 @@ def require_listening(address: str) -> None:
             if time.monotonic() >= end:
                 raise ValueError(
                     f"RAY_ADDRESS must be the address of a running Ray cluster, got {address}, where nothing answered "
-                    f"within {LISTEN_S:g} s ({error}); start it with scripts/ray-cluster.sh, or unset RAY_ADDRESS to "
-                    "use this machine alone"
+                    f"within {LISTEN_S:g} s ({error}); start it (docs/several-hosts.md), or unset RAY_ADDRESS to use "
+                    "this machine alone"
                 ) from error
         time.sleep(0.2)
 

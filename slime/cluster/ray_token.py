@@ -106,7 +106,7 @@ def require_authentication(gcs_address: str) -> None:
     if answer == "admitted":
         raise ValueError(
             f"the Ray cluster at {gcs_address} must ask for a token, got one that admits anyone, who can then run code "
-            "on it; start it with scripts/ray-cluster.sh, or give --allow-unauthenticated-ray"
+            "on it; start it with a token (docs/several-hosts.md), or give --allow-unauthenticated-ray"
         )
     if answer != "refused":
         raise RuntimeError(

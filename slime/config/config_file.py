@@ -120,7 +120,7 @@ def with_config_files(groups: Sequence[FlagGroup]) -> list[FlagGroup]:
     for group in groups:
         if group.name == CONFIG:
             if not group.values:
-                raise ValueError(f"{group.typed} must name a YAML file, got none; see examples/")
+                raise ValueError(f"{group.typed} must name a YAML file, got none; give its path")
             layers += [read_config_file(Path(name), group.typed) for name in group.values]
     layers.append(own)
     merged: list[FlagGroup] = []

@@ -17,6 +17,7 @@ import typing
 import warnings
 from dataclasses import dataclass
 
+from slime import extras
 from slime.config.fields import FlagSpec, spelled
 from slime.config.ranges import COUNT, COUNT_OR_ZERO
 
@@ -207,7 +208,8 @@ def core_config_classes() -> tuple[type, ...]:
             from megatron.core.transformer.transformer_config import TransformerConfig
     except ImportError as error:
         raise ValueError(
-            f"megatron-core must be installed to check Megatron flags, got {error}; run scripts/setup.sh"
+            f"megatron-core must be installed to check Megatron flags, got {error}; install the extra: "
+            f"{extras.install()}"
         ) from error
     return TransformerConfig, OptimizerConfig, DistributedDataParallelConfig
 

@@ -16,7 +16,7 @@ _OBJECTS = (
     "rollout data travels through Ray's object store. straw also keeps rollouts in files, from which slime trains "
     "again after a failure; here a run resumes from its checkpoint and generates those rollouts again"
 )
-_CI = "these checks are tests of this project, not flags; see tests/e2e"
+_CI = "these checks are tests of this project, not flags"
 
 
 @dataclass(frozen=True)

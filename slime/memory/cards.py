@@ -81,7 +81,8 @@ def _open() -> tuple[ModuleType, dict[int, object]]:
 def _bindings() -> ModuleType:
     """NVML's bindings, a single file that Ray brings. It is loaded without Ray, whose import takes a second."""
     package = find_spec("ray")
-    assert package is not None and package.origin is not None
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("No module named 'ray'", name="ray")
     path = Path(package.origin).parent / "_private" / "thirdparty" / "pynvml" / "pynvml.py"
     spec = spec_from_file_location("slime_pynvml", path)
     assert spec is not None and spec.loader is not None

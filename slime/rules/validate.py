@@ -11,6 +11,7 @@ from slime.checkpoints.hf_config import check_checkpoint_shapes, largest_token_i
 from slime.config.fields import spelled
 from slime.config.problems import Problems, given
 from slime.config.schema import Config
+from slime.extras import IS_CHECKOUT
 from slime.hooks import load_function
 from slime.models import Decoder, decoder_of
 from slime.models.decoder import Hf
@@ -291,8 +292,12 @@ def _checkpoint(c: Config) -> None:
     if quantised and not c.debug.debug_train_only:
         raise ValueError(
             "--hf-checkpoint must hold plain weights, because updates bring plain weights to the engines, got "
-            f"quant_method {quantised.get('quant_method')} in {checkpoint}; write a copy in bfloat16: "
-            f"python scripts/dequantise.py {checkpoint} OUT_DIR"
+            f"quant_method {quantised.get('quant_method')} in {checkpoint}; write a copy in bfloat16"
+            + (
+                f": python scripts/dequantise.py {checkpoint} OUT_DIR"
+                if IS_CHECKOUT
+                else " with vime's repository"
+            )
         )
     largest, vocabulary = largest_token_id(checkpoint), hf_config.get("vocab_size")
     if largest is not None and vocabulary is not None and largest >= vocabulary:

@@ -107,7 +107,9 @@ def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
     parser = argparse.ArgumentParser(
         prog=f"vime bench {tier}", allow_abbrev=False, epilog="what stands after -- are flags of `vime train`"
     )
-    parser.add_argument("benchmark", type=Path, metavar="BENCHMARK", help="a YAML file, see examples/bench")
+    parser.add_argument(
+        "benchmark", type=Path, metavar="BENCHMARK", help="a YAML file; docs/benchmarks.md shows one"
+    )
     if tier == "plan":
         parser.add_argument(
             GPU_MEMORY, metavar="N", help="do both sides fit GPUs of N GiB; exit status 1 if not"
@@ -208,5 +210,5 @@ def _without_weights(plan: BenchPlan, folder: Path) -> Path | None:
     command = [{"--random": "--no-weights", str(plan.model): str(folder)}.get(word, word) for word in command]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(f"model must be one that scripts/make_model.py makes, got: {done.stderr.strip()}")
+        raise ValueError(f"model must be one that make_model.py makes, got: {done.stderr.strip()}")
     return folder

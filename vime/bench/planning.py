@@ -84,6 +84,11 @@ class BenchPlan:
         model = self.benchmark.model
         if model.arch is None:
             return None
+        if not MAKE_MODEL.is_file():
+            raise ValueError(
+                f"model.arch must be used in a checkout of vime, whose {MAKE_MODEL.name} makes the model, got "
+                f"{model.arch} and a wheel; give model.path, the folder of a model"
+            )
         depth = [] if model.layers is None else ["--layers", str(model.layers)]
         data = ["--arithmetic"] if self.benchmark.data == ARITHMETIC else []
         made = ["--arch", model.arch, *depth, *data]

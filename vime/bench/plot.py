@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     paths = [*args.records, *(records_of(args.all) if args.all is not None else ())]
     if not paths:
         raise ValueError(
-            "RECORD must be given, got none; name one, or give --all for those of benchmarks/results"
+            "RECORD must be given, got none; name one, or give --all DIR for those of a directory"
         )
     written: list[Path] = []
     for path in paths:

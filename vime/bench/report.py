@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
         if not path.is_dir():
             raise ValueError(
                 f"DIR must be a directory with {records.RECORD_FILE} or {OPERATORS_FILE}, got {path}; "
-                "docs/benchmarks.md shows the files of benchmarks/results"
+                "docs/benchmarks.md shows what such a directory holds"
             )
     operators = [path / OPERATORS_FILE for path in args.dirs if (path / OPERATORS_FILE).is_file()]
     runs = [

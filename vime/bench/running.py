@@ -102,7 +102,7 @@ def _make_model(plan: BenchPlan) -> None:
     beside = os.pathsep.join([str(MAKE_MODEL.parent), plan.python_path])
     if status := _run(command, log, beside):
         raise ValueError(
-            f"{plan.model} must be made by scripts/make_model.py, got exit status {status}:\n{_last(log)}"
+            f"{plan.model} must be made by make_model.py, got exit status {status}:\n{_last(log)}"
         )
 
 

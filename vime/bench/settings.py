@@ -145,7 +145,7 @@ def tokens(name: str, value: object) -> list[str]:
 def _load(path: Path) -> object:
     if not path.is_file():
         raise ValueError(
-            f"BENCHMARK must be a YAML file, got {path}; those that come with it are in examples/bench"
+            f"BENCHMARK must be a YAML file, got {path}; docs/benchmarks.md names those that come with it"
         )
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=YamlLoader)

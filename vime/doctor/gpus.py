@@ -10,6 +10,7 @@ import re
 
 from packaging.version import Version
 
+from slime import extras
 from slime.checkpoints.hf_config import read_hf_config
 from slime.models import decoder_of
 from vime.doctor.finding import GIB, MIB, Finding, WantedRun, judge, ok, problem, size, warning
@@ -50,7 +51,7 @@ def check_driver(machine: Machine, wanted: WantedRun) -> list[Finding]:
     built = machine.torch_cuda()
     found = f"driver {driver[1] if driver else 'unknown'}, CUDA {cuda[1] if cuda else 'unknown'}"
     if built is None:
-        remedy = "install torch with CUDA: pip install '.[gpu]'"
+        remedy = f"install torch with CUDA: {extras.install('gpu')}"
         return [problem("driver", f"{found}; torch has no CUDA or is not installed", remedy)]
     found += f"; torch is built for CUDA {built}"
     if cuda is None:
@@ -107,7 +108,7 @@ def check_torch_cuda(machine: Machine, wanted: WantedRun) -> list[Finding]:
     output = machine.run(machine.python, "-c", TORCH_PROBE)
     last = output.text.splitlines()[-1] if output.text else ""
     if output.code != 0 or not last.startswith("{"):
-        return [problem("torch and GPUs", f"torch could not be asked: {last}", "pip install '.[gpu]'")]
+        return [problem("torch and GPUs", f"torch could not be asked: {last}", extras.install("gpu"))]
     facts = json.loads(last)
     if not facts["count"]:
         remedy = "compare driver and torch (above); check CUDA_VISIBLE_DEVICES"
@@ -115,7 +116,7 @@ def check_torch_cuda(machine: Machine, wanted: WantedRun) -> list[Finding]:
     findings = [ok("torch and GPUs", f"torch finds {facts['count']}, built for {words(facts['archs'])}")]
     nccl = facts["nccl"]
     version = ".".join(map(str, nccl)) if nccl else None
-    remedy = "install a torch that has NCCL: pip install '.[gpu]'"
+    remedy = f"install a torch that has NCCL: {extras.install('gpu')}"
     findings.append(judge("nccl", version or "torch has none", remedy, fails=version is None, poor=False))
     return findings
 

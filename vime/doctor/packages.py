@@ -7,7 +7,7 @@ import sys
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from slime import megatron_versions
+from slime import extras, megatron_versions
 from vime.doctor.finding import Finding, WantedRun, judge, ok, problem, warning
 from vime.doctor.machine import Machine, words
 
@@ -54,7 +54,7 @@ def check_versions(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """One finding per package: whether it is installed, and whether requirements/ names its version."""
     extra = "gpu" if wanted.device == "cuda" else "cpu"
     tested = {canonicalize_name(r.name): r for r in map(Requirement, machine.requirements(extra))}
-    install = f"pip install '.[{extra}]' in the folder of vime, or bash scripts/setup.sh"
+    install = extras.install(extra)
     if not tested:
         return [
             warning(
@@ -123,6 +123,8 @@ def check_plugin(machine: Machine, wanted: WantedRun) -> list[Finding]:
         problem(
             "vllm plugin",
             f"{PLUGIN} is not registered, engines could not receive weights (found: {words(found) or 'none'})",
-            "install vime itself: pip install --no-deps -e . in its folder",
+            "install vime itself: pip install --no-deps -e . in its folder"
+            if extras.IS_CHECKOUT
+            else "install the wheel of vime again",
         )
     ]

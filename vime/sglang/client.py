@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from slime.protocols import FinishReason, GenerateResult, OnTokens, ScoreResult
 from slime.rollout.sampling import checked
-from vime.pool.control import CHECKPOINT_VERSION
 from vime.pool.router_client import RouterClient, Transient, check_start, require_finite, require_ok, scored
+from vime.sglang.control import UNNAMED, number_of
 
 PARAMETERS = frozenset(
     {
@@ -40,8 +40,6 @@ PARAMETERS = frozenset(
 _DROPPED = "spaces_between_special_tokens"
 """sglang-router drops it. It changes the text of slow tokenizers only; fast ones ignore it."""
 _FINISH: dict[object, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-_UNNAMED = "default"
-"""SGLang's version of the checkpoint's weights."""
 
 
 class SglangEngineClient(RouterClient):
@@ -152,7 +150,7 @@ class _Meta(msgspec.Struct):
     input_top_logprobs: list[list[_Row] | None] = []
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    weight_version: str | int = _UNNAMED
+    weight_version: str | int = UNNAMED
     weight_versions: list[_VersionSpan] | None = None
 
 
@@ -238,8 +236,3 @@ def _versions(meta: _Meta) -> list[int]:
     return [number_of(span["version"]) for span in meta.weight_versions or ()] or [
         number_of(meta.weight_version)
     ]
-
-
-def number_of(version: str | int) -> int:
-    """A version as SGLang spells it; that of the checkpoint is -1."""
-    return CHECKPOINT_VERSION if version == _UNNAMED else int(version)

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vime.pool.control import ControlError, PauseMode, answers, request
-from vime.sglang.client import number_of
+from vime.pool.control import CHECKPOINT_VERSION, ControlError, PauseMode, answers, request
 
 CHANNEL = "disk"
 """The only value of --update-weight-transport that SGLang's engines take."""
+UNNAMED = "default"
+"""SGLang's version of the checkpoint's weights."""
 _MODES = {"keep": "retract", "abort": "abort"}
 _QUICK_S, _SLOW_S = 30.0, 600.0
 
@@ -95,3 +96,8 @@ class SglangControl:
 
     def _post(self, path: str, body: object, *, timeout_s: float = _QUICK_S) -> bytes:
         return request(self.url, self._run_key, "POST", path, body, timeout_s=timeout_s)[1]
+
+
+def number_of(version: str | int) -> int:
+    """A version as SGLang spells it; that of the checkpoint is -1."""
+    return CHECKPOINT_VERSION if version == UNNAMED else int(version)

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.imports import is_installed
-
 if TYPE_CHECKING:
     from vime.view.watch_app import WatchApp
 
@@ -34,8 +32,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 def make_app(run_dir: Path, every_s: float = 1.0) -> WatchApp:
-    if not is_installed("textual"):
-        raise ValueError("vime watch must have the package textual, got none installed; pip install textual")
     from vime.view.watch_app import WatchApp
     from vime.view.watch_data import WatchedRun
 

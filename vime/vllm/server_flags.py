@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from slime import operators
+from slime import extras, operators
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config, FlagGroup
 from slime.config.fields import nearest
@@ -83,7 +83,7 @@ def vllm_parser() -> argparse.ArgumentParser:
             return versions.make_arg_parser(make_parser(allow_abbrev=False, add_help=False))
     except ImportError as error:
         raise ValueError(
-            f"vLLM must be installed to check --vllm-* flags, got {error}; run scripts/setup.sh"
+            f"vLLM must be installed to check --vllm-* flags, got {error}; install the extra: {extras.install()}"
         ) from error
 
 
@@ -93,7 +93,10 @@ def router_parser() -> argparse.ArgumentParser:
     try:
         from vllm_router.router_args import RouterArgs
     except ImportError as error:
-        raise ValueError(f"vllm-router must be installed to check --router-* flags, got {error}") from error
+        raise ValueError(
+            f"vllm-router must be installed to check --router-* flags, got {error}; install the extra: "
+            f"{extras.install()}"
+        ) from error
     parser = RaisingParser(allow_abbrev=False, add_help=False)
     RouterArgs.add_cli_args(parser, use_router_prefix=False, exclude_host_port=True)
     return parser

@@ -75,6 +75,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from slime import extras
+
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm.model_executor.models.utils import WeightsMapper
@@ -106,8 +108,7 @@ def check(version: str) -> str | None:
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < LEAST:
         raise ValueError(
-            f"vLLM must be {_text(LEAST)} or newer, got {version}; install one of requirements/gpu.txt, "
-            "or of scripts/setup.sh on a machine without a GPU"
+            f"vLLM must be {_text(LEAST)} or newer, got {version}; install a tested one: {extras.install()}"
         )
     if numbers > LAST:
         run = " and ".join(f"{known} {where}" for known, where in RUN.items())

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -176,13 +177,13 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_without_its_package_the_error_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("vime.view.watch.is_installed", lambda name: False)
-    with pytest.raises(
-        ValueError, match="must have the package textual, got none installed; pip install textual"
-    ):
-        make_app(write_run(tmp_path / "mine"))
+    monkeypatch.delitem(sys.modules, "vime.view.watch_app", raising=False)
+    monkeypatch.setitem(sys.modules, "textual", None)
+    monkeypatch.setitem(sys.modules, "textual.app", None)
+    assert main(["watch", str(write_run(tmp_path / "mine"))]) == 2
+    assert "vime watch must have the package textual, got none installed" in capsys.readouterr().err
 
 
 def test_an_older_run_and_lines_that_are_cut(tmp_path: Path) -> None:
