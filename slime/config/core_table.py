@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypedDict
 
+from slime import megatron_versions
 from slime.config.fields import FlagSpec
 from slime.config.megatron_flags import CoreFlag, dtype_name, imported_core_flags, json_or_text
 from slime.config.ranges import COUNT_OR_ZERO
@@ -49,11 +49,7 @@ def core_flags() -> dict[str, CoreFlag]:
     They come from the table, or from megatron-core itself where the table does not have its version. ValueError if
     megatron-core is missing.
     """
-    try:
-        version = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        return imported_core_flags()
-    rows = json.loads(TABLE.read_text(encoding="utf-8")).get(version)
+    rows = json.loads(TABLE.read_text(encoding="utf-8")).get(megatron_versions.installed())
     return imported_core_flags() if rows is None else {name: flag_of(row) for name, row in rows.items()}
 
 
