@@ -74,6 +74,9 @@ class MemoryWatch:
         self._thread.join()
         signal.signal(signal.SIGUSR2, self._before)
         self._events.close()
+        if self._full is not None and isinstance(error, SystemError):
+            # Compiled code of Ray drops an exception of a signal handler, and raises this one in its place.
+            raise HostMemoryError(self._full) from error
 
     @property
     def now(self) -> Peaks:

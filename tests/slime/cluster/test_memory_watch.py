@@ -127,6 +127,20 @@ def test_a_full_host_ends_the_run_with_the_reason(tmp_path):
     assert event["host"]["used_gib"] == 96
 
 
+def test_the_reason_survives_a_wait_in_compiled_code(tmp_path):
+    """`ray.wait` raises a SystemError that hides the exception of a signal handler."""
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 1 kB\n")
+    with (
+        pytest.raises(HostMemoryError, match="^the host is full$"),
+        MemoryWatch(str(tmp_path / "run"), lambda *_: "the host is full", root=tmp_path, every_s=0.05),
+    ):
+        try:
+            time.sleep(30)
+        except HostMemoryError as error:
+            raise SystemError("CoreWorker.wait returned a result with an exception set") from error
+
+
 def test_without_an_explanation_a_full_host_is_left_alone(tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 1 kB\n")
