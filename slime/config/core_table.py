@@ -1,5 +1,7 @@
-"""Megatron's flags of known versions of megatron-core, as a table: importing megatron-core takes seconds, and most
-processes that read flags need nothing else of it. `scripts/docs_core_flags.py` writes the table.
+"""Reads Megatron's flags from a table with the known versions of megatron-core.
+
+Importing megatron-core takes seconds, and most processes that read flags do not need it otherwise.
+`scripts/docs_core_flags.py` writes the table.
 """
 
 from __future__ import annotations
