@@ -23,6 +23,8 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import torch
 
+from slime.records import once
+
 OPERATORS = Path(__file__).parent / "rl_kernel"
 RUNS = Path(__file__).parent / "e2e"
 INTERPRET = not torch.cuda.is_available()
@@ -140,6 +142,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         with contextlib.suppress(PermissionError):  # only root may raise a priority again
             os.setpriority(os.PRIO_PROCESS, 0, 0 if RUNS in item.path.parents else 5)
+    once.forget()
     logging.getLogger().setLevel(logging.WARNING)  # a library that vLLM's server imports sets it to ERROR
     for name in ("TRITON_INTERPRET", "OPENBLAS_NUM_THREADS"):
         if INTERPRET and OPERATORS in item.path.parents:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from slime.hooks import Hook, MissingHookError, load_function
+from slime.records.once import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +27,6 @@ FLAG = "--selected-logprob-provider"
 MODES = ("auto", "strict")
 LAYOUTS = ("single", "zigzag", "allgather")
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-_reported: set[tuple[str, ...]] = set()
-"""What this process has logged: each provider's identity once, and each reason for a fallback once."""
 
 
 class SelectedLogprobProviderUnavailable(RuntimeError):
@@ -206,7 +204,7 @@ def compute_selected_logprobs(
                 f"{FLAG} {path} must be available in mode strict, but it is unavailable: {error}; use mode auto for "
                 "the trainer's own log-probs there"
             ) from error
-        _log_once(f"{FLAG} {path} is unavailable, the trainer's own log-probs are used: {error}")
+        _warn_once(f"{FLAG} {path} is unavailable, the trainer's own log-probs are used: {error}")
         return _by(native, request)
     return _checked(result, request, f"{FLAG} {path}", strict=mode == "strict")
 
@@ -262,7 +260,7 @@ def _checked(result: object, request: SelectedLogprobRequest, who: str, *, stric
         if not all(identity):
             raise _must(who, "return a backend_id and a contract_id in mode strict", identity, "name both")
         _check_attached(who, log_probs, entropy, request)
-    _log_once(
+    _warn_once(
         f"{who} is active: backend_id={identity[0]} contract_id={identity[1]}", f"{found['provenance']}"
     )
     return log_probs, entropy
@@ -301,7 +299,6 @@ def _check(name: str, value: object, shape: list[int], device: torch.device) -> 
         raise _must(name, f"be on {device}, where logits are", value.device, "move it")
 
 
-def _log_once(text: str, *more: str) -> None:
-    if (text,) not in _reported:
-        _reported.add((text,))
-        logger.warning(" ".join((text, *more)))
+def _warn_once(text: str, *more: str) -> None:
+    """Logs each provider's identity once, and each reason for a fallback once."""
+    warn_once(logger, text, "%s", " ".join((text, *more)))

@@ -6,7 +6,6 @@ Shapes: S samples, R response tokens of one sample, L prompt + response tokens o
 
 from __future__ import annotations
 
-import functools
 import logging
 from argparse import Namespace
 from collections import defaultdict
@@ -30,6 +29,7 @@ from slime.data.siblings import plan_together
 from slime.data.trajectories import Key, trajectory_keys
 from slime.hooks import load_function
 from slime.models.decoder import Hf
+from slime.records.once import warn_once
 from slime.types import Sample, TrainData
 
 logger = logging.getLogger(__name__)
@@ -158,16 +158,13 @@ def _has_sampled_log_probs(config: Config, samples: list[Sample]) -> bool:
     without (`needs_sampled_log_probs`). A part of the samples without them is an error."""
     if needs_sampled_log_probs(config) or any(sample.rollout_log_probs is not None for sample in samples):
         return True
-    _note_missing_log_probs()
-    return False
-
-
-@functools.cache
-def _note_missing_log_probs() -> None:
-    logger.warning(
+    warn_once(
+        logger,
+        "rollout_log_probs",
         "the generate function fills no rollout_log_probs: this run cannot compare the engine's log-probs with the "
-        "trainer's; take them from the engine's answer"
+        "trainer's; take them from the engine's answer",
     )
+    return False
 
 
 def _for_estimator(config: Config, samples: list[Sample], raw: list[float]) -> TrainData:

@@ -36,6 +36,7 @@ from slime.agent.sandbox.protocol import (
     checked,
 )
 from slime.agent.sandbox.users import free_user
+from slime.records.once import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,6 @@ Network = Literal["none", "loopback", "host"]
 _SOURCE = Path(__file__).resolve().parents[3]
 _START_S, _GRACE_S, _END_S = 60.0, 0.3, 30.0
 _MARKER = "VIME_SANDBOX"
-_warned: set[str] = set()
 
 
 class LocalSandbox:
@@ -334,12 +334,8 @@ def _reason_of(code: int) -> Reason:
 
 
 def _warn_once(refused: str) -> None:
-    if refused not in _warned:
-        _warned.add(refused)
-        logger.warning(
-            "sandboxes of this host run without namespaces, so with its network in view (%s); see docs/security.md",
-            refused,
-        )
+    message = "sandboxes of this host run without namespaces, so with its network in view (%s); see docs/security.md"
+    warn_once(logger, f"namespaces: {refused}", message, refused)
 
 
 def _sweep(sandbox_id: str) -> None:

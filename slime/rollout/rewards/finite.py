@@ -11,20 +11,19 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
+from slime.records.once import warn_once
 from slime.types import Sample
 
 logger = logging.getLogger(__name__)
 KEY = "removed"
 """In `Sample.metadata`: {"reason": ..., "said": ...} of a sample that is not trained on."""
 REASON = "reward"
-_warned = False
 
 
 def remove_unless_finite(samples: Iterable[Sample], key: str | None) -> None:
     """Set `remove_sample` of samples whose reward (its entry `key`, for a record) is not finite. Samples without a
     reward stay as they are. The first such sample of this process is logged, because a fault in the reward is the
     likeliest cause."""
-    global _warned
     for sample in samples:
         reward = sample.reward
         value = reward.get(key or "") if isinstance(reward, dict) else reward
@@ -35,13 +34,13 @@ def remove_unless_finite(samples: Iterable[Sample], key: str | None) -> None:
             "said": f"a reward must be finite, got {value}; mend the reward",
         }
         sample.remove_sample = True
-        if not _warned:
-            _warned = True
-            logger.warning(
-                "a reward must be finite, got %s for sample %s of group %s, label %.80r, response %.200r; such "
-                "samples are not trained on, and rollout/removed/reward counts them: mend the reward",
-                *(value, sample.index, sample.group_index, sample.label, sample.response),
-            )
+        warn_once(
+            logger,
+            "reward that is not finite",
+            "a reward must be finite, got %s for sample %s of group %s, label %.80r, response %.200r; such "
+            "samples are not trained on, and rollout/removed/reward counts them: mend the reward",
+            *(value, sample.index, sample.group_index, sample.label, sample.response),
+        )
         sample.reward = {**reward, key or "": 0.0} if isinstance(reward, dict) else 0.0
 
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.algo import selected_log_probs
 from slime.algo.selected_log_probs import (
     ContextParallelLayout,
     SelectedLogprobProvider,
@@ -86,7 +85,6 @@ def native(
 @pytest.fixture(autouse=True)
 def no_answer():
     ANSWER.clear()
-    selected_log_probs._reported.clear()
 
 
 def ask(mode="auto", path=f"{__name__}.provider", **changes):

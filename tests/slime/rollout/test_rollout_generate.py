@@ -289,8 +289,7 @@ def test_a_reward_that_is_not_finite_removes_its_sample_alone(flags):
     assert finite.figures(group) == {"removed/reward": 1.0} and finite.figures(group[:1]) == {}
 
 
-def test_the_first_reward_that_is_not_finite_is_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr(finite, "_warned", False)
+def test_the_first_reward_that_is_not_finite_is_a_warning(caplog):
     for value in (1.0, None, math.inf, math.nan):
         sample = Sample(prompt="q", index=5, group_index=2, label="7", response="so 7", reward=value)
         finite.remove_unless_finite([sample], None)

@@ -32,7 +32,9 @@ def test_versions_that_are_known(version):
 def test_older_ones_are_refused(version):
     with pytest.raises(ValueError) as error:
         check(version)
-    assert str(error.value).startswith(f"vLLM must be 0.26 or newer, got {version}; install one of")
+    assert str(error.value).startswith(
+        f"vLLM must be 0.26 or newer, got {version}; install a tested one: pip "
+    )
 
 
 @pytest.mark.parametrize("version", ["0.34.0", "0.34.0rc1", "1.0.0"])
