@@ -164,6 +164,7 @@ _TABLE = (
     Column("round_number", "sample", "hook"),
     Column("source_names", "sample", "hook"),
     Column("rollout_facts", "sample", "batch"),  # slime.rollout.facts adds it to the data of each rank
+    Column("kept", "sample", "batch"),  # --save-samples: slime.data.rank_data.mark_kept adds it
     Column("loss_masks", "response", "sample", np.int32, _loss_mask, carried="training"),
     Column("loss_denominators", "response", "trainer", np.float32, carried="training"),
     Column("log_probs", "response", "pass", np.float32, mean=True),

@@ -140,6 +140,13 @@ class RankData(dict[str, Any]):
         self.reach("device")
 
 
+def mark_kept(ranks: Iterable[RankData], places: Iterable[int]) -> None:
+    """Add the column `kept` to the data of each rank. `places` are the numbers of the samples that the run keeps."""
+    kept = set(places)
+    for data in ranks:
+        data["kept"] = [place in kept for place in data["partition"]]
+
+
 def rollout_means(data: RankData, config: Config, group: dist.ProcessGroup) -> dict[str, float]:
     """`rollout/{column}`: means over the samples of all ranks of `group`. Of a per-token column, a sample contributes
     the mean over its trained tokens. With --get-mismatch-metrics also `rollout/mismatch_{name}`. Collective."""

@@ -11,7 +11,7 @@ from slime.config import Config
 from slime.data.packing import MicroBatch
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.tracking.run_files import Line
-from slime.tracking.samples import MOST_TOKENS, kept_places, write_trained
+from slime.tracking.samples import MOST_TOKENS, write_trained
 from slime.types import TrainData
 
 
@@ -24,20 +24,17 @@ class KeptSamples:
 
     def __init__(self, config: Config, info: ParallelInfo) -> None:
         self._config, self._info = config, info
-        rollout = config.data.rollout_batch_size * config.data.n_samples_per_prompt
-        keep = config.logging.save_samples if config.logging.run_dir else 0
         self._reads_steps = not drops_inputs(config)
-        self._places = kept_places(rollout, keep)
         self._found: dict[int, Tensor] = {}
 
     def wants(self, data: TrainData, step_id: int) -> bool:
-        return self._reads_steps and len(self._places) > 0 and step_id == 0 and "log_probs" not in data
+        return self._reads_steps and step_id == 0 and "log_probs" not in data and any(data.get("kept", ()))
 
     def add(self, data: TrainData, batch: MicroBatch, log_probs: Tensor) -> None:
         """Add the detached log-probs [R] of a micro-batch."""
         parts = batch.split(log_probs, data["response_lengths"])
-        kept = {i for i in batch.samples if data["partition"][i] in self._places}
-        self._found |= {i: part.clone() for i, part in zip(batch.samples, parts, strict=True) if i in kept}
+        found = zip(batch.samples, parts, strict=True)
+        self._found |= {i: part.clone() for i, part in found if data["kept"][i]}
 
     def write(self, rollout_id: int, data: TrainData) -> None:
         """By one rank of those with the same samples."""
@@ -49,7 +46,7 @@ class KeptSamples:
         of_engine = name == "old_log_probs" and self._config.off_policy.use_rollout_logprobs
         if name in data and not of_engine:
             found = dict(enumerate(data[name]))
-        kept = [i for i, place in enumerate(data["partition"]) if place in self._places]
+        kept = [i for i, is_kept in enumerate(data.get("kept", ())) if is_kept]
         if kept:
             lines = [_line(data, i, found.get(i)) for i in kept]
             write_trained(Path(self._config.logging.run_dir), rollout_id, info.rank, lines)

@@ -10,7 +10,8 @@ import statistics
 from slime.algo.estimators import estimator_of
 from slime.algo.losses import loss_of
 from slime.config.schema import Config
-from slime.data.trajectories import trajectory_rewards, truncated_trajectories
+from slime.data.trajectories import trajectories, trajectory_rewards, truncated_trajectories
+from slime.tracking.samples import number_of_reward
 from slime.types import Sample, SampleGroup
 
 
@@ -39,6 +40,16 @@ def learning_figures(c: Config, groups: list[SampleGroup]) -> dict[str, float]:
             compared = [trajectory_rewards(group, key) for group in groups]
         figures["without_spread"] = statistics.fmean(max(each) == min(each) for each in compared)
     return figures
+
+
+def spread(group: SampleGroup, reward_key: str | None) -> float:
+    """The standard deviation of the rewards of a group's trajectories, 0 where fewer than two have a number."""
+    rewards = []
+    for parts in trajectories(group):
+        numbers = [number_of_reward(sample.reward, reward_key) for sample in parts]
+        if known := [number for number in numbers if number is not None]:
+            rewards.append(statistics.fmean(known))
+    return statistics.pstdev(rewards) if rewards else 0.0
 
 
 def _is_untrained(sample: Sample) -> bool:

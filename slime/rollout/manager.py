@@ -24,7 +24,7 @@ from slime.config import Config
 from slime.data import columns
 from slime.data.drawing.position import state_path
 from slime.data.packing import forward_flops, prediction_flops, shares_prompts
-from slime.data.rank_data import RankData
+from slime.data.rank_data import RankData, mark_kept
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import checked_data, scheduled
 from slime.divergence import DivergedError
@@ -35,7 +35,7 @@ from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.debug_data import load_with_facts, save_debug_rollout_data
 from slime.rollout.evaluation import load_eval_datasets
 from slime.rollout.facts import Facts, attach, replay_template, run_facts
-from slime.rollout.learning import learning_figures
+from slime.rollout.learning import learning_figures, spread
 from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.rollout.sample_hooks import accepted
 from slime.rollout.state import GenerateState
@@ -116,9 +116,11 @@ class RolloutManager:
                 self.config.debug.save_debug_rollout_data, rollout_id, groups, facts=facts
             )
         metrics, logged = self._log(rollout_id, groups, metrics, seconds)
-        self._keep_samples(rollout_id, groups)
+        kept = self._keep_samples(rollout_id, groups)
         of_size, rows = self._rank_data(rollout_id, groups, facts)
         ranks = of_size[self.dp_sizes[0]]
+        if rows == sum(map(len, groups)):  # a conversion hook may make other rows
+            mark_kept(ranks, kept)
         metrics |= self._left_out(rollout_id, groups, rows, ranks)
         put = {dp_size: [self.put(data) for data in split] for dp_size, split in of_size.items()}
         rank_data = [stored for dp_size in self.dp_sizes for stored in put[dp_size]]
@@ -131,14 +133,16 @@ class RolloutManager:
         learning = learning_figures(self._with_hooks(), groups)
         return replace(batch, learning=learning, sample=shown_sample(groups))
 
-    def _keep_samples(self, rollout_id: int, groups: list[SampleGroup]) -> None:
-        """Some samples for people who look at the run (--save-samples)."""
+    def _keep_samples(self, rollout_id: int, groups: list[SampleGroup]) -> list[int]:
+        """Some samples for people who look at the run (--save-samples), and their places in the rollout."""
         keep, run_dir = self.config.logging.save_samples, self.config.logging.run_dir
-        if keep and run_dir:
-            samples = [sample for group in groups for sample in group]
-            sizes = self.config.data
-            places = kept_places(sizes.rollout_batch_size * sizes.n_samples_per_prompt, keep)
-            write_samples(Path(run_dir), rollout_id, samples, places, self._text_of, self._decode)
+        if not (keep and run_dir):
+            return []
+        key = self.config.reward.reward_key
+        samples = [sample for group in groups for sample in group]
+        places = kept_places(groups, [spread(group, key) for group in groups], keep)
+        write_samples(Path(run_dir), rollout_id, samples, places, self._text_of, self._decode, reward_key=key)
+        return places
 
     def _save_position(self, rollout_id: int) -> None:
         """Save the data position. Groups that were drawn ahead are part of it: a run that resumes draws them first."""

@@ -2,14 +2,16 @@
 
 The first line of a file is {"version": 1, "rollout": 3, "of": 64}. Each further line is a sample:
 
-    {"place": 8, "index": 17, "group": 4, "prompt": "...", "response": "...", "label": "...", "reward": 1.0,
-     "status": "completed", "versions": [2], "turns": 1, "metadata": {...},
+    {"place": 8, "index": 17, "group": 4, "group_size": 8, "prompt": "...", "response": "...", "label": "...",
+     "reward": 1.0, "score": 1.0, "status": "completed", "versions": [2], "turns": 1, "metadata": {...},
      "tokens": [["The", 464, 1, -0.12, null], ...]}
 
 `tokens` are those of the response: text, id, loss mask, log-prob of the engine in nats (null: not known), and a place
-for the trainer's. `prompt` may be a list of chat messages. `read` is the text that the model read before the response,
-such as the rendered chat template or the messages of an agent; "" where that is `prompt`. After the training of the
-rollout, a rank writes what it knows of its own samples to samples/ROLLOUT.trainer-RANK.jsonl, one line each:
+for the trainer's. `group_size` counts the samples of the group in the rollout, and `score` is the number of the
+reward, also for a reward that is a record. Older files lack both. `prompt` may be a list of chat messages. `read` is
+the text that the model read before the response, such as the rendered chat template or the messages of an agent; ""
+where that is `prompt`. After the training of the rollout, a rank writes what it knows of its own samples to
+samples/ROLLOUT.trainer-RANK.jsonl, one line each:
 
     {"place": 8, "advantage": 0.7, "log_probs": [-0.13, ...]}
 
@@ -23,10 +25,12 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from slime.disk_space import Room
 from slime.protocols import ShownSample
@@ -84,6 +88,10 @@ class SampleRecord:
     tokens: list[Token] = field(default_factory=list)
     read: str = ""
     """The text of the tokens before the response, if it is not `prompt`; the first ones of a long text."""
+    group_size: int | None = None
+    """The number of samples that the group has in the rollout. A file may have fewer. None in older files."""
+    score: float | None = None
+    """The number of the reward, the entry --reward-key of a record. None if there is none, and in older files."""
 
 
 def shown_sample(groups: Sequence[SampleGroup]) -> ShownSample | None:
@@ -193,12 +201,14 @@ def _lines(run_dir: Path, name: str, damaged: Counter[str]) -> Iterator[Line]:
 def _is_sample(line: Line) -> bool:
     """Whether a line has the fields of a `SampleRecord`, each of its type."""
     texts, whole = (line.get("response"), line.get("status")), (line.get("place"), line.get("turns"))
-    numbered = (line.get("index"), line.get("group"))
+    numbered = (line.get("index"), line.get("group"), line.get("group_size"))
+    score = line.get("score")
     tokens, versions, prompt = line.get("tokens"), line.get("versions"), line.get("prompt")
     return (
         all(isinstance(text, str) for text in texts)
         and all(map(is_whole_number, whole))
         and all(number is None or is_whole_number(number) for number in numbered)
+        and (score is None or is_number(score))
         and (
             isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt))
         )
@@ -232,26 +242,69 @@ def _is_trained(line: Line) -> bool:
     )
 
 
-def kept_places(rollout_samples: int, keep: int) -> range:
-    """The places of the samples in a rollout that are kept: `keep` ones, as far apart as `rollout_samples` allow."""
-    stride = max(1, rollout_samples // max(1, keep))
-    return range(0, stride * keep, stride)
+def kept_places(groups: Sequence[SampleGroup], spreads: Sequence[float], keep: int) -> list[int]:
+    """The places in a rollout of at most `keep` samples that are whole groups. `spreads`: of the rewards of each group.
+
+    The group with the largest spread comes first, then the first group in which each sample has ended, then others, as
+    far from each other as the rollout allows. If the first of these has more than `keep` samples, its first `keep`
+    samples stay.
+    """
+    begins = list(itertools.accumulate(map(len, groups), initial=0))
+    kept: list[int] = []
+    for number in _by_interest(groups, spreads, keep):
+        begin, size = begins[number], len(groups[number])
+        if not kept:
+            size = min(size, keep)
+        if len(kept) + size <= keep:
+            kept += range(begin, begin + size)
+    return sorted(kept)
+
+
+def _by_interest(groups: Sequence[SampleGroup], spreads: Sequence[float], keep: int) -> Iterator[int]:
+    """The numbers of the groups that have samples, in the order in which they are kept."""
+    numbers = [number for number, group in enumerate(groups) if group]
+    if not numbers:
+        return iter(())
+    widest = max(numbers, key=spreads.__getitem__)
+    first = next((number for number in numbers if all(map(_has_ended, groups[number]))), numbers[0])
+    count = keep // max(len(groups[number]) for number in numbers)
+    apart = numbers[:: max(1, len(numbers) // max(1, count))]
+    return iter(
+        dict.fromkeys([widest, first] if spreads[widest] else [first]) | dict.fromkeys([*apart, *numbers])
+    )
+
+
+def _has_ended(sample: Sample) -> bool:
+    return sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 
 def write_samples(
     run_dir: Path,
     rollout: int,
     samples: Sequence[Sample],
-    places: range,
+    places: Iterable[int],
     text_of: Callable[[int], str],
     decode: Callable[[list[int]], object] | None = None,
+    *,
+    reward_key: str | None = None,
 ) -> Path:
     """Write what the rollout knows of the samples at these places. `text_of`: of a token. `decode`: of the tokens of a
-    prompt; without it, their texts are put together."""
+    prompt; without it, their texts are put together. `reward_key`: the entry of a reward that is a record."""
     head = {"version": VERSION, "rollout": rollout, "of": len(samples)}
     written = decode or (lambda ids: "".join(map(text_of, ids)))
+    sizes = Counter(sample.group_index for sample in samples)
     records = [_record(place, samples[place], text_of, written) for place in places if place < len(samples)]
+    for record in records:
+        record.group_size = None if record.group is None else sizes[record.group]
+        record.score = number_of_reward(record.reward, reward_key)
     return _write(run_dir, f"{rollout}.jsonl", [head, *map(asdict, records)])
+
+
+def number_of_reward(reward: object, key: str | None) -> float | None:
+    """The number of a reward, of its entry `key` if it is a record. None if that is no finite number."""
+    found = reward.get(key) if isinstance(reward, dict) else reward
+    found = found.item() if isinstance(found, np.generic) else found
+    return float(found) if isinstance(found, bool) or is_number(found) else None
 
 
 def write_trained(run_dir: Path, rollout: int, rank: int, lines: list[Line]) -> Path:

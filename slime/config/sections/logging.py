@@ -15,7 +15,8 @@ class LoggingConfig:
     run_dir: str = flag(None, "directory for the records of the run (default: runs/<model>-<time>-<number>)")
     save_samples: int = flag(
         16,
-        "samples of each rollout that the run directory keeps in samples/, with the log-probs of engine and trainer",
+        "samples of each rollout that the run directory keeps in samples/, as whole groups, with the log-probs of "
+        "engine and trainer",
         range=COUNT_OR_ZERO,
     )
     log_sample: bool | None = flag(

@@ -1,4 +1,4 @@
-"""Samples at the end of a batch that fill no optimizer step: from plug-ins, saved files and parts of them."""
+"""Samples of a batch that fill no optimizer step, from plug-ins and saved files, and those that the run keeps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rollout_double import EngineDouble, make_tokenizer
 from slime.rollout.manager import RolloutManager
 from slime.rules.resolve import resolve
 from slime.tracking.journal import read_events
+from slime.tracking.samples import read_samples
 from slime.types import Sample
 
 
@@ -77,3 +78,22 @@ def test_samples_that_fill_no_step_are_counted(build, tmp_path, caplog, source):
     )
     *_, event = read_events(tmp_path / "run", ("left_out",))
     assert (event["rollout"], event["samples"], event["groups"]) == (0, left, groups)
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(16, range(15)), (9, [*range(5), *range(10, 13)]), (3, range(10, 13))]
+)
+def test_whole_groups_are_kept_and_the_trainer_gets_their_places(build, tmp_path, keep, kept):
+    """Groups of 5, 5, 3 and 2 samples. Rewards of the third differ."""
+    manager = build(rollout_function_path="test_left_out.unequal_samples", save_samples=keep)
+    (data,) = manager.generate(0).rank_data
+    found = list(read_samples(tmp_path / "run", 0))
+    assert [one.place for one in found] == list(kept)
+    assert {(one.group, one.group_size) for one in found} <= {(0, 5), (1, 5), (2, 3), (3, 2)}
+    assert data["kept"] == [place in kept for place in data["partition"]]
+
+
+def unequal_samples(args, rollout_id, data_source, evaluation=False):
+    groups = fifteen_samples(args, rollout_id, data_source)
+    groups[2][1].reward = 0.0
+    return groups

@@ -101,6 +101,11 @@ class RunData:
         with self._lock:
             return self._samples.whole(rollout, place)
 
+    def group(self, rollout: int, place: int) -> list[Json]:
+        """The kept samples of the group of one sample."""
+        with self._lock:
+            return self._samples.group(rollout, place)
+
     def find(self, text: str, begin: int) -> Json:
         with self._lock:
             found, following = self._samples.find(text, begin)

@@ -10,17 +10,22 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from slime.tracking.run_files import is_number
-from slime.tracking.samples import SampleRecord, read_samples, sample_files, sample_rollouts
+from slime.tracking.samples import (
+    SampleRecord,
+    number_of_reward,
+    read_samples,
+    sample_files,
+    sample_rollouts,
+)
 from slime.types import Message
 from vime.view.page.kept import Stamp, stamp
 
 COLUMNS = (
     *("rollout", "place", "group", "reward", "advantage", "tokens", "oldest", "newest", "turns", "status"),
-    *("gap", "largest_gap", "prompt", "response"),
+    *("gap", "largest_gap", "prompt", "response", "group_size"),
 )
 """Of a row. `oldest`, `newest`: versions of the weights. `gap`: |trainer - engine| in nats, the mean over the trained
-tokens. `prompt` and `response`: the first characters."""
+tokens. `prompt` and `response`: the first characters, of a conversation those of its last message."""
 _SHOWN = 100
 _SLICE_S = 0.25
 """One answer reads files for so long, and says where the next one goes on."""
@@ -67,9 +72,16 @@ class SampleRows:
         for record in read_samples(self._dir, rollout):
             if record.place == place:
                 return asdict(record)
-        raise ValueError(
-            f"place must be of a sample that rollout {rollout} keeps, got {place}; choose another"
-        )
+        raise _no_sample(rollout, place)
+
+    def group(self, rollout: int, place: int) -> list[dict[str, object]]:
+        """The kept samples of the group of the sample at `place`, with their tokens. ValueError if there is none."""
+        records = list(read_samples(self._dir, rollout))
+        asked = next((record for record in records if record.place == place), None)
+        if asked is None:
+            raise _no_sample(rollout, place)
+        same = [one for one in records if one.group == asked.group] if asked.group is not None else [asked]
+        return [asdict(record) for record in same]
 
     def find(self, text: str, begin: int) -> tuple[list[list[int]], int | None]:
         """(rollout, place) of samples whose prompt or response has `text` in any case, from rollout `begin` on, and the
@@ -89,11 +101,20 @@ class SampleRows:
         return found, None
 
 
+def _no_sample(rollout: int, place: int) -> ValueError:
+    return ValueError(f"place must be of a sample that rollout {rollout} keeps, got {place}; choose another")
+
+
 def prompt_text(prompt: str | list[Message]) -> str:
     """A prompt as one text: the contents of its messages."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(str(message.get("content") or "") for message in prompt)
+
+
+def _last_text(prompt: str | list[Message]) -> str:
+    """Prompts of a run often begin with the same message of the system."""
+    return prompt_text(prompt if isinstance(prompt, str) else prompt[-1:])
 
 
 def _row(rollout: int, record: SampleRecord) -> Row:
@@ -103,7 +124,7 @@ def _row(rollout: int, record: SampleRecord) -> Row:
         if token.mask and token.trainer is not None and token.engine is not None
     ]
     return [
-        *(rollout, record.place, record.group, _number(record.reward), record.advantage, len(record.tokens)),
+        *(rollout, record.place, record.group, _score(record), record.advantage, len(record.tokens)),
         *(
             min(record.versions, default=None),
             max(record.versions, default=None),
@@ -111,13 +132,13 @@ def _row(rollout: int, record: SampleRecord) -> Row:
             record.status,
         ),
         *(sum(gaps) / len(gaps) if gaps else None, max(gaps, default=None)),
-        *(_shown(prompt_text(record.prompt)), _shown(record.response)),
+        *(_shown(_last_text(record.prompt)), _shown(record.response), record.group_size),
     ]
 
 
-def _number(reward: object) -> float | None:
-    """A reward of several parts has no single number here: the page shows it with the sample."""
-    return float(reward) if isinstance(reward, bool) or is_number(reward) else None
+def _score(record: SampleRecord) -> float | None:
+    """A file of an older version has no `score`: a reward that is a record has no number then."""
+    return number_of_reward(record.reward, None) if record.score is None else record.score
 
 
 def _shown(text: str) -> str:

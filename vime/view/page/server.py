@@ -7,6 +7,7 @@
     GET /api/curves|timeline|settings?run=0         parts of a run, by its number
     GET /api/samples?run=0&since=12                 rows of the samples that were read after reading 12
     GET /api/sample?run=0&rollout=3&place=8         one sample
+    GET /api/group?run=0&rollout=3&place=8          the kept samples of its group
     GET /api/find?run=0&text=TEXT&begin=3           samples with a text, from rollout 3 on
 
 A request names a run by its number, so no request names a file.
@@ -131,6 +132,7 @@ _READERS: dict[str, Callable[[RunData, web.Request], object]] = {
     "settings": lambda run, request: run.settings(),
     "samples": lambda run, request: run.samples(_number(request, "since")),
     "sample": lambda run, request: run.sample(_number(request, "rollout"), _number(request, "place")),
+    "group": lambda run, request: run.group(_number(request, "rollout"), _number(request, "place")),
     "find": _find,
 }
 

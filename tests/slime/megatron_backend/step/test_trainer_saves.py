@@ -1,13 +1,16 @@
-"""Checkpoints of a trainer: written in the background, the last ones kept, for every trained role."""
+"""What a trainer writes: checkpoints in the background, for every trained role, and its part of the kept samples."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from trainer_cases import exported, train
+import transformers
+from trainer_cases import exported, hf_log_probs, make_samples, rank_data, train
 
 from slime.checkpoints.checkpoint_dir import latest
 from slime.checkpoints.checkpoint_files import iterations
+from slime.data.rank_data import mark_kept
+from slime.tracking.samples import read_samples, write_samples
 
 PPO = {"advantage_estimator": "ppo", "kl_coef": 0.0}
 
@@ -98,3 +101,26 @@ def test_a_critic_is_frozen_by_the_same_names_and_its_head_never(build):
     head = ("critic", "value_head.weight")
     assert head in moved and {role for role, _ in moved} >= {"critic"}
     assert all(key == head or ".layers.1." in key[1] for key in moved)
+
+
+@pytest.mark.parametrize("flags", [{}, {"global_batch_size": 2, "max_tokens_per_gpu": 24}])
+def test_the_samples_that_the_rollout_keeps_get_their_advantages_and_log_probs(root, build, tmp_path, flags):
+    """One step, which computes the log-probs of before it, and four steps, with a pass for old log-probs."""
+    samples = make_samples()
+    trainer = build(run_dir=str(tmp_path), **flags)
+    data = rank_data(trainer.config, samples)
+    mark_kept([data], kept := [0, 3, 7, 8])
+    write_samples(tmp_path, 0, samples, kept, str)
+    trainer.train(0, data)
+    found = {one.place: one for one in read_samples(tmp_path, 0)}
+    assert list(found) == kept
+    model = transformers.AutoModelForCausalLM.from_pretrained(root / "policy")
+    for place in kept:
+        i = data["partition"].index(place)
+        with torch.no_grad():
+            log_probs, _ = hf_log_probs(model, samples[place], 1.0)
+        assert [token.trainer for token in found[place].tokens] == pytest.approx(log_probs.tolist(), abs=1e-4)
+        mask, values = data["loss_masks"][i].float(), data["advantages"][i]
+        assert found[place].advantage == pytest.approx(float((values * mask).sum() / mask.sum()), abs=1e-5)
+    trainer.train(1, rank_data(trainer.config, samples))  # a rollout that keeps none
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["0.jsonl", "0.trainer-0.jsonl"]

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 from chromium import Chromium
-from page_runs import HOSTILE, make_run, make_samples
+from page_runs import HOSTILE, WORDS, make_run, make_samples
 
 from slime.tracking.events import Events
+from slime.tracking.samples import write_samples
 from slime.tracking.trackers import JsonlTracker
+from slime.types import Sample
 from vime.cli import main
 from vime.view.page.command import open_runs
 from vime.view.page.server import PageServer
@@ -120,6 +122,61 @@ def test_texts_of_samples_are_shown_as_text(tmp_path: Path) -> None:
         assert who == ["model, turn 1 · 3 tokens", "tool or environment, not trained · 3 tokens"]
 
     in_browser([run], steps)
+
+
+def write_answers(run: Path) -> None:
+    """A group of four answers: one turn, two turns with a tool, one that is cut, and two conversations of an agent."""
+    ids, words = [0, 1, 2, 3, 4, 5], len(WORDS)
+    made = [
+        Sample(
+            group_index=7,
+            index=[0, 1, 2, 3, 3][place],
+            prompt=[{"role": "user", "content": HOSTILE}],
+            tokens=[0, *((place + i) % words for i in ids)],
+            response="".join(WORDS[(place + i) % words] for i in ids),
+            response_length=len(ids),
+            reward=[0.0, 1.0, 0.5, 0.25, 0.25][place],
+            loss_mask=[1, 1, 0, 0, 1, 1] if place == 1 else [1] * len(ids),
+            status=Sample.Status.TRUNCATED if place == 2 else Sample.Status.COMPLETED,
+        )
+        for place in range(5)
+    ]
+    write_samples(run, 0, [*made, *made[:1]], range(5), lambda id_: WORDS[id_])
+
+
+@pytest.mark.parametrize("width", [1400, 420])
+def test_the_answers_of_a_group_side_by_side(tmp_path: Path, width: int) -> None:
+    run = make_run(tmp_path / "run")
+    write_answers(run)
+    cards = "[...document.querySelectorAll('.answer')]"
+
+    async def steps(tab: Chromium, base: str) -> None:
+        await tab.run("location.hash = 'samples/0/0/1'")
+        text = await tab.until("document.querySelector('.to-group')?.textContent")
+        assert text == "Show the 5 answers of the group side by side"
+        await tab.run("document.querySelector('.to-group').click()")
+        await tab.until("document.querySelectorAll('.answer').length === 5")
+        assert await tab.run("location.hash") == "#samples/0/0/1/group"
+        shown = await tab.run(f"{cards}.map((card) => card.innerText.replace(/\\s+/g, ' '))")
+        heads = [text.partition(" Open ")[::2] for text in shown]
+        assert [name for name, _ in heads] == [
+            *("Answer 1", "Answer 2", "Answer 3", "Answer 4, part 1 of 2", "Answer 4, part 2 of 2")
+        ]
+        assert heads[0][1].startswith("reward 0 lowest 6 tokens")
+        assert heads[1][1].startswith("reward 1 highest 6 tokens · 2 turns")
+        assert heads[2][1].startswith("reward 0.5 truncated 6 tokens")
+        for part in ("model, turn 1", "tool or environment, not trained", "model, turn 2"):
+            assert part in shown[1]
+        whole = await tab.run("document.querySelector('article.group').innerText")
+        assert "5 of 6 answers are kept, rewards from 0 to 1, mean 0.4" in whole
+        assert whole.count(HOSTILE) == 1 and "taken" not in await tab.run("document.title")
+        lefts = await tab.run(f"{cards}.map((card) => card.getBoundingClientRect().left)")
+        assert lefts[0] < lefts[1] < lefts[2]
+        assert await tab.run("document.documentElement.scrollWidth") <= width
+        await tab.run(f"{cards}[2].querySelector('button').click()")
+        await tab.until("document.querySelector('h2')?.textContent === 'Sample 0 / 2'")
+
+    in_browser([run], steps, width=width, height=844, phone=width < 500)
 
 
 def test_search_filters_and_the_list_by_keys(tmp_path: Path) -> None:
@@ -267,6 +324,8 @@ def test_an_exported_file_shows_the_same_without_a_server(tmp_path: Path) -> Non
             await tab.until("document.querySelector('.sums tbody')?.innerText.includes('trainer-0 cpu')")
             await tab.run("location.hash = 'samples/0/0/0'")
             assert await tab.until("document.querySelector('article pre')?.textContent") == HOSTILE
+            await tab.run("location.hash = 'samples/0/0/1/group'")
+            await tab.until("document.querySelectorAll('.answer').length === 2")
             await tab.run("location.hash = 'settings'")
             await tab.until("document.querySelector('main').innerText.includes('0.001')")
             assert "taken" not in await tab.run("document.title") and not tab.errors

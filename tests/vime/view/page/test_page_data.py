@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,8 @@ import pytest
 from page_runs import HOSTILE, make_run, make_samples
 
 from slime.tracking.kinds import VERSION
+from slime.tracking.samples import write_samples
+from slime.types import Sample
 from vime.view.page.command import open_runs
 from vime.view.page.run_data import RunData
 from vime.view.page.sample_rows import COLUMNS
@@ -134,6 +137,43 @@ def test_a_sample_is_found_by_its_text_in_any_case(tmp_path: Path) -> None:
         run.sample(0, 7)
     with pytest.raises(ValueError, match="the rollout must have samples, got no"):
         run.sample(2, 0)
+
+
+def test_the_answers_of_a_group_are_read_together(tmp_path: Path) -> None:
+    run = opened(make_run(tmp_path / "run"))
+    make_samples(run.dir, 0, ["one", "one", "two", "two", "three"])
+    assert [answer["place"] for answer in run.group(0, 1)] == [0, 1]
+    first, second = run.group(0, 2)
+    assert (first["place"], second["place"], first["group"], first["group_size"]) == (2, 3, 1, 2)
+    assert len(second["tokens"]) == 6 and second["advantage"] == -0.5
+    assert [answer["prompt"] for answer in run.group(0, 4)] == ["three"]
+    with pytest.raises(
+        ValueError, match="place must be of a sample that rollout 0 keeps, got 9; choose another"
+    ):
+        run.group(0, 9)
+    path = run.dir / "samples" / "0.jsonl"
+    path.write_text(
+        re.sub(r'"group": \d+', '"group": null', path.read_text())
+    )  # a plug-in's, without numbers
+    assert [answer["place"] for answer in run.group(0, 1)] == [1]
+
+
+def test_a_reward_that_is_a_record_has_its_number_in_the_rows(tmp_path: Path) -> None:
+    run = opened(make_run(tmp_path / "run"))
+    samples = [Sample(group_index=0, tokens=[0, 1], response_length=1, reward={"score": 0.5, "format": 1})]
+    write_samples(run.dir, 0, samples, [0], str, reward_key="score")
+    write_samples(run.dir, 1, samples, [0], str)
+    rows = run.samples(0)["rows"]
+    assert (named(rows[0][0])["reward"], named(rows[1][0])["reward"]) == (0.5, None)
+
+
+def test_the_row_of_a_conversation_has_its_last_message(tmp_path: Path) -> None:
+    run = opened(make_run(tmp_path / "run"))
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Which day?"}]
+    prompts = [chat, [], [{"role": "assistant", "content": None}], "a text"]
+    samples = [Sample(group_index=0, tokens=[0, 1], response_length=1, prompt=prompt) for prompt in prompts]
+    write_samples(run.dir, 0, samples, range(4), str)
+    assert [named(row)["prompt"] for row in run.samples(0)["rows"][0]] == ["Which day?", "", "", "a text"]
 
 
 def test_lines_that_are_half_written_are_left_out(tmp_path: Path) -> None:

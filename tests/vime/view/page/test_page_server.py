@@ -109,6 +109,7 @@ def test_parts_of_runs_and_requests_for_what_is_not_there(tmp_path: Path) -> Non
         assert [run["state"] for run in await ask("runs")] == ["finished", "failed"]
         assert (await ask("curves?run=1"))["train/loss"]["values"][1] is None
         assert (await ask("sample?run=1&rollout=2&place=1"))["prompt"] == HOSTILE
+        assert [one["place"] for one in await ask("group?run=1&rollout=2&place=1")] == [0, 1]
         assert (await ask("find?run=1&text=ONERROR"))["found"] == [[2, 1]]
         assert len((await ask("samples?run=1&since=0"))["rows"]["2"]) == 2
         assert (await ask("settings?run=0"))["configuration"]["lr"] == 1e-3
@@ -119,6 +120,7 @@ def test_parts_of_runs_and_requests_for_what_is_not_there(tmp_path: Path) -> Non
                 "run must be a whole number from 0, got" in (await ask(f"curves?run={wrong}", 422))["error"]
             )
         assert "rollout must be a whole number" in (await ask("sample?run=1&rollout=../../x", 422))["error"]
+        assert "must be of a sample that" in (await ask("group?run=1&rollout=2&place=7", 422))["error"]
         assert "the rollout must have samples" in (await ask("sample?run=1&rollout=77&place=0", 422))["error"]
 
     with_server(runs, steps)

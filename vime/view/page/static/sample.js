@@ -4,12 +4,15 @@ import { el } from "vime/dom";
 import { number } from "vime/format";
 import { Tokens } from "vime/tokens";
 
-/** The element of a sample. `row`: its facts in the list, `at`: column -> place there. */
-export function sampleView(sample, row, at) {
+/**
+ * The element of a sample. `row`: its facts in the list, `at`: column -> place there. `answers`: the number of answers of
+ * its group that the run kept, and `openGroup()` shows them.
+ */
+export function sampleView(sample, row, at, answers, openGroup) {
   const facts = [
     ["rollout, place", `${row[at.rollout]}, ${sample.place}`],
     ["group", sample.group ?? "–"],
-    ["reward", typeof sample.reward === "number" ? number(sample.reward) : JSON.stringify(sample.reward)],
+    ["reward", rewardText(sample.reward)],
     ["advantage", sample.advantage === null ? "not known yet" : number(sample.advantage)],
     ["label", said(sample.label)],
     ["status", sample.status],
@@ -19,8 +22,9 @@ export function sampleView(sample, row, at) {
   ];
   return el("article", {},
     el("h2", { tabindex: -1 }, `Sample ${row[at.rollout]} / ${sample.place}`),
+    answers > 1 ? el("button", { type: "button", class: "to-group", onclick: openGroup }, `Show the ${answers} answers of the group side by side`) : null,
     el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
-    el("h3", {}, "Prompt"), prompt(sample.prompt),
+    el("h3", {}, "Prompt"), promptView(sample.prompt),
     sample.read ? el("details", { open: true }, el("summary", {}, "What the model read"), el("pre", { class: "turn" }, sample.read)) : null,
     el("h3", {}, "Response"), new Tokens(sample.tokens).element,
     el("details", {}, el("summary", {}, "Response as one text"), el("pre", {}, sample.response)),
@@ -28,7 +32,7 @@ export function sampleView(sample, row, at) {
       ? el("details", {}, el("summary", {}, "Metadata"), el("pre", {}, JSON.stringify(sample.metadata, null, 1))) : null);
 }
 
-function prompt(found) {
+export function promptView(found) {
   if (typeof found === "string") return el("pre", { class: "turn" }, found);
   return found.map((message) => {
     const { role, content, ...rest } = message;
@@ -37,7 +41,10 @@ function prompt(found) {
   });
 }
 
-function said(value) {
+/** A reward that is a record is shown whole. */
+export const rewardText = (reward) => (typeof reward === "number" ? number(reward) : said(reward));
+
+export function said(value) {
   if (value === null || value === undefined) return "–";
   return typeof value === "string" ? value : JSON.stringify(value);
 }

@@ -1,8 +1,9 @@
-// The screen of samples: a list of all that a run kept, filters, and one sample beside it.
+// The screen of samples: a list of all that a run kept, filters, and next to them one sample or the answers of its group.
 
 import { choice, el, fill, labelled } from "vime/dom";
 import { Filters } from "vime/filters";
 import { number } from "vime/format";
+import { groupView } from "vime/group";
 import { sampleView } from "vime/sample";
 import { VirtualList } from "vime/virtual";
 
@@ -14,6 +15,7 @@ export class SamplesScreen {
     this.go = go;
     this.run = 0;
     this.wanted = null;
+    this.grouped = false;
     this.reset();
     this.filters = new Filters(() => this.filter().catch((error) => { this.count.textContent = error.message; }));
     this.count = el("p", { class: "faint", role: "status" });
@@ -38,12 +40,14 @@ export class SamplesScreen {
     this.at = {};
   }
 
-  show([run, rollout, place]) {
+  show([run, rollout, place, view]) {
     const number_ = Number(run ?? 0) || 0;
     if (number_ !== this.run) this.reset();
     this.run = number_;
     this.wanted = place === undefined ? null : `${Number(rollout)}/${Number(place)}`;
+    this.grouped = view === "group";
     this.element.classList.toggle("one", this.wanted !== null);
+    this.element.classList.toggle("grouped", this.wanted !== null && this.grouped);
     if (this.wanted) this.openSample();
   }
 
@@ -82,7 +86,7 @@ export class SamplesScreen {
     }
     this.searched = null;  // new samples may have the text
     await this.filter();
-    if (this.wanted && this.open !== this.wanted) this.openSample();
+    if (this.wanted) this.openSample();
   }
 
   async filter() {
@@ -120,25 +124,40 @@ export class SamplesScreen {
   choose(i) {
     const row = this.shown[i];
     this.wanted = `${row[this.at.rollout]}/${row[this.at.place]}`;
-    this.go(`samples/${this.run}/${this.wanted}`, { replace: this.open !== null });
+    this.go(`samples/${this.run}/${this.wanted}${this.grouped ? "/group" : ""}`, { replace: this.open !== null });
   }
 
   async openSample() {
     const name = this.wanted;
     const [rollout, place] = name.split("/").map(Number);
-    const row = this.rows.get(rollout)?.find((own) => own[this.at.place] === place);
-    if (!row || this.open === name) return;
-    this.open = name;
+    const rows = new Map((this.rows.get(rollout) ?? []).map((own) => [own[this.at.place], own]));
+    const row = rows.get(place);
+    const view = this.grouped ? `${name}/group` : name;
+    if (!row || this.open === view) return;
+    this.open = view;
     try {
-      const sample = await this.source.sample(this.run, rollout, place);
-      if (this.wanted !== name) return;
-      fill(this.detail, sample ? sampleView(sample, row, this.at) : el("p", {}, "This file does not have the sample."));
+      const made = this.grouped ? await this.groupElement(rollout, place, rows) : await this.sampleElement(rollout, place, rows);
+      if (this.open !== view) return;
+      fill(this.detail, made ?? el("p", {}, "This file does not have the sample."));
       this.detail.scrollTop = 0;
     } catch (error) {
       fill(this.detail, el("p", { class: "alarm" }, error.message));
     }
     this.list.active = this.placeOf(name);
     if (this.list.active >= 0) this.list.reveal(this.list.active);
+  }
+
+  async sampleElement(rollout, place, rows) {
+    const sample = await this.source.sample(this.run, rollout, place);
+    const row = rows.get(place), group = row[this.at.group];
+    const answers = group === null ? 1 : [...rows.values()].filter((own) => own[this.at.group] === group).length;
+    return sample && sampleView(sample, row, this.at, answers, () => this.go(`samples/${this.run}/${rollout}/${place}/group`));
+  }
+
+  async groupElement(rollout, place, rows) {
+    const samples = await this.source.group(this.run, rollout, place);
+    const open = (chosen) => this.go(`samples/${this.run}/${rollout}/${chosen}`);
+    return samples.length ? groupView(samples, rows, this.at, place, open) : null;
   }
 
   close() {

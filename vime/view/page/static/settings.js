@@ -40,12 +40,17 @@ export class SettingsScreen {
       const missing = this.found.flatMap((own, i) => Object.keys(own[part]).length ? [] : [this.runs[i].name]);
       return el("section", { class: "card" }, el("h2", {}, title),
         missing.length ? el("p", { class: "faint" }, `Not recorded: ${missing.join(", ")}`) : null,
-        rows.length ? table(`${title}: ${rows.length} ${this.which === "all" ? "" : "differences"}`, ["name", ...this.runs.map((run) => run.name)], rows.slice(0, MOST_ROWS))
+        rows.length ? table(`${title}: ${rows.length} ${counted(this.which === "all" ? "entry" : "difference", rows.length)}`, ["name", ...this.runs.map((run) => run.name)], rows.slice(0, MOST_ROWS))
           : el("p", {}, this.which === "all" ? "None with this name." : this.runs.length < 2 ? "One run differs from none: open several." : "They do not differ."),
         rows.length > MOST_ROWS ? el("p", { class: "faint" }, `The first ${MOST_ROWS} of ${rows.length}: search for the others.`) : null);
     });
     fill(this.tables, parts);
   }
+}
+
+function counted(noun, count) {
+  if (count === 1) return noun;
+  return noun.endsWith("y") ? `${noun.slice(0, -1)}ies` : `${noun}s`;
 }
 
 function said(value) {

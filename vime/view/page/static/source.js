@@ -19,6 +19,7 @@ class ServedRuns {
   settings(run) { return this.ask("settings", { run }); }
   samples(run, since) { return this.ask("samples", { run, since }); }
   sample(run, rollout, place) { return this.ask("sample", { run, rollout, place }); }
+  group(run, rollout, place) { return this.ask("group", { run, rollout, place }); }
   find(run, text, begin) { return this.ask("find", { run, text, begin }); }
 }
 
@@ -38,6 +39,14 @@ class ExportedRuns {
   }
 
   async sample(run, rollout, place) { return this.parts[run].whole[`${rollout}/${place}`]; }
+
+  async group(run, rollout, place) {
+    const { whole } = this.parts[run];
+    const asked = whole[`${rollout}/${place}`];
+    if (!asked || asked.group === null) return asked ? [asked] : [];
+    const of = Object.entries(whole).filter(([name]) => name.startsWith(`${rollout}/`));
+    return of.map(([, sample]) => sample).filter((sample) => sample.group === asked.group);
+  }
 
   async find(run, text) {
     const wanted = text.toLowerCase();

@@ -32,20 +32,13 @@ export class Tokens {
 
   /** One block for each run of tokens that the model, or a tool, has written. */
   build() {
-    const blocks = [];
-    let turn = 0;
-    this.tokens.forEach((token, i) => {
-      if (i === 0 || token[MASK] !== this.tokens[i - 1][MASK]) {
-        if (token[MASK]) turn += 1;
-        blocks.push({ model: Boolean(token[MASK]), turn, spans: [] });
-      }
+    this.spans = this.tokens.map((token, i) => {
       const span = el("span", {}, visible(token[TEXT]));
       span.dataset.i = i;
-      this.spans.push(span);
-      blocks.at(-1).spans.push(span);
+      return span;
     });
-    fill(this.body, blocks.map(({ model, turn: n, spans }) => el("div", { class: model ? "turn" : "turn tool" },
-      el("p", { class: "faint who" }, model ? `model, turn ${n}` : "tool or environment, not trained", ` · ${spans.length} tokens`), spans)));
+    fill(this.body, blocksOf(this.tokens).map(({ model, turn, first, end }) => el("div", { class: model ? "turn" : "turn tool" },
+      el("p", { class: "faint who" }, writer(model, turn), ` · ${end - first} ${end - first === 1 ? "token" : "tokens"}`), this.spans.slice(first, end))));
     if (!this.tokens.length) fill(this.body, el("p", { class: "faint" }, "The response has no tokens."));
   }
 
@@ -96,6 +89,23 @@ export class Tokens {
     this.readout.textContent = parts.join(", ");
   }
 }
+
+/** Runs of tokens [first, end) that the model, or a tool, has written. `turn` counts those of the model. */
+export function blocksOf(tokens) {
+  const blocks = [];
+  let turn = 0;
+  tokens.forEach((token, i) => {
+    if (i === 0 || token[MASK] !== tokens[i - 1][MASK]) {
+      if (token[MASK]) turn += 1;
+      blocks.push({ model: Boolean(token[MASK]), turn, first: i, end: i });
+    }
+    blocks.at(-1).end = i + 1;
+  });
+  return blocks;
+}
+
+/** Who wrote a block. */
+export const writer = (model, turn) => (model ? `model, turn ${turn}` : "tool or environment, not trained");
 
 /** A line break gets a sign, so that a token that is only a break can be seen. */
 function visible(text) {
