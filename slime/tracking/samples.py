@@ -99,9 +99,7 @@ def shown_sample(groups: Sequence[SampleGroup]) -> ShownSample | None:
     sample = next((sample for group in groups for sample in group), None)
     if sample is None:
         return None
-    prompt = sample.prompt
-    if not isinstance(prompt, str):
-        prompt = str(prompt[-1].get("content") or "") if prompt else ""
+    prompt = question(sample.prompt)
     response, label = sample.response[:_SHOWN_CHARS], "" if sample.label is None else str(sample.label)
     return ShownSample(
         prompt[-_SHOWN_CHARS:],
@@ -110,6 +108,15 @@ def shown_sample(groups: Sequence[SampleGroup]) -> ShownSample | None:
         f"{sample.reward}"[:_SHOWN_CHARS],
         sample.status.value,
     )
+
+
+def question(prompt: str | list[Message]) -> str:
+    """A prompt for one line of a list: of a conversation the last message that the model did not write. The
+    conversations of SFT end with the response."""
+    if isinstance(prompt, str):
+        return prompt
+    asked = [message for message in prompt if message.get("role") != "assistant"]
+    return str((asked or [*prompt, {}])[-1].get("content") or "")
 
 
 def sample_rollouts(run_dir: Path) -> list[int]:

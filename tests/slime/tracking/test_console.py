@@ -159,6 +159,8 @@ def test_the_sample_of_a_rollout():
     shown = shown_sample([[sample]])
     assert shown.prompt.endswith("xend") and len(shown.prompt) == len(shown.response) == 2000
     assert (shown.label, shown.reward) == ("7", "{'score': 1}")
+    of_sft = [{"role": "user", "content": "34+48="}, {"role": "assistant", "content": "82"}]
+    assert shown_sample([[Sample(prompt=of_sft, response="82")]]).prompt == "34+48="
     assert shown_sample([]) is None and shown_sample([[]]) is None
     assert shown_sample([[Sample(prompt=[])]]).prompt == ""
 

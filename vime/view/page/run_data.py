@@ -170,6 +170,11 @@ def _summary(summary: RunSummary) -> Json:
             "engines": engines,
             "doing": [_doing(phase) for phase in summary.doing],
             "warnings": warnings,
+            "concerns": [
+                {name: event.get(name) for name in ("name", "rollout", "text", "remedy")}
+                for event in summary.concerns.values()
+                if event.kind == "concern_begin"
+            ],
             "warning_count": len(summary.warnings),
             "starts": summary.starts,
         }

@@ -13,6 +13,7 @@ from pathlib import Path
 from slime.tracking.samples import (
     SampleRecord,
     number_of_reward,
+    question,
     read_samples,
     sample_files,
     sample_rollouts,
@@ -25,7 +26,7 @@ COLUMNS = (
     *("gap", "largest_gap", "prompt", "response", "group_size"),
 )
 """Of a row. `oldest`, `newest`: versions of the weights. `gap`: |trainer - engine| in nats, the mean over the trained
-tokens. `prompt` and `response`: the first characters, of a conversation those of its last message."""
+tokens. `prompt` and `response`: the first characters, of a conversation those of its last question."""
 _SHOWN = 100
 _SLICE_S = 0.25
 """One answer reads files for so long, and says where the next one goes on."""
@@ -112,11 +113,6 @@ def prompt_text(prompt: str | list[Message]) -> str:
     return "\n".join(str(message.get("content") or "") for message in prompt)
 
 
-def _last_text(prompt: str | list[Message]) -> str:
-    """Prompts of a run often begin with the same message of the system."""
-    return prompt_text(prompt if isinstance(prompt, str) else prompt[-1:])
-
-
 def _row(rollout: int, record: SampleRecord) -> Row:
     gaps = [
         abs(token.trainer - token.engine)
@@ -132,7 +128,7 @@ def _row(rollout: int, record: SampleRecord) -> Row:
             record.status,
         ),
         *(sum(gaps) / len(gaps) if gaps else None, max(gaps, default=None)),
-        *(_shown(_last_text(record.prompt)), _shown(record.response), record.group_size),
+        *(_shown(question(record.prompt)), _shown(record.response), record.group_size),
     ]
 
 

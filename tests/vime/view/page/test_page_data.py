@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from page_runs import HOSTILE, make_run, make_samples
 
+from slime.tracking.events import Events
 from slime.tracking.kinds import VERSION
 from slime.tracking.samples import write_samples
 from slime.types import Sample
@@ -53,6 +54,17 @@ def test_the_state_and_the_curves_of_a_run(tmp_path: Path, state: str) -> None:
         "steps": [0, 1, 2],
         "values": [1.0, None, 1 / 3],
     }
+
+
+def test_a_condition_that_keeps_a_run_from_learning_is_in_its_state(tmp_path: Path) -> None:
+    run = opened(make_run(tmp_path / "run", state="running"))
+    concern = {"name": "all rewards 0", "rollout": 2, "text": "each reward is 0", "remedy": "look at samples"}
+    driver = Events("driver", str(run.dir))
+    driver.add("concern_begin", **concern)
+    assert run.summary()["concerns"] == [concern]
+    driver.add("concern_end", **(concern | {"rollout": 5}))
+    driver.close()
+    assert opened(run.dir).summary()["concerns"] == []
 
 
 def test_a_driver_that_is_killed_is_seen_without_an_event(
@@ -167,13 +179,15 @@ def test_a_reward_that_is_a_record_has_its_number_in_the_rows(tmp_path: Path) ->
     assert (named(rows[0][0])["reward"], named(rows[1][0])["reward"]) == (0.5, None)
 
 
-def test_the_row_of_a_conversation_has_its_last_message(tmp_path: Path) -> None:
+def test_the_row_of_a_conversation_has_its_last_question(tmp_path: Path) -> None:
     run = opened(make_run(tmp_path / "run"))
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Which day?"}]
-    prompts = [chat, [], [{"role": "assistant", "content": None}], "a text"]
+    of_sft = [*chat, {"role": "assistant", "content": "Monday"}]
+    prompts = [chat, of_sft, [], [{"role": "assistant", "content": None}], "a text"]
     samples = [Sample(group_index=0, tokens=[0, 1], response_length=1, prompt=prompt) for prompt in prompts]
-    write_samples(run.dir, 0, samples, range(4), str)
-    assert [named(row)["prompt"] for row in run.samples(0)["rows"][0]] == ["Which day?", "", "", "a text"]
+    write_samples(run.dir, 0, samples, range(5), str)
+    shown = [named(row)["prompt"] for row in run.samples(0)["rows"][0]]
+    assert shown == ["Which day?", "Which day?", "", "", "a text"]
 
 
 def test_lines_that_are_half_written_are_left_out(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ function card(run, i, metrics) {
   if (run.state === "running" && run.doing.length) facts.push(["now", run.doing.map(doing).join(", ")]);
   if (run.updated) facts.push([run.state === "running" ? "newest event" : "ended", moment(run.updated)]);
   append(made, el("dl", {}, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))));
+  if (run.concerns?.length) append(made, concerns(run));
   if (run.warning_count) append(made, warnings(run));
   return made;
 }
@@ -55,6 +56,12 @@ function engines(all) {
 
 function doing(phase) {
   return `${phase.source}${phase.device ? ` (${phase.device})` : ""} ${phaseText(phase.name)}`;
+}
+
+/** Conditions that keep the run from learning, and that go on or went on until the end. */
+function concerns(run) {
+  return el("ul", { class: "concerns" }, run.concerns.map(({ name, rollout, text, remedy }) => el("li", {},
+    el("strong", {}, `${name}, from rollout ${rollout}`), `: ${text}`, el("br"), el("span", { class: "faint" }, remedy))));
 }
 
 function warnings(run) {
