@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -35,6 +36,8 @@ _FACTS = _ROUTERS | {"rollout_state", "chat_parser_path", "rollout_engine_dtype"
 """What only a run adds to the `args` of a hook (`EnginePool.facts`, `RolloutManager`)."""
 _WITHOUT_A_RUN = "while a rollout runs"
 """Part of the error of `slime.rollout.state.of_process`."""
+_REMEDY = re.compile(r"must .+, got .+; |; it runs in a thread, ")
+"""An error that has its remedy: one of vime, or `slime.user_code.remedy`."""
 _CONNECTS = (
     "socket.connect",
     "socket.bind",
@@ -121,10 +124,11 @@ def check_reward(
     if leaves or (problem and (changes or _WITHOUT_A_RUN in problem)):
         return f"{where}{flag} was not checked: {leaves[0] if leaves else problem}"
     if problem:
-        raise ValueError(
+        text = (
             f"{where}{flag} must score each response, got this error for the first prompt with its own text as the "
             f"response: {problem}; mend the function, the columns that it reads (--label-key, --metadata-key), or flags"
         )
+        raise ValueError(text.rpartition("; mend the function, ")[0] if _REMEDY.search(problem) else text)
     return None
 
 

@@ -7,6 +7,7 @@ import asyncio
 import functools
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -58,6 +59,15 @@ def no_number(args: Any, sample: Any) -> Any:
 
 def forgets(args: Any, sample: Any) -> Any:
     pass
+
+
+def alarms(args: Any, sample: Any) -> float:
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    return 1.0
+
+
+def refuses(args: Any, sample: Any) -> float:
+    raise ValueError("an empty answer; a bad one")
 
 
 def raises(args: Any, sample: Any) -> float:
@@ -182,6 +192,33 @@ def test_plan_and_train_name_what_is_wrong(
             read()
         said.append(str(error.value))
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    ("reward", "end"),
+    [
+        (
+            own("wrong_key"),
+            ": KeyError: 'anwser'; mend the function, the columns that it reads (--label-key, ",
+        ),
+        (
+            own("refuses"),
+            ": an empty answer; a bad one; mend the function, the columns that it reads (--label-key, ",
+        ),
+        (own("no_number"), " got 'good' of type str; return a float"),
+        (own("forgets"), " got None of type NoneType; return a float"),
+        (own("waits"), "--reward-key must name an entry of the reward, got None; sample 0 has ['score']"),
+        (own("alarms"), "compute in a process of your own (math_verify: parsing_timeout=None)"),
+        (["--rm-type", "dapo"], "--reward-key must name an entry of the reward, got None; sample 0 has "),
+    ],
+    ids=lambda value: value[1].rpartition(".")[2] if isinstance(value, list) else "",
+)
+def test_an_error_has_one_remedy(model: Path, tmp_path: Path, reward: list[str], end: str) -> None:
+    with pytest.raises(ValueError) as error:
+        list(prompts(parse_config(words(model, tmp_path, *reward))))
+    begin, found, rest = str(error.value).partition(end)
+    assert found, str(error.value)
+    assert "mend the function" not in begin + rest and rest.count("; ") == 0
 
 
 @pytest.mark.parametrize(
