@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from slime.algo.corrections import LEVELS, MEASURES, MODES, Mode
 from slime.algo.estimators import ESTIMATORS, Estimator
 from slime.algo.losses import LOSSES
 from slime.algo.surrogates import SURROGATES, Surrogate
-from slime.config.fields import FlagSpec, specs_of
-from slime.config.schema import SECTIONS
+from slime.config.fields import FlagSpec, specs_of, spelled
+from slime.config.schema import SECTIONS, Config
 from slime.hardware import HARDWARE
 from slime.weight_sync.delta.registry import CHECKSUMS, ENCODINGS
 from slime.weight_sync.registry import CHANNELS
@@ -71,6 +71,73 @@ FALLBACKS = {
     "eval_reward_key": "reward_key",
 }
 """Field that is None -> the field that gives its value."""
+
+READ_WITH: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("use_wandb",): (
+        *("wandb_mode", "wandb_dir", "wandb_key", "wandb_host", "wandb_team", "wandb_run_id"),
+        *("disable_wandb_random_suffix", "wandb_always_use_train_step"),
+    ),
+    ("use_wandb", "use_swanlab", "use_trackio"): ("wandb_project",),
+    ("use_wandb", "use_mlflow", "use_swanlab", "use_trackio", "use_prometheus"): ("wandb_group",),
+    ("use_tensorboard",): ("tb_project_name", "tb_experiment_name"),
+    ("use_mlflow",): (
+        *("mlflow_tracking_uri", "mlflow_experiment_name", "mlflow_run_name", "mlflow_run_id"),
+    ),
+    ("use_swanlab",): ("swanlab_project", "swanlab_experiment_name", "swanlab_mode"),
+    ("use_trackio",): ("trackio_project", "trackio_run_name"),
+    ("use_prometheus",): ("prometheus_host", "prometheus_port", "prometheus_run_name"),
+    ("partial_rollout",): ("mask_offpolicy_in_partial_rollout",),
+    ("overlong_buffer_len",): ("overlong_penalty_factor",),
+    ("save",): ("async_save", "no_save_optim"),
+    ("load",): ("no_load_optim", "no_load_rng"),
+    ("use_dynamic_batch_size",): ("max_tokens_per_gpu",),
+    ("record_memory_history",): ("memory_snapshot_num_steps", "memory_snapshot_dir"),
+    ("load_debug_rollout_data",): ("load_debug_rollout_data_subsample",),
+    ("update_weight_mode=delta",): ("update_weight_delta_encoding", "update_weight_delta_checksum"),
+    ("eval_interval",): (
+        *("eval_prompt_data", "eval_config", "skip_eval_before_train", "n_samples_per_eval_prompt"),
+        *("eval_function_path", "eval_input_key", "eval_label_key", "eval_tool_key", "eval_temperature"),
+        *("eval_top_p", "eval_top_k", "eval_max_response_len", "eval_max_prompt_len", "eval_min_new_tokens"),
+        *("eval_max_context_len", "eval_reward_key"),
+    ),
+}
+"""Switches, each a field or a field with a value -> the fields that are read only where one of the switches is on.
+`slime.algo.flags` has those of the objective. Those of a critic, a teacher and adapters are errors of their rules."""
+
+
+def read_nowhere(c: Config) -> Iterator[str]:
+    """Notes on flags of `READ_WITH` whose switches are all off. A value that another flag gave counts as not given."""
+    specs = own_flags()
+    for switches, names in READ_WITH.items():
+        if any(_is_on(c, switch) for switch in switches) or _is_never_on(c, switches):
+            continue
+        for name in names:
+            value, source, spec = c.value_of(name), FALLBACKS.get(name), specs[name]
+            if value in (spec.default, None) or (source and value == c.value_of(source)):
+                continue
+            shown = (
+                ""
+                if value is True or spec.secret
+                else f" {' '.join(value) if isinstance(value, list) else value}"
+            )
+            needed = " or ".join(map(_shown, switches))
+            yield f"{spelled(name)}{shown} has no effect without {needed}: it is read only there"
+
+
+def _is_on(c: Config, switch: str) -> bool:
+    name, _, wanted = switch.partition("=")
+    value = c.value_of(name)
+    return value == wanted if wanted else bool(value)
+
+
+def _shown(switch: str) -> str:
+    name, _, wanted = switch.partition("=")
+    return f"{spelled(name)} {wanted}".strip()
+
+
+def _is_never_on(c: Config, switches: tuple[str, ...]) -> bool:
+    """A run without engines evaluates nothing, and has a note on that."""
+    return "eval_interval" in switches and c.debug.debug_train_only
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from slime.config.fields import spelled
 from slime.config.schema import Config
+from slime.config.sections.lora import LoraConfig
 from slime.models import decoder_of, family_for
 from slime.models.decoder import Hf
 from slime.models.lora import Lora, modules_of, read_peft, sends_adapters
@@ -55,8 +56,8 @@ def check_lora(c: Config, hf: Hf) -> None:
 def _check_left_out(c: Config) -> None:
     if c.lora.lora_load is not None:
         read_peft(c.lora.lora_load)  # says why it gave no rank
-    for name in ("lora_merge", "target_modules", "lora_dropout"):
-        if value := c.value_of(name):
+    for name in ("lora_merge", "target_modules", "lora_dropout", "lora_alpha", "lora_name"):
+        if (value := c.value_of(name)) and value != getattr(LoraConfig, name):
             shown = " ".join(value) if isinstance(value, list) else value
             raise ValueError(f"--lora-rank must be given with {spelled(name)}, got {shown} alone; add it")
 

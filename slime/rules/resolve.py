@@ -14,9 +14,10 @@ from typing import Literal
 
 from slime import megatron_versions
 from slime.algo.losses import loss_of
-from slime.config.fields import Values
+from slime.config.fields import Values, spelled
 from slime.config.schema import SECTIONS, Config
 from slime.config.sections.kernels import BITWISE_OPERATORS, OPERATORS
+from slime.config.sections.lora import LoraConfig
 from slime.config.sections.reward import reward_names
 from slime.hardware import HARDWARE
 from slime.hooks import absolute
@@ -25,13 +26,14 @@ from slime.roles.served import teachers
 from slime.rules.algorithm import compares_alone, makes_groups, unread_notes
 from slime.rules.checkpoint import remarks as read_remarks
 from slime.rules.cluster import critic_notes
-from slime.rules.flags import FALLBACKS
+from slime.rules.flags import FALLBACKS, read_nowhere
 from slime.rules.kernels import provider_notes
 from slime.rules.megatron import never_run, same_result
 from slime.rules.off_policy import cuts, mismatch_notes
 from slime.rules.packages import package_notes
 from slime.weight_sync.registry import CHANNELS, default_channel
 
+_OF_RANK = ("lora_alpha", "lora_name")
 _DRIVER_FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/dxg", "/dev/kfd")
 """Of the drivers of GPUs, also in a container, on boards with a GPU of their own and in Windows."""
 
@@ -184,6 +186,12 @@ def _lora(c: argparse.Namespace, given: Values) -> None:
     """--lora-load gives what the user did not. The rules report a directory that cannot be read."""
     c.target_modules = c.target_modules or c.lora_target_modules
     if c.lora_load is None:
+        if not c.lora_rank:  # the rules refuse other values than the defaults
+            names = [name for name in _OF_RANK if name in given and given[name] == getattr(LoraConfig, name)]
+            c.notes += [
+                f"{spelled(name)} {given[name]} has no effect without --lora-rank: it is read only there"
+                for name in names
+            ]
         return
     with contextlib.suppress(ValueError):
         stored, _ = read_peft(c.lora_load)
@@ -291,6 +299,7 @@ def _remarks(c: Config) -> Iterator[str]:
         )
 
     yield from unread_notes(c)
+    yield from read_nowhere(c)
     yield from critic_notes(c)
     yield from mismatch_notes(c)
     if c.megatron.overrides.get("transformer_impl") == "transformer_engine":
