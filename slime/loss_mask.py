@@ -29,9 +29,44 @@ _STAND_IN = "\ue000"
 """A character for private use, which ends no turn."""
 
 
+def tool_rule(tool: object) -> str | None:
+    """The rule that a description of a tool breaks, as the end of "a tool must ...". None for a good one: a name, a
+    function, or an object with a function. A null field counts as absent."""
+    if isinstance(tool, str) and tool:
+        return None
+    if not isinstance(tool, dict):
+        return "be an object or a name"
+    function = tool if tool.get("function") is None else tool["function"]
+    if not isinstance(function, dict):
+        return "have a function that is an object"
+    if not isinstance(name := function.get("name"), str) or not name:
+        return "have a name that is a text"
+    if not isinstance(function.get("description") or "", str):
+        return "have a description that is a text"
+    return parameters_rule(function.get("parameters"))
+
+
+def parameters_rule(parameters: object) -> str | None:
+    """`tool_rule` of the parameters of a tool."""
+    if parameters is None:
+        return None
+    if not isinstance(parameters, dict):
+        return "have parameters that are an object"
+    if not isinstance(parameters.get("properties"), dict | None):
+        return "have properties of parameters that are an object"
+    return None
+
+
 def tool_schemas(tools: Tools | None) -> Tools | None:
     """The tools for a chat template. A name becomes a function of that name, because transformers takes objects
-    only."""
+    only. ValueError for tools that are no list of descriptions."""
+    if tools is not None and not isinstance(tools, list | tuple):
+        raise ValueError(
+            f"tools must be a list of descriptions of tools, got {tools!r:.80}; correct the tools of the sample"
+        )
+    for tool in tools or ():
+        if rule := tool_rule(tool):
+            raise ValueError(f"a tool must {rule}, got {tool!r:.80}; correct the tools of the sample")
     return tools and [
         {"type": "function", "function": {"name": tool}} if isinstance(tool, str) else tool for tool in tools
     ]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.data.files import Place, Row, parse_json
 from slime.data.tokenizer import opened, opening_ids
-from slime.loss_mask import tool_schemas
+from slime.loss_mask import tool_rule, tool_schemas
 from slime.types import Message, Metadata, Prompt, Tools
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def to_prompt(row: Row, where: Place, columns: Columns, tokenizer: PreTrainedTok
     own = _parsed(row.get(columns.metadata_key) or {}, dict, columns.metadata_key, "--metadata-key", where)
     metadata = _others(row, columns) | own | (pair or {})
     tools = None
-    if columns.tool_key is not None and row.get(columns.tool_key):
+    if columns.tool_key is not None and row.get(columns.tool_key) not in (None, "", []):
         tools = _parsed(row[columns.tool_key], list, columns.tool_key, "--tool-key", where)
         tools = [_tool(entry, columns.tool_key, where) for entry in tools]
         metadata = {**metadata, "tools": tools}
@@ -245,17 +245,15 @@ def _parsed(value: object, kind: type[T], key: str, flag: str, where: Place) -> 
 def _tool(entry: object, key: str, where: Place) -> object:
     """An entry of a tools column: an object, its JSON text, which some files have because it fits one column, or the
     name of a function."""
-    if isinstance(entry, dict) or (isinstance(entry, str) and _NAME.fullmatch(entry)):
+    if isinstance(entry, str) and _NAME.fullmatch(entry):
         return entry
-    found = None
+    found = entry
     if isinstance(entry, str):
         with contextlib.suppress(ValueError):
             found = parse_json(entry)
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"{where}: each tool of column {key!r} must be an object, the JSON text of one, or a name, got "
-            f"{entry!r:.80}; fix the line"
-        )
+    rule = tool_rule(found) if isinstance(found, dict) else "be an object, the JSON text of one, or a name"
+    if rule is not None:
+        raise ValueError(f"{where}: each tool of column {key!r} must {rule}, got {entry!r:.80}; fix the line")
     return found
 
 

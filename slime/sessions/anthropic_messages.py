@@ -33,7 +33,7 @@ def read(body: Body, session: Session) -> ChatRequest:
         messages += _assistant(entry) if entry.get("role") == "assistant" else _from_user(entry)
     tools = [
         dialect.function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
-        for tool in dialect.objects(body.get("tools") or [], "tools")
+        for tool in dialect.given_objects(body, "tools")
     ]
     return dialect.request_of(body, messages, tools, "max_tokens", "stop_sequences")
 

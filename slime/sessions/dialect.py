@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+from slime.loss_mask import parameters_rule
 from slime.sessions.live import LiveAnswer
 from slime.sessions.messages import ChatRequest, ModelAnswer, Refused, system_text, text_of
 from slime.sessions.session import MODEL, Session
@@ -70,7 +71,7 @@ def value(body: Body, name: str, kind: type[T], default: T) -> T:
 
 def request_of(body: Body, messages: list[Body], tools: list[Body], length: str, stop: str) -> ChatRequest:
     """The fields that all dialects have. `length` and `stop`: their names for the most tokens and the stop texts."""
-    stops = body.get(stop) or []
+    stops = [] if body.get(stop) in (None, "") else body[stop]
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
         raise Refused(
@@ -106,6 +107,11 @@ def objects(values: object, what: str) -> list[Body]:
     return values
 
 
+def given_objects(body: Body, name: str) -> list[Body]:
+    """A list of objects in a field of a body; none where it is missing or null. Refused for anything else."""
+    return [] if body.get(name) is None else objects(body[name], name)
+
+
 def function_tool(name: object, description: object, parameters: object) -> Body:
     """A tool as chat templates read it."""
     if not isinstance(name, str) or not name:
@@ -115,6 +121,8 @@ def function_tool(name: object, description: object, parameters: object) -> Body
     if about := value(given, "description", str, ""):
         function["description"] = about
     function["parameters"] = value(given, "parameters", dict, {}) or {"type": "object", "properties": {}}
+    if rule := parameters_rule(function["parameters"]):
+        raise Refused("request", f"a tool must {rule}, got {parameters!r:.80}; fix the client")
     return {"type": "function", "function": function}
 
 

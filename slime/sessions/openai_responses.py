@@ -31,7 +31,7 @@ def read(body: Body, session: Session) -> ChatRequest:
     if instructions := system_text(body.get("instructions")):
         messages.insert(0, {"role": "system", "content": instructions})
     tools = []
-    for tool in dialect.objects(body.get("tools") or [], "tools"):
+    for tool in dialect.given_objects(body, "tools"):
         if tool.get("type") != "function":
             raise Refused(
                 "request", f"tools must be functions, got {tool.get('type')!r:.80}; leave others out"

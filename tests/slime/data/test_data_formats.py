@@ -202,7 +202,7 @@ def test_messages_that_are_rendered_later_are_rendered_when_they_are_read(tmp_pa
 
 def test_tools_count_towards_the_length(tmp_path):
     path = write_lines(
-        tmp_path / "d.jsonl", [{"prompt": [{"role": "user", "content": "hi"}], "tools": [{"n": 1}]}]
+        tmp_path / "d.jsonl", [{"prompt": [{"role": "user", "content": "hi"}], "tools": [{"name": "add"}]}]
     )
     tokenizer = make_tokenizer("{{ tools | length }}{{ 'long' * 9 if tools else '' }}")
     with pytest.raises(ValueError, match="the shortest of 1 prompts in .* has 37 tokens"):

@@ -91,36 +91,6 @@ def test_chat_template_kwargs_and_tools_reach_the_template(tmp_path):
     assert load_prompts(path, columns, tokenizer=make_tokenizer(template))[0].text == "plain|1|hi"
 
 
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-
-
-@pytest.mark.parametrize(
-    "tools", [[ADD], json.dumps([ADD]), [json.dumps(ADD)], json.dumps([json.dumps(ADD)])], ids=str
-)
-def test_a_tool_is_the_same_as_an_object_and_as_json_text(tmp_path, tools):
-    """A column of texts, as files have it in which each tool has other fields."""
-    path = write_lines(tmp_path / "d.jsonl", [{"prompt": "hi", "tools": tools}])
-    columns = Columns("prompt", apply_chat_template=True)
-    (prompt,) = load_prompts(path, columns, tokenizer=make_tokenizer("{{ tools | tojson }}"))
-    assert json.loads(prompt.text) == prompt.metadata["tools"] == [ADD]
-
-
-def test_a_tool_may_be_a_name(tmp_path):
-    path = write_lines(tmp_path / "d.jsonl", [{"prompt": "hi", "tools": ["maths.add", "web-search"]}])
-    columns = Columns("prompt", apply_chat_template=True)
-    (prompt,) = load_prompts(path, columns, tokenizer=make_tokenizer("{{ tools | tojson }}"))
-    assert [tool["function"]["name"] for tool in json.loads(prompt.text)] == ["maths.add", "web-search"]
-
-
-@pytest.mark.parametrize("tool", ['{"name": "add"', "[]", '"{}"', "two words", "", 5, None, [ADD]], ids=repr)
-def test_a_tool_of_another_kind_is_an_error_with_its_line(tmp_path, tool):
-    path = write_lines(tmp_path / "d.jsonl", [{"prompt": "a"}, {"prompt": "hi", "tools": [tool]}])
-    with pytest.raises(
-        ValueError, match=r"d.jsonl:2: each tool of column 'tools' must be an object, the JSON"
-    ):
-        load_prompts(path, Columns("prompt"))
-
-
 def test_an_argument_that_no_template_reads_is_an_error():
     """Macros, loops and tests count; what transformers itself takes is no argument of a template."""
     template = (

@@ -164,6 +164,30 @@ def test_a_field_of_a_wrong_type_is_served_or_a_refused_request(path: str) -> No
     assert statuses == {200, 400, 404}
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_tools_that_are_no_functions_are_a_refused_request(path: str) -> None:
+    """A chat template would write them into the prompt, or fail."""
+    (good,) = BODIES[path]["tools"]
+    of_chat = path == "chat/completions"
+
+    def tool(**fields: Any) -> dict[str, Any]:
+        return {**good, "function": {**good["function"], **fields}} if of_chat else {**good, **fields}
+
+    schema = "input_schema" if path == "messages" else "parameters"
+    named = [tool(name=name) for name in (5, "", None, {}, ["add"])]
+    described = [tool(description=5), tool(description={})]
+    wrong_schemas = [tool(**{schema: value}) for value in (5, "a", ["a"], [], {"properties": ["a"]})]
+    broken = [{}, {"type": "function"}, {"function": {}}, *named, *described, *wrong_schemas]
+    cases = [{}, 0, False, "", "add", *([good, each] for each in broken)]
+    bodies = [json.dumps({**BODIES[path], "tools": tools}).encode() for tools in cases]
+    for tools, (status, text, sample) in zip(cases, post_all([(path, body) for body in bodies]), strict=True):
+        assert status == 400 and ("tool" in text or "must be of type" in text), (tools, status, text)
+        assert sample.metadata["session"]["ended"] == "request", tools
+    for tools in (None, [], [tool(**{schema: None})], [tool(**{schema: {}})], [tool(description=None)]):
+        ((status, text, _),) = post_all([(path, json.dumps({**BODIES[path], "tools": tools}).encode())])
+        assert status == 200, (tools, text)
+
+
 BAD_JSON = {
     "deep lists": deep(1_000),
     "very deep lists": deep(200_000),
