@@ -1,12 +1,21 @@
-"""A plug-in like slime's examples/coding_agent_rl over a real engine: adapter, sandbox, harness, evaluation."""
+"""Plug-ins like slime's examples over a real engine. Those of several turns train a step, and one like coding_agent_rl
+has adapter, sandbox, harness and evaluation.
+
+test_backend_conformance.py runs these tests, on its engine. They leave it serving.
+"""
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_double import make_args
+from engine_fixtures import Stack, hf_log_probs
+from plug_in_shapes import RESULT, TURNS
+from rollout_double import ListSource, make_args
 from session_cases import QUESTION, TEMPLATE, check
+from trainer_cases import make_config, rank_data
 from transformers import AutoTokenizer
 
 from slime.agent.adapters import AnthropicAdapter, BaseAdapter, OpenAIAdapter, ResponsesAdapter
@@ -14,7 +23,9 @@ from slime.agent.aiohttp_threaded import FilteredAccessLogger, run_app_in_thread
 from slime.agent.harness import BaseHarness, HarnessContext
 from slime.agent.harness.common import environment_of, run_command
 from slime.agent.sandbox import LocalSandbox, Sandbox, exec_and_wait
+from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.rollout.state import GenerateState
+from slime.rollout.vllm_rollout import generate_rollout
 from slime.types import Sample
 
 ASKS = {
@@ -125,3 +136,50 @@ def test_a_coding_agents_plug_in_makes_samples(served: Any, adapter: type[BaseAd
     finally:
         plug_in.handle.stop()
         state.close()
+
+
+def rolled_out(stack: Stack, shape: str) -> list[Sample]:
+    """4 groups of 2 samples by a generate function of `plug_in_shapes`, which posts to the run's gateway."""
+    args = make_args(
+        custom_generate_function_path=f"plug_in_shapes.{shape}",
+        custom_rm_path="plug_in_shapes.reward",
+        reward_key="score",
+        rollout_batch_size=4,
+        rollout_deadline_s=90.0,
+    )
+    facts, tokenizer = stack.pool.facts, AutoTokenizer.from_pretrained(stack.checkpoint)
+    args.sglang_router_ip, args.sglang_router_port = facts["sglang_router_ip"], facts["sglang_router_port"]
+    args.rollout_state = state = GenerateState(args, stack.pool.client(), tokenizer)
+    try:
+        groups = generate_rollout(args, 0, ListSource(args, [f"{n}+{n}=" for n in range(4)])).samples
+    finally:
+        state.close()
+    return [sample for group in groups for sample in group]
+
+
+@pytest.mark.parametrize("shape", ["retool", "search", "environment"])
+def test_a_plug_in_of_several_turns_trains_a_step(stack: Stack, tmp_path: Path, shape: str) -> None:
+    """The engine's log-probs are on the model's own tokens, and the tool's tokens are not trained on."""
+    samples = rolled_out(stack, shape)
+    tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint)
+    result = tokenizer.encode(RESULT, add_special_tokens=False)
+    assert len(samples) == 8 and {sample.reward["score"] for sample in samples} == {0.0, 1.0}
+    for sample in samples:
+        sample.check()
+        length, mask = sample.response_length, sample.loss_mask
+        response = sample.tokens[-length:]
+        assert [token for token, on in zip(response, mask, strict=True) if not on] == result * (TURNS - 1)
+        expected = hf_log_probs(stack.checkpoint, sample.tokens[:-length], response, 1.0).tolist()
+        own = [value if on else 0.0 for value, on in zip(expected, mask, strict=True)]
+        assert sample.rollout_log_probs == pytest.approx(own, abs=1e-4)
+    model = str(stack.checkpoint)
+    config = make_config(
+        tmp_path, hf_checkpoint=model, load=model, ref_load=model, reward_key="score", max_tokens_per_gpu=64
+    )
+    trainer = MegatronTrainer(config, 0, 1, init_method=f"file://{tmp_path}/store")
+    try:
+        (step,) = trainer.train(0, rank_data(trainer.config, samples)).steps
+    finally:
+        trainer.close()
+    assert step["train/grad_norm"] > 0 and math.isfinite(step["train/loss"])
+    assert step["train/train_rollout_logprob_abs_diff"] < 1e-4
