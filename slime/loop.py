@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event
 from typing import TypeVar
 
@@ -66,19 +66,33 @@ def generate_only(config: Config, rollout: RolloutHandle, engines: EnginePool, r
     """--debug-rollout-only: rollouts, evaluations and their metrics, no training."""
     start = config.data.start_rollout_id or 0
     if evaluates_first(config, start):
-        evaluate(rollout, engines.check_health, report, start)
+        evaluate(rollout, None, engines.check_health, report, start)
     for rollout_id in range(start, config.rollouts):
         made = rollout.generate(rollout_id, saves_after(config, rollout_id), start)
         batch = wait(made, engines.check_health, report.heed)
         report.rollout(rollout_id, batch)
         if due(config.evaluation.eval_interval, rollout_id + 1):
-            evaluate(rollout, engines.check_health, report, rollout_id + 1)
+            evaluate(rollout, None, engines.check_health, report, rollout_id + 1)
 
 
-def evaluate(rollout: RolloutHandle, check: Callable[[], None], report: Reporter, count: int) -> None:
-    """Evaluate the weights after `count` rollouts. `check`: see `slime.waiting.wait`."""
+HeldOutLosses = Callable[[int, dict[str, list[object]]], dict[str, float]]
+"""(rollouts trained, held-out sets) -> their metrics."""
+
+
+def evaluate(
+    rollout: RolloutHandle,
+    losses: HeldOutLosses | None,
+    check: Callable[[], None],
+    report: Reporter,
+    count: int,
+) -> None:
+    """Evaluate the weights after `count` rollouts. `losses`: the trainer's, if there is one. `check`: see
+    `slime.waiting.wait`."""
     with report.events.phase("eval", rollout=count):
         evaluated = wait(rollout.evaluate(count), check)
+        if evaluated.held_out and losses is not None:
+            of_trainer = losses(count, evaluated.held_out)
+            evaluated = replace(evaluated, metrics=evaluated.metrics | of_trainer)
     report.evaluation(count, evaluated)
 
 
@@ -200,7 +214,7 @@ class _Loop:
         """Evaluate before the first rollout."""
         self._heed_stop()
         if evaluates_first(self.config, start):
-            evaluate(self.rollout, self._check, self.report, start)
+            evaluate(self.rollout, self._held_out, self._check, self.report, start)
 
     def evaluate(self, count: int) -> None:
         """Evaluate the weights after `count` rollouts, every --eval-interval rollouts. The engines get these weights
@@ -211,7 +225,16 @@ class _Loop:
         if self.published < count:
             with said("sending weights to the engines"), self.report.events.phase("update", rollout=count):
                 self.publish(count)
-        evaluate(self.rollout, self._check, self.report, count)
+        evaluate(self.rollout, self._held_out, self._check, self.report, count)
+
+    def _held_out(self, count: int, sets: dict[str, list[object]]) -> dict[str, float]:
+        """The trainer's passes need device memory, so colocated engines sleep meanwhile."""
+        with said("computing the loss of held-out samples"):
+            self.turns.begin()
+            metrics = self._wait(self.trainer.evaluate(count, sets))
+            if self.turns.end():
+                self.publish(count)
+        return metrics
 
     def _heed_stop(self) -> None:
         """Raise `_Stopped` if the run was asked to end."""

@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from slime.config.sections.algorithm import AlgorithmConfig
 
 
+SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+"""The rollout function whose prompts are conversations to train on."""
+PAIRS_ROLLOUT = "slime.rollout.sft_rollout.generate_pairs"
+"""The rollout function whose prompts are preference pairs."""
+MASKED_ROLLOUTS = (SFT_ROLLOUT, PAIRS_ROLLOUT)
+"""The rollout functions that make loss masks of conversations. As evaluation, they make held-out samples."""
+
+
 @dataclass(frozen=True)
 class Loss:
     """One value of --loss-type."""
@@ -86,7 +94,7 @@ def _pairs_given(c: Config) -> None:
     if c.rollout.rollout_function_path in _NO_PAIRS:
         raise ValueError(
             f"--rollout-function-path must make pairs with --loss-type {kind}, got {c.rollout.rollout_function_path}; "
-            "use slime.rollout.sft_rollout.generate_pairs"
+            f"use {PAIRS_ROLLOUT}"
         )
     if c.algorithm.calculate_per_token_loss:
         raise ValueError(
@@ -100,8 +108,9 @@ def _pairs_given(c: Config) -> None:
         )
 
 
-_NO_PAIRS = tuple(
-    f"slime.rollout.{name}.generate_rollout" for name in ("sglang_rollout", "vllm_rollout", "sft_rollout")
+_NO_PAIRS = (
+    *(f"slime.rollout.{name}.generate_rollout" for name in ("sglang_rollout", "vllm_rollout")),
+    SFT_ROLLOUT,
 )
 
 
@@ -162,3 +171,9 @@ def loss_of(args: Namespace | AlgorithmConfig) -> Loss:
     if args.loss_type not in LOSSES:
         raise ValueError(f"--loss-type must be one of {', '.join(LOSSES)}, got {args.loss_type}")
     return LOSSES[args.loss_type]
+
+
+def held_out(c: Config) -> bool:
+    """Whether an evaluation computes the loss of held-out samples: the evaluation function makes them of conversations
+    or pairs, for a loss on given responses."""
+    return not loss_of(c.algorithm).rewarded and c.evaluation.eval_function_path in MASKED_ROLLOUTS

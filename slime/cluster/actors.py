@@ -140,6 +140,15 @@ class TrainerActor:
         return_freed_memory()
         return result
 
+    def evaluate(self, rollout_id: int, names: list[str], *data: TrainData) -> dict[str, float]:
+        """The loss of held-out sets. `data`: of each of the `names`."""
+        from slime.data.transport import unpack_columns
+
+        sets = {name: unpack_columns(columns) for name, columns in zip(names, data, strict=True)}
+        metrics = self.trainer.evaluate(rollout_id, sets)
+        return_freed_memory()
+        return metrics
+
     @ray.method(concurrency_group="progress")
     def progress(self) -> tuple[int, int]:
         return self.trainer.progress

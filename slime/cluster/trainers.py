@@ -96,6 +96,15 @@ class TrainerGroup:
         more = received or ()
         return self.call(lambda actor, rank: actor.train.remote(rollout_id, data[rank], *more))
 
+    def evaluate(self, rollout_id: int, held_out: Mapping[str, Sequence[object]]) -> dict[Ref, str]:
+        """The loss of held-out sets; see `TrainerActor.evaluate`. `held_out`: of each data-parallel rank."""
+        names, of_ranks = list(held_out), [self._of_ranks(data) for data in held_out.values()]
+
+        def evaluate(actor: Actor, rank: int) -> Ref:
+            return actor.evaluate.remote(rollout_id, names, *(data[rank] for data in of_ranks))
+
+        return self.call(evaluate)
+
     def _of_ranks(self, rank_data: Sequence[object]) -> list[object]:
         return [rank_data[dp_rank] for dp_rank in self._dp_ranks]
 
@@ -159,6 +168,9 @@ class Trainers:
 
     def _awaited(self, group: TrainerGroup) -> list[TrainerGroup]:
         return [other for other in self._groups if group.group.awaits(other.group)]
+
+    def evaluate(self, rollout_id: int, held_out: Mapping[str, list[object]]) -> Future[dict[str, float]]:
+        return self._answer(self.policy.evaluate(rollout_id, held_out))
 
     def progress(self) -> tuple[int, int]:
         parts = [ask_progress(group.actors[0]) for group in self._groups]

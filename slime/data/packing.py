@@ -132,6 +132,16 @@ def _halves(positions: list[int], lengths: Sequence[int]) -> list[list[int]]:
     return parts
 
 
+def bins_of_pass(data: DataConfig, context_parallel: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Micro-batches as large as those of training, for a pass without optimizer steps: in any number, and the last one
+    may be smaller."""
+    positions = range(len(lengths))
+    if not data.use_dynamic_batch_size:
+        size = data.micro_batch_size
+        return [list(positions[i : i + size]) for i in range(0, len(lengths), size)]
+    return _first_fit(positions, lengths, given(data.max_tokens_per_gpu) * context_parallel)
+
+
 def _bins(
     data: DataConfig,
     context_parallel: int,

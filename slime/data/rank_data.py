@@ -60,6 +60,12 @@ class RankData(dict[str, Any]):
         return sizes
 
     @property
+    def counted_micro_batches(self) -> int:
+        """Of a held-out set: the micro-batches that count, which come first."""
+        count: int = self["counted_micro_batches"]
+        return count
+
+    @property
     def global_batch_sizes(self) -> list[int]:
         """Rollouts of each optimizer step, of all ranks."""
         sizes: list[int] = self["global_batch_sizes"]

@@ -1,4 +1,5 @@
-"""A schedule that keeps the samples of one rollout in one micro-batch, for losses that compare them."""
+"""Two more schedules: one that keeps the samples of a rollout in one micro-batch, for losses that compare them, and one
+for a held-out set."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ from collections.abc import Sequence
 
 from slime.config.sections.data import DataConfig
 from slime.config.sections.megatron import MegatronConfig
-from slime.data.packing import Schedule, plan_steps
+from slime.data.packing import Schedule, bins_of_pass, plan_steps
+from slime.models import decoder_of
 from slime.models.decoder import Hf
+from slime.plan.stages import micro_batch_group
 
 
 def plan_together(
@@ -20,10 +23,7 @@ def plan_together(
     response_lengths: Sequence[int],
 ) -> Schedule:
     """`plan_steps` of whole rollouts, each as long as its samples together. --micro-batch-size counts rollouts."""
-    of_rollout: dict[int, list[int]] = {}
-    for position, rollout in enumerate(rollout_ids):
-        of_rollout.setdefault(rollout, []).append(position)
-    units = list(of_rollout.values())
+    units = _rollouts(rollout_ids)
     totals, responses = (
         [sum(lengths[i] for i in unit) for unit in units] for lengths in (total_lengths, response_lengths)
     )
@@ -34,3 +34,41 @@ def plan_together(
 
     ranks = [[[samples(of_bin) for of_bin in step] for step in rank] for rank in found.ranks]
     return Schedule(ranks, [samples(step) for step in found.step_samples], found.global_batch_sizes)
+
+
+def plan_held_out(
+    data: DataConfig,
+    megatron: MegatronConfig,
+    total_lengths: Sequence[int],
+    rollout_ids: Sequence[int],
+    dp_size: int,
+    hf_config: Hf,
+    *,
+    together: bool,
+) -> tuple[Schedule, list[int]]:
+    """One step over all samples without a backward, and the number of each rank's micro-batches that count.
+
+    The micro-batches are those of any number of ranks. Ranks must run equally many, so the ones that have fewer repeat
+    the smallest at their end, and those do not count. `together`: the samples of a rollout share a micro-batch.
+    """
+    units = _rollouts(rollout_ids) if together else [[position] for position in range(len(rollout_ids))]
+    totals = [sum(total_lengths[i] for i in unit) for unit in units]
+    bins = bins_of_pass(data, megatron.context_parallel_size, totals)
+    multiple = dp_size * micro_batch_group(megatron, len(decoder_of(hf_config).layers))
+    count = -(-len(bins) // multiple) * multiple
+    smallest = min(bins, key=lambda of_bin: sum(totals[unit] for unit in of_bin))
+    samples = [
+        [i for unit in of_bin for i in units[unit]] for of_bin in bins + [smallest] * (count - len(bins))
+    ]
+    ranks = [[[samples[k] for k in range(rank, count, dp_size)]] for rank in range(dp_size)]
+    every = list(range(len(rollout_ids)))
+    counted = [len(range(rank, len(bins), dp_size)) for rank in range(dp_size)]
+    return Schedule(ranks, [every], [len(set(rollout_ids))]), counted
+
+
+def _rollouts(rollout_ids: Sequence[int]) -> list[list[int]]:
+    """The positions of each rollout's samples, in order of appearance."""
+    of_rollout: dict[int, list[int]] = {}
+    for position, rollout in enumerate(rollout_ids):
+        of_rollout.setdefault(rollout, []).append(position)
+    return list(of_rollout.values())

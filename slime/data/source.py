@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.algo.losses import loss_of
+from slime.algo.losses import MASKED_ROLLOUTS, SFT_ROLLOUT, loss_of
 from slime.config.schema import Config, section_of
 from slime.config.sections.data import DataConfig
 from slime.config.sections.reward import RewardConfig
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 Place = list[int]
 """Where a prompt was drawn: data set, first and last visit, prompt. A visit is epoch x prompts + position. Those before
 the last were passed over (--curriculum)."""
-SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
-"""The --rollout-function-path whose prompts are conversations to train on."""
-MASKED_ROLLOUTS = (SFT_ROLLOUT, "slime.rollout.sft_rollout.generate_pairs")
-"""The --rollout-function-path of rollouts that make loss masks of conversations."""
 
 
 class PromptDataSource:

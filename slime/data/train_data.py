@@ -25,7 +25,7 @@ from slime.data.agents.turn_rewards import turn_advantages
 from slime.data.columns import COLUMNS, Column, present
 from slime.data.packing import Schedule, plan_steps
 from slime.data.rank_data import RankData
-from slime.data.siblings import plan_together
+from slime.data.siblings import plan_held_out, plan_together
 from slime.data.trajectories import Key, trajectory_keys
 from slime.hooks import load_function
 from slime.models.decoder import Hf
@@ -268,3 +268,16 @@ def scheduled(config: Config, data: TrainData, dp_size: int, hf_config: Hf) -> l
         data["response_lengths"],
     )
     return split_by_dp(data, schedule)
+
+
+def held_out_data(config: Config, data: TrainData, dp_size: int, hf_config: Hf) -> list[RankData]:
+    """`checked_data` of a held-out set in micro-batches of `dp_size` data-parallel ranks, one part per rank. The
+    denominators are those of one optimizer step over the whole set."""
+    schedule, counted = plan_held_out(
+        *(config.data, config.megatron, data["total_lengths"], data["rollout_ids"], dp_size, hf_config),
+        together=loss_of(config.algorithm).pairs,
+    )
+    ranks = split_by_dp(data, schedule)
+    for part, count in zip(ranks, counted, strict=True):
+        part["counted_micro_batches"] = count
+    return ranks

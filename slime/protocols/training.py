@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -60,6 +61,8 @@ class Evaluated:
     metrics: dict[str, float]
     """eval/*; none if a function of the user has logged them."""
     logged: list[Logged] = field(default_factory=list)
+    held_out: dict[str, list[object]] = field(default_factory=dict)
+    """Held-out set -> a reference to the data of each data-parallel rank, whose loss the trainer computes."""
 
 
 class RolloutHandle(Protocol):
@@ -88,6 +91,10 @@ class TrainerHandle(Protocol):
         ...
 
     def train(self, rollout_id: int, rank_data: list[object]) -> Future[TrainResult]: ...
+
+    def evaluate(self, rollout_id: int, held_out: Mapping[str, list[object]]) -> Future[dict[str, float]]:
+        """eval/* metrics of held-out sets with the weights after `rollout_id` rollouts. Changes no state."""
+        ...
 
     def progress(self) -> tuple[int, int]:
         """(micro-batches trained, micro-batches of the rollout) on one rank; answers at once."""

@@ -19,10 +19,10 @@ class RolloutFnTrainOutput:
 
 class EvalResult(TypedDict):
     """The responses of one evaluation dataset. `rewards` and `truncated` have one entry per trajectory, and leave out
-    responses without a reward."""
+    responses without a reward. With `samples` alone, the trainer computes their loss."""
 
-    rewards: list[float]
-    truncated: list[bool]
+    rewards: NotRequired[list[float]]
+    truncated: NotRequired[list[bool]]
     samples: NotRequired[list[Sample]]
 
 

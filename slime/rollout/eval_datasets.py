@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from slime.algo.losses import held_out, loss_of
 from slime.config.config_file import YAML_ERRORS
 from slime.config.fields import NEAR, Values
 from slime.config.hook_calls import CALLS, check_call
 from slime.config.ranges import COUNT, COUNT_OR_ZERO, FRACTION, TEMPERATURE_OR_GREEDY, TOP_K, Range
 from slime.config.schema import Config
 from slime.config.sections.reward import RewardConfig, reward_names
-from slime.data.limits.context import Context, prompt_limit
+from slime.data.limits.context import Context, min_of, prompt_limit
+from slime.data.limits.conversations import Masks
 from slime.data.prompts import Prompts, load_prompts
 from slime.data.rows import Columns, require_template_reads
 from slime.hooks import load_function
@@ -55,6 +57,8 @@ class EvalDatasetConfig:
     input_key: str = "input"
     label_key: str | None = None
     tool_key: str | None = "tools"
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
     metadata_key: str = "metadata"
     apply_chat_template: bool = False
     apply_chat_template_kwargs: dict[str, object] = field(default_factory=dict)
@@ -124,6 +128,8 @@ _FALLBACKS = {
     "input_key": ("eval_input_key", "input_key"),
     "label_key": ("eval_label_key", "label_key"),
     "tool_key": ("eval_tool_key", "tool_key"),
+    "chosen_key": ("chosen_key",),
+    "rejected_key": ("rejected_key",),
     "metadata_key": ("metadata_key",),
     "apply_chat_template": ("apply_chat_template",),
     "apply_chat_template_kwargs": ("apply_chat_template_kwargs",),
@@ -169,7 +175,7 @@ def resolve_eval_datasets(c: Config) -> list[EvalDatasetConfig]:
             for name, settings in datasets.items()
         ]
     configs = _resolved(c, datasets, config.get("defaults") or {})
-    for one in configs:
+    for one in configs if not held_out(c) else ():
         _check_lengths(f"dataset {one.name!r}", one)
     return configs
 
@@ -294,25 +300,32 @@ def read_eval_prompts(
     *,
     most_bytes: int | None = None,
 ) -> Prompts:
-    """The prompts of a dataset, checked. ValueError with file and line for a wrong one. `most_bytes`: see
-    `load_prompts`."""
-    checkpoint = c.rollout.hf_checkpoint
-    limit = prompt_limit(config.max_prompt_len, config.max_context_len)
+    """The prompts of a dataset, checked. Those of held-out samples are read as training reads its own. ValueError with
+    file and line for a wrong one. `most_bytes`: see `load_prompts`."""
+    checkpoint, masked = c.rollout.hf_checkpoint, held_out(c)
+    limit = (min_of if masked else prompt_limit)(config.max_prompt_len, config.max_context_len)
     if checkpoint and config.apply_chat_template_kwargs:
         name = f"apply_chat_template_kwargs of dataset {config.name!r}"
         require_template_reads(config.apply_chat_template_kwargs, tokenizer(), name)
-    context = Context.of(c, tokenizer).for_responses(config.max_response_len, "--eval-max-response-len")
+    named = {f.name: getattr(config, f.name) for f in dataclasses.fields(Columns) if f.name in _SETTINGS}
+    pairs = masked and loss_of(c.algorithm).pairs
+    columns = Columns(**named if pairs else named | {"chosen_key": None, "rejected_key": None})
+    context = masks = None
+    if checkpoint and masked:
+        masks = Masks.of(c, tokenizer(), columns, "--eval-max-context-len")
+    elif checkpoint:
+        context = Context.of(c, tokenizer).for_responses(config.max_response_len, "--eval-max-response-len")
     return load_prompts(
         config.path,
-        Columns(
-            **{f.name: getattr(config, f.name) for f in dataclasses.fields(Columns) if f.name in _SETTINGS}
-        ),
+        columns,
         tokenizer=tokenizer() if config.apply_chat_template or limit is not None else None,
         max_prompt_len=limit,
         flag="--eval-prompt-data" if c.evaluation.eval_config is None else "--eval-config",
         limit_flag="--eval-max-prompt-len",
-        context=context if checkpoint else None,
-        check_label=eval_label_check(c, config),
+        context=context,
+        check_label=None if masked else eval_label_check(c, config),
+        conversations=masked and not pairs,
+        masks=masks,
         most_bytes=most_bytes,
     )
 

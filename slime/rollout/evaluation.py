@@ -83,7 +83,7 @@ async def _eval_dataset(
         return done
 
     groups = await run_together(
-        one(_eval_group(config, number, prompt)) for number, prompt in enumerate(prompts)
+        one(eval_group(config, number, prompt)) for number, prompt in enumerate(prompts)
     )
     samples = [sample for group in groups for sample in group]
     scored = [sample for sample in samples if sample.status is not Sample.Status.ABORTED]
@@ -105,7 +105,8 @@ async def _eval_dataset(
     }
 
 
-def _eval_group(config: EvalDatasetConfig, number: int, prompt: Prompt) -> SampleGroup:
+def eval_group(config: EvalDatasetConfig, number: int, prompt: Prompt) -> SampleGroup:
+    """The samples of a prompt of a dataset, without responses."""
     metadata = {**prompt.metadata, **config.metadata_overrides}
     if config.rm_type is not None:
         metadata["rm_type"] = config.rm_type

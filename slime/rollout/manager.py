@@ -26,7 +26,7 @@ from slime.data.drawing.position import state_path
 from slime.data.packing import forward_flops, prediction_flops, shares_prompts
 from slime.data.rank_data import RankData, mark_kept
 from slime.data.tokenizer import load_tokenizer
-from slime.data.train_data import checked_data, scheduled
+from slime.data.train_data import checked_data, held_out_data, scheduled
 from slime.divergence import DivergedError
 from slime.hooks import load_function
 from slime.protocols import Evaluated, Logged, RolloutBatch, RolloutEngine
@@ -45,7 +45,7 @@ from slime.rollout.vllm_rollout import generate_rollout
 from slime.tracking import outbox
 from slime.tracking.memory import resident_peak_gib
 from slime.tracking.samples import kept_places, shown_sample, token_texts, write_samples
-from slime.types import SampleGroup
+from slime.types import Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
 REWARD = "rollout/raw_reward"
@@ -292,8 +292,8 @@ class RolloutManager:
         return {"rollout/samples_left_out": float(count)}
 
     def evaluate(self, rollout_id: int) -> Evaluated:
-        """eval/* metrics of every evaluation dataset with the current weights. A rollout function of a plug-in does not
-        run at the same time."""
+        """eval/* metrics of every evaluation dataset with the current weights, and the data of each held-out set, whose
+        loss the trainer computes. A rollout function of a plug-in does not run at the same time."""
         phase = self.state.events.phase("eval", rollout=rollout_id)
         with self._naming_checkpoint(), self._turn, phase:
             output = call_rollout_fn(
@@ -304,14 +304,31 @@ class RolloutManager:
             save_debug_rollout_data(
                 self.config.debug.save_debug_rollout_data, rollout_id, groups, evaluation=True
             )
-        metrics = {**eval_metrics(self._with_hooks(), output.data), **(output.metrics or {})}
+        scored = {name: result for name, result in output.data.items() if "rewards" in result}
+        held_out = {
+            name: self._held_out(name, result["samples"])
+            for name, result in output.data.items()
+            if name not in scored
+        }
+        metrics = {**eval_metrics(self._with_hooks(), scored), **(output.metrics or {})}
         logged: list[Logged] = []
         if path := self.config.rollout.custom_eval_rollout_log_function_path:
             log = load_function(path, flag="--custom-eval-rollout-log-function-path")
             with outbox.collected() as logged:
                 if log(rollout_id, self.args, output.data, metrics):
                     metrics = {}
-        return Evaluated(metrics, [*outbox.take(), *logged])
+        return Evaluated(metrics, [*outbox.take(), *logged], held_out)
+
+    def _held_out(self, name: str, samples: list[Sample]) -> list[object]:
+        """The data of a held-out set for each data-parallel rank."""
+        if loss_of((config := self._with_hooks()).algorithm).rewarded:
+            raise ValueError(
+                f"--eval-function-path must return rewards with --loss-type {config.algorithm.loss_type}, got samples "
+                f"alone for dataset {name}; held-out losses are for sft_loss, dpo and reward_model"
+            )
+        data = checked_data(config, self.args, samples, self.hf_config)
+        ranks = held_out_data(config, data, self.dp_sizes[0], self.hf_config)
+        return [self.put(of_rank) for of_rank in ranks]
 
     def close(self) -> None:
         if stream.outstanding(self.state):

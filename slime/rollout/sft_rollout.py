@@ -1,9 +1,13 @@
-"""Supervised fine-tuning as a rollout: turns conversations of the data source into samples, without an engine."""
+"""Supervised fine-tuning as a rollout: turns conversations of the data source into samples, without an engine.
+
+As an evaluation, the same functions make the samples of the held-out sets, whose loss the trainer computes.
+"""
 
 from __future__ import annotations
 
 import copy
 from argparse import Namespace
+from collections.abc import Callable
 
 from slime.algo.losses import loss_of
 from slime.config.schema import section_of
@@ -11,57 +15,85 @@ from slime.config.sections.algorithm import AlgorithmConfig
 from slime.config.sections.data import DataConfig
 from slime.loss_mask import MultiTurnLossMaskGenerator
 from slime.protocols import DataSource
-from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.evaluation import eval_group, load_eval_datasets
 from slime.rollout.state import of_process
-from slime.types import Sample
+from slime.types import Sample, SampleGroup
+
+Maker = Callable[[Sample], SampleGroup]
+"""A sample of the data source -> the samples to train on."""
 
 
 def generate_rollout(
     args: Namespace, rollout_id: int, data_source: DataSource, evaluation: bool = False
-) -> RolloutFnTrainOutput:
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """`--rollout-batch-size` tokenised conversations, with the loss on the assistant's turns.
 
     `Sample.prompt` is a list of messages (--input-key names the column, --apply-chat-template stays off). The
     response starts at the first token of the first trained assistant turn and ends with the conversation. Its
-    loss mask is 0 on the turns of other roles. ValueError, with the sample's name, for a wrong conversation.
+    loss mask is 0 on the turns of other roles. With `evaluation`, all conversations of the held-out sets. ValueError,
+    with the sample's name, for a wrong conversation.
     """
-    if evaluation:
-        raise ValueError(
-            "--eval-interval must not be set for SFT, which has no engine; give --eval-function-path"
-        )
-    data = section_of(DataConfig, args)
-    generator = MultiTurnLossMaskGenerator(of_process(args).tokenizer, tokenizer_type=data.loss_mask_type)
-    groups = data_source.get_samples(data.rollout_batch_size)
-    for sample in (sample for group in groups for sample in group):
+    generator = _generator(args)
+
+    def make(sample: Sample) -> SampleGroup:
         _fill(sample, generator)
-    return RolloutFnTrainOutput(samples=groups)
+        return [sample]
+
+    return _held_out(args, make) if evaluation else _drawn(args, data_source, make)
 
 
 def generate_pairs(
     args: Namespace, rollout_id: int, data_source: DataSource, evaluation: bool = False
-) -> RolloutFnTrainOutput:
-    """`--rollout-batch-size` preference pairs, each a group of a chosen and a rejected sample.
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """`--rollout-batch-size` preference pairs, each a group of a chosen and a rejected sample. With `evaluation`, all
+    pairs of the held-out sets.
 
     The two conversations are in the metadata (--chosen-key, --rejected-key). The samples of a pair are one rollout, so
     that they get into one micro-batch, the chosen one first; their column `preference` is 1 and -1.
     """
-    if evaluation:
-        raise ValueError(
-            "--eval-interval must not be set for preference pairs, which need no engine; give --eval-function-path"
-        )
-    data = section_of(DataConfig, args)
-    generator = MultiTurnLossMaskGenerator(of_process(args).tokenizer, tokenizer_type=data.loss_mask_type)
-    scored, groups = loss_of(section_of(AlgorithmConfig, args)).head == "value", []
-    for (sample,) in data_source.get_samples(data.rollout_batch_size):
-        pair = sample, copy.deepcopy(sample)
+    generator = _generator(args)
+    scored = loss_of(section_of(AlgorithmConfig, args)).head == "value"
+
+    def make(sample: Sample) -> SampleGroup:
+        pair = [sample, copy.deepcopy(sample)]
         for one, name, sign in zip(pair, ("chosen", "rejected"), (1.0, -1.0), strict=True):
             one.prompt, one.rollout_id = one.metadata[name], sample.index
             _fill(one, generator)
             if scored:
                 _score_all(one)
             one.columns["preference"] = [sign] * one.response_length
-        groups.append(list(pair))
-    return RolloutFnTrainOutput(samples=groups)
+        return pair
+
+    return _held_out(args, make) if evaluation else _drawn(args, data_source, make)
+
+
+def _generator(args: Namespace) -> MultiTurnLossMaskGenerator:
+    kind = section_of(DataConfig, args).loss_mask_type
+    return MultiTurnLossMaskGenerator(of_process(args).tokenizer, tokenizer_type=kind)
+
+
+def _drawn(args: Namespace, data_source: DataSource, make: Maker) -> RolloutFnTrainOutput:
+    """The samples of a rollout. A prompt may have several samples, which are made one by one."""
+    groups = data_source.get_samples(section_of(DataConfig, args).rollout_batch_size)
+    return RolloutFnTrainOutput(
+        samples=[[one for sample in group for one in make(sample)] for group in groups]
+    )
+
+
+def _held_out(args: Namespace, make: Maker) -> RolloutFnEvalOutput:
+    """The samples of each held-out set, which are made once per run. They come from no data source, so that the order
+    of the training data stays as it is."""
+    state = of_process(args)
+    for config, prompts in load_eval_datasets(state):
+        if config.name in state.held_out:
+            continue
+        drawn = (eval_group(config, number, prompt)[0] for number, prompt in enumerate(prompts))
+        try:
+            state.held_out[config.name] = [one for sample in drawn for one in make(sample)]
+        except ValueError as error:
+            raise ValueError(f"held-out set {config.name}: {error}") from error
+    return RolloutFnEvalOutput({name: {"samples": samples} for name, samples in state.held_out.items()})
 
 
 def _score_all(sample: Sample) -> None:

@@ -108,6 +108,7 @@ class GenerateState:
         self.sampling_params = rollout_sampling_params(section_of(RolloutConfig, args))
         self.processor = None  # prompts are text
         self.eval_prompts: dict[str, Sequence[Prompt]] = {}
+        self.held_out: dict[str, list[Sample]] = {}
         self.at_close: list[Callable[[], Awaitable[None]]] = []
         """Each is awaited in this state's loop before the loop ends."""
         self.busy = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime.algo.losses import loss_of
+from slime.algo.losses import MASKED_ROLLOUTS, PAIRS_ROLLOUT, SFT_ROLLOUT, loss_of
 from slime.config.fields import spelled
 from slime.config.problems import Problems
 from slime.config.schema import Config
@@ -24,6 +24,36 @@ def check_files(c: Config) -> None:
     if c.evaluation.eval_config is not None and not Path(c.evaluation.eval_config).exists():
         problems.add(
             f"--eval-config must name a file that exists, got {c.evaluation.eval_config}; check the path"
+        )
+    problems.report()
+
+
+def check_held_out(c: Config) -> None:
+    """An evaluation that makes held-out samples has a trainer that computes this loss of them."""
+    problems, e, kind = Problems(), c.evaluation, loss_of(c.algorithm)
+    if e.eval_interval is None or e.eval_function_path not in MASKED_ROLLOUTS:
+        return
+    if kind.rewarded:
+        problems.add(
+            f"--eval-interval must be left out with --loss-type {kind.name} and the evaluation function "
+            f"{e.eval_function_path}, got {e.eval_interval}; give an --eval-function-path that scores responses: "
+            "held-out losses are those of sft_loss, dpo and reward_model"
+        )
+    elif kind.pairs != (e.eval_function_path == PAIRS_ROLLOUT):
+        what, wanted = ("pairs", PAIRS_ROLLOUT) if kind.pairs else ("conversations", SFT_ROLLOUT)
+        problems.add(
+            f"--eval-function-path must make {what} with --loss-type {kind.name}, got {e.eval_function_path}; use "
+            f"{wanted}"
+        )
+    if c.debug.debug_rollout_only:
+        problems.add(
+            f"--eval-interval must be left out with --debug-rollout-only and --loss-type {kind.name}, got "
+            f"{e.eval_interval}; the trainer computes held-out losses"
+        )
+    if hook := c.rollout.custom_eval_rollout_log_function_path:
+        problems.add(
+            f"--custom-eval-rollout-log-function-path must be left out with --loss-type {kind.name}, got {hook}; the "
+            "trainer computes held-out losses, and metrics.jsonl has them"
         )
     problems.report()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from slime import megatron_versions
-from slime.algo.losses import loss_of
+from slime.algo.losses import MASKED_ROLLOUTS, held_out, loss_of
 from slime.config.fields import Values, spelled
 from slime.config.schema import SECTIONS, Config
 from slime.config.sections.kernels import BITWISE_OPERATORS, OPERATORS
@@ -248,7 +248,8 @@ def _evaluation(c: argparse.Namespace) -> None:
             f"--eval-prompt-data {c.eval_prompt_data[0]} has no name; it is called aime, as in slime"
         )
         c.eval_prompt_data = ["aime", *c.eval_prompt_data]
-    if c.debug_train_only and c.eval_interval is not None and c.eval_function_path is None:
+    own = c.rollout_function_path in MASKED_ROLLOUTS and not loss_of(c).rewarded
+    if c.debug_train_only and c.eval_interval is not None and c.eval_function_path is None and not own:
         c.notes.append(
             f"--eval-interval {c.eval_interval} has no effect: without engines nothing is evaluated"
         )
@@ -298,6 +299,8 @@ def _remarks(c: Config) -> Iterator[str]:
             "--replay-kept-tokens N computes both over what the engine kept"
         )
 
+    if held_out(c):
+        yield from _unread_by_held_out(c)
     yield from unread_notes(c)
     yield from read_nowhere(c)
     yield from critic_notes(c)
@@ -314,3 +317,13 @@ def _remarks(c: Config) -> Iterator[str]:
     yield from provider_notes(c)
     yield from never_run(c.megatron.overrides)
     yield from read_remarks(c)
+
+
+def _unread_by_held_out(c: Config) -> Iterator[str]:
+    """Notes on the flags of an evaluation that only generation reads."""
+    usual: dict[str, object] = {"eval_min_new_tokens": None, "n_samples_per_eval_prompt": 1}
+    sampling = ("eval_temperature", "eval_top_p", "eval_top_k", "eval_max_response_len")
+    usual |= {name: c.value_of(FALLBACKS[name]) for name in sampling}
+    for name, value in usual.items():
+        if (given := c.value_of(name)) != value:
+            yield f"{spelled(name)} {given} has no effect: the loss of held-out samples needs no generation"

@@ -33,6 +33,7 @@ from slime.rules.cluster import (
 from slime.rules.data import (
     check_curriculum,
     check_files,
+    check_held_out,
     check_length,
     check_memory_history,
     check_profile_steps,
@@ -367,6 +368,7 @@ TOGETHER: tuple[Rule, ...] = (
     _rewards,
     check_packages,
     _intervals,
+    check_held_out,
     check_saving,
     check_length,
     check_memory_history,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Literal, SupportsFloat, cast, get_args
 
 StepKey = Literal["rollout/step", "train/step", "eval/step"]
@@ -20,6 +20,12 @@ replayed ones. Not a slime name."""
 _TRUNCATED = "-truncated_ratio"
 _DERIVED = re.compile(r"(-truncated_ratio|-aborted_ratio|-pass@[^/]*)$")
 """What the names of metrics that follow from a set's responses have after the name of its score."""
+
+
+HELD_OUT = ("loss", "rewards/accuracies", "rewards/margins")
+"""What follows the name of a held-out set in its metrics that a person sees, eval/{name}/loss for one."""
+_HELD_OUT_SCORES = ("loss", "rewards/accuracies")
+_LOSS = "/loss"
 
 
 def as_step_key(name: str) -> StepKey:
@@ -49,17 +55,34 @@ def as_floats(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
 
 def is_score(name: str, others: Container[str] = ()) -> bool:
     """Whether a metric is the score of an evaluation set, `eval/{name}`, and not derived from it. A set whose name has
-    a "/" is known by its truncated_ratio, which is among the metrics `others`."""
+    a "/" is known by its truncated_ratio, which is among the metrics `others`. A held-out set has its loss as a score,
+    and one of pairs its accuracy too."""
     own = name.startswith("eval/") and name not in STEP_KEYS and not _is_derived(name)
-    return own and (name.count("/") == 1 or name + _TRUNCATED in others)
+    return own and (
+        name.count("/") == 1 or name + _TRUNCATED in others or _of_held_out(name, _HELD_OUT_SCORES, others)
+    )
+
+
+def is_held_out_loss(name: str) -> bool:
+    """Whether a score of a run with held-out sets is a loss, of which a lower value is better. The name may lack its
+    eval/."""
+    return name.endswith(_LOSS)
+
+
+def _of_held_out(name: str, figures: Iterable[str], others: Container[str]) -> bool:
+    """Whether a metric is one of these figures of a held-out set: a set with rewards has `eval/{name}` too."""
+    sets = (name.removesuffix(f"/{figure}") for figure in figures if name.endswith(f"/{figure}"))
+    return any(one.count("/") >= 1 and one not in others for one in sets)
 
 
 def of_sets(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The scores of evaluation sets, and the ratios and pass rates that follow from them, in their order."""
+    """The scores of evaluation sets, and the ratios, pass rates and margins beside them, in their order."""
     return {
         name: value
         for name, value in metrics.items()
-        if name.count("/") == 1 or is_score(_DERIVED.sub("", name), metrics)
+        if name.count("/") == 1
+        or is_score(_DERIVED.sub("", name), metrics)
+        or _of_held_out(name, HELD_OUT, metrics)
     }
 
 

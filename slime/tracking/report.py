@@ -15,7 +15,7 @@ from slime.config.sections.debug import profiled_steps
 from slime.protocols import Evaluated, Logged, RolloutBatch, TrainResult
 from slime.roles.groups import trainer_ranks
 from slime.tracking.concerns import Concerns, ConcernsOfOthers, step_figures
-from slime.tracking.console import HEADER_EVERY, LEFT, StepLine, progress
+from slime.tracking.console import HEADER_EVERY, HELD_OUT, LEFT, StepLine, progress
 from slime.tracking.console.closing import closing
 from slime.tracking.events import Events, Spans
 from slime.tracking.kinds import STEP_PARTS
@@ -64,6 +64,8 @@ class Reporter:
         self._shown = 0
         """Rollouts that have a line."""
         self._evaluations: dict[int, dict[str, float]] = {}
+        self._held_out: dict[str, float] = {}
+        """For the line, from the newest evaluation."""
         self._saved: int | None = None
         self._profiled = profiled_steps(config.debug.profile_steps)
 
@@ -136,7 +138,7 @@ class Reporter:
         if len(self._ends) > 1 and (total := self.config.data.num_rollout) is not None:
             step_s = statistics.median(end - begin for begin, end in itertools.pairwise(self._ends))
             left[LEFT] = step_s * max(0, total - rollout_id - 1)
-        self.line.show(rollout_id, {**metrics, **left})
+        self.line.show(rollout_id, {**metrics, **left, **self._held_out})
         wanted = self.config.logging.log_sample
         wanted = self.line.is_terminal if wanted is None else wanted
         if wanted and batch.sample is not None and self._shown % HEADER_EVERY == 0:
@@ -211,6 +213,9 @@ class Reporter:
             }
             self.events.add("evaluation", rollout=rollout_id, scores=scores)
             self._evaluations[rollout_id] = scores
+            for shown, end in HELD_OUT.items():
+                if (name := next((name for name in scores if name.endswith(end)), None)) is not None:
+                    self._held_out[shown] = scores[name]
             self.line.show_eval(rollout_id, of_sets(metrics))
 
     def heed(self) -> None:

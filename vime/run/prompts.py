@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.algo.losses import held_out, loss_of
 from slime.config import Config
 from slime.config.sections.data import DataConfig
 from slime.data.drawing.mixing import DataSet
@@ -72,7 +73,12 @@ def prompts(c: Config, score: Score | None = None) -> Iterator[str]:
     for data, found in _evaluation(read, most_bytes=PLANNED_BYTES):
         if not bare and (note := _evaluation_reward(c, data, found, score)):
             yield note
-        number = plural(len(found) + found.unread, "prompt")
+        size = len(found) + found.unread
+        if held_out(c):
+            what = plural(size, "pair" if loss_of(c.algorithm).pairs else "conversation")
+            yield f"held-out set {data.name}: {what}, in micro-batches as large as in training{_part_of(found)}"
+            continue
+        number = plural(size, "prompt")
         yield (
             f"evaluation {data.name}: {number} x {data.n_samples_per_eval_prompt} responses{_part_of(found)}"
         )

@@ -13,7 +13,7 @@ from textual.containers import Grid, Horizontal, VerticalScroll
 from textual.widgets import Footer, Static
 
 from vime.view import watch_draw as draw
-from vime.view.watch_data import CURVES, Curve, Look, WatchedRun
+from vime.view.watch_data import CURVES, HELD_OUT, Curve, Look, WatchedRun
 
 PAGE = 4
 """Curves that a small terminal shows at once."""
@@ -38,8 +38,10 @@ class CurveView(Static):
     def render(self) -> Text:
         if self.look is None:
             return Text("")
-        points = self.look.curves.get(self.curve.title)
-        return draw.joined(draw.curve(self.curve, points, self.size.width, self.size.height))
+        curve, curves = self.curve, self.look.curves
+        if curve is CURVES[0] and HELD_OUT.title in curves:
+            curve = HELD_OUT
+        return draw.joined(draw.curve(curve, curves.get(curve.title), self.size.width, self.size.height))
 
 
 class Listing(VerticalScroll):

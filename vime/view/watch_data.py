@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slime.tracking.journal import Event, Tail
 from slime.tracking.kinds import EVENTS_FILE
-from slime.tracking.metrics import LOGPROB_DIFF, is_score
+from slime.tracking.metrics import LOGPROB_DIFF, is_held_out_loss, is_score
 from slime.tracking.run_files import lines_of, open_file
 from slime.tracking.run_summary import RunSummary, SummaryOfEvents
 from slime.tracking.trackers import METRICS_FILE, RESERVED, metric_record
@@ -40,6 +40,10 @@ CURVES: tuple[Curve, ...] = (
     Curve("log-prob difference", (LOGPROB_DIFF,), ".2e"),
     Curve("gradient norm", ("train/grad_norm",), ".3g"),
 )
+
+
+HELD_OUT = Curve("held-out loss", (), ".3g")
+"""In the place of the reward, of a run on given responses: the loss of its first held-out set."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,9 @@ class WatchedRun:
         scores = {
             name.removeprefix("eval/"): series[name] for name in sorted(self._metrics.scores & series.keys())
         }
+        loss = next((name for name in scores if is_held_out_loss(name)), None)
+        if loss is not None and CURVES[0].title not in curves:
+            curves[HELD_OUT.title] = scores[loss]
         now = summary.updated if summary.state == "running" else None
         return Look(summary, curves, scores, self._groups.slowest(now))
 

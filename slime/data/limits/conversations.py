@@ -34,14 +34,22 @@ class Masks:
     """The entries of a row's metadata that are conversations. Without names, the prompt is the conversation."""
     longest: int | None = None
     """The tokens that the model's config.json allows."""
+    flag: str = "--rollout-max-context-len"
+    """The flag that leaves out longer conversations."""
 
     @classmethod
-    def of(cls, c: Config, tokenizer: PreTrainedTokenizerBase, columns: Columns) -> Masks:
-        """For the rows of --prompt-data."""
+    def of(
+        cls,
+        c: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        columns: Columns,
+        flag: str = "--rollout-max-context-len",
+    ) -> Masks:
+        """For the rows of a file with these columns."""
         names = () if columns.chosen_key is None else ("chosen", "rejected")
         kwargs = columns.apply_chat_template_kwargs
         longest = read_hf_config(c.rollout.hf_checkpoint).get(MODEL_SETTING)
-        return cls(tokenizer, c.data.loss_mask_type, kwargs, names, longest)
+        return cls(tokenizer, c.data.loss_mask_type, kwargs, names, longest, flag)
 
     @property
     def identity(self) -> str:
@@ -80,5 +88,5 @@ class Masks:
             raise ValueError(
                 f"conversations must fit the model's context of {self.longest} tokens ({MODEL_SETTING}), got "
                 f"{len(too_long)} of {len(lengths)} that do not; the longest has {lengths[worst]} tokens at "
-                f"{place(worst)}; shorten them, or leave them out with --rollout-max-context-len {self.longest}"
+                f"{place(worst)}; shorten them, or leave them out with {self.flag} {self.longest}"
             )

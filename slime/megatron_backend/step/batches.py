@@ -58,6 +58,11 @@ class Batches:
                     batch = self._packed(data, samples, columns)
             yield batch
 
+    def of_evaluation(self, data: RankData) -> Iterator[MicroBatch]:
+        """All packed micro-batches of a held-out set, with the columns of training."""
+        carried = columns.carried(data, self._config, training=True, policy=True)
+        return (self._packed(data, samples, carried) for samples in data.micro_batches)
+
     def begin(self, total: int) -> None:
         """Training of a rollout begins, with `total` micro-batches."""
         self._finished, self._total = 0, total

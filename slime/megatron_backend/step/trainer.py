@@ -1,7 +1,8 @@
-"""One trainer rank: the models of all roles, their training and checkpoints behind five calls.
+"""One trainer rank: the models of all roles, their training and checkpoints behind six calls.
 
     train(rollout_id, data) -> TrainResult      next_weights(version) -> WeightUpdate | None
-    save(rollout_id)                            weights_file()           start_rollout_id    close()
+    evaluate(rollout_id, sets) -> metrics       weights_file()           start_rollout_id
+    save(rollout_id)                            close()
 
 Where other ranks have some of the roles (slime.roles.groups), a step has two calls, with what they fill in between:
 
@@ -14,7 +15,7 @@ files.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -36,6 +37,7 @@ from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.step.audit import Audit
 from slime.megatron_backend.step.batches import Batches
 from slime.megatron_backend.step.heads import temperature_of
+from slime.megatron_backend.step.held_out import HeldOut
 from slime.megatron_backend.step.learner import Learner, Training
 from slime.megatron_backend.step.models import Models
 from slime.megatron_backend.step.out_of_memory import explained
@@ -85,6 +87,7 @@ class MegatronTrainer:
         self.batches = Batches(config, self.hf_config, self.info, self.replay, self.timers)
         self.scorers = scorers_of(config, self.args, self.models, self.info, self.batches, self.timers)
         self.trainings = self._trainings()
+        self.held_out: HeldOut | None = None
         steps, name = profiled_steps(config.debug.profile_steps), f"{name_of(config)}-{rank}"
         self.profiler = StepProfiler(steps, config.logging.run_dir, name, self.timers, self.info.device)
         self._scored_at: float | None = None
@@ -175,6 +178,27 @@ class MegatronTrainer:
         self.models.update_reference(rollout_id)
         with self.timers.measure("rollout_metrics"):
             return steps, self._rollout_means(data, steps) | more
+
+    def evaluate(self, rollout_id: int, sets: Mapping[str, RankData]) -> dict[str, float]:
+        """eval/{set}/* of held-out sets with the weights after `rollout_id` rollouts. Collective over all ranks. Leaves
+        no trace in the metrics of training."""
+        residence = self.models.main.residence
+        away = "parameters" in residence.away
+        doing = self._explained(f"evaluating after {rollout_id} rollouts")
+        phase = self.events.phase("eval", device=str(self.info.device), rollout=rollout_id)
+        with doing, phase:
+            residence.bring("parameters")
+            if self.held_out is None:
+                self.held_out = HeldOut(self.config, self.args, self.policy, self.models, self.batches)
+            means = {name: self.held_out.means(data) for name, data in sets.items()}
+            if away:
+                residence.release("parameters")
+        operators.step_metrics()  # the calls of the next step count from 0
+        return {
+            f"eval/{name}/{metric}": value
+            for name, of_set in means.items()
+            for metric, value in of_set.items()
+        }
 
     def add_advantages(self, data: RankData) -> None:
         """The columns of the advantage estimator, or those of a hook. Collective over data-parallel ranks."""

@@ -1,6 +1,6 @@
 """Console output of a run: step lines, samples, progress bars, and the last lines. Prints metrics and computes none."""
 
-from slime.tracking.console.columns import LEFT, columns_of
+from slime.tracking.console.columns import HELD_OUT, LEFT, columns_of
 from slime.tracking.console.line import HEADER_EVERY, StepLine, progress
 
-__all__ = ["HEADER_EVERY", "LEFT", "StepLine", "columns_of", "progress"]
+__all__ = ["HEADER_EVERY", "HELD_OUT", "LEFT", "StepLine", "columns_of", "progress"]

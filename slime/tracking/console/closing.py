@@ -7,8 +7,10 @@ import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from slime.algo.losses import held_out
 from slime.checkpoints.checkpoint_dir import iteration_path
 from slime.config import Config
+from slime.tracking.metrics import is_held_out_loss
 
 _DATASETS = 4
 """Evaluation sets that are listed."""
@@ -25,7 +27,8 @@ def closing(
         scores = {count: score for count, score in found.items() if math.isfinite(score)}
         if not scores:
             continue
-        best = max(scores, key=lambda count: (scores[count], count))
+        sign = -1 if held_out(c) and is_held_out_loss(name) else 1
+        best = max(scores, key=lambda count: (sign * scores[count], count))
         text = f"{name} {scores[best]:.4g} after {best} rollouts"
         if best != (last := max(scores)):
             text += f" (after {last}: {scores[last]:.4g})"

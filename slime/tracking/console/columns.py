@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from slime.algo.losses import loss_of
+from slime.algo.losses import held_out, loss_of
 from slime.roles import CRITIC, roles_of
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 LEFT = "left"
 """The metric of the time until the end of the run, in seconds. It exists in the line only."""
+HELD_OUT = {"held_out/loss": "/loss", "held_out/accuracy": "/rewards/accuracies"}
+"""Metrics that exist in the line only: the newest ones of the first held-out set, and the ends of their own names."""
 GAP = "  "
 
 
@@ -68,6 +70,8 @@ _GIVEN = (
     _TRAIN_S,
 )
 """For a loss on given responses, which are neither generated nor rewarded."""
+_HELD_LOSS = Column("held_out", ("held_out/loss",), ".2e", 9, 2)
+_HELD_ACCURACY = Column("held_acc", ("held_out/accuracy",), ".3f", 8, 3)
 _LEFT = Column(LEFT, (LEFT,), "", 6, 4)
 
 
@@ -83,7 +87,11 @@ def columns_of(c: Config) -> tuple[Column, ...]:
             only = c.reward.rm_type == "zero"
             first = (_TEACHER, *(column for column in first if not (only and column is REWARD)))
         return (*first, _LEFT)
-    return (replace(_LOSS, rank=1), *(_PAIRS if loss.pairs else ()), *_GIVEN, _LEFT)
+    held: tuple[Column, ...] = ()
+    if c.evaluation.eval_interval is not None and held_out(c):
+        held = (_HELD_ACCURACY if loss.pairs else _HELD_LOSS,)
+    pairs = _PAIRS if loss.pairs else ()
+    return (replace(_LOSS, rank=1), *pairs[:2], *held, *pairs[2:], *_GIVEN, _LEFT)
 
 
 def fitting(columns: Sequence[Column], width: int | None) -> list[Column]:

@@ -32,7 +32,8 @@ class StepLine:
     length: response tokens. kl_ref: KL to the reference model. kl_old: KL to the policy that sampled. dlogp and max:
     mean and largest absolute difference between the trainer's and the engine's log-probs (nats). grad: gradient norm.
     fast: share of an operator's calls that ran its fast implementation, averaged over operators (0 on a CPU). roll_s,
-    train_s and sync_s are seconds; left is the time until the end. `-` marks a metric that the step does not have. On a
+    train_s and sync_s are seconds; left is the time until the end. held_out and held_acc are the loss and the accuracy
+    of the first held-out set in the newest evaluation. `-` marks a metric that the step does not have. On a
     terminal, the reward's colour shows its change (green or red), and values that are not finite are highlighted.
     """
 

@@ -10,6 +10,8 @@ const PANELS = [
   ["Reward", (name) => name === "rollout/raw_reward"],
   ["Parts of the reward", (name) => /^rollout\/reward\/[^/]+$/.test(name)],
   ["Evaluation", (name) => /^eval\/[^/]+$/.test(name) && !/-(truncated|aborted)_ratio$|^eval\/step$/.test(name)],
+  ["Held-out loss", (name) => /^eval\/.+\/loss$/.test(name)],
+  ["Held-out accuracy", (name) => /^eval\/.+\/rewards\/accuracies$/.test(name)],
   ["Loss", (name) => name === "train/loss"],
   ["Gradient norm", (name) => name === "train/grad_norm"],
   ["Entropy (nats)", (name) => name === "train/entropy_loss"],
