@@ -136,11 +136,11 @@ _FALLBACKS = {
 }
 
 
-def resolve_eval_datasets(c: Config) -> list[EvalDatasetConfig]:
+def resolve_eval_datasets(c: Config, *, masked: bool | None = None) -> list[EvalDatasetConfig]:
     """The datasets of --eval-config (a YAML file), else of --eval-prompt-data (name path pairs), else none.
 
     The file holds `datasets`, a list or a mapping from names, and optionally `defaults`. Both are at the top
-    level or under `eval`.
+    level or under `eval`. `masked`: see `read_eval_prompts`.
     """
     given = c.evaluation
     if given.eval_config is None:
@@ -175,7 +175,8 @@ def resolve_eval_datasets(c: Config) -> list[EvalDatasetConfig]:
             for name, settings in datasets.items()
         ]
     configs = _resolved(c, datasets, config.get("defaults") or {})
-    for one in configs if not held_out(c) else ():
+    generated = not (held_out(c) if masked is None else masked)
+    for one in configs if generated else ():
         _check_lengths(f"dataset {one.name!r}", one)
     return configs
 
@@ -298,11 +299,12 @@ def read_eval_prompts(
     config: EvalDatasetConfig,
     tokenizer: Callable[[], PreTrainedTokenizerBase],
     *,
+    masked: bool | None = None,
     most_bytes: int | None = None,
 ) -> Prompts:
-    """The prompts of a dataset, checked. Those of held-out samples are read as training reads its own. ValueError with
-    file and line for a wrong one. `most_bytes`: see `load_prompts`."""
-    checkpoint, masked = c.rollout.hf_checkpoint, held_out(c)
+    """The prompts of a dataset, checked. ValueError with file and line for a wrong one. `masked`: read conversations or
+    pairs, as training does (None: what the run's evaluation function needs). `most_bytes`: see `load_prompts`."""
+    checkpoint, masked = c.rollout.hf_checkpoint, held_out(c) if masked is None else masked
     limit = (min_of if masked else prompt_limit)(config.max_prompt_len, config.max_context_len)
     if checkpoint and config.apply_chat_template_kwargs:
         name = f"apply_chat_template_kwargs of dataset {config.name!r}"

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Sequence
 
+from slime.algo.losses import held_out
 from slime.config.schema import Config, section_of
 from slime.config.sections.reward import RewardConfig, eval_reward_key
 from slime.config.sections.rollout import RolloutConfig
@@ -21,26 +22,31 @@ from slime.types import Prompt, Sample, SampleGroup, SamplingParams
 logger = logging.getLogger(__name__)
 
 
-def load_eval_datasets(state: GenerateState) -> list[tuple[EvalDatasetConfig, Sequence[Prompt]]]:
-    """Settings and prompts of every evaluation dataset. Each file is read once per run.
+def load_eval_datasets(
+    state: GenerateState, *, masked: bool | None = None
+) -> list[tuple[EvalDatasetConfig, Sequence[Prompt]]]:
+    """Settings and prompts of every evaluation dataset. Each file is read once per run. `masked`: see
+    `read_eval_prompts`.
 
     The rollout manager calls this at the start of a run, so that a bad file is an error at the start.
     """
     c = Config.of_args(state.args)
-    configs = resolve_eval_datasets(c)
+    masked = held_out(c) if masked is None else masked
+    configs = resolve_eval_datasets(c, masked=masked)
     if not configs:
         raise ValueError(
             "--eval-prompt-data or --eval-config must name a dataset for --eval-interval, got none"
         )
     for config in configs:
-        if config.name in state.eval_prompts:
+        if (config.name, masked) in state.eval_prompts:
             continue
         if unread := sorted(config.extra.keys() - RULES.keys()):
             logger.warning(
                 "evaluation dataset %s: only your own functions read %s", config.name, ", ".join(unread)
             )
-        state.eval_prompts[config.name] = read_eval_prompts(c, config, lambda: state.tokenizer)
-    return [(config, state.eval_prompts[config.name]) for config in configs]
+        prompts = read_eval_prompts(c, config, lambda: state.tokenizer, masked=masked)
+        state.eval_prompts[config.name, masked] = prompts
+    return [(config, state.eval_prompts[config.name, masked]) for config in configs]
 
 
 async def eval_rollout(state: GenerateState, rollout_id: int) -> RolloutFnEvalOutput:

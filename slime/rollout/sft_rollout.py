@@ -85,7 +85,7 @@ def _held_out(args: Namespace, make: Maker) -> RolloutFnEvalOutput:
     """The samples of each held-out set, which are made once per run. They come from no data source, so that the order
     of the training data stays as it is."""
     state = of_process(args)
-    for config, prompts in load_eval_datasets(state):
+    for config, prompts in load_eval_datasets(state, masked=True):
         if config.name in state.held_out:
             continue
         drawn = (eval_group(config, number, prompt)[0] for number, prompt in enumerate(prompts))

@@ -107,7 +107,7 @@ class GenerateState:
         self.spans = SampleSpans(section_of(LoggingConfig, args).otlp_traces_endpoint)
         self.sampling_params = rollout_sampling_params(section_of(RolloutConfig, args))
         self.processor = None  # prompts are text
-        self.eval_prompts: dict[str, Sequence[Prompt]] = {}
+        self.eval_prompts: dict[tuple[str, bool], Sequence[Prompt]] = {}
         self.held_out: dict[str, list[Sample]] = {}
         self.at_close: list[Callable[[], Awaitable[None]]] = []
         """Each is awaited in this state's loop before the loop ends."""

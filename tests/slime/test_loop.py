@@ -51,6 +51,7 @@ class LoopRun:
         self.start_rollout_id = start
         self.drops_weights = False
         self.stop, self.stops_in = threading.Event(), -1
+        self.held_out: list[object] | None = None
         self.calls: list[str] = []
         self.logged: list[tuple] = []
         self.version: int | None = None  # of the weights that the engines hold
@@ -70,9 +71,14 @@ class LoopRun:
         metrics = {"rollout/raw_reward": float(rollout_id)}
         return done(RolloutBatch([f"data {rollout_id}"], metrics, tokens=0, forward_flops=0.0))
 
-    def evaluate(self, rollout_id: int) -> Future:
+    def evaluate(self, rollout_id: int, held_out: dict[str, list[object]] | None = None) -> Future:
+        """The rollout manager's, or the trainer's with its held-out sets."""
+        if held_out is not None:
+            self.calls.append(f"losses {rollout_id} {held_out}")
+            return done({"eval/held/loss": 0.5})
         self.calls.append(f"evaluate {rollout_id}")
-        return done(Evaluated({"eval/set": float(rollout_id)}))
+        sets = {} if self.held_out is None else {"held": self.held_out}
+        return done(Evaluated({"eval/set": float(rollout_id)}, held_out=sets))
 
     def train(self, rollout_id: int, rank_data: list[Any]) -> Future:
         assert rank_data == [f"data {rollout_id}"]
@@ -162,6 +168,18 @@ def test_generation_runs_ahead_by_max_staleness(staleness):
     assert [c for c in calls if c.startswith("generate")] == [f"generate {i}" for i in range(5)]
     assert [c for c in calls if c.startswith("train")] == [f"train {i}" for i in range(5)]
     assert run.generated_with == [max(i - staleness, 0) for i in range(5)]
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_the_trainer_computes_held_out_losses_with_the_devices(drops):
+    run = LoopRun(colocate=True, num_rollout=1, eval_interval=1)
+    run.held_out, run.drops_weights = ["data"], drops
+    again = ", publish {}" if drops else ""
+    losses = "evaluate {0}, sleep, losses {0} {{'held': ['data']}}, wake" + again.format("{0}")
+    assert run.go() == words(
+        "publish 0," + losses.format(0) + ", generate 0, sleep, train 0, wake, publish 1," + losses.format(1)
+    )
+    assert run.report._evaluations == {n: {"set": float(n), "held/loss": 0.5} for n in (0, 1)}
 
 
 def test_one_rollout_ahead():

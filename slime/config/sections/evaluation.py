@@ -13,7 +13,10 @@ class EvaluationConfig:
     """Evaluation at intervals over several datasets. Each dataset may override these flags in --eval-config."""
 
     eval_interval: int | None = flag(None, "number of rollouts between two evaluations", range=COUNT)
-    eval_prompt_data: list[str] | None = flag(None, "datasets for evaluation: name path [name path ...]")  # noqa: RUF009
+    eval_prompt_data: list[str] | None = flag(  # noqa: RUF009
+        None,
+        "datasets for evaluation: name path [name path ...]; held-out sets for SFT, pairs and reward models",
+    )
     eval_config: str | None = flag(None, "YAML file with datasets for evaluation, each with its own settings")
     eval_function_path: str = flag(None, "rollout function for evaluation (default: the one for training)")
     skip_eval_before_train: bool = flag(False, "do not evaluate before the first step")

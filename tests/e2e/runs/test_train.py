@@ -387,7 +387,11 @@ def test_sft_lowers_the_loss(world: World, monkeypatch) -> None:
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     began = time.monotonic()
-    run(vime("train", *world.sft("sft", rollouts=12)), world.root / "sft.out")
+    held_out = ["--eval-interval", "6", "--eval-prompt-data", "a/b", f"{world.data / 'sft.jsonl'}@[7000:]"]
+    printed = run(vime("train", *world.sft("sft", rollouts=12), *held_out), world.root / "sft.out")
+    of_steps = [row["eval/a/b/loss"] for _, row in sorted(rows(world.root / "sft", "eval/step").items())]
+    assert len(of_steps) == 3 and of_steps[0] > of_steps[1] > of_steps[2]
+    assert " held_out " in printed and "best evaluation: a/b/loss " in printed
     loss = [row["train/loss"] for _, row in sorted(rows(world.root / "sft", "train/step").items())]
     assert len(loss) == 12
     assert loss[0] == pytest.approx(5.57, abs=0.2)  # log(262): the untrained model is nearly uniform

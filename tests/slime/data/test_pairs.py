@@ -9,7 +9,7 @@ from slime.config.sections.data import DataConfig
 from slime.config.sections.megatron import MegatronConfig
 from slime.data.prompts import load_prompts
 from slime.data.rows import Columns
-from slime.data.siblings import plan_together
+from slime.data.siblings import plan_held_out, plan_together
 from slime.data.source import PromptDataSource
 from slime.rollout.sft_rollout import generate_pairs
 
@@ -111,8 +111,11 @@ def test_pairs_become_samples(tmp_path):
             ]
             assert tokenizer.decode(trained) == answer + "<|im_end|>"
             assert f"{i}+1" in tokenizer.decode(sample.tokens)
-    with pytest.raises(ValueError, match="--eval-interval must not be set for preference pairs"):
-        generate_pairs(args, 0, PromptDataSource(args), evaluation=True)
+    args.eval_prompt_data = ["held", write_lines(tmp_path / "held.jsonl", rows[1:])]
+    held = generate_pairs(args, 0, None, evaluation=True).data["held"]["samples"]
+    for one, same in zip(held, [sample for pair in groups[1:] for sample in pair], strict=True):
+        assert (one.tokens, one.loss_mask, one.columns) == (same.tokens, same.loss_mask, same.columns)
+    assert [one.rollout_id for one in held] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("long", ["chosen", "rejected"])
@@ -165,3 +168,25 @@ def test_samples_of_a_rollout_share_a_micro_batch():
     static = DataConfig(micro_batch_size=2, global_batch_size=4)
     found = plan_together(static, MegatronConfig(), lengths, rollouts, 1, HF, lengths)
     assert found.ranks == [[[[0, 1, 2, 3], [4, 5, 6, 7]]]]
+
+
+def test_a_held_out_set_of_any_size_fills_every_rank():
+    """The micro-batches of one rank are those of all; the smallest is repeated, and does not count."""
+    lengths, rollouts = [9, 3, 4, 4, 8, 8, 2, 2], [0, 0, 1, 1, 2, 2, 3, 3]
+    dynamic = DataConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=16, global_batch_size=64)
+    static = DataConfig(micro_batch_size=3, global_batch_size=64)
+
+    def plan(data, dp_size, together=True, size=8):
+        found, counted = plan_held_out(
+            *(data, MegatronConfig(), lengths[:size], rollouts[:size], dp_size, HF), together=together
+        )
+        assert found.step_samples == [list(range(size))] and found.global_batch_sizes == [
+            len(set(rollouts[:size]))
+        ]
+        return [rank[0] for rank in found.ranks], counted
+
+    assert plan(dynamic, 1) == ([[[0, 1, 6, 7], [2, 3], [4, 5]]], [3])
+    assert plan(dynamic, 2) == ([[[0, 1, 6, 7], [4, 5]], [[2, 3], [2, 3]]], [2, 1])
+    assert plan(static, 2) == ([[[0, 1, 2, 3, 4, 5]], [[6, 7]]], [1, 1])
+    assert plan(static, 4, together=False, size=1) == ([[[0]]] * 4, [1, 0, 0, 0])
+    assert plan(static, 1, together=False) == ([[[0, 1, 2], [3, 4, 5], [6, 7]]], [3])

@@ -6,7 +6,9 @@ import pytest
 from rollout_double import CHATML, make_args, make_state, make_tokenizer, write_lines
 
 from slime.data.source import PromptDataSource
+from slime.rollout.manager import RolloutManager
 from slime.rollout.sft_rollout import generate_rollout
+from slime.rules.resolve import resolve
 from slime.types import Sample
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 
@@ -261,5 +263,83 @@ def test_sft_errors_name_the_sample(tmp_path):
         sft(tmp_path, [{"messages": [user("a")]}])
     with pytest.raises(ValueError, match="sample 0 of group 0: messages must begin"):
         sft(tmp_path, [{"messages": [assistant("a")]}])
-    with pytest.raises(ValueError, match="--eval-interval must not be set for SFT"):
-        generate_rollout(make_args(), 0, None, evaluation=True)
+
+
+def test_held_out_conversations_are_made_as_those_of_training(tmp_path):
+    """Without a draw from the data source; twice the same samples; with the columns of the evaluation's flags."""
+    conversation = [user("1+1="), assistant("2"), user("2+2="), assistant("4")]
+    rows = [{"messages": conversation}, {"messages": conversation[:2]}]
+    held = [{"chat": row["messages"]} for row in rows]
+    args = make_args(
+        prompt_data=write_lines(tmp_path / "sft.jsonl", rows),
+        eval_prompt_data=["a", write_lines(tmp_path / "a.jsonl", held), "b", str(tmp_path / "a.jsonl@[1:2]")],
+        **{"input_key": "messages", "eval_input_key": "chat", "n_samples_per_prompt": 1},
+        loss_type="sft_loss",
+    )
+    make_state(args)
+    source = PromptDataSource(args)
+    found = generate_rollout(args, 3, source, evaluation=True).data
+    assert source.orders[0].drawn == 0 and {name: list(of_set) for name, of_set in found.items()} == {
+        "a": ["samples"],
+        "b": ["samples"],
+    }
+    trained = [sample for group in generate_rollout(args, 3, source).samples for sample in group]
+    for name, wanted in (("a", trained), ("b", trained[1:])):
+        for sample, same in zip(found[name]["samples"], wanted, strict=True):
+            assert (sample.tokens, sample.loss_mask) == (same.tokens, same.loss_mask)
+            assert (sample.response_length, sample.status) == (same.response_length, same.status)
+    again = generate_rollout(args, 4, source, evaluation=True).data
+    assert again["a"]["samples"] is found["a"]["samples"]
+    with pytest.raises(ValueError, match="must name a dataset for --eval-interval, got none"):
+        args.eval_prompt_data = None
+        generate_rollout(args, 0, None, evaluation=True)
+
+
+def wrapped(args, rollout_id, data_source, evaluation=False):
+    """A function of a user around ours."""
+    return generate_rollout(args, rollout_id, data_source, evaluation=evaluation)
+
+
+@pytest.mark.parametrize("kind", ["sft_loss", "custom_loss"])
+def test_the_manager_hands_held_out_samples_to_the_trainer(checkpoint, tmp_path, kind):
+    """One part per data-parallel rank, of a function of a user too. A loss on rewards cannot take them."""
+    rows = [{"messages": [user("a"), assistant("b" * n)]} for n in (3, 7, 5)]
+    path = write_lines(tmp_path / "d.jsonl", rows)
+    flags = {"loss_type": kind, "input_key": "messages", "prompt_data": path, "eval_interval": 1}
+    flags |= {"rollout_function_path": "test_rollout_sft.wrapped", "eval_prompt_data": ["held", path]}
+    sizes = {"num_rollout": 2, "rollout_batch_size": 1, "micro_batch_size": 2, "rollout_max_response_len": 4}
+    given = {"hf_checkpoint": str(checkpoint), "run_dir": str(tmp_path / "run"), "device": "cpu", **sizes}
+    manager = RolloutManager(resolve(given | flags), None, 2, {}, put=lambda data: data)
+    try:
+        if kind == "custom_loss":
+            with pytest.raises(
+                ValueError, match="must return rewards with --loss-type custom_loss, got samples"
+            ):
+                manager.evaluate(0)
+            return
+        evaluated = manager.evaluate(0)
+    finally:
+        manager.close()
+    first, second = evaluated.held_out["held"]
+    assert evaluated.metrics == {} and (first["total_lengths"], second["total_lengths"]) == ([25, 29], [27])
+    assert (first.counted_micro_batches, second.counted_micro_batches) == (1, 1)
+    assert first["global_token_counts"] == second["global_token_counts"] == [4 + 8 + 6]
+
+
+def test_a_wrong_row_of_a_held_out_set_is_found_in_its_file(tmp_path):
+    rows = [{"messages": [user("a"), assistant("b" * n)]} for n in (3, 7)]  # 22 more tokens each
+    flags = with_model(tmp_path, CHATML, 27)
+    for wrong, rule in (
+        (rows, "conversations must fit .* leave them out with --eval-max-context-len 27"),
+        ([rows[0], {"messages": "hi"}], r"d.jsonl:2: column 'messages' must hold chat messages for SFT"),
+        ([rows[0], {"messages": [user("a")]}], r"d.jsonl:2: messages of column 'messages' must begin"),
+    ):
+        path = write_lines(tmp_path / "d.jsonl", wrong)
+        args = make_args(**flags, eval_prompt_data=["held", path])
+        make_state(args)
+        with pytest.raises(ValueError, match=rule):
+            generate_rollout(args, 0, None, evaluation=True)
+    args = make_args(**flags, eval_prompt_data=["held", write_lines(tmp_path / "d.jsonl", rows)])
+    args.eval_max_context_len = 27
+    make_state(args)
+    assert len(generate_rollout(args, 0, None, evaluation=True).data["held"]["samples"]) == 1

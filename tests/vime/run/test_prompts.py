@@ -146,3 +146,29 @@ def test_one_file_stays_a_plain_value(model, tmp_path):
     """Hooks and data sources of plug-ins read it as a path."""
     data = write_lines(tmp_path / "d.jsonl", [GOOD])
     assert parse_config(flags(model, data)).namespace().prompt_data == data
+
+
+def test_held_out_sets_are_read_as_training_data(model, tmp_path, capsys):
+    """A plan has a line for each set, keeps --eval-interval without an engine, and refuses a row that has no mask."""
+    make_tokenizer().save_pretrained(model)
+    chat = {"prompt": [USER, {"role": "assistant", "content": "yes"}]}
+    data = write_lines(tmp_path / "d.jsonl", [chat] * 3)
+    held = write_lines(tmp_path / "held.jsonl", [chat])
+    words = flags(model, data, "--loss-type", "sft_loss", "--debug-train-only", "--eval-temperature", "0.5")
+    words += ["--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout"]
+    words += ["--n-samples-per-prompt", "1", "--eval-interval", "2"]
+    for name in ("--label-key", "--rm-type", "--rollout-max-response-len"):
+        del words[words.index(name) : words.index(name) + 2]
+    (tmp_path / "eval.yaml").write_text(f"datasets: {{held: {{path: {held}}}, again: {{path: {held}}}}}")
+    for evaluated in (["--eval-prompt-data", "held", held], ["--eval-config", str(tmp_path / "eval.yaml")]):
+        config = parse_config([*words, *evaluated], (check_evaluation,))
+        assert config.evaluation.eval_interval == 2
+        lines = list(prompts(config))
+        assert lines[1] == "held-out set held: 1 conversation, in micro-batches as large as in training"
+    assert len(lines) == 3
+    note = "--eval-temperature 0.5 has no effect: the loss of held-out samples needs no generation"
+    assert note in config.notes
+    write_lines(tmp_path / "held.jsonl", [chat, {"prompt": [USER]}])
+    for read in (with_data, lambda c: list(prompts(c))):
+        with pytest.raises(ValueError, match=r"held\.jsonl:2: messages of column 'prompt' must begin"):
+            read(config)
