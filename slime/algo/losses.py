@@ -174,6 +174,6 @@ def loss_of(args: Namespace | AlgorithmConfig) -> Loss:
 
 
 def held_out(c: Config) -> bool:
-    """Whether an evaluation computes the loss of held-out samples: the evaluation function makes them of conversations
-    or pairs, for a loss on given responses."""
+    """Returns true if an evaluation computes the loss of held-out samples: the loss is on given responses, and the
+    evaluation function makes samples from conversations or pairs."""
     return not loss_of(c.algorithm).rewarded and c.evaluation.eval_function_path in MASKED_ROLLOUTS

@@ -141,7 +141,7 @@ class TrainerActor:
         return result
 
     def evaluate(self, rollout_id: int, names: list[str], *data: TrainData) -> dict[str, float]:
-        """The loss of held-out sets. `data`: of each of the `names`."""
+        """The loss of held-out sets. `data` has one entry per name in `names`."""
         from slime.data.transport import unpack_columns
 
         sets = {name: unpack_columns(columns) for name, columns in zip(names, data, strict=True)}

@@ -97,7 +97,7 @@ class TrainerGroup:
         return self.call(lambda actor, rank: actor.train.remote(rollout_id, data[rank], *more))
 
     def evaluate(self, rollout_id: int, held_out: Mapping[str, Sequence[object]]) -> dict[Ref, str]:
-        """The loss of held-out sets; see `TrainerActor.evaluate`. `held_out`: of each data-parallel rank."""
+        """The loss of held-out sets; see `TrainerActor.evaluate`. A set has one entry per data-parallel rank."""
         names, of_ranks = list(held_out), [self._of_ranks(data) for data in held_out.values()]
 
         def evaluate(actor: Actor, rank: int) -> Ref:

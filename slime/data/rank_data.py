@@ -61,7 +61,7 @@ class RankData(dict[str, Any]):
 
     @property
     def counted_micro_batches(self) -> int:
-        """Of a held-out set: the micro-batches that count, which come first."""
+        """In a held-out set, the first micro-batches count, and this is their number."""
         count: int = self["counted_micro_batches"]
         return count
 

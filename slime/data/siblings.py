@@ -46,10 +46,11 @@ def plan_held_out(
     *,
     together: bool,
 ) -> tuple[Schedule, list[int]]:
-    """One step over all samples without a backward, and the number of each rank's micro-batches that count.
+    """Returns a schedule with one step over all samples, and the number of micro-batches that count per rank.
 
-    The micro-batches are those of any number of ranks. Ranks must run equally many, so the ones that have fewer repeat
-    the smallest at their end, and those do not count. `together`: the samples of a rollout share a micro-batch.
+    The micro-batches do not depend on the number of ranks. All ranks must run the same number, so a rank with fewer
+    repeats the smallest micro-batch at its end. A repeated micro-batch does not count. `together`: the samples of a
+    rollout share a micro-batch.
     """
     units = _rollouts(rollout_ids) if together else [[position] for position in range(len(rollout_ids))]
     totals = [sum(total_lengths[i] for i in unit) for unit in units]
@@ -67,7 +68,7 @@ def plan_held_out(
 
 
 def _rollouts(rollout_ids: Sequence[int]) -> list[list[int]]:
-    """The positions of each rollout's samples, in order of appearance."""
+    """A list of sample positions for each rollout, in the order of the rollouts' first samples."""
     of_rollout: dict[int, list[int]] = {}
     for position, rollout in enumerate(rollout_ids):
         of_rollout.setdefault(rollout, []).append(position)

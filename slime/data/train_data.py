@@ -272,7 +272,7 @@ def scheduled(config: Config, data: TrainData, dp_size: int, hf_config: Hf) -> l
 
 def held_out_data(config: Config, data: TrainData, dp_size: int, hf_config: Hf) -> list[RankData]:
     """`checked_data` of a held-out set in micro-batches of `dp_size` data-parallel ranks, one part per rank. The
-    denominators are those of one optimizer step over the whole set."""
+    denominators make means over the whole set, as if it were one optimizer step."""
     schedule, counted = plan_held_out(
         *(config.data, config.megatron, data["total_lengths"], data["rollout_ids"], dp_size, hf_config),
         together=loss_of(config.algorithm).pairs,

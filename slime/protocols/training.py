@@ -62,7 +62,7 @@ class Evaluated:
     """eval/*; none if a function of the user has logged them."""
     logged: list[Logged] = field(default_factory=list)
     held_out: dict[str, list[object]] = field(default_factory=dict)
-    """Held-out set -> a reference to the data of each data-parallel rank, whose loss the trainer computes."""
+    """Held-out set -> one reference to data per data-parallel rank. The trainer computes the loss."""
 
 
 class RolloutHandle(Protocol):

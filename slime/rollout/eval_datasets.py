@@ -303,7 +303,7 @@ def read_eval_prompts(
     most_bytes: int | None = None,
 ) -> Prompts:
     """The prompts of a dataset, checked. ValueError with file and line for a wrong one. `masked`: read conversations or
-    pairs, as training does (None: what the run's evaluation function needs). `most_bytes`: see `load_prompts`."""
+    pairs, as training does (None: if `held_out`). `most_bytes`: see `load_prompts`."""
     checkpoint, masked = c.rollout.hf_checkpoint, held_out(c) if masked is None else masked
     limit = (min_of if masked else prompt_limit)(config.max_prompt_len, config.max_context_len)
     if checkpoint and config.apply_chat_template_kwargs:

@@ -292,8 +292,8 @@ class RolloutManager:
         return {"rollout/samples_left_out": float(count)}
 
     def evaluate(self, rollout_id: int) -> Evaluated:
-        """eval/* metrics of every evaluation dataset with the current weights, and the data of each held-out set, whose
-        loss the trainer computes. A rollout function of a plug-in does not run at the same time."""
+        """The eval/* metrics with the current weights, and the data of held-out sets. The rollout function of a plug-in
+        does not run at the same time."""
         phase = self.state.events.phase("eval", rollout=rollout_id)
         with self._naming_checkpoint(), self._turn, phase:
             output = call_rollout_fn(
@@ -320,7 +320,7 @@ class RolloutManager:
         return Evaluated(metrics, [*outbox.take(), *logged], held_out)
 
     def _held_out(self, name: str, samples: list[Sample]) -> list[object]:
-        """The data of a held-out set for each data-parallel rank."""
+        """References to the data of a held-out set, one per data-parallel rank."""
         if loss_of((config := self._with_hooks()).algorithm).rewarded:
             raise ValueError(
                 f"--eval-function-path must return rewards with --loss-type {config.algorithm.loss_type}, got samples "

@@ -82,8 +82,8 @@ def _drawn(args: Namespace, data_source: DataSource, make: Maker) -> RolloutFnTr
 
 
 def _held_out(args: Namespace, make: Maker) -> RolloutFnEvalOutput:
-    """The samples of each held-out set, which are made once per run. They come from no data source, so that the order
-    of the training data stays as it is."""
+    """The held-out sets with their samples, which are made once per run. No data source provides them, so the order of
+    the training data does not change."""
     state = of_process(args)
     for config, prompts in load_eval_datasets(state, masked=True):
         if config.name in state.held_out:

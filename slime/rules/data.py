@@ -29,7 +29,7 @@ def check_files(c: Config) -> None:
 
 
 def check_held_out(c: Config) -> None:
-    """An evaluation that makes held-out samples has a trainer that computes this loss of them."""
+    """The trainer can compute the loss of the held-out samples that an evaluation makes."""
     problems, e, kind = Problems(), c.evaluation, loss_of(c.algorithm)
     if e.eval_interval is None or e.eval_function_path not in MASKED_ROLLOUTS:
         return

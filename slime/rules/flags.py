@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from slime.algo.corrections import LEVELS, MEASURES, MODES, Mode
 from slime.algo.estimators import ESTIMATORS, Estimator
-from slime.algo.losses import LOSSES
+from slime.algo.losses import LOSSES, held_out
 from slime.algo.surrogates import SURROGATES, Surrogate
 from slime.config.fields import FlagSpec, specs_of, spelled
 from slime.config.schema import SECTIONS, Config
@@ -136,8 +136,8 @@ def _shown(switch: str) -> str:
 
 
 def _is_never_on(c: Config, switches: tuple[str, ...]) -> bool:
-    """A run without engines evaluates nothing, and has a note on that."""
-    return "eval_interval" in switches and c.debug.debug_train_only
+    """A run without engines evaluates held-out sets alone. Another run without engines has a note on that."""
+    return "eval_interval" in switches and c.debug.debug_train_only and not held_out(c)
 
 
 @functools.cache

@@ -299,7 +299,7 @@ def _remarks(c: Config) -> Iterator[str]:
             "--replay-kept-tokens N computes both over what the engine kept"
         )
 
-    if held_out(c):
+    if c.evaluation.eval_interval is not None and held_out(c):
         yield from _unread_by_held_out(c)
     yield from unread_notes(c)
     yield from read_nowhere(c)

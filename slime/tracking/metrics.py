@@ -23,7 +23,7 @@ _DERIVED = re.compile(r"(-truncated_ratio|-aborted_ratio|-pass@[^/]*)$")
 
 
 HELD_OUT = ("loss", "rewards/accuracies", "rewards/margins")
-"""What follows the name of a held-out set in its metrics that a person sees, eval/{name}/loss for one."""
+"""The metrics of a held-out set that a person sees, such as eval/{name}/loss, without eval/{name}."""
 _HELD_OUT_SCORES = ("loss", "rewards/accuracies")
 _LOSS = "/loss"
 
@@ -64,19 +64,20 @@ def is_score(name: str, others: Container[str] = ()) -> bool:
 
 
 def is_held_out_loss(name: str) -> bool:
-    """Whether a score of a run with held-out sets is a loss, of which a lower value is better. The name may lack its
+    """Returns true for a loss, where a lower value is better, among the scores of held-out sets. The name may lack its
     eval/."""
     return name.endswith(_LOSS)
 
 
 def _of_held_out(name: str, figures: Iterable[str], others: Container[str]) -> bool:
-    """Whether a metric is one of these figures of a held-out set: a set with rewards has `eval/{name}` too."""
+    """Returns true if a metric is one of these figures of a set without rewards. A set with rewards has a metric
+    `eval/{name}`."""
     sets = (name.removesuffix(f"/{figure}") for figure in figures if name.endswith(f"/{figure}"))
     return any(one.count("/") >= 1 and one not in others for one in sets)
 
 
 def of_sets(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The scores of evaluation sets, and the ratios, pass rates and margins beside them, in their order."""
+    """The scores, ratios, pass rates and margins of evaluation sets, in their order."""
     return {
         name: value
         for name, value in metrics.items()

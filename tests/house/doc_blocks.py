@@ -54,12 +54,13 @@ OF_READER = ("run.yaml", "run.sh", "my-run.yaml", "sums.yaml", "ask.py")
 RUN_WHOLE = {"docs/your-own.md": "tests/e2e/runs/test_first_command.py"}
 """Pages whose blocks run one after the other -> the test that runs them."""
 MADE_BEFORE = (
+    "docs/console.md",
     "examples/judge-reward/",
     "examples/opd/",
     "examples/qwen2.5-0.5b-gsm8k/",
     "examples/smollm2-135m-gsm8k/",
 )
-"""Examples whose commands read models or data that an earlier command writes: the names of the flags are checked."""
+"""Pages whose commands read models or data that an earlier command writes: the names of the flags are checked."""
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,9 @@ def _with_models(argv: list[str], block: Block, folder: Path) -> list[str]:
             wanted = Path(argv[place + 1]).name.lower(), Path(block.page).parent.name
             arch = next((name for name in wanted if name in ARCHITECTURES), "qwen3-0.6b")
             found[place + 1] = str(plan_examples.write_model(arch, folder))
-        if word == "--prompt-data":
-            found[place + 1] = str(plan_examples.write_model("qwen3-0.6b", folder) / "prompts.jsonl")
+        if word in ("--prompt-data", "--eval-prompt-data"):
+            file = place + (1 if word == "--prompt-data" else 2)  # after the name of the set
+            found[file] = str(plan_examples.write_model("qwen3-0.6b", folder) / "prompts.jsonl")
     return found
 
 

@@ -43,7 +43,7 @@ CURVES: tuple[Curve, ...] = (
 
 
 HELD_OUT = Curve("held-out loss", (), ".3g")
-"""In the place of the reward, of a run on given responses: the loss of its first held-out set."""
+"""A run on given responses has no reward. Its first curve shows the loss of its first held-out set."""
 
 
 @dataclass(frozen=True)

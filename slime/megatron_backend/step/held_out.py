@@ -1,6 +1,6 @@
 """The loss of held-out samples: the objective of training over passes without gradient.
 
-    data of a set -> scorers (reference log-probs) -> forward of each micro-batch -> objective -> mean over the set
+    samples -> scorers (reference log-probs) -> forward pass per micro-batch -> objective -> mean over the set
 
 Changes no weight, no optimizer and no random state: the passes run in evaluation mode, which draws no dropout.
 """

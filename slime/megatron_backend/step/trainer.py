@@ -1,4 +1,4 @@
-"""One trainer rank: the models of all roles, their training and checkpoints behind six calls.
+"""One trainer rank. It owns the models, trains them, evaluates them and saves checkpoints, in six calls.
 
     train(rollout_id, data) -> TrainResult      next_weights(version) -> WeightUpdate | None
     evaluate(rollout_id, sets) -> metrics       weights_file()           start_rollout_id

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 LEFT = "left"
 """The metric of the time until the end of the run, in seconds. It exists in the line only."""
 HELD_OUT = {"held_out/loss": "/loss", "held_out/accuracy": "/rewards/accuracies"}
-"""Metrics that exist in the line only: the newest ones of the first held-out set, and the ends of their own names."""
+"""Metrics that exist in the line only -> the end of the metric's name, whose newest value in the first held-out set is
+shown."""
 GAP = "  "
 
 

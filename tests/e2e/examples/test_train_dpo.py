@@ -67,7 +67,7 @@ def test_the_example_learns_to_prefer(world: World) -> None:
 
 @pytest.mark.slow
 def test_evaluations_change_no_training_and_go_on_after_a_resume(world: World) -> None:
-    """Two ranks give the evaluations of one; the last step of a run is evaluated, and a resume evaluates again."""
+    """Two ranks and one rank give equal evaluations. The last step is evaluated, and a resumed run evaluates again."""
     short = ("--num-rollout", "4", "--eval-interval", "2")
     dpo(world, "plain", "--num-rollout", "4")
     dpo(world, "whole", *short)

@@ -171,7 +171,7 @@ def test_samples_of_a_rollout_share_a_micro_batch():
 
 
 def test_a_held_out_set_of_any_size_fills_every_rank():
-    """The micro-batches of one rank are those of all; the smallest is repeated, and does not count."""
+    """One rank and several ranks have the same micro-batches. The smallest one is repeated, and does not count then."""
     lengths, rollouts = [9, 3, 4, 4, 8, 8, 2, 2], [0, 0, 1, 1, 2, 2, 3, 3]
     dynamic = DataConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=16, global_batch_size=64)
     static = DataConfig(micro_batch_size=3, global_batch_size=64)

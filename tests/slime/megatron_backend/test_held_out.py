@@ -163,7 +163,7 @@ def work(rank: int, root: Path, layouts: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def several(request, root):
-    """What each of two ranks got, by layout."""
+    """Layout -> metrics, for each of two ranks."""
     slow = any(item.get_closest_marker("slow") for item in request.session.items)
     on_ranks(work, root, list(LAYOUTS) if slow else list(SHORT), ranks=2)
     return [torch.load(root / f"held-out-{rank}.pt") for rank in range(2)]

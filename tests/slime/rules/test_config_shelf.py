@@ -216,3 +216,33 @@ def test_a_correction_is_recommended_where_the_precision_differs(argv):
     assert notes("--vllm-dtype", "bfloat16", "--use-rollout-logprobs") == []
     (note,) = notes("--bf16", "--vllm-quantization", "fp8")
     assert note.startswith("vLLM computes with quantised weights (1 bytes each), the trainer with bfloat16: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--loss-type sft_loss --debug-rollout-only",
+            "--eval-interval must be left out with --debug-rollout-only and --loss-type sft_loss, got 2",
+        ),
+        (
+            "--loss-type sft_loss --eval-function-path slime.rollout.sft_rollout.generate_pairs",
+            "--eval-function-path must make conversations with --loss-type sft_loss, got slime.rollout.sft_rollout."
+            "generate_pairs; use slime.rollout.sft_rollout.generate_rollout",
+        ),
+        (
+            "",
+            "--eval-interval must be left out with --loss-type policy_loss and the evaluation function slime.",
+        ),
+        (
+            "--loss-type sft_loss --custom-eval-rollout-log-function-path slime.rollout.generate.generate",
+            "--custom-eval-rollout-log-function-path must be left out with --loss-type sft_loss",
+        ),
+    ],
+)
+def test_held_out_losses_need_a_loss_and_a_trainer(argv, tmp_path, flags, message):
+    given = [*argv, "--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout"]
+    given += ["--eval-interval", "2", "--eval-prompt-data", "held", argv[argv.index("--prompt-data") + 1]]
+    with pytest.raises(ValueError) as error:
+        parse_args([*given, *flags.split()])
+    assert message in str(error.value)

@@ -26,7 +26,7 @@ def config(kind: str, **more) -> Config:
 
 
 def evaluated(*losses: float) -> Evaluated:
-    """Of the sets a, b, ..., with other figures of pairs."""
+    """An evaluation of the sets a and b, with these losses. The other figures are multiples of the loss."""
     return Evaluated(
         {
             f"eval/{name}/{figure}": value * (i + 1)
