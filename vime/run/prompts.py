@@ -89,12 +89,13 @@ def prompts(c: Config, score: Score | None = None) -> Iterator[str]:
 
 
 def _without_tokenizer(c: Config) -> Config | None:
-    """For a model without a tokenizer: the flags with which prompts are read, and not rendered or counted. The plan of
-    a run elsewhere needs no tokenizer, and another check names it."""
-    folder = Path(c.rollout.hf_checkpoint)
-    others = any(next(folder.glob(pattern), None) for pattern in _OTHER_VOCABULARIES)
-    if others or tokenizer_fingerprint(str(folder)) is not None or not folder.is_dir():
-        return None
+    """For a model without a tokenizer, or without a folder: the flags with which prompts are read, and not rendered or
+    counted. The plan of a run elsewhere needs no tokenizer, and other checks name the tokenizer and the folder."""
+    if c.rollout.hf_checkpoint is not None:
+        folder = Path(c.rollout.hf_checkpoint)
+        others = any(next(folder.glob(pattern), None) for pattern in _OTHER_VOCABULARIES)
+        if others or tokenizer_fingerprint(str(folder)) is not None:
+            return None
     none = dict.fromkeys(("rollout_max_prompt_len", "rollout_max_context_len"))
     return c.with_values(apply_chat_template=False, hf_checkpoint="", **none)
 
@@ -161,9 +162,11 @@ def _part_of(found: Prompts) -> str:
     )
 
 
-def _rollouts(c: Config, number: int) -> int:
+def _rollouts(c: Config, number: int) -> int | None:
+    """None without the flags that a rule requires, so that one report has their errors and those of the data."""
     epochs, batch = c.data.num_epoch, c.data.rollout_batch_size
-    assert epochs is not None, "a rule requires it without --num-rollout"
+    if epochs is None or batch is None:
+        return None
     if (rollouts := number * epochs // batch) == 0:
         raise ValueError(
             f"--num-epoch must give at least one rollout, got {epochs} x {number} prompts for --rollout-batch-size "

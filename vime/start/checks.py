@@ -118,6 +118,9 @@ def read_inputs(config: Config, read: Callable[[Config], int | None], *, tokeniz
 
 
 def _load_tokenizer(config: Config) -> None:
+    """A rule of the flags names a --hf-checkpoint that is missing."""
+    if config.rollout.hf_checkpoint is None or not Path(config.rollout.hf_checkpoint).is_dir():
+        return
     load_tokenizer(config.rollout.hf_checkpoint, trust_remote_code=config.train.trust_remote_code)
 
 
@@ -128,6 +131,8 @@ def weights_parent(config: Config) -> Path:
 
 
 def _is_shape(config: Config) -> bool:
+    if config.rollout.hf_checkpoint is None:
+        return False
     try:
         note = json.loads((Path(config.rollout.hf_checkpoint) / _SHAPE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -142,6 +142,38 @@ def test_plan_and_train_refuse_the_same_with_the_same_words(argv, tmp_path, caps
         assert sorted(tmp_path.rglob("*")) == before, "a check makes no file"
 
 
+def without_flag(flag: str) -> Change:
+    def change(folder: Path, argv: list[str], stack: ExitStack) -> None:
+        place = argv.index(flag)
+        del argv[place : place + 2]
+
+    return change
+
+
+NO_MODEL = "--hf-checkpoint must be a directory with a config.json"
+MISSING = {
+    "no checkpoint": (without_flag("--hf-checkpoint"), "--hf-checkpoint must be given"),
+    "no folder": (with_flags("--hf-checkpoint {dir}/none"), NO_MODEL),
+    "no model of the hub": (with_flags("--hf-checkpoint nobody/none"), "--hf-checkpoint must be a directory"),
+    "no length": (without_flag("--num-rollout"), "--num-rollout must be given"),
+    "no batch": (without_flag("--rollout-batch-size"), "--rollout-batch-size must be given"),
+}
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize("name", MISSING)
+def test_one_report_has_what_is_missing_and_the_errors_of_the_data(
+    argv, tmp_path, capsys, monkeypatch, name, command
+):
+    change, message = MISSING[name]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with ExitStack() as stack:
+        change(tmp_path, argv, stack)
+        assert main([command, *argv, "--label-key", "lable"]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "column 'lable' is missing" in said and "Traceback" not in said
+
+
 def test_plan_and_train_accept_the_same(argv, tmp_path, capsys):
     """What `vime train` does before it starts anything returns, and `vime plan` returns 0."""
     before = sorted(tmp_path.rglob("*"))
