@@ -30,12 +30,14 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.sections.kernels import BITWISE_OPERATORS
+from vime.vllm.server import WORKERS
 from vime.vllm.worker import bitwise
+from vime.vllm.worker.settings import EngineSettings
 
 _OLDER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-_OURS = {bitwise.VARIABLE: ",".join(BITWISE_OPERATORS), **bitwise.ENVIRONMENT}
+_OURS = bitwise.ENVIRONMENT
 SIDES = {"default": {}, "default-1": _OLDER, "bitwise": _OURS, "bitwise-1": {**_OURS, **_OLDER}}
-"""Side -> variables of its process."""
+"""Side -> variables of its process. The sides of --rlk-bitwise have the variables of its engines."""
 PROMPT, GROUP, LONGEST = 100, 16, 128
 KERNELS = 14
 """Kernels that a record names, those that take longest."""
@@ -50,7 +52,9 @@ class Engine:
         more: dict[str, Any] = {}
         if asked.device == "cuda":
             more["gpu_memory_utilization"] = 0.3
-            if bitwise.wanted():
+        if bitwise.ENVIRONMENT.items() <= os.environ.items():
+            more["additional_config"] = json.loads(EngineSettings(bitwise=BITWISE_OPERATORS).flags()[1])
+            if asked.device == "cuda":
                 more["compilation_config"] = json.loads(bitwise.compilation(()))
         self.llm = LLM(
             str(asked.model),
@@ -59,6 +63,7 @@ class Engine:
             max_num_seqs=asked.running,
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
+            worker_cls=WORKERS[asked.device],
             **more,
         )
         self.vocabulary = self.llm.llm_engine.model_config.get_vocab_size()

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.job_config
-from ray._private import node, ray_constants, services
+from ray._private import services
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # Ray's stub has too few names
 from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 
-from slime.cluster import quiet_agent, ray_token
+from slime import bridges
+from slime.bridges.ray import LOOPBACK, PROCESSES
+from slime.cluster import ray_token
 from slime.cluster.watchdog import descendants, processes
 from slime.config.child_environment import RUN_KEY
 from slime.import_path import SAFE_PATH, UTF8, of_workers
@@ -32,8 +31,6 @@ LISTEN_S = 3.0
 _SETTINGS = {"prestart_worker_first_driver": False, "worker_niceness": 0, "memory_monitor_refresh_ms": 0}
 """Of a cluster of the run's own. Its memory monitor is off: vime ends a run that fills the host itself, and its error
 says why (`slime.cluster.memory_watch`)."""
-_PYTHON = "_build_python_executable_command_memory_profileable"
-_COMMAND_OF = getattr(services, _PYTHON)
 
 
 def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = None) -> None:
@@ -63,10 +60,8 @@ def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = Non
     _read_authentication_again()
     # Ray's servers listen on loopback if the node's address is loopback. ray.init replaces such an address with
     # another address of the host, unless clusters of several hosts are disabled (the default on macOS and Windows).
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    if not joined or joined.startswith("127.0.0.1:"):
-        ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
+    on_loopback = not joined or joined.startswith("127.0.0.1:")
+    with bridges.applied(*[LOOPBACK] * on_loopback):
         if joined:
             if not allow_unauthenticated:
                 # Check before ray.init, because ray.init sends the token to the server at this address.
@@ -75,7 +70,8 @@ def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = Non
                 ray_token.require_authentication(address)
             ray.init(**quiet)
         else:
-            with _own_processes(), _safe_path():
+            # Each process gets a process group, and those that serve nobody here are not started.
+            with bridges.applied(*PROCESSES), _safe_path():
                 _start(
                     address="local",
                     _temp_dir=None if temporary is None else str(temporary),
@@ -84,8 +80,6 @@ def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = Non
                     _system_config=_SETTINGS,
                     **quiet,
                 )
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 class _Fixed(list[str]):
@@ -124,36 +118,6 @@ def require_listening(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _own_processes() -> Iterator[None]:
-    """While a cluster starts: each of its processes gets a process group, and those that serve nobody here stay away.
-
-    The actors' output goes to files of the run, which needs no log monitor, and one host needs no autoscaler. Ray
-    starts a server and an agent of its dashboard even where none is asked for. The four take 2.3 s of a core at the
-    start, and one second at the end.
-    """
-
-    def no_server(self: node.Node, **settings: object) -> None:
-        self._webui_url = None
-
-    with ExitStack() as stack:
-        popen = functools.partial(services.ConsolePopen, process_group=0)
-        stack.enter_context(_replaced(services, "ConsolePopen", popen))
-        stack.enter_context(_replaced(node.Node, "start_api_server", no_server))
-        stack.enter_context(_replaced(services, _PYTHON, _command_of))
-        for name in ("start_monitor", "start_log_monitor"):
-            stack.enter_context(_replaced(node.Node, name, lambda self: None))
-        yield
-
-
-def _command_of(component: str, session_dir: str, *more: object, **named: object) -> list[str]:
-    """The command of a Python process of Ray, which its arguments follow."""
-    if component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:
-        return [sys.executable, "-P", quiet_agent.__file__]
-    command: list[str] = _COMMAND_OF(component, session_dir, *more, **named)
-    return command
-
-
-@contextlib.contextmanager
 def _safe_path() -> Iterator[None]:
     """For the processes of Ray and what these start. This process's own children may be the user's scripts.
 
@@ -170,16 +134,6 @@ def _safe_path() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _start(**settings: Any) -> None:

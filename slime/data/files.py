@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from slime.data.cache_lock import cache_locks
+from slime import bridges
+from slime.bridges.datasets import LOCK
 from slime.disk_space import Room
 from slime.types import Json
 
@@ -187,7 +188,7 @@ def read_table(source: FileSource) -> Dataset:
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # errors are raised
     folder = _cache_folder()
     try:
-        with Room(_CACHE, folder, "a copy of the prompts"), cache_locks():
+        with Room(_CACHE, folder, "a copy of the prompts"), bridges.applied(LOCK):
             table = _build(source, folder) if source.files else _from_hub(source)
             if source.suffix == ".json":
                 print_of = table._fingerprint[:40]

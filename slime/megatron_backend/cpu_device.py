@@ -1,8 +1,8 @@
 """Lets megatron-core run without a GPU: requests for a CUDA device get the CPU device.
 
 megatron-core calls `torch.cuda.current_device()`, `device="cuda"` and `.cuda()`, and compares `Tensor.type()` with
-"torch.cuda.FloatTensor". The code paths used here need no GPU, so this file redirects these requests, without patching
-or copying the library. No other file depends on it. On a machine with a GPU, it does nothing.
+"torch.cuda.FloatTensor". The code paths used here need no GPU, so this file redirects these requests, without a copy of
+the library. The table of replaced functions is in slime.bridges.torch. On a machine with a GPU, it does nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+
+from slime import bridges
+from slime.bridges.torch import PATCHES
 
 _CPU = torch.device("cpu")
 _thread = threading.local()
@@ -84,7 +87,7 @@ def _answer(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-def _with_numbers(exchange: Callable[..., Any]) -> Callable[..., Any]:
+def with_numbers(exchange: Callable[..., Any]) -> Callable[..., Any]:
     """`all_to_all_single` that accepts its split sizes as tensors. Megatron converts them to numbers only when it
     copies them from a GPU. The mode above cannot do this, because it is off during the backward."""
 
@@ -96,7 +99,7 @@ def _with_numbers(exchange: Callable[..., Any]) -> Callable[..., Any]:
     return all_to_all_single
 
 
-def _gathers_any_size(gather: Callable[..., Any]) -> Callable[..., Any]:
+def gathers_any_size(gather: Callable[..., Any]) -> Callable[..., Any]:
     """`all_gather` of tensors whose first axes differ, which NCCL has and gloo has not: one broadcast per rank."""
 
     def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
@@ -112,7 +115,7 @@ def _gathers_any_size(gather: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather
 
 
-def _scatters_any_size(scatter: Callable[..., Any]) -> Callable[..., Any]:
+def scatters_any_size(scatter: Callable[..., Any]) -> Callable[..., Any]:
     """`reduce_scatter` of tensors whose first axes differ, which NCCL has and gloo has not: one sum per rank."""
 
     def reduce_scatter(out: torch.Tensor, parts: list[torch.Tensor], group: Any = None, **kwargs: Any) -> Any:
@@ -129,41 +132,66 @@ def _scatters_any_size(scatter: Callable[..., Any]) -> Callable[..., Any]:
     return reduce_scatter
 
 
-def _replace_cuda_module() -> None:
-    library: Any = torch  # its types do not allow replaced functions
-    cuda = library.cuda
-    cuda.current_device = _answer(_CPU)
-    for name in ("set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"):
-        setattr(cuda, name, _answer(None))
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        setattr(cuda, name, _answer(0))
-    cuda.Stream = cuda.Event = _InOrder
-    cuda.stream = _InOrder
-    cuda.current_stream = cuda.default_stream = _answer(_InOrder())
-    # Megatron's RNG tracker saves, seeds and restores the generator of its device: here the CPU's generator.
-    # With `is_initialized`, torch runs its deferred CUDA calls at once. Otherwise it would queue them for ever.
-    cuda.is_initialized = _answer(True)
-    cuda.default_generators = _CpuGenerators()
-    for module in (cuda, cuda.random):
-        module.get_rng_state = lambda device=None: torch.get_rng_state()
-        module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
-        module.manual_seed = lambda seed: torch.manual_seed(seed)
-    library.distributed.all_to_all_single = _with_numbers(library.distributed.all_to_all_single)
-    library.distributed.all_gather = _gathers_any_size(library.distributed.all_gather)
-    library.distributed.reduce_scatter = _scatters_any_size(library.distributed.reduce_scatter)
-    library._vime_cpu_redirect = True
+def cpu(_: object) -> Callable[..., object]:
+    """A function that returns the CPU device."""
+    return _answer(_CPU)
+
+
+def nothing(_: object) -> Callable[..., object]:
+    """A function that does nothing."""
+    return _answer(None)
+
+
+def zero(_: object) -> Callable[..., object]:
+    """A function that returns 0."""
+    return _answer(0)
+
+
+def true(_: object) -> Callable[..., object]:
+    """A function that returns True."""
+    return _answer(True)
+
+
+def in_order(_: object) -> type:
+    """A class of streams and events that wait for nothing."""
+    return _InOrder
+
+
+def only_stream(_: object) -> Callable[..., object]:
+    """A function that returns the only stream."""
+    return _answer(_InOrder())
+
+
+def cpu_generators(_: object) -> object:
+    """The generators of all devices: the CPU's."""
+    return _CpuGenerators()
+
+
+def cpu_rng_state(_: object) -> Callable[..., torch.Tensor]:
+    """`get_rng_state` of the CPU's generator."""
+    return lambda device=None: torch.get_rng_state()
+
+
+def set_cpu_rng_state(_: object) -> Callable[..., None]:
+    """`set_rng_state` of the CPU's generator."""
+    return lambda state, device=None: torch.set_rng_state(state)
+
+
+def cpu_seed(_: object) -> Callable[[int], object]:
+    """`manual_seed` of the CPU's generator."""
+    return lambda seed: torch.manual_seed(seed)
 
 
 def install_cpu_redirect() -> None:
     """Redirect CUDA requests of this process to the CPU. Does nothing if CUDA is available, or in a repeated call.
 
-    Functions of `torch.cuda` are replaced once per process. A torch function mode rewrites device arguments. torch
-    keeps this mode per thread, so call this function first in every thread that runs Megatron.
+    Functions of `torch.cuda` are replaced once per process (slime.bridges.torch). A torch function mode rewrites device
+    arguments. torch keeps this mode per thread, so call this function first in every thread that runs Megatron.
     """
     if torch.cuda.is_available():
         return
-    if not hasattr(torch, "_vime_cpu_redirect"):
-        _replace_cuda_module()
+    for patch in PATCHES:
+        bridges.apply(patch)
     if not hasattr(_thread, "mode"):
         _thread.mode = _CudaRequestsToCpu()
         _thread.mode.__enter__()

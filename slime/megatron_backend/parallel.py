@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import nn
 
+from slime.bridges.megatron import forget_groups
 from slime.config import Config
 from slime.megatron_backend.cpu_device import install_cpu_redirect
 from slime.rules.experts import check_expert_ranks
@@ -150,8 +151,6 @@ def destroy_parallel() -> None:
     _infos.clear()
     _models.clear()
     parallel_state.destroy_model_parallel()
-    for name, value in vars(parallel_state).items():
-        if isinstance(value, dist.ProcessGroup):  # a group that Megatron forgets to drop
-            setattr(parallel_state, name, None)
+    forget_groups()
     if dist.is_initialized():
         dist.destroy_process_group()

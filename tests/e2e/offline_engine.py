@@ -14,9 +14,13 @@ import torch
 from engine_fixtures import make_checkpoint, publish_checkpoint
 from transformers import DeepseekV3Config
 
+from slime import bridges
 from slime.protocols import WeightUpdate
+from vime.vllm import patches
+from vime.vllm.server import WORKERS
 from vime.vllm.worker.adapter import request_for
 
+WORKER = WORKERS["cuda" if torch.cuda.is_available() else "cpu"]
 GPU_SHARE = 0.1
 """Of a GPU's memory, which other tests use too. vLLM does not start unless so much is free."""
 
@@ -68,13 +72,10 @@ def plain_matrices(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Engines of this process keep their matrices plain on a CPU too: products and head are those of --rlk-bitwise."""
     from vllm.model_executor.custom_op import op_registry_oot
 
-    from vime.vllm.worker import bitwise
-    from vime.vllm.worker.bitwise import sampling
+    from vime.vllm.worker.bitwise import layers
 
-    patch.setenv(bitwise.VARIABLE, "product,head")
-    patch.setattr(sampling, "install", lambda: None)  # this process keeps vLLM's sampler
     kept = dict(op_registry_oot)
-    bitwise.install()
+    layers.register({"product", "head"})
     try:
         yield
     finally:
@@ -102,6 +103,9 @@ def offline_engine(
     # vLLM looks at a model's class in a process that imports vLLM anew. This process imports the class anyway.
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda function: function())
 
+    for patch in patches.PATCHES["server on CPUs"]:
+        if patch.symbol == "sys:meta_path":  # models with images import torchvision
+            bridges.apply(patch)
     leave_what_is_there(monkeypatch)
     on_gpu = {"gpu_memory_utilization": GPU_SHARE} if torch.cuda.is_available() else {}
     llm = None
@@ -111,6 +115,7 @@ def offline_engine(
             enforce_eager=True,
             kv_cache_memory_bytes=1 << 26,
             weight_transfer_config={"backend": "vime"},
+            worker_cls=WORKER,
             disable_log_stats=True,
             skip_tokenizer_init=True,
             **{"dtype": "float32", **on_gpu, **settings},
@@ -140,6 +145,7 @@ def started(root: Path, patch: pytest.MonkeyPatch, *, tied: bool) -> Iterator[An
         enforce_eager=True,
         kv_cache_memory_bytes=1 << 26,
         weight_transfer_config={"backend": "vime"},
+        worker_cls=WORKER,
         disable_log_stats=True,
     )
     worker = llm.llm_engine.model_executor.driver_worker.worker

@@ -28,8 +28,13 @@ MAY_IMPORT = {
 
 # Which files of the packages may import a library that not every machine has.
 HEAVY = {
-    "megatron": ("slime/megatron_backend/", "slime/config/megatron_flags.py", "slime/megatron_versions.py"),
-    "ray": ("slime/cluster/", "vime/train.py", "vime/pool/"),
+    "megatron": (
+        "slime/megatron_backend/",
+        "slime/bridges/",
+        "slime/config/megatron_flags.py",
+        "slime/megatron_versions.py",
+    ),
+    "ray": ("slime/bridges/", "slime/cluster/", "vime/train.py", "vime/pool/"),
     "vllm": ("vime/vllm/",),
     "vllm_router": ("vime/vllm/",),
     "vllm_router_rs": ("vime/vllm/",),

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vime.doctor import gpus, host, network, packages
+from vime.doctor import gpus, host, network, packages, patches
 from vime.doctor.finding import Finding, WantedRun, one_line, warning
 from vime.doctor.machine import Machine
 from vime.doctor.post_mortem import check_end
@@ -48,6 +48,9 @@ CHECKS: tuple[Check, ...] = (
 def main(argv: Sequence[str]) -> int:
     """Print one line per finding, or a list with --json. Returns 1 if there is a problem."""
     args = _parser().parse_args(argv)
+    if args.patches:
+        print("\n".join(patches.lines()))
+        return 0
     if args.records is not None:
         return _print(
             *(check_end(args.records) + check_groups(args.records), args.json, "its records are in order"),
@@ -118,6 +121,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--json", action="store_true", help="print a list of findings: name, status, found, remedy"
+    )
+    parser.add_argument(
+        "--patches",
+        action="store_true",
+        help="print the symbols of other programs that runs replace, and why, instead of checking this machine",
     )
     parser.add_argument(
         "--device",

@@ -11,12 +11,15 @@ import logging
 import os
 import runpy
 import sys
+from collections.abc import Callable
 
 import uvicorn
 
+from slime import bridges
 from slime.peers.proof import PROOF_PATH
 from vime.pool.asgi import App, Receive, Scope, Send, prove
 from vime.pool.run_key import KEY_VARIABLE
+from vime.sglang.patches import PROOF
 
 MODULE = "sglang.launch_server"
 
@@ -48,22 +51,22 @@ class Proving:
             await self._app(scope, receive, send)
 
 
-def prove_in_uvicorn(run_key: str) -> None:
-    """Every server that uvicorn starts in this process is in `Proving`. SGLang has no option for a middleware."""
-    load = uvicorn.Config.load
+def with_proof(load: Callable[[uvicorn.Config], None]) -> Callable[[uvicorn.Config], None]:
+    """uvicorn's `Config.load`, which puts the loaded app into `Proving` with the key of the environment."""
+    run_key = os.environ[KEY_VARIABLE]
 
     def loaded(config: uvicorn.Config) -> None:
         load(config)
         config.loaded_app = Proving(config.loaded_app, run_key)
 
-    uvicorn.Config.load = loaded  # type: ignore[method-assign, assignment]
+    return loaded
 
 
 def main() -> None:
     """Serve until terminated."""
     run_key = os.environ[KEY_VARIABLE]
+    bridges.apply(PROOF)
     hide(run_key)
-    prove_in_uvicorn(run_key)
     sys.argv += ["--api-key", run_key]
     runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
 

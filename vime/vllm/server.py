@@ -17,11 +17,13 @@ from vime.pool.control import SERVED_MODEL_NAME
 from vime.pool.engine_server import EngineServer, EngineSpec, option, pair_up
 from vime.vllm.cpu import engine as cpu_engine
 from vime.vllm.versions import request_times, server_module, speculation_counts, token_routes
-from vime.vllm.worker import adapter, bitwise, routed_experts, scaled_logits, shared_gpu
+from vime.vllm.worker import adapter, bitwise, routed_experts
 from vime.vllm.worker.plugin import BACKEND, SUPERVISED_VARIABLE
+from vime.vllm.worker.settings import OPTION, EngineSettings
 
 SCORED_TOKENS = 2048
 """Tokens of a pass of an engine on GPUs that scores: vLLM makes logits of all of them, outside its memory share."""
+WORKERS = {"cuda": "vime.vllm.worker.workers.GpuWorker", "cpu": "vime.vllm.cpu.worker.CpuWorker"}
 _CPU_ARGV = (
     "--enforce-eager",
     # For a prompt in two chunks vLLM sets a random generator back. The CPU's generators cannot, and vLLM crashes.
@@ -78,6 +80,7 @@ class VllmServer(EngineServer):
             "generation-config": "vllm",
             "weight-transfer-config": json.dumps({"backend": BACKEND}),
             "middleware": "vime.vllm.worker.middleware.RunKeyMiddleware",
+            "worker-cls": WORKERS[spec.device],
         }
         argv: list[str] = []
         for name, value in flags.items():
@@ -105,8 +108,20 @@ class VllmServer(EngineServer):
             argv += ["--trust-remote-code"]
         argv += self._multi_node()
         ours = [token for tokens in pair_up(argv) if option(tokens) not in given for token in tokens]
+        theirs = [tokens for tokens in pair_up(spec.vllm_argv) if option(tokens) != OPTION]
+        ours += self._settings().flags(*[t for t in pair_up(spec.vllm_argv) if option(t) == OPTION][-1:])
         module = server_module() if spec.node == 0 else "vime.vllm.headless"
-        return [sys.executable, "-m", "vime.vllm.serve", module, *ours, *spec.vllm_argv]
+        more = [token for tokens in theirs for token in tokens]
+        return [sys.executable, "-m", "vime.vllm.serve", module, *ours, *more]
+
+    def _settings(self) -> EngineSettings:
+        spec = self.spec
+        return EngineSettings(
+            gate=str(self._gate) if spec.waits else None,
+            temperature=spec.temperature,
+            routed_experts=spec.tells_experts,
+            bitwise=tuple(spec.bitwise),
+        )
 
     def _multi_node(self) -> list[str]:
         """Flags of vLLM's multi-node mode; empty for an engine of one node."""
@@ -134,20 +149,14 @@ class VllmServer(EngineServer):
         }
         if spec.local_checkpoint_dir is not None:
             env[LOCAL_DIR_VARIABLE] = spec.local_checkpoint_dir
-        if spec.temperature != 1:
-            env[scaled_logits.VARIABLE] = repr(spec.temperature)
         if spec.bitwise:
-            env |= {bitwise.VARIABLE: ",".join(spec.bitwise), **bitwise.ENVIRONMENT}
-        if spec.tells_experts:
-            env[routed_experts.VARIABLE] = "1"
+            env |= bitwise.ENVIRONMENT
         if ip_address(spec.host).is_loopback:
             # A network interface that the user chose for a cluster does not reach loopback addresses.
             env |= LOOPBACK_ONLY
-        if spec.sleeps:
-            env[shared_gpu.SLEEPS_VARIABLE] = "1"
         if spec.waits:
             # vLLM's own time limit includes the wait for the gate, so a day is set. start_timeout_s is the limit.
-            env |= {shared_gpu.GATE_VARIABLE: str(self._gate), "VLLM_ENGINE_READY_TIMEOUT_S": str(24 * 3600)}
+            env["VLLM_ENGINE_READY_TIMEOUT_S"] = str(24 * 3600)
         if spec.device == "cuda":
             # A forked engine process starts faster, because the server's imports are in it already. vLLM uses another
             # start method where it cannot fork.

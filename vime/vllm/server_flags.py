@@ -52,6 +52,7 @@ VLLM_RESERVED = {
     "logprobs_mode": _SAMPLING,
     "generation_config": "sampling is set by --rollout-temperature, --rollout-top-p and --rollout-top-k",
     "weight_transfer_config": "weights arrive through --update-weight-transport",
+    "worker_cls": "a run needs workers of its own; --vllm-worker-extension-cls adds methods to them",
     "trust_remote_code": "use --trust-remote-code",
     "enable_return_routed_experts": "use --use-rollout-routing-replay",
 }

@@ -35,15 +35,15 @@ drafts on CPUs          its forms are bound at the import   registered by a work
                                                                                                 newer one alone
 fp8 in plain PyTorch    has no such kernel                  BlockWiseTorchFP8...Kernel          `live_quantised`
 a request is refused by a ValueError                        an error that is no ValueError      `refusals`
-ranks of one node meet  through a TCP store that listens on a file in the temporary folder    `meet_in_a_file`
+ranks of one node meet  through a TCP store that listens on a file in the temporary folder    `file_init_method`
                         all interfaces
 how a model's class     WeightsMapper._map_name             WeightsMapper.map_name              `mapped_name`
 renames tensors
 the same without the    get_unstacked_mapper                get_rename_mapper                   `renames_alone`
 stacking of q, k and v
-adapters after an       stay                                are dropped                         `keep_adapters`
+adapters after an       stay                                are dropped                         `RunWorker`
 update of weights
-log-probs of prompts in come from the function of sampled   that function has a second name in  `replace_log_probs`
+log-probs of prompts in come from the function of sampled   that function has a second name in  two rows of `patches`
 the newer model runner  tokens in its own module            the module for prompts
 logits in its sampler   in the model's dtype                in float32                          always float32, in
                                                                                                 `bitwise/sampling.py`
@@ -64,21 +64,20 @@ vllm.entrypoints.cli.serve.run_headless and the flags of the multi-node mode, --
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from slime import extras
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from vllm.model_executor.models.utils import WeightsMapper
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -225,31 +224,22 @@ def renames_alone(mapper: WeightsMapper) -> WeightsMapper:
     return replace(mapper, orig_to_new_stacked={})
 
 
-def keep_adapters() -> None:
-    """Have vLLM keep an adapter at the end of an update that brought it. Newer versions drop all adapters then, as the
-    base may be another one; here an engine with a slot for adapters gets no other base. May run more than once."""
-    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+def file_init_method(method: str, ranks: int) -> str:
+    """The address at which the ranks of an engine on one node meet: `method` of vLLM, or a file in its place.
 
-    if hasattr(LoRAModelRunnerMixin, "reset_lora_state"):
-        LoRAModelRunnerMixin.reset_lora_state = lambda self: None  # type: ignore[method-assign]
-
-
-def meet_in_a_file() -> None:
-    """Let the ranks of an engine on one node meet in a file, as newer versions do. The store of 0.26 listens on all
-    interfaces and asks nobody for a key. May run more than once."""
+    Newer versions use a file. The store of 0.26 listens on all interfaces and asks nobody for a key. The ranks of one
+    engine get the same `method`, "tcp://HOST:PORT", and are children of one process; a single rank runs in the engine's
+    own process. An engine of several nodes takes its address elsewhere, in vllm.distributed.parallel_state.
+    """
     from vllm.utils import network_utils
 
     if hasattr(network_utils, "get_file_store_init_method"):
-        return
-    from vllm.v1.executor import multiproc_executor, uniproc_executor
+        return method
+    import psutil
 
-    # An engine of several nodes takes its address elsewhere, in vllm.distributed.parallel_state.
-    for module in (multiproc_executor, uniproc_executor):
-        module.get_distributed_init_method = _file_init_method  # type: ignore[attr-defined]
-
-
-def _file_init_method(ip: str, port: int) -> str:
-    return f"file://{tempfile.gettempdir()}/vime-rendezvous-{uuid4().hex}"
+    process = psutil.Process(os.getpid() if ranks == 1 else os.getppid())
+    port, started_ms = method.rpartition(":")[2], round(1e3 * process.create_time())
+    return f"file://{tempfile.gettempdir()}/vime-rendezvous-{process.pid}-{started_ms}-{port}"
 
 
 class ReceivesOnly:
@@ -259,13 +249,3 @@ class ReceivesOnly:
     def trainer_send_weights(iterator: object, trainer_args: object) -> None:
         """vLLM 0.26 wants every backend to have a sender of its own. Ours are slime.weight_sync, without vLLM."""
         raise RuntimeError("weights must be sent by slime.weight_sync, got a tensor iterator")
-
-
-def replace_log_probs(ours: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Let the newer model runner compute log-probs with `ours`, of (logits [N, V], token ids [N, K]) -> fp32 [N, K]."""
-    from vllm.v1.worker.gpu.sample import logprob, prompt_logprob
-
-    name = logprob.compute_token_logprobs.__name__
-    for module in (logprob, prompt_logprob):
-        if hasattr(module, name):
-            setattr(module, name, ours)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,9 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
+
+from slime import bridges
+from slime.bridges.megatron import SAFE_READING
 
 COMMON_FILE = "common.pt"
 """The records without tensors of our checkpoints."""
@@ -140,11 +143,15 @@ _of_megatron = threading.Lock()
 def safely() -> Iterator[None]:
     """Megatron's functions read checkpoints with the classes of this file in the block. Both names that it replaces are
     in the versions 0.16 to 0.19."""
-    with _of_megatron:
-        before = (strategies._get_filesystem_reader, strategies.MCoreLoadPlanner)
-        strategies._get_filesystem_reader = lambda path, *unused, **also_unused: MetadataReader(path)
-        strategies.MCoreLoadPlanner = SafePlanner
-        try:
-            yield
-        finally:
-            strategies._get_filesystem_reader, strategies.MCoreLoadPlanner = before
+    with _of_megatron, bridges.applied(*SAFE_READING):
+        yield
+
+
+def metadata_reader(_: object) -> Callable[..., MetadataReader]:
+    """In place of Megatron's function that creates a reader of a folder."""
+    return lambda path, *unused, **also_unused: MetadataReader(path)
+
+
+def safe_planner(_: object) -> type[SafePlanner]:
+    """In place of Megatron's planner."""
+    return SafePlanner

@@ -13,7 +13,8 @@ import pytest
 import ray
 from ray._private import services
 
-from slime.cluster import quiet_agent, ray_start, watchdog
+from slime.bridges import quiet_agent
+from slime.cluster import ray_start, watchdog
 
 
 @pytest.mark.slow

@@ -54,11 +54,9 @@ def test_the_engines_of_a_teacher_have_their_own_settings(tmp_path: Path) -> Non
         log_path="",
     )
     assert "--max-logprobs 50" in " ".join(VllmServer(spec).command())
-    assert VllmServer(spec).environment()["VIME_LOGITS_TEMPERATURE"] == "0.7"
-    assert (
-        "VIME_LOGITS_TEMPERATURE"
-        not in VllmServer(VllmSpec(**settings, run_key="", log_path="")).environment()
-    )
+    assert '{"vime": {"temperature": 0.7}}' in VllmServer(spec).command()
+    plain = VllmServer(VllmSpec(**settings, run_key="", log_path="")).command()
+    assert "--additional-config" not in plain
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def test_nothing_else_asks_for_a_version():
         for path in (ROOT / package).rglob("*.py")
         if re.search(r"vLLM 0\.\d|vllm\.__version__|metadata\.version\(.vllm", path.read_text())
     }
-    assert found == {"vime/vllm/versions.py"}
+    assert found == {"vime/vllm/patches.py", "vime/vllm/versions.py"}
 
 
 def test_a_run_is_told_of_its_version(tmp_path, monkeypatch):
@@ -162,18 +163,25 @@ def test_installed_one_is_found():
 
 
 def test_ranks_of_an_older_engine_meet_in_a_file(monkeypatch):
-    """vLLM 0.26 has no file store of its own. Its executors ask the module for the address when they start."""
+    """vLLM 0.26 has no file store of its own. The ranks of an engine are children of one process."""
     from vllm.utils import network_utils
-    from vllm.v1.executor import multiproc_executor, uniproc_executor
 
+    address = "tcp://127.0.0.1:5"
+    if hasattr(network_utils, "get_file_store_init_method"):
+        assert vllm_versions.file_init_method(address, 2) == address
     monkeypatch.delattr(network_utils, "get_file_store_init_method", raising=False)
-    for module in (multiproc_executor, uniproc_executor):
-        monkeypatch.setattr(module, "get_distributed_init_method", None, raising=False)
-    vllm_versions.meet_in_a_file()
-    first, second = (
-        m.get_distributed_init_method("127.0.0.1", 1) for m in (multiproc_executor, uniproc_executor)
+    program = f"from vime.vllm import versions; print(versions.file_init_method({address!r}, 2))"
+    program = (
+        f"from vllm.utils import network_utils as n; vars(n).pop('get_file_store_init_method', 0); {program}"
     )
-    assert first.startswith("file:///") and first != second
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    first, second = (rank.communicate()[0].split()[-1] for rank in ranks)
+    assert first == second and first.startswith("file:///") and first.endswith("-5")
+    alone = vllm_versions.file_init_method(address, 1)
+    assert alone.startswith("file:///") and str(os.getpid()) in alone
+    assert alone != vllm_versions.file_init_method("tcp://127.0.0.1:6", 1)
 
 
 def test_a_class_of_a_model_renames_tensors():

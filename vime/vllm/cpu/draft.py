@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 
 
-def install() -> None:
-    """Replace that form in this process, before a worker registers it. May run more than once."""
-    from vllm.platforms import current_platform
+def register() -> None:
+    """Registers our function with vLLM, which then calls it in place of its own. May run more than once."""
+    from vllm.triton_utils import HAS_TRITON
 
-    if not current_platform.is_cpu():
+    if HAS_TRITON:  # the kernel itself runs
         return
     try:
-        from vllm.utils import cpu_triton_utils
-    except ImportError:  # older versions have no such forms and no drafts on CPUs
+        from vllm.triton_utils.dispatcher import register_kernels
+    except ImportError:  # older versions have no such registry and no drafts on CPUs
         return
-    cpu_triton_utils._expand_kernel_impl = expand
+    register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": expand})
 
 
 def expand(

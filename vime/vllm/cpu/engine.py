@@ -7,7 +7,7 @@ imports then take seven seconds. Our server loads that library itself, so that t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,21 +87,15 @@ def torchs_openmp() -> str | None:
     return None
 
 
-def install() -> None:
-    """Let vLLM's CPU platform keep the start method of the environment. It may be called more than once."""
-    from vllm.platforms import current_platform
+def keeping_the_start_method(
+    update: Callable[[type, VllmConfig], None],
+) -> Callable[[type, VllmConfig], None]:
+    """vLLM's `CpuPlatform.check_and_update_config`, which keeps the start method of the environment."""
 
-    if not current_platform.is_cpu() or hasattr(type(current_platform).check_and_update_config, "keeps"):
-        return
-    platform = type(current_platform)
-    update = platform.check_and_update_config
-
-    def check_and_update_config(vllm_config: VllmConfig) -> None:
+    def check_and_update_config(cls: type, vllm_config: VllmConfig) -> None:
         method = os.environ.get(METHOD_VARIABLE)
-        update(vllm_config)
+        update(cls, vllm_config)
         if method is not None:
             os.environ[METHOD_VARIABLE] = method
 
-    check_and_update_config.keeps = update  # type: ignore[attr-defined]
-    # This replaces a method of vLLM on purpose: vLLM sets the start method itself.
-    platform.check_and_update_config = staticmethod(check_and_update_config)  # type: ignore[method-assign]
+    return check_and_update_config

@@ -23,32 +23,10 @@ if TYPE_CHECKING:
     from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
-_MARK = "shares_experts"
 
+def with_one_group(init: Callable[..., None]) -> Callable[..., None]:
+    """vLLM's `CPURouter.__init__`, which treats sigmoid scores without groups as one group."""
 
-def install() -> None:
-    """Give vLLM's router and kernel for CPUs both. May run more than once."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-
-    try:
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-        from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
-    except ImportError:  # older versions compute experts on CPUs elsewhere
-        return
-    if hasattr(CPUUnquantizedExperts.apply, _MARK):
-        return
-    # These replace methods of vLLM on purpose.
-    CPUUnquantizedExperts.apply = _with_map(CPUUnquantizedExperts.apply)  # type: ignore[assignment, method-assign]
-    CPURouter.__init__ = _with_one_group(CPURouter.__init__)  # type: ignore[method-assign]
-    CpuCommunicator.all_gatherv = all_gatherv  # type: ignore[method-assign]
-    CpuCommunicator.reduce_scatterv = reduce_scatterv  # type: ignore[method-assign]
-
-
-def _with_one_group(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: CPURouter, *args: object, **kwargs: object) -> None:
         init(self, *args, **kwargs)
@@ -58,17 +36,18 @@ def _with_one_group(init: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _with_map(apply: Callable[..., object]) -> Callable[..., object]:
+def with_map(apply: Callable[..., object]) -> Callable[..., object]:
+    """vLLM's `CPUUnquantizedExperts.apply`, which computes the experts of this rank for the tokens of all ranks."""
+
     @functools.wraps(apply)
-    def with_map(
+    def apply_mapped(
         self: object, *, expert_map: Tensor | None, topk_weights: Tensor, topk_ids: Tensor, **kwargs: object
     ) -> object:
         if expert_map is not None:
             topk_weights, topk_ids = local_choice(expert_map, topk_weights, topk_ids)
         return apply(self, expert_map=None, topk_weights=topk_weights, topk_ids=topk_ids, **kwargs)
 
-    setattr(with_map, _MARK, True)
-    return with_map
+    return apply_mapped
 
 
 def local_choice(expert_map: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,24 +14,16 @@ from slime.models.quantised import from_blocks
 
 if TYPE_CHECKING:
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
-
-_MARK = "dequantises"
-
-
-def install() -> None:
-    """Add the kernel behind vLLM's own for CPUs. May run more than once."""
-    from vllm.platforms import current_platform
     from vllm.platforms.interface import PlatformEnum
 
-    if not current_platform.is_cpu():
-        return
-    try:
-        from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
-    except ImportError:  # older versions have no such layers on CPUs
-        return
-    kernels = _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
-    if not any(hasattr(kernel, _MARK) for kernel in kernels):
-        kernels.append(_kernel())
+
+def with_plain_kernel(kernels: dict[PlatformEnum, list[type]]) -> dict[PlatformEnum, list[type]]:
+    """vLLM's table of kernels, in which ours follows those for CPUs. Changes the table in place, because other modules
+    hold it."""
+    from vllm.platforms.interface import PlatformEnum
+
+    kernels[PlatformEnum.CPU].append(_kernel())
+    return kernels
 
 
 def _kernel() -> type[CPUFp8BlockScaledMMKernel]:
@@ -39,8 +31,6 @@ def _kernel() -> type[CPUFp8BlockScaledMMKernel]:
 
     class DequantisedOnCpu(CPUFp8BlockScaledMMKernel):
         """`x @ from_blocks(weight, weight_scale_inv).T + bias`."""
-
-        dequantises = True
 
         @classmethod
         def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:

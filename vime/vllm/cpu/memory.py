@@ -22,8 +22,7 @@ from vime.vllm.cpu.engine import EAGER_VARIABLE
 if TYPE_CHECKING:
     import torch
     from vllm._custom_ops import CPUDNNLGEMMHandler as Product
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.engine.protocol import EngineClient
 
 MOST_OF_A_PRODUCT = 4
 """Kernels that one layer keeps for its product of matrices, each for one number of tokens. vLLM asks for 32. One takes
@@ -43,43 +42,23 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-def install() -> None:
-    """For the engine cores and workers of this process. It may be called more than once."""
-    from vllm import _custom_ops
+async def return_cache(engine: EngineClient) -> None:
+    """Returns the memory of the key-value cache of a paused engine to the system. Does nothing if a request still has
+    keys and values there, or on a GPU."""
     from vllm.platforms import current_platform
-    from vllm.v1.engine.core import EngineCore
 
-    if not current_platform.is_cpu() or hasattr(EngineCore.reset_prefix_cache, "returns"):
-        return
-    # These replace functions of vLLM on purpose.
-    EngineCore.reset_prefix_cache = _returning(EngineCore.reset_prefix_cache)  # type: ignore[method-assign]
-    _custom_ops.create_onednn_mm = _with_few_kernels(_custom_ops.create_onednn_mm)
+    if current_platform.is_cpu() and await engine.is_paused() and await engine.reset_prefix_cache():
+        await engine.collective_rpc("return_memory")
 
 
-def _returning(reset: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(reset)
-    def reset_prefix_cache(self: EngineCore, *args: bool, **kwargs: bool) -> bool:
-        done = reset(self, *args, **kwargs)
-        if done:  # and no block is in use
-            self.model_executor.collective_rpc(return_memory)
-        return done
+def with_few_kernels(create: Callable[[torch.Tensor, int], Product]) -> Callable[..., Product]:
+    """vLLM's `create_onednn_mm`, which keeps at most `MOST_OF_A_PRODUCT` kernels for a product."""
 
-    reset_prefix_cache.returns = True  # type: ignore[attr-defined]
-    return reset_prefix_cache
-
-
-def _with_few_kernels(create: Callable[[torch.Tensor, int], Product]) -> Callable[..., Product]:
     @functools.wraps(create)
     def create_onednn_mm(weight: torch.Tensor, primitive_cache_size: int = MOST_OF_A_PRODUCT) -> Product:
         return create(weight, min(primitive_cache_size, MOST_OF_A_PRODUCT))
 
     return create_onednn_mm
-
-
-def return_memory(worker: CPUWorker) -> None:
-    """Of one worker to the system: its key-value cache, which must be empty, and what its process has freed."""
-    drop_pages(worker.model_runner.kv_caches)
-    _LIBC.malloc_trim(0)
 
 
 def drop_pages(tensors: Iterable[torch.Tensor | list[torch.Tensor]]) -> None:

@@ -6,29 +6,38 @@ wrong elements without an error. Such queries take vLLM's plain PyTorch form.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 import torch
 
-_MARK = "takes_heads"
-
-
-def install() -> None:
-    """Choose the form by the dimensions of the queries. May run more than once."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
+if TYPE_CHECKING:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    if hasattr(RotaryEmbedding.forward_cpu, _MARK):
-        return
-    kernel = RotaryEmbedding.forward_cpu
+
+def register() -> None:
+    """Registers a subclass of each rotary embedding whose form for CPUs is the kernel, in vLLM's registry of custom
+    operators. Embeddings that are registered already stay, such as those of --rlk-bitwise. May run more than once."""
+    from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     def forward_cpu(
         self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        form = kernel if query.dim() == 2 else RotaryEmbedding.forward_native
+        form = RotaryEmbedding.forward_cpu if query.dim() == 2 else RotaryEmbedding.forward_native
         return form(self, positions, query, key)
 
-    setattr(forward_cpu, _MARK, True)
-    # This replaces a method of vLLM on purpose: its kernel takes queries of two dimensions only.
-    RotaryEmbedding.forward_cpu = forward_cpu  # type: ignore[method-assign]
+    import_module("vllm.model_executor.layers.rotary_embedding")  # defines the subclasses
+    bases: list[type[RotaryEmbedding]] = [RotaryEmbedding, *_subclasses(RotaryEmbedding)]
+    for base in bases:
+        is_vllms = base.__module__.startswith("vllm.") and base.forward_cpu is RotaryEmbedding.forward_cpu
+        if is_vllms and base.__name__ not in op_registry_oot:
+            ours = type(base.__name__, (base,), {"forward_cpu": forward_cpu})
+            CustomOp.register_oot(ours, name=base.__name__)
+
+
+def _subclasses(base: type[RotaryEmbedding]) -> Iterator[type[RotaryEmbedding]]:
+    for one in base.__subclasses__():
+        yield one
+        yield from _subclasses(one)

@@ -20,13 +20,11 @@ MODULE = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 _PARENTS = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
 
 
-def install() -> None:
-    """Prepare for the import of `MODULE`. May run more than once."""
-    from vllm.platforms import current_platform
-
-    installed = any(isinstance(finder, WithoutTorchvision) for finder in sys.meta_path)
-    if current_platform.is_cpu() and find_spec("torchvision") is None and not installed:
-        sys.meta_path.insert(0, WithoutTorchvision())
+def with_finder(finders: list[object]) -> list[object]:
+    """`sys.meta_path` with a finder of `MODULE` in front, where torchvision is missing. Changes the list in place."""
+    if find_spec("torchvision") is None:
+        finders.insert(0, WithoutTorchvision())
+    return finders
 
 
 class WithoutTorchvision(MetaPathFinder):

@@ -12,7 +12,7 @@ import torch
 
 from slime.protocols import WeightSet
 from slime.weight_sync.channel import Part
-from vime.vllm.versions import keep_adapters, renames_alone
+from vime.vllm.versions import renames_alone
 from vime.vllm.worker.adapter import number_of
 
 if TYPE_CHECKING:
@@ -66,11 +66,14 @@ class AdapterLoader:
                 )
             self._compared |= part.shapes.keys()
 
+    @property
+    def brings(self) -> bool:
+        """Whether this update brought an adapter."""
+        return bool(self._tensors)
+
     def finish(self) -> None:
         """Use what all parts brought. RuntimeError unless all of it was compared, if some was."""
         self._place()
-        if self._tensors:
-            keep_adapters()
         if self._compared and self._tensors and self._compared != self._tensors.keys():
             raise RuntimeError(
                 f"all tensors must be compared, got {len(self._compared)} of {len(self._tensors)} "

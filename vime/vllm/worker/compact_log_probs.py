@@ -2,8 +2,9 @@
 
 vLLM decodes each token beside its log-prob, in the one process that serves HTTP. The responses of a rollout end at the
 same time, so the GPU waits for this work (docs/design/decisions.md has the figures). Our client needs ids and floats
-only. In our servers, the function of vLLM that collects the log-probs of a request is therefore wrapped: it gets no
-tokenizer for requests with `flat_logprobs`, a parameter that vLLM's HTTP routes do not have.
+only. In our servers, the function of vLLM that collects the log-probs of a request is therefore replaced
+(vime.vllm.patches): it gets no tokenizer for requests with `flat_logprobs`, a parameter that vLLM's HTTP routes do not
+have.
 """
 
 from __future__ import annotations
@@ -17,20 +18,14 @@ if TYPE_CHECKING:
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
 
-def install() -> None:
-    """Wrap that place in this process. May run more than once."""
-    from vllm.v1.engine.logprobs import LogprobsProcessor
+def without_text(vllms: Callable[..., LogprobsProcessor]) -> Callable[..., LogprobsProcessor]:
+    """vLLM's `from_new_request`, which gets no tokenizer for requests with `flat_logprobs`."""
 
-    if not hasattr(LogprobsProcessor.from_new_request, "wraps"):
-        collect = _collecting(LogprobsProcessor.from_new_request)
-        LogprobsProcessor.from_new_request = staticmethod(collect)  # type: ignore[method-assign]
-
-
-def _collecting(vllms: Callable[..., LogprobsProcessor]) -> Callable[..., LogprobsProcessor]:
-    def from_new_request(tokenizer: TokenizerLike | None, request: EngineCoreRequest) -> LogprobsProcessor:
+    def from_new_request(
+        cls: type[LogprobsProcessor], tokenizer: TokenizerLike | None, request: EngineCoreRequest
+    ) -> LogprobsProcessor:
         assert request.sampling_params is not None
         spelled = not request.sampling_params.flat_logprobs
-        return vllms(tokenizer=tokenizer if spelled else None, request=request)
+        return vllms(cls, tokenizer=tokenizer if spelled else None, request=request)
 
-    from_new_request.wraps = vllms  # type: ignore[attr-defined]
     return from_new_request

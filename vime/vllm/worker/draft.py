@@ -6,9 +6,8 @@ weights brings the layers too if the trainer trains them. Runs inside vLLM's wor
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,28 +15,6 @@ from torch import nn
 from slime.models import Hf, family_for
 from vime.vllm.worker.live_quantised import Quantised
 from vime.vllm.worker.live_weights import holds, live_tensors, shard_of
-
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu_worker import Worker
-
-
-def install() -> None:
-    """Let a worker hand its draft model to the receiver of weights when an update starts: vLLM creates the receiver
-    with the model only. May run more than once."""
-    from vllm.v1.worker.gpu_worker import Worker
-
-    start: Callable[..., object] = Worker.start_weight_update
-    if hasattr(start, "__wrapped__"):
-        return
-
-    @functools.wraps(start)
-    def start_with_draft(worker: Worker, *args: object, **kwargs: object) -> object:
-        draft = getattr(getattr(worker.model_runner, "drafter", None), "model", None)
-        receiver: Any = worker.weight_transfer_engine
-        receiver.draft = draft if isinstance(draft, nn.Module) else None
-        return start(worker, *args, **kwargs)
-
-    Worker.start_weight_update = start_with_draft  # type: ignore[method-assign, assignment]
 
 
 def predicted_names(names: Iterable[str], hf_config: Hf) -> set[str]:

@@ -8,7 +8,7 @@ values as without it, also for requests of other clients.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,20 +56,17 @@ def split(outputs: EngineCoreOutputs) -> None:
         output.new_logprobs = LogprobsLists(ids[own], values[own], ranks[own], None) if count else None
 
 
-def install() -> None:
-    """Wrap packing and unpacking in this process. May run more than once."""
+def merging(encode: Callable[..., Sequence[bytestr]]) -> Callable[..., Sequence[bytestr]]:
+    """vLLM's `MsgpackEncoder.encode_into`, which merges the log-probs of a step before it packs them. Raises
+    RuntimeError if vLLM's record of log-probs has other fields than `FIELDS`."""
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import LogprobsLists
-    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
     if LogprobsLists._fields != FIELDS:
         raise RuntimeError(
             f"log-probs must have the fields {', '.join(FIELDS)} in vLLM, got {', '.join(LogprobsLists._fields)}; "
             "this vLLM is newer than vime.vllm.worker.merged_log_probs"
         )
-    encode, decode = MsgpackEncoder.encode_into, MsgpackDecoder.decode
-    if hasattr(encode, "wraps"):
-        return
 
     def encode_into(self: MsgpackEncoder, obj: object, buf: bytearray) -> Sequence[bytestr]:
         if not isinstance(obj, EngineCoreOutputs) or not merge(obj):
@@ -81,12 +78,17 @@ def install() -> None:
         finally:
             self.size_threshold = inline
 
+    return encode_into
+
+
+def splitting(decode: Callable[..., object]) -> Callable[..., object]:
+    """vLLM's `MsgpackDecoder.decode`, which splits merged log-probs after it has unpacked them."""
+    from vllm.v1.engine import EngineCoreOutputs
+
     def decode_and_split(self: MsgpackDecoder, bufs: bytestr | Sequence[bytestr]) -> object:
-        found: object = decode(self, bufs)
+        found = decode(self, bufs)
         if isinstance(found, EngineCoreOutputs):
             split(found)
         return found
 
-    encode_into.wraps = encode  # type: ignore[attr-defined]
-    MsgpackEncoder.encode_into = encode_into  # type: ignore[method-assign]
-    MsgpackDecoder.decode = decode_and_split  # type: ignore[method-assign]
+    return decode_and_split

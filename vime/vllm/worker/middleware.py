@@ -21,6 +21,7 @@ from vime.pool.asgi import App, Message, Receive, Scope, Send, answer, bounded, 
 from vime.pool.control import ADAPTER_HEADER
 from vime.pool.run_key import KEY_VARIABLE, health_prefix
 from vime.sglang_api.request import ROUTES, WRAPPED
+from vime.vllm.cpu.memory import return_cache
 from vime.vllm.group_wire import SAMPLES
 from vime.vllm.worker.adapter import ServedAdapters, abort_all
 from vime.vllm.worker.token_versions import TokenVersions
@@ -32,6 +33,8 @@ _SAMPLES = f'"{SAMPLES}":'.encode()
 _WRAPPED = f'"{WRAPPED}":'.encode()
 _READ = ROUTES | {("POST", "/v1/completions"), ("POST", "/inference/v1/generate")}
 """Routes whose body says whether they are ours."""
+_EMPTIES_CACHE = {"/pause", "/reset_prefix_cache"}
+"""Control routes after which the key-value cache may be empty."""
 _TURNS = {"/pause", "/resume", "/abort_requests"}
 """Control routes that concern the requests of one adapter."""
 
@@ -146,6 +149,8 @@ class RunKeyMiddleware:
                     await self.token_versions.change(state.engine_client, int(new[0]), name)
                     if name:
                         self.adapters.serve(name, state.openai_serving_models)
+                if scope["path"] in _EMPTIES_CACHE and message["status"] == 200:
+                    await return_cache(scope["app"].state.engine_client)
                 live = ",".join(map(str, since(adapter)))
                 message["headers"] = [*message["headers"], (VERSIONS_HEADER.encode(), live.encode())]
             await send(message)

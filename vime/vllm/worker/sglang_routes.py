@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -22,9 +21,10 @@ import numpy as np
 from vime.pool.asgi import Receive, Send
 from vime.sglang_api.request import GenerateRequest, OneRequest, WantedOutput, parse
 from vime.vllm.versions import installed, refusals
-from vime.vllm.worker import routed_experts, sglang_control
+from vime.vllm.worker import sglang_control
 from vime.vllm.worker.adapter import ServedAdapters, abort_all
 from vime.vllm.worker.group_route import LOWEST
+from vime.vllm.worker.settings import EngineSettings
 from vime.vllm.worker.token_versions import spans_of
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ def _sampling(
             f"sampling_params.max_new_tokens must fit the engine's context of {left + len(prompt)} tokens, got "
             f"{len(prompt)} tokens of input_ids or text and up to {most} new ones"
         )
-    if wanted.experts and routed_experts.VARIABLE not in os.environ:
+    if wanted.experts and not EngineSettings.of(engine.llm.vllm_config).routed_experts:
         raise ValueError(
             "return_routed_experts must be left out, got true; only a run with --use-rollout-routing-replay has them"
         )

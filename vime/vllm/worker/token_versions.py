@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 from vime.pool.control import CHECKPOINT_VERSION
+from vime.vllm import patches
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
@@ -57,12 +58,13 @@ def spans(notes: Sequence[tuple[int, int]], version: int, tokens: int) -> list[S
 
 class TokenVersions:
     """The versions of a server's weights: those of each adapter by its name, and of the rest by "". One in a process:
-    it wraps a function of vLLM."""
+    `with_spans` reads the newest."""
+
+    newest: ClassVar[TokenVersions | None] = None
 
     def __init__(self) -> None:
         self._live = {"": [CHECKPOINT_VERSION]}
         self._updated = ""
-        self._installed = False
 
     def live(self, adapter: str | None = None) -> list[int]:
         """Oldest first, the one that samples last. None: of what the last update brought."""
@@ -79,28 +81,10 @@ class TokenVersions:
         return passed
 
     def install(self) -> None:
-        """Have vLLM's answers carry spans, from the first call on. In place of those of another object before."""
-        if self._installed:
-            return
-        self._installed = True
-        from vllm.v1.engine.output_processor import RequestState
-
-        live_of = self.live
-        vllms = getattr(RequestState._new_completion_output, "wraps", RequestState._new_completion_output)
-
-        def new_completion_output(
-            self: RequestState,
-            token_ids: list[int],
-            finish_reason: FinishReason | None,
-            stop_reason: int | str | None,
-        ) -> CompletionOutput:
-            made: CompletionOutput = vllms(self, token_ids, finish_reason, stop_reason)
-            notes = getattr(self, _NOTES, ())
-            attach(made, spans(notes, live_of(self.lora_name or "")[-1], len(made.token_ids)))
-            return made
-
-        new_completion_output.wraps = vllms  # type: ignore[attr-defined]
-        RequestState._new_completion_output = new_completion_output  # type: ignore[method-assign]
+        """Lets vLLM's answers carry spans of these versions, in place of those of an earlier object."""
+        if TokenVersions.newest is not self:
+            TokenVersions.newest = self
+            patches.apply("server, at its first request")
 
     async def change(self, engine: AsyncLLM, version: int, adapter: str = "") -> None:
         """Make `version` the live one. The engine is paused, and samples no token meanwhile."""
@@ -113,6 +97,24 @@ class TokenVersions:
                 notes = getattr(state, _NOTES, ())
                 setattr(state, _NOTES, (*notes, (live[-1], state.detokenizer.num_output_tokens())))
         live.append(version)
+
+
+def with_spans(vllms: Callable[..., CompletionOutput]) -> Callable[..., CompletionOutput]:
+    """vLLM's `RequestState._new_completion_output`, whose answers carry spans of the newest `TokenVersions`."""
+
+    def new_completion_output(
+        self: RequestState,
+        token_ids: list[int],
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None,
+    ) -> CompletionOutput:
+        made = vllms(self, token_ids, finish_reason, stop_reason)
+        assert TokenVersions.newest is not None, "install applies this patch"
+        live = TokenVersions.newest.live(self.lora_name or "")[-1]
+        attach(made, spans(getattr(self, _NOTES, ()), live, len(made.token_ids)))
+        return made
+
+    return new_completion_output
 
 
 async def _processed(engine: AsyncLLM) -> None:

@@ -46,6 +46,7 @@ from vime.vllm.worker.live_weights import (
     names_elsewhere,
     repack_tied_weights,
 )
+from vime.vllm.worker.settings import EngineSettings
 
 
 @dataclass
@@ -73,13 +74,16 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         super().__init__(*args)
         self.worker = Worker.here(self.device, get_tensor_model_parallel_rank())
         self.receivers: dict[str, Receiver] = {}
-        self.draft: Any = (
-            None  # the model that the engine speculates with, see vime.vllm.worker.draft.install
-        )
+        self.draft: Any = None  # the model that the engine speculates with; RunWorker sets it
         self.known = KnownPlaces()
         self.places: LivePlaces | None = None  # where this update goes; None: through vLLM's loader
         self._expected: dict[bool, dict[str, list[int]] | None] = {}
-        self._is_checked = not bitwise.wanted()
+        self._is_checked = False
+
+    @property
+    def brings_adapter(self) -> bool:
+        """Whether the running update brought an adapter."""
+        return self.adapter.brings
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
@@ -88,7 +92,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         """`loaded`, `compared`: names and shapes of the tensors that parts brought so far; `finished`: vLLM has put all
         of them in place. `series`: the parts that belong together, see `slime.weight_sync.channel.Part`."""
         if not self._is_checked:
-            bitwise.require(self.model)
+            bitwise.require(self.model, EngineSettings.of(self.vllm_config).bitwise)
             self._is_checked = True
         self.series: str | None = None
         self.loaded: dict[str, list[int]] = {}

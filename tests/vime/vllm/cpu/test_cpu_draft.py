@@ -7,16 +7,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 from vllm.platforms import current_platform
-from vllm.utils import cpu_triton_utils
 
 from vime.vllm.cpu import draft as cpu_draft
-
-
-@pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a worker's process, and undone after the test."""
-    monkeypatch.setattr(cpu_triton_utils, "_expand_kernel_impl", cpu_triton_utils._expand_kernel_impl)
-    cpu_draft.install()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
@@ -25,7 +17,7 @@ def test_repeats_into_the_output(dtype: torch.dtype) -> None:
     output = torch.full((6,), -7, dtype=dtype)
     values = torch.tensor([3, 5, 0, 2], dtype=dtype)
     counts = torch.tensor([2, 2, 3, 6], dtype=torch.int32)
-    cpu_triton_utils._expand_kernel_impl(output, values, counts, 0, 1, MAX_NUM_TOKENS=128)
+    cpu_draft.expand(output, values, counts, 0, 1, MAX_NUM_TOKENS=128)
     assert output.tolist() == [3, 3, 1, 2, 2, 2]
     assert values.tolist() == [3, 5, 0, 2]
 
@@ -33,7 +25,7 @@ def test_repeats_into_the_output(dtype: torch.dtype) -> None:
 def test_keeps_fractions() -> None:
     """Temperature and top-p are no integers, although vLLM's form for CPUs takes them as such."""
     output = torch.empty(3)
-    cpu_triton_utils._expand_kernel_impl(output, torch.tensor([0.7, 0.95]), torch.tensor([1, 3]), 0, 0)
+    cpu_draft.expand(output, torch.tensor([0.7, 0.95]), torch.tensor([1, 3]), 0, 0)
     assert torch.equal(output, torch.tensor([0.7, 0.95, 0.95]))
 
 
@@ -44,6 +36,7 @@ def test_vllm_registers_this_form() -> None:
     from vllm.triton_utils import dispatcher
 
     current_platform.register_triton_kernel_overrides()
+    cpu_draft.register()
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
     assert dispatcher._registry["vllm.v1.sample.rejection_sampler.expand_kernel"][1] is cpu_draft.expand

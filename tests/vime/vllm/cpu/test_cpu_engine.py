@@ -65,7 +65,7 @@ def test_a_model_with_a_state_is_served_without_a_cache_of_prefixes():
 def test_vllm_keeps_the_start_method(method):
     """In a process of its own, as vLLM's CPU platform sets many variables."""
     program = (
-        "import os; from vime.vllm.cpu import engine as cpu_engine; cpu_engine.install(); cpu_engine.install()\n"
+        "import os; from vime.vllm import patches; [patches.apply('server on CPUs') for _ in range(2)]\n"
         "from vllm.config import VllmConfig, CacheConfig, DeviceConfig\n"
         "from vllm.platforms import current_platform\n"
         "VllmConfig(device_config=DeviceConfig('cpu'), cache_config=CacheConfig(kv_cache_memory_bytes=1 << 26))\n"

@@ -11,8 +11,9 @@ import pytest
 
 PROGRAM = """
 import sys
+from vime.vllm import patches
 from vime.vllm.cpu import vision as cpu_vision
-cpu_vision.install(); cpu_vision.install()
+for _ in range(2): patches.apply("server on CPUs")
 assert sum(isinstance(finder, cpu_vision.WithoutTorchvision) for finder in sys.meta_path) == 1
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize, tvF
 from transformers.utils.import_utils import is_torchvision_available

@@ -28,20 +28,17 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vime.vllm.worker import bitwise
-import os, sys, tempfile
+import sys, tempfile
 from slime.config.sections.kernels import BITWISE_OPERATORS
 from vllm.model_executor.custom_op import op_registry_oot
 
-os.environ[bitwise.VARIABLE] = "norm"
-bitwise.install()
+bitwise.register(("norm",))
 assert list(op_registry_oot) == ["RMSNorm"]
-os.environ[bitwise.VARIABLE] = ",".join(BITWISE_OPERATORS)
-bitwise.install()
-bitwise.install()
+bitwise.register(BITWISE_OPERATORS)
+bitwise.register(BITWISE_OPERATORS)
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
-from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
 import rl_kernel.invariant as invariant
 
@@ -49,7 +46,7 @@ with set_current_vllm_config(VllmConfig()):
     init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, "gloo")
     initialize_model_parallel(1)
     ours = nn.ModuleList([RMSNorm(32), SiluAndMul(), MergedColumnParallelLinear(32, [48, 48], bias=False)])
-    bitwise.require(ours)
+    bitwise.require(ours, BITWISE_OPERATORS)
     norm, activation, product = ours
     nn.init.normal_(product.weight)
     x = torch.randn(5, 32)
@@ -57,11 +54,14 @@ with set_current_vllm_config(VllmConfig()):
     assert torch.equal(activation(product(x)[0]), invariant.swiglu(product(x)[0]))
     normed, total = norm(x, x)
     assert torch.equal(total, 2 * x) and torch.equal(normed, invariant.rms_norm(2 * x, norm.weight, 1e-6))
-    sampler = TopKTopPSampler("processed_logprobs")
+    runner, other = (SimpleNamespace(sampler=Sampler(mode)) for mode in ("processed_logprobs", "raw_logprobs"))
+    for one in (runner, other, SimpleNamespace(sampler=None)):
+        bitwise.use_log_probs(one)
+    sampler = runner.sampler.topk_topp_sampler
     tokens, log_probs = sampler(x.clone(), {}, None, None)
     assert torch.equal(log_probs, invariant.log_softmax(x)) and tokens.shape == (5,)
-    assert torch.equal(Sampler.compute_logprobs(x), invariant.log_softmax(x))
-    assert TopKTopPSampler("raw_logprobs")(x.clone(), {}, None, None)[1] is None
+    assert torch.equal(runner.sampler.compute_logprobs(x), invariant.log_softmax(x))
+    assert other.sampler.topk_topp_sampler(x.clone(), {}, None, None)[1] is None
     from vllm.v1.worker.gpu.sample import logprob, prompt_logprob, states
     from vllm.v1.worker.gpu.sample.sampler import Sampler as NewerSampler
 
@@ -78,13 +78,13 @@ with set_current_vllm_config(VllmConfig()):
     assert torch.equal(processed, x.bfloat16().float())
     others = nn.ModuleList([*ours, GeluAndMul(), ReplicatedLinear(32, 8, bias=False)])
     try:
-        bitwise.require(others)
+        bitwise.require(others, BITWISE_OPERATORS)
     except ValueError as error:
         print(error)
 """
 
 RANK_PROGRAM = """
-import os, sys
+import sys
 import torch
 from torch import nn
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
@@ -93,8 +93,7 @@ from slime.config.sections.kernels import BITWISE_OPERATORS
 from vime.vllm.worker import bitwise
 
 rank, store = int(sys.argv[1]), sys.argv[2]
-os.environ[bitwise.VARIABLE] = ",".join(BITWISE_OPERATORS)
-bitwise.install()
+bitwise.register(BITWISE_OPERATORS)
 from vllm.model_executor.layers.linear import RowParallelLinear
 import rl_kernel.invariant as invariant
 from rl_kernel.invariant.layers import product
@@ -105,7 +104,7 @@ with set_current_vllm_config(VllmConfig(parallel_config=ParallelConfig(tensor_pa
     torch.manual_seed(0)
     whole, bias, x = torch.randn(24, 64), torch.randn(24), torch.randn(7, 64)
     plain, biased = RowParallelLinear(64, 24, bias=False), RowParallelLinear(64, 24)
-    bitwise.require(nn.ModuleList([plain, biased]))
+    bitwise.require(nn.ModuleList([plain, biased]), BITWISE_OPERATORS)
     half = slice(32 * rank, 32 * rank + 32)
     for layer in (plain, biased):
         layer.weight.data.copy_(whole[:, half])
@@ -118,7 +117,7 @@ with set_current_vllm_config(VllmConfig(parallel_config=ParallelConfig(tensor_pa
     without = RowParallelLinear(64, 24, bias=False, reduce_results=False)
     splits = RowParallelLinear(64, 24, bias=False, input_is_parallel=False)
     try:
-        bitwise.require(nn.ModuleList([plain, without, splits]))
+        bitwise.require(nn.ModuleList([plain, without, splits]), BITWISE_OPERATORS)
     except ValueError as error:
         print(error)
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -9,14 +10,15 @@ from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
-from vime.vllm.worker import compact_log_probs
+from slime import bridges
+from vime.vllm import patches
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed() -> Iterator[None]:
     """As in a server's process, and undone after the test."""
-    monkeypatch.setattr(LogprobsProcessor, "from_new_request", LogprobsProcessor.from_new_request)
-    compact_log_probs.install()
+    with bridges.applied(*patches.PATCHES["server"]):
+        yield
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -27,9 +29,3 @@ def test_numbers_alone_have_no_tokenizer(flat: bool) -> None:
     )
     assert collected.tokenizer == (None if flat else "the tokenizer")
     assert isinstance(collected.logprobs, FlatLogprobs if flat else list)
-
-
-def test_twice_wraps_once() -> None:
-    once = LogprobsProcessor.from_new_request
-    compact_log_probs.install()
-    assert LogprobsProcessor.from_new_request is once

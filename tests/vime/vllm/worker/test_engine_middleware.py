@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 from urllib.parse import quote
 
 import pytest
@@ -29,7 +30,11 @@ class ProtectedApp:
         monkeypatch.setattr(RequestState, "_new_completion_output", RequestState._new_completion_output)
         processor = SimpleNamespace(request_states={})
         model = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 100)
+        self.is_paused, self.is_empty, self.calls = False, True, list[str]()
         self.llm = SimpleNamespace(output_handler=None, output_processor=processor, model_config=model)
+        self.llm.is_paused = AsyncMock(side_effect=lambda: self.is_paused)
+        self.llm.reset_prefix_cache = AsyncMock(side_effect=lambda: self.is_empty)
+        self.llm.collective_rpc = AsyncMock(side_effect=self.calls.append)
         self.models = SimpleNamespace(lora_requests={})
         self.reached: list[str] = []
         self.status = 200
@@ -111,6 +116,21 @@ def test_without_the_right_key_nothing_is_reached(
 def test_with_the_key_all_is_reached(app: ProtectedApp) -> None:
     assert app.status_of("/pause", AUTHORIZED, method="POST") == 200
     assert app.reached == ["/pause"]
+
+
+@pytest.mark.parametrize("path", ["/pause", "/reset_prefix_cache", "/resume"])
+@pytest.mark.parametrize("is_paused", [True, False])
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_an_empty_cache_on_cpus_is_returned_while_the_engine_is_paused(
+    app: ProtectedApp, monkeypatch: pytest.MonkeyPatch, path: str, is_paused: bool, is_empty: bool
+) -> None:
+    """Keys and values that a request still has would become zeros."""
+    from vllm import platforms
+
+    monkeypatch.setattr(platforms.current_platform, "is_cpu", lambda: True)
+    app.is_paused, app.is_empty = is_paused, is_empty
+    assert app.status_of(path, AUTHORIZED, method="POST") == 200
+    assert app.calls == (["return_memory"] if is_paused and is_empty and path != "/resume" else [])
 
 
 def test_the_router_path_is_stripped_and_opens_health_alone(app: ProtectedApp) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,15 +12,16 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from slime import bridges
+from vime.vllm import patches
 from vime.vllm.worker import merged_log_probs
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed() -> Iterator[None]:
     """As in a server's process, and undone after the test."""
-    for owner, name in ((MsgpackEncoder, "encode_into"), (MsgpackDecoder, "decode")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-    merged_log_probs.install()
+    with bridges.applied(*patches.PATCHES["server"]):
+        yield
 
 
 def lists(log_probs: list[float], *, width: int = 1) -> LogprobsLists:
@@ -80,10 +82,4 @@ def test_vllm_packs_its_outputs_where_they_are_merged():
 def test_a_vllm_with_other_fields_is_refused(monkeypatch):
     monkeypatch.setattr(LogprobsLists, "_fields", (*LogprobsLists._fields, "more"))
     with pytest.raises(RuntimeError, match="must have the fields .* got .* more"):
-        merged_log_probs.install()
-
-
-def test_twice_wraps_once():
-    once = MsgpackEncoder.encode_into
-    merged_log_probs.install()
-    assert MsgpackEncoder.encode_into is once
+        merged_log_probs.merging(MsgpackEncoder.encode_into)

@@ -55,11 +55,12 @@ def test_what_is_not_plain_numbers_is_not_read():
         decode(written(np.array([{"a": 1}], dtype=object)), tokens=8, start=0)
 
 
-def test_a_server_is_told_by_flag_and_environment():
+def test_a_server_has_the_flag_and_the_setting():
     settings = {"model_path": "m", "log_path": "l", "weight_dir": "/w", "run_key": "k", "port": 9}
     plain, telling = (VllmServer(VllmSpec(**settings, tells_experts=on)) for on in (False, True))
-    assert set(telling.command()) - set(plain.command()) == {routed_experts.FLAG}
-    assert set(telling.environment()) - set(plain.environment()) == {routed_experts.VARIABLE}
+    settings = ["--additional-config", '{"vime": {"routed_experts": true}}']
+    assert set(telling.command()) - set(plain.command()) == {routed_experts.FLAG, *settings}
+    assert telling.environment() == plain.environment()
     assert telling.command().count(routed_experts.FLAG) == 1
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import textwrap
 import threading
 
 import pytest
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_worker import Worker
-from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from vime.vllm.worker.shared_gpu import LESS_IS_FREE, beside_others, install
+from vime.vllm.worker.settings import EngineSettings
+from vime.vllm.worker.shared_gpu import LESS_IS_FREE, others_may_take_memory
+from vime.vllm.worker.workers import RunWorker
 
 
 def test_vllm_says_so_at_the_end_of_sleep():
@@ -26,48 +28,49 @@ def test_vllm_says_so_at_the_end_of_sleep():
 
 
 def test_memory_that_others_take_is_no_error(capsys):
-    asked = []
-
-    def sleep(level: int) -> None:
-        asked.append(level)
-        if level == 2:
-            raise AssertionError(LESS_IS_FREE)
-
-    beside_others(sleep)(1)
+    with others_may_take_memory():
+        pass
     assert "others on its GPU" not in capsys.readouterr().out
-    beside_others(sleep)(level=2)
+    with others_may_take_memory():
+        raise AssertionError(LESS_IS_FREE)
     assert "others on its GPU" in capsys.readouterr().out
-    assert asked == [1, 2]
 
 
-def test_a_worker_waits_and_sleeps_beside_others(tmp_path, monkeypatch):
-    """Through vLLM's wrapper, by which its engine reaches a worker."""
-    monkeypatch.setattr(WorkerWrapperBase, "init_device", WorkerWrapperBase.init_device)
+def test_a_worker_waits_for_its_gate_and_sleeps(tmp_path, monkeypatch):
     did = []
 
-    class Stub:
-        def init_device(self) -> None:
+    class Device:
+        """In place of vLLM's worker, which needs a GPU."""
+
+        model_runner = None
+
+        def __init__(self, config, local_rank, rank, address, is_driver):
+            assert (local_rank, rank, is_driver) == (0, 1, True) and address
+            did.append(config.additional_config)
+
+        def init_device(self):
             did.append("device")
 
-        def sleep(self, level: int) -> None:
+        def sleep(self, level):
             did.append(level)
             raise AssertionError(LESS_IS_FREE)
 
+    class Waiting(RunWorker, Device):
+        pass
+
     gate = tmp_path / "gate"
-    install(str(gate), sleeps=True)
-    install(str(gate), sleeps=True)
-    wrapper = WorkerWrapperBase.__new__(WorkerWrapperBase)
-    wrapper.worker, wrapper.vllm_config = Stub(), VllmConfig()
+    flag, value = EngineSettings(gate=str(gate)).flags()
+    assert flag == "--additional-config"
+    worker = Waiting(VllmConfig(additional_config={"other": 1, **json.loads(value)}), 0, 1, "file:///x", True)
     opener = threading.Timer(0.3, lambda: (did.append("open"), gate.touch()))
     opener.start()
-    wrapper.init_device()
-    wrapper.sleep(2)
-    assert did == ["open", "device", 2]
+    worker.init_device()
+    worker.sleep(2)
+    kept, *rest = did
+    assert rest == ["open", "device", 2]
+    assert kept["other"] == 1 and kept["vime"]["gate"] is None, "compiled code is kept under a hash of this"
 
 
 def test_other_faults_are_raised():
-    def sleep() -> None:
+    with pytest.raises(AssertionError, match="something else"), others_may_take_memory():
         raise AssertionError("something else")
-
-    with pytest.raises(AssertionError, match="something else"):
-        beside_others(sleep)()

@@ -1,6 +1,6 @@
 """An engine whose log-probs have the bits of the trainer's: vLLM's layers with the operators of `rl_kernel.invariant`.
 
-`install` registers classes in vLLM's own registries of layers and of attention backends, before vLLM builds the model.
+`register` stores classes in vLLM's own registries of layers and of attention backends, before vLLM builds the model.
 `require` is asked before the first weights are loaded: every module of the model must be one of ours, or one that is
 known to compute nothing by itself. Which side of vLLM computes what: docs/design/bitwise.md.
 """
@@ -8,7 +8,6 @@ known to compute nothing by itself. Which side of vLLM computes what: docs/desig
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -17,8 +16,6 @@ from slime.config.sections.kernels import BITWISE_OPERATORS
 if TYPE_CHECKING:
     from torch import nn
 
-VARIABLE = "VIME_BITWISE"
-"""Of the server's environment: the operators, separated by commas, of slime's BITWISE_OPERATORS."""
 _TOKENS = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), 512, 640, 768, 1024, 1280, 1536, 2048]
 """Of a step that is a graph: vLLM's own numbers up to 512, and larger ones. Without a graph, the host starts a dozen
 kernels a layer, which takes longer than a small model computes (benchmarks/reports/bitwise_h200.md)."""
@@ -37,30 +34,33 @@ def compilation(given: Collection[str]) -> str:
     return json.dumps({**_COMPILATION, **tokens})
 
 
-def wanted() -> frozenset[str]:
-    """The operators that this engine has; none in an engine of another kind."""
-    return frozenset(filter(None, os.environ.get(VARIABLE, "").split(",")))
+def register(chosen: Collection[str]) -> None:
+    """Registers our layers and our attention in this process, and replaces the log-probs of the newer model runner.
+    `chosen` has names of slime's BITWISE_OPERATORS. May run more than once."""
+    from vime.vllm import patches
+    from vime.vllm.worker.bitwise import attention, layers
 
-
-def install() -> None:
-    """Register our layers, our attention and our log-probs in this process. May run more than once."""
-    from vime.vllm.worker.bitwise import attention, layers, sampling
-
-    chosen = wanted()
     layers.register(chosen)
     if "attention" in chosen:
         attention.register()
     if "head" in chosen:
-        sampling.install()
+        patches.apply("bitwise worker")
 
 
-def require(model: nn.Module) -> None:
-    """ValueError with the modules of a model that do not compute with our operators, or with operators of ours that
-    break their promise on this machine. Nothing is asked of an engine that has a part of our operators."""
+def use_log_probs(runner: object) -> None:
+    """Lets the sampler of an older model runner compute our log-probs."""
+    from vime.vllm.worker.bitwise import sampling
+
+    sampling.use_log_probs(runner)
+
+
+def require(model: nn.Module, chosen: Collection[str]) -> None:
+    """Raises ValueError with the modules of a model that do not compute with our operators, or with operators of ours
+    that break their promise on this machine. Checks only an engine that has `chosen` all of our operators."""
     from slime import operators
     from vime.vllm.worker.bitwise.check import not_ours
 
-    if wanted() != frozenset(BITWISE_OPERATORS):
+    if frozenset(chosen) != frozenset(BITWISE_OPERATORS):
         return
     if found := not_ours(model):
         raise ValueError(

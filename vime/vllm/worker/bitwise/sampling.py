@@ -1,7 +1,8 @@
-"""The log-probs that vLLM reports, by `rl_kernel.invariant`.
+"""The log-probs that vLLM reports, computed by `rl_kernel.invariant`.
 
-vLLM has no registry for its samplers. These replace functions of both on purpose: that of its older model runner, which
-runs on CPUs, and that of its newer one, the default for dense models on GPUs.
+vLLM has no registry for its samplers. The older model runner, which runs on CPUs, has a sampler whose methods are
+replaced here. The newer one, the default for dense models on GPUs, calls functions of its modules, which
+`vime.vllm.patches` replaces.
 """
 
 from __future__ import annotations
@@ -13,68 +14,50 @@ from typing import Any
 from torch import Tensor
 
 import rl_kernel.invariant as invariant
-from vime.vllm.versions import replace_log_probs
 
 
-def install() -> None:
-    """Replace the log-softmax of sampled tokens and of prompts in this process. May run more than once."""
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
-    from vllm.v1.sample.sampler import Sampler
-
-    if hasattr(TopKTopPSampler.__init__, "wraps"):
+def use_log_probs(runner: object) -> None:
+    """Lets the sampler of an older model `runner` of vLLM compute log-probs with our log-softmax. The sampler of a
+    newer runner stays as it is."""
+    sampler: Any = getattr(runner, "sampler", None)
+    top = getattr(sampler, "topk_topp_sampler", None)
+    if top is None:
         return
-    Sampler.compute_logprobs = staticmethod(invariant.log_softmax)  # type: ignore[method-assign]
-    TopKTopPSampler.__init__ = _asking_for_logits(TopKTopPSampler.__init__)  # type: ignore[method-assign]
-    _install_in_newer_runner()
+    sampler.compute_logprobs = invariant.log_softmax
+    if top.logprobs_mode != "processed_logprobs":
+        return
+    top.logprobs_mode = "processed_logits"
+    sample = top.forward
+
+    def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """The sampler returns the logits that it sampled from, and we compute log-probs from them."""
+        tokens, logits = sample(*args, **kwargs)
+        return tokens, None if logits is None else invariant.log_softmax(logits)
+
+    top.forward = forward
 
 
-def _asking_for_logits(init: Callable[..., None]) -> Callable[..., None]:
-    """The sampler returns the logits that it sampled from, and we make log-probs of them."""
-
-    @functools.wraps(init)
-    def __init__(self: Any, logprobs_mode: str = "raw_logprobs", *args: Any, **kwargs: Any) -> None:
-        asked = logprobs_mode == "processed_logprobs"
-        init(self, "processed_logits" if asked else logprobs_mode, *args, **kwargs)
-        if not asked:
-            return
-        sample = self.forward
-
-        def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-            tokens, logits = sample(*args, **kwargs)
-            return tokens, None if logits is None else invariant.log_softmax(logits)
-
-        self.forward = forward
-
-    __init__.wraps = init  # type: ignore[attr-defined]
-    return __init__
-
-
-def _install_in_newer_runner() -> None:
-    from vllm.v1.worker.gpu.sample import states
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
-
-    replace_log_probs(_of_tokens)
-    states.apply_temperature = _divide  # type: ignore[attr-defined]  # imported there
-    Sampler.apply_sampling_params = _in_float32(Sampler.apply_sampling_params)  # type: ignore[method-assign]
-
-
-def _in_float32(process: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """It divides in place, and bfloat16 would round the quotient."""
+def in_float32(process: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """vLLM's `apply_sampling_params` in float32: it divides in place, and bfloat16 would round the quotient."""
 
     @functools.wraps(process)
-    def in_float32(sampler: object, logits: Tensor, *args: object, **kwargs: object) -> Tensor:
+    def process_float32(sampler: object, logits: Tensor, *args: object, **kwargs: object) -> Tensor:
         return process(sampler, logits.float(), *args, **kwargs)
 
-    return in_float32
+    return process_float32
 
 
-def _of_tokens(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Log-probs of `token_ids` [N, K] by logits [N, V], fp32."""
-    return invariant.target_log_probs(logits, token_ids.long())
+def target_log_probs(_: object) -> Callable[[Tensor, Tensor], Tensor]:
+    """In place of vLLM's `compute_token_logprobs`: (logits [N, V], token ids [N, K]) -> log-probs [N, K] fp32."""
+    return lambda logits, token_ids: invariant.target_log_probs(logits, token_ids.long())
 
 
-def _divide(logits: Tensor, expanded_idx_mapping: Tensor, temperature: Tensor) -> None:
-    """In place, each row by its request's temperature, where that is not 0. The quotient is rounded correctly, which
-    vLLM's kernel does not promise."""
-    of_row = temperature[expanded_idx_mapping.long()][:, None]
-    logits /= of_row.where(of_row != 0, 1)
+def exact_temperature(_: object) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """In place of vLLM's `apply_temperature`. Rounds the quotient correctly, which vLLM's kernel does not promise."""
+
+    def divide(logits: Tensor, expanded_idx_mapping: Tensor, temperature: Tensor) -> None:
+        """Divides each row of logits in place by the temperature of its request, where that is not 0."""
+        by_row = temperature[expanded_idx_mapping.long()][:, None]
+        logits /= by_row.where(by_row != 0, 1)
+
+    return divide

@@ -1,0 +1,184 @@
+"""Symbols of foreign programs are replaced in their bridges only, and each record has a symbol that exists."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from house_tree import ROOT
+from packaging.specifiers import SpecifierSet
+
+from slime import bridges
+from vime.doctor import patches
+from vime.vllm.versions import installed
+
+OWN = {"vime", "slime", "rl_kernel"}
+BRIDGES = {"slime/bridges", "vime/vllm/patches.py", "vime/vllm/versions.py", "vime/sglang/patches.py"}
+"""Folders and files that may replace symbols."""
+SETTINGS = {"triton.knobs.compilation.listener"}
+"""Attributes that a program has for its users to set."""
+MOST_OF_VLLM = 15
+
+
+def foreign_names(tree: ast.Module) -> dict[str, str]:
+    """Name in a file -> the module, class or function of another package that was imported under it."""
+    found = dict[str, str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found[(alias.asname or alias.name).split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            function, arguments = node.value.func, node.value.args
+            named = arguments and isinstance(arguments[0], ast.Constant)
+            if (
+                ast.unparse(function).endswith("import_module")
+                and named
+                and isinstance(node.targets[0], ast.Name)
+            ):
+                found[node.targets[0].id] = str(ast.literal_eval(arguments[0]))
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id in found:
+            found |= {
+                target.id: found[node.value.id] for target in node.targets if isinstance(target, ast.Name)
+            }
+    parameters = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    others = {name for name in found.values() if name.split(".")[0] in OWN | set(sys.stdlib_module_names)}
+    return {name: origin for name, origin in found.items() if origin not in others and name not in parameters}
+
+
+def stored(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
+    """The object and the attribute of each assignment to an attribute."""
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "setattr",
+            "delattr",
+            "object.__setattr__",
+        ):
+            name = node.args[1]
+            yield node.args[0], str(name.value) if isinstance(name, ast.Constant) else "..."
+        for target in targets:
+            for one in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
+                if isinstance(one, ast.Attribute):
+                    yield one.value, one.attr
+
+
+def replaced_in(text: str) -> list[str]:
+    """What a file replaces, with the full names."""
+    tree = ast.parse(text)
+    names = foreign_names(tree)
+    found = []
+    for owner, attribute in stored(tree):
+        base, *rest = ast.unparse(owner).split(".")
+        if base in names:
+            found.append(".".join((names[base], *rest, attribute)))
+    if "sys.meta_path" in text:
+        found += [
+            ast.unparse(n)
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Call) and "sys.meta_path." in ast.unparse(n.func)
+        ]
+    return sorted(set(found) - SETTINGS)
+
+
+def is_bridge(path: str) -> bool:
+    return any(path == bridge or path.startswith(f"{bridge}/") for bridge in BRIDGES)
+
+
+def test_foreign_symbols_are_replaced_in_bridges_only() -> None:
+    files = [file for package in sorted(OWN) for file in sorted((ROOT / package).rglob("*.py"))]
+    found = {
+        path: replaced
+        for file in files
+        if not is_bridge(path := file.relative_to(ROOT).as_posix())
+        and (replaced := replaced_in(file.read_text(encoding="utf-8")))
+    }
+    # The finder of vime's import paths of upstream finds modules of this project.
+    assert found == {"vime/alias.py": ["sys.meta_path.insert(0, Alias())"]}, (
+        "add a record to the bridge of the program"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("from vllm.a import B\nB.method = f", "vllm.a.B.method"),
+        ("import torch\ntorch.cuda.current_device = f", "torch.cuda.current_device"),
+        ("import ray._private.node as n\nsetattr(n.Node, 'start', f)", "ray._private.node.Node.start"),
+        ("from megatron import core\n(core.a, x) = f, 1", "megatron.core.a"),
+        ("def g():\n    from vllm import m\n    del m.name", "vllm.m.name"),
+        ("m = import_module('vllm.platforms')\nm.current = f", "vllm.platforms.current"),
+        ("import torch\nlibrary = torch\nlibrary.cuda.x = f", "torch.cuda.x"),
+    ],
+)
+def test_each_way_to_replace_is_found(code: str, name: str) -> None:
+    assert replaced_in(code) == [name]
+
+
+@pytest.mark.parametrize(
+    "code", ["from slime import a\na.b = 1", "import sys\nsys.stdout = f", "x = f()\nx.y = 1"]
+)
+def test_own_objects_are_no_matter(code: str) -> None:
+    assert replaced_in(code) == []
+
+
+def test_fewer_symbols_of_vllm_are_replaced_than_the_bar() -> None:
+    assert len(patches.TABLES["vllm"]) <= MOST_OF_VLLM
+
+
+@pytest.mark.parametrize("package", sorted(patches.TABLES))
+def test_every_record_is_whole(package: str) -> None:
+    seen = set[str]()
+    for patch in patches.TABLES[package]:
+        assert patch.symbol not in seen, "one record for each symbol"
+        seen.add(patch.symbol)
+        SpecifierSet(patch.versions)
+        module, _, name = patch.replacement.partition(":")
+        spec = find_spec(module)
+        assert spec is not None and spec.origin is not None
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (
+            patch.replacement
+        )
+
+
+@pytest.mark.parametrize("package", ["ray", "megatron-core", "torch", "datasets"])
+def test_the_symbols_exist(package: str) -> None:
+    missing = [patch.symbol for patch in patches.TABLES[package] if not bridges.exists(patch)]
+    assert missing == []
+
+
+def test_the_symbols_of_vllm_exist_in_the_installed_version() -> None:
+    version = installed()
+    if version is None:
+        pytest.skip("vLLM is not installed")
+    needed = [
+        patch
+        for patch in patches.TABLES["vllm"]
+        if SpecifierSet(patch.versions).contains(version, prereleases=True)
+    ]
+    assert [patch.symbol for patch in needed if not bridges.exists(patch)] == []
+
+
+def test_another_programs_server_keeps_its_vllm() -> None:
+    """vLLM loads the plug-in in every server of the environment."""
+    program = (
+        "import os; os.environ.pop('VIME_SUPERVISED', None)\n"
+        "from vime.vllm.worker.plugin import register; register()\n"
+        "from slime import bridges; from vime.doctor.patches import TABLES\n"
+        "print([p.symbol for p in TABLES['vllm'] if bridges.is_applied(p)])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[-2] == "[]"

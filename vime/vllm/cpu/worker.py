@@ -1,0 +1,85 @@
+"""The worker class of a run's engines on CPUs (vLLM's --worker-cls)."""
+
+from __future__ import annotations
+
+import ctypes
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_dp_group, get_ep_group
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vime.vllm import patches
+from vime.vllm.cpu import draft, experts, rotary
+from vime.vllm.cpu.memory import drop_pages
+from vime.vllm.worker import routed_experts
+from vime.vllm.worker.workers import RunWorker
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class CpuWorker(RunWorker, CPUWorker):
+    """vLLM's worker on CPUs, which also returns the experts of each token, exchanges the tokens of replicas that share
+    experts, and returns the memory of its key-value cache."""
+
+    collector: Any = None
+    """vLLM's collector of experts; None for an engine whose answers have none."""
+    scheduled: dict[str, int]
+    """Request -> its number of tokens in the running step."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        local_rank: int,
+        rank: int,
+        distributed_init_method: str,
+        is_driver_worker: bool = False,
+    ) -> None:
+        patches.apply("worker on CPUs")
+        super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
+        rotary.register()
+        draft.register()
+
+    def init_device(self) -> None:
+        """Takes the device, and lets the groups of ranks that share experts exchange tokens."""
+        super().init_device()
+        for group in (get_dp_group(), get_ep_group()) if self.model_config.is_moe else ():
+            communicator: Any = group.device_communicator
+            if communicator is not None:
+                communicator.all_gatherv = MethodType(experts.all_gatherv, communicator)
+                communicator.reduce_scatterv = MethodType(experts.reduce_scatterv, communicator)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocates the key-value cache and the collector of experts."""
+        super().initialize_from_config(kv_cache_config)
+        if self.settings.routed_experts and not self.use_v2_model_runner:
+            from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+
+            self.collector = get_aux_output_connector(self.get_model(), self.vllm_config, kv_cache_config)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Computes the logits of one step."""
+        if self.collector is not None:
+            self.collector.begin_step(scheduler_output.aux_output_connector_metadata)
+            self.scheduled = scheduler_output.num_scheduled_tokens
+        return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        """Samples the tokens of one step. The output has the experts of the step's tokens."""
+        output: Any = super().sample_tokens(grammar_output)
+        if self.collector is not None and output is not None:
+            output.aux_output_connector_output = routed_experts.step_rows(
+                self.collector, self.model_runner, self.scheduled, output
+            )
+        return output
+
+    def return_memory(self) -> None:
+        """Returns memory to the system: the pages of the key-value cache, which must be empty, and what the process has
+        freed."""
+        drop_pages(self.model_runner.kv_caches)
+        _LIBC.malloc_trim(0)

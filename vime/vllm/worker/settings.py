@@ -1,0 +1,70 @@
+"""The settings that a run gives to the workers of its engines, in vLLM's --additional-config under the name `vime`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+OPTION = "additional-config"
+_NAME = "vime"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What the workers of one engine do in addition to vLLM's own work. The defaults change nothing."""
+
+    gate: str | None = None
+    """File whose appearance lets a worker take its device (vime.vllm.worker.shared_gpu). None: it does not wait."""
+    temperature: float = 1.0
+    """The logits of the model are divided by it, before a request's own temperature."""
+    routed_experts: bool = False
+    """Whether answers contain the experts of each token."""
+    bitwise: tuple[str, ...] = ()
+    """The operators of slime's BITWISE_OPERATORS that the engine takes from rl_kernel.invariant."""
+
+    def flags(self, given: Sequence[str] = ()) -> list[str]:
+        """vLLM's flag with these settings and with the user's value of the same flag. Empty if both are empty.
+
+        `given` has the tokens of the user's own --additional-config: one "--additional-config=JSON" or two tokens.
+        """
+        text = given[-1].partition("=")[2] if len(given) == 1 else "".join(given[1:])
+        ours = {name: value for name, value in asdict(self).items() if value != _DEFAULTS[name]}
+        merged = {**(_parsed(text) if given else {}), **({_NAME: ours} if ours else {})}
+        return [f"--{OPTION}", json.dumps(merged)] if merged else []
+
+    @classmethod
+    def of(cls, config: VllmConfig) -> EngineSettings:
+        """The settings of the engine with this configuration."""
+        more = config.additional_config
+        found = dict(more.get(_NAME, {})) if isinstance(more, dict) else {}
+        return cls(**{**found, "bitwise": tuple(found.get("bitwise", ()))})
+
+    @classmethod
+    def take(cls, config: VllmConfig) -> EngineSettings:
+        """As `of`, and removes the gate from the configuration: vLLM keeps compiled code under a hash of the
+        configuration, and the path of the gate differs from run to run."""
+        found = cls.of(config)
+        more = config.additional_config
+        if found.gate is not None and isinstance(more, dict):
+            config.additional_config = {**more, _NAME: asdict(replace(found, gate=None))}
+        return found
+
+
+_DEFAULTS = asdict(EngineSettings())
+
+
+def _parsed(text: str) -> dict[str, object]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"--vllm-{OPTION} must be one JSON object, got {text!r}; write it as '{{\"name\": value}}'"
+        )
+    return found
