@@ -306,7 +306,7 @@ class RolloutManager:
             )
         scored = {name: result for name, result in output.data.items() if "rewards" in result}
         held_out = {
-            name: self._held_out(name, result["samples"])
+            name: self._held_out(name, result.get("samples"))
             for name, result in output.data.items()
             if name not in scored
         }
@@ -319,8 +319,13 @@ class RolloutManager:
                     metrics = {}
         return Evaluated(metrics, [*outbox.take(), *logged], held_out)
 
-    def _held_out(self, name: str, samples: list[Sample]) -> list[object]:
+    def _held_out(self, name: str, samples: list[Sample] | None) -> list[object]:
         """References to the data of a held-out set, one per data-parallel rank."""
+        if not samples:
+            raise ValueError(
+                f"--eval-function-path must return rewards or samples for dataset {name}, got neither; return the "
+                "samples whose loss the trainer shall compute"
+            )
         if loss_of((config := self._with_hooks()).algorithm).rewarded:
             raise ValueError(
                 f"--eval-function-path must return rewards with --loss-type {config.algorithm.loss_type}, got samples "

@@ -141,7 +141,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "reward pp": REWARD | STAGES,
 }
 """The sets have 7 conversations or 5 pairs, and one: no number of ranks divides them."""
-SHORT = ("sft dp", "sft dp static", "sft cp", "dpo dp", "dpo sp", "dpo pp", "reward cp")
+SHORT = ("sft dp", "sft dp static", "dpo dp", "dpo pp", "reward cp")
 
 
 def evaluated(layout: str, root: Path, rank: int, ranks: int) -> dict[str, float]:

@@ -300,21 +300,29 @@ def wrapped(args, rollout_id, data_source, evaluation=False):
     return generate_rollout(args, rollout_id, data_source, evaluation=evaluation)
 
 
-@pytest.mark.parametrize("kind", ["sft_loss", "custom_loss"])
+def none_held_out(args, rollout_id, data_source, evaluation=False):
+    return {"held": {"samples": []}}
+
+
+@pytest.mark.parametrize("kind", ["sft_loss", "custom_loss", "none"])
 def test_the_manager_hands_held_out_samples_to_the_trainer(checkpoint, tmp_path, kind):
     """One part per data-parallel rank, of a function of a user too. A loss on rewards cannot take them."""
     rows = [{"messages": [user("a"), assistant("b" * n)]} for n in (3, 7, 5)]
     path = write_lines(tmp_path / "d.jsonl", rows)
     flags = {"loss_type": kind, "input_key": "messages", "prompt_data": path, "eval_interval": 1}
     flags |= {"rollout_function_path": "test_rollout_sft.wrapped", "eval_prompt_data": ["held", path]}
+    if kind == "none":
+        flags |= {"loss_type": "sft_loss", "eval_function_path": "test_rollout_sft.none_held_out"}
     sizes = {"num_rollout": 2, "rollout_batch_size": 1, "micro_batch_size": 2, "rollout_max_response_len": 4}
     given = {"hf_checkpoint": str(checkpoint), "run_dir": str(tmp_path / "run"), "device": "cpu", **sizes}
     manager = RolloutManager(resolve(given | flags), None, 2, {}, put=lambda data: data)
     try:
-        if kind == "custom_loss":
-            with pytest.raises(
-                ValueError, match="must return rewards with --loss-type custom_loss, got samples"
-            ):
+        rules = {
+            "custom_loss": "rewards with --loss-type custom_loss, got samples",
+            "none": "rewards or samples",
+        }
+        if kind in rules:
+            with pytest.raises(ValueError, match=f"--eval-function-path must return {rules[kind]}"):
                 manager.evaluate(0)
             return
         evaluated = manager.evaluate(0)

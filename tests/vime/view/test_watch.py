@@ -83,6 +83,24 @@ def test_a_finished_run(tmp_path: Path, size: tuple[int, int]) -> None:
     assert "q quit" in found[-1]
 
 
+def test_a_run_on_given_responses_shows_its_held_out_loss(tmp_path: Path) -> None:
+    """In the first curve, and with the accuracy in the second line."""
+    run = write_run(tmp_path / "mine")
+    rows = [{"step_key": "train/step", "step": i, "time": 1.0, "train/loss": 0.5} for i in range(4)]
+    figures = {"eval/a/rewards/accuracies": 0.75, "eval/a/rewards/margins": 3.0}
+    for step, loss in ((0, 0.625), (2, 0.25), (4, 0.375)):
+        rows.append({"step_key": "eval/step", "step": step, "time": 1.0, "eval/a/loss": loss, **figures})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    look = WatchedRun(run).look()
+    assert look.curves["held-out loss"] == look.scores["a/loss"] == {0: 0.625, 2: 0.25, 4: 0.375}
+    assert set(look.scores) == {"a/loss", "a/rewards/accuracies"} and "reward" not in look.curves
+    text = "\n".join(screen(run, LARGE))
+    assert (
+        "held-out loss  0 to 4" in text
+        and "; a/loss 0.375 after 4; a/rewards/accuracies 0.75 after 4" in text
+    )
+
+
 @pytest.mark.parametrize("size", [SMALL, (110, 36), (120, 36), (181, 40), (182, 36)])
 def test_no_title_of_a_curve_is_cut(tmp_path: Path, size: tuple[int, int]) -> None:
     """Each has its title, steps and newest value whole, also in a run of thousands of steps."""
