@@ -282,8 +282,9 @@ class Sample:
         who = f"sample {self.index} of group {self.group_index}"
         if not 0 < self.response_length < len(self.tokens):
             raise ValueError(
-                f"response_length must lie in (0, len(tokens)), got {self.response_length} "
-                f"with {len(self.tokens)} tokens for {who}"
+                f"response_length must lie in (0, len(tokens)), got {self.response_length} with {len(self.tokens)} "
+                f"tokens for {who}; a generate function must fill sample.tokens with the ids of the prompt and the "
+                "response, and sample.response_length with the number of ids of the response"
             )
         if self.loss_mask is not None:
             if len(self.loss_mask) != self.response_length:

@@ -120,10 +120,8 @@ def convert_samples_to_train_data(config: Config, args: Namespace, samples: list
         hook = load_function(path, flag="--custom-convert-samples-to-train-data-path")
         made: TrainData = hook(args, samples)
         return made
+    check_samples(config, samples)
     on_policy = loss_of(config.algorithm).rewarded
-    sampled = on_policy and _has_sampled_log_probs(config, samples)
-    for sample in samples:
-        sample.check(require_log_probs=sampled, require_experts=config.off_policy.use_rollout_routing_replay)
     raw, rewards = [0.0] * len(samples), [0.0] * len(samples)
     if on_policy:
         raw, rewards = post_process_rewards(config, args, samples)
@@ -153,18 +151,27 @@ def convert_samples_to_train_data(config: Config, args: Namespace, samples: list
     return data
 
 
-def _has_sampled_log_probs(config: Config, samples: list[Sample]) -> bool:
-    """False if no sample has log-probs of the engine, as from some generate functions of slime, and training can do
-    without (`needs_sampled_log_probs`). A part of the samples without them is an error."""
-    if needs_sampled_log_probs(config) or any(sample.rollout_log_probs is not None for sample in samples):
-        return True
-    warn_once(
-        logger,
-        "rollout_log_probs",
-        "the generate function fills no rollout_log_probs: this run cannot compare the engine's log-probs with the "
-        "trainer's; take them from the engine's answer",
+def check_samples(config: Config, samples: list[Sample]) -> None:
+    """`Sample.check` of each sample that becomes train data. A conversion hook checks its samples itself.
+
+    Log-probs of the engine may be missing if no sample has them, as from some generate functions of slime, and training
+    can do without (`needs_sampled_log_probs`). A part of the samples without them is an error.
+    """
+    if config.reward.custom_convert_samples_to_train_data_path:
+        return
+    on_policy = loss_of(config.algorithm).rewarded
+    sampled = on_policy and (
+        needs_sampled_log_probs(config) or any(sample.rollout_log_probs is not None for sample in samples)
     )
-    return False
+    for sample in samples:
+        sample.check(require_log_probs=sampled, require_experts=config.off_policy.use_rollout_routing_replay)
+    if on_policy and not sampled:
+        warn_once(
+            logger,
+            "rollout_log_probs",
+            "the generate function fills no rollout_log_probs: this run cannot compare the engine's log-probs with the "
+            "trainer's; take them from the engine's answer",
+        )
 
 
 def _for_estimator(config: Config, samples: list[Sample], raw: list[float]) -> TrainData:

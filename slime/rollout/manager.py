@@ -26,7 +26,7 @@ from slime.data.drawing.position import state_path
 from slime.data.packing import forward_flops, prediction_flops, shares_prompts
 from slime.data.rank_data import RankData, mark_kept
 from slime.data.tokenizer import load_tokenizer
-from slime.data.train_data import checked_data, held_out_data, scheduled
+from slime.data.train_data import check_samples, checked_data, held_out_data, scheduled
 from slime.divergence import DivergedError
 from slime.hooks import load_function
 from slime.protocols import Evaluated, Logged, RolloutBatch, RolloutEngine
@@ -115,6 +115,8 @@ class RolloutManager:
             save_debug_rollout_data(
                 self.config.debug.save_debug_rollout_data, rollout_id, groups, facts=facts
             )
+        with self._refused_is_saved(rollout_id, groups, facts):  # before metrics and records read the samples
+            check_samples(self._with_hooks(), [sample for group in groups for sample in group])
         metrics, logged = self._log(rollout_id, groups, metrics, seconds)
         kept = self._keep_samples(rollout_id, groups)
         of_size, rows = self._rank_data(rollout_id, groups, facts)
@@ -252,24 +254,34 @@ class RolloutManager:
     ) -> tuple[dict[int, list[RankData]], int]:
         """Train data of each rank, by number of data-parallel ranks; and the number of rows that it was made of.
 
-        With --rlk-consistency, the policy's data contains each sample's facts, and a rollout that fails the border
-        check is saved before the run ends.
+        With --rlk-consistency, the policy's data contains each sample's facts.
         """
         samples = [sample for group in groups for sample in group]
-        audited = self.config.kernels.rlk_consistency != "off"
-        try:
+        with self._refused_is_saved(rollout_id, groups, facts):
             data = checked_data(config := self._with_hooks(), self.args, samples, self.hf_config)
             found = {size: scheduled(config, data, size, self.hf_config) for size in self.dp_sizes}
+        if self._audited:
+            attach(found[self.dp_sizes[0]], samples, facts)
+        return found, len(data["tokens"])
+
+    @property
+    def _audited(self) -> bool:
+        return self.config.kernels.rlk_consistency != "off"
+
+    @contextmanager
+    def _refused_is_saved(
+        self, rollout_id: int, groups: list[SampleGroup], facts: Facts | None
+    ) -> Iterator[None]:
+        """With --rlk-consistency, a rollout that fails the border check is saved before the run ends."""
+        try:
+            yield
         except ValueError as error:
-            if not audited:
+            if not self._audited:
                 raise
             path = save_debug_rollout_data(replay_template(self.config), rollout_id, groups, facts=facts)
             raise ValueError(
                 f"{error}; the batch is saved, see it again with --load-debug-rollout-data {path}"
             ) from error
-        if audited:
-            attach(found[self.dp_sizes[0]], samples, facts)
-        return found, len(data["tokens"])
 
     def _left_out(
         self, rollout_id: int, groups: list[SampleGroup], rows: int, ranks: list[RankData]

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -44,6 +44,8 @@ from slime.tracking.run_files import (
     readable,
 )
 from slime.types import Message, Metadata, Reward, Sample, SampleGroup
+
+V = TypeVar("V")
 
 SAMPLES = "samples"
 VERSION = 1
@@ -334,12 +336,10 @@ def _write(run_dir: Path, name: str, lines: list[Line]) -> Path:
 def _record(
     place: int, sample: Sample, text_of: Callable[[int], str], decode: Callable[[list[int]], object]
 ) -> SampleRecord:
-    length = sample.response_length
+    length = min(sample.response_length, len(sample.tokens))
     read = str(decode(list(sample.tokens[: len(sample.tokens) - length][:MOST_TOKENS])))
     ids = sample.tokens[len(sample.tokens) - length :][:MOST_TOKENS]
-    mask = list(sample.loss_mask or [1] * length)
-    unknown: list[float | None] = [None] * length
-    engine = list(sample.rollout_log_probs) if sample.rollout_log_probs else unknown
+    mask, engine = _per_token(sample.loss_mask, 1, length), _per_token(sample.rollout_log_probs, None, length)
     tokens = [
         Token(text_of(id_), id_, one, None if value is None else round(value, 6), None)
         for id_, one, value in zip(ids, mask[:MOST_TOKENS], engine[:MOST_TOKENS], strict=True)
@@ -360,6 +360,13 @@ def _record(
         tokens=tokens,
         read="" if read == sample.prompt else read,
     )
+
+
+def _per_token(values: Iterable[V] | None, unknown: V, length: int) -> list[V]:
+    """Values per response token. A sample for a conversion hook may have none, or another number: they are not known
+    then."""
+    found = [] if values is None else list(values)
+    return found if len(found) == length else [unknown] * length
 
 
 def token_texts(decode: Callable[[list[int]], object]) -> Callable[[int], str]:

@@ -1,12 +1,17 @@
-"""Samples of a batch that fill no optimizer step, from plug-ins and saved files, and those that the run keeps."""
+"""Samples of a batch that fill no optimizer step, from plug-ins and saved files, those that the run keeps, and those
+that the border refuses."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 
 import pytest
 from rollout_double import EngineDouble, make_tokenizer
 
+from slime.config.schema import Config
+from slime.data.train_data import convert_samples_to_train_data
+from slime.records import once
 from slime.rollout.manager import RolloutManager
 from slime.rules.resolve import resolve
 from slime.tracking.journal import read_events
@@ -97,3 +102,110 @@ def unequal_samples(args, rollout_id, data_source, evaluation=False):
     groups = fifteen_samples(args, rollout_id, data_source)
     groups[2][1].reward = 0.0
     return groups
+
+
+FAULTS = {
+    "few log-probs": {"rollout_log_probs": [-0.5] * 5},
+    "no log-probs": {"rollout_log_probs": None},
+    "many log-probs": {"rollout_log_probs": [-0.5] * 16},
+    "long mask": {"loss_mask": [1] * 16},
+    "short mask": {"loss_mask": [1] * 14},
+    "no tokens": {"tokens": [], "response_length": 0, "rollout_log_probs": None},
+    "long response": {"response_length": 18},
+}
+FAULT = ""
+
+
+def hooks():
+    """This module as the run imports it."""
+    return importlib.import_module("test_left_out")
+
+
+def faulty_samples(args, rollout_id, data_source, evaluation=False):
+    """16 samples with 15 response tokens. Those of the first group have the fault."""
+    groups = [[Sample(index=4 * g + i, group_index=g, prompt="q") for i in range(4)] for g in range(4)]
+    for sample in (sample for group in groups for sample in group):
+        sample.tokens = [97] * 16
+        sample.response_length, sample.response = 15, "a" * 15
+        sample.rollout_log_probs, sample.teacher_log_probs = [-0.5] * 15, [-0.5] * 15
+        sample.reward, sample.status = float(sample.index % 2), Sample.Status.COMPLETED
+        if not sample.group_index:
+            vars(sample).update(FAULTS[FAULT])
+    return groups
+
+
+@pytest.mark.parametrize("distilled", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("few log-probs", "rollout_log_probs must have one entry per response token, got 5 for 15 tokens of"),
+        (
+            "no log-probs",
+            "rollout_log_probs must have one entry per response token, got none for 15 tokens of",
+        ),
+        (
+            "many log-probs",
+            "rollout_log_probs must have one entry per response token, got 16 for 15 tokens of",
+        ),
+        ("long mask", "loss_mask must have one entry per response token, got 16 for 15 tokens of"),
+        ("short mask", "loss_mask must have one entry per response token, got 14 for 15 tokens of"),
+        (
+            "no tokens",
+            "got 0 with 0 tokens for sample 0 of group 0; a generate function must fill sample.tokens",
+        ),
+        ("long response", "got 18 with 16 tokens for sample 0 of group 0; a generate function must fill"),
+    ],
+)
+def test_what_the_border_refuses_is_named_before_metrics_and_records(
+    build, tmp_path, monkeypatch, fault, said, distilled
+):
+    """The records of samples raised `zip() argument 3 is shorter than arguments 1-2`, and so did the metrics of a
+    teacher."""
+    monkeypatch.setattr(hooks(), "FAULT", fault)
+    flags = (
+        {"use_opd": True, "opd_teacher_url": ["http://127.0.0.1:9"], "opd_type": "vllm"} if distilled else {}
+    )
+    manager = build(rollout_function_path="test_left_out.faulty_samples", **flags)
+    with pytest.raises(ValueError) as error:
+        manager.generate(0)
+    assert said in str(error.value) and "sample 0 of group 0" in str(error.value)
+    assert not (tmp_path / "run" / "samples").exists()
+
+
+def test_no_log_probs_at_all_is_one_warning_and_no_tokens_none(build, monkeypatch, caplog):
+    """The warning came also before the error of a sample without tokens."""
+    monkeypatch.setattr(hooks(), "FAULT", "no tokens")
+    once.forget()
+    manager = build(rollout_function_path="test_left_out.without_log_probs")
+    with pytest.raises(ValueError, match="must fill sample.tokens"):
+        manager.generate(0)
+    assert "fills no rollout_log_probs" not in caplog.text
+    monkeypatch.setattr(hooks(), "FAULT", "no log-probs")
+    assert build(rollout_function_path="test_left_out.without_log_probs").generate(0).rank_data
+    assert caplog.text.count("fills no rollout_log_probs") == 1
+
+
+def without_log_probs(args, rollout_id, data_source, evaluation=False):
+    groups = faulty_samples(args, rollout_id, data_source)
+    for sample in (sample for group in groups for sample in group):
+        sample.rollout_log_probs = None
+    return groups
+
+
+def test_samples_of_a_conversion_hook_are_kept_as_they_are(build, tmp_path, monkeypatch):
+    """It may take samples that fit no other rule."""
+    monkeypatch.setattr(hooks(), "FAULT", "few log-probs")
+    manager = build(
+        rollout_function_path="test_left_out.faulty_samples",
+        custom_convert_samples_to_train_data_path="test_left_out.mends",
+    )
+    manager.generate(0)
+    first, *_, last = read_samples(tmp_path / "run", 0)
+    assert [token.engine for token in first.tokens] == [None] * 15
+    assert [token.engine for token in last.tokens] == [-0.5] * 15
+
+
+def mends(args, samples):
+    copies = [Sample.from_dict(sample.to_dict() | {"rollout_log_probs": [-1.0] * 15}) for sample in samples]
+    config = Config.of_args(args).with_values(custom_convert_samples_to_train_data_path=None)
+    return convert_samples_to_train_data(config, args, copies)
