@@ -64,6 +64,17 @@ def finished(config: Config) -> bool:
     return first_rollout(config, iteration) >= rollouts
 
 
+def resume_flags(c: Config) -> list[str] | None:
+    """What a second command adds to the flags of this run, so that it resumes after the newest checkpoint of --save.
+    None if that folder has none, or if the flags start every run anew."""
+    save, step = c.checkpoint.save, c.checkpoint.ckpt_step
+    newest = None if save is None or c.debug.debug_rollout_only else latest(save)
+    if save is None or newest is None or c.checkpoint.finetune:
+        return None
+    added = [] if saves_where_it_loads(c) else ["--load", save]
+    return added if step is None else [*added, "--ckpt-step", str(newest)]
+
+
 def check_start(c: Config) -> None:
     """ValueError if --load holds checkpoints and does not say which is the newest, or if the run would replace
     checkpoints or metrics of another one. --overwrite allows the second.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -29,6 +30,7 @@ from slime.cluster.memory_watch import MemoryWatch
 from slime.cluster.ray_watch import RayWatch, leave, parts
 from slime.cluster.watchdog import Watchdog, remove
 from slime.config import Config
+from slime.config.secrets import mask_command
 from slime.data.drawing.mixing import data_sets
 from slime.data.files import prompt_files
 from slime.disk_space import Room
@@ -36,12 +38,13 @@ from slime.memory.host import RAY_THRESHOLD
 from slime.operators import headline
 from slime.protocols import EnginePool
 from slime.roles.groups import step_lines
-from slime.run_start import finished, start_line
+from slime.run_start import finished, resume_flags, start_line
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.console import columns_of
 from slime.tracking.events import Events
 from slime.tracking.report import Reporter
 from slime.tracking.run_record import record_error, recorded
+from slime.tracking.run_summary import run_summary
 from slime.waiting import said
 from vime.backends import make_pools
 from vime.members.control_socket import ControlSocket
@@ -83,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         run(config, argv)
     except KeyboardInterrupt as interrupt:
-        line = f"interrupted{by(interrupt)}: everything that was started has been stopped"
+        line = f"interrupted{by(interrupt)}: everything that was started has been stopped{_resumes(config, argv)}"
         with contextlib.suppress(OSError):  # after SIGHUP no terminal is there
             _record(line, Path(run_dir).resolve() / "logs" / "driver.log")
         print(line, file=sys.stderr)
@@ -94,6 +97,20 @@ def main(argv: Sequence[str]) -> int:
         print(_told(error, Path(run_dir).resolve() / "logs"), file=sys.stderr)
         return leave(1)
     return leave(0)
+
+
+def _resumes(config: Config, argv: Sequence[str]) -> str:
+    """The command that resumes the run, for the last line of a run that its user has ended."""
+    with contextlib.suppress(OSError, ValueError):  # the folder of checkpoints may be gone, or damaged
+        added = resume_flags(config)
+        replaced = config.checkpoint.overwrite and run_summary(Path(config.logging.run_dir)).saved is None
+        if added is None or replaced:  # the checkpoint is of an earlier run
+            return ""
+        command = shlex.join(["vime", "train", *argv, *added])
+        if mask_command(argv) != list(argv):
+            command = f"the same command{''.join(f' {word}' for word in added)}"
+        return f"; resume it with: {command}"
+    return ""
 
 
 def _read(config: Config) -> Inputs:

@@ -10,7 +10,7 @@ from config_cases import good_argv
 from slime.checkpoints.checkpoint_dir import first_rollout
 from slime.config import Config
 from slime.rules import parse_args
-from slime.run_start import check_start, finished, start_line
+from slime.run_start import check_start, finished, resume_flags, start_line
 
 
 @pytest.fixture
@@ -43,6 +43,23 @@ def test_a_new_run(argv, tmp_path):
     new = config(argv, "--save", str(tmp_path / "out"))
     assert start_line(new) == f"new run with weights from {new.rollout.hf_checkpoint}"
     assert not finished(new)
+
+
+def test_what_a_second_command_adds_to_resume(argv, tmp_path):
+    """For each set of flags, the flags and the added ones resume after the newest checkpoint."""
+    out = folder(tmp_path / "out")
+    save, load = ["--save", out], ["--load", out]
+    for flags in ([], save, [*save, *load]):
+        assert resume_flags(config(argv, *flags)) is None, "no checkpoint is there"
+    first = {"plain": config(argv, *save), "both": config(argv, *save, *load)}
+    folder(tmp_path / "out", 3, 7, record="7")
+    assert resume_flags(first["plain"]) == load and resume_flags(first["both"]) == []
+    again = config(argv, *save, *load, "--ckpt-step", "3")
+    added = resume_flags(again)
+    assert added == ["--ckpt-step", "7"]
+    ended = start_line(config(argv, *save, *load, "--ckpt-step", "3", *added))
+    assert ended.startswith(f"resumes after rollout 7 of {out}")
+    assert start_line(config(argv, *save, *load)) == f"resumes after rollout 7 of {out}"
 
 
 def test_a_run_that_resumes(argv, tmp_path):

@@ -4,6 +4,7 @@ goes on later as if it had not ended; checkpoints are written in the background,
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -58,6 +59,7 @@ def test_sigterm_saves_and_the_next_start_goes_on(world: World, whole: dict[int,
         launch.wait_for(lambda: len(losses(world.root / "parts")) > 5, "six steps", 240)
         launch.process.send_signal(signal.SIGTERM)
         assert launch.finish(60) == 143, launch.output
+    assert f"been stopped; resume it with: {shlex.join(command[2:])}" in (launch.output.splitlines()[-1])
     ended = max(losses(world.root / "parts"))
     assert 5 <= ended < ROLLOUTS - 1
     assert f"saved the checkpoint of rollout {ended}, rollout {ended + 1} is the next" in launch.output
