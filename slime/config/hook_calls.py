@@ -9,6 +9,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from slime.config.foreign_rewards import description, expression
+
 
 @dataclass(frozen=True)
 class Call:
@@ -22,6 +24,7 @@ class Call:
     """Arguments that are given by name where the function takes them."""
     may_wait: bool = False
     """It may be an async function."""
+    may_be_class: bool = False
 
     @property
     def shown(self) -> str:
@@ -35,7 +38,7 @@ _WRITTEN = Call("args version_dir rollout_engines")
 CALLS: Mapping[str, Call] = {
     "rollout_function_path": _ROLLOUT,
     "eval_function_path": _ROLLOUT,
-    "data_source_path": Call("args"),
+    "data_source_path": Call("args", may_be_class=True),
     "custom_generate_function_path": Call(
         "args sample sampling_params", optional="evaluation", may_wait=True
     ),
@@ -71,55 +74,34 @@ CALLS: Mapping[str, Call] = {
 """The field of a flag -> how its function is called."""
 
 
-@dataclass(frozen=True)
-class OtherTrainer:
-    """The rewards of another project, which its parameters give away."""
-
-    name: str
-    gives: tuple[frozenset[str], ...]
-    """A function with all names of one of these sets is such a reward."""
-    call: str
-    """An expression of our `sample` that calls such a reward `f` with one response."""
-
-
-OTHERS = (
-    OtherTrainer(
-        "TRL",
-        (frozenset({"completions"}), frozenset({"completion_ids"})),
-        "f(prompts=[sample.prompt], completions=[sample.response], **{k: [v] for k, v in sample.metadata.items()})[0]",
-    ),
-    OtherTrainer(
-        "verl",
-        (
-            frozenset({"solution_str"}),
-            frozenset({"solution_strs"}),
-            frozenset({"data_source", "ground_truth"}),
-            frozenset({"reward_input"}),
-        ),
-        'f(sample.metadata.get("data_source"), sample.response, sample.label, sample.metadata)',
-    ),
-    OtherTrainer(
-        "OpenRLHF",
-        (frozenset({"queries", "prompts"}), frozenset({"queries", "labels"})),
-        "f([sample.prompt + sample.response], [sample.prompt], [sample.label])[0]",
-    ),
-)
-
-
 def check_call(
-    flag: str, path: str, function: Callable[..., object], call: Call, *, scores: bool = False
+    flag: str,
+    path: str,
+    function: Callable[..., object],
+    call: Call,
+    *,
+    scores: bool = False,
+    input_key: str | None = None,
+    label_key: str | None = None,
 ) -> None:
     """ValueError if `function` cannot be called as `call` says. `flag`: as the user typed it. `scores`: it is a reward,
-    which may have been written for another trainer."""
+    which may have been written for another trainer. The keys are the columns of its prompts and labels."""
+    if inspect.isclass(function) and not call.may_be_class:
+        raise ValueError(
+            f"{flag} must name a function, got the class {path}; name a function of the module that makes an object of "
+            "the class, or set a name of the module to such an object"
+        )
     parameters = _parameters(function)
     if parameters is None:
         return
     shown = f"{path}{inspect.Signature(list(parameters.values()))}"
-    other = _written_for(set(parameters)) if scores else None
+    other = description(parameters) if scores else None
     if other is not None:
+        columns = {input_key or "": "sample.prompt", label_key or "": "sample.label"}
+        columns.pop("", None)
         raise ValueError(
-            f"{flag} must name a function that is called as f(args, sample) -> float | dict, got {shown}, which is a "
-            f"reward function of {other.name}; give a function of this project's form that returns {other.call}"
+            f"{flag} must name a function that is called as f(args, sample) -> float | dict, got {shown}, which "
+            f"{other}; give a function of this project's form that returns {expression(function, parameters, columns)}"
         )
     problem = _misfit(parameters, call)
     if problem is not None:
@@ -140,12 +122,6 @@ def _parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter]
         return dict(inspect.signature(function).parameters)
     except (ValueError, TypeError):
         return None
-
-
-def _written_for(names: set[str]) -> OtherTrainer | None:
-    if {"args", "sample"} & names:
-        return None
-    return next((other for other in OTHERS if any(given <= names for given in other.gives)), None)
 
 
 def _misfit(parameters: Mapping[str, inspect.Parameter], call: Call) -> str | None:

@@ -273,7 +273,10 @@ def _check_dataset(reward: RewardConfig, where: str, config: EvalDatasetConfig) 
     for key in ("custom_rm_path", "custom_generate_function_path"):
         if path := getattr(config, key):
             flag = f"--eval-config: {key} of {where}"
-            check_call(flag, path, load_function(path, flag), CALLS[key], scores=key == "custom_rm_path")
+            keys = {"input_key": config.input_key, "label_key": config.label_key}
+            check_call(
+                flag, path, load_function(path, flag), CALLS[key], scores=key == "custom_rm_path", **keys
+            )
 
 
 def _check_lengths(where: str, config: EvalDatasetConfig) -> None:

@@ -80,16 +80,17 @@ def check_hooks(config: Config) -> None:
         if value in (None, usual) or taken_over:
             continue
         for path in value if isinstance(value, list) else [value]:
-            problems.check(_check_hook, name, path)
+            problems.check(_check_hook, config, name, path)
     problems.report()
 
 
-def _check_hook(name: str, path: str) -> None:
+def _check_hook(config: Config, name: str, path: str) -> None:
     try:
         function = load_function(path, spelled(name))
     except ValueError:
         return
-    check_call(spelled(name), path, function, CALLS[name], scores=name == "custom_rm_path")
+    keys = {"input_key": config.data.input_key, "label_key": config.data.label_key}
+    check_call(spelled(name), path, function, CALLS[name], scores=name == "custom_rm_path", **keys)
 
 
 def is_for_others(config: Config, sizes: GivenSizes) -> bool:

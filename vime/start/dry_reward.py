@@ -101,8 +101,10 @@ def check_reward(
         raise ValueError(unknown_type(None, "--rm-type"))
     names = [] if path else reward_names(name)
     own = [one for one in names if is_hook(one)]
+    keys = {"input_key": config.data.input_key, "label_key": config.data.label_key}
     for one in own:
-        check_call("--rm-type", one, load_function(one, "--rm-type"), CALLS["custom_rm_path"], scores=True)
+        function = load_function(one, "--rm-type")
+        check_call("--rm-type", one, function, CALLS["custom_rm_path"], scores=True, **keys)
     # random and zero need no check, code has a sandbox, and remote_rm is over the network
     called = [one for one in names if one in own or one.removeprefix("boxed_") in REWARDS]
     if path is None and not called:
