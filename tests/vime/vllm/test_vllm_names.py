@@ -134,6 +134,7 @@ def engine() -> Any:
     )
     double.reset_prefix_cache.return_value = True
     double.wake_up.return_value = True
+    double.is_paused.return_value = False  # otherwise the middleware resets the cache again (return_cache)
     return double
 
 

@@ -21,12 +21,11 @@ FOLDER = Path(sys.prefix, "vllm-oldest")
 LACKS = {
     'experts.py: Cannot find implementation or library stub for module named "vllm.model_executor.layers.fused_moe'
     '.router.cpu_router"',
-    'experts.py: Module "vllm.model_executor.layers.fused_moe.experts.cpu_moe" has no attribute '
-    '"CPUUnquantizedExperts"',
     'routed_experts.py: "VllmConfig" has no attribute "aux_output_config"',
-    "routed_experts.py: Cannot find implementation or library stub for module named "
+    "worker.py: Cannot find implementation or library stub for module named "
     '"vllm.distributed.aux_output_connector.worker"',
-    'routed_experts.py: "SchedulerOutput" has no attribute "aux_output_connector_metadata"',
+    'worker.py: "SchedulerOutput" has no attribute "aux_output_connector_metadata"',
+    'draft.py: Cannot find implementation or library stub for module named "vllm.triton_utils.dispatcher"',
 }
 """What the oldest one lacks, and the code does without: both files ask before. One line for each."""
 
@@ -75,7 +74,7 @@ TYPED = {  # in what file, what is renamed, and what the type checker says
         "packages/vllm/v1/worker/gpu_worker.py",
         r"def start_weight_update\b",
         "def begin_weight_update",
-        'draft.py: "type[Worker]" has no attribute "start_weight_update"',
+        'workers.py: "start_weight_update" undefined in superclass',
     ),
     "an argument": (
         "packages/vllm/v1/engine/async_llm.py",
@@ -84,10 +83,10 @@ TYPED = {  # in what file, what is renamed, and what the type checker says
         'adapter.py: Unexpected keyword argument "internal" for "abort" of "AsyncLLM"',
     ),
     "a class": (
-        "packages/vllm/v1/worker/worker_base.py",
-        r"class WorkerWrapperBase\b",
-        "class WorkerShell",
-        'shared_gpu.py: Module "vllm.v1.worker.worker_base" has no attribute "WorkerWrapperBase"',
+        "packages/vllm/v1/worker/cpu_worker.py",
+        r"class CPUWorker\b",
+        "class HostWorker",
+        'worker.py: Module "vllm.v1.worker.cpu_worker" has no attribute "CPUWorker"',
     ),
     "a function": (
         "packages/vllm/inputs/engine.py",
@@ -168,8 +167,7 @@ def asking_tests() -> list[str]:
     """Test files of vime that import vLLM, or read a live model."""
     uses = re.compile(
         r"^ *(?:from|import) vllm\b|vllm_parser\("
-        r""
-        r"|vllm\.worker(?:\.| import )(?:live_\w+|weight_receiver|adapter_loader)",
+        r"|from vime\.vllm\.patches import|vllm\.worker(?:\.| import )(?:live_\w+|weight_receiver|adapter_loader)",
         re.MULTILINE,
     )
     files = sorted(Path(__file__).parents[1].rglob("test_*.py"))

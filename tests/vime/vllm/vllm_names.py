@@ -103,6 +103,7 @@ GIVEN = {
     "tp_rank": _LINEAR,
     "tp_size": _LINEAR,
     "unquantized_backend": f"{_MOE}/unquantized_fused_moe_method.py",
+    "vllm_config": "distributed/weight_transfer/base.py",
     "w13_bias": f"{_MOE}/unquantized_fused_moe_method.py",
     "w13_weight": f"{_MOE}/unquantized_fused_moe_method.py",
     "w2_bias": f"{_MOE}/unquantized_fused_moe_method.py",
@@ -130,13 +131,9 @@ NEWER = {
 _OF_OTHERS = {"__name__", "__wrapped__", "getLogger", "name", "tie_word_embeddings", "get_shape"}
 _OURS = {
     "aux_output_connector",
-    "in_turn",
-    "keeps",
     "piece",
-    "returns",
     "vllm_reasoning_parser",
     "vllm_tool_call_parser",
-    "wraps",
 }
 _OWN_OPTIONS = {"batch_invariant", "pd_disaggregation", "server_concurrency", "weight_sync_mode"}
 """Flags with vLLM's prefix that are no flags of its server."""
