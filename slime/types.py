@@ -146,7 +146,7 @@ class Sample:
             if key not in self.reward:
                 raise ValueError(
                     f"--reward-key must name an entry of the reward, got {key!r}; "
-                    f"sample {self.index} has {sorted(self.reward)}"
+                    f"sample {self.index} has {sorted(map(str, self.reward))}{_key_to_give(self.reward)}"
                 )
             return float(self.reward[key])
         if self.reward is None:
@@ -315,6 +315,13 @@ class Sample:
             position = next(i for i, v in enumerate(self.rollout_log_probs) if not math.isfinite(v))
             value = self.rollout_log_probs[position]
             raise ValueError(f"rollout_log_probs must be finite, got {value} at position {position} of {who}")
+
+
+def _key_to_give(reward: Mapping[str, object]) -> str:
+    """The entry of a record that is its number: score, or the first one that is a number."""
+    names = sorted(str(name) for name, value in reward.items() if isinstance(value, int | float | np.number))
+    best = "score" if "score" in names else next(iter(names), None)
+    return "" if best is None else f": give --reward-key {best}"
 
 
 _COUNTS: dict[str, type[SpeculationCounts] | type[CacheCounts]] = {

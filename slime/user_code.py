@@ -8,9 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import re
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from types import FrameType
 
@@ -18,6 +22,15 @@ logger = logging.getLogger(__name__)
 
 SLOW_REWARD_S = 30.0
 """A reward that has run for this long is logged, at most one per such interval."""
+_NOT_OF_USERS = (
+    "<",
+    *(
+        os.path.join(os.path.dirname(os.path.dirname(__file__)), name, "")
+        for name in ("slime", "vime", "rl_kernel")
+    ),
+    *(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")),
+)
+_PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 BLOCKED_S = 1.0
 """A call that blocks the event loop for this long is logged, once per function."""
 
@@ -44,6 +57,23 @@ def remedy(error: BaseException) -> str:
             "--reward-deadline-s, or compute in a process of your own (math_verify: parsing_timeout=None)"  # ok: a text
         )
     return ""
+
+
+def place(error: BaseException) -> str | None:
+    """The file and line of the user's code at which `error` was raised, or which called what raised it. None for an
+    error of this project's own code."""
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_OF_USERS) and not _PACKAGES.search(file):
+            found = f"{_short(file)}:{line}"
+    return found
+
+
+def _short(file: str) -> str:
+    """The path from the current folder, where the file is below it."""
+    near = os.path.relpath(file)
+    return file if near.startswith("..") else near
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ from vime.plan_hardware import hardware, update
 from vime.plan_hardware import machine as this_machine
 from vime.run.prompts import plural, prompts
 from vime.start.checks import Inputs, check_run, is_for_others, read_inputs
-from vime.start.dry_reward import check_reward
+from vime.start.first_prompt import FirstPrompt
 
 
 def routed(shape: Shape) -> str:
@@ -249,13 +249,13 @@ def main(argv: Sequence[str]) -> int:
     if argv and argv[0] == COMPARE:
         return compare_run(argv[1:])
     flags, sizes = take_sizes(argv)
-    data = list[str]()
+    data, first = list[str](), FirstPrompt()
 
     def is_elsewhere(config: Config) -> bool:
         return is_for_others(config, sizes)
 
     def read_part(config: Config) -> int | None:
-        data.extend(prompts(config, check_reward))
+        data.extend([*prompts(config, first.score), *first.lines()])
         return config.data.num_rollout
 
     def read(config: Config) -> Inputs:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from slime.data.files import Place, Row
-from slime.data.rows import OWN_KEYS, Columns, render_chat, to_prompt
+from slime.data.rows import OWN_KEYS, Columns, message_text, render_chat, to_prompt
 from slime.types import Message, Tools
 
 if TYPE_CHECKING:
@@ -25,6 +25,10 @@ OWN_COLUMNS = (
 DOUBLED = (
     "the prompt begins with %r, and so does the chat template, so that the model reads it twice; leave "
     "--apply-chat-template off, or write the prompts without the template"
+)
+JSON_TEXT = (
+    "column %r has the JSON text of a list of messages, which the model reads as the text of one user turn; write the "
+    "list itself"
 )
 UNREAD_TOOLS = (
     "the prompt has %d tools, and the chat template does not read tools, so that the model does not see them; take a "
@@ -125,6 +129,8 @@ def warn_of_rows(
         prompt = to_prompt(row, where, plain, None)
         if template is None or (isinstance(prompt.text, str) and not columns.apply_chat_template):
             continue
+        raw = row.get(columns.input_key)
+        tell("lists", where.source.suffix != ".csv" and message_text(raw) and columns.input_key, JSON_TEXT)
         tell("opening", template.doubled(contents_of(prompt.text)), DOUBLED)
         tools = prompt.metadata.get("tools")
         tell("tools", tools and not template.reads_tools and len(tools), UNREAD_TOOLS)

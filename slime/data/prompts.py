@@ -52,7 +52,7 @@ _LOOKED_AT = 8
 """Prompts of a file that warnings are about."""
 _CHECKED = ("row", "size", "list", "tokens")
 """The columns of a check."""
-_VERSION = 6
+_VERSION = 7
 """Of the checks: a new number makes every file be checked again."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import datetime
 import decimal
@@ -25,6 +26,9 @@ T = TypeVar("T")
 _TEXTS_AT_A_TIME = 1024
 _NAME = re.compile(r"[\w./:-]+")
 """The name of a tool."""
+_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["']\w+["']\s*:""")
+"""The beginning of a list of records, as JSON or as Python writes it."""
+_ROLE = re.compile(r"""["']role["']\s*:""")
 OWN_KEYS = frozenset(
     (
         "tools",
@@ -70,7 +74,9 @@ class Columns:
 def to_prompt(row: Row, where: Place, columns: Columns, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
     """The prompt of a row. ValueError with its place for a missing column or a wrong type."""
     pair = None if columns.chosen_key is None else _pair(row, columns, where)
-    text = _column(row, columns.input_key, "--input-key", where) if pair is None else pair["chosen"]
+    text = pair["chosen"] if pair is not None else _column(row, columns.input_key, "--input-key", where)
+    if columns.apply_chat_template and pair is None:
+        text = _cell(text, columns.input_key, where)
     if text in ("", []):
         raise ValueError(
             f"{where}: column {columns.input_key!r} must hold a prompt, got {text!r}; fix the line"
@@ -168,12 +174,13 @@ def _message(entry: object, key: str, where: Place) -> Message:
 def _pair(row: Row, columns: Columns, where: Place) -> dict[str, list[Message]]:
     """The two conversations of a row: the prompt's messages, if it has any, and each response. A response of messages
     that begins with a system or user turn is a whole conversation. Turns that both have are not trained on."""
-    prompt = row.get(columns.input_key)
+    prompt = _cell(row.get(columns.input_key), columns.input_key, where)
     before = _messages(prompt, "user", columns.input_key, where) if prompt else []
     found = {}
     for name, key in (("chosen", columns.chosen_key), ("rejected", columns.rejected_key)):
         assert key is not None
-        turns = _messages(_column(row, key, f"--{name}-key", where), "assistant", key, where)
+        value = _cell(_column(row, key, f"--{name}-key", where), key, where)
+        turns = _messages(value, "assistant", key, where)
         found[name] = turns if turns[0]["role"] != "assistant" else [*before, *turns]
         require_conversation(found[name], key, where)
     same = 0
@@ -189,6 +196,49 @@ def _pair(row: Row, columns: Columns, where: Place) -> dict[str, list[Message]]:
             )
         found[name] = [{**turn, "step_loss_mask": 0} for turn in turns[:same]] + turns[same:]
     return found
+
+
+def is_message_list(value: object) -> bool:
+    """Whether `value` is a list of chat messages."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(m, dict) and isinstance(m.get("role"), str) and len(m) > 1 for m in value)
+
+
+def message_text(value: object) -> bool:
+    """Whether `value` is the JSON text of a list of chat messages."""
+    if not isinstance(value, str) or not _LIKE_MESSAGES.match(value):
+        return False
+    with contextlib.suppress(ValueError):
+        return is_message_list(parse_json(value))
+    return False
+
+
+def _cell(value: object, key: str, where: Place) -> object:
+    """The chat messages of a cell whose text is a JSON list of them, in a file format without lists (CSV). Other values
+    are as they are. ValueError for a text that looks like such a list and is no JSON."""
+    if not isinstance(value, str) or not _LIKE_MESSAGES.match(value) or not _ROLE.search(value):
+        return value
+    in_csv = where.source.suffix == ".csv"
+    try:
+        found = parse_json(value)
+    except ValueError as error:
+        is_python = is_message_list(_python_list(value))
+        if not in_csv and not is_python:
+            return value
+        kind = "the text of a Python list" if is_python else f"text that is no JSON ({error})"
+        raise ValueError(
+            f"{where}: column {key!r} must hold a text, or a list of chat messages as JSON text, got {kind}: "
+            f"{value!r:.80}; write the cell with json.dumps(messages), or the file as JSON Lines"
+        ) from error
+    return found if in_csv and is_message_list(found) else value
+
+
+def _python_list(text: str) -> object:
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
 
 
 def _messages(value: object, role: str, key: str, where: Place) -> list[Message]:

@@ -30,7 +30,7 @@ from slime.rollout.rewards import async_rm, batched_async_rm
 from slime.rollout.rewards.finite import remove_unless_finite
 from slime.rollout.sample_hooks import accepted, apply_rollout_sample_hooks
 from slime.types import FINISH_STATUS, Sample, SampleGroup, SamplingParams
-from slime.user_code import is_cancelled, remedy
+from slime.user_code import is_cancelled, place, remedy
 
 T = TypeVar("T")
 
@@ -349,5 +349,5 @@ def _blame(what: str, sample: Sample) -> Iterator[None]:
             raise
         raise RuntimeError(
             f"{what} failed on sample {sample.index} of group {sample.group_index}: "
-            f"{type(error).__name__}: {error}{remedy(error)}"
+            f"{type(error).__name__}: {error}{remedy(error)}{f' (at {found})' if (found := place(error)) else ''}"
         ) from error

@@ -13,6 +13,7 @@ from slime.config import Config
 from slime.config.sections.data import DataConfig
 from slime.data.drawing.mixing import DataSet
 from slime.data.prompts import Prompts
+from slime.data.rows import message_text
 from slime.data.source import load_training_prompts
 from slime.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from slime.hooks import load_function
@@ -106,6 +107,8 @@ def _training(c: Config, read: Config, score: Score | None) -> Iterator[str]:
         found = load_training_prompts(read, training_label_check(read), most_bytes=PLANNED_BYTES)
         sizes = [len(its) + its.unread for _, its in found]
         number, part = sum(sizes), _part_of(found[0][1])
+        if (note := _cells(read, found)) is not None:
+            yield note
         if read.rollout.hf_checkpoint and (note := _training_reward(c, found[0][1], score)):
             yield note
         if len(found) > 1:
@@ -116,6 +119,17 @@ def _training(c: Config, read: Config, score: Score | None) -> Iterator[str]:
     yield f"{name}: {plural(number, 'prompt')} = {number / batch:.4g} rollouts an epoch{part}"
     if c.data.num_rollout is None:
         yield f"--num-epoch {c.data.num_epoch} = {_rollouts(c, number)} rollouts"
+
+
+def _cells(c: Config, found: Sequence[tuple[DataSet, Prompts]]) -> str | None:
+    """A note on the first data set whose cells are the JSON texts of chat messages."""
+    for one, its in found if c.data.apply_chat_template else ():
+        for where, row in its.first(1):
+            text = row.get(c.data.input_key)
+            if where.source.suffix == ".csv" and message_text(text):
+                column = f"column {c.data.input_key!r}"
+                return f"{one.path}: {column} holds chat messages as JSON text, which are read as messages"
+    return None
 
 
 def _mixed(found: Sequence[tuple[DataSet, Prompts]], sizes: Sequence[int], batch: int) -> Iterator[str]:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.algo.losses import loss_of
@@ -21,7 +22,7 @@ from slime.config import Config
 from slime.config.hook_calls import CALLS, check_call
 from slime.config.sections.reward import eval_reward_key, is_hook, reward_names
 from slime.hooks import load_function
-from slime.rollout.rewards import REWARDS, async_rm, batched_async_rm, unknown_type
+from slime.rollout.rewards import REWARDS, async_rm, batched_async_rm, problem_of, unknown_type
 from slime.run_start import finished
 from slime.types import Prompt, Sample
 from vime.pool.apart import OverLimit, apart
@@ -75,6 +76,19 @@ class _Args(argparse.Namespace):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
+@dataclass
+class _Call:
+    """A call of the reward."""
+
+    leaves: list[str]
+    """Why it proves nothing."""
+    problem: str | None = None
+    """Its error."""
+    returned: bool = False
+    """The reward itself returned. A later function of the user cannot change the error then."""
+    reward: str = ""
+
+
 _leaves: list[str] = []
 """Why the call, in its own process, proves nothing."""
 
@@ -87,9 +101,11 @@ def check_reward(
     custom_rm_path: str | None = None,
     rm_type: str | list[str] | None = None,
     where: str = "",
+    given: Callable[[str], object] | None = None,
 ) -> str | None:
     """ValueError for a reward that is not there, or that cannot score a sample of `prompt`. A note if it was not
-    called. `custom_rm_path`, `rm_type` and `where`: those of an evaluation dataset, and its name for messages."""
+    called. `custom_rm_path`, `rm_type` and `where`: those of an evaluation dataset, and its name for messages.
+    `given` gets the reward, as text."""
     if not _scores(config, evaluation=bool(where)):
         return None
     changes = bool(config.rollout.custom_generate_function_path or config.rollout.rollout_sample_hook_path)
@@ -120,14 +136,23 @@ def check_reward(
         guard = _guard(folder) if path or own else _silent()
         key = eval_reward_key(config.reward) if where else config.reward.reward_key
         try:
-            leaves, problem = apart(lambda: _called(config, sample, guard, key), flag, limit_s=LIMIT_S)
+            call = apart(lambda: _called(config, sample, guard, key), flag, limit_s=LIMIT_S)
         except OverLimit:
-            leaves, problem = [f"it needs more than {LIMIT_S:g} s"], None
-    if leaves or (problem and (changes or _WITHOUT_A_RUN in problem)):
-        return f"{where}{flag} was not checked: {leaves[0] if leaves else problem}"
+            call = _Call([f"it needs more than {LIMIT_S:g} s"])
+    if given is not None and not (call.leaves or call.problem):
+        given(call.reward)
+    return _verdict(call, f"{where}{flag}", changes)
+
+
+def _verdict(call: _Call, flag: str, changes: bool) -> str | None:
+    """A note if the call proves nothing. ValueError if it failed. `changes`: another function of the user changes the
+    samples that the reward gets."""
+    problem = call.problem
+    if call.leaves or (problem and not call.returned and (changes or _WITHOUT_A_RUN in problem)):
+        return f"{flag} was not checked: {call.leaves[0] if call.leaves else problem}"
     if problem:
         text = (
-            f"{where}{flag} must score each response, got this error for the first prompt with its own text as the "
+            f"{flag} must score each response, got this error for the first prompt with its own text as the "
             f"response: {problem}; mend the function, the columns that it reads (--label-key, --metadata-key), or flags"
         )
         raise ValueError(text.rpartition("; mend the function, ")[0] if _REMEDY.search(problem) else text)
@@ -172,9 +197,9 @@ def _sample(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Sample:
 
 def _called(
     config: Config, sample: Sample, guard: AbstractContextManager[None], reward_key: str | None
-) -> tuple[list[str], str | None]:
-    """Call the reward here, in its own process: why that proves nothing, and the error."""
-    problem, args, flags = None, config.namespace(), config.reward
+) -> _Call:
+    """Call the reward here, in its own process."""
+    call, args, flags = _Call(_leaves), config.namespace(), config.reward
     names = reward_names(sample.metadata.get("rm_type") or flags.rm_type)
     if sample.custom_rm_path or flags.custom_rm_path or any(map(is_hook, names)):
         args = _Args(**vars(args))
@@ -184,10 +209,18 @@ def _called(
                 (sample.reward,) = asyncio.run(batched_async_rm(args, [sample]))
             else:
                 sample.reward = asyncio.run(async_rm(args, sample))
+            call.returned, call.reward = True, f"{sample.reward!r:.200}"
             sample.reward_value(reward_key)
         except (Exception, _Outside) as error:  # border: a reward may raise any error
-            problem = str(error).partition(": ")[2] if ": " in str(error) else str(error)
-    return _leaves, problem
+            call.problem = _problem(error)
+    return call
+
+
+def _problem(error: BaseException) -> str:
+    """What the reward raised, without the name of the sample that was made up for it."""
+    if str(error).startswith("reward ") and error.__cause__ is not None:
+        return problem_of(error.__cause__)
+    return str(error)
 
 
 @contextmanager

@@ -38,12 +38,14 @@ from slime.rollout.rewards.text import extract_answer, without_special_text
 from slime.rollout.rewards.unit_tests import code_reward
 from slime.rollout.rewards.zero import zero_reward
 from slime.types import Metadata, Reward, Sample
-from slime.user_code import is_cancelled, remedy, slow_is_logged
+from slime.user_code import is_cancelled, place, remedy, slow_is_logged
 
 logger = logging.getLogger(__name__)
 
 _OF_TEXT = (ValueError, TypeError, ArithmeticError, LookupError, RecursionError, MemoryError)
 """What a grader might raise for a text that nobody thought of."""
+_SHOWN = 150
+"""Characters of a response in an error, from its beginning and from its end."""
 _THREADS = min(32, (os.cpu_count() or 1) + 4)
 """Graders at a time, the number of asyncio's own threads."""
 _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
@@ -237,9 +239,25 @@ def _naming(sample: Sample, name: object, of: str = "") -> Iterator[None]:
         if is_cancelled(error):
             raise
         kind = ValueError if isinstance(error, ValueError) else RuntimeError
-        what = str(error) if kind is ValueError else f"{type(error).__name__}: {error}"
         where = f"{of}sample {sample.index} of group {sample.group_index}"
-        raise kind(f"reward {name} failed for {where}: {what}{remedy(error)}") from error
+        seen = [f"at {found}"] if (found := place(error)) else []
+        if not of:
+            seen += [f"label {sample.label!r:.200}", f"response {_shortened(sample.response)}"]
+        shown = f" ({', '.join(seen)})" if seen else ""
+        raise kind(f"reward {name} failed for {where}: {problem_of(error)}{shown}") from error
+
+
+def problem_of(error: BaseException) -> str:
+    """What a reward raised, with a remedy that comes from the place where it runs."""
+    what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return f"{what}{remedy(error)}"
+
+
+def _shortened(response: str) -> str:
+    """The beginning and the end of a response, on one line."""
+    if len(response) <= 2 * _SHOWN:
+        return repr(response)
+    return f"{response[:_SHOWN]!r} ... {response[-_SHOWN:]!r}"
 
 
 def check_flags(flags: RewardConfig) -> None:
