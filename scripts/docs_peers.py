@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slime.config.peer_names import PAGES, PEER_NAMES
+from slime.config.peer_rows import OTHERS, TRL
 from vime.vllm.peer_names import VLLM_PEER_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,9 +20,12 @@ def head(program: str) -> str:
 
 
 def table(program: str) -> str:
-    """The table of one program, with its heading."""
-    rows = [each for each in (PEER_NAMES | VLLM_PEER_NAMES).values() if each.program == program]
-    cells = [(f"`{each.name}`", f"`{each.flags}`" if each.flags else "none", each.note) for each in rows]
+    """The table of one program, with its heading. The page of TRL also has the names that several trainers use."""
+    names = [*(PEER_NAMES | VLLM_PEER_NAMES).values()]
+    rows = [each for each in names if each.program == program]
+    if program == TRL:
+        rows += [each for each in PEER_NAMES.values() if each.program == OTHERS]
+    cells = [(f"`{each.name}`", f"`{each.shown}`" if each.flags else "none", each.note) for each in rows]
     return head(program) + "".join(f"| {' | '.join(each)} |\n" for each in cells)
 
 

@@ -64,7 +64,7 @@ def run(command: str, argv: list[str], *, freeze: bool) -> int:
         print("\n".join(version_lines()))
         return 0
     if command not in COMMANDS:
-        from slime.config.fields import nearest
+        from slime.config.near_names import nearest
 
         near = nearest(command, COMMANDS, prefix="vime ")
         raise ValueError(f"the command must be one of {', '.join(COMMANDS)}, got {command}{near}")

@@ -8,7 +8,8 @@ import json
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from slime.config.fields import nearest, spelled
+from slime.config.fields import spelled
+from slime.config.near_names import nearest
 from slime.rules.listing import Row, megatron_rows
 from vime.backends import BACKENDS, public_rows
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from slime.config.peer_names import instead
+
 if TYPE_CHECKING:
     from slime.algo.token_columns import Losses, TokenColumns
     from slime.config.schema import Config
@@ -169,7 +171,10 @@ LOSSES: dict[str, Loss] = {
 def loss_of(args: Namespace | AlgorithmConfig) -> Loss:
     """The record that --loss-type names, of a configuration or a hook's namespace."""
     if args.loss_type not in LOSSES:
-        raise ValueError(f"--loss-type must be one of {', '.join(LOSSES)}, got {args.loss_type}")
+        raise ValueError(
+            f"--loss-type must be one of {', '.join(LOSSES)}, got {args.loss_type}"
+            f"{instead('loss_type', args.loss_type, LOSSES)}"
+        )
     return LOSSES[args.loss_type]
 
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.config.config_file import YAML_ERRORS, FlagGroup
-from slime.config.fields import Values, nearest
+from slime.config.fields import Values
+from slime.config.near_names import nearest
 
 
 def custom_entries(groups: list[FlagGroup]) -> Values:
@@ -47,5 +48,5 @@ def custom_entries(groups: list[FlagGroup]) -> Values:
 
 def settings_note(settings: Values, known: Sequence[str]) -> str:
     """The keys that are no flags. A key that is near a flag is named with that flag."""
-    near = "".join(f" ({key}{hint})" for key in settings if (hint := nearest(key, known)))
+    near = "".join(f" ({key}{hint})" for key in settings if (hint := nearest(key, known, words=False)))
     return f"--custom-config-path: {', '.join(settings)}: no flags, so hooks find them in args{near}"

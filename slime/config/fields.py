@@ -16,9 +16,9 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, TypeAlias
 
+from slime.config.peer_names import instead
 from slime.config.ranges import Range
 
 Values: TypeAlias = dict[str, Any]
@@ -26,8 +26,6 @@ Values: TypeAlias = dict[str, Any]
 
 TRUE_WORDS = ("true", "1", "yes", "on")
 FALSE_WORDS = ("false", "0", "no", "off")
-NEAR = 0.8
-"""Lowest difflib ratio for a suggestion: --lrr is near --lr (0.8), --fused-rope is not near --use-opd (0.7)."""
 
 
 def flag(
@@ -61,19 +59,6 @@ def flag(
 def spelled(name: str) -> str:
     """The flag of a field name: "rollout_seed" -> "--rollout-seed"."""
     return "--" + name.replace("_", "-")
-
-
-def nearest(name: str, known: Iterable[str], *, prefix: str = "--") -> str:
-    """The known name closest to `name`, as the end of an error message. Empty if no name is near.
-
-    `prefix` is shown in front of the name but not compared, because a common prefix makes all names look alike. Flags
-    are shown with dashes inside, other names unchanged.
-    """
-    words = {k.replace("_", "-"): k for k in known}
-    close = get_close_matches(name.replace("_", "-"), words, n=1, cutoff=NEAR)
-    if not close:
-        return ""
-    return f"; did you mean {prefix}{close[0] if prefix.startswith('--') else words[close[0]]}?"
 
 
 @dataclass(frozen=True)
@@ -135,7 +120,10 @@ class FlagSpec:
         if self.kind is dict and not isinstance(value, dict):
             raise ValueError(f"{typed} must be a JSON object, got {text!r}")
         if self.choices and value not in self.choices:
-            raise ValueError(f"{typed} must be one of {', '.join(map(str, self.choices))}, got {value}")
+            raise ValueError(
+                f"{typed} must be one of {', '.join(map(str, self.choices))}, got {value}"
+                f"{instead(self.name, value, self.choices)}"
+            )
         if self.range and (rule := self.range.problem(typing.cast(float, value))):
             raise ValueError(f"{typed} must {rule}, got {value}")
         return value

@@ -19,8 +19,9 @@ import yaml
 
 from slime.algo.losses import held_out, loss_of
 from slime.config.config_file import YAML_ERRORS
-from slime.config.fields import NEAR, Values
+from slime.config.fields import Values
 from slime.config.hook_calls import CALLS, check_call
+from slime.config.near_names import NEAR
 from slime.config.ranges import COUNT, COUNT_OR_ZERO, FRACTION, TEMPERATURE_OR_GREEDY, TOP_K, Range
 from slime.config.schema import Config
 from slime.config.sections.reward import RewardConfig, reward_names

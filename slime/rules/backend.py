@@ -27,7 +27,7 @@ class BackendFlags(Protocol):
 
     `specs`: flags of its own, by name. `owners`: parsers of the engine and the router, by prefix. `unsupported`,
     `no_effect`: see slime.config.unsupported. `foreign`: prefix of another engine's flags, which `translate` rewrites.
-    `peer_names`: settings of other programs for this engine. `rules` hold for a resolved configuration.
+    `peer_names`: settings of other trainers for this engine. `rules` hold for a resolved configuration.
     """
 
     @property

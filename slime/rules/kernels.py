@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slime.algo.losses import loss_of
-from slime.config.fields import nearest
+from slime.config.near_names import nearest
 from slime.config.problems import given
 from slime.config.schema import Config
 from slime.config.sections.kernels import BITWISE_OPERATORS, OPERATORS

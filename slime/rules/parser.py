@@ -14,9 +14,10 @@ from slime.checkpoints.hub import local_checkpoint
 from slime.config.config_file import CONFIG, FlagGroup, split_argv, with_config_files, yaml_group
 from slime.config.core_table import core_flags
 from slime.config.custom_config import custom_entries, settings_note
-from slime.config.fields import Values, nearest, spelled
+from slime.config.fields import Values, spelled
 from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS
-from slime.config.peer_names import peer_answer
+from slime.config.near_names import nearest
+from slime.config.peer_names import PeerSetting, check_peers, peer_settings
 from slime.config.problems import Problems
 from slime.config.schema import Config
 from slime.config.sections.engine import DEFAULT_BACKEND
@@ -136,8 +137,10 @@ def _collect(
     if translate is not None and (translated := problems.check(translate, groups)) is not None:
         groups, notes = translated
         given.notes += notes
+    peers: list[PeerSetting] = []
     for group in groups:
-        problems.check(_assign, group, given, backend, origin=group.origin)
+        peers += problems.check(_assign, group, given, backend, origin=group.origin) or []
+    problems.check(check_peers, peers)
     filled: Values = {}
     for owner in backend.owners:
         if owner.prefix in given.foreign:
@@ -212,8 +215,8 @@ def _known(backend: BackendFlags) -> list[str]:
     return [*(_fixed(backend) - set(MANAGED)), *core_flags(), *(o.prefix + "..." for o in backend.owners)]
 
 
-def _assign(group: FlagGroup, given: _Given, backend: BackendFlags) -> None:
-    """Give one group to its owner."""
+def _assign(group: FlagGroup, given: _Given, backend: BackendFlags) -> list[PeerSetting]:
+    """Give one group to its owner. Returns the settings of other trainers in it, which nobody owns."""
     name, own = group.name, own_flags()
     positive = name.removeprefix("no_")
     if name in own:
@@ -229,12 +232,13 @@ def _assign(group: FlagGroup, given: _Given, backend: BackendFlags) -> None:
     elif (without := NO_EFFECT.get(name) or backend.no_effect.get(name)) is not None:
         without.parse(group.values, group.typed)
         given.notes.append(f"{group.typed} has no effect: {without.help}")
-    elif answer := peer_answer(name, group.values, backend.peer_names):
-        raise ValueError(f"{group.typed} is not a known flag; {answer}")
+    elif peers := peer_settings(group.typed, name, group.values, backend.peer_names, group.origin):
+        return peers
     elif owner := next((o for o in backend.owners if name.startswith(o.prefix)), None):
         given.foreign.setdefault(owner.prefix, []).append(group)
     else:
         _assign_megatron(group, given, backend)
+    return []
 
 
 def _assign_megatron(group: FlagGroup, given: _Given, backend: BackendFlags) -> None:

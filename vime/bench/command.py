@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slime.config.config_file import expand_config
-from slime.config.fields import nearest
+from slime.config.near_names import nearest
 from slime.config.secrets import mask_command
 from slime.data.files import prompt_files
 from slime.hardware import HARDWARE

@@ -28,7 +28,8 @@ from typing import Any
 import yaml
 
 from slime.config.config_file import YAML_ERRORS, YamlLoader, split_argv, yaml_group
-from slime.config.fields import nearest, spelled
+from slime.config.fields import spelled
+from slime.config.near_names import nearest
 from slime.rules.flags import own_flags
 from vime.bench.record import SIDES, Switch
 from vime.switch import SAME

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 
 from slime.config.config_file import FlagGroup
-from slime.config.fields import nearest
+from slime.config.near_names import nearest
 from slime.config.problems import Problems
 from slime.config.sections.cluster import ClusterConfig
 from slime.hardware import HARDWARE

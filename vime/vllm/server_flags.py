@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from slime import extras, operators
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config, FlagGroup
-from slime.config.fields import nearest
+from slime.config.near_names import nearest
 from slime.config.problems import Problems
 from slime.models import decoder_of
 from slime.roles.groups import several_nodes, trainer_ranks
@@ -175,7 +175,9 @@ class PrefixOwner:
             parsed = vars(parser.parse_args(tokens, namespace))
         except ValueError as error:
             said = str(error).partition(": ")[2] or error
-            raise ValueError(f"{typed} must be valid for {self.project}, got {said}") from error
+            choices = self.options()[tokens[0][2:].partition(".")[0].replace("-", "_")].choices
+            near = nearest(tokens[-1], map(str, choices), prefix="") if choices else ""
+            raise ValueError(f"{typed} must be valid for {self.project}, got {said}{near}") from error
         if parsed.pop("model_tag", unset) not in (unset, None):
             raise ValueError(f"{typed} must have no more values than it takes, got {' '.join(tokens[1:])!r}")
         plain = {k: _plain(v) for k, v in parsed.items() if v is not unset}

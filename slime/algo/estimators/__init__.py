@@ -15,6 +15,7 @@ from slime.algo.estimators.record import Estimator, Response, same_for_all_token
 from slime.algo.estimators.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE
 from slime.algo.estimators.rloo import RLOO
 from slime.algo.surrogates import CENTRED, SURROGATES, Surrogate
+from slime.config.peer_names import instead
 
 if TYPE_CHECKING:
     from slime.config.sections.algorithm import AlgorithmConfig
@@ -40,6 +41,7 @@ def estimator_of(args: Namespace | AlgorithmConfig) -> Estimator:
     if args.advantage_estimator not in ESTIMATORS:
         raise ValueError(
             f"--advantage-estimator must be one of {', '.join(ESTIMATORS)}, got {args.advantage_estimator}"
+            f"{instead('advantage_estimator', args.advantage_estimator, ESTIMATORS)}"
         )
     return ESTIMATORS[args.advantage_estimator]
 
@@ -52,7 +54,10 @@ def surrogate_of(args: Namespace | AlgorithmConfig) -> Surrogate:
     if args.pg_loss_type is None:
         return estimator_of(args).surrogate
     if args.pg_loss_type not in SURROGATES:
-        raise ValueError(f"--pg-loss-type must be one of {', '.join(SURROGATES)}, got {args.pg_loss_type}")
+        raise ValueError(
+            f"--pg-loss-type must be one of {', '.join(SURROGATES)}, got {args.pg_loss_type}"
+            f"{instead('pg_loss_type', args.pg_loss_type, SURROGATES)}"
+        )
     return SURROGATES[args.pg_loss_type]
 
 
