@@ -82,8 +82,8 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
 
     @property
     def brings_adapter(self) -> bool:
-        """Whether the running update brought an adapter."""
-        return self.adapter.brings
+        """Whether the running update brought an adapter. False before the first update starts."""
+        return hasattr(self, "adapter") and self.adapter.brings
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
