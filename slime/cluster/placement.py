@@ -30,11 +30,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.cluster.domains import arrange, blocks_of, first_straddling, split_domains
 from slime.cluster.gpu_facts import UNKNOWN, GpuFacts, read_gpu_facts
+from slime.cluster.too_few import CORES_PER_CPU_DEVICE, fewer, needed
 from slime.config import Config
 from slime.roles.groups import groups_of, trainer_ranks
 from slime.roles.served import POLICY, served_models
 
-CORES_PER_CPU_DEVICE = 0.5
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _PLACEMENT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 60, 120
 _MORE_TIMEOUT_S = 10
@@ -208,8 +208,8 @@ def require_devices(config: Config, resources: Mapping[str, float]) -> float:
     if places.devices * amount > existing:
         raise ValueError(
             f"the cluster must have {places.devices} devices ({places.devices * amount:g} {resource}s) for "
-            f"{_told(config, places)}, got {existing:g} {resource}s; "
-            "ask for fewer or join a larger cluster with RAY_ADDRESS"
+            f"{needed(config, _engine_devices(config))}, got {existing:g} {resource}s"
+            f"{fewer(config, places.devices, int(existing / amount))} or join a larger cluster with RAY_ADDRESS"
         )
     return existing
 
@@ -243,25 +243,6 @@ def place_engine(config: Config, model: str) -> Placement:
         remove_placement_group(group)
         raise
     return placed
-
-
-def _told(config: Config, places: _Places) -> str:
-    """What needs the devices, and the flags of their numbers, for an error."""
-    groups = () if config.debug.debug_rollout_only else groups_of(config)
-    ranks = ", ".join(
-        f"{group.ranks} {group.name} ranks (--{group.flags}-num-nodes x --{group.flags}-num-gpus-per-node)"
-        for group in groups
-    )
-    of_policy = len(places.engines[POLICY].places)
-    shared = ", shared by --colocate" if config.cluster.colocate else ""
-    frozen = "".join(
-        f", and {model.devices} of {model.name} ({model.own_flags['--rollout-num-gpus']})"
-        for model in served_models(config)
-        if model.frozen
-    )
-    return (
-        f"{ranks or 'no trainer rank'} and {of_policy} rollout devices (--rollout-num-gpus){shared}{frozen}"
-    )
 
 
 def _require_domains(config: Config, places: _Places, domains: Sequence[Hashable]) -> None:

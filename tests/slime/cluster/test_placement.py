@@ -3,14 +3,16 @@ CPUs; which GPUs who gets is in test_placement_gpus.py."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 
 import pytest
 import ray
 from placement_cases import placement_config, with_teachers
 
 from slime.cluster import placement
-from slime.cluster.placement import cpu_threads, place, place_engine
+from slime.cluster.placement import cpu_threads, place, place_engine, require_devices
 
 RESOURCE, DEVICE = "CPU", 0.5
 CRITIC = {"advantage_estimator": "ppo"}
@@ -143,14 +145,47 @@ def test_a_run_that_does_not_fit_is_told_what_it_needs(cluster):
         place(placement_config("cpu", actor_num_gpus_per_node=3, rollout_num_gpus=2))
     assert str(caught.value) == (
         f"the cluster must have 5 devices ({5 * DEVICE:g} {RESOURCE}s) for 3 trainer ranks (--actor-num-nodes x "
-        f"--actor-num-gpus-per-node) and 2 rollout devices (--rollout-num-gpus), got {got:g} {RESOURCE}s; "
-        "ask for fewer or join a larger cluster with RAY_ADDRESS"
+        f"--actor-num-gpus-per-node) and 2 rollout devices (--rollout-num-gpus), got {got:g} {RESOURCE}s, of "
+        "which each rank and each rollout device takes a half; give --actor-num-gpus-per-node 2 here, or join a larger "
+        "cluster with RAY_ADDRESS"
     )
     told = "5 devices .* for 1 trainer ranks .*, 3 critic ranks .--critic-num-nodes x --critic-num-gpus-per-node. and 1"
     with pytest.raises(ValueError, match=told):
         place(placement_config("cpu", **CRITIC, critic_num_gpus_per_node=3))
     with pytest.raises(ValueError, match="5 devices .* shared by --colocate"):
         place(placement_config("cpu", actor_num_gpus_per_node=5, rollout_num_gpus=5, colocate=True))
+
+
+@pytest.mark.parametrize("colocate", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_flags_of_the_error_fit(device, colocate):
+    """For each number of ranks and engines, the run with the printed flags needs no more than there is."""
+    resource, share = ("GPU", 1.0) if device == "cuda" else ("CPU", DEVICE)
+    seen = 0
+    for existing, ranks, engines, tensor in itertools.product((1, 2, 4, 7), (1, 2, 8), (0, 1, 2, 8), (1, 2)):
+        if colocate and (engines == 0 or ranks % tensor):
+            continue
+        given = {
+            "actor_num_gpus_per_node": ranks,
+            "rollout_num_gpus": engines,
+            "colocate": colocate,
+            "tensor_model_parallel_size": tensor,
+            "debug_train_only": engines == 0,
+        }
+        config, there = placement_config(device, **given), {resource: existing * share}
+        try:
+            require_devices(config, there)
+        except ValueError as error:
+            flags = re.findall(r"--([a-z-]+) (\d+)", str(error).partition("; give ")[2])
+            if flags:
+                values = {name.replace("-", "_"): int(number) for name, number in flags}
+                assert values.get("actor_num_gpus_per_node", ranks) % tensor == 0
+                require_devices(config.with_values(**values), there)
+                seen += 1
+            else:
+                assert "; ask for fewer or join" in str(error) and (existing < 2 or tensor == 2)
+            assert ("takes a half" in str(error)) == (device == "cpu")
+    assert seen > 10
 
 
 def test_devices_held_by_another_job(cluster, monkeypatch):
