@@ -18,6 +18,8 @@ import traceback
 from collections.abc import Iterator
 from types import FrameType
 
+from slime.config.child_environment import NO_KEY
+
 logger = logging.getLogger(__name__)
 
 SLOW_REWARD_S = 30.0
@@ -30,6 +32,7 @@ _NOT_OF_USERS = (
     ),
     *(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")),
 )
+_CLIENTS = ("aiohttp", "httpx", "requests", "urllib", "urllib3", "http", "openai")
 _PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 BLOCKED_S = 1.0
 """A call that blocks the event loop for this long is logged, once per function."""
@@ -49,8 +52,14 @@ def is_cancelled(error: BaseException) -> bool:
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
-def remedy(error: BaseException) -> str:
-    """What to do about an error of a user's function that comes from the place where it runs, else nothing."""
+def remedy(error: BaseException, *, generates: bool = False) -> str:
+    """What to do about an error of a user's function that comes from the place where it runs, else nothing.
+    `generates`: the function sends its requests to the router of the run."""
+    if any(_refuses(value, generates) for value in _seen(error)):
+        return (
+            "; the router refused a request without the run's key (401): send it with slime.utils.http_utils.post, "
+            "which adds the key"
+        )
     if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
         return (
             "; it runs in a thread, where signal.signal and signal.alarm cannot limit the time: give "
@@ -59,13 +68,42 @@ def remedy(error: BaseException) -> str:
     return ""
 
 
+def _seen(error: BaseException) -> Iterator[object]:
+    """The error, those that it comes from, their responses, and the local values of the user's code."""
+    known: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in known:
+        known.add(id(one))
+        yield from (one, getattr(one, "response", None))
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            if _is_of_user(frame.f_code.co_filename):
+                yield from frame.f_locals.values()
+        one = one.__cause__ or one.__context__
+
+
+def _refuses(value: object, generates: bool) -> bool:
+    """Whether a value is the answer of a server of the run to a request without the key, or comes with that status from
+    a client of HTTP."""
+    if isinstance(value, str | bytes | dict | BaseException):
+        text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+        if NO_KEY in text:
+            return True
+    of_client = type(value).__module__.partition(".")[0] in _CLIENTS
+    statuses = (getattr(value, name, None) for name in ("status", "status_code", "code"))
+    return generates and of_client and any(status == 401 for status in statuses)
+
+
+def _is_of_user(file: str) -> bool:
+    return not file.startswith(_NOT_OF_USERS) and not _PACKAGES.search(file)
+
+
 def place(error: BaseException) -> str | None:
     """The file and line of the user's code at which `error` was raised, or which called what raised it. None for an
     error of this project's own code."""
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        if not file.startswith(_NOT_OF_USERS) and not _PACKAGES.search(file):
+        if _is_of_user(file):
             found = f"{_short(file)}:{line}"
     return found
 

@@ -16,3 +16,10 @@ def without_secrets() -> dict[str, str]:
     A child that reads a model's text, or stays as long as the run, must not hand them out.
     """
     return {name: value for name, value in os.environ.items() if not is_secret(name)}
+
+
+NO_KEY = (
+    "the run's key is needed (Authorization: Bearer <key>): slime.utils.http_utils.post adds it, and plug-ins that use "
+    "that function need no change"
+)
+"""The answer of the run's servers to a request without the key, with status 401."""

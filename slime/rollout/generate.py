@@ -347,7 +347,8 @@ def _blame(what: str, sample: Sample) -> Iterator[None]:
     except BaseException as error:
         if is_cancelled(error):
             raise
+        advice = remedy(error, generates=what.startswith("--custom-generate-function-path"))
         raise RuntimeError(
             f"{what} failed on sample {sample.index} of group {sample.group_index}: "
-            f"{type(error).__name__}: {error}{remedy(error)}{f' (at {found})' if (found := place(error)) else ''}"
+            f"{type(error).__name__}: {error}{advice}{f' (at {found})' if (found := place(error)) else ''}"
         ) from error

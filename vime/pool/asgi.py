@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qs
 
+from slime.config.child_environment import NO_KEY
 from slime.peers.proof import proof
 from vime.pool.run_key import LARGEST_BODY_BYTES
 
@@ -98,4 +99,4 @@ async def refuse(scope: Scope, send: Send) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
         return
-    await answer(send, 401, error="the run's key is needed: Authorization: Bearer <key>")
+    await answer(send, 401, error=NO_KEY)

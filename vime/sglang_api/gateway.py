@@ -29,6 +29,7 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
+from slime.config.child_environment import NO_KEY
 from slime.peers.proof import PROOF_PATH, proof
 from slime.peers.proven_connector import ProvenConnector, RunKey
 from vime.pool.control import ADAPTER_HEADER, SERVED_MODEL_NAME
@@ -42,7 +43,6 @@ _OF_CONNECTION = {"connection", "content-length", "expect", "host", "keep-alive"
 _SGLANGS_SESSION = "x-smg-routing-key"
 """The header that sglang-router's sticky policies read. vllm-router's policies read x-session-id."""
 _ALL_S = 60.0
-_NO_KEY = "the run's key is needed: Authorization: Bearer <key>"
 
 
 class _Peek(msgspec.Struct):
@@ -127,7 +127,7 @@ class Gateway:
             return self._prove(request)
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, b"Bearer " + self._run_key.encode()):
-            return web.json_response({"error": {"message": _NO_KEY}}, status=401)
+            return web.json_response({"error": {"message": NO_KEY}}, status=401)
         if (request.content_length or 0) > LARGEST_BODY_BYTES:
             raise web.HTTPRequestEntityTooLarge(LARGEST_BODY_BYTES, request.content_length or 0)
         return await handler(request)

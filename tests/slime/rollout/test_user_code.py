@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
+import urllib.error
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import aiohttp
 import pytest
 from rollout_double import make_args, make_state
 
 from slime import user_code
+from slime.config.child_environment import NO_KEY
 from slime.rollout.generate import generate_and_rm_group
 from slime.types import Sample
+from slime.utils import http_utils
+from vime.pool.asgi import refuse
 
 RELEASE = threading.Event()
 ERRORS = {
@@ -140,3 +149,146 @@ def test_a_cancelled_reward_stays_cancelled():
             await task
 
     asyncio.run(cancelled())
+
+
+class _Refuses(BaseHTTPRequestHandler):
+    """Answers as the run's router does without the key, or as a stranger."""
+
+    def do_POST(self):
+        body = json.dumps(
+            {"error": {"message": NO_KEY if self.path != "/stranger" else "who are you"}}
+        ).encode()
+        self.send_response(401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format, *args):
+        """Nothing is printed."""
+
+
+@pytest.fixture
+def router():
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Refuses) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+async def with_aiohttp(args, sample, sampling_params):
+    session = aiohttp.ClientSession(raise_for_status=True)
+    async with session, session.post(f"{args.rm_url}/stranger", json={}) as response:
+        return await response.json()
+
+
+async def reads_the_answer(args, sample, sampling_params):
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{args.rm_url}/generate", json={}) as response,
+    ):
+        answer = json.loads(await response.text())
+    sample.response = answer["text"]
+    return sample
+
+
+async def with_urllib(args, sample, sampling_params):
+    def ask():
+        return urllib.request.urlopen(f"{args.rm_url}/stranger", data=b"{}").read()
+
+    return await asyncio.to_thread(ask)
+
+
+async def hides_the_cause(args, sample, sampling_params):
+    try:
+        return await with_urllib(args, sample, sampling_params)
+    except OSError as error:
+        raise RuntimeError("no answer") from error
+
+
+async def other_fault(args, sample, sampling_params):
+    raise KeyError("text")
+
+
+KEYLESS = (
+    "; the router refused a request without the run's key (401): send it with slime.utils.http_utils.post, which adds "
+    "the key (at "
+)
+
+
+@pytest.mark.parametrize("name", ["with_aiohttp", "reads_the_answer", "with_urllib", "hides_the_cause"])
+def test_a_client_without_the_key_is_named(router, name):
+    """The error was the client's alone, such as KeyError: 'text'."""
+    with pytest.raises(RuntimeError, match=rf"{name} failed on sample \d of group 1: ") as error:
+        scored(custom_generate_function_path=f"test_user_code.{name}", rm_url=router, rm_type="random")
+    assert KEYLESS in str(error.value)
+
+
+def asks_a_stranger(args, sample):
+    urllib.request.urlopen(f"{args.rm_url}/stranger", data=b"{}")
+
+
+def asks_the_router(args, sample):
+    try:
+        urllib.request.urlopen(f"{args.rm_url}/generate", data=b"{}")
+    except urllib.error.HTTPError as error:
+        answer = json.loads(error.read())
+    return float(answer["text"])
+
+
+def test_other_faults_do_not_blame_the_router(router):
+    with pytest.raises(RuntimeError) as error:
+        scored(custom_generate_function_path="test_user_code.other_fault", rm_type="random")
+    assert "router" not in str(error.value)
+    for name, blamed in (("asks_a_stranger", False), ("asks_the_router", True)):
+        with pytest.raises((RuntimeError, ValueError)) as error:
+            scored(custom_rm_path=f"test_user_code.{name}", rm_url=router)
+        assert (KEYLESS.removesuffix(" (at ") in str(error.value)) == blamed
+
+
+def test_the_servers_of_a_run_name_the_function_that_adds_the_key():
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(refuse({"type": "http"}, send))
+    assert sent[0]["status"] == 401 and json.loads(sent[1]["body"]) == {"error": NO_KEY}
+    assert "slime.utils.http_utils.post" in NO_KEY and "need no change" in NO_KEY
+    assert http_utils.post
+
+
+def divides(args, sample):
+    """The response is long: its middle is left out."""
+    sample.response = "<think>" + "x" * 1000 + "</think> 7"
+    return json_value(sample) / 0
+
+
+def json_value(sample):
+    return json.loads("{")
+
+
+async def divides_async(args, sample):
+    return divides(args, sample)
+
+
+def returns_text(args, sample):
+    return "good"
+
+
+@pytest.mark.parametrize("name", ["divides", "divides_async"])
+def test_an_error_of_a_reward_names_line_label_and_response(name):
+    """In the middle of a run only the sample's number was there."""
+    with pytest.raises(ValueError) as error:
+        scored(custom_rm_path=f"test_user_code.{name}")
+    line = next(
+        number
+        for number, text in enumerate(Path(__file__).read_text().splitlines(), start=1)
+        if text.strip() == 'return json.loads("{")'
+    )
+    shown = str(error.value)
+    assert f"test_user_code.py:{line}, label None, response '<think>xxx" in shown
+    assert shown.endswith("xxx</think> 7')") and len(shown) < 800 and " ... " in shown
+    with pytest.raises(ValueError, match=r"return a float \(label None, response '.*'\)$"):
+        scored(custom_rm_path="test_user_code.returns_text")
