@@ -3,15 +3,18 @@ Owns the errors of a wrong path."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -35,6 +38,8 @@ NO_COUNTERPART = {
 }
 """Upstream's modules that this project does not have, or the packages with them -> what to do instead. Newer versions
 have some modules of `utils` below `observability`."""
+_LISTED = 4
+"""Functions that an error names."""
 _TYPO = 0.9
 """From this similarity on, the closest module is meant."""
 
@@ -61,6 +66,8 @@ def load_function(path: str, flag: str = "hook path") -> Hook:
     `slime` or `vime` comes with the closest name that does.
     """
     file, name = file_and_name(path)
+    if isinstance(path, str) and path.removesuffix(":").endswith(".py"):
+        raise _without_name(Path(path.removesuffix(":")), path, flag)
     module_name = ""
     if file is None and isinstance(path, str):
         module_name, _, name = path.rpartition(".")
@@ -98,20 +105,54 @@ def load_function(path: str, flag: str = "hook path") -> Hook:
     return _callable_of(module, name, path, flag)
 
 
+def _without_name(file: Path, path: str, flag: str) -> ValueError:
+    """The error of a file without the name of a function. The file is not run."""
+    if not file.is_file():
+        return MissingHookError(f"{flag} must name a file that exists, got {path!r}; check the path")
+    names = list[str]()
+    with contextlib.suppress(SyntaxError, ValueError):
+        tree = ast.parse(file.read_bytes())
+        names = [one.name for one in tree.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return ValueError(
+        f"{flag} must name a function of the file, got {path!r}; {_one_of(f'{file}:', names) or 'it defines none'}"
+    )
+
+
+def _one_of(prefix: str, names: Sequence[str]) -> str:
+    """ "write a.py:score or a.py:other"; "" without a function that is not private."""
+    public = [f"{prefix}{name}" for name in names if not name.startswith("_")]
+    more = f" (and {len(public) - _LISTED} more)" if len(public) > _LISTED else ""
+    return f"write {' or '.join(public[:_LISTED])}{more}" if public else ""
+
+
+def _functions(module: ModuleType) -> list[str]:
+    """The names of the functions that the module itself defines."""
+    return [
+        name
+        for name, one in vars(module).items()
+        if getattr(one, "__module__", "") == module.__name__ and inspect.isfunction(one)
+    ]
+
+
 def _callable_of(module: ModuleType, name: str, path: str, flag: str) -> Hook:
     """The function or class `name` of the loaded module. Errors: see `load_function`."""
     file, _ = file_and_name(path)
     module_name, joint = (module.__name__, ".") if file is None else (str(file), ":")
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, [key for key in vars(module) if not key.startswith("_")], n=1)
-        hint = (
-            f"did you mean {module_name}{joint}{near[0]}?" if near else f"{module_name} defines no such name"
-        )
+        hint = f"did you mean {module_name}{joint}{near[0]}?" if near else ""
+        hint = hint or _one_of(f"{module_name}{joint}", _functions(module))
+        hint = hint or f"{module_name} defines no such name"
         raise MissingHookError(f"{flag} must name a function of {module_name}, got {name!r}; {hint}")
     function: object = getattr(module, name)
     if not callable(function):
         kind = type(function).__name__
-        raise ValueError(f"{flag} must name a function or class, got {path!r} of type {kind}")
+        names = _functions(function) if isinstance(function, ModuleType) else _functions(module)
+        prefix = f"{path}." if isinstance(function, ModuleType) else f"{module_name}{joint}"
+        hint = _one_of(prefix, names)
+        raise ValueError(
+            f"{flag} must name a function or class, got {path!r} of type {kind}{f'; {hint}' if hint else ''}"
+        )
     return function
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from slime.models.slices import Where
 
+_LISTED = 4
+"""Folders that an error names."""
 MAPPED_BYTES = 64 * 2**20
 """Loading closes its files when so many bytes were read from them. Pages of open files count as memory of a process."""
 
@@ -64,7 +66,10 @@ def read_config_json(checkpoint: str | Path) -> dict[str, Any]:
     """config.json as it is written."""
     path = Path(checkpoint) / "config.json"
     if not path.is_file():
-        what = "check the path"
+        found = [
+            file.parent for depth in ("*", "*/*") for file in sorted(path.parent.glob(f"{depth}/config.json"))
+        ]
+        what = f"did you mean {' or '.join(map(str, found[:_LISTED]))}?" if found else "check the path"
         if is_hub_name(str(checkpoint)):
             what = f"if that is a name on the Hugging Face hub: hf download {checkpoint} (vime train does so by itself)"
         raise ValueError(

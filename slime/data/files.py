@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slime import bridges
 from slime.bridges.datasets import LOCK
+from slime.data.formats.other import require_commas, what_to_do
 from slime.disk_space import Room
 from slime.types import Json
 
@@ -165,7 +166,7 @@ def find_source(spec: str, flag: str = "--prompt-data") -> FileSource:
     if path.suffix not in SUFFIXES and not path.exists() and _HUB.match(name):
         return FileSource(name, (), flag, part)
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"{flag} must be a file of kind {kinds}, got {path}; convert or rename it")
+        raise ValueError(f"{flag} must be a file of kind {kinds}, got {path}; {what_to_do(path)}")
     if not path.is_file():
         raise ValueError(f"{flag} must name an existing file, got {path}; check the path")
     return FileSource(name, (path,), flag, part)
@@ -347,6 +348,7 @@ def _csv_columns(files: tuple[Path, ...]) -> list[str]:
     starts = [list(itertools.islice(_csv_lines(file), 2)) for file in files]
     headers = [start[0][1] if start else [] for start in starts]
     for file, start, header in zip(files, starts, headers, strict=True):
+        require_commas(file, start)
         if any(len(fields) > len(header) for _, fields in start):
             _check_fields((file,))  # pandas would take the first field of such rows for an index
         if header != headers[0] or len(set(header)) < len(header):

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import datetime
 import decimal
+import difflib
 import inspect
 import math
 import re
@@ -137,9 +138,18 @@ def _column(row: Row, key: str, flag: str, where: Place) -> object:
     if value is None:
         problem = "is empty" if key in row else "is missing"
         raise ValueError(
-            f"{where}: column {key!r} {problem}, got columns {sorted(map(str, row))}; set {flag}"
+            f"{where}: column {key!r} {problem}, got columns {sorted(map(str, row))}; set {flag}{_near(key, row)}"
         )
     return value
+
+
+def _near(key: str, row: Row) -> str:
+    """The column that was meant by a name that is none, such as "task" by "Task"."""
+    inner = [f"{name}.{field}" for name, value in row.items() if isinstance(value, dict) for field in value]
+    names = {name.strip().casefold(): name for name in map(str, [*inner, *row])}
+    found = difflib.get_close_matches(key.strip().casefold(), names, n=1)
+    near = names[found[0]] if found and key not in row else None
+    return "" if near is None else f", did you mean {near!r}?"
 
 
 def _label(row: Row, key: str, where: Place) -> object:

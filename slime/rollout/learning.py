@@ -19,8 +19,8 @@ def learning_figures(c: Config, groups: list[SampleGroup]) -> dict[str, float]:
     """untrained: the share of samples without a token that is trained on.
 
     With rewards also truncated, the share of answers that were cut; reward_mean and reward_range (largest minus
-    smallest); and without_spread, the share of groups whose rewards are equal. Where a reward does not count relative
-    to its group, the rollout is one group.
+    smallest); text_labels, 1 where each label is a text; and without_spread, the share of groups whose rewards are
+    equal. Where a reward does not count relative to its group, the rollout is one group.
     """
     samples = [sample for group in groups for sample in group]
     if not samples:
@@ -34,6 +34,8 @@ def learning_figures(c: Config, groups: list[SampleGroup]) -> dict[str, float]:
     key = c.reward.reward_key
     rewards = trajectory_rewards(samples, key)
     figures |= {"reward_mean": statistics.fmean(rewards), "reward_range": max(rewards) - min(rewards)}
+    if all(isinstance(sample.label, str) for sample in samples):
+        figures["text_labels"] = 1.0
     if _knows_what_counts(c) and len(rewards) > 1:
         compared = [rewards]
         if estimator_of(c.algorithm).centred and not c.algorithm.disable_rewards_normalization:

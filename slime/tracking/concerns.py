@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slime.tracking.events import Events
@@ -37,7 +37,8 @@ BEGINS, ENDS = "concern_begin", "concern_end"
 
 Figures = Mapping[str, float]
 """Those of `slime.rollout.learning`, and of the optimizer steps: grad_norm, learning_rate and ppo_kl (the largest),
-kl_loss and entropy (the last), lowest_entropy (of the earlier rollouts)."""
+kl_loss and entropy (the last), lowest_entropy (of the earlier rollouts). text_labels is 1 if each
+label is a text."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Condition:
     text: str
     """What is so, with figures in braces."""
     remedy: str
-    """What to look at."""
+    """What to look at, with {run_dir} and {labels} in braces."""
     told_by: tuple[str, ...] = ()
     """Conditions that say the same and more: while one of them is a concern, this one is not printed."""
     stops_learning: bool = True
@@ -83,7 +84,10 @@ class Concern:
         events.add(BEGINS if self.state == "begins" else ENDS, rollout=self.rollout, **fields)
 
 
-_SAMPLES = "look at samples (vime ui RUN_DIR)"
+_SAMPLES = "look at samples (vime ui {run_dir})"
+_TEXT_LABELS = (
+    " (labels are text here, also those that look like numbers, so sample.label == 42 is never true)"
+)
 CONDITIONS: tuple[Condition, ...] = (
     Condition(
         "all samples dropped",
@@ -96,8 +100,8 @@ CONDITIONS: tuple[Condition, ...] = (
         "all rewards 0",
         lambda f: f["reward_mean"] == 0 == f["reward_range"],
         "each reward of {span} is 0",
-        f"{_SAMPLES}: does the reward find the answer? Check --label-key, --rm-type, --apply-chat-template and "
-        "--rollout-max-response-len",
+        f"{_SAMPLES}: does the reward find the answer{{labels}}? Check --label-key, --rm-type, --apply-chat-template "
+        "and --rollout-max-response-len",
     ),
     Condition(
         "no spread of rewards",
@@ -165,6 +169,7 @@ STOPS_LEARNING = {one.name for one in (*CONDITIONS, DROPPED) if one.stops_learni
 class Concerns:
     """The conditions of a run, rollout by rollout."""
 
+    run_dir: str = "RUN_DIR"
     counts: dict[str, int] = field(default_factory=dict)
     """How many rollouts in a row each condition has held."""
     going_on: dict[str, Concern] = field(default_factory=dict)
@@ -191,6 +196,7 @@ class Concerns:
             return
         if count < IN_A_ROW or any(name in self.going_on for name in one.told_by):
             return
+        one = replace(one, remedy=self._remedy(one, figures))
         span = f"rollouts {rollout - count + 1} to {rollout}"
         concern = Concern(one, rollout, "goes on", one.text.format(span=span, **figures))
         if one.name not in self.going_on:
@@ -199,6 +205,10 @@ class Concerns:
         elif (count - IN_A_ROW) % AGAIN_EVERY == 0:
             yield concern
         self.going_on[one.name] = concern
+
+    def _remedy(self, one: Condition, figures: Figures) -> str:
+        labels = _TEXT_LABELS if figures.get("text_labels") == 1 else ""
+        return one.remedy.format(run_dir=self.run_dir, labels=labels)
 
 
 class ConcernsOfOthers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 import statistics
 import time
 from collections import deque
@@ -55,7 +56,7 @@ class Reporter:
         self._watch = watch
         self.timers.observer = self._observe
         self._sent: dict[str, float] = {}
-        self._concerns = Concerns()
+        self._concerns = Concerns(shlex.quote(config.logging.run_dir or "RUN_DIR"))
         self._of_others = ConcernsOfOthers(config.logging.run_dir, "driver")
         apart = 0 if config.cluster.colocate else config.cluster.rollout_num_gpus
         self._figures = StepFigures(trainer_ranks(config) + apart)

@@ -91,6 +91,7 @@ def test_reward_that_raises_ends_the_run_and_names_the_sample(world: World) -> N
         "reward train_fixtures.broken_reward failed for sample 5 of group 1: KeyError: 'no such answer'"
         in end
     )
+    assert "train_fixtures.py:" in end and ", label '" in end and ", response '" in end
     assert end.endswith(f"more in {world.root / 'reward' / 'logs' / 'rollout.log'}")
     assert "in broken_reward" in (world.root / "reward" / "logs" / "rollout.log").read_text()
 

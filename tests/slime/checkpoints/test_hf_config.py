@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.checkpoints.hf_config import check_checkpoint_shapes, read_hf_config
+from slime.checkpoints.hf_config import check_checkpoint_shapes, read_config_json, read_hf_config
 
 CONFIG = {
     "model_type": "qwen3",
@@ -88,3 +88,16 @@ def test_config_json_is_read_or_named(tmp_path):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert read_hf_config(tmp_path) == CONFIG
+
+
+def test_a_folder_of_models_is_answered_with_the_models(tmp_path):
+    for name in ("step-10", "step-20", "deep/snapshot"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.json").write_text("{}")
+    runs = tmp_path / "runs"
+    with pytest.raises(ValueError) as error:
+        read_config_json(runs)
+    wanted = f"got {runs}; did you mean {runs}/step-10 or {runs}/step-20 or {runs}/deep/snapshot?"
+    assert str(error.value).endswith(wanted)
+    with pytest.raises(ValueError, match="check the path$"):
+        read_config_json(runs / "absent")

@@ -87,6 +87,45 @@ def test_errors_name_the_file(folder, path, kind, message):
             load_function(path, "--custom-rm-path")
 
 
+@pytest.mark.parametrize(
+    ("path", "end"),
+    [
+        ("several.py", "of the file, got 'several.py'; write several.py:first or several.py:second"),
+        ("several.py:", "of the file, got 'several.py:'; write several.py:first or several.py:second"),
+        ("{folder}/several.py", "write {folder}/several.py:first or {folder}/several.py:second"),
+        ("several.py:absent", "got 'absent'; write several.py:first or several.py:second"),
+        ("several.py:NUMBER", "of type int; write several.py:first or several.py:second"),
+        ("no_functions.py", "of the file, got 'no_functions.py'; it defines none"),
+        ("no_text.py", "of the file, got 'no_text.py'; it defines none"),
+        ("absent.py", "--custom-rm-path must name a file that exists, got 'absent.py'; check the path"),
+        ("many.py", "write many.py:f0 or many.py:f1 or many.py:f2 or many.py:f3 (and 2 more)"),
+    ],
+)
+def test_a_file_without_a_function_is_answered_with_its_functions(folder, path, end):
+    """`--custom-rm-path several.py` was "no module named several"."""
+    text = "from os.path import join\nNUMBER = 1\nclass Box: ...\n"
+    (folder / "no_functions.py").write_text(text)
+    (folder / "several.py").write_text(
+        f"{text}def first(args, sample): ...\nasync def second(args, sample): ...\ndef _private(): ...\n"
+    )
+    (folder / "no_text.py").write_text("def (")
+    (folder / "many.py").write_text("".join(f"def f{number}(): ...\n" for number in range(6)))
+    with pytest.raises(ValueError) as error:
+        load_function(path.format(folder=folder), "--custom-rm-path")
+    assert str(error.value).startswith("--custom-rm-path must name a ")
+    assert str(error.value).endswith(end.format(folder=folder))
+
+
+def test_a_module_in_place_of_its_function(folder, monkeypatch):
+    package = folder / "package_of_rewards"
+    package.mkdir()
+    (package / "__init__.py").write_text("from package_of_rewards import sums\n")
+    (package / "sums.py").write_text("def score(args, sample): ...\n")
+    monkeypatch.syspath_prepend(str(folder))
+    with pytest.raises(ValueError, match=r"of type module; write package_of_rewards\.sums\.score$"):
+        load_function("package_of_rewards.sums", "--custom-rm-path")
+
+
 def test_the_configuration_has_absolute_files(folder):
     given = {
         "custom_rm_path": "random.py:score",

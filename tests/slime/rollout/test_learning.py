@@ -81,3 +81,12 @@ def test_rewards_truncation_and_dropped_samples() -> None:
 
 def test_samples_without_rewards_have_the_figure_of_their_masks_alone() -> None:
     assert figures(groups([None, None], mask=[0, 0]), loss_type="sft_loss") == {"untrained": 1.0}
+
+
+@pytest.mark.parametrize(("labels", "text"), [(["1", "2"], True), (["1", 2], False), ([None, None], False)])
+def test_whether_the_labels_are_text(labels: list[Any], text: bool) -> None:
+    made = groups([0, 0], [0, 0])
+    for group in made:
+        for sample, label in zip(group, labels, strict=True):
+            sample.label = label
+    assert figures(made).get("text_labels") == (1.0 if text else None)

@@ -116,7 +116,7 @@ def run(run_dir: Path, rollouts: list[dict[str, float]], sizes: int = 3) -> str:
         for rollout, figures in enumerate(rollouts):
             with report.running(rollout):
                 pass
-            learning = {name: figures[name] for name in SAMPLES}
+            learning = {name: figures[name] for name in (*SAMPLES, "text_labels") if name in figures}
             batch = RolloutBatch([], {}, tokens=1, forward_flops=1.0, learning=learning)
             report.step(rollout, batch, TrainResult(steps_of(figures), {}, {"perf/train_time": 1.0}))
         report.close()
@@ -197,3 +197,14 @@ def test_a_tail_begins_at_the_end_of_the_last_file(tmp_path: Path) -> None:
     assert [event["rollout"] for event in tail.new()] == [9, 10]
     tail.close()
     events.close()
+
+
+def test_the_remedy_names_the_run_and_the_type_of_the_labels(tmp_path: Path) -> None:
+    """It was `vime ui RUN_DIR`. A reward that compares a CSV's label with a number is 0 for ever."""
+    bad, run_dir = HEALTHY | BAD["all rewards 0"], tmp_path / "my run"
+    for labels in ({}, {"text_labels": 1.0}):
+        shown = run(run_dir, [bad | labels] * 4)
+        assert f"look at samples (vime ui '{run_dir}'): does the reward find the answer" in shown
+        assert ("(labels are text here, also those that look like numbers" in shown) == bool(labels)
+    shown = run(run_dir, [HEALTHY | BAD["no spread of rewards"]] * 4)
+    assert f"vime ui '{run_dir}'" in shown and "RUN_DIR" not in shown

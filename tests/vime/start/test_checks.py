@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -222,3 +223,22 @@ def test_a_cluster_that_a_run_joins_has_devices_elsewhere(argv, tmp_path, monkey
         default_ranks(tmp_path, argv, stack)
     assert check_run(argv, _read).world_size == 8
     assert not is_for_others(check_run(argv, _read), GivenSizes())
+
+
+def test_a_model_of_the_hub_without_a_copy_is_one_line_and_no_request(argv, tmp_path, capsys, monkeypatch):
+    """The plan asked the hub for the tokenizer: 45 s and 23 lines of retries without a network."""
+    asked = []
+
+    def look_up(host, *more, **options):
+        asked.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    argv[argv.index("--hf-checkpoint") + 1] = "nobody/none"
+    assert main(["plan", *argv]) == 2
+    assert asked == []
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "vime plan: --hf-checkpoint must be a directory with a config.json on this machine, got "
+    )
+    assert line.endswith("hf download nobody/none (vime train does so by itself)")
