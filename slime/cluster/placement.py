@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.cluster.domains import arrange, blocks_of, first_straddling, split_domains
 from slime.cluster.gpu_facts import UNKNOWN, GpuFacts, read_gpu_facts
-from slime.cluster.too_few import CORES_PER_CPU_DEVICE, fewer, needed
+from slime.cluster.too_few import CORES_PER_CPU_DEVICE, each_takes, fewer, needed
 from slime.config import Config
 from slime.roles.groups import groups_of, trainer_ranks
 from slime.roles.served import POLICY, served_models
@@ -209,7 +209,8 @@ def require_devices(config: Config, resources: Mapping[str, float]) -> float:
         raise ValueError(
             f"the cluster must have {places.devices} devices ({places.devices * amount:g} {resource}s) for "
             f"{needed(config, _engine_devices(config))}, got {existing:g} {resource}s"
-            f"{fewer(config, places.devices, int(existing / amount))} or join a larger cluster with RAY_ADDRESS"
+            f"{each_takes(config)}; {fewer(config, places.devices, int(existing / amount))} or join a larger "
+            "cluster with RAY_ADDRESS"
         )
     return existing
 

@@ -30,14 +30,17 @@ def needed(config: Config, of_policy: int) -> str:
     )
 
 
-def fewer(config: Config, devices: int, existing: int) -> str:
-    """The end of the error of a run that needs `devices` where there are `existing` ones: how much of a CPU each takes,
-    and the flags with which the run fits."""
-    each = (
+def each_takes(config: Config) -> str:
+    """How much of a CPU each of them takes; nothing for GPUs."""
+    return (
         "" if config.cluster.device == "cuda" else ", of which each rank and each rollout device takes a half"
     )
+
+
+def fewer(config: Config, devices: int, existing: int) -> str:
+    """What to do about a run that needs `devices` where there are `existing` ones: the flags with which it fits."""
     flags = _fitting(config, devices, existing)
-    return f"{each}; give {' '.join(flags)} here," if flags else f"{each}; ask for fewer"
+    return f"give {' '.join(flags)} here," if flags else "ask for fewer"
 
 
 def _fitting(config: Config, devices: int, existing: int) -> list[str]:

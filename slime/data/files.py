@@ -166,7 +166,7 @@ def find_source(spec: str, flag: str = "--prompt-data") -> FileSource:
     if path.suffix not in SUFFIXES and not path.exists() and _HUB.match(name):
         return FileSource(name, (), flag, part)
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"{flag} must be a file of kind {kinds}, got {path}; {what_to_do(path)}")
+        raise ValueError(f"{flag} must be a file of kind {kinds}, got {path}; to read it, {what_to_do(path)}")
     if not path.is_file():
         raise ValueError(f"{flag} must name an existing file, got {path}; check the path")
     return FileSource(name, (path,), flag, part)

@@ -60,11 +60,11 @@ def test_a_single_column_may_have_such_a_name(tmp_path):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("d.tsv", "; write it as CSV with commas: pandas.read_csv("),
-        ("d.xlsx", "; write it as CSV with commas: pandas.read_excel("),
-        ("d.ndjson", "; rename it to d.jsonl"),
-        ("d.jsonl.gz", "; unpack it"),
-        ("d.txt", "; convert or rename it"),
+        ("d.tsv", "; to read it, write it as CSV with commas: pandas.read_csv("),
+        ("d.xlsx", "; to read it, write it as CSV with commas: pandas.read_excel("),
+        ("d.ndjson", "; to read it, rename it to d.jsonl"),
+        ("d.jsonl.gz", "; to read it, unpack it"),
+        ("d.txt", "; to read it, convert or rename it"),
     ],
 )
 def test_a_file_of_another_kind_names_what_to_do(tmp_path, monkeypatch, name, remedy):
