@@ -72,9 +72,7 @@ def read_config_json(checkpoint: str | Path) -> dict[str, Any]:
         what = f"did you mean {' or '.join(map(str, found[:_LISTED]))}?" if found else "check the path"
         if is_hub_name(str(checkpoint)):
             what = f"if that is a name on the Hugging Face hub: hf download {checkpoint} (vime train does so by itself)"
-        raise ValueError(
-            f"--hf-checkpoint must be a directory with a config.json on this machine, got {checkpoint}; {what}"
-        )
+        raise ValueError(f"--hf-checkpoint must be a directory with a config.json, got {checkpoint}; {what}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
