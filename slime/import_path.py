@@ -1,8 +1,8 @@
 """What the processes of a run import from: installed packages, the folder of these packages, and PYTHONPATH.
 
 The folder where the user starts a run is not among them. A file `random.py` there would replace Python's module, and
-code in a folder `vllm` there would run with the run's key in its environment. Imports nothing but `os` and `sys`, which
-Python has loaded by then: the command looks here first.
+code in a folder `vllm` there would run with the run's key in its environment. Imports only modules that Python has
+loaded by then: the command looks here first.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, MutableMapping
+from importlib.util import find_spec
 
 VARIABLE = "PYTHONPATH"
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
@@ -39,6 +40,19 @@ def leave_current_folder(path: list[str], environ: MutableMapping[str, str]) -> 
         path[:] = [entry for entry in path if entry not in ("", here)]
     if VARIABLE in environ:
         environ[VARIABLE] = os.pathsep.join(named)
+
+
+def show_packages(environ: Mapping[str, str]) -> None:
+    """Start the command of this process again with ROOT on PYTHONPATH, if another folder hides one of these packages.
+
+    Python takes a folder `vime` without __init__.py on PYTHONPATH, such as a clone of the repository, for the package,
+    and does not ask the finder of an editable install. A package in a folder of the path comes before such folders.
+    """
+    specs = map(find_spec, ("rl_kernel", "slime", "vime"))
+    hidden = any(spec is not None and spec.origin is None for spec in specs)
+    if hidden and ROOT not in (named := entries(environ)):
+        path = os.pathsep.join([*named, ROOT])
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environ, VARIABLE: path})
 
 
 def of_workers(environ: Mapping[str, str]) -> list[str]:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from slime.extras import IS_CHECKOUT, missing
+from slime.import_path import show_packages
 from slime.imports import uncollected
 from vime.commands import COMMANDS, MODULES, WORK
 from vime.run import interrupts
@@ -25,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Without `argv` the process is this command, so its modules are kept from the garbage collector.
     """
+    if argv is None:
+        show_packages(os.environ)
     args = list(sys.argv[1:] if argv is None else argv)
     command, rest = (args[0], args[1:]) if args else ("help", [])
     if sys.platform != "linux":

@@ -99,3 +99,30 @@ def test_a_plug_in_of_the_current_folder_gets_an_error_that_says_how(folder):
         hooks.load_function("my_reward.score", "--custom-rm-path")
     with pytest.raises(ValueError, match="add its folder to PYTHONPATH$"):
         hooks.load_function("no_reward.score", "--custom-rm-path")
+
+
+def test_a_clone_that_is_called_vime_does_not_hide_the_package(tmp_path):
+    """With the folder of such a clone on PYTHONPATH, `vime train` ran the train.py of the clone."""
+    (tmp_path / "vime").symlink_to(ROOT)
+    command = [Path(sys.executable).with_name("vime"), "train", "--num-rollout", "1"]
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "--hf-checkpoint must be given" in done.stderr and "--num-rollout" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["rl_kernel", "slime", "vime"])
+def test_a_folder_with_the_name_of_a_package_does_not_hide_it(tmp_path, name):
+    (tmp_path / name).mkdir()
+    code = f"""if 1:
+        import sys
+        from slime.import_path import show_packages
+        import os, vime.cli
+        show_packages(os.environ)
+        import {name}
+        print({name}.__file__, os.environ["PYTHONPATH"])"""
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == [f"{ROOT}/{name}/__init__.py", f"{tmp_path}:{ROOT}"], done.stderr
