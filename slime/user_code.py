@@ -1,4 +1,5 @@
-"""The border with a user's functions in the event loop: errors of any kind, slow rewards, and calls that block.
+"""The border with a user's functions: where an error came from, and in the event loop, slow rewards and calls that
+block.
 
 All samples share one event loop. An error that ends the loop, or a call that blocks it, stops every sample.
 """
@@ -37,6 +38,11 @@ _PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 BLOCKED_S = 1.0
 """A call that blocks the event loop for this long is logged, once per function."""
 
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_FOLLOWED = re.compile(
+    r"(?m)^.*The above exception was the direct cause|^.*During handling of the above exception"
+)
+
 _running: dict[object, str] = {}
 _last_warning_s = float("-inf")
 
@@ -50,6 +56,22 @@ def is_cancelled(error: BaseException) -> bool:
         return True
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+def place_in(trace: str) -> str | None:
+    """As `place`, from the text of a traceback of another process. Where an error came from another one, the traceback
+    of that comes first, and counts."""
+    for one in _FOLLOWED.split(trace):
+        places = [f"{_short(file)}:{line}" for file, line in _FRAME.findall(one) if _is_of_user(file)]
+        if places:
+            return places[-1]
+    return None
+
+
+def with_place(said: str, trace: str) -> str:
+    """An error in one line, with the place in the user's code that raised it."""
+    found = place_in(trace)
+    return said if found is None or found in said else f"{said} (at {found})"
 
 
 def remedy(error: BaseException, *, generates: bool = False) -> str:

@@ -15,7 +15,7 @@ from typing import TypeVar
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.5
-_SAY_AFTER_S, _SAY_EVERY_S = 12.0, 60.0
+_SAY_AFTER_S, _SAY_EVERY_S = 12.0, 30.0
 
 _LOG_EVERY_S = 30.0
 _logged_s: dict[str, float] = {}
@@ -42,20 +42,28 @@ def wait(future: Future[T], check_health: Callable[[], None], tick: Callable[[],
     return future.result()
 
 
+class Wait:
+    """A block that may take long. `on`: what it waits for at the moment, "" where that is plain."""
+
+    def __init__(self) -> None:
+        self.on = ""
+
+
 @contextmanager
-def said(what: str) -> Iterator[None]:
-    """Print what the block waits for, on stderr, once it has taken 12 s and then every minute."""
-    over = threading.Event()
+def said(what: str) -> Iterator[Wait]:
+    """Print what the block does and waits for, on stderr, once it has taken 12 s and then each half minute."""
+    over, wait = threading.Event(), Wait()
 
     def say() -> None:
         waited_s = pause_s = _SAY_AFTER_S
         while not over.wait(pause_s):
-            print(f"note: still {what}, for {waited_s:.0f} s", file=sys.stderr, flush=True)
+            on = f"; it waits for {wait.on}" if wait.on else ""
+            print(f"note: still {what}, for {waited_s:.0f} s{on}", file=sys.stderr, flush=True)
             pause_s = _SAY_EVERY_S
             waited_s += pause_s
 
     threading.Thread(target=say, name="said", daemon=True).start()
     try:
-        yield
+        yield wait
     finally:
         over.set()

@@ -18,7 +18,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -45,7 +45,8 @@ from slime.tracking.events import Events
 from slime.tracking.report import Reporter
 from slime.tracking.run_record import record_error, recorded
 from slime.tracking.run_summary import run_summary
-from slime.waiting import said
+from slime.user_code import with_place
+from slime.waiting import Wait, said
 from vime.backends import make_pools
 from vime.members.control_socket import ControlSocket
 from vime.memory.failure import explained, full_host
@@ -137,6 +138,7 @@ def _told(error: Exception, logs: Path) -> str:
         log, details, said = logs / "driver.log", "".join(traceback.format_exception(error)), str(cause)
         if not isinstance(cause, ValueError | RuntimeError):  # the text of others may mean little by itself
             said = f"{type(cause).__name__}: {said}"
+        said = with_place(said, str(error)) if isinstance(error, RayTaskError) else said
     try:
         _record(details, log)
     except OSError as full:  # a full disk may be what ended the run
@@ -189,8 +191,8 @@ def run(config: Config, argv: Sequence[str]) -> None:
         if not config.debug.debug_rollout_only:
             trainer = trainers.Trainers(config, placed)
             watch.callback(trainer.stop)
-        with said("starting the trainer, the rollout manager and the engines"):
-            pool, rollout = _start_engines(config, placed, watch, trainer)
+        with said("starting the trainer, the rollout manager and the engines") as wait:
+            pool, rollout = _start_engines(config, placed, watch, trainer, wait)
         if trainer is not None:
             print(f"operators: {headline(config)}")
             for decision in trainer.decisions:
@@ -274,7 +276,11 @@ def _private_weight_dir(config: Config, stack: ExitStack) -> Path | None:
 
 
 def _start_engines(
-    config: Config, placed: placement.Placement, watch: RayWatch, trainer: trainers.Trainers | None
+    config: Config,
+    placed: placement.Placement,
+    watch: RayWatch,
+    trainer: trainers.Trainers | None,
+    wait: Wait,
 ) -> tuple[EnginePool, rollout_actor.RolloutGroup]:
     """The engines, and the rollout manager that sends them requests. It reads its data while they start."""
     pool = make_pools(config, placed, trainer)
@@ -285,6 +291,13 @@ def _start_engines(
     watch.callback(rollout.stop)
     control = ControlSocket(config.logging.run_dir, pool.pools, rollout.set_engines)
     watch.callback(control.close)
-    pool.start(functools.partial(rollout_actor.wait_built, config, trainer, rollout))
+    logs = Path(config.logging.run_dir) / "logs"
+
+    def built(check: Callable[[], None]) -> None:
+        wait.on = f"the trainer and the rollout manager ({logs}/trainer-0.log, rollout.log)"
+        rollout_actor.wait_built(config, trainer, rollout, check)
+        wait.on = f"the engines ({logs}/engine-*.log)"
+
+    pool.start(built)
     control.start()
     return pool, rollout

@@ -13,6 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from slime.config import Config
+from slime.user_code import with_place
 
 Actor: TypeAlias = "ActorHandle[Any]"
 """The handle of a process, whose methods are remote."""
@@ -32,7 +33,7 @@ class ActorError(RuntimeError):
     def __init__(self, name: str, error: RayTaskError | RayActorError, log: Path) -> None:
         self.log, self.details = log, str(error)
         if isinstance(error, RayTaskError):
-            said = f"{type(error.cause).__name__}: {error.cause}"
+            said = with_place(f"{type(error.cause).__name__}: {error.cause}", self.details)
         else:
             said = (
                 "its process died without an error of its own: it was killed, ran out of memory, or crashed"

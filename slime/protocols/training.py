@@ -49,7 +49,8 @@ class RolloutBatch:
     """FLOPs of training the layers of multi-token prediction."""
     logged: list[Logged] = field(default_factory=list)
     learning: dict[str, float] = field(default_factory=dict)
-    """From `slime.rollout.learning`."""
+    learning_texts: dict[str, str] = field(default_factory=dict)
+    """Both from `slime.rollout.learning`."""
     sample: ShownSample | None = None
     """The first one of the rollout."""
 

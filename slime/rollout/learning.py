@@ -10,13 +10,21 @@ import statistics
 from slime.algo.estimators import estimator_of
 from slime.algo.losses import loss_of
 from slime.config.schema import Config
+from slime.data.agents.session_record import failures
 from slime.data.trajectories import trajectories, trajectory_rewards, truncated_trajectories
 from slime.tracking.samples import number_of_reward
 from slime.types import Sample, SampleGroup
 
 
+def learning_texts(groups: list[SampleGroup]) -> dict[str, str]:
+    """session_ends: why sessions failed. Empty without one."""
+    found = failures([sample for group in groups for sample in group])
+    return {} if found is None else {"session_ends": found[1]}
+
+
 def learning_figures(c: Config, groups: list[SampleGroup]) -> dict[str, float]:
-    """untrained: the share of samples without a token that is trained on.
+    """untrained: the share of samples without a token that is trained on. With sessions also failed_sessions, the share
+    of those that nothing is trained on.
 
     With rewards also truncated, the share of answers that were cut; reward_mean and reward_range (largest minus
     smallest); text_labels, 1 where each label is a text; and without_spread, the share of groups whose rewards are
@@ -26,6 +34,8 @@ def learning_figures(c: Config, groups: list[SampleGroup]) -> dict[str, float]:
     if not samples:
         return {}
     figures = {"untrained": statistics.fmean(map(_is_untrained, samples))}
+    if (failed := failures(samples)) is not None:
+        figures["failed_sessions"] = failed[0]
     if not loss_of(c.algorithm).rewarded:
         return figures
     figures["truncated"] = statistics.fmean(truncated_trajectories(samples))

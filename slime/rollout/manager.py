@@ -35,7 +35,7 @@ from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.debug_data import load_with_facts, save_debug_rollout_data
 from slime.rollout.evaluation import load_eval_datasets
 from slime.rollout.facts import Facts, attach, replay_template, run_facts
-from slime.rollout.learning import learning_figures, spread
+from slime.rollout.learning import learning_figures, learning_texts, spread
 from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.rollout.sample_hooks import accepted
 from slime.rollout.state import GenerateState
@@ -133,7 +133,8 @@ class RolloutManager:
         self.state.events.add("handed", rollout=rollout_id)
         batch = self._batch(rank_data, metrics, ranks, [*outbox.take(), *logged])
         learning = learning_figures(self._with_hooks(), groups)
-        return replace(batch, learning=learning, sample=shown_sample(groups))
+        texts = learning_texts(groups)
+        return replace(batch, learning=learning, learning_texts=texts, sample=shown_sample(groups))
 
     def _keep_samples(self, rollout_id: int, groups: list[SampleGroup]) -> list[int]:
         """Some samples for people who look at the run (--save-samples), and their places in the rollout."""

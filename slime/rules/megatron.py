@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slime.config.fields import Values, spelled
+from slime.roles import CRITIC, roles_of
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -21,6 +22,9 @@ _NEVER_RUN = (
     "external_cuda_graph",
     "cpu_offloading",
 )
+_LARGEST_RATE, _LARGEST_LORA_RATE, _LARGEST_CRITIC_RATE = 1e-3, 1e-2, 1e-2
+"""The learning rates above which a note warns. Only models of some thousand weights, such as the tiny one, learn with
+more."""
 _ON_HOST = "Adam on the host is torch's, and the memory of its gradients is always pinned"
 _ALLTOALL = "the number of ranks decides how tokens travel to their experts, with the same result"
 _FLASH = "attention runs in the kernel for packed rows, with the same mathematics"
@@ -158,6 +162,22 @@ def never_run(overrides: Values) -> Iterator[str]:
     for name in _NEVER_RUN:
         if overrides.get(name) not in (None, False, "none"):
             yield f"{spelled(name)}: passed to Megatron unchanged; never run here"
+
+
+def rate_notes(c: Config) -> Iterator[str]:
+    """A note for each learning rate with which Adam moves every weight too far in a step."""
+    if c.debug.debug_rollout_only:
+        return
+    rates = [("lr", c.megatron.lr, _LARGEST_LORA_RATE if c.lora.lora_rank else _LARGEST_RATE)]
+    if CRITIC in roles_of(c) and c.critic.critic_lr is not None:
+        rates.append(("critic_lr", c.critic.critic_lr, _LARGEST_CRITIC_RATE))
+    for name, rate, largest in rates:
+        if rate > largest:
+            kind = "adapters" if name == "lr" and c.lora.lora_rank else "all weights of a model"
+            yield (
+                f"{spelled(name)} {rate:g}: Adam moves each weight by up to this much in a step, and {kind} often "
+                f"collapse above {largest:g}; models of 1B weights and more learn with 1e-6 to 1e-4"
+            )
 
 
 def check_dropout(c: Config) -> None:

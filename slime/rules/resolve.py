@@ -28,7 +28,7 @@ from slime.rules.checkpoint import remarks as read_remarks
 from slime.rules.cluster import critic_notes
 from slime.rules.flags import FALLBACKS, read_nowhere
 from slime.rules.kernels import provider_notes
-from slime.rules.megatron import never_run, same_result
+from slime.rules.megatron import never_run, rate_notes, same_result
 from slime.rules.off_policy import cuts, mismatch_notes
 from slime.rules.packages import package_notes
 from slime.weight_sync.registry import CHANNELS, default_channel
@@ -305,6 +305,7 @@ def _remarks(c: Config) -> Iterator[str]:
     yield from read_nowhere(c)
     yield from critic_notes(c)
     yield from mismatch_notes(c)
+    yield from rate_notes(c)
     if c.megatron.overrides.get("transformer_impl") == "transformer_engine":
         yield (
             "--transformer-impl transformer_engine: these layers were written from the sources of Megatron and of "

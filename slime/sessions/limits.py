@@ -9,6 +9,8 @@ from slime.config.schema import section_of
 from slime.config.sections.sessions import SessionsConfig
 
 DONE = "done"
+NO_REQUEST = "no_request"
+"""The agent ended without an answer, and no request with its key came."""
 LIMITS = ("turns", "tokens", "tool_calls", "time", "context")
 """Reasons after which a sample is truncated, as one that reached its number of tokens."""
 ABORTS = ("aborted", "deadline")

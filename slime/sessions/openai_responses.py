@@ -63,7 +63,9 @@ def _messages(items: list[Body]) -> list[Body]:
         elif kind == "message":
             found.append(dialect.simple_message(item))
         else:
-            raise Refused("request", f"an input item of type {kind!r:.80} is not served")
+            raise Refused(
+                "request", f"an input item must be one that is served, got type {kind!r:.80}; leave it out"
+            )
     return found
 
 

@@ -28,6 +28,11 @@ from slime.sessions.session import MODEL, Session
 
 _LARGEST_BODY_BYTES = 64 << 20
 _COMMENT_EVERY_S = 5.0
+_WRONG_KEY = (
+    "the key of a request must be that of an open session, got another key or a session that has ended; give the "
+    "client session.api_key, and ask inside the block of open_session"
+)
+"""It is the same text for both, so that nobody learns which sessions there are."""
 
 
 class SessionServer:
@@ -63,8 +68,7 @@ class SessionServer:
         self._sessions.pop(session.id, None)
 
     def session_of(self, request: web.Request) -> Session:
-        """The open session of a request with its key. Refused without one, and it is not said which of the two is
-        wrong."""
+        """The open session of a request with its key. Refused without one."""
         session = self._sessions.get(request.match_info["id"])
         header = request.headers.get("Authorization", "").removeprefix("Bearer ")
         key = (request.headers.get("x-api-key") or header).strip()
@@ -72,7 +76,9 @@ class SessionServer:
             key.encode(errors="surrogateescape"), (session.api_key if session else "").encode()
         )
         if session is None or not known:
-            raise Refused("key", "no open session has this id and key; it may have ended", 401)
+            if session is not None:
+                session.wrong_keys += 1
+            raise Refused("key", _WRONG_KEY, 401)
         return session
 
     async def models(self, request: web.Request) -> web.Response:
@@ -122,7 +128,9 @@ class _Route:
         try:
             raw = await request.read()
         except web.HTTPRequestEntityTooLarge as error:
-            raise Refused("request", f"the body may have {_LARGEST_BODY_BYTES} bytes", 413) from error
+            raise Refused(
+                "request", f"the body must have at most {_LARGEST_BODY_BYTES} bytes, got more; send less", 413
+            ) from error
         except web.RequestPayloadError as error:
             said = f"the body must be encoded as its headers name it, got {error}; leave Content-Encoding out"
             raise Refused("request", said) from error

@@ -17,8 +17,9 @@ from slime.data.agents.session_record import KEY, SessionRecord
 from slime.protocols import GenerateResult, OnTokens
 from slime.rollout.facts import note_sampling
 from slime.rollout.generate import EVALUATION, request_seed, wanted_of
+from slime.rollout.rewards.finite import KEY as REMOVED
 from slime.rollout.state import GenerateState, random_stream
-from slime.sessions.limits import ABORTS, DONE, LIMITS, SessionLimits
+from slime.sessions.limits import ABORTS, DONE, LIMITS, NO_REQUEST, SessionLimits
 from slime.sessions.live import LiveAnswer, TextSoFar
 from slime.sessions.messages import ChatParser, ChatRequest, ModelAnswer, Refused, Reply, of_reply
 from slime.sessions.off_loop import off_loop
@@ -52,6 +53,8 @@ class Session:
         self.url = ""
         self.ended: str | None = None
         self.said = ""
+        self.wrong_keys = 0
+        """Requests to its address with another key. Anybody on this machine can make them, so they do not end it."""
         self.fault: Exception | None = None
         """An error that is not the agent's: of the engine or of this project. It ends the run."""
         self._args, self._own, self._sample = args, own, sample
@@ -185,12 +188,14 @@ class Session:
             said = f"the model must be {self._model}, got {request.model!r}; ask for session.model"
             raise Refused("model", said, 404)
         if not request.messages or request.messages[-1]["role"] == "assistant":
-            raise Refused("request", "the last message must be of a user or a tool")
+            last = request.messages[-1]["role"] if request.messages else "no message"
+            said = f"the last message must be of a user or a tool, got {last}; end the messages with one"
+            raise Refused("request", said)
         if request.tools and not self._parser.tools:
             raise Refused(
                 "no_tool_parser",
-                "tools need a parser of the model's tool calls; give its name with the tool-call-parser flag of the "
-                "engine's backend",
+                "tools must have a parser of the model's tool calls, got none; give its name with the tool-call-parser "
+                "flag of the engine's backend",
             )
 
     async def _context(self, request: ChatRequest) -> int | None:
@@ -325,6 +330,8 @@ class Session:
             )
             reward = 0.0
         self.end(DONE)
+        if self.ended == DONE and not self._tree.turns:
+            self.ended, self.said = NO_REQUEST, self._unasked()
         assert self.ended is not None
         found = [] if self.ended in ABORTS else self._tree.samples(self._sample)
         skip = self._flags.rollout_skip_special_tokens
@@ -336,6 +343,9 @@ class Session:
             sample.remove_sample = sample.remove_sample or failed or not any(sample.loss_mask or [])
             sample.reward = reward
         made = [sample for sample, _ in found] or [self._without_answer(reward)]
+        for sample in made:
+            if sample.status is Sample.Status.FAILED:
+                sample.metadata[REMOVED] = {"reason": self.ended, "said": self.said}
         made[0].metadata[KEY] = SessionRecord(
             ended=self.ended,
             said=self.said,
@@ -346,6 +356,14 @@ class Session:
             ignored=sorted(self._ignored),
         )
         return made
+
+    def _unasked(self) -> str:
+        """The error of a session in which nothing was asked with its key."""
+        others = f", and {self.wrong_keys} with another key" if self.wrong_keys else ""
+        return (
+            f"an agent must ask for an answer with the key of its session, got none{others}; give its client "
+            "session.base_url and session.api_key (Anthropic: session.url)"
+        )
 
     def _status(self, leaf: Turn) -> Sample.Status:
         if self.ended in LIMITS or (self.ended == DONE and leaf.result.finish_reason == "length"):

@@ -1,7 +1,7 @@
 """Warnings of a run that cannot learn, or is about to diverge: a table of conditions over the figures of a rollout.
 
-A condition that holds in IN_A_ROW rollouts in a row is a concern. The driver prints it and records it in the journal,
-and `vime doctor RUN_DIR` reports it. Another condition is one line of the table.
+A condition that holds in IN_A_ROW rollouts in a row is a concern, where the table has no other number. The driver prints
+it and records it in the journal, and `vime doctor RUN_DIR` reports it. Another condition is one line of the table.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from slime.tracking.events import Events
 from slime.tracking.journal import Tail
@@ -30,6 +31,12 @@ ENTROPY_TIMES, ENTROPY_LEAST = 3.0, 2.0
 """The entropy has exploded if it is so many times its lowest value so far, and at least so many nats per token. 2 nats
 are an even choice among 7 tokens at each place, which is noise in most texts. Policies that learn keep or lose
 entropy."""
+ENTROPY_NOTHING, ENTROPY_SHARE = 0.01, 0.05
+"""The entropy has collapsed if it is at most so many nats per token, and at most this share of its highest value so
+far. At 0.01 nats, the likeliest token has a probability of about 0.998, so the samples of a group are equal."""
+MANY_SESSIONS = 0.1
+"""The share of sessions that nothing is trained on. Some fail in many runs, such as those whose answer no parser can
+read."""
 
 LOOK_EVERY_S = 5.0
 BEGINS, ENDS = "concern_begin", "concern_end"
@@ -37,7 +44,7 @@ BEGINS, ENDS = "concern_begin", "concern_end"
 
 Figures = Mapping[str, float]
 """Those of `slime.rollout.learning`, and of the optimizer steps: grad_norm, learning_rate and ppo_kl (the largest),
-kl_loss and entropy (the last), lowest_entropy (of the earlier rollouts). text_labels is 1 if each
+kl_loss and entropy (the last), lowest_entropy and highest_entropy (of the earlier rollouts). text_labels is 1 if each
 label is a text."""
 
 
@@ -56,11 +63,13 @@ class Condition:
     """Conditions that say the same and more: while one of them is a concern, this one is not printed."""
     stops_learning: bool = True
     """Nothing is learned while it holds."""
+    in_a_row: int = IN_A_ROW
+    """Rollouts in which it holds before it is a concern."""
 
 
 @dataclass(frozen=True)
 class Concern:
-    """A condition that has begun to hold in IN_A_ROW rollouts, goes on, or has ended."""
+    """A condition that has begun to hold in its number of rollouts, goes on, or has ended."""
 
     condition: Condition
     rollout: int
@@ -89,6 +98,22 @@ _TEXT_LABELS = (
     " (labels are text here, also those that look like numbers, so sample.label == 42 is never true)"
 )
 CONDITIONS: tuple[Condition, ...] = (
+    Condition(
+        "sessions fail",
+        lambda f: f["failed_sessions"] >= MANY_SESSIONS,
+        "{failed_sessions:.0%} of the sessions of {span} are not trained on; sessions ended {session_ends}",
+        'look at metadata["session"] of their samples (vime ui {run_dir}); docs/agents.md has the reasons',
+        stops_learning=False,
+        in_a_row=1,  # the error of an agent is the same in the next rollout
+    ),
+    Condition(
+        "entropy collapses",
+        lambda f: f["entropy"] <= min(ENTROPY_NOTHING, ENTROPY_SHARE * f["highest_entropy"]),
+        "the entropy of {span} is {entropy:.3g} nats per token, and was {highest_entropy:.3g}: the policy writes the "
+        "same answer each time",
+        "lower --lr, and resume from a checkpoint before it; where rewards are as wanted, end the run",
+        stops_learning=False,
+    ),
     Condition(
         "all samples dropped",
         lambda f: f["untrained"] == 1,
@@ -173,18 +198,24 @@ class Concerns:
     counts: dict[str, int] = field(default_factory=dict)
     """How many rollouts in a row each condition has held."""
     going_on: dict[str, Concern] = field(default_factory=dict)
-    lowest_entropy: float | None = None
+    entropies: list[float] = field(default_factory=list)
+    """The lowest and the highest of the earlier rollouts."""
 
-    def observe(self, rollout: int, figures: Figures) -> list[Concern]:
-        """The concerns that begin, end, or are printed again with this rollout."""
+    def observe(
+        self, rollout: int, figures: Figures, texts: Mapping[str, str] = MappingProxyType({})
+    ) -> list[Concern]:
+        """The concerns that begin, end, or are printed again with this rollout. `texts`: words in the text of some."""
         seen = dict(figures)
-        if self.lowest_entropy is not None:
-            seen["lowest_entropy"] = self.lowest_entropy
+        if self.entropies:
+            seen["lowest_entropy"], seen["highest_entropy"] = self.entropies
         if (entropy := figures.get("entropy")) is not None:
-            self.lowest_entropy = min(entropy, seen.get("lowest_entropy", entropy))
-        return [concern for one in CONDITIONS for concern in self._observed(one, rollout, seen)]
+            known = [*self.entropies, entropy]
+            self.entropies = [min(known), max(known)]
+        return [concern for one in CONDITIONS for concern in self._observed(one, rollout, seen, texts)]
 
-    def _observed(self, one: Condition, rollout: int, figures: Figures) -> Iterator[Concern]:
+    def _observed(
+        self, one: Condition, rollout: int, figures: Figures, texts: Mapping[str, str]
+    ) -> Iterator[Concern]:
         try:
             holds = one.holds(figures)
         except KeyError:
@@ -194,15 +225,15 @@ class Concerns:
             if (ended := self.going_on.pop(one.name, None)) is not None:
                 yield Concern(one, rollout, "ends", ended.text)
             return
-        if count < IN_A_ROW or any(name in self.going_on for name in one.told_by):
+        if count < one.in_a_row or any(name in self.going_on for name in one.told_by):
             return
         one = replace(one, remedy=self._remedy(one, figures))
-        span = f"rollouts {rollout - count + 1} to {rollout}"
-        concern = Concern(one, rollout, "goes on", one.text.format(span=span, **figures))
+        span = f"rollouts {rollout - count + 1} to {rollout}" if count > 1 else f"rollout {rollout}"
+        concern = Concern(one, rollout, "goes on", one.text.format(span=span, **figures, **texts))
         if one.name not in self.going_on:
             concern = Concern(one, rollout, "begins", concern.text)
             yield concern
-        elif (count - IN_A_ROW) % AGAIN_EVERY == 0:
+        elif (count - one.in_a_row) % AGAIN_EVERY == 0:
             yield concern
         self.going_on[one.name] = concern
 

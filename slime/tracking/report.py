@@ -130,7 +130,7 @@ class Reporter:
         self._send(trained.logged)
         shown = {**of_user, **metrics, **trained.steps[-1], **self._difference(trained.steps)}
         self._show(rollout_id, shown, batch)
-        self._warn(rollout_id, batch.learning | step_figures(trained.steps))
+        self._warn(rollout_id, batch.learning | step_figures(trained.steps), batch.learning_texts)
 
     def _show(self, rollout_id: int, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
         """Print the line of a rollout with the time until the end, and now and then a sample (--log-sample)."""
@@ -146,9 +146,9 @@ class Reporter:
             self.line.show_sample(rollout_id, batch.sample)
         self._shown += 1
 
-    def _warn(self, rollout_id: int, figures: Mapping[str, float]) -> None:
+    def _warn(self, rollout_id: int, figures: Mapping[str, float], texts: Mapping[str, str]) -> None:
         """Print and record what stops the run from learning."""
-        for concern in self._concerns.observe(rollout_id, figures):
+        for concern in self._concerns.observe(rollout_id, figures, texts):
             self.line.show_warning(concern.line)
             concern.record(self.events)
 
@@ -199,7 +199,7 @@ class Reporter:
         of_user = self._send(batch.logged)
         self.trackers.log({**batch.metrics, "rollout/step": rollout_id}, rollout_id, "rollout/step")
         self._show(rollout_id, {**of_user, **batch.metrics}, batch)
-        self._warn(rollout_id, batch.learning)
+        self._warn(rollout_id, batch.learning, batch.learning_texts)
 
     def evaluation(self, rollout_id: int, evaluated: Evaluated) -> None:
         of_user = self._send(evaluated.logged)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from slime.config.secrets import mask_secrets
 from slime.tracking.events import Events
+from slime.user_code import with_place
 
 RESERVE = ".reserved"
 """A file that gives its room to the last event of a run whose disk is full."""
@@ -97,6 +98,8 @@ def record_error(events: Events, run_dir: Path, error: BaseException) -> None:
     shown = cause if isinstance(cause, Exception) else error
     log = Path(getattr(error, "log", "driver.log")).name
     text = _shown(str(shown)) or type(shown).__name__
+    if shown is cause:  # the text of Ray's error has the traceback of the other process
+        text = with_place(text, str(error))
     _last(events, run_dir, "error", type=type(shown).__name__, text=text, log=f"logs/{log}")
 
 

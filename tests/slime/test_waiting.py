@@ -17,3 +17,16 @@ def test_a_long_wait_is_said(monkeypatch, capsys):
         pass
     time.sleep(0.3)
     assert capsys.readouterr().err == ""
+
+
+def test_a_wait_that_goes_on_repeats_what_it_waits_for(monkeypatch, capsys):
+    monkeypatch.setattr(waiting, "_SAY_AFTER_S", 0.1)
+    monkeypatch.setattr(waiting, "_SAY_EVERY_S", 0.1)
+    with waiting.said("starting") as wait:
+        wait.on = "the trainer"
+        time.sleep(0.25)
+        wait.on = "the engines (runs/a/logs/engine-*.log)"
+        time.sleep(0.25)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "note: still starting, for 0 s; it waits for the trainer" and len(lines) >= 3
+    assert lines[-1].endswith("; it waits for the engines (runs/a/logs/engine-*.log)")

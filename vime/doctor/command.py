@@ -14,7 +14,7 @@ from pathlib import Path
 from vime.doctor import gpus, host, network, packages, patches
 from vime.doctor.finding import Finding, WantedRun, one_line, warning
 from vime.doctor.machine import Machine
-from vime.doctor.post_mortem import check_end
+from vime.doctor.post_mortem import check_end, verdict
 from vime.doctor.records import check_groups
 
 Check = Callable[[Machine, WantedRun], list[Finding]]
@@ -52,10 +52,9 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(patches.lines()))
         return 0
     if args.records is not None:
-        return _print(
-            *(check_end(args.records) + check_groups(args.records), args.json, "its records are in order"),
-            f"the run in {args.records} failed, or its records are not in order",
-        )
+        ended, groups = check_end(args.records), check_groups(args.records)
+        bad = verdict(args.records, ended, groups)
+        return _print(ended + groups, args.json, "its records are in order", bad)
     machine = Machine()
     device = args.device
     if device == "auto":

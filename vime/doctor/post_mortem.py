@@ -21,6 +21,7 @@ from slime.tracking.trackers import METRICS_FILE
 from vime.doctor.finding import MIB, Finding, ok, one_line, problem, warning
 from vime.run.temporary import SHARED_MEMORY, left_weights
 
+_END = "end of the run"
 _LONGEST = 300
 _SHOWN = 4
 """Processes that are named."""
@@ -96,23 +97,38 @@ def check_end(run_dir: Path) -> list[Finding]:
     ]
 
 
+def verdict(run_dir: Path, ended: list[Finding], groups: list[Finding]) -> str:
+    """The last line about a run with problems, from the findings of `check_end` and of its groups."""
+    run, parts = f"the run in {run_dir}", []
+    problems = [one.name for one in ended if one.status == "problem"]
+    if _END in problems:
+        parts.append(f"{run} failed")
+    if unlearned := [name for name in problems if name in STOPS_LEARNING]:
+        parts.append(f"{run} learns nothing: {', '.join(unlearned)}")
+    if disordered := [one.name for one in groups if one.status == "problem"]:
+        parts.append(f"the records of {run} are not in order: {', '.join(disordered)}")
+    return "; ".join(parts)
+
+
 def _end(summary: RunSummary) -> Finding:
     done = "no rollout trained" if summary.rollout is None else f"{summary.rollout + 1} rollouts trained"
     if summary.rollouts:
         done += f" of {summary.rollouts}"
     if summary.state == "failed":
         cause = cause_of(summary)
+        place = re.search(r"\(at ([^(),\n]+:\d+)[),]", summary.cause)
+        first = f"look at {place[1]}; " if place else ""
         return problem(
-            "end of the run",
+            _END,
             f"{cause.name}: {one_line(summary.cause, _LONGEST)} ({done})",
-            f"{cause.remedy}; {resume_of(summary)}",
+            f"{first}{cause.remedy}; {resume_of(summary)}",
         )
     if summary.state == "interrupted":
-        return warning("end of the run", f"interrupted by its user ({done})", resume_of(summary))
+        return warning(_END, f"interrupted by its user ({done})", resume_of(summary))
     if summary.state == "finished":
-        return ok("end of the run", f"finished ({done})")
+        return ok(_END, f"finished ({done})")
     silent = time.time() - summary.updated
-    return ok("end of the run", f"it goes on ({done}); newest event {silent:.0f} s ago")
+    return ok(_END, f"it goes on ({done}); newest event {silent:.0f} s ago")
 
 
 def resume_of(summary: RunSummary) -> str:

@@ -44,3 +44,16 @@ def figures(samples: Sequence[Sample]) -> dict[str, float]:
     }
     reasons = Counter(record["ended"] for record in records)
     return found | {f"session/ended_{why}": n / len(records) for why, n in sorted(reasons.items())}
+
+
+def failures(samples: Sequence[Sample]) -> tuple[float, str] | None:
+    """The share of sessions that nothing is trained on, and why: their reasons with shares, and the most frequent text.
+    None without a session."""
+    first = [sample for sample in samples if KEY in sample.metadata]
+    if not first:
+        return None
+    failed: list[SessionRecord] = [s.metadata[KEY] for s in first if s.status is Sample.Status.FAILED]
+    reasons = Counter(record["ended"] for record in failed).most_common()
+    shares = ", ".join(f"{reason}: {count / len(first):.0%}" for reason, count in reasons)
+    said = Counter(record["said"] for record in failed if record["said"]).most_common(1)
+    return len(failed) / len(first), shares + "".join(f", said: {text}" for text, _ in said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,7 +81,10 @@ def test_the_rank_that_died_is_named_and_not_those_that_lost_it(tmp_path: Path, 
 def test_an_error_of_a_rank_is_told_though_its_peers_wait_for_it(tmp_path: Path, ranks: list) -> None:
     began = time.monotonic()
     error = failure(tmp_path, [ranks[0].wait.remote(), ranks[1].complain.remote(), ranks[2].wait.remote()])
-    assert str(error) == "trainer-1 failed: RuntimeError: connection closed by peer"
+    at = re.escape(__file__)
+    assert re.fullmatch(
+        rf"trainer-1 failed: RuntimeError: connection closed by peer \(at {at}:\d+\)", str(error)
+    )
     assert time.monotonic() - began < 20
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slime.config import Config
-from slime.rollout.learning import learning_figures
+from slime.rollout.learning import learning_figures, learning_texts
 from slime.types import Sample
 
 CUT, DONE = Sample.Status.TRUNCATED, Sample.Status.COMPLETED
@@ -90,3 +90,18 @@ def test_whether_the_labels_are_text(labels: list[Any], text: bool) -> None:
         for sample, label in zip(group, labels, strict=True):
             sample.label = label
     assert figures(made).get("text_labels") == (1.0 if text else None)
+
+
+def test_sessions_that_fail_are_counted_with_the_most_frequent_text() -> None:
+    made = [*groups([0, 1, 0, 1]), *groups([0, 1, 0, 1])]
+    ends = [("done", "")] * 4 + [("request", "a tool must have a name, got None")] * 2
+    ends += [("no_request", "an agent must make a request"), ("time", "")]
+    for sample, (ended, said) in zip([s for group in made for s in group], ends, strict=True):
+        sample.metadata["session"] = {"ended": ended, "said": said}
+        if ended in ("request", "no_request"):
+            sample.status = Sample.Status.FAILED
+    del made[0][0].metadata["session"]  # a sibling of the next sample
+    assert figures(made)["failed_sessions"] == pytest.approx(3 / 7)
+    said = "request: 29%, no_request: 14%, said: a tool must have a name, got None"
+    assert learning_texts(made) == {"session_ends": said}
+    assert "failed_sessions" not in figures(groups([0, 1])) and learning_texts(groups([0, 1])) == {}

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+import traceback
 
 import aiohttp
 import pytest
@@ -292,3 +293,28 @@ def test_an_error_of_a_reward_names_line_label_and_response(name):
     assert shown.endswith("xxx</think> 7')") and len(shown) < 800 and " ... " in shown
     with pytest.raises(ValueError, match=r"return a float \(label None, response '.*'\)$"):
         scored(custom_rm_path="test_user_code.returns_text")
+
+
+def test_an_error_names_the_line_of_the_users_code(tmp_path, monkeypatch):
+    """Not those of Python or of a library that the user has called, nor those of this project."""
+    lines = ["import json", "", "def parse(text):", "    return json.loads(text)", ""]
+    lines += ["async def generate(args, sample, sampling_params):", "    return parse('{')"]
+    file = tmp_path / "my_agent.py"
+    file.write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        RuntimeError, match="custom-generate-function-path my_agent.py:generate failed"
+    ) as caught:
+        scored(custom_generate_function_path="my_agent.py:generate")
+    frames = traceback.extract_tb(caught.value.__cause__.__traceback__)
+    text = "".join(traceback.format_exception(caught.value)).replace(__file__, user_code.__file__)
+    assert frames[-1].filename.endswith("decoder.py")
+    assert user_code.place_in(text) == user_code.place(caught.value.__cause__) == "my_agent.py:4"
+    assert user_code.with_place("it failed", text) == "it failed (at my_agent.py:4)"
+    assert user_code.with_place(str(caught.value), text) == str(caught.value)
+
+
+def test_an_error_without_a_line_of_the_user_stays_as_it_is():
+    library = "lib/python3.11/site-packages/openai/_base_client.py"
+    trace = f'File "{user_code.__file__}", line 3, in f\n  File "{library}", line 9, in g\n'
+    assert user_code.place_in(trace) is None and user_code.with_place("it failed", trace) == "it failed"

@@ -375,3 +375,21 @@ def test_asynchronous_settings_pass(argv):
     ]
     c = parse_args([*argv, *flags])
     assert (c.num_engines, c.rollout.max_staleness) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ("--lr 10", ["--lr 10"]),
+        ("--lr 2e-3", ["--lr 0.002"]),
+        ("--lr 1e-3", []),
+        ("--lr 1e-2 --lora-rank 4", []),
+        ("--lr 2e-2 --lora-rank 4", ["--lr 0.02"]),
+        ("--advantage-estimator ppo --critic-lr 10", ["--critic-lr 10"]),
+        ("--advantage-estimator ppo --critic-lr 1e-2", []),
+        ("--lr 10 --debug-rollout-only", []),
+    ],
+)
+def test_a_note_names_a_learning_rate_that_is_too_high(argv, flags, names):
+    notes = [note for note in parse_args([*argv, *flags.split()]).notes if "Adam moves" in note]
+    assert [note.partition(":")[0] for note in notes] == names

@@ -14,6 +14,7 @@ from rollout_double import make_args
 from session_double import CALL, END, converse
 
 from slime.data.agents.turn_rewards import turn_advantages
+from slime.rollout.rewards.finite import figures as removed
 from slime.sessions import Session, SessionLimits
 from slime.types import Sample
 
@@ -187,6 +188,7 @@ def test_a_bad_request_ends_its_sample_with_the_reason(reason: str) -> None:
     (sample,), engine = converse(agent, repeat, prepare=prepare)
     record = sample.metadata["session"]
     assert record["ended"] == reason and record["said"]
+    assert sample.metadata["removed"] == {"reason": reason, "said": record["said"]}
     assert sample.status is Sample.Status.FAILED and sample.remove_sample
     assert trained(sample, engine) == f"fine{END}"
     sample.check()
@@ -198,6 +200,20 @@ def test_an_agent_that_says_nothing_gives_a_sample_that_is_not_trained_on() -> N
     (sample,), _ = converse(agent, repeat)
     assert sample.remove_sample and sample.status is Sample.Status.FAILED and sample.loss_mask == [0]
     sample.check()
+    record = sample.metadata["session"]
+    assert record["ended"] == "no_request" and "must ask for an answer" in record["said"]
+    assert sample.metadata["removed"] == {"reason": "no_request", "said": record["said"]}
+    assert removed([sample]) == {"removed/no_request": 1.0}
+
+
+def test_requests_with_another_key_are_counted_where_the_agent_makes_no_other() -> None:
+    async def agent(session: Session) -> None:
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key="EMPTY") as client:
+            with pytest.raises(openai.AuthenticationError, match="give the client session.api_key"):
+                await client.chat.completions.create(model="policy", messages=[user("x")])
+
+    (sample,), _ = converse(agent, repeat)
+    assert "got none, and 1 with another key; give its client" in sample.metadata["session"]["said"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -20,11 +20,20 @@ from slime.tracking.run_summary import run_summary
 from slime.tracking.trackers import Trackers
 from vime.doctor.command import main
 
-SAMPLES = {"untrained": 0.0, "truncated": 0.2, "reward_mean": 0.5, "reward_range": 1.0, "without_spread": 0.4}
+SAMPLES = {
+    "failed_sessions": 0.05,
+    "untrained": 0.0,
+    "truncated": 0.2,
+    "reward_mean": 0.5,
+    "reward_range": 1.0,
+    "without_spread": 0.4,
+}
 STEPS = {"grad_norm": 1.3, "learning_rate": 1e-6, "ppo_kl": 1e-4, "kl_loss": 0.02, "entropy": 0.6}
 HEALTHY = SAMPLES | STEPS
 EQUAL = {"reward_range": 0.0, "without_spread": 1.0, "grad_norm": 0.0}
 BAD = {
+    "sessions fail": {"failed_sessions": 0.25},
+    "entropy collapses": {"entropy": 1e-4},
     "all samples dropped": {"untrained": 1.0, "grad_norm": 0.0},
     "all rewards 0": EQUAL | {"reward_mean": 0.0},
     "no spread of rewards": EQUAL | {"reward_mean": 1.0},
@@ -37,13 +46,17 @@ BAD = {
 }
 
 
+SAID = {"session_ends": "request: 25%, said: a tool must have a name, got None"}
+AT_ONCE = "sessions fail"
+
+
 def begun(rollouts: list[dict[str, float]]) -> list[tuple[str, int, str]]:
     """Name, rollout and state of what is printed."""
     watch = Concerns()
     return [
         (concern.condition.name, rollout, concern.state)
         for rollout, figures in enumerate(rollouts)
-        for concern in watch.observe(rollout, figures)
+        for concern in watch.observe(rollout, figures, SAID)
     ]
 
 
@@ -52,7 +65,7 @@ def test_every_condition_has_a_case() -> None:
     assert begun([HEALTHY] * 9) == []
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", [name for name in BAD if name != AT_ONCE])
 def test_a_condition_is_told_after_three_rollouts_and_when_it_ends(name: str) -> None:
     bad = HEALTHY | BAD[name]
     assert begun([HEALTHY, *[bad] * 2, HEALTHY, *[bad] * 2]) == []
@@ -70,11 +83,46 @@ def test_a_condition_is_told_after_three_rollouts_and_when_it_ends(name: str) ->
         {"untrained": 0.99},
         {"grad_norm": 1e-9},
         {"kl_loss": 4.9, "ppo_kl": 0.9},
+        {"failed_sessions": 0.09},
+        {"entropy": 0.011},  # a twentieth would be 0.03
         {"entropy": 1.9},  # 3 times as much as before, and still sharp
     ],
 )
 def test_the_last_value_that_is_no_concern(figures: dict[str, float]) -> None:
     assert begun([HEALTHY, *[HEALTHY | figures] * 5]) == []
+
+
+def test_sessions_that_fail_are_a_concern_at_once() -> None:
+    bad = HEALTHY | {"failed_sessions": 0.1}
+    assert begun([HEALTHY, bad, HEALTHY]) == [(AT_ONCE, 1, "begins"), (AT_ONCE, 2, "ends")]
+    again = [(AT_ONCE, 0, "begins"), (AT_ONCE, AGAIN_EVERY, "goes on")]
+    assert begun([bad] * (AGAIN_EVERY + 5)) == again
+
+
+def test_console_and_doctor_show_why_sessions_ended(tmp_path: Path, capsys) -> None:
+    """A quarter of the sessions ended with a tool without a name, and neither showed anything."""
+    shown = run(tmp_path, [HEALTHY | BAD[AT_ONCE]] * 2)
+    told = "25% of the sessions of rollout 0 are not trained on; sessions ended request: 25%, said: a tool must have"
+    assert f"warning: sessions fail: {told} a name, got None; look at" in shown
+    assert main([str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    (line,) = [line for line in printed.splitlines() if "sessions fail" in line]
+    assert line.startswith("warning") and told in line and "remedy: look at metadata" in line
+
+
+def test_a_learning_rate_that_kills_the_policy_is_named() -> None:
+    """--lr 10: after one step the entropy and the gradient are 0, and the warning asked about prompts alone."""
+    dead = HEALTHY | EQUAL | {"reward_mean": 1.0, "entropy": 1e-7}
+    assert [name for name, _, _ in begun([HEALTHY, *[dead] * 3])] == [
+        "entropy collapses",
+        "no spread of rewards",
+    ]
+    (condition,) = [one for one in CONDITIONS if one.name == "entropy collapses"]
+    assert "--lr" in condition.remedy
+
+
+def test_a_policy_that_writes_little_else_from_the_beginning_has_not_collapsed() -> None:
+    assert begun([HEALTHY | {"entropy": 0.008}] * 6) == []
 
 
 def test_figures_that_are_not_there_hold_nothing() -> None:
@@ -117,7 +165,8 @@ def run(run_dir: Path, rollouts: list[dict[str, float]], sizes: int = 3) -> str:
             with report.running(rollout):
                 pass
             learning = {name: figures[name] for name in (*SAMPLES, "text_labels") if name in figures}
-            batch = RolloutBatch([], {}, tokens=1, forward_flops=1.0, learning=learning)
+            sizes = {"tokens": 1, "forward_flops": 1.0}
+            batch = RolloutBatch([], {}, **sizes, learning=learning, learning_texts=SAID)
             report.step(rollout, batch, TrainResult(steps_of(figures), {}, {"perf/train_time": 1.0}))
         report.close()
     return screen.getvalue()
@@ -137,9 +186,9 @@ def test_console_journal_and_doctor_name_a_run_that_cannot_learn(tmp_path: Path,
     assert summary.warnings == [event] and summary.concerns == {"all rewards 0": event}
     assert main([str(tmp_path)]) == 1
     printed = capsys.readouterr().out
-    (line,) = [line for line in printed.splitlines() if "all rewards 0" in line]
+    line, last = [line for line in printed.splitlines() if "all rewards 0" in line]
     assert line.startswith("problem") and "from rollout 2 until the end" in line and "remedy: look at" in line
-    assert "1 problem, " in printed
+    assert last == f"1 problem, 0 warnings: the run in {tmp_path} learns nothing: all rewards 0"
 
 
 def test_what_is_over_and_what_does_not_stop_learning_is_a_warning(tmp_path: Path, capsys) -> None:

@@ -112,9 +112,10 @@ def test_lost_and_doubled_groups_are_named(run: Written, capsys: pytest.CaptureF
     assert any(line.startswith("problem  lost groups") and " 3;" in line for line in lines)
     assert any(line.startswith("problem  groups in two batches") and " 2;" in line for line in lines)
     assert any(line.startswith("warning  samples beyond --max-staleness") and " 3;" in line for line in lines)
+    names = "lost groups, groups in two batches"
     assert (
         lines[-1]
-        == f"2 problems, 1 warning: the run in {run.run_dir} failed, or its records are not in order"
+        == f"2 problems, 1 warning: the records of the run in {run.run_dir} are not in order: {names}"
     )
 
 

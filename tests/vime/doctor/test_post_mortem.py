@@ -18,9 +18,9 @@ import pytest
 from slime.tracking.run_record import recorded
 from slime.tracking.run_summary import RunSummary
 from vime.doctor.command import main
-from vime.doctor.finding import Finding
+from vime.doctor.finding import Finding, ok, problem, warning
 from vime.doctor.post_mortem import CAUSES as CAUSE_TABLE
-from vime.doctor.post_mortem import cause_of, check_end
+from vime.doctor.post_mortem import cause_of, check_end, verdict
 
 JOURNALS = Path(__file__).parent / "journals"
 CAUSES = {
@@ -99,6 +99,31 @@ def test_an_unknown_cause_is_the_error_itself(tmp_path: Path) -> None:
     assert found.status == "problem" and found.found.startswith(
         "ZeroDivisionError: division by zero (no rollout"
     )
+
+
+def test_the_last_line_follows_from_the_findings() -> None:
+    """A run that finished and learned nothing "failed, or its records are not in order"."""
+    finished, failed = ok("end of the run", "finished"), problem("end of the run", "full disk", "")
+    equal, lost = problem("gradient 0", "from rollout 2", ""), problem("lost groups", "3", "")
+    run, slow = Path("runs/k9"), warning("warnings", "1", "")
+    assert verdict(run, [finished, equal, slow], []) == "the run in runs/k9 learns nothing: gradient 0"
+    assert verdict(run, [failed, problem("memory", "80 GiB", "")], []) == "the run in runs/k9 failed"
+    assert (
+        verdict(run, [finished], [lost]) == "the records of the run in runs/k9 are not in order: lost groups"
+    )
+    assert verdict(run, [failed, equal], [lost]).split("; ") == [
+        "the run in runs/k9 failed",
+        "the run in runs/k9 learns nothing: gradient 0",
+        "the records of the run in runs/k9 are not in order: lost groups",
+    ]
+
+
+def test_the_remedy_names_the_line_of_the_users_code(tmp_path: Path) -> None:
+    text = "rollout failed: RuntimeError: --custom-generate-function-path my.f failed: KeyError: 'x' (at /u/my.py:12)"
+    with pytest.raises(RuntimeError), recorded(tmp_path, rollouts=3):
+        raise RuntimeError(text)
+    found = end(tmp_path)
+    assert "(at /u/my.py:12)" in found.found and found.remedy.startswith("look at /u/my.py:12; see ")
 
 
 def test_a_run_that_finished_or_was_interrupted(tmp_path: Path) -> None:
