@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from vime.pool.process import ended_how
+
 _POLL_S = 0.2
 
 
@@ -90,6 +92,6 @@ class NodesServer:
 
     def _ended(self, number: int, status: int) -> str:
         return (
-            f"the server process of node {number + 1} of {len(self._members)} of the engine ended with status "
-            f"{status}; its last log lines:\n{self._members[number].tail_log()}"
+            f"the server process of node {number + 1} of {len(self._members)} of the engine ended with "
+            f"{ended_how(status)}; its last log lines:\n{self._members[number].tail_log()}"
         )

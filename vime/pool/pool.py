@@ -26,7 +26,7 @@ from vime.pool.control import ControlError, Load, MakeControl, PauseMode
 from vime.pool.engine_server import EngineServer, EngineSpec
 from vime.pool.health_watch import HealthWatch
 from vime.pool.member import Member, Spawn
-from vime.pool.process import Started, require_running
+from vime.pool.process import Started, ended_how, require_running
 from vime.pool.router import RouterServer, RouterSpec
 
 if TYPE_CHECKING:
@@ -290,6 +290,8 @@ class ServerPool:
     def _restart(self, member: Member) -> None:
         """Replace a dead server; a replacement that dies before it serves counts as the next death."""
         while not self._stopping.is_set():
+            assert member.handle is not None
+            how = ended_how(member.handle.poll()) or "it did not answer"
             tail = self._take_out(member)
             if tail is None:
                 return
@@ -297,10 +299,10 @@ class ServerPool:
             if member.restarts > self._max_restarts:
                 raise RuntimeError(
                     f"engine {member.control.url} died and was restarted {self._max_restarts} times since the last "
-                    f"weight update, which is the limit; its last log lines:\n{tail}"
+                    f"weight update, which is the limit ({how}); its last log lines:\n{tail}"
                 )
             logger.warning(
-                "engine %s died and is restarted; its last log lines:\n%s", member.control.url, tail
+                "engine %s died and is restarted (%s); its last log lines:\n%s", member.control.url, how, tail
             )
             try:
                 self._bring_back(member)
@@ -370,7 +372,8 @@ class ServerPool:
         self._events.add("part", model=self._model, seconds=round(seconds, 4), **fields)
 
     def _restart_router(self) -> None:
-        logger.warning("the router died and is restarted; its last log lines:\n%s", self._router.tail_log())
+        how, lines = ended_how(self._router.poll()), self._router.tail_log()
+        logger.warning("the router died and is restarted (%s); its last log lines:\n%s", how, lines)
         with self._transfer.lock:
             self._router.stop()
             self._router.start()

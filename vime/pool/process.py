@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ TAIL_LINES = 30
 FREE_PORTS = range(20000, 32768)
 """Above the ports of Ray's workers, and below those that Linux gives to sockets by itself (ip_local_port_range)."""
 _GRACE_S = 10.0
+_WARNING = re.compile(r"\.py:\d+: \w*Warning: ")
 _SEARCHED_BYTES = 8 << 20
 
 
@@ -153,8 +155,8 @@ class SupervisedProcess:
         return text, bool(stopped)
 
     def tail_log(self, lines: int = TAIL_LINES) -> str:
-        """The last lines of the log."""
-        return tail(self.log_path, lines)
+        """The last lines of the log since this start."""
+        return tail(self.log_path, lines, begins=self._log_begins)
 
     def cause(self) -> str | None:
         """Why it failed, from what it has logged; see vime.pool.log_cause."""
@@ -174,13 +176,33 @@ class SupervisedProcess:
             self._process.wait()
 
 
-def tail(path: str, lines: int = TAIL_LINES) -> str:
-    """The last `lines` lines of a text file; "" when there is none."""
+def tail(path: str, lines: int = TAIL_LINES, *, begins: int = 0) -> str:
+    """The last `lines` lines of a text file after its first `begins` bytes; "" when there is none. Warnings of Python's
+    libraries, which have no part in an end, are left out."""
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - 400 * lines))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+        file.seek(max(begins, file.tell() - 800 * lines))
+        found = file.read().decode(errors="replace").splitlines()
+        return "\n".join([*_without_warnings(found)][-lines:])
     return ""
+
+
+def _without_warnings(lines: Iterable[str]) -> Iterator[str]:
+    """The lines without those that Python's `warnings` prints: the warning, and the indented lines below it."""
+    in_warning = False
+    for line in lines:
+        in_warning = bool(_WARNING.search(line)) or (in_warning and line.startswith((" ", "\t")))
+        if not in_warning:
+            yield line
+
+
+def ended_how(status: int | None) -> str:
+    """How a process ended, for a sentence: the signal, or the exit status. "" for one that runs."""
+    if status is None:
+        return ""
+    number = -status if status < 0 else status - 128
+    name = next((one.name for one in signal.Signals if one == number), None)
+    return f"exit status {status}" if name is None else f"exit status {status}, from {name}"
 
 
 def wait_ready(
@@ -191,7 +213,7 @@ def wait_ready(
     while not ready():
         status = process.poll()
         if status is not None:
-            raise RuntimeError(f"{what} must become healthy, got exit status {status}; {_log_lines(process)}")
+            raise RuntimeError(f"{what} must become healthy, got {ended_how(status)}; {_log_lines(process)}")
         if time.monotonic() >= end:
             raise RuntimeError(
                 f"{what} must become healthy within {flag} {timeout_s:g}, got no answer; {_log_lines(process)}"

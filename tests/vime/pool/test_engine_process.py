@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from vime.pool import process
-from vime.pool.process import SupervisedProcess, free_port, require_free_port, tail, wait_ready
+from vime.pool.process import SupervisedProcess, ended_how, free_port, require_free_port, tail, wait_ready
 from vime.pool.router import RouterSpec
 from vime.vllm.router import VllmRouter
 
@@ -174,6 +174,47 @@ def test_tail_gives_the_last_lines(tmp_path: Path) -> None:
     path.write_text("".join(f"line {i}\n" for i in range(10_000)))
     assert tail(str(path), 3) == "line 9997\nline 9998\nline 9999"
     assert tail(str(tmp_path / "none")) == ""
+
+
+def test_tail_leaves_out_the_warnings_of_libraries(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    lines = ["import warnings", "print('first', flush=True)", "warnings.warn('Apex is not installed')"]
+    lines += ["warnings.warn('old', FutureWarning)", "raise KeyError('question')"]
+    (tmp_path / "library.py").write_text("\n".join(lines))
+    with path.open("w") as log:
+        subprocess.run([sys.executable, str(tmp_path / "library.py")], stderr=log, stdout=log, check=False)
+    written = path.read_text()
+    assert "UserWarning: Apex" in written and "FutureWarning: old" in written
+    kept = tail(str(path)).splitlines()
+    assert kept[:2] == ["first", "Traceback (most recent call last):"] and kept[-1] == "KeyError: 'question'"
+    assert not [line for line in kept if "Warning" in line or "warnings.warn" in line]
+
+
+def test_the_log_of_a_server_that_was_killed_begins_at_its_last_start(tmp_path: Path) -> None:
+    """A router that was killed showed lines of an earlier start, and the signal was not named."""
+    log = tmp_path / "router.log"
+    log.write_text("of an earlier start\n")
+    script = "import os; print('of this start', flush=True); os.kill(os.getpid(), 9)"
+    process = SupervisedProcess([sys.executable, "-c", script], os.environ, str(log))
+    with pytest.raises(RuntimeError, match="got exit status 137, from SIGKILL; the last lines") as caught:
+        wait_ready(process, lambda: False, "the router", 10, "--some-timeout-s")
+    assert str(caught.value).endswith("router.log:\nof this start")
+    assert process.tail_log() == "of this start"
+
+
+@pytest.mark.parametrize(
+    ("status", "how"),
+    [
+        (None, ""),
+        (0, "exit status 0"),
+        (1, "exit status 1"),
+        (-11, "exit status -11, from SIGSEGV"),
+        (143, "exit status 143, from SIGTERM"),
+        (255, "exit status 255"),
+    ],
+)
+def test_the_end_of_a_process_names_its_signal(status: int | None, how: str) -> None:
+    assert ended_how(status) == how
 
 
 def test_ports() -> None:
