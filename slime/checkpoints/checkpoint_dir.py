@@ -33,9 +33,11 @@ def hidden(path: Path, suffix: str) -> Path:
 
 
 def existing(directory: Path, iteration: int) -> Path:
-    """Where an iteration is: at its normal path, or at the "old" path if a second save stopped between two renames."""
+    """Where an iteration is: at its normal path, or at the "old" path if a second save stopped between two renames. The
+    normal path if it is at neither."""
     path = iteration_path(directory, iteration)
-    return path if path.exists() else hidden(path, "old")
+    old = hidden(path, "old")
+    return old if old.exists() and not path.exists() else path
 
 
 def latest(directory: str | Path) -> int | None:
@@ -55,6 +57,8 @@ def latest(directory: str | Path) -> int | None:
             "beside it"
         )
     path = existing(Path(directory), int(text))
+    if not path.exists():
+        raise ValueError(f"{record} must name a complete checkpoint, got {text} but there is no {path.name}")
     if not (path / COMPLETE).is_file():
         raise ValueError(f"{record} must name a complete checkpoint, got {text} but {path} is not one")
     return int(text)

@@ -59,7 +59,7 @@ def directory(root: Path, *names: str, record: str = "") -> str:
             "--load",
             ("iter_0000004/metadata.json",),
             "5",
-            "--load must hold a checkpoint that can be read, got {path}: ",
+            "latest_checkpointed_iteration.txt must name a complete checkpoint, got 5 but there is no iter_0000005; ",
         ),
     ],
 )
@@ -70,7 +70,8 @@ def test_directories_that_the_trainer_could_not_read_are_refused(
     with pytest.raises(ValueError) as error:
         parse_args([*argv, flag, path])
     assert message.format(path=path) in str(error.value)
-    assert str(error.value).startswith(f"{flag} must ")
+    assert str(error.value).startswith(f"{flag} must ") and "\n" not in str(error.value)
+    assert ".old" not in str(error.value)
     parse_args([*argv, "--debug-rollout-only", flag, path])  # no trainer reads it
 
 
