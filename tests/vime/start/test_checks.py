@@ -75,6 +75,13 @@ def in_use(name: str) -> Change:
     return lambda folder, argv, stack: lock("--run-dir", folder / name, stack)
 
 
+def router_port_in_use(folder: Path, argv: list[str], stack: ExitStack) -> None:
+    held = stack.enter_context(socket.socket())
+    held.bind(("127.0.0.1", 0))
+    held.listen()
+    argv += ["--vllm-router-port", str(held.getsockname()[1])]
+
+
 INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
 WRONG: dict[str, tuple[Change, str]] = {
     "8 ranks by default": (default_ranks, "the cluster must have 9 devices (4.5 CPUs) for 8 trainer ranks"),
@@ -107,6 +114,10 @@ WRONG: dict[str, tuple[Change, str]] = {
     "prefill": (
         with_flags("--rollout-num-gpus 2 --prefill-num-servers 1"),
         "--prefill-num-servers must be left out of a run",
+    ),
+    "a router's port in use": (
+        router_port_in_use,
+        "--vllm-router-port must be a free port of 127.0.0.1, got ",
     ),
     "no tracker": (with_flags("--use-trackio"), "trackio"),
     "no prompts": (with_flags("--prompt-data {dir}/none.jsonl"), "--prompt-data must"),

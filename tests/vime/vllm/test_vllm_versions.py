@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import logging
 import os
 import re
 import subprocess
@@ -212,3 +213,23 @@ def test_the_cuda_build_makes_its_flags_without_a_gpu():
     failure, *rest = done.stdout.splitlines()[-3:]
     assert "Failed to infer device type" in failure
     assert rest == ["True", "True"]
+
+
+def test_the_warning_of_the_cpu_build_about_triton_is_not_logged():
+    """It came on stderr of `vime plan`, and was the last warning of `vime doctor RUN_DIR`."""
+    seen: list[str] = []
+    log, handler = logging.getLogger("vllm.triton_utils.importing"), logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    log.addHandler(handler)
+    try:
+        vllm_versions.hide_useless_warning()
+        for text in ("is installed, but doesn't include CPU backend.", "is installed, but broken"):
+            log.warning("Triton " + text)
+    finally:
+        log.removeHandler(handler)
+    assert seen == ["Triton is installed, but broken"]
+
+
+def test_the_text_of_that_warning_is_that_of_the_installed_vllm():
+    source = Path(importlib.util.find_spec("vllm").origin).with_name("triton_utils") / "importing.py"
+    assert "doesn't include CPU backend" in source.read_text(encoding="utf-8")
