@@ -11,7 +11,6 @@ import difflib
 import json
 import math
 import re
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -140,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("explain must have words of a message, got none; give a part of the message")
     found = search(text, entries())
     if not found:
-        print(f"vime explain: no message fits {text!r}; try fewer words, such as a flag", file=sys.stderr)
+        print(f"no message fits {text!r}; try fewer words, such as a flag")
         return 1
     print("\n\n".join(shown(entry) for entry in found[:SHOWN]))
     if len(found) > SHOWN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import docs_errors
 import pytest
 
 from vime.cli import main
-from vime.explain import ErrorMessage, entries, search
+from vime.explain import SHOWN, ErrorMessage, entries, search
 
 MESSAGES = [
     ErrorMessage("--a-size must be at most --b, got … and …", "Lower it.", "x.py"),
@@ -47,7 +48,7 @@ def test_the_command_prints_a_message_with_its_remedy(capsys: pytest.CaptureFixt
 def test_the_command_fails_with_a_line_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "flamingo", "teapot"]) == 1
     said = capsys.readouterr()
-    assert said.err == "vime explain: no message fits 'flamingo teapot'; try fewer words, such as a flag\n"
+    assert said == ("no message fits 'flamingo teapot'; try fewer words, such as a flag\n", "")
     assert main(["explain"]) == 2 and "got none; give a part" in capsys.readouterr().err
 
 
@@ -73,6 +74,22 @@ PAGE = "docs/troubleshooting.md"
         ("OSError: [Errno 24] Too many open files: '/dev/null'", "ulimit -n"),
         ("No available memory for the cache blocks", "Raise --vllm-gpu-memory-utilization"),
         ("Bus error (core dumped)", "--shm-size"),
+        ("OSError: [Errno 28] No space left on device: '/ckpt/iter_0000002'", "--save"),
+        ("disk full", "--save"),
+        ("Address already in use", "--vllm-router-port"),
+        ("learning rate nan", "--lr"),
+        ("blocks all other samples", "asyncio.to_thread"),
+        ("my agent hangs", "--session-deadline-s"),
+        ("agent makes no request", "session.api_key"),
+        ("no_request", "session.api_key"),
+        ("no_tool_parser", "--vllm-tool-call-parser"),
+        ("openai.AuthenticationError: Error code: 401", "session.api_key"),
+        ("openai.APIConnectionError: Connection error.", "session.base_url"),
+        ("openai.PermissionDeniedError: Error code: 403", "--session-max-turns"),
+        (
+            "the session has ended: turns. the session may have 3 turns, which are used up",
+            "--session-max-turns",
+        ),
         ("CUDA error: an illegal memory access was encountered", "CUDA_LAUNCH_BLOCKING=1"),
         ("rewards stay at 0", "--label-key"),
     ],
@@ -85,11 +102,10 @@ def test_a_line_of_a_library_finds_its_symptom(line: str, remedy: str) -> None:
 def test_every_symptom_of_the_page_finds_itself() -> None:
     """By its whole text, and by each part with several words that the page quotes."""
     symptoms = [m for m in entries() if m.path == PAGE]
-    rows = (docs_errors.ROOT / PAGE).read_text(encoding="utf-8").partition("| Symptom |")[2]
-    rows = rows.partition("\n## ")[0].splitlines()
-    assert len(symptoms) == sum(row.startswith("| ") for row in rows) - 1 > 10, (
-        "but for the line below the header"
-    )
+    tables = (docs_errors.ROOT / PAGE).read_text(encoding="utf-8").split("| Symptom |")[1:]
+    rows = [row for table in tables for row in table.partition("\n## ")[0].splitlines()]
+    of_headers = len(tables)  # the line below each
+    assert len(symptoms) == sum(row.startswith("| ") for row in rows) - of_headers > 20
     for symptom in symptoms:
         for text in (symptom.rule.replace("…", "7"), *(part for part in symptom.quoted if " " in part)):
             assert symptom in search(text.replace("…", "7"), entries()), text
@@ -103,3 +119,34 @@ def test_symptoms_are_found_without_the_page(tmp_path: Path) -> None:
     code = "import explain, sys; sys.exit(explain.main(['CUDA out of memory']))"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.splitlines()[0].startswith("CUDA out of memory")
+
+
+def refusals() -> list[tuple[str, str]]:
+    """(reason, text) of each `Refused` of the server of sessions, and of the sessions' ends without one."""
+    found = []
+    for file in sorted((docs_errors.ROOT / "slime/sessions").glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Refused":
+                reason, said = (docs_errors.text_of(part, {}) for part in node.args[:2])
+                found.append((reason or "", said or ""))
+    return found
+
+
+def test_every_answer_of_the_session_server_is_found() -> None:
+    """By its text with values, and by the reason that the samples have."""
+    every = entries()
+    texts = {said for _, said in refusals() if said.strip("…")}
+    reasons = {reason for reason, _ in refusals()} - {"", "…", "error", "key"} | {
+        "no_request",
+        "reward",
+        "time",
+    }
+    assert len(texts) > 25 and len(reasons) > 10
+    assert not [text for text in texts if not search(text.replace("…", "7"), every)]
+    for reason in reasons:
+        assert any(reason in m.rule for m in search(f"session ended as {reason}", every)[:SHOWN]), reason
+
+
+def test_the_command_prints_something_for_any_words(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ("flamingo", "??? 7", "agent", "session"):
+        assert main(["explain", words]) in (0, 1) and capsys.readouterr().out
