@@ -1,7 +1,7 @@
 """Warnings of a run that cannot learn, or is about to diverge: a table of conditions over the figures of a rollout.
 
-A condition that holds in IN_A_ROW rollouts in a row is a concern, where the table has no other number. The driver prints
-it and records it in the journal, and `vime doctor RUN_DIR` reports it. Another condition is one line of the table.
+A condition that holds in IN_A_ROW rollouts in a row is a concern, where the table has no other number. The driver
+prints it and records it in the journal, and `vime doctor RUN_DIR` reports it. One line of the table is one condition.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ENTROPY_TIMES, ENTROPY_LEAST = 3.0, 2.0
 are an even choice among 7 tokens at each place, which is noise in most texts. Policies that learn keep or lose
 entropy."""
 ENTROPY_NOTHING, ENTROPY_SHARE = 0.01, 0.05
-"""The entropy has collapsed if it is at most so many nats per token, and at most this share of its highest value so
-far. At 0.01 nats, the likeliest token has a probability of about 0.998, so the samples of a group are equal."""
+"""The entropy has collapsed if it is at most this number of nats per token, and this share of its highest value so far.
+At 0.01 nats, the likeliest token has a probability of about 0.998, so the samples of a group are equal."""
 MANY_SESSIONS = 0.1
 """The share of sessions that nothing is trained on. Some fail in many runs, such as those whose answer no parser can
 read."""
