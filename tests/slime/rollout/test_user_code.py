@@ -6,11 +6,11 @@ import asyncio
 import json
 import threading
 import time
+import traceback
 import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-import traceback
 
 import aiohttp
 import pytest
