@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import functools
 import json
 import operator
 from typing import Any
@@ -71,26 +72,31 @@ async def use_tool(name: str, arguments: str) -> str:
         return f"error: {error}"
 
 
+@functools.cache
+def connections(loop: asyncio.AbstractEventLoop) -> Any:
+    """Those of all samples of an event loop: while they are made, no other sample goes on."""
+    return openai.DefaultAsyncHttpxClient()
+
+
 async def solve(session: Session, question: str) -> str:
     """The model's last words, after its calls. "" if it still calls after `TURNS` answers, or a tool takes too long."""
     messages: list[Any] = [{"role": "user", "content": question}]
-    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
-        for _ in range(TURNS):
-            answer = await client.chat.completions.create(
-                model=session.model, messages=messages, tools=[TOOL]
-            )
-            message = answer.choices[0].message
-            if not message.tool_calls:
-                return message.content or ""
-            messages.append(message.model_dump(exclude_none=True))
-            for call in message.tool_calls:
-                try:
-                    async with asyncio.timeout(TOOL_S):
-                        result = await use_tool(call.function.name, call.function.arguments)
-                except TimeoutError:
-                    session.end("tool", f"the calculator took more than {TOOL_S:g} s")
-                    return ""
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    http = connections(asyncio.get_running_loop())
+    client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=http)
+    for _ in range(TURNS):
+        answer = await client.chat.completions.create(model=session.model, messages=messages, tools=[TOOL])
+        message = answer.choices[0].message
+        if not message.tool_calls:
+            return message.content or ""
+        messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls:
+            try:
+                async with asyncio.timeout(TOOL_S):
+                    result = await use_tool(call.function.name, call.function.arguments)
+            except TimeoutError:
+                session.end("tool", f"the calculator took more than {TOOL_S:g} s")
+                return ""
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return ""
 
 

@@ -10,6 +10,8 @@ first token has an odd id. A real model gets the parser of its family instead: l
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 from typing import Any
 
@@ -29,6 +31,12 @@ TOOL: Any = {
 }
 
 
+@functools.cache
+def connections(loop: asyncio.AbstractEventLoop) -> Any:
+    """Those of all samples of an event loop: while they are made, no other sample goes on."""
+    return openai.DefaultAsyncHttpxClient()
+
+
 async def solve(client: openai.AsyncOpenAI, model: str, question: str) -> None:
     """Ask until the model gives an answer without a call, at most twice."""
     messages: list[Any] = [{"role": "user", "content": question}]
@@ -46,11 +54,9 @@ async def solve(client: openai.AsyncOpenAI, model: str, question: str) -> None:
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
     """The samples of one agent."""
-    parser = FirstTokenCalls(sample.prompt)
-    async with (
-        open_session(args, sample, sampling_params, parser=parser) as session,
-        openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client,
-    ):
+    parser, http = FirstTokenCalls(sample.prompt), connections(asyncio.get_running_loop())
+    async with open_session(args, sample, sampling_params, parser=parser) as session:
+        client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=http)
         await solve(client, session.model, sample.prompt)
     return session.samples()
 

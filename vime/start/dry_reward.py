@@ -132,16 +132,40 @@ def check_reward(
     sample.custom_rm_path = custom_rm_path
     if rm_type or called != names:
         sample.metadata["rm_type"] = called
-    with tempfile.TemporaryDirectory(prefix="vime-reward-", ignore_cleanup_errors=True) as folder:
-        guard = _guard(folder) if path or own else _silent()
-        key = eval_reward_key(config.reward) if where else config.reward.reward_key
-        try:
-            call = apart(lambda: _called(config, sample, guard, key), flag, limit_s=LIMIT_S)
-        except OverLimit:
-            call = _Call([f"it needs more than {LIMIT_S:g} s"])
+    key = eval_reward_key(config.reward) if where else config.reward.reward_key
+    call = _called_as_runs_do(config, sample, key, flag, is_own=bool(path or own))
     if given is not None and not (call.leaves or call.problem):
         given(call.reward)
     return _verdict(call, f"{where}{flag}", changes)
+
+
+def _called_as_runs_do(config: Config, sample: Sample, key: str | None, flag: str, *, is_own: bool) -> _Call:
+    """Call the reward with the sample, or with a list where the run does so. A generate function may return samples or
+    lists, so a reward that fails with a sample is called with a list, too."""
+    of_group = config.reward.group_rm and sample.custom_rm_path is None
+    call = _called_apart(config, sample, key, flag, of_group=of_group, guarded=is_own)
+    path = sample.custom_rm_path is None and config.reward.custom_rm_path
+    lists = path and config.rollout.custom_generate_function_path and not of_group
+    if not lists or call.leaves or call.returned or call.problem is None:
+        return call
+    of_list = _called_apart(config, sample, key, flag, of_group=True, guarded=is_own)
+    if of_list.problem is None or of_list.leaves:
+        return of_list
+    call.problem = f"{call.problem} (with a list of one sample: {of_list.problem})"
+    return call
+
+
+def _called_apart(
+    config: Config, sample: Sample, key: str | None, flag: str, *, of_group: bool, guarded: bool
+) -> _Call:
+    """Call the reward in a process of its own, with a list of the sample if `of_group`: --group-rm gives it such lists,
+    and so does a generate function that returns lists."""
+    with tempfile.TemporaryDirectory(prefix="vime-reward-", ignore_cleanup_errors=True) as folder:
+        guard = _guard(folder) if guarded else _silent()
+        try:
+            return apart(lambda: _called(config, sample, guard, key, of_group), flag, limit_s=LIMIT_S)
+        except OverLimit:
+            return _Call([f"it needs more than {LIMIT_S:g} s"])
 
 
 def _verdict(call: _Call, flag: str, changes: bool) -> str | None:
@@ -196,7 +220,11 @@ def _sample(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Sample:
 
 
 def _called(
-    config: Config, sample: Sample, guard: AbstractContextManager[None], reward_key: str | None
+    config: Config,
+    sample: Sample,
+    guard: AbstractContextManager[None],
+    reward_key: str | None,
+    of_group: bool,
 ) -> _Call:
     """Call the reward here, in its own process."""
     call, args, flags = _Call(_leaves), config.namespace(), config.reward
@@ -205,7 +233,7 @@ def _called(
         args = _Args(**vars(args))
     with guard:
         try:
-            if flags.group_rm and sample.custom_rm_path is None:
+            if of_group:
                 (sample.reward,) = asyncio.run(batched_async_rm(args, [sample]))
             else:
                 sample.reward = asyncio.run(async_rm(args, sample))

@@ -36,4 +36,6 @@ def test_the_first_agent_answers_and_is_scored(caplog: Any) -> None:
     assert rewards == [1.0] and state.run(run("47"))[1] == [0.0]
     assert made.response == "it is 46" + END and made.loss_mask == [1] * made.response_length
     assert engine.calls[0][0] == "<|im_start|>user\n12+34=<|im_end|>\n<|im_start|>assistant\n"
+    used = names["connections"].cache_info()
+    assert (used.misses, used.hits) == (1, 1), "making connections blocks the loop for all other samples"
     assert not caplog.messages

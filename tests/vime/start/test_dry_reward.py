@@ -271,6 +271,18 @@ def test_who_else_may_score(model: Path, tmp_path: Path) -> None:
     assert "was not checked: KeyError: 'anwser'" in note
 
 
+def test_a_reward_of_lists_is_called_with_a_list(model: Path, tmp_path: Path) -> None:
+    """That of docs/agents.md takes the samples of a session as a list, and was called with a sample alone."""
+    page = (Path(__file__).parents[3] / "docs/agents.md").read_text(encoding="utf-8")
+    (tmp_path / "my_agent.py").write_text(page.partition('title="my_agent.py"\n')[2].partition("```")[0])
+    made = ["--custom-generate-function-path", f"{tmp_path}/my_agent.py:generate"]
+    score = ["--custom-rm-path", f"{tmp_path}/my_agent.py:score"]
+    (line,) = prompts(parse_config(words(model, tmp_path, *made, *score)))
+    assert line.endswith("2 prompts = 2 rollouts an epoch")
+    note, _ = prompts(parse_config(words(model, tmp_path, *made, *own("wrong_key"))))
+    assert "KeyError: 'anwser'" in note and "(with a list of one sample: " in note
+
+
 def test_the_reward_of_an_evaluation_is_called_too(model: Path, tmp_path: Path) -> None:
     file = write_lines(tmp_path / "held.jsonl", [ROW])
     dataset = {"name": "held", "path": file, "custom_rm_path": f"{__name__}.wrong_key", "max_response_len": 4}
