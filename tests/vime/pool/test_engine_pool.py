@@ -376,10 +376,10 @@ def test_no_engine_starts_or_goes_on_starting_while_the_trainer_has_the_memory(
     wait_for(lambda: len(two.pool.engine_urls) == 2 and not {first, second} & {*two.pool.engine_urls})
 
 
-def test_a_dead_router_returns_at_its_address(doubles: Callable[..., Doubles]) -> None:
+def test_a_dead_router_returns_at_its_address(doubles: Callable[..., Doubles], caplog: Any) -> None:
     one = doubles(1)
     url = one.pool.router_url
-    one.pool._router._process.stop()
+    psutil.Process(one.pool._router._process.pid).children()[0].kill()
 
     def serves() -> bool:
         try:
@@ -389,6 +389,10 @@ def test_a_dead_router_returns_at_its_address(doubles: Callable[..., Doubles]) -
 
     wait_for(serves)
     assert one.pool.router_url == url
+    (line,) = [line for line in caplog.messages if "the router died" in line]
+    assert line.startswith(
+        "the router died and is restarted (exit status 137, from SIGKILL); its last log lines:"
+    )
 
 
 def test_a_pool_of_no_engines_is_refused(tmp_path: Path) -> None:
