@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from slime.algo.losses import SFT_ROLLOUT
 from vime.backends import parse_config
 
 
@@ -49,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
             *("--hf-checkpoint", given.hf_checkpoint),
             *("--actor-num-gpus-per-node", "1", "--rollout-batch-size", "1", "--num-rollout", "1"),
             *("--debug-train-only", "--disable-rollout-global-dataset", "--loss-type", "sft_loss"),
+            *("--rollout-function-path", SFT_ROLLOUT),
         ]
     )
     with warnings.catch_warnings():

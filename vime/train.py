@@ -114,6 +114,13 @@ def _resumes(config: Config, argv: Sequence[str]) -> str:
     return ""
 
 
+def _starting(config: Config) -> str:
+    """The parts of a run that start together."""
+    parts = [] if config.debug.debug_rollout_only else ["the trainer"]
+    parts += ["the rollout manager", *(["the engines"] if config.num_engines else [])]
+    return f"starting {', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else f"starting {parts[0]}"
+
+
 def _read(config: Config) -> Inputs:
     """Read all data, as a run does."""
 
@@ -191,7 +198,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         if not config.debug.debug_rollout_only:
             trainer = trainers.Trainers(config, placed)
             watch.callback(trainer.stop)
-        with said("starting the trainer, the rollout manager and the engines") as wait:
+        with said(_starting(config)) as wait:
             pool, rollout = _start_engines(config, placed, watch, trainer, wait)
         if trainer is not None:
             print(f"operators: {headline(config)}")

@@ -24,6 +24,14 @@ PAIRS_ROLLOUT = "slime.rollout.sft_rollout.generate_pairs"
 """The rollout function whose prompts are preference pairs."""
 MASKED_ROLLOUTS = (SFT_ROLLOUT, PAIRS_ROLLOUT)
 """The rollout functions that make loss masks of conversations. As evaluation, they make held-out samples."""
+_DEFAULT_ROLLOUT = "slime.rollout.vllm_rollout.generate_rollout"
+SAMPLING_ROLLOUTS = (
+    _DEFAULT_ROLLOUT,
+    "slime.rollout.sglang_rollout.generate_rollout",
+    "slime.rollout.fully_async_rollout.generate_rollout",
+    "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+)
+"""The rollout functions of this project that sample responses from the engines."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,13 @@ class Loss:
     """The fields of the configuration that it reads besides those of estimator and surrogate; a hook may read all."""
     checks: tuple[Callable[[Config], None], ...] = ()
     """Rules for other flags; each gets the configuration and raises ValueError."""
+    rollout: str | None = None
+    """The rollout function that gives the responses of the data, for a loss on given responses."""
+
+    @property
+    def inputs(self) -> str:
+        """The flags that a run on given responses needs first."""
+        return f"--rollout-function-path {self.rollout} --debug-train-only"
 
 
 def _policy(args: Namespace, t: TokenColumns) -> Losses:
@@ -76,13 +91,8 @@ def _rewards(args: Namespace, t: TokenColumns) -> Losses:
     return reward_loss(args, t)
 
 
-def _no_engine(c: Config) -> None:
-    """Engines generate, and a model with a value head cannot; nor can it predict tokens ahead."""
-    if not c.debug.debug_train_only:
-        raise ValueError(
-            f"--debug-train-only must be given with --loss-type {c.algorithm.loss_type}, got none; a reward model has "
-            "no engine"
-        )
+def _no_tokens_ahead(c: Config) -> None:
+    """A model with a value head cannot predict tokens ahead."""
     if c.algorithm.enable_mtp_training:
         raise ValueError(
             f"--enable-mtp-training must be left out with --loss-type {c.algorithm.loss_type}, got both; a reward "
@@ -90,14 +100,49 @@ def _no_engine(c: Config) -> None:
         )
 
 
-def _pairs_given(c: Config) -> None:
-    """A rollout function that makes pairs, and means over pairs."""
-    kind = c.algorithm.loss_type
-    if c.rollout.rollout_function_path in _NO_PAIRS:
+def check_responses(c: Config) -> None:
+    """A loss on given responses gets them from the rollout function, and needs no engine. A user's own functions may
+    sample; so may the default function for SFT, where a reward chooses among the samples (see `sampled`)."""
+    loss, path = loss_of(c.algorithm), c.rollout.rollout_function_path
+    if loss.rollout is None or c.debug.load_debug_rollout_data or c.debug.debug_rollout_only:
+        return
+    got = f"the default, {path}, which samples" if path == _DEFAULT_ROLLOUT else path
+    if loss.pairs and path in (*SAMPLING_ROLLOUTS, SFT_ROLLOUT):
         raise ValueError(
-            f"--rollout-function-path must make pairs with --loss-type {kind}, got {c.rollout.rollout_function_path}; "
-            f"use {PAIRS_ROLLOUT}"
+            f"--rollout-function-path must make pairs with --loss-type {loss.name}, got {got}; give {loss.inputs}"
         )
+    if not loss.pairs and path in (*SAMPLING_ROLLOUTS, PAIRS_ROLLOUT) and not sampled(c):
+        raise ValueError(
+            f"--rollout-function-path must give the responses of the data with --loss-type {loss.name}, got {got}; "
+            f"give {loss.inputs}, or a reward such as --rm-type that chooses among samples"
+        )
+    if c.debug.debug_train_only:
+        return
+    if loss.head == "value":
+        raise ValueError(
+            f"--debug-train-only must be given with --loss-type {loss.name}, got none; a reward model has no engine: "
+            "add it"
+        )
+    engines = c.cluster.rollout_num_gpus is not None or c.rollout.rollout_external_engine_addrs
+    if path in MASKED_ROLLOUTS and not engines:
+        raise ValueError(
+            f"--debug-train-only must be given with --loss-type {loss.name} and --rollout-function-path {path}, got "
+            "none; add it, as the responses are in the data, or --colocate for an evaluation that generates"
+        )
+
+
+def sampled(c: Config) -> bool:
+    """Whether SFT trains on purpose on what the engines sample: a reward or a user's function is part of the rollout,
+    and there are engines."""
+    r = c.reward
+    chosen = r.rm_type or r.rm_weights or r.custom_rm_path or c.rollout.custom_generate_function_path
+    default = c.rollout.rollout_function_path in SAMPLING_ROLLOUTS
+    return bool(default and chosen and not c.debug.debug_train_only and not loss_of(c.algorithm).pairs)
+
+
+def _pairs_given(c: Config) -> None:
+    """Means over pairs, one per row."""
+    kind = c.algorithm.loss_type
     if c.algorithm.calculate_per_token_loss:
         raise ValueError(
             f"--calculate-per-token-loss must be left out with --loss-type {kind}, got both; the loss is a mean over "
@@ -108,12 +153,6 @@ def _pairs_given(c: Config) -> None:
             f"--n-samples-per-prompt must be 1 with --loss-type {kind}, got {c.data.n_samples_per_prompt}; a row of "
             "--prompt-data is one pair"
         )
-
-
-_NO_PAIRS = (
-    *(f"slime.rollout.{name}.generate_rollout" for name in ("sglang_rollout", "vllm_rollout")),
-    SFT_ROLLOUT,
-)
 
 
 def _function_given(c: Config) -> None:
@@ -139,7 +178,7 @@ LOSSES: dict[str, Loss] = {
     loss.name: loss
     for loss in (
         Loss("policy_loss", _policy, surrogate=True, entropy=True, flags=_POLICY),
-        Loss("sft_loss", _supervised, rewarded=False, flags=_DIVIDED),
+        Loss("sft_loss", _supervised, rewarded=False, flags=_DIVIDED, rollout=SFT_ROLLOUT),
         Loss(
             "dpo",
             _preference,
@@ -148,6 +187,7 @@ LOSSES: dict[str, Loss] = {
             reads=frozenset({"ref_log_probs"}),
             flags=frozenset({"dpo_beta", "dpo_label_smoothing", "ref_update_interval"}),
             checks=(_pairs_given,),
+            rollout=PAIRS_ROLLOUT,
         ),
         Loss(
             "reward_model",
@@ -155,7 +195,8 @@ LOSSES: dict[str, Loss] = {
             rewarded=False,
             pairs=True,
             head="value",
-            checks=(_pairs_given, _no_engine),
+            checks=(_pairs_given, _no_tokens_ahead),
+            rollout=PAIRS_ROLLOUT,
         ),
         Loss(
             "custom_loss",

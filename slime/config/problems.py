@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -29,13 +29,21 @@ class Problems:
     def __init__(self) -> None:
         self._found: list[str] = []
         self._named: set[str] = set()
+        self._with_causes: set[str] = set()
 
-    def check(self, rule: Callable[..., T], *args: object, origin: str = "") -> T | None:
-        """The result of `rule(*args)`, or None if it raises ValueError. `origin`: the source of the value."""
+    def check(
+        self, rule: Callable[..., T], *args: object, origin: str = "", causes: Iterable[str] = ()
+    ) -> T | None:
+        """The result of `rule(*args)`, or None if it raises ValueError. `origin`: the source of the value. `causes`:
+        the flags whose later problems are left out if this rule finds a problem, in place of those that it names."""
         try:
             return rule(*args)
         except ValueError as error:
-            self.add(*getattr(error, "problems", [str(error)]), origin=origin)
+            texts = getattr(error, "problems", [str(error)])
+            self.add(*texts, origin=origin)
+            if causes:
+                self._named.update(causes)
+                self._with_causes.update(texts)
         except (TypeError, ArithmeticError, AssertionError):
             # An earlier problem left a value out or left it 0. Without an earlier problem, this is a bug.
             if not self._found:
@@ -49,7 +57,8 @@ class Problems:
 
     def next_stage(self) -> None:
         """End a stage: the problems so far may cause later problems with the same flags."""
-        self._named.update(flag for text in self._found for flag in _FLAG.findall(text))
+        texts = (text for text in self._found if text not in self._with_causes)
+        self._named.update(flag for text in texts for flag in _FLAG.findall(text))
 
     def report(self) -> None:
         """Raise ValueError if there are problems, with one per line. The text of a single problem stays unchanged."""

@@ -25,7 +25,7 @@ from slime.config.problems import given
 from slime.config.schema import Config
 from slime.models.lora import sends_adapters
 from slime.roles import CRITIC, REFERENCE, TEACHER, roles_of
-from slime.roles.critic import resume_folders
+from slime.roles.critic import resume_folders, saves_to
 from slime.weight_sync.delta.registry import checksum
 
 
@@ -33,8 +33,8 @@ def check_directories(c: Config) -> None:
     """The directories that the trainer reads at its start must hold readable weights. --load and --save must be
     folders.
 
-    --load may be empty or missing: then a new run starts. Of the files of a checkpoint, sizes are checked here. The
-    trainer checks their content. Another check covers --hf-checkpoint.
+    --load may be empty, or the missing folder that --save makes: then a new run starts. Of the files of a checkpoint,
+    sizes are checked here. The trainer checks their content. Another check covers --hf-checkpoint.
     """
     for flag_name, path in (
         ("--load", c.checkpoint.load),
@@ -43,6 +43,11 @@ def check_directories(c: Config) -> None:
         ("--critic-save", c.critic.critic_save),
     ):
         _require_folder(flag_name, path)
+    for flag_name, load, save in (
+        ("--load", c.checkpoint.load, c.checkpoint.save),
+        ("--critic-load", c.critic.critic_load if CRITIC in roles_of(c) else None, saves_to(c)),
+    ):
+        _require_load(flag_name, load, save)
     if c.debug.debug_rollout_only:
         return
     if not _resumes(c) or c.checkpoint.finetune:
@@ -81,6 +86,19 @@ def _require_folder(flag_name: str, path: str | None) -> None:
     if path and Path(path).exists() and not Path(path).is_dir():
         raise ValueError(
             f"{flag_name} must name a directory, got the file {path}; name the folder of checkpoints"
+        )
+
+
+def _require_load(flag_name: str, load: str | None, save: str | None) -> None:
+    """A missing folder is allowed where the run saves into it: a command that resumes itself names it from the start.
+    So is a --load without --save, as in slime."""
+    if load is None or Path(load).exists() or (flag_name == "--load" and save is None):
+        return
+    if save is None or Path(load).absolute() != Path(save).absolute():
+        save_flag = flag_name.replace("load", "save")
+        raise ValueError(
+            f"{flag_name} must name a folder that exists, or that of {save_flag}, got {load}, which is no directory; "
+            "check the path"
         )
 
 

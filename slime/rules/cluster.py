@@ -66,7 +66,13 @@ def check_critic_devices(c: Config) -> None:
 
 
 def critic_notes(c: Config) -> Iterator[str]:
-    """That a critic whose ranks were counted is on those of the policy."""
+    """That a critic whose ranks were counted is on those of the policy, and that a run trains the critic alone."""
+    alone, rollouts = c.critic.num_critic_only_steps, c.data.num_rollout
+    if alone and CRITIC in roles_of(c) and rollouts is not None and alone >= rollouts:
+        yield (
+            f"--num-critic-only-steps {alone} with --num-rollout {rollouts}: the policy is never trained; give fewer, "
+            "or --critic-train-only if that is meant"
+        )
     counted = [name for name in ("critic_num_nodes", "critic_num_gpus_per_node") if c.value_of(name)]
     if counted and CRITIC in roles_of(c) and c.critic.critic_devices == "auto" and not CRITIC.devices(c):
         yield (

@@ -29,6 +29,8 @@ from slime.rules.resolve import resolve
 from slime.rules.validate import Rule, checkpoint_notes, validate
 
 NO_BACKENDS: Mapping[str, BackendFlags] = MappingProxyType({})
+DECIDING = frozenset({"loss_type", "advantage_estimator", "opd_type", "rollout_backend", "device", "gpu"})
+"""Flags that decide which other flags a run needs."""
 Translator = Callable[[list[FlagGroup]], tuple[list[FlagGroup], list[str]]]
 """Rewrites flags of other engines into flags that have an owner. Returns the groups and notes for the user."""
 
@@ -43,6 +45,8 @@ class _Given:
     backend: Values = field(default_factory=dict)
     foreign: dict[str, list[FlagGroup]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    wrong: set[str] = field(default_factory=set)
+    """The flags whose values are problems."""
 
 
 def parse_args(
@@ -62,6 +66,8 @@ def parse_args(
     """
     problems = Problems()
     given, backend = _collect(argv, backends, translate, problems)
+    if given.wrong & DECIDING:  # the rules would report what another choice needs
+        problems.report()
     config = problems.check(resolve, given.values, given.notes)
     if config is not None:
         local = problems.check(_local_models, config, download)
@@ -126,7 +132,7 @@ def _collect(
         groups = [group for group in typed if group.name != CONFIG]
     custom = problems.check(custom_entries, groups) or {}
     named = [yaml_group(key, value) for key, value in custom.items() if key == "rollout_backend"]
-    backend = _picked([*groups, *named], backends, problems)
+    backend = _picked([*groups, *named], backends, given, problems)
     split = problems.check(_flags_and_settings, custom, backend)
     if split is not None:
         groups += split[0]
@@ -139,7 +145,10 @@ def _collect(
         given.notes += notes
     peers: list[PeerSetting] = []
     for group in groups:
-        peers += problems.check(_assign, group, given, backend, origin=group.origin) or []
+        found = problems.check(_assign, group, given, backend, origin=group.origin)
+        if found is None:
+            given.wrong.add(group.name)
+        peers += found or []
     problems.check(check_peers, peers)
     filled: Values = {}
     for owner in backend.owners:
@@ -165,7 +174,7 @@ def _repeated(typed: list[FlagGroup]) -> list[str]:
 
 
 def _picked(
-    groups: list[FlagGroup], backends: Mapping[str, BackendFlags], problems: Problems
+    groups: list[FlagGroup], backends: Mapping[str, BackendFlags], given: _Given, problems: Problems
 ) -> BackendFlags:
     """The backend that the last --rollout-backend names, or the default one."""
     if not backends:
@@ -173,6 +182,7 @@ def _picked(
     typed = [group.values[0] for group in groups if group.name == "rollout_backend" and group.values]
     name = typed[-1] if typed else DEFAULT_BACKEND
     if name not in backends:
+        given.wrong.add("rollout_backend")
         problems.add(f"--rollout-backend must be one of {', '.join(backends)}, got {name}")
         name = DEFAULT_BACKEND
     return backends[name]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from slime import megatron_versions
-from slime.algo.losses import MASKED_ROLLOUTS, held_out, loss_of
+from slime.algo.losses import MASKED_ROLLOUTS, SFT_ROLLOUT, held_out, loss_of, sampled
 from slime.config.fields import Values, spelled
 from slime.config.schema import SECTIONS, Config
 from slime.config.sections.kernels import BITWISE_OPERATORS, OPERATORS
@@ -280,6 +280,17 @@ def _remarks(c: Config) -> Iterator[str]:
             f"--n-samples-per-prompt 1 with --advantage-estimator {c.algorithm.advantage_estimator}: a "
             "reward counts relative to "
             f"its group, so all advantages are 0 unless {maker} brings several samples to a group"
+        )
+    loss = loss_of(c.algorithm)
+    if loss.rollout == SFT_ROLLOUT and sampled(c):
+        yield (
+            f"--loss-type {loss.name} with --rollout-function-path {c.rollout.rollout_function_path} trains on "
+            f"responses that the model samples. To train on the responses of the data, give {loss.inputs}"
+        )
+    if c.rollout.rollout_function_path == SFT_ROLLOUT and c.data.n_samples_per_prompt > 1:
+        yield (
+            f"--n-samples-per-prompt {c.data.n_samples_per_prompt} with --rollout-function-path {SFT_ROLLOUT} trains "
+            f"on each row {c.data.n_samples_per_prompt} times per visit: leave it out"
         )
     if c.algorithm.use_kl_loss and c.algorithm.kl_loss_coef == 0 and loss_of(c.algorithm).rewarded:
         yield (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from slime.algo.losses import check_responses
 from slime.checkpoints.hf_config import check_checkpoint_shapes, largest_token_id, read_hf_config
 from slime.config.fields import spelled
 from slime.config.problems import Problems, given
@@ -60,13 +61,19 @@ from slime.rules.prediction import check_prediction
 from slime.weight_sync.registry import CHANNELS
 
 Rule = Callable[[Config], None]
+_OF_SAMPLING = (
+    *("--rollout-function-path", "--rollout-max-response-len", "--rollout-num-gpus", "--colocate"),
+    *("--rm-type", "--custom-rm-path", "--n-samples-per-prompt"),
+)
+"""Flags of generation and rewards, which a run on given responses does not need."""
 
 
 def validate(
     config: Config, problems: Problems, more: Sequence[Rule] = (), last: Sequence[Rule] = ()
 ) -> None:
-    """Add the errors of all rules to `problems`: the rules of single flags, the rules between flags with `more`, then
-    the rules in `last`."""
+    """Add the errors of all rules to `problems`: where the responses of the loss come from, the rules of single flags,
+    the rules between flags with `more`, then the rules in `last`."""
+    problems.check(check_responses, config, causes=_OF_SAMPLING)
     for stage in (BY_THEMSELVES, (*TOGETHER, *more), last):
         for rule in stage:
             problems.check(rule, config)

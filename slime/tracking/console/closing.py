@@ -28,7 +28,10 @@ def closing(
         if not scores:
             continue
         sign = -1 if held_out(c) and is_held_out_loss(name) else 1
-        best = max(scores, key=lambda count: (sign * scores[count], count))
+        best = max(scores, key=lambda count: (sign * scores[count], -count))
+        if len(scores) > 1 and len(set(scores.values())) == 1:
+            yield "best evaluation", f"{name} {scores[best]:.4g}, equal in all {len(scores)} evaluations"
+            continue
         text = f"{name} {scores[best]:.4g} after {best} rollouts"
         if best != (last := max(scores)):
             text += f" (after {last}: {scores[last]:.4g})"

@@ -39,7 +39,7 @@ def test_one_sample_a_prompt_would_train_on_nothing(argv, estimator):
         "--disable-rewards-normalization",
         "--advantage-estimator reinforce_plus_plus",
         "--custom-reward-post-process-path json.loads",
-        "--loss-type sft_loss",
+        "--loss-type sft_loss --rollout-function-path slime.rollout.sft_rollout.generate_rollout",
         "--debug-rollout-only",
     ):
         c = parse_args([*one, *allowed.split()])

@@ -160,7 +160,8 @@ def test_notes_name_what_was_adjusted(argv):
 
 def test_supervised_training_needs_no_reference(argv):
     """A KL that is only reported is left out with a note; one that is asked for is an error."""
-    sft = [*argv, "--loss-type", "sft_loss"]
+    sft = [*argv, "--loss-type", "sft_loss", "--n-samples-per-prompt", "1", "--global-batch-size", "4"]
+    sft += ["--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout"]
     c = parse_args([*sft, "--use-kl-loss"])
     assert REFERENCE not in roles_of(c)
     assert [n for n in c.notes if "KL" in n or "kl" in n] == [

@@ -164,7 +164,6 @@ def test_every_flag_of_a_switch_is_read_with_it(tmp_path, switch):
 
 @pytest.mark.parametrize("loss", ["sft_loss", "dpo", "reward_model"])
 def test_a_loss_without_rewards_reads_its_own_flags_alone(tmp_path, loss):
-    pairs = "slime.rollout.sft_rollout.generate_pairs"
     flags = [
         "--loss-type",
         loss,
@@ -174,7 +173,7 @@ def test_a_loss_without_rewards_reads_its_own_flags_alone(tmp_path, loss):
         "--global-batch-size",
         "4",
     ]
-    flags += ["--rollout-function-path", pairs] if LOSSES[loss].pairs else []
+    flags += ["--rollout-function-path", str(LOSSES[loss].rollout)]
     kept = {"dr_grpo_length", "use_score_centering", "custom_loss_function_path"}
     for name in sorted(ALL - LOSSES[loss].flags - set(CRITIC) - kept):
         assert_unread(tmp_path, name, *flags)

@@ -192,11 +192,17 @@ def test_the_last_lines_name_the_best_evaluation_the_weights_and_the_next_comman
     (save / "iter_0000001").mkdir(parents=True)
     c = config(save=str(save), hf_checkpoint="Qwen", run_dir=str(tmp_path))
     report = Reporter(c, Trackers([]), StepLine(stream=(screen := io.StringIO())))
-    report._evaluations = {0: {"a": 0.1, "b": float("nan")}, 2: {"a": 0.9}, 4: {"a": 0.5, "c": 1.0}}
+    report._evaluations = {
+        0: {"a": 0.1, "b": float("nan"), "d": 0.0},
+        2: {"a": 0.9, "d": 0.0},
+        3: {"a": 0.9},  # an equal one that is later
+        4: {"a": 0.5, "c": 1.0, "d": 0.0},
+    }
     report._saved = 3
     report.conclude()
     assert screen.getvalue().splitlines() == [
         f"best evaluation: a 0.9 after 2 rollouts (after 4: 0.5); its weights: {save}/iter_0000001",
+        "best evaluation: d 0, equal in all 3 evaluations",
         "best evaluation: c 1 after 4 rollouts",
         f"weights: {save}/iter_0000003",
         f"next: vime export --load {save} --hf-checkpoint Qwen --output-dir {save}-hf",

@@ -82,7 +82,10 @@ def test_lines_of_a_run_with_held_out_sets(kind, tmp_path):
     wanted = ["best evaluation: a/loss 0.25 after 2 rollouts (after 4: 0.375)"]
     if pairs:
         wanted.append("best evaluation: a/rewards/accuracies 2 after 0 rollouts (after 4: 1.5)")
-    assert best[: len(wanted)] == wanted and best[len(wanted)] == "best evaluation: b/loss 9 after 4 rollouts"
+    assert (
+        best[: len(wanted)] == wanted
+        and best[len(wanted)] == "best evaluation: b/loss 9, equal in all 3 evaluations"
+    )
     first = next(read_events(tmp_path, ("evaluation",)))["scores"]
     assert first["a/loss"] == 0.5 and ("a/rewards/accuracies" in first) == pairs
 
