@@ -102,7 +102,10 @@ def test_the_loss_of_the_second_node_is_the_loss_of_the_engine(stack: TwoNodes) 
         try:
             stack.pool.check_health()
         except RuntimeError as error:
-            assert "the server process of node 2 of 2 of the engine ended with status 137" in str(error)
+            assert (
+                "the server process of node 2 of 2 of the engine ended with exit status 137, from SIGKILL"
+                in str(error)
+            )
             return
         time.sleep(0.1)
     pytest.fail("nobody noticed")

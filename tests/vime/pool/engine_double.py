@@ -22,6 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 from vime.vllm.server import VllmServer
 
@@ -92,6 +93,7 @@ def main(port: int, log: Path, module: str | None = None) -> None:
     answers: dict[str, bytes] = {}
     receiver = Receiver()
     no_requests = SimpleNamespace(output_handler=None, output_processor=SimpleNamespace(request_states={}))
+    no_requests.is_paused = AsyncMock(return_value=False)
 
     async def app(scope: dict, receive: object, send: object) -> None:
         if scope["type"] == "lifespan":

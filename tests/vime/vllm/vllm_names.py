@@ -130,6 +130,7 @@ NEWER = {
 """Names that the oldest vLLM lacks, and that the code does without."""
 _OF_OTHERS = {"__name__", "__wrapped__", "getLogger", "name", "tie_word_embeddings", "get_shape"}
 _OURS = {
+    "adapter",
     "aux_output_connector",
     "piece",
     "vllm_reasoning_parser",

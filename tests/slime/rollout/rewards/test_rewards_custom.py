@@ -142,7 +142,7 @@ def test_load_function(module):
     [
         ("length", "--custom-rm-path must be a dotted path such as my_module.my_function, got 'length'"),
         ("no/such_file.py:fn", "must name a file that exists, got 'no/such_file.py:fn'; check the path"),
-        ("no/such_file.py:", "got 'no/such_file.py:'; for a file, write folder/my_file.py:my_function"),
+        ("no/such_file.py:", "must name a file that exists, got 'no/such_file.py:'; check the path"),
         ("no/such_file.txt:fn", "--custom-rm-path must be a dotted path"),
         (None, "--custom-rm-path must be a dotted path such as my_module.my_function, got None"),
         ("no_such_module.fn", "there is no module 'no_such_module'; add its folder to PYTHONPATH"),
@@ -150,7 +150,7 @@ def test_load_function(module):
         ("broken_rewards.fn", "got 'broken_rewards.fn': No module named 'no_such_dependency'"),
         ("raising_rewards.fn", "importing raising_rewards raised OSError: disk on fire"),
         ("my_rewards.lenght", "got 'lenght'; did you mean my_rewards.length?"),
-        ("my_rewards.zzzzzz", "my_rewards defines no such name"),
+        ("my_rewards.zzzzzz", "must name a function of my_rewards, got 'zzzzzz'; write my_rewards."),
         ("my_rewards.constant", "must name a function or class, got 'my_rewards.constant' of type int"),
     ],
 )
