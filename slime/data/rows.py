@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime.data.files import Place, Row, parse_json
+from slime.data.files import Place, Row, parse_json, read_table
 from slime.data.tokenizer import opened, opening_ids
 from slime.loss_mask import tool_rule, tool_schemas
 from slime.types import Message, Metadata, Prompt, Tools
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TEXTS_AT_A_TIME = 1024
+_LOOKED_AT = 8
+"""Rows of a table in which a column that one row lacks is looked for."""
 _NAME = re.compile(r"[\w./:-]+")
 """The name of a tool."""
 _LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["']\w+["']\s*:""")
@@ -62,6 +64,8 @@ class Columns:
     rejected_key: str | None = None
     apply_chat_template: bool = False
     apply_chat_template_kwargs: dict[str, object] = field(default_factory=dict)
+    conversations: bool = False
+    """Each prompt is a conversation to train on."""
     left_out: tuple[str, ...] = ()
     """Columns that do not reach the metadata."""
 
@@ -76,7 +80,7 @@ def to_prompt(row: Row, where: Place, columns: Columns, tokenizer: PreTrainedTok
     """The prompt of a row. ValueError with its place for a missing column or a wrong type."""
     pair = None if columns.chosen_key is None else _pair(row, columns, where)
     text = pair["chosen"] if pair is not None else _column(row, columns.input_key, "--input-key", where)
-    if columns.apply_chat_template and pair is None:
+    if (columns.apply_chat_template or columns.conversations) and pair is None:
         text = _cell(text, columns.input_key, where)
     if text in ("", []):
         raise ValueError(
@@ -137,10 +141,20 @@ def _column(row: Row, key: str, flag: str, where: Place) -> object:
             value = value.get(name) if isinstance(value, dict) else None
     if value is None:
         problem = "is empty" if key in row else "is missing"
+        remedy = "fix the line, as other rows have it, or " if _others_have(key, where) else ""
+        got = sorted(map(str, row))
         raise ValueError(
-            f"{where}: column {key!r} {problem}, got columns {sorted(map(str, row))}; set {flag}{_near(key, row)}"
+            f"{where}: column {key!r} {problem}, got columns {got}; {remedy}set {flag}{_near(key, row)}"
         )
     return value
+
+
+def _others_have(key: str, where: Place) -> bool:
+    """Whether one of the first rows of the table has a value in this column."""
+    table = read_table(where.source)
+    places = (Place(where.source, number) for number in range(min(len(table), _LOOKED_AT)))
+    rows = (where.source.row(table[place.number], place) for place in places if place.number != where.number)
+    return any(row is not None and row.get(key) is not None for row in rows)
 
 
 def _near(key: str, row: Row) -> str:
@@ -164,6 +178,12 @@ def _label(row: Row, key: str, where: Place) -> object:
 
 
 def _message(entry: object, key: str, where: Place) -> Message:
+    if isinstance(entry, dict) and {"from", "value"} <= set(entry) and "role" not in entry:
+        raise ValueError(
+            f"{where}: every message of column {key!r} must have role and content, got {entry!r:.80}, which is "
+            'the form of ShareGPT; convert each with {"role": {"human": "user", "gpt": "assistant"}.get(m["from"], '
+            'm["from"]), "content": m["value"]}'
+        )
     if not isinstance(entry, dict) or not isinstance(entry.get("role"), str):
         raise ValueError(
             f"{where}: every message of column {key!r} must be an object with a role, got {entry!r:.80}; "
@@ -191,6 +211,8 @@ def _pair(row: Row, columns: Columns, where: Place) -> dict[str, list[Message]]:
         assert key is not None
         value = _cell(_column(row, key, f"--{name}-key", where), key, where)
         turns = _messages(value, "assistant", key, where)
+        if turns[0]["role"] == "assistant" and not before:
+            _column(row, columns.input_key, "--input-key", where)  # raises for a prompt that is missing
         found[name] = turns if turns[0]["role"] != "assistant" else [*before, *turns]
         require_conversation(found[name], key, where)
     same = 0

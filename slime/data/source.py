@@ -313,6 +313,7 @@ def load_training_prompts(
         rejected_key=data.rejected_key if loss_of(c.algorithm).pairs else None,
         apply_chat_template=data.apply_chat_template,
         apply_chat_template_kwargs=dict(data.apply_chat_template_kwargs),
+        conversations=c.rollout.rollout_function_path == SFT_ROLLOUT,
     )
     read = functools.partial(
         load_prompts,

@@ -315,6 +315,7 @@ def read_eval_prompts(
         require_template_reads(config.apply_chat_template_kwargs, tokenizer(), name)
     named = {f.name: getattr(config, f.name) for f in dataclasses.fields(Columns) if f.name in _SETTINGS}
     pairs = masked and loss_of(c.algorithm).pairs
+    named |= {"conversations": masked and not pairs}
     columns = Columns(**named if pairs else named | {"chosen_key": None, "rejected_key": None})
     context = masks = None
     if checkpoint and masked:

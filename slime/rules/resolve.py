@@ -242,12 +242,12 @@ def _batches(c: argparse.Namespace) -> None:
 
 
 def _evaluation(c: argparse.Namespace) -> None:
-    """One path alone is slime's older spelling of a data set with the name aime."""
+    """One path alone is slime's older spelling of a data set. Its name is that of the file; slime's is always aime."""
     if len(c.eval_prompt_data or []) == 1:
-        c.notes.append(
-            f"--eval-prompt-data {c.eval_prompt_data[0]} has no name; it is called aime, as in slime"
-        )
-        c.eval_prompt_data = ["aime", *c.eval_prompt_data]
+        stem = Path(c.eval_prompt_data[0].split("@[")[0]).stem
+        name = "aime" if "aime" in stem.lower() else stem
+        c.notes.append(f"--eval-prompt-data {c.eval_prompt_data[0]} has no name; it is called {name}")
+        c.eval_prompt_data = [name, *c.eval_prompt_data]
     own = c.rollout_function_path in MASKED_ROLLOUTS and not loss_of(c).rewarded
     if c.debug_train_only and c.eval_interval is not None and c.eval_function_path is None and not own:
         c.notes.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import datetime
 import decimal
 import json
@@ -347,3 +348,33 @@ def test_names_that_a_run_writes_itself_are_left_out_with_a_warning(tmp_path, ca
     (prompt,) = load_prompts(write_lines(tmp_path / "e.jsonl", [row | {"session": None}]), Columns("prompt"))
     assert prompt.metadata == {"level": 1, "tools": [tool("add")]}
     assert not caplog.records
+
+
+def test_a_cell_of_csv_with_messages_as_json_is_a_conversation_of_sft(tmp_path, checkpoint):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    path = tmp_path / "d.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([["prompt"], [json.dumps(turns)]])
+    args = make_args(prompt_data=str(path), loss_type="sft_loss", hf_checkpoint=str(checkpoint))
+    args.rollout_function_path = SFT_ROLLOUT
+    assert RolloutDataSourceWithBuffer(args).prompts[0].text == turns
+
+
+@pytest.mark.parametrize(
+    ("rows", "remedy"),
+    [
+        (
+            [{"prompt": "a"}, {"question": "b"}],
+            r":2: .*; fix the line, as other rows have it, or set --input-key",
+        ),
+        (
+            [{"question": "b"}, {"prompt": "a"}],
+            r":1: .*; fix the line, as other rows have it, or set --input-key",
+        ),
+        ([{"question": "a"}, {"question": "b"}], r":1: .*\['question'\]; set --input-key"),
+    ],
+)
+def test_a_column_that_one_row_lacks_is_an_error_of_the_line(tmp_path, rows, remedy):
+    path = write_lines(tmp_path / "d.jsonl", rows)
+    with pytest.raises(ValueError, match=remedy):
+        RolloutDataSourceWithBuffer(make_args(prompt_data=path))

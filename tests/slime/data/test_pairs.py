@@ -77,9 +77,13 @@ def test_turns_that_both_have_are_not_trained(tmp_path):
         ),
         (
             {"chosen": "b", "rejected": "c"},
-            "messages of column 'chosen' must begin with a system or user turn",
+            r"column 'prompt' is missing, got columns \['chosen', 'rejected'\]; set --input-key",
         ),
         ({"prompt": "a", "chosen": [{"content": "x"}], "rejected": "c"}, "must be an object with a role"),
+        (
+            {"prompt": "a", "chosen": [{"from": "gpt", "value": "x"}], "rejected": "c"},
+            "must have role and content, got .*the form of ShareGPT; convert each with",
+        ),
     ],
 )
 def test_a_wrong_row_is_named(tmp_path, row, rule):

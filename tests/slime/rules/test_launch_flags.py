@@ -204,8 +204,8 @@ def test_refused(argv, flags, message):
 
 def test_one_evaluation_file_alone_is_called_aime(argv, tmp_path):
     c = parse_args([*argv, "--eval-interval", "5", "--eval-prompt-data", str(tmp_path / "prompts.jsonl")])
-    assert c.evaluation.eval_prompt_data == ["aime", str(tmp_path / "prompts.jsonl")]
-    assert any("has no name; it is called aime" in note for note in c.notes)
+    assert c.evaluation.eval_prompt_data == ["prompts", str(tmp_path / "prompts.jsonl")]
+    assert any("has no name; it is called prompts" in note for note in c.notes)
 
 
 def test_keys_of_the_custom_config_that_are_no_flags_reach_hooks(argv, tmp_path):
