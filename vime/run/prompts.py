@@ -117,6 +117,8 @@ def _training(c: Config, read: Config, score: Score | None) -> Iterator[str]:
     else:
         number = len(load_function(c.data.data_source_path, flag="--data-source-path")(c.namespace()))
     yield f"{name}: {plural(number, 'prompt')} = {number / batch:.4g} rollouts an epoch{part}"
+    if number < batch:
+        yield f"--rollout-batch-size {batch} is above the {plural(number, 'prompt')}: a rollout has some more than once"
     if c.data.num_rollout is None:
         yield f"--num-epoch {c.data.num_epoch} = {_rollouts(c, number)} rollouts"
 

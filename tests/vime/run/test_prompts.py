@@ -172,3 +172,12 @@ def test_held_out_sets_are_read_as_training_data(model, tmp_path, capsys):
     for read in (with_data, lambda c: list(prompts(c))):
         with pytest.raises(ValueError, match=r"held\.jsonl:2: messages of column 'prompt' must begin"):
             read(config)
+
+
+@pytest.mark.parametrize(("batch", "noted"), [("3", False), ("4", True)])
+def test_a_rollout_of_more_prompts_than_the_data_has_is_noted(model, tmp_path, batch, noted):
+    make_tokenizer().save_pretrained(model)
+    data = write_lines(tmp_path / "d.jsonl", [GOOD] * 3)
+    config = parse_config(flags(model, data, "--rollout-batch-size", batch), (check_evaluation,))
+    wanted = f"--rollout-batch-size {batch} is above the 3 prompts: a rollout has some more than once"
+    assert (wanted in list(prompts(config))) == noted
