@@ -83,6 +83,7 @@ def load_function(path: str, flag: str = "hook path") -> Hook:
         )
     module_name = module_name or str(file)
     try:
+        importlib.invalidate_caches()  # the file may have been written since this process listed its folder
         module = importlib.import_module(module_name) if file is None else _module_of(file)
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name is not None

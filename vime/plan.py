@@ -39,7 +39,7 @@ from vime.memory.sizes import asked_bytes, for_gpus, machine_of, take_sizes
 from vime.plan_hardware import hardware, update
 from vime.plan_hardware import machine as this_machine
 from vime.run.prompts import plural, prompts
-from vime.start.checks import Inputs, check_run, is_for_others, read_inputs
+from vime.start.checks import Inputs, check_run, is_for_others, lacks_weights, read_inputs
 from vime.start.first_prompt import FirstPrompt
 
 
@@ -251,8 +251,13 @@ def main(argv: Sequence[str]) -> int:
     flags, sizes = take_sizes(argv)
     data, first = list[str](), FirstPrompt()
 
+    names_device = any(word.partition("=")[0] == "--device" for word in flags)
+
+    def is_planned_without_weights(config: Config) -> bool:
+        return not names_device and config.rollout.hf_checkpoint is not None and lacks_weights(config)
+
     def is_elsewhere(config: Config) -> bool:
-        return is_for_others(config, sizes)
+        return is_for_others(config, sizes) or is_planned_without_weights(config)
 
     def read_part(config: Config) -> int | None:
         data.extend([*prompts(config, first.score), *first.lines()])
@@ -264,6 +269,9 @@ def main(argv: Sequence[str]) -> int:
     c = check_run(for_gpus(flags, sizes.gpu), read, is_elsewhere=is_elsewhere)
     machine = machine_of(c, sizes)
     told = describe(c, machine, data)
+    if is_planned_without_weights(c):
+        folder = c.rollout.hf_checkpoint
+        told += f"\nNot checked\n  this machine: {folder} has no weights, which `vime train` needs"
     print(told)
     asked = asked_bytes(c, sizes.gpu) is not None or sizes.host is not None
     verdicts = [line.strip() for line in told.splitlines()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,10 @@ def offline_engine(
             bridges.apply(patch)
     leave_what_is_there(monkeypatch)
     on_gpu = {"gpu_memory_utilization": GPU_SHARE} if torch.cuda.is_available() else {}
+    # Nothing is compiled, as in a server of a run on CPUs. A trainer of an earlier test redirects requests for a CUDA
+    # device of this process to the CPU, and the compiler asks for the properties of the current one.
+    stack = ExitStack()
+    stack.enter_context(torch.compiler.set_stance("force_eager"))
     llm = None
     try:
         llm = LLM(
@@ -122,6 +126,7 @@ def offline_engine(
         )
         yield OfflineEngine(llm)
     finally:
+        stack.close()
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()  # also of an engine that did not start: it leaves its process group
@@ -153,7 +158,8 @@ def started(root: Path, patch: pytest.MonkeyPatch, *, tied: bool) -> Iterator[An
         other if version % 2 else checkpoint, root / "weights", version, checksums=True
     )
     worker.tied = tied
-    yield worker
+    with torch.compiler.set_stance("force_eager"):  # see offline_engine
+        yield worker
     llm.llm_engine.engine_core.shutdown()
     from vllm.distributed import cleanup_dist_env_and_memory
 

@@ -142,13 +142,18 @@ def _is_shape(config: Config) -> bool:
     return isinstance(note, dict) and note.get("weights", "") is None
 
 
-def _require_weights(config: Config) -> None:
-    """The engines and new runs read weights of --hf-checkpoint."""
+def lacks_weights(config: Config) -> bool:
+    """Whether --hf-checkpoint has no weights, though the engines or a new run read them."""
     folder = Path(config.rollout.hf_checkpoint)
-    require_weight_files(folder)
     serves = config.num_engines > 0 and not config.rollout.rollout_external_engine_addrs
     read = serves or start_directory(config) == config.rollout.hf_checkpoint
-    if read and not any(next(folder.glob(f"*.{kind}"), None) for kind in ("safetensors", "bin", "pt")):
+    return read and not any(next(folder.glob(f"*.{kind}"), None) for kind in ("safetensors", "bin", "pt"))
+
+
+def _require_weights(config: Config) -> None:
+    folder = Path(config.rollout.hf_checkpoint)
+    require_weight_files(folder)
+    if lacks_weights(config):
         raise ValueError(
             f"--hf-checkpoint must have weights, got no file *.safetensors in {folder}; download or copy the whole "
             "checkpoint (`vime plan --gpu NAME` plans without weights)"

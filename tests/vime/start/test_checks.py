@@ -228,6 +228,18 @@ def test_a_plan_for_another_machine_needs_no_files_of_it(
     assert plan([*words, *flags.split()]) == 0
 
 
+def test_a_folder_without_weights_is_planned_unless_a_device_is_named(argv, tmp_path, capsys):
+    """As the launch scripts of slime are, on a machine that is not theirs."""
+    for file in [*(tmp_path / "model").glob("*.safetensors*"), tmp_path / "model" / "make_model.json"]:
+        file.unlink()
+    place = argv.index("--device")
+    words = [*argv[:place], *argv[place + 2 :]]
+    assert main(["plan", *words]) == 0
+    assert "has no weights, which `vime train` needs" in capsys.readouterr().out
+    assert main(["train", *words]) == 2
+    assert "--hf-checkpoint must have weights" in capsys.readouterr().err
+
+
 def test_a_cluster_that_a_run_joins_has_devices_elsewhere(argv, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with ExitStack() as stack:
