@@ -144,6 +144,7 @@ def started(root: Path, patch: pytest.MonkeyPatch, *, tied: bool) -> Iterator[An
     from vllm import LLM
 
     leave_what_is_there(patch)
+    stance = torch.compiler.set_stance("force_eager")  # from now on, see offline_engine
     llm = LLM(
         str(checkpoint),
         dtype="float32",
@@ -158,7 +159,7 @@ def started(root: Path, patch: pytest.MonkeyPatch, *, tied: bool) -> Iterator[An
         other if version % 2 else checkpoint, root / "weights", version, checksums=True
     )
     worker.tied = tied
-    with torch.compiler.set_stance("force_eager"):  # see offline_engine
+    with stance:
         yield worker
     llm.llm_engine.engine_core.shutdown()
     from vllm.distributed import cleanup_dist_env_and_memory
