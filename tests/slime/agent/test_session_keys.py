@@ -123,7 +123,9 @@ def test_a_harness_gives_the_agent_the_key_of_its_session(monkeypatch):
 
 def test_the_server_of_sessions_refuses_a_key_that_is_not_utf8():
     """And a wrong one, and one of another session, with 401."""
-    own, other = (SimpleNamespace(id=name, api_key=secrets.token_urlsafe(32), url="") for name in "ab")
+    own, other = (
+        SimpleNamespace(id=name, api_key=secrets.token_urlsafe(32), url="", wrong_keys=0) for name in "ab"
+    )
 
     def ask(port, path, header, key):
         with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:

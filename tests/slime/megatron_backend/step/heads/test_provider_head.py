@@ -13,7 +13,6 @@ from megatron_cases import VOCAB
 from torch import Tensor
 from trainer_cases import make_checkpoints, make_config, make_samples, rank_data, train
 
-from slime.algo import selected_log_probs
 from slime.algo.selected_log_probs import SelectedLogprobProviderUnavailable
 from slime.megatron_backend.step.trainer import MegatronTrainer
 
@@ -64,7 +63,6 @@ def detached(request):
 def no_requests():
     REQUESTS.clear()
     PRODUCTS.clear()
-    selected_log_probs._reported.clear()
 
 
 def step(trainer: MegatronTrainer) -> tuple[dict[str, float], dict[str, Tensor]]:
