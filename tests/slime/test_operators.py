@@ -40,6 +40,10 @@ def chosen(config):
 
 
 PROVIDER = ("--selected-logprob-provider", "math.fsum")
+SFT = (
+    *("--loss-type", "sft_loss", "--debug-train-only"),
+    *("--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout"),
+)
 CUSTOM = ("--custom-tis-function-path", "math.fsum", "--use-tis")
 
 
@@ -48,7 +52,7 @@ CUSTOM = ("--custom-tis-function-path", "math.fsum", "--use-tis")
     [
         ((), "linear_token_loss", ""),
         (("--advantage-estimator", "cispo"), "linear_token_loss", ""),
-        (("--loss-type", "sft_loss"), "linear_token_loss", ""),
+        (SFT, "linear_token_loss", ""),
         (("--advantage-estimator", "gspo"), "linear_logp", "--advantage-estimator gspo looks at whole sequences"),
         (("--use-opsm",), "linear_logp", "--use-opsm looks at whole sequences"),
         (CUSTOM, "linear_logp", "--custom-tis-function-path looks at whole sequences"),
@@ -126,7 +130,7 @@ def test_decisions_follow_the_configuration(configured):
     assert (some["linear_token_loss"], some["linear_logp"]) == ("not called", "reference")
     grpo = operators.decide(configured("--rl-kernel-ops", "linear_logp"), "cpu")[4]
     assert (grpo.chosen, grpo.reason) == ("reference", "grpo_loss is not in --rl-kernel-ops")
-    assert chosen(configured("--loss-type", "sft_loss"))["group_advantage"] == "not called"
+    assert chosen(configured(*SFT))["group_advantage"] == "not called"
     plain = ("--disable-rewards-normalization",)
     assert chosen(configured(*plain))["group_advantage"] == "not called"
     filters = f"{operators.FILTERS}dynamic_sampling_filters.check_reward_nonzero_std"

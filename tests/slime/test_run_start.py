@@ -98,10 +98,14 @@ def test_a_mistyped_load_does_not_replace_checkpoints(argv, tmp_path):
     out = folder(tmp_path / "out", 1, 2, 3, 4, 5, record="5")
     typed = ("--load", str(tmp_path / "uot"), "--save", out)
     assert refused(argv, *typed) == (
+        f"--load must name a folder that exists, or that of --save, got {tmp_path / 'uot'}, which is no directory; "
+        "check the path"
+    )
+    assert refused(argv, "--save", out) == (
         f"--save must be a folder without checkpoints for a run that does not resume them, got {out} with iterations "
         f"..., 2, 3, 4, 5; resume with --load {out}, name another folder, or give --overwrite"
     )
-    assert not finished(config(argv, *typed, "--overwrite"))
+    assert not finished(config(argv, "--save", out, "--overwrite"))
 
 
 def test_another_runs_checkpoints_are_not_replaced_by_one_that_resumes(argv, tmp_path):
