@@ -19,9 +19,7 @@ LOOPBACK = Patch(
     why="ray.init replaces a loopback address with another address of the host, and Ray's servers then listen on it",
     removed_when="ray.init keeps a loopback address that it was given",
 )
-_COST = (
-    "Ray's own start takes 3 s longer, its end 1 s, and its processes 230 MiB more (measured with Ray 2.56)"
-)
+_COST = "Without these patches, Ray 2.60 starts about 3 s later, ends 1 s later and takes 230 MiB more"
 _WHILE = "while a driver starts a cluster of its own"
 PROCESSES = (
     Patch(

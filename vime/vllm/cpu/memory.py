@@ -61,6 +61,11 @@ def with_few_kernels(create: Callable[[torch.Tensor, int], Product]) -> Callable
     return create_onednn_mm
 
 
+def trim() -> None:
+    """Returns the memory that this process has freed to the system."""
+    _LIBC.malloc_trim(0)
+
+
 def drop_pages(tensors: Iterable[torch.Tensor | list[torch.Tensor]]) -> None:
     """Make zeros of the storages of `tensors` (a layer's state may be several), without memory for whole pages of them.
     The first and the last page, which a storage may share with others, stay as they are."""

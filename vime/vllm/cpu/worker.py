@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_dp_group, get_ep_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vime.vllm import patches
 from vime.vllm.cpu import draft, experts, rotary
-from vime.vllm.cpu.memory import drop_pages
+from vime.vllm.cpu.memory import drop_pages, trim
 from vime.vllm.worker import routed_experts
 from vime.vllm.worker.workers import RunWorker
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class CpuWorker(RunWorker, CPUWorker):
@@ -32,16 +28,11 @@ class CpuWorker(RunWorker, CPUWorker):
     scheduled: dict[str, int]
     """Request -> its number of tokens in the running step."""
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        local_rank: int,
-        rank: int,
-        distributed_init_method: str,
-        is_driver_worker: bool = False,
-    ) -> None:
+    def register(self) -> None:
+        """As the base class, and applies the patches of a worker on CPUs. Operators of --rlk-bitwise come first: the
+        registry keeps the first class of a name."""
         patches.apply("worker on CPUs")
-        super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
+        super().register()
         rotary.register()
         draft.register()
 
@@ -82,4 +73,4 @@ class CpuWorker(RunWorker, CPUWorker):
         """Returns memory to the system: the pages of the key-value cache, which must be empty, and what the process has
         freed."""
         drop_pages(self.model_runner.kv_caches)
-        _LIBC.malloc_trim(0)
+        trim()

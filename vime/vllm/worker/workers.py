@@ -35,10 +35,14 @@ class RunWorker(_Base):
         is_driver_worker: bool = False,
     ) -> None:
         self.settings = EngineSettings.take(vllm_config)
-        if self.settings.bitwise:
-            bitwise.register(self.settings.bitwise)
+        self.register()
         address = file_init_method(distributed_init_method, vllm_config.parallel_config.world_size)
         super().__init__(vllm_config, local_rank, rank, address, is_driver_worker)
+
+    def register(self) -> None:
+        """Stores the classes of this project in vLLM's registries, before vLLM builds the model."""
+        if self.settings.bitwise:
+            bitwise.register(self.settings.bitwise)
 
     def init_device(self) -> None:
         """Takes the device once the gate is open."""
