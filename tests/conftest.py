@@ -62,8 +62,9 @@ SEEDS = Path(__file__).parents[1] / ".hypothesis"
 
 @pytest.fixture(params=[12, pytest.param(3000, marks=pytest.mark.slow)], ids=["smoke", "night"])
 def fuzz(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """`fuzz(check, strategy)` calls `check` with 12 cases of a strategy. In the tests marked slow they are 3,000, or
-    VIME_FUZZ_CASES. A case that fails is printed in its smallest form, and kept in .hypothesis."""
+    """`fuzz(check, strategy)` calls `check` with 12 cases of a strategy, the same ones in every run. The tests marked
+    slow draw 3,000 new ones, or VIME_FUZZ_CASES. A case that fails is printed in its smallest form, and the slow tests
+    keep it in .hypothesis."""
     import hypothesis
     from hypothesis.database import DirectoryBasedExampleDatabase
 
@@ -72,9 +73,9 @@ def fuzz(request: pytest.FixtureRequest) -> Callable[..., None]:
     chosen = hypothesis.settings(
         max_examples=cases,
         deadline=None,
-        database=DirectoryBasedExampleDatabase(SEEDS),
+        database=None if few else DirectoryBasedExampleDatabase(SEEDS),
         print_blob=True,
-        derandomize=False,
+        derandomize=few,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
 

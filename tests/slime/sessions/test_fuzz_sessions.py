@@ -15,12 +15,14 @@ from session_double import CALL, END, QwenParser, Scripted
 from test_malformed_requests import BODIES, places
 
 from slime.sessions import Session, open_session
+from slime.sessions.limits import DONE, NO_REQUEST
 from slime.types import Sample
 
 ANSWERED = {200, 400, 403, 404, 405, 413}
 """4xx: no client sends such a request again."""
 REASONS = {
-    "done",
+    DONE,
+    NO_REQUEST,
     "request",
     "media",
     "model",
