@@ -1,4 +1,4 @@
-"""How the test processes run, and what a test file may leave behind.
+"""Configures the test processes and checks that a test file leaves nothing behind.
 
 Without a GPU, tests/rl_kernel runs the Triton kernels in Triton's interpreter. Other tests do not use it.
 """
@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-# numpy's threads, which Triton's interpreter uses for each product, spin as torch's do. Read when torch loads numpy.
+# Triton's interpreter uses numpy's threads for each product, and idle threads of numpy spin as torch's do. numpy
+# reads the variable when torch loads it.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import torch
@@ -29,42 +30,44 @@ OPERATORS = Path(__file__).parent / "rl_kernel"
 RUNS = Path(__file__).parent / "e2e"
 INTERPRET = not torch.cuda.is_available()
 
-# Triton decides at import whether to use its interpreter, and the first test file that pytest collects may import it.
+# Triton decides at import whether to use its interpreter, and the first collected test file may import it.
 if INTERPRET:
     os.environ["TRITON_INTERPRET"] = "1"
 
-# One core per test process: scripts/test.sh runs one per core, and idle threads of torch spin for their next work.
+# A test process uses one core: scripts/test.sh runs one process per core, and idle threads of torch spin.
 if INTERPRET:
     torch.set_num_threads(1)
 
 LONGEST = ("tests/e2e/", "tests/house/test_tools.py", "tests/vime/vllm/test_vllm_oldest.py")
-"""Whole runs, which one worker runs, and what checks types."""
+"""Test files that take longest: one worker runs the whole runs, and the other two files check types or an old
+vLLM."""
 
 SLACK = {"threads": 20, "open files": 30, "child processes": 4}
-"""What a test file may leave behind: a first use of torch, Ray or multiprocessing starts things that stay. One trainer
-has 48 threads and 64 files."""
+"""Number of threads, open files and child processes that a test file may leave behind. The first use of torch,
+Ray or multiprocessing starts some that stay. For comparison, one trainer has 48 threads and 64 files."""
 DEFAULT_RUN_DIR = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}$")
 GONE_S = 60
-"""Seconds in which threads and processes that were told to end must have ended."""
+"""Seconds in which stopped threads and processes must have ended."""
 
-# Imports and test items live as long as the process. The collector looks at none of them, neither while they are made
-# nor in tests: Megatron has it look at everything for each checkpoint, which took half a second.
+# The garbage collector is off during imports and collection, because these objects live as long as the process.
+# It also skips them in tests: Megatron collects at each checkpoint, which took half a second with them.
 gc.disable()
 
-# Tables of the tests' prompt files, for this process and those that it starts. `datasets` reads this at import.
+# This process and its children write the tables of the tests' prompt files here. `datasets` reads the variable at
+# import.
 PROMPTS = tempfile.TemporaryDirectory(prefix="vime-test-prompts-")
 os.environ["HF_DATASETS_CACHE"] = PROMPTS.name
 
 
 SEEDS = Path(__file__).parents[1] / ".hypothesis"
-"""Cases that failed stay here, and come first the next time."""
+"""Folder in which hypothesis stores the cases that failed. It runs them first the next time."""
 
 
 @pytest.fixture(params=[12, pytest.param(3000, marks=pytest.mark.slow)], ids=["smoke", "night"])
 def fuzz(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """`fuzz(check, strategy)` calls `check` with 12 cases of a strategy, the same ones in every run. The tests marked
-    slow draw 3,000 new ones, or VIME_FUZZ_CASES. A case that fails is printed in its smallest form, and the slow tests
-    keep it in .hypothesis."""
+    """`fuzz(check, strategy)` calls `check` with 12 cases of a strategy, the same cases in every run. The tests
+    marked slow draw 3,000 new cases, or VIME_FUZZ_CASES. hypothesis prints a failing case in its smallest
+    form, and the slow tests store it in .hypothesis."""
     import hypothesis
     from hypothesis.database import DirectoryBasedExampleDatabase
 
@@ -86,7 +89,7 @@ def fuzz(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Treat SIGTERM (from a time limit) as Ctrl-C, so that fixtures stop the processes that tests started.
+    """Treats SIGTERM (from a time limit) as Ctrl-C, so that fixtures stop the processes that tests started.
 
     A script that starts pytest in the background makes it ignore Ctrl-C, and the processes that tests start would
     ignore it, too. So both signals are set.
@@ -96,7 +99,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first, so that no worker is left with one of them at the end."""
+    """Sorts the longest test files to the front, so that no worker starts one of them at the end."""
     items.sort(
         key=lambda item: next(
             (i for i, path in enumerate(LONGEST) if item.nodeid.startswith(path)), len(LONGEST)
@@ -106,19 +109,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """After the collection, and in the process of pytest-xdist that collects nothing."""
+    """Freezes the collected objects and turns the garbage collector on. pytest-xdist's main process, which
+    collects nothing, runs this hook too."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """At its end the interpreter frees modules only if the collector may."""
+    """Unfreezes the objects, because the interpreter frees modules at its end only if the collector may look at
+    them."""
     gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What one worker of pytest-xdist runs: a file, for its fixtures, and all files that start engines.
+    """Schedules a whole file on one worker, for its fixtures, and all files that start engines on the same
+    worker.
 
     Whole runs need most of two cores and have time limits, so they run one after the other, while another worker
     runs the files that need one core.
@@ -135,10 +141,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Set environment and priority before the item's fixtures, because engines and trainers inherit them.
+    """Sets environment and priority before the item's fixtures, because engines and trainers inherit them.
 
-    A worker that runs no whole run has a lower priority. The threads of an engine and a trainer wait for each other, so
-    one thread without a core stops them all.
+    A worker that runs no whole run has a lower priority. The threads of an engine and a trainer wait for each
+    other, so one thread without a core stops them all.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         with contextlib.suppress(PermissionError):  # only root may raise a priority again
@@ -153,7 +159,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def held() -> dict[str, int]:
-    """What this process has now, of what SLACK counts."""
+    """Counts the threads, open files and child processes of this process (the keys of SLACK)."""
     process = psutil.Process()
     return {
         "threads": process.num_threads(),
@@ -168,7 +174,7 @@ def unnamed_runs() -> set[str]:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Not one that has ended, whose exit status nobody has asked for yet."""
+    """Returns whether the process still runs. A zombie, whose exit status nobody has read yet, does not run."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -177,10 +183,10 @@ def _runs(process: psutil.Process) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left() -> Iterator[None]:
-    """A test file must end with the threads, open files and child processes with which it began, but for SLACK. It must
-    leave no run in runs/.
+    """Fails a test file that ends with more threads, open files or child processes than it began with, plus
+    SLACK. The file must also leave no run in runs/.
 
-    Not checked where a GPU is: CUDA and NCCL have threads for the life of a process.
+    The counts are not checked on a GPU host: CUDA and NCCL have threads for the life of a process.
     """
     before, runs, end = held(), unnamed_runs(), None
     yield

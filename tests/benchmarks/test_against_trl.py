@@ -1,4 +1,5 @@
-"""The comparison with TRL: the flags of both sides, what counts of the runs, the record, and runs that fail."""
+"""The comparison with TRL: its flags, the measured part of the runs, the record, and runs that
+fail."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def test_both_sides_of_a_gpu_case_get_the_same_settings(name, sleep, tmp_path):
 
 
 def write_metrics(folder: Path) -> None:
-    """Rollouts that end 10, 14 and 17 s after 1970, and the other records of a run between them."""
+    """Writes rollouts that end 10, 14 and 17 s after 1970, and the other records of a run between them."""
     rows: list[dict[str, float]] = [{"time": 1.0, "eval/addition": 0.5}]
     for end, step in ((10.0, 5.0), (14.0, 3.5), (17.0, 2.5)):
         times = {"perf/step_time": step, "perf/rollout_time": step / 2}
@@ -159,7 +160,8 @@ except RuntimeError as error:
 
 
 def run_apart(code: str, folder: Path, limit_s: float) -> str:
-    """Output of a process that runs `code` by `execute`, which ends everything below the process that calls it."""
+    """Returns the output of a child process that runs `code`. `execute` ends all processes below the process that
+    calls it."""
     paths = os.pathsep.join([str(Path("benchmarks").resolve()), str(Path.cwd())])
     done = subprocess.run(
         [sys.executable, "-c", APART, code, str(limit_s)],

@@ -37,8 +37,8 @@ def test_every_contender_makes_every_token(tmp_path: Path, capsys: pytest.Captur
     found = json.loads(out.read_text())
     assert found["engine"] == "instant" and found["requests"] == 8
     assert set(found["turns"]) == {OURS, RAW, LOG_PROBS, CLIENT}
-    assert all(len(turns) == 2 for turns in found["turns"].values())  # the round that warms up is left out
-    # A turn is 8 x 20 tokens by its seconds, and of two turns the median is the mean.
+    assert all(len(turns) == 2 for turns in found["turns"].values())  # the warm-up round is left out
+    # A turn's speed is 8 x 20 tokens divided by its seconds, and the median of two turns is their mean.
     speed = {name: sum(160 / turn["seconds"] for turn in turns) / 2 for name, turns in found["turns"].items()}
     assert found["tokens_per_s"] == pytest.approx(speed)
     for name in (RAW, LOG_PROBS, CLIENT):

@@ -1,4 +1,4 @@
-"""The benchmark of rollouts ahead: its lengths, its bound by hand, and its table. The runs are those of a person."""
+"""The benchmark of rollouts ahead: its lengths, its bound by hand, and its table. It starts no run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def test_lengths_have_a_heavy_tail():
 
 
 def test_the_bound_of_two_rollouts_by_hand(monkeypatch):
-    """Groups of one answer, batches of two. Lengths 1, 9, 1, 1: without rollouts ahead, the batches take 9 and 1
-    seconds to generate, and 2 to train. One ahead, the first batch has two answers of 1 s; that of 9 s comes next.
+    """The groups have one answer, and a batch has two groups. The lengths are 1, 9, 1, 1 s. Without rollouts
+    ahead, the batches take 9 and 1 s to generate, and 2 s each to train. With one rollout ahead, the first
+    batch has two answers of 1 s, and the answer of 9 s comes in the second batch.
     """
     monkeypatch.setattr(stream_speed, "PROMPTS", 2)
     monkeypatch.setattr(stream_speed, "ANSWERS", 1)
@@ -49,14 +50,14 @@ def test_the_table_compares_runs_of_one_seed():
 
 
 def test_idle_time_and_its_picture(tmp_path, monkeypatch):
-    """Two steps: 2 s without groups of 10 s, a batch that takes 1 s to hand over, 4 s of training and sending."""
+    """In two steps of 10 s, 2 s have no group, a batch takes 1 s to hand over, and training and sending take 4 s."""
     clock = iter([100.0, 100.0, 100.0, 101.0, 106.0, 106.0, 107.0, 108.0, 109.0, 110.0])
     monkeypatch.setattr("slime.tracking.events.time.time", lambda: next(clock))
     folder = tmp_path / "staleness-0-seed-0"
     events = Events("any", str(folder))
     events.add("start", rollout=0)
     events.add("step", rollout=0, train_s=0.0, update_weights_s=0.0)
-    events.add("drawn", groups=[0, 1], version=0)  # at 1 s of the run
+    events.add("drawn", groups=[0, 1], version=0)  # this event is at 1 s of the run
     events.add("ended", groups=[0])
     events.add("batch", rollout=1, groups=[0, 1], over_limit=0)
     events.add("handed", rollout=1)

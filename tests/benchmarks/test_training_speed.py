@@ -1,4 +1,4 @@
-"""The training benchmark: what is asked for wrongly is said in one line."""
+"""The training benchmark reports a wrong option in one line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_user_errors_are_one_line_and_exit_code_2(flags, message, capsys):
 
 
 def test_the_command_itself_ends_with_that_line_and_code():
-    """Nothing else is printed: messages of imports would come first."""
+    """The command prints nothing else. Messages from imports would come before the line."""
     command = [
         sys.executable,
         str(ROOT / "benchmarks" / "training_speed.py"),

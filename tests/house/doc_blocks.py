@@ -1,4 +1,4 @@
-"""Fenced blocks of the pages, and the check of a command that no test machine can run, up to its last flag."""
+"""Parses the fenced blocks of the pages, and checks the flags of commands that no test machine can run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _MODELS = (
     "--opd-teacher-load",
     "--opd-teacher-model",
 )
-"""Flags whose checkpoint a test machine does not have: one with the model's config.json stands in."""
+"""Flags whose checkpoint a test machine does not have. The test replaces it by a folder with the model's
+config.json."""
 FOREIGN = [
     "docker",
     "echo",
@@ -48,11 +49,11 @@ FOREIGN = [
     "sbatch",
     "srun",
 ]
-"""Programs that are not of this project, and words of the shell."""
+"""Foreign programs and words of the shell, whose commands are not checked."""
 OF_READER = ("run.yaml", "run.sh", "my-run.yaml", "sums.yaml", "ask.py")
 """Files that only the reader has."""
 RUN_WHOLE = {"docs/your-own.md": "tests/e2e/runs/test_first_command.py"}
-"""Pages whose blocks run one after the other -> the test that runs them."""
+"""Pages whose blocks run one after the other, each with the test that runs them."""
 MADE_BEFORE = (
     "docs/console.md",
     "examples/judge-reward/",
@@ -60,12 +61,13 @@ MADE_BEFORE = (
     "examples/qwen2.5-0.5b-gsm8k/",
     "examples/smollm2-135m-gsm8k/",
 )
-"""Pages whose commands read models or data that an earlier command writes: the names of the flags are checked."""
+"""Pages whose commands read models or data that an earlier command writes. Only the names of their flags are
+checked."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page."""
+    """One fenced block of a page."""
 
     page: str
     line: int
@@ -82,7 +84,7 @@ class Block:
         return f"{self.page}:{self.line}"
 
     def commands(self) -> list[str]:
-        """One string per command: continued lines joined, comments removed, `a && b` as two commands."""
+        """Returns one string per command: continued lines joined, comments removed, `a && b` as two commands."""
         text = self.text.replace("\\\n", " ")
         lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
         return [" ".join(part.split()) for line in lines if line for part in line.split(" && ")]
@@ -110,14 +112,14 @@ def blocks(language: str) -> list[Block]:
 
 @cache
 def flags_of_runs() -> frozenset[str]:
-    """The flags of `vime train`, with what turns a switch off."""
+    """Returns the flags of `vime train`, and their --no- forms."""
     flags = {row["flag"] for row in public_rows()}
     return frozenset(flags | {f"--no-{flag[2:]}" for flag in flags} | {"--config"})
 
 
 @cache
 def accepted_flags() -> frozenset[str]:
-    """Every flag of a run, with those of engines and routers."""
+    """Returns every flag of a run, with the flags of engines and routers."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
         cli.main(["flags", "--json"])
@@ -133,7 +135,8 @@ def help_of(*command: str) -> str:
 
 
 def check_command(command: str, block: Block, folder: Path) -> None:
-    """AssertionError or ValueError for a command with a flag, file or hook that does not exist. `folder`: of models."""
+    """Raises AssertionError or ValueError for a command with a flag, file or hook that does not exist. The models
+    are written to `folder`."""
     words = shlex.split(command)
     environment: dict[str, str] = {}
     while words and (found := _ASSIGNMENT.fullmatch(words[0])):
@@ -163,7 +166,7 @@ def _check_vime(argv: list[str], block: Block, folder: Path, environment: dict[s
     assert name in COMMANDS, f"{block.name}: there is no vime {name}"
     if name == "train" or (name == "plan" and "--compare" not in rest):
         if block.page.startswith(MADE_BEFORE) or set(OF_READER) & set(rest):
-            rest = ["--", *rest]  # the names alone
+            rest = ["--", *rest]  # after "--", only the names of the flags are checked
         else:
             with _path(environment.get("PYTHONPATH", ""), block, folder):
                 parse_config(_with_models(rest, block, folder))
@@ -184,7 +187,8 @@ def _flags(words: list[str]) -> list[str]:
 
 
 def _with_models(argv: list[str], block: Block, folder: Path) -> list[str]:
-    """The command line with models that have a config.json alone, and with prompts that are there."""
+    """Replaces each model of the command line by a folder that has only a config.json, and each prompt file by an
+    existing one."""
     found = list(argv)
     for place, word in enumerate(argv[:-1]):
         if word in _MODELS and not argv[place + 1].startswith("--"):
@@ -192,14 +196,15 @@ def _with_models(argv: list[str], block: Block, folder: Path) -> list[str]:
             arch = next((name for name in wanted if name in ARCHITECTURES), "qwen3-0.6b")
             found[place + 1] = str(plan_examples.write_model(arch, folder))
         if word in ("--prompt-data", "--eval-prompt-data"):
-            file = place + (1 if word == "--prompt-data" else 2)  # after the name of the set
+            # --eval-prompt-data has the name of the evaluation set before the path.
+            file = place + (1 if word == "--prompt-data" else 2)
             found[file] = str(plan_examples.write_model("qwen3-0.6b", folder) / "prompts.jsonl")
     return found
 
 
 @contextlib.contextmanager
 def _path(python_path: str, block: Block, folder: Path) -> Iterator[None]:
-    """PYTHONPATH of a command: folders of the repository, and in $PWD the modules that its page shows."""
+    """Puts the command's PYTHONPATH on sys.path. $PWD becomes a folder with the modules that the page shows."""
     shown = folder / "shown" / re.sub(r"\W", "_", block.page)
     shown.mkdir(parents=True, exist_ok=True)
     modules = [b for b in blocks("python") if b.page == block.page and b.title.endswith(".py")]

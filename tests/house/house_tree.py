@@ -1,4 +1,4 @@
-"""What the house tests look at: the files of the repository and what they import."""
+"""Lists the files of the repository and their imports for the house tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGES = ("rl_kernel", "slime", "vime")
 
 @cache
 def files(*suffixes: str) -> tuple[Path, ...]:
-    """Files git tracks or would track, so that build outputs and runs are left out; relative to ROOT."""
+    """Returns the files that git tracks or would track, relative to ROOT. Build outputs and runs are left out."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -46,9 +46,11 @@ def _runs_later(node: ast.AST) -> bool:
 
 
 def imported(path: Path, *, top_level_only: bool = False) -> list[tuple[str, int]]:
-    """(dotted name, line) of what a file imports; `from a import b` counts as a.b, for b may be a module.
+    """Returns (dotted name, line) for each import in a file. `from a import b` counts as a.b, because b may be a
+    module.
 
-    With `top_level_only`, what runs when the module is imported: not the bodies of functions, nor TYPE_CHECKING.
+    With `top_level_only`, only imports that run with the module count: no function bodies and no TYPE_CHECKING
+    blocks.
     """
     found: list[tuple[str, int]] = []
     package = module_name(path).split(".")

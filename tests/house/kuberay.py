@@ -12,7 +12,7 @@ _STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
 
 
 def _record(required: str, **properties: Any) -> dict[str, Any]:
-    """An object with these fields and no others."""
+    """Returns the schema of an object with exactly these fields."""
     return {
         "type": "object",
         "properties": properties,
@@ -67,7 +67,7 @@ SCHEMAS = {
             rayClusterSpec=_CLUSTER,
         ),
     ),
-    # NVIDIA's driver for dynamic resource allocation.
+    # These are the resources of NVIDIA's driver for dynamic resource allocation.
     "ComputeDomain": _resource(
         "resource.nvidia.com/v1beta1",
         "ComputeDomain",

@@ -1,4 +1,4 @@
-"""Symbols of foreign programs are replaced in their bridges only, and each record has a symbol that exists."""
+"""Only bridges may replace symbols of foreign programs, and each record of a bridge names a symbol that exists."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ OWN = {"vime", "slime", "rl_kernel"}
 BRIDGES = {"slime/bridges", "vime/vllm/patches.py", "vime/vllm/versions.py", "vime/sglang/patches.py"}
 """Folders and files that may replace symbols."""
 SETTINGS = {"triton.knobs.compilation.listener"}
-"""Attributes that a program has for its users to set."""
+"""Attributes of a program that its users may set."""
 MOST_OF_VLLM = 15
 
 
 def foreign_names(tree: ast.Module) -> dict[str, str]:
-    """Name in a file -> the module, class or function of another package that was imported under it."""
+    """Maps each imported name of a file to the module, class or function of another package."""
     found = dict[str, str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -54,7 +54,7 @@ def foreign_names(tree: ast.Module) -> dict[str, str]:
 
 
 def stored(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
-    """The object and the attribute of each assignment to an attribute."""
+    """Yields the object and the attribute in each assignment to an attribute."""
     for node in ast.walk(tree):
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign | ast.Delete):
@@ -75,7 +75,7 @@ def stored(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
 
 
 def replaced_in(text: str) -> list[str]:
-    """What a file replaces, with the full names."""
+    """Returns the full names of the symbols that a file replaces."""
     tree = ast.parse(text)
     names = foreign_names(tree)
     found = []
@@ -104,7 +104,7 @@ def test_foreign_symbols_are_replaced_in_bridges_only() -> None:
         if not is_bridge(path := file.relative_to(ROOT).as_posix())
         and (replaced := replaced_in(file.read_text(encoding="utf-8")))
     }
-    # The finder of vime's import paths of upstream finds modules of this project.
+    # This finder finds modules of this project under upstream vime's import paths.
     assert found == {"vime/alias.py": ["sys.meta_path.insert(0, Alias())"]}, (
         "add a record to the bridge of the program"
     )
@@ -160,7 +160,8 @@ def test_the_symbols_exist(package: str) -> None:
 
 
 def test_another_programs_server_keeps_its_vllm() -> None:
-    """vLLM loads the plug-in in every server of the environment."""
+    """vLLM loads the plug-in in every server of the environment, so other programs' servers must stay
+    unchanged."""
     program = (
         "import os; os.environ.pop('VIME_SUPERVISED', None)\n"
         "from vime.vllm.worker.plugin import register; register()\n"

@@ -1,4 +1,4 @@
-"""docker/ and shell scripts: linters, lock files, Kubernetes schemas, and what each image promises."""
+"""Checks docker/ and shell scripts: linters, lock files, Kubernetes schemas, and each image's contents."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_linters_find_faults() -> None:
 
 @pytest.fixture(scope="module")
 def stages() -> dict[str, str]:
-    """Stage -> its instructions, of docker/Dockerfile."""
+    """Returns stage -> its instructions, from docker/Dockerfile."""
     parts = re.split(r"^FROM \S+ AS (\S+)\n", DOCKERFILE.read_text(), flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
@@ -72,7 +72,7 @@ def test_an_image_is_unprivileged_and_checks_its_health(stages, image: str, devi
 
 
 def test_the_images_differ_in_their_device_alone(stages) -> None:
-    """The two final stages are written out twice, since a stage cannot take its base from a list of two."""
+    """The Dockerfile has both final stages in full, because a stage cannot choose its base from a list of two."""
 
     def plain(stage: str) -> str:
         kept = [line for line in stage.splitlines() if line and not line.startswith("#")]
@@ -87,7 +87,7 @@ def test_the_version_of_the_image_is_the_packages() -> None:
 
 
 def requirements(name: str, python: str) -> dict[str, SpecifierSet]:
-    """Package -> its versions, for a Python."""
+    """Returns each package with its versions, for one Python version."""
     lines = (ROOT / "requirements" / name).read_text().splitlines()
     listed = [Requirement(line) for line in lines if line and not line.startswith("#")]
     here = {"python_version": python}
@@ -96,7 +96,7 @@ def requirements(name: str, python: str) -> dict[str, SpecifierSet]:
 
 @pytest.mark.parametrize("name", lock.LOCKS)
 def test_a_lock_file_fits_its_requirements(name: str) -> None:
-    """scripts/lock.py --check asks the index too; this needs no network."""
+    """`scripts/lock.py --check` also queries the package index. This test needs no network."""
     pins, locked = lock.read(lock.FOLDER / f"{name}.txt"), lock.LOCKS[name]
     for python in locked.pythons:
         wanted = {p: v for file in locked.requirements for p, v in requirements(file, python).items()}
@@ -105,7 +105,7 @@ def test_a_lock_file_fits_its_requirements(name: str) -> None:
         here = {k.removesuffix(marked): v for k, (v, _) in pins.items() if ";" not in k or k.endswith(marked)}
         for package, versions in wanted.items():
             assert here[package] in versions, f"{package}: run python scripts/lock.py"
-        assert not locked.options or here.keys() == wanted.keys()  # of files that are complete
+        assert not locked.options or here.keys() == wanted.keys()  # complete files have options
     assert all(re.fullmatch("[0-9a-f]{64}", value) for _, hashes in pins.values() for value in hashes)
     assert all(hashes for _, hashes in pins.values())
     assert (lock.FOLDER / f"{name}.txt").read_text() == lock.text(name, pins)
@@ -127,7 +127,7 @@ def test_a_lock_file_that_is_out_of_date_is_found() -> None:
 
 
 def wheel(folder: Path, processor: int) -> str:
-    """A wheel for arm64 with one library for that processor (e_machine of ELF): its SHA-256."""
+    """Writes a wheel for arm64 with one library for that processor (e_machine of ELF) and returns its SHA-256."""
     library = b"\x7fELF".ljust(18, b"\0") + processor.to_bytes(2, "little")
     parts = {
         "tiny/library.so": library,
@@ -146,7 +146,7 @@ def wheel(folder: Path, processor: int) -> str:
     ("processor", "known", "platform", "problem"),
     [
         (183, True, "aarch64-manylinux_2_39", ""),
-        (190, True, "aarch64-manylinux_2_39", ""),  # machine code of a GPU
+        (190, True, "aarch64-manylinux_2_39", ""),  # 190 is the machine code of a GPU
         (62, True, "aarch64-manylinux_2_39", "tiny/library.so is for another processor than aarch64"),
         (183, False, "aarch64-manylinux_2_39", "Hash mismatch"),
         (183, True, "x86_64-manylinux_2_39", "no wheels with a matching platform"),
@@ -195,7 +195,7 @@ def documents() -> list[tuple[str, dict[str, Any]]]:
 
 
 def pods(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every pod template of a RayJob or RayCluster, as a Pod."""
+    """Returns every pod template of a RayJob or RayCluster as a Pod."""
     spec = document["spec"].get("rayClusterSpec", document["spec"])
     groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
     return [

@@ -1,8 +1,10 @@
-"""Every block of README.md, docs/ and examples/ runs, is run by a named test, is checked, or says what it needs.
+"""Each block of README.md, docs/ and examples/ runs here, runs in a named test, is checked, or has a title with
+its needs.
 
-A fenced bash block without a title is run here, in a scratch folder. A title "needs ..." marks what no test machine has
-(a GPU, a network, several hosts): its commands are checked up to their last flag. A title "takes ..." marks what is
-slow: COVERED, or the test that an example's page names, runs it. Each Python block without a row in PARTS is run.
+This file runs each fenced bash block without a title, in a scratch folder. A title "needs ..." names a GPU, a
+network or several hosts, which no test machine has: the names of its flags are checked. A title "takes ..." marks
+a slow command: COVERED, or the test that an example's page names, runs it. Each Python block without a row in
+PARTS runs.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ COVERED = {
     r"(OUT=\S+ )?(MODE=\S+ )?bash scripts/run-tiny-grpo\.sh.*": "tests/e2e/runs/test_first_command.py",
     r"PLAN=1 (MODE=\w+ )?(NUM_GPUS=\d+ )?bash scripts/run-qwen3-4b-grpo\.sh.*": "tests/scripts/test_qwen3_script.py",
 }
-"""Commands that another test runs -> its file, which names the same script."""
+"""Commands that another test runs, each with its test file, which names the same script."""
 
 
 def covered(command: str) -> str | None:
-    """The file that runs a command."""
+    """Returns the test file that runs a command, or None."""
     return next((by for pattern, by in COVERED.items() if re.fullmatch(pattern, command)), None)
 
 
@@ -50,7 +52,8 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: str, scratch: Path) -> None:
-    """One command: `vime ...` in this process, which has loaded everything already, any other in a shell."""
+    """Runs one command. `vime ...` runs in this process, which has its imports already; any other command runs in
+    a shell."""
     if command.startswith("vime "):
         assert cli.main(shlex.split(command)[1:]) == 0, command
     else:
@@ -71,7 +74,8 @@ def test_marks_are_known() -> None:
 
 
 def named_tests(block: Block) -> list[str]:
-    """The tests that run a whole page, or that the page of an example names and that name the example."""
+    """Returns the tests that run a whole page, or the tests that an example's page names and that name the
+    example."""
     if block.page in RUN_WHOLE:
         return [RUN_WHOLE[block.page]]
     page, folder = ROOT / block.page, Path(block.page).parent
@@ -99,7 +103,7 @@ UNCHECKED = {
     "examples/qwen2.5-0.5b-gsm8k/README.md": "a loop of the shell over downloads",
     "examples/smollm2-135m-gsm8k/README.md": "a loop of the shell over downloads",
 }
-"""Pages with a block whose first line is no command of its own -> why."""
+"""Pages with a block whose first line is not a command, each with the reason."""
 
 
 @pytest.mark.parametrize("block", CHECKED, ids=lambda b: b.name)
@@ -142,11 +146,12 @@ PARTS = {
     r"docs/hooks\.md": "a part of a function",
     r"docs/served-models\.md": "a part of a function",
 }
-"""Pages -> why a Python block without the name of a file is no program. Its imports are run, and it compiles."""
+"""Pages with a Python block that is not a program, each with the reason. The test runs its imports and compiles
+it."""
 
 
 def names_of_a_run(folder: Path) -> dict[str, object]:
-    """The directory of a run that has ended, with a sample of rollout 3."""
+    """Returns the variables of an ended run: its directory, and a sample of rollout 3."""
     with recorded(folder, rollouts=1):
         pass
     (folder / "config.json").write_text(json.dumps({"num_rollout": 1}))
@@ -191,7 +196,7 @@ def is_json(block: Block) -> None:
 
 
 def is_output(block: Block) -> None:
-    """Formulas and output. A line with a command of vime, or with flags, has flags that exist."""
+    """Checks that flags and vime commands in a block of formulas or output exist."""
     for command in block.commands():
         if found := re.match(r"(?:\$ )?vime (\w+) |--\w", command):
             unknown = set(re.findall(r"(?<= )--[a-z][\w-]+", f" {command}")) - flags_of_runs()
@@ -205,7 +210,7 @@ KINDS: dict[str, Callable[[Block], None]] = {
     "text": is_output,
     "console": is_output,
 }
-"""Language of a block that is no program -> its check."""
+"""The check for each language of a block that is not a program."""
 
 
 @pytest.mark.parametrize("language", sorted(KINDS))

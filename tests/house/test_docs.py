@@ -1,4 +1,4 @@
-"""The documentation site builds strictly, needs no other host, and its generated pages are what the code says."""
+"""The documentation site builds strictly, needs no other host, and its generated pages agree with the code."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LOADED = re.compile(
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    """`mkdocs build --strict` with a configuration file."""
+    """Runs `mkdocs build --strict` with a configuration file."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(site)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site."""
+    """Returns the folder of the built site."""
     folder = tmp_path_factory.mktemp("site")
     done = build(ROOT / "mkdocs.yml", folder)
     assert done.returncode == 0, done.stderr
@@ -38,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(page: str) -> list[str]:
-    """Addresses that a browser loads when it shows the page: scripts, styles, pictures, frames."""
+    """Returns the addresses that a browser loads when it shows the page: scripts, styles, pictures, frames."""
     return [first or second for first, second in LOADED.findall(page)]
 
 
@@ -61,7 +61,7 @@ def test_contributing_is_a_page_of_the_site(site: Path) -> None:
 
 
 def test_broken_links_end_the_build(tmp_path: Path) -> None:
-    """A missing page, anchor or source file, and a page without a place in the navigation: each is named."""
+    """The build names a missing page, anchor or source file, and a page that is not in the navigation."""
     pages = tmp_path / "docs"
     pages.mkdir()
     (pages / "index.md").write_text(
@@ -104,7 +104,7 @@ def test_tables_of_other_programs_are_up_to_date(program: str) -> None:
 
 
 def test_both_first_pages_show_the_same_run() -> None:
-    """README.md and the quick start show the output of one run of the same command."""
+    """README.md and the quick start show the output of the same command, from the same run."""
     shown = [
         re.search(r"```text\n(eval at step 0.*?)```", (ROOT / page).read_text(), re.S)
         for page in ("README.md", "docs/quick-start.md")
@@ -113,7 +113,7 @@ def test_both_first_pages_show_the_same_run() -> None:
 
 
 def test_every_error_message_has_a_remedy() -> None:
-    """Where the message itself ends without one, docs/troubleshooting.yaml has it."""
+    """If a message ends without a remedy, docs/troubleshooting.yaml must have one."""
     assert not docs_errors.without_remedy(), f"say what to do in the message or in {docs_errors.NOTES}"
     assert not docs_errors.unused_notes(), f"no message contains these keys of {docs_errors.NOTES}"
 

@@ -1,4 +1,4 @@
-"""Text files are UTF-8 whatever the locale says: each `open`, `read_text` and `write_text` names the encoding."""
+"""Text files are UTF-8 in every locale: each `open`, `read_text` and `write_text` names the encoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BINARY, MODES = "b", set("rwaxbt+")
 
 
 def without_encoding(tree: ast.AST) -> list[int]:
-    """Lines of calls that open text in the encoding of the locale."""
+    """Returns the lines of calls that open text in the encoding of the locale."""
     return [call.lineno for call in ast.walk(tree) if isinstance(call, ast.Call) and _in_locale(call)]
 
 
@@ -27,7 +27,7 @@ def _in_locale(call: ast.Call) -> bool:
         return False
     if (
         method and name == "open"
-    ):  # of a Path: without arguments, or with a mode; others open members of archives
+    ):  # Path.open has no argument or a mode; other open methods read members of archives
         given = call.args[:1]
         if not all(isinstance(a, ast.Constant) and set(str(a.value)) <= MODES for a in given):
             return False

@@ -1,7 +1,8 @@
-"""The pages on hooks, architecture and the switch name what is there; every hook and call has its row.
+"""The pages on hooks, architecture and the switch name code that exists; every hook and call has its row.
 
-A code span `path.py: name, Class.method` claims that the file holds these names. The tables below OPERATORS and HOOKS
-are the hook-point matrix: one row a call of rl_kernel in slime/, one row a `--*-path` flag that takes a function.
+A code span `path.py: name, Class.method` claims that the file holds these names. The tables below OPERATORS and
+HOOKS are the hook-point matrix: one row per call of rl_kernel in slime/, one row per `--*-path` flag that takes a
+function.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ BACKEND_FLAGS = {name for backend in BACKENDS.values() for name in (*backend.spe
 
 
 def named(text: str) -> list[tuple[str, str]]:
-    """(file, name) of each span `path: name, name` of a page; the name is empty where only the path stands.
+    """Returns (file, name) for each span `path: name, name` of a page. The name is empty if the span is only a
+    path.
 
-    ValueError for a span that begins with a file and goes on otherwise: nobody would check it.
+    A span that begins with a file and continues in another form is a ValueError, because nothing would check it.
     """
     found = []
     for path, rest in re.findall(r"`([\w./-]+\.(?:py|sh))\b([^`]*)`", " ".join(text.split())):
@@ -59,12 +61,13 @@ def named(text: str) -> list[tuple[str, str]]:
 
 
 def flags(text: str) -> set[str]:
-    """Every flag a page names, as a field name."""
+    """Returns every flag that a page names, as a field name."""
     return {name.replace("-", "_") for name in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", text)}
 
 
 def tables(text: str) -> Iterator[list[Row]]:
-    """The markdown tables of a page, each as rows of header cell -> cell. A row of another width is an error."""
+    """Yields the Markdown tables of a page, each as rows that map header cells to cells. A row of another width
+    is an error."""
     lines = [line.strip() for line in text.splitlines()]
     for start, line in enumerate(lines):
         if not re.fullmatch(r"(\| -+ )+\|", line):
@@ -83,7 +86,7 @@ def cells(line: str) -> list[str]:
 
 
 def matrix(heading: str) -> list[Row]:
-    """The one table between `heading` and the next heading of the matrix page."""
+    """Returns the only table between `heading` and the next heading of the matrix page."""
     part = (ROOT / MATRIX).read_text().split(f"\n{heading}\n")[1]
     (rows,) = tables(part.split("\n#")[0])
     return rows
@@ -91,7 +94,7 @@ def matrix(heading: str) -> list[Row]:
 
 @cache
 def defined(path: Path) -> frozenset[str]:
-    """Functions, classes and assigned names of a file, those inside of classes and functions with dots."""
+    """Returns the functions, classes and assigned names of a file. Names inside classes and functions are dotted."""
     found = set()
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
@@ -107,10 +110,10 @@ def defined(path: Path) -> frozenset[str]:
 
 
 def kernel_calls(path: Path) -> set[tuple[str, str]]:
-    """(function, exported operator) of each use of rl_kernel in a file: calls, however the name was imported.
+    """Returns (function, exported operator) for each use of rl_kernel in a file, for every form of import.
 
-    Uses that are no call (an operator handed on) count too. Functions inside functions go by the outer one; methods are
-    Class.method.
+    An operator that is passed on without a call counts too. A nested function counts as its outermost function.
+    Methods are written Class.method.
     """
     modules, direct = set(), {}
     for node in ast.walk(parse(path)):
@@ -169,13 +172,13 @@ def test_every_variable_of_the_switch_is_told() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_rl_kernel_names_exist(page: str) -> None:
-    """`rl_kernel.X` is exported; `rl_kernel.module.X` is there."""
+    """`rl_kernel.X` must be exported, and `rl_kernel.module.X` must exist."""
     for name in re.findall(r"\brl_kernel\.([a-z_]\w*(?:\.\w+)*)", (ROOT / page).read_text()):
         first, _, rest = name.partition(".")
         if first == "py":
             continue
         if rest:
-            pkgutil.resolve_name(f"rl_kernel.{name}")  # an error names what is not there
+            pkgutil.resolve_name(f"rl_kernel.{name}")  # the error names the missing part
         else:
             assert name in rl_kernel.__all__, f"rl_kernel.{name}"
 
@@ -205,14 +208,15 @@ def test_every_call_of_rl_kernel_is_a_row_and_every_row_a_call() -> None:
 
 
 def test_every_function_flag_is_a_row() -> None:
-    """A flag that ends in -path names a function (slime/rules/validate.py loads each), but for the YAML file's."""
+    """Each flag that ends in -path names a function (slime/rules/validate.py loads it), except the flag of the
+    YAML file."""
     hooks = {name for name in own_flags() if name.endswith("_path")} - {"custom_config_path"}
     told = [name for row in matrix(HOOKS) for name in flags(row["operator"])]
     assert sorted(told) == sorted(hooks)
 
 
 def test_a_wrong_name_is_seen(tmp_path: Path) -> None:
-    """The readers above, on a page and a file with known content."""
+    """The readers above find wrong names on a page and in a file with known content."""
     text = "see `slime/loop.py:\nrun, publish` and `slime/no.py`, --rlk-fast off\n| a | b |\n| --- | --- |\n| 1 | 2 |\n"
     assert named(text) == [("slime/loop.py", "run"), ("slime/loop.py", "publish"), ("slime/no.py", "")]
     with pytest.raises(ValueError, match="got `slime/loop.py:run`"):

@@ -1,4 +1,4 @@
-"""The layout rules of the house: sizes, import direction, no import rings, heavy libraries only where they belong."""
+"""The layout rules of the house: sizes, import direction, no import rings, heavy libraries only in allowed files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "vime": {"rl_kernel", "slime", "vime"},
 }
 
-# Which files of the packages may import a library that not every machine has.
+# Each library that not every machine has, with the files of the packages that may import it.
 HEAVY = {
     "megatron": (
         "slime/megatron_backend/",
@@ -43,7 +43,7 @@ HEAVY = {
 
 
 MOST_ANY = {"rl_kernel": 35, "slime": 350, "vime": 97}
-"""The word `Any` in each package, import lines left out. Lower a number when you have lowered the count."""
+"""Highest number of uses of the word `Any` in each package, import lines left out. Lower it when the count falls."""
 TOP_LEVEL = """
     .ci .dockerignore .gitignore .pre-commit-config.yaml CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in README.md
     SECURITY.md benchmarks docker docs examples mkdocs.yml pyproject.toml requirements rl_kernel scripts setup.py slime
@@ -71,7 +71,7 @@ def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def rings(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Cycles of a graph, found by depth-first search; empty when there are none."""
+    """Returns the cycles of a graph, found by depth-first search; the list is empty for a graph without cycles."""
     state: dict[str, int] = {}
     path: list[str] = []
     found: list[list[str]] = []
@@ -94,10 +94,11 @@ def rings(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def module_graph() -> dict[str, set[str]]:
-    """Module -> modules of the packages that it imports, at any time and for types.
+    """Maps each module to the modules of the packages that it imports, including imports in functions and for
+    types.
 
-    `from package import name` loads the package's __init__ first, unless it runs inside that package already; counting
-    that edge would make every `__init__` that re-exports its own modules a ring, which Python handles.
+    `from package import name` loads the package's __init__ first, unless it runs inside that package already.
+    Counting that edge would make every `__init__` that re-exports its own modules a ring, which Python handles.
     """
     modules = {module_name(p) for p in package_files()}
     graph: dict[str, set[str]] = {}
@@ -187,9 +188,9 @@ def test_folders_hold_one_trade() -> None:
 
 
 def test_tests_lie_in_the_folders_of_what_they_test() -> None:
-    """Names of test files are their modules' names, so each stands once. Folders of tests/rl_kernel, tests/slime and
-    tests/vime are folders of the package. `commands` has the tests of what lies beside vime's folders: with a file in
-    tests/vime, its folders would be found as packages named vllm and sglang."""
+    """A test file has the name of its module, so each name occurs once. Folders of tests/rl_kernel, tests/slime
+    and tests/vime mirror folders of the package. tests/vime/commands has the tests of the modules directly in
+    vime/: if tests/vime had a file, pytest would import its folders as packages named vllm and sglang."""
     tests = [path for path in files(".py") if path.parts[0] == "tests" and path.name != "conftest.py"]
     twice = [name for name, count in Counter(path.name for path in tests).items() if count > 1]
     assert not twice, f"a test file's name must be its own, got several of {twice}"
@@ -199,7 +200,7 @@ def test_tests_lie_in_the_folders_of_what_they_test() -> None:
 
 
 def test_a_class_of_vime_has_a_name_of_its_own() -> None:
-    """No class of another file, in any of the packages, has its name."""
+    """A class of vime shares its name with no class of another file, in any package."""
     places: dict[str, set[str]] = {}
     for path in package_files():
         for node in ast.walk(parse(path)):
@@ -210,13 +211,13 @@ def test_a_class_of_vime_has_a_name_of_its_own() -> None:
 
 
 def test_no_import_rings() -> None:
-    """No ring of files, imports inside functions and those for types only counted."""
+    """The import graph has no ring of files. It includes imports inside functions and imports for types."""
     assert not rings(module_graph())
 
 
 def test_no_rings_of_folders() -> None:
-    """No ring of the folders of a package, counted in the same way, each with what is below it. A file beside them
-    counts as itself."""
+    """The import graph has no ring of folders. A folder includes its subfolders, and a file directly in a package
+    counts as a folder."""
     graph: dict[str, set[str]] = {}
     for here, targets in module_graph().items():
         for target in targets:
@@ -236,7 +237,7 @@ def test_rings_are_found() -> None:
 
 
 def test_utils_holds_no_code() -> None:
-    """slime/utils keeps the import paths of existing plug-ins; the code behind them lives elsewhere."""
+    """slime/utils only keeps the import paths of existing plug-ins; their code is in other folders."""
     for path in files(".py"):
         if path.parts[:2] == ("slime", "utils"):
             allowed = (ast.ImportFrom, ast.Import, ast.Expr, ast.Assign)
@@ -246,7 +247,7 @@ def test_utils_holds_no_code() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_without_heavy_libraries(package: str) -> None:
     code = (
-        f"import sys; sys.modules.update(dict.fromkeys({sorted(HEAVY)!r}))\n"  # None makes an import raise
+        f"import sys; sys.modules.update(dict.fromkeys({sorted(HEAVY)!r}))\n"  # imports of None raise
         f"import {package}"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -258,7 +259,7 @@ def test_setup_py_is_short() -> None:
 
 
 def names_compared(tree: ast.AST) -> set[str]:
-    """Names of estimators and losses that a file compares something with."""
+    """Returns the names of estimators and losses that a file uses in comparisons."""
     names = {*ESTIMATORS, *LOSSES}
     found = set()
     for node in ast.walk(tree):
@@ -271,14 +272,15 @@ def names_compared(tree: ast.AST) -> set[str]:
 
 def test_no_code_compares_names_of_estimators_and_losses():
     assert names_compared(ast.parse("x = c.kind == 'gspo' or c.kind in ('grpo', 'a')")) == {"gspo", "grpo"}
-    # in benchmarks, grpo is the name of an operator
+    # benchmarks are left out, because grpo is also the name of an operator there
     looked_at = [p for p in package_files() if p.parts[0] != "rl_kernel" and p.parts[:2] != ("vime", "bench")]
     found = {str(path): names_compared(parse(path)) for path in looked_at}
     assert not {path: names for path, names in found.items() if names}
 
 
 def test_slime_names_no_engine() -> None:
-    """Flags and arguments of an engine are its backend's, in vime. Import paths that plug-ins use stay in slime."""
+    """Flags and arguments of an engine belong to its backend in vime. slime keeps only the import paths that
+    plug-ins use."""
     paths = re.compile(r"\b(vllm|sglang)_rollout\b")
     name = re.compile(r"\b(vllm|sglang)_|--(vllm|sglang)-")
     found = [

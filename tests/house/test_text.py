@@ -1,4 +1,4 @@
-"""The text rules of the house: no file is tied to one machine, hides a fault, or names a file that is not there."""
+"""The text rules of the house: no file depends on one machine, hides a fault, or names a missing file."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_forbidden_patterns_match_what_they_mean() -> None:
 
 
 def test_no_bare_or_broad_except() -> None:
-    """`except:` never; `except Exception` only where the handler raises or says beside it which border it is."""
+    """`except:` is an error. `except Exception` needs a handler that raises, or a comment that names the process
+    border."""
     hits = []
     for path in files(".py"):
         lines = (ROOT / path).read_text().splitlines()
@@ -117,7 +118,8 @@ def test_shell_scripts_stop_at_the_first_error(path: str) -> None:
 
 
 def named_paths(text: str) -> set[str]:
-    """Paths that a page claims exist: link targets, and `folder/file` in code spans. Patterns and outputs are not."""
+    """Returns the paths that a page claims exist: link targets, and `folder/file` in code spans, without patterns
+    and outputs."""
     links = re.findall(r"\]\(([^)#\s]+)", text)
     spans = re.findall(r"`([\w.-]+(?:/[\w.-]+)+/?)`", text)
     first = {p.parts[0] for p in files()} - {"runs"}

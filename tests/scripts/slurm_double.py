@@ -1,7 +1,8 @@
-"""Slurm's commands `srun` and `scontrol` as scripts/slurm/grpo.sh calls them; tasks are processes of this machine.
+"""Implements Slurm's commands `srun` and `scontrol` as scripts/slurm/grpo.sh calls them; tasks are local
+processes.
 
-Each node is a loopback address. Like Slurm, srun ends the tasks that are left --wait seconds after the first has ended,
-and its exit status is the highest of the tasks'. A node in HANGING_NODES never starts its task.
+Each node is a loopback address. As in Slurm, srun ends the remaining tasks --wait seconds after the first task
+ended, and its exit status is the highest status of a task. A node in HANGING_NODES never starts its task.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Every configuration of examples/ is planned without weights: it fits its GPUs with 5% to spare, as the table says."""
+"""Plans every configuration of examples/ without weights: each fits its GPUs with 5% to spare, as its table
+states."""
 
 import re
 from pathlib import Path
@@ -13,10 +14,10 @@ from vime.backends import parse_config, public_rows
 
 QWEN = "qwen2.5-0.5b qwen2.5-1.5b qwen2.5-7b qwen2.5-32b qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b qwen3-14b qwen3-32b"
 PREPARED = [*QWEN.split(), "qwen3-30b-a3b", "qwen3-235b-a22b", "glm-4.5-air", "glm-4.5-355b"]
-"""Models with a launcher. The large ones also have a layout for GB200."""
+"""Models with a launcher. The large models also have a layout for GB200."""
 MODELS = sorted({*PREPARED, *(status.example for status in STATUS.values())})
 SPARE = 0.02
-"""Of a GPU, beyond what the plan counts: NCCL, contexts and gaps between tensors are in it."""
+"""Share of a GPU's memory that the plan must leave free for NCCL, contexts and gaps between tensors."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,8 @@ def test_a_layout_repeats_nothing_of_the_shared_flags():
     for file in plan_examples.files():
         own = yaml.safe_load(file.read_text())
         fits = ARCHITECTURES[file.parent.name].context > shared["rollout-max-response-len"]
-        adapters = {"lr"} if "lora-rank" in own else set()  # ten times that of the weights
+        # the learning rate of adapters is ten times the one of whole weights
+        adapters = {"lr"} if "lora-rank" in own else set()
         assert shared.keys() & own.keys() == adapters | (set() if fits else {"rollout-max-response-len"}), (
             file
         )
@@ -79,7 +81,7 @@ def test_the_page_of_an_algorithm_is_short_and_names_its_test_and_curve(name):
 
 @pytest.mark.parametrize("name", ["curriculum", "dapo", "rloo", "mismatch-correction"])
 def test_algorithms_are_planned_after_a_layout(tmp_path, name):
-    """No note says that a flag of the file has no effect, and the layout stays as it was planned."""
+    """No note reports that a flag of the file has no effect, and the planned layout does not change."""
     model = plan_examples.write_model("qwen3-4b", tmp_path)
     layout = plan_examples.EXAMPLES / "qwen3-4b/colocated.yaml"
     own = plan_examples.EXAMPLES / name / "config.yaml"

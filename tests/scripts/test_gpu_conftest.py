@@ -1,4 +1,4 @@
-"""What tests/gpu/conftest.py does around the tests of its folder, in a pytest of its own that sees one GPU."""
+"""Tests the hooks of tests/gpu/conftest.py in a pytest process that sees one GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of GPU figures: what counts, what does not, and what is said of it."""
+"""The table of GPU figures: which runs count, which do not, and the text of the table."""
 
 from __future__ import annotations
 
@@ -89,9 +89,10 @@ def test_a_small_model_and_one_that_is_gone_do_not_count(tmp_path: Path) -> None
 
 
 def test_training_is_held_against_the_peak_and_the_loss_against_the_benchmark(tmp_path: Path) -> None:
-    """256 samples of 600 tokens, 512 of them answers, in 10 s. By hand: the layers of a Qwen3-4B have 3,633,315,840
-    weights, so a forward of a sample is 4.35998 TFLOP, and attention's 600 x 601 / 2 pairs 0.10635 more; of three times
-    256 such in 10 s, 343.01 TFLOP/s, the peak is 2.8833 times as much."""
+    """256 samples of 600 tokens (512 of the answer) take 10 s. By hand: the layers of a Qwen3-4B have
+    3,633,315,840 weights, so the forward pass of a sample is 4.35998 TFLOP, and attention's 600 x 601 / 2
+    pairs add 0.10635. Three times 256 such passes in 10 s are 343.01 TFLOP/s; the peak is 2.8833 times as
+    much."""
     step = {
         "perf/actor_train_tok_per_s": 15_360.0,
         "perf/actor_train_time": 10.0,
@@ -105,7 +106,7 @@ def test_training_is_held_against_the_peak_and_the_loss_against_the_benchmark(tm
         json.dumps({"machine": {"gpu": "NVIDIA H200"}, "linear": [{"case": case, "rows": [row]}]})
     )
     run = write_run(tmp_path / "a", [step, step])
-    assert values(run, bench)["loss_part"] == []  # measured on another GPU, for all we know
+    assert values(run, bench)["loss_part"] == []  # the run names no GPU to compare with
     (run / "environment.json").write_text(json.dumps({"gpus": [{"name": "NVIDIA H200"}]}))
     found = values(run, bench)
     assert found["mfu"] == [pytest.approx(0.34683, rel=1e-4)]
@@ -123,13 +124,13 @@ def test_memory_is_the_largest_of_a_step(tmp_path: Path) -> None:
         45: 500_000,
         101: 100_500,
         105: 102_000,
-    }  # step 3 is from 30 to 40 s, 10 from 100
+    }  # step 3 is from 30 to 40 s, step 10 from 100 s
     lines = [
         f"{datetime.fromtimestamp(BEGAN + s):%Y/%m/%d %H:%M:%S}.000, {gpu}, {used}"
         for s, mib in uses.items()
         for gpu, used in enumerate(
             (mib / 2, mib, 0 if s < 100 else 50_000)
-        )  # the last is of somebody who came later
+        )  # the last GPU is used by a later process
     ]
     (run / "gpu_memory.csv").write_text("\n".join(lines) + "\n2026/11/21 12:0")  # the last line was cut off
     assert values(run)["memory_growth"] == [pytest.approx(0.02)]
@@ -140,7 +141,7 @@ def test_steps_that_began_beside_others_do_not_count(tmp_path: Path) -> None:
         tmp_path / "a", [timed(update_s) for update_s in (9.0, 0.7, 0.6, 0.3, 0.2, 0.3)], colocate=False
     )
     assert values(run)["sync_disaggregated_s"] == [0.3]
-    (run / "alone_from").write_text(f"{BEGAN + 35:.0f}\n")  # step 3 had begun 5 s before
+    (run / "alone_from").write_text(f"{BEGAN + 35:.0f}\n")  # step 3 had begun 5 s earlier
     assert values(run)["sync_disaggregated_s"] == [pytest.approx(0.25)]
     (run / "alone_from").write_text(f"{BEGAN + 99:.0f}\n")
     assert values(run)["sync_disaggregated_s"] == []

@@ -1,6 +1,7 @@
-"""scripts/test-gpu.sh without GPUs: who would run which tests, what is kept, and that Ctrl-C leaves nothing behind.
+"""Runs scripts/test-gpu.sh without GPUs: which tests run on which GPU, which files are kept, and that Ctrl-C ends
+all.
 
-A shell script stands in for Python, and says how many GPUs there are.
+A shell script takes the part of Python and reports the number of GPUs.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def collected(arguments: list[str]) -> Counter[str]:
 def sleeping(script: psutil.Process, seconds: str) -> list[psutil.Process]:
     found = []
     for child in script.children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # a helper of the script, gone meanwhile
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
             if child.cmdline() == ["sleep", seconds]:
                 found.append(child)
     return found
@@ -165,7 +166,7 @@ def test_one_gpu_has_no_room_for_two_engines(environment):
 
 
 def test_a_run_that_fails_keeps_no_part_waiting(environment, tmp_path):
-    """And OUT may be said from where one stands."""
+    """OUT may also be a path relative to the current directory."""
     out = os.path.relpath(tmp_path / "out", ROOT)
     said = run({**environment, "PARTS": "smoke rollout", "TRAIN_ENDS": "1", "OUT": out}, 2, status=1)
     assert "test-gpu: failed: disaggregated" in said and "failed: rollout" not in said
@@ -182,7 +183,7 @@ def test_an_interrupt_ends_all_tests(environment, number):
         env=environment,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background tests ignore it
     )
     script, end = psutil.Process(started.pid), time.monotonic() + 30
     while len(children := sleeping(script, "300")) < 6:

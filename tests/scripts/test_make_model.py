@@ -1,4 +1,4 @@
-"""make_model.py: shapes as published, checkpoints that load, a tokenizer for every id, bytes that a seed fixes."""
+"""make_model.py: published shapes, checkpoints that load, a tokenizer for every id, bytes that a seed fixes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from slime.plan.model_shape import Shape
 from slime.rules.model_args import check_model_args
 
 ROOT = Path(__file__).resolve().parents[2]
-# Elements of all tensors of the published checkpoints, a tied head counted once. The last two were computed here.
+# Numbers of elements in all tensors of the published checkpoints; a tied head counts once. The last two were
+# computed with this project.
 EXACT = {
     "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,
@@ -83,13 +84,13 @@ def digests(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Path:
-    """qwen3-50m with its data, as the command writes it."""
+    """Returns the folder of qwen3-50m with its data, as the command writes it."""
     return make(tmp_path_factory.mktemp("models") / "50m", "--random", "--arithmetic", arch="qwen3-50m")
 
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory) -> Path:
-    """Everything of a Qwen3-4B but the weights."""
+    """Returns the folder of a Qwen3-4B without its weights."""
     return make(tmp_path_factory.mktemp("models") / "4b", "--no-weights", arch="qwen3-4b")
 
 
@@ -130,7 +131,7 @@ def test_experts_are_known(arch):
 
 @pytest.mark.parametrize("arch", SHALLOW)
 def test_tensors_are_those_of_the_weight_table(arch):
-    """Of one layer, without weights: the names and shapes that the trainer expects of such a config.json."""
+    """One layer without weights has the names and shapes that the trainer expects for such a config.json."""
     config = build_config(arch, layers=1)
     stored = {name: tensor.shape for name, tensor in stored_tensors(build_model(config, 0, "meta"))}
     said = json.loads(config.to_json_string(use_diff=False)) | {"model_type": ARCHITECTURES[arch].family}
@@ -147,7 +148,8 @@ def test_tensors_are_those_of_the_weight_table(arch):
 
 @pytest.mark.parametrize("arch", ["qwen3-tiny", "qwen3-moe-tiny", "glm-moe-tiny"])
 def test_every_token_has_an_embedding(arch):
-    """Zeros of the padding token's make gradients of an answer that holds it thousands of times larger."""
+    """If the padding token's embedding were zero, the gradients of an answer with it would be thousands of times
+    larger."""
     weight = build_model(build_config(arch), 0, "cpu").get_input_embeddings().weight.detach()
     lengths = weight.float().norm(dim=-1)
     assert lengths.min() > 0.5 * lengths.mean()
@@ -176,7 +178,7 @@ SCRIPTS = {path.stem.lower(): path for path in (ROOT / "scripts" / "models").glo
 
 @pytest.mark.parametrize("arch", sorted(SCRIPTS.keys() & ARCHITECTURES.keys()))
 def test_the_trainer_and_model_args_know_the_shape(arch):
-    """scripts/models/ has MODEL_ARGS of an architecture, and they say what its config.json says."""
+    """scripts/models/ has MODEL_ARGS of an architecture, and they agree with its config.json."""
     script = SCRIPTS[arch]
     words = subprocess.run(
         ["bash", "-c", 'source "$0"; printf "%s\\n" "${MODEL_ARGS[@]}"', str(script)],
@@ -306,7 +308,8 @@ def test_tokenizer_round_trips(big, text):
     tokenizer = AutoTokenizer.from_pretrained(big)
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
-    assert all(i < 256 or 151643 <= i < 151649 for i in ids)  # made-up words are read, never written
+    # The tokenizer reads made-up words but never writes them.
+    assert all(i < 256 or 151643 <= i < 151649 for i in ids)
 
 
 def test_chat_template(big):
@@ -337,7 +340,7 @@ def test_dtype_is_a_choice(tmp_path):
 
 
 def test_callers_random_state_is_untouched(tmp_path):
-    """Nor does it matter that OUT_DIR is there, as long as it is empty."""
+    """OUT_DIR may exist if it is empty."""
     before = torch.random.get_rng_state()
     (tmp_path / "model").mkdir()
     assert (make(tmp_path / "model", "--random") / "model.safetensors").is_file()
@@ -370,7 +373,7 @@ def test_wrong_calls(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_leaves_nothing(tmp_path):
-    """A limit on the size of files stands for the full disk: the tokenizer fits, the 5 MB of weights do not."""
+    """A limit on the size of files simulates the full disk: the tokenizer fits, the 5 MB of weights do not."""
     script = str(ROOT / "scripts" / "make_model.py")
     options = "--arch qwen3-tiny --random --device cpu"
     command = [sys.executable, script, *options.split(), str(tmp_path / "m")]

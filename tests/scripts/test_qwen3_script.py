@@ -1,4 +1,5 @@
-"""scripts/run-qwen3-4b-grpo.sh without a GPU: its flags pass `vime plan`, and what is missing is said at once."""
+"""scripts/run-qwen3-4b-grpo.sh without a GPU: `vime plan` accepts its flags, and it reports missing inputs at
+once."""
 
 from __future__ import annotations
 
@@ -36,13 +37,14 @@ PLANS_HERE = """#!/bin/sh
 [ "$2 $3 $4" = "-m vime plan" ] || exec "$REAL_PYTHON" "$@"
 printf '%s\\0' "$PWD" "$@" >"$0.told"
 """
-"""An interpreter for all but the plan itself, whose imports take 7 s: that runs in the process of the tests."""
+"""A Python interpreter that only records the arguments of `vime plan`, whose imports take 7 s. The test process
+plans."""
 
 
 def launch(
     *flags: str, path: str = "", script: Path = ROOT / "scripts" / "run-qwen3-4b-grpo.sh", **given: str
 ) -> subprocess.CompletedProcess[str]:
-    """The script with these variables and no others of its own; `path` is a folder that comes first on PATH."""
+    """Runs the script with no variables of its own except `given`; `path` is a folder that comes first on PATH."""
     inherited = {k: v for k, v in os.environ.items() if k not in ASKED and not k.startswith("RAY_")}
     with tempfile.TemporaryDirectory() as folder:
         python = Path(folder, "python")
@@ -59,7 +61,7 @@ def launch(
 
 
 def planned(done: subprocess.CompletedProcess[str], folder: str, argv: list[str]) -> None:
-    """Run `vime plan` as the script would, and add to `done` what it prints."""
+    """Runs `vime plan` as the script would, and adds its output to `done`."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         done.returncode = cli.main(argv)
@@ -101,7 +103,7 @@ DAPO = {"prompt": CHAT, "reward_model": {"ground_truth": "2"}, "data_source": "m
     ],
 )
 def test_plan_of_the_flags(tiny, tmp_path, mode, gpus, name, row, lines):
-    """Both modes, the layouts of GSM8K and DAPO-Math-17k; a flag that is given again wins."""
+    """Both modes plan the layouts of GSM8K and DAPO-Math-17k; the last value of a repeated flag wins."""
     data = write(tmp_path / name, row)
     out = tmp_path / "out"
     done = launch(
@@ -122,7 +124,8 @@ def test_plan_of_the_flags(tiny, tmp_path, mode, gpus, name, row, lines):
 
 
 def test_without_a_model_it_is_loudly_a_smoke_run(tmp_path):
-    """Nothing given: random weights of the true shape, sums in the prompt-and-label layout, nothing saved."""
+    """Without inputs, the script uses random weights of the true shape and sums as prompts and labels, and saves
+    nothing."""
     done = launch(PLAN="1", OUT=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "PLAN: NUM_GPUS not given and no GPU here, planned for the 8 of examples/qwen3-4b/" in done.stderr
@@ -141,7 +144,8 @@ def test_without_a_model_it_is_loudly_a_smoke_run(tmp_path):
 
 @pytest.mark.slow
 def test_a_plan_for_gpus_that_are_not_here(tmp_path):
-    """The script hands the option on; of an engine flag that it sets, too, the one that was given is left."""
+    """The script passes the option to `vime plan`. If the user gives an engine flag that the script also sets,
+    one is left."""
     flags = ("--gpu-memory-gib", "80", "--vllm-gpu-memory-utilization", "0.3")
     done = launch(*flags, PLAN="1", NUM_GPUS="2", OUT=str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -149,13 +153,15 @@ def test_a_plan_for_gpus_that_are_not_here(tmp_path):
     assert "  fits a GPU of 80 GiB: 7.49 GiB of weights in 24.00 GiB, 0.3 of it" in done.stdout
     assert done.stdout.count("vLLM --gpu-memory-utilization") == 1
     done = launch(*flags, PLAN="1", NUM_GPUS="2", OUT=str(tmp_path), MODE="disaggregated")
-    assert "memory: --optimizer-cpu-offload --optimizer-offload-fraction" in done.stderr  # the launcher chose
+    # the launcher chose these flags
+    assert "memory: --optimizer-cpu-offload --optimizer-offload-fraction" in done.stderr
     assert "\n  fits a GPU of 80 GiB\n" in done.stdout
 
 
 @pytest.mark.slow
 def test_a_smoke_run_and_a_real_one_share_no_folder(tiny, tmp_path):
-    """Without OUT; seen from a folder of links, as the default is one beside the scripts."""
+    """Both runs have no OUT. The script starts in a folder of links, because the default OUT is next to the
+    scripts."""
     for entry in ("scripts", "examples", "rl_kernel", "slime", "vime"):
         (tmp_path / entry).symlink_to(ROOT / entry)
     script = tmp_path / "scripts" / "run-qwen3-4b-grpo.sh"
@@ -203,7 +209,7 @@ def test_what_is_wrong_is_said_at_once(tiny, monkeypatch, given, message):
 
 
 def test_a_model_with_experts_is_refused(tmp_path):
-    """Its flags are those of a dense model; a config.json that is none is refused as well."""
+    """The script's flags are for a dense model. A file that is not a model's config.json is an error as well."""
     data = write(tmp_path / "d.jsonl", GSM8K)
     given = {"PLAN": "1", "MODEL": str(tmp_path), "DATA": str(data)}
     for number in ("num_experts", "n_routed_experts"):
@@ -268,7 +274,7 @@ fi
     ],
 )
 def test_what_it_finds_of_gpus(tmp_path, answer, given, out, err):
-    """An nvidia-smi that answers as on a host with two GPUs, or with a broken driver."""
+    """The nvidia-smi double answers as on a host with two GPUs, or with a broken driver."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text(answer)
     smi.chmod(0o755)
@@ -285,7 +291,8 @@ case "$*" in
     *) exec "$REAL_PYTHON" "$@" ;;
 esac
 """
-"""A Python that says what `vime plan` is asked for, a flag a line. Asked in this process, it imports vLLM once."""
+"""A Python interpreter that prints the flags of `vime plan`, one per line. The test process plans, which imports
+vLLM once."""
 
 
 @pytest.mark.parametrize(
@@ -306,9 +313,7 @@ def test_a_plan_is_for_the_gpus_that_are_there_or_given(tiny, tmp_path, capsys, 
     paths = {"MODEL": str(tiny / "base"), "DATA": str(data), "PYTHON": str(tmp_path / "told")}
     done = launch(*flags, path=str(tmp_path), PLAN="1", **paths, **given)
     assert done.returncode == 0 and "planned for 2" not in done.stderr, done.stderr
-    asked = done.stdout[
-        done.stdout.index("--device\n") :
-    ].splitlines()  # what comes before it is nvidia-smi's
+    asked = done.stdout[done.stdout.index("--device\n") :].splitlines()  # after nvidia-smi's output
     assert cli.main(["plan", *asked]) == 0
     printed = capsys.readouterr().out
     assert f"{ranks} rank{'s' if ranks > 1 else ''}: tensor parallel" in printed, printed
@@ -319,7 +324,7 @@ LAUNCHERS = sorted(path.stem for path in (ROOT / "scripts").glob("run-*-grpo.sh"
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_every_launcher_has_the_same_help_and_a_folder_of_examples(name):
-    """A launcher is one line; all that it does is in scripts/lib/launch.sh."""
+    """A launcher is one line; scripts/lib/launch.sh has all of its code."""
     done = subprocess.run(["bash", f"scripts/{name}.sh", "--help"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and f"bash scripts/{name}.sh --lr 2e-6" in done.stdout
     assert len((ROOT / f"scripts/{name}.sh").read_text().splitlines()) <= 5
@@ -377,7 +382,7 @@ def test_learning_curves_ask_for_a_gpu_before_anything_else():
 
 
 def test_the_run_itself_gets_the_flags(tiny, tmp_path):
-    """Up to the first refusal of `vime train`: nothing is started."""
+    """The run ends at the first error of `vime train`, before it starts anything."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text(SMI)
     smi.chmod(0o755)

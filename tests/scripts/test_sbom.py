@@ -1,4 +1,5 @@
-"""Bills of materials of the lock files: complete, up to date, and with the licences of the packages' metadata."""
+"""The bills of materials of the lock files are complete and up to date, and have the licences of the packages'
+metadata."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def test_cpu_locks_accept_the_cpu_builds_of_torch() -> None:
             "BSD License",
         ),
         ("Classifier: License :: OSI Approved :: MIT License\nClassifier: License :: ISC License", "MIT OR ISC"),
-        ("Summary: nothing", "MIT"),  # its licence file
+        ("Summary: nothing", "MIT"),  # the package has a licence file
     ],
 )  # fmt: skip
 def test_licence_of_a_packages_metadata(tmp_path: Path, lines: str, licence: str) -> None:

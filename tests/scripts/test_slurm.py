@@ -1,6 +1,6 @@
-"""scripts/slurm/ with real Ray on two loopback addresses and a double of Slurm.
+"""Runs scripts/slurm/ with real Ray on two loopback addresses and a double of Slurm.
 
-Tests hold the exit status, the token, the names of missing nodes, and that no process is left.
+The tests check the exit status, the token, the names of missing nodes, and that no process is left.
 """
 
 from __future__ import annotations
@@ -72,19 +72,19 @@ def job_dir(tmp_path: Path) -> Path:
 
 
 def left_over(folder: Path) -> list[str]:
-    """Command lines of the processes that have the job's token file in their environment."""
+    """Returns the command lines of the processes that have the job's token file in their environment."""
     found = []
     for process in Path("/proc").iterdir():
         try:
             if process.name.isdigit() and str(folder).encode() in (process / "environ").read_bytes():
                 found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:150])
         except OSError:
-            pass  # it has ended
+            pass  # the process has ended
     return found
 
 
 def assert_no_orphans(folder: Path) -> None:
-    end = time.monotonic() + 60  # helpers of Ray notice the end of their parent in their own time
+    end = time.monotonic() + 60  # Ray's helpers need some time to notice the end of their parent
     while left_over(folder) and time.monotonic() < end:
         time.sleep(0.2)
     assert left_over(folder) == []
@@ -122,7 +122,7 @@ def test_a_first_node_that_never_starts_is_named(job, tmp_path: Path) -> None:
 
 
 def test_only_the_user_can_read_the_token(job, tmp_path: Path) -> None:
-    """srun here fails at once, as it does for a node that is down: the job's folder and token are there by then."""
+    """srun fails at once here, as for a node that is down. The job's folder and token exist by then."""
     seen = tmp_path / "seen"
     (tmp_path / "bin" / "srun").write_text(f'#!/bin/sh\ncp -p "$JOB_DIR/token" {seen}\nexit 3\n')
     done = job()

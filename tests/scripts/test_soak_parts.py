@@ -1,4 +1,4 @@
-"""What a soak judges: growth of memory, files and threads; its report; and the proxy that loses replies."""
+"""Tests the parts of a soak: growth of memory, files and threads; its report; and the proxy that loses replies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from slime.tracking.events import Events
 
 
 def life(process: int, percent: float, *, steps: int = 160, level: int = 400_000) -> Iterator[Reading]:
-    """A process whose memory grows by `percent` per 100 steps after a steep start; steps allocate and free."""
+    """Returns the readings of a process whose memory grows by `percent` per 100 steps after a steep start. Each
+    step allocates and frees memory."""
     chance = random.Random(process)
     for step in range(steps):
         start = 0.8 + 0.2 * min(step, 40) / 40
@@ -106,7 +107,8 @@ def test_the_record_says_what_failed(tmp_path: Path) -> None:
 
 
 def test_a_recovery_waits_for_what_ran_at_the_fault() -> None:
-    """The batch that was cut before the fault does not count, nor, with --max-staleness 1, the next."""
+    """The batch that was cut before the fault does not count as recovered. With --max-staleness 1, the next does
+    not either."""
     seen = soak.Progress(
         steps=[(0, 5.0), (1, 11.0), (2, 14.0), (3, 20.0)], batches=[(1, 9.0), (2, 12.0), (3, 19.0)]
     )
@@ -123,7 +125,7 @@ def test_the_plan_has_every_fault_before_the_quiet_steps(tmp_path: Path) -> None
 
 @pytest.fixture
 def proxy(tmp_path: Path) -> Iterator[Proxy]:
-    """In front of a server that answers each line with the same line."""
+    """Starts the proxy in front of a server that answers each line with the same line."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
@@ -140,7 +142,7 @@ def proxy(tmp_path: Path) -> Iterator[Proxy]:
 
 
 def asked(proxy: Proxy, tmp_path: Path, timeout_s: float = 5.0) -> bytes:
-    """What a new connection gets before it ends, or the whole line."""
+    """Returns the bytes that a new connection gets before it ends, or the whole line."""
     port = int((tmp_path / "proxy.url").read_text().rpartition(":")[2])
     got = b""
     with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as client:
