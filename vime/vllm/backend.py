@@ -1,6 +1,6 @@
-"""vLLM behind vllm-router, as one object: its flags, what slime must know about its engines, and their start.
+"""The rollout backend of vLLM behind vllm-router: its flags, its rules, the facts about its engines, and their start.
 
-Light to import: vLLM, Ray and torch are loaded by the functions that need them.
+The import is light: the functions that need vLLM, Ray or torch import them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 def int_or_auto(text: str) -> int | str:
-    """The value of --vllm-server-concurrency."""
+    """Parses the value of --vllm-server-concurrency."""
     return text if text == "auto" else int(text)
 
 
 ENGINE_SHARE = 0.92
-"""vLLM's own --gpu-memory-utilization."""
+"""Default of vLLM's --gpu-memory-utilization."""
 CONCURRENCY = FlagSpec(
     "vllm_server_concurrency",
     int_or_auto,
@@ -64,7 +64,7 @@ UNSUPPORTED = {
     ),
     "slime_router_health_check_failure_threshold": Unsupported(3, "use --router-health-failure-threshold"),
 }
-"""Flags of slime's own router, for every backend."""
+"""Flags of slime's own router, which no backend supports."""
 WITHOUT_ROUTER = {
     "slime_router_timeout": FlagSpec("slime_router_timeout", str, None, _DEADLINE),
     "slime_router_max_connections": FlagSpec(
@@ -80,7 +80,7 @@ WITHOUT_ROUTER = {
         "the engine's own router is always used; tokens and log-probs pass through it",
     ),
 }
-"""The same, without effect."""
+"""Flags of slime's own router that have no effect, with the reason."""
 NO_EFFECT = {
     "vllm_router_request_timeout_secs": FlagSpec("vllm_router_request_timeout_secs", str, None, _DEADLINE),
     "vllm_weight_sync_mode": FlagSpec(
@@ -100,7 +100,7 @@ _CONTEXT_PARALLEL = ("prefill_context_parallel_size", "decode_context_parallel_s
 
 
 def engine_facts(args: dict[str, Any]) -> EngineFacts:
-    """What slime must know about engines with these arguments, which have vLLM's names."""
+    """Returns the facts about engines with these arguments (vLLM's names) that slime needs."""
     return EngineFacts(
         project="vLLM",
         router="vllm-router",
@@ -120,18 +120,21 @@ def engine_facts(args: dict[str, Any]) -> EngineFacts:
 
 
 def _context(limit: object) -> int | None:
-    """--vllm-max-model-len. With auto or -1, vLLM takes the tokens that its memory holds."""
+    """Returns --vllm-max-model-len as a number of tokens, or None.
+
+    With auto or -1, vLLM chooses the length that its memory can hold.
+    """
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def check_concurrency(config: Config) -> None:
-    """--vllm-server-concurrency is a number of requests."""
+    """Checks that --vllm-server-concurrency is above 0."""
     if config.engine.server_concurrency <= 0:
         raise ValueError(f"--vllm-server-concurrency must be above 0, got {config.engine.server_concurrency}")
 
 
 class VllmBackend:
-    """A `slime.rollout_backend.RolloutBackend`."""
+    """Implements `slime.rollout_backend.RolloutBackend` with vLLM."""
 
     name = "vllm"
     specs = {spec.name: spec for spec in (CONCURRENCY, INVARIANT, ROUTER_IP, ROUTER_PORT)}
@@ -156,11 +159,11 @@ class VllmBackend:
     )
 
     def translate(self, groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
-        """SGLang's flags become vLLM's."""
+        """Translates SGLang's flags into vLLM's flags."""
         return translate_sglang(groups)
 
     def fields(self, own: dict[str, object], given: dict[str, Any]) -> dict[str, object]:
-        """The engine section. Hooks find vLLM's arguments in their `args` as vllm_NAME."""
+        """Returns the fields of the engine section. Hooks find vLLM's arguments in their `args` as vllm_NAME."""
         args = given.get("backend_args", {})
         concurrency = own.get(CONCURRENCY.name, CONCURRENCY.default)
         if adapts := concurrency == "auto":
@@ -188,11 +191,11 @@ class VllmBackend:
         }
 
     def remarks(self, config: Config) -> Iterator[str]:
-        """Notes on engines. ValueError for a vLLM that is too old."""
+        """Yields notes on the engines. Raises ValueError for a vLLM that is too old."""
         return flags.remarks(config)
 
     def rows(self) -> Iterator[Row]:
-        """Every flag of vLLM and vllm-router (imports both), and the flags of SGLang that are translated."""
+        """Yields every flag of vLLM and vllm-router (imports both), and the flags of SGLang that are translated."""
         for owner in (flags.VLLM, flags.ROUTER):
             yield from owner.rows()
         for name, target in targets().items():
@@ -206,7 +209,7 @@ class VllmBackend:
             }
 
     def command_lines(self, config: Config) -> Iterator[str]:
-        """The server's own command-line option for each engine and router flag."""
+        """Yields the server's own command-line option for each engine and router flag."""
         for tokens in pair_up(config.engine.backend_argv):
             yield f"{'--vllm-' + tokens[0][2:]:<40} vLLM {' '.join(tokens)}"
         spec = VllmSpec(**flags.engine_settings(config), run_key="", log_path="")
@@ -218,15 +221,16 @@ class VllmBackend:
             yield f"{'--router-' + tokens[0][2:]:<40} vllm-router {' '.join(tokens)}"
 
     def require_reachable(self, config: Config) -> None:
-        """The engines and the router that were started apart answer, and the router is for this run alone. Engines on
-        CPUs can compute the model."""
-        fp8.check_on_cpu(config)  # not in `rules`: a plan for GPUs is made on CPUs, too
+        """Checks that external engines and an external router answer, and that only this run uses the router. Also
+        checks that engines on CPUs can compute the model."""
+        # This check is not in `rules`, because a plan for GPUs can be made on a machine with CPUs only.
+        fp8.check_on_cpu(config)
         external.require_reachable(config)
 
     def pool(
         self, config: Config, placed: Placement, source: WeightSource | None, model: ServedModel
     ) -> EnginePool:
-        """The engines of a model and their router, not started yet."""
+        """Returns the engines of a model and their router. They are not started yet."""
         from vime.pool.launch import make_pool
         from vime.vllm.pool import VllmEnginePool, kind_for
 
@@ -235,7 +239,7 @@ class VllmBackend:
             "temperature": model.temperature,
             "scores": model.frozen,
         }
-        if model.frozen:  # no adapter is for it
+        if model.frozen:  # no adapter belongs to a frozen model
             own |= {"lora_rank": 0, "keeps_weights": False, "bitwise": ()}
         return make_pool(
             VllmEnginePool,

@@ -1,7 +1,7 @@
-"""Reasoning and tool calls in the model's text, found by vLLM's own parsers.
+"""Finds reasoning and tool calls in the model's text with vLLM's own parsers.
 
---vllm-tool-call-parser and --vllm-reasoning-parser name them, as for vLLM's chat endpoint. vLLM is imported by the
-first session that needs them.
+--vllm-tool-call-parser and --vllm-reasoning-parser name the parsers, as for vLLM's chat endpoint. The first session
+that needs a parser imports vLLM.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from vllm.tokenizers import TokenizerLike
 
 _HARMONY = "openai_gptoss"
-"""The reasoning parser of gpt-oss, whose text vLLM reads with a parser of its own."""
+"""Name of the reasoning parser of gpt-oss. vLLM reads this model's text with a separate parser."""
 
 
 def make_parser(args: Namespace, tokenizer: PreTrainedTokenizerBase) -> ChatParser:
-    """The parser that the flags in the `args` of a hook name; without a name, the text is the content. ValueError for a
-    name that vLLM does not have, and for a tokenizer that lacks the tokens of the format."""
+    """Returns the parser that the flags in the `args` of a hook name. If the flags name none, the whole text is the
+    content.
+
+    Raises ValueError for a name that vLLM does not have, and for a tokenizer that lacks the tokens of the format.
+    """
     tools: str | None = getattr(args, "vllm_tool_call_parser", None)
     reasoning: str | None = getattr(args, "vllm_reasoning_parser", None)
     if not tools and not reasoning:
@@ -35,7 +38,7 @@ def make_parser(args: Namespace, tokenizer: PreTrainedTokenizerBase) -> ChatPars
 
 
 class VllmChatParser:
-    """A `slime.sessions.messages.ChatParser`."""
+    """Implements `slime.sessions.messages.ChatParser` with vLLM's parsers."""
 
     plain = False
 
@@ -50,9 +53,8 @@ class VllmChatParser:
             from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
             from vllm.parser import ParserManager
 
-        self._request = (
-            ChatCompletionRequest  # imported here: that takes seconds, and the first answer must not wait
-        )
+        # Imported here, because the import takes seconds and must not delay the first answer.
+        self._request = ChatCompletionRequest
         self._tokenizer, self._kwargs = tokenizer, template_kwargs
         self.tools = tools is not None
         try:
@@ -72,7 +74,7 @@ class VllmChatParser:
             ) from error
 
     def _new(self, tools: Tools) -> Parser:
-        """A parser keeps what it has read, so each answer gets its own."""
+        """Returns a new parser. A parser keeps the text that it has read, so each answer gets its own parser."""
         # vLLM's protocol of tokenizers is narrower than transformers' class, which its own server passes
         tokenizer = cast("TokenizerLike", self._tokenizer)
         return self._class(tokenizer, tools, chat_template_kwargs=self._kwargs)
@@ -80,7 +82,7 @@ class VllmChatParser:
     def parse(
         self, text: str, token_ids: list[int], prompt_ids: list[int], messages: list[Message], tools: Tools
     ) -> Reply:
-        """What vLLM's chat endpoint would answer."""
+        """Returns the reply that vLLM's chat endpoint would send."""
         body = {"messages": [{"role": "user", "content": ""}], "tools": tools or None}
         request = self._request.model_validate(body)
         parser = self._new(request.tools or [])

@@ -1,7 +1,7 @@
-"""Requests completions through the router: slime's RolloutEngine over /v1/completions of our servers (group_wire).
+"""Requests completions through the router: implements slime's RolloutEngine over /v1/completions of our servers.
 
-Owns the translation of sampling parameters, and the check that every token has a log-prob. Samples that are asked for
-at the same moment with the same prompt travel in one request: a group costs one.
+Owns the translation of sampling parameters and the check that every token has a log-prob. Requests for the same prompt
+that start at the same moment become one HTTP request, so a group costs one request. See group_wire for the format.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ from vime.vllm.group_wire import (
 from vime.vllm.worker import routed_experts
 
 _OWN = ("max_tokens",)
-"""Parameters, beside the seed, that samples of one request may differ in."""
+"""Parameters, in addition to the seed, that may differ between a request's samples."""
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class VllmEngineClient(RouterClient):
-    """RolloutEngine over vllm-router at `router_url`, e.g. "http://127.0.0.1:3000". With the name of an `adapter` that
-    the engines have, it is the model of all requests, and none of other adapters is touched."""
+    """Implements RolloutEngine over vllm-router at `router_url`, e.g. "http://127.0.0.1:3000".
+
+    With the name of an `adapter` that the engines have, all requests use this adapter. Other adapters' requests are not
+    affected.
+    """
 
     streams = True
 
@@ -67,16 +70,16 @@ class VllmEngineClient(RouterClient):
         session: str | None = None,
         on_tokens: OnTokens | None = None,
     ) -> GenerateResult:
-        """Sample one completion of `token_ids`.
+        """Samples one completion of `token_ids`.
 
         The log-probs are in nats. They belong to the distribution that the tokens were sampled from: after temperature,
         and after top-k, top-p, min-p and penalties if these are set. The same seed gives the same sample on the same
         weights, if the engine's numbers do not depend on its batch. The text keeps the stop string unless
         `no_stop_trim` is False.
 
-        Connection faults, lost answers (`SILENT_S`) and HTTP 5xx, 408, 425 and 429 are retried. TimeoutError when
-        `deadline_s` seconds (--rollout-deadline-s) end without a completion. ValueError, with the engine's answer, for
-        any other status.
+        Connection faults, lost answers (`SILENT_S`) and HTTP 5xx, 408, 425 and 429 are retried. Raises TimeoutError
+        when `deadline_s` seconds (--rollout-deadline-s) pass without a completion. Raises ValueError, with the engine's
+        answer, for any other status.
         """
         shared, own = request_fields(sampling_params, seed)
         shared |= self._of_adapter
@@ -98,9 +101,11 @@ class VllmEngineClient(RouterClient):
     async def score(
         self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
     ) -> ScoreResult:
-        """Log-probs of given tokens, see `slime.protocols.RolloutEngine`. vLLM makes one token more, so they must leave
-        room for it in the engine's context. It gives log-probs of at most --max-logprobs tokens at a place. Faults: see
-        `generate`."""
+        """Returns log-probs of given tokens; see `slime.protocols.RolloutEngine`.
+
+        vLLM generates one more token, so the engine's context must have room for it. vLLM returns log-probs of at most
+        --max-logprobs tokens per position. `generate` describes the errors.
+        """
         check_start(start, token_ids)
         shared: dict[str, object] = {SCORE_FIELD: start, TOP_FIELD: top_k} | self._of_adapter
         answer = await self._until(
@@ -119,8 +124,11 @@ class VllmEngineClient(RouterClient):
         )
 
     async def abort_all(self) -> None:
-        """Abort every running request, of the adapter if there is one, on every engine of the router. Each request
-        returns the tokens that it has."""
+        """Aborts every running request on every engine of the router. With an adapter, aborts only the adapter's
+        requests.
+
+        Each aborted request returns the tokens that it has.
+        """
         await self._on_all("/abort_requests", {}, self._headers)
 
     def _join(
@@ -131,7 +139,7 @@ class VllmEngineClient(RouterClient):
         session: str | None,
         on_tokens: OnTokens | None = None,
     ) -> asyncio.Future[SampleAnswer]:
-        """Add a sample to the request that leaves when the tasks that are ready now have run."""
+        """Adds a sample to the request that is sent when the tasks that are ready now have run."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._send_waiting)
@@ -153,7 +161,7 @@ class VllmEngineClient(RouterClient):
                 future.add_done_callback(partial(_end_with, task, request.futures))
 
     async def _send(self, request: _Request) -> None:
-        """Hand each sample's answer, or what went wrong, to the one who waits for it."""
+        """Sends the request. Gives each sample's answer or error to the future that waits for it."""
         try:
             await self._exchange(request)
             missing = sum(not future.done() for future in request.futures)
@@ -169,7 +177,7 @@ class VllmEngineClient(RouterClient):
 
     async def _exchange(self, request: _Request) -> None:
         url = f"{self.router_url}/v1/completions"
-        # vllm-router passes the pieces of a stream on as they come
+        # vllm-router forwards each piece of a stream when it arrives
         body = {
             "model": SERVED_MODEL_NAME,
             "prompt": request.token_ids,
@@ -194,7 +202,7 @@ class VllmEngineClient(RouterClient):
 
 @dataclass
 class _Request:
-    """One request to be: its prompt, its samples, and who waits for each of them."""
+    """A request that is not sent yet: its prompt, its samples, and the futures that wait for the samples."""
 
     token_ids: list[int]
     samples: GroupParams
@@ -205,7 +213,7 @@ class _Request:
 
 @dataclass
 class _Parts:
-    """The tokens that a sample has so far."""
+    """The tokens of a sample that have arrived so far."""
 
     on_tokens: OnTokens | None
     known: int = 0
@@ -218,7 +226,7 @@ class _Parts:
 
 
 def _end_with(task: asyncio.Task[None], futures: list[asyncio.Future[SampleAnswer]], _: object) -> None:
-    """End a request that nobody waits for any longer: the engine stops computing it."""
+    """Cancels a request that no future waits for. The engine then stops computing it."""
     if all(future.done() for future in futures) and any(future.cancelled() for future in futures):
         task.cancel()
 
@@ -226,16 +234,22 @@ def _end_with(task: asyncio.Task[None], futures: list[asyncio.Future[SampleAnswe
 def request_fields(
     sampling_params: dict[str, object], seed: int
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """What the samples of a request share, and what one sample has of its own, under vLLM's names. For a parameter that
-    is None, the engine uses its neutral default."""
+    """Splits sampling parameters, under vLLM's names, into those that a request's samples share and those of one
+    sample.
+
+    For a parameter that is None, the engine uses its neutral default.
+    """
     given = {NAMES[name]: value for name, value in checked(sampling_params).items()}
     own = {"seed": seed} | {name: given.pop(name) for name in _OWN if name in given}
     return {"include_stop_str_in_output": True, **given}, own
 
 
 def result_of(answer: SampleAnswer, prompt_tokens: int, experts_from: int | None) -> GenerateResult:
-    """Convert an engine's answer. ValueError when the engine refused the sample, when a token has no log-prob, or when
-    the finish reason is unknown. DivergedError when a log-prob is NaN."""
+    """Converts an engine's answer.
+
+    Raises ValueError when the engine refused the sample, when a token has no log-prob, or when the finish reason is
+    unknown. Raises DivergedError when a log-prob is NaN.
+    """
     if answer.error is not None:
         raise ValueError(f"the engine must accept the request, got {answer.error}")
     token_ids = np.frombuffer(answer.token_ids, np.int32)

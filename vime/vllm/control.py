@@ -1,4 +1,4 @@
-"""The control routes of one vLLM server. Each call is one blocking request.
+"""Calls a vLLM server's control routes. Each call is one blocking request.
 
 vLLM serves these routes only with VLLM_SERVER_DEV_MODE=1 in its environment.
 """
@@ -15,19 +15,19 @@ from vime.vllm.versions import finish_body
 from vime.vllm.worker.middleware import NEW_VERSION_HEADER, VERSIONS_HEADER
 
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-"""Of its page of metrics: one value for each engine process of the server."""
+"""Names of the gauges that are read from the server's /metrics page. Each gauge has one value per engine process."""
 _QUICK_S = 30.0
 _SLOW_S = 600.0
 
 
 class VllmControl:
-    """A `vime.pool.control.Control` of the server at `url`, e.g. "http://127.0.0.1:8000".
+    """Implements `vime.pool.control.Control` for the server at `url`, e.g. "http://127.0.0.1:8000".
 
-    With the name of an `adapter`, updates and versions are the adapter's, and updates of others are waited for.
-    Thread-safe: one connection per call.
+    With the name of an `adapter`, updates and versions belong to this adapter, and an update waits until other
+    adapters' updates have ended. The class is thread-safe: each call opens one connection.
 
-    Every method but `is_healthy` raises ControlError when the engine answers with an error, and OSError when the engine
-    does not answer in time.
+    Every method except `is_healthy` raises ControlError when the engine answers with an error, and OSError when the
+    engine does not answer in time.
     """
 
     def __init__(self, url: str, run_key: str, adapter: str = "") -> None:
@@ -36,8 +36,8 @@ class VllmControl:
         self._run_key = run_key
 
     def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop generating. `mode` says what happens to running requests: they are frozen until `resume` (keep), ended
-        with the tokens that they have (abort), or finished first (wait)."""
+        """Stops generating. Running requests are frozen until `resume` (mode keep), ended with the tokens that they
+        have (abort), or finished first (wait)."""
         self._post("/pause", query={"mode": mode}, timeout_s=_SLOW_S)
 
     def resume(self) -> None:
@@ -50,12 +50,12 @@ class VllmControl:
         self._post("/update_weights", {"update_info": update_info}, timeout_s=_SLOW_S)
 
     def finish_weight_update(self, version: int) -> None:
-        """End the update and make `version` the live version. Later answers carry `version`."""
+        """Ends the update and makes `version` the live version. Later answers carry `version`."""
         headers = {NEW_VERSION_HEADER: str(version)}
         self._post("/finish_weight_update", finish_body(version), headers=headers, timeout_s=_SLOW_S)
 
     def reset_prefix_cache(self) -> None:
-        """Drop all cached keys and values. Running requests compute theirs again when they continue."""
+        """Drops all cached keys and values. Running requests compute theirs again when they continue."""
         answer = self._post(
             "/reset_prefix_cache", query={"reset_running_requests": "true"}, timeout_s=_SLOW_S
         )
@@ -63,34 +63,37 @@ class VllmControl:
             raise ControlError(f"engine {self.url} must drop its prefix cache, got {answer.decode()}")
 
     def sleep(self, level: int, mode: PauseMode = "keep") -> None:
-        """Free device memory with vLLM's sleep mode. Keys and values are dropped. Level 1 moves the weights to host
+        """Frees device memory with vLLM's sleep mode. Keys and values are dropped. Level 1 moves the weights to host
         memory, and level 2 drops the weights."""
         self._post("/sleep", query={"level": str(level), "mode": mode}, timeout_s=_SLOW_S)
 
     def wake(self, tags: Sequence[Literal["weights", "kv_cache"]] = ()) -> None:
-        """Allocate device memory again, for the parts in `tags` or for all parts. After level 2 the weights are
+        """Allocates device memory again, for the parts in `tags` or for all parts. After level 2 the weights are
         undefined until an update loads them."""
         self._post("/wake_up", query=[("tags", tag) for tag in tags], timeout_s=_SLOW_S)
 
     def weight_version(self) -> int:
-        """Version of the live weights; -1 means the weights of the checkpoint, without an adapter."""
+        """Returns the version of the live weights. -1 means the weights of the checkpoint, without an adapter."""
         response, _ = request(
             self.url, self._run_key, "GET", "/health", headers=self._headers, timeout_s=_QUICK_S
         )
         return int(response.headers[VERSIONS_HEADER].split(",")[-1])
 
     def is_healthy(self, timeout_s: float) -> bool:
-        """Whether /health answers 200 within `timeout_s`."""
+        """Returns True if /health answers 200 within `timeout_s`."""
         return answers(self.url, self._run_key, "/health", timeout_s=timeout_s)
 
     def model(self) -> str:
-        """The folder of the checkpoint that the server was started with."""
+        """Returns the folder of the checkpoint that the server was started with."""
         _, answer = request(self.url, self._run_key, "GET", "/v1/models", timeout_s=_QUICK_S)
         return str(json.loads(answer)["data"][0]["root"])
 
     def load(self) -> Load | None:
-        """From the server's own gauges: sums over its engine processes, and the mean share of their caches. None from a
-        server without gauges (--vllm-disable-log-stats)."""
+        """Returns the load from the server's gauges: sums over its engine processes, and the mean usage of their KV
+        caches.
+
+        Returns None for a server without gauges (--vllm-disable-log-stats).
+        """
         _, page = request(self.url, self._run_key, "GET", "/metrics", timeout_s=_QUICK_S)
         found: dict[str, list[float]] = {name: [] for name in GAUGES}
         for line in page.decode().splitlines():

@@ -1,6 +1,5 @@
-"""A vllm-router that was started apart from the run. The run adds and removes its engines there, and starts its own
-process for plug-ins (vime.sglang_api.gateway) in front of it.
-"""
+"""Uses a vllm-router that runs outside the run. The run adds and removes its engines at this router, and starts its own
+process for plug-ins (vime.sglang_api.gateway) in front of the router."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ from vime.vllm.router import VllmRouter
 
 
 class ExternalRouter(VllmRouter):
-    """The process of this object is the gateway. If the router ends, `start` and `wait_ready` wait for a new one."""
+    """Supervises the gateway process of an external router. If the router ends, `start` and `wait_ready` wait for a new
+    router."""
 
     name = "the router that was started apart, or its gateway,"
 
@@ -37,18 +37,18 @@ class ExternalRouter(VllmRouter):
         return self.spec.url
 
     def is_ready(self) -> bool:
-        """Whether the router answers through the gateway."""
+        """Returns True if the router answers through the gateway."""
         return answers(self.spec.gateway_url, self.spec.run_key, self.ready_path, timeout_s=5)
 
     def poll(self) -> int | None:
-        """None while the gateway runs and the router listens, as far as this host can see."""
+        """Returns None while the gateway runs and the router listens, as far as this host can detect."""
         if (status := super().poll()) is not None:
             return status
         host, port = self.spec.host, self.spec.port
         return None if accepts(host, port) and not is_strangers(host, port, self.spec.run_key) else 1
 
     def remove_all(self) -> None:
-        """Take out every engine, for the router outlives this run."""
+        """Removes every engine, because the router outlives this run."""
         with contextlib.suppress(RuntimeError, OSError, http.client.HTTPException):
             for url in self.engines():
                 self.remove(url)

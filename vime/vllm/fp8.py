@@ -1,8 +1,8 @@
-"""`--vllm-quantization`: engines that keep the weights of their linear layers and experts in blocks of fp8, beside a
-trainer of plain weights.
+"""Implements `--vllm-quantization`: engines keep the weights of their linear layers and experts in blocks of fp8, while
+the trainer keeps plain weights.
 
-Updates bring plain weights. vLLM quantises them as they arrive, as it does when it starts (online quantisation). Owns
-the flag's values, its rules, and the bytes of such a weight.
+Updates bring plain weights. vLLM quantises them on arrival, as it does at its start (online quantisation). This module
+owns the flag's values, its rules, and the bytes of a quantised weight.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from slime.models import decoder_of
 _FLAG = "--quantization"
 _BLOCKS = "fp8_per_block"
 VALUES = ("fp8", _BLOCKS)
-"""Both mean 128 x 128 blocks. vLLM itself takes "fp8" for a checkpoint that is stored in fp8."""
+"""Values of the flag. Both mean 128 x 128 blocks. vLLM itself accepts "fp8" for a checkpoint that is stored in fp8."""
 WEIGHT_BYTES = 1 + 4 / 128**2
-"""Of one fp8 value, with its share of the block's scale in float32."""
+"""Bytes of one fp8 value, with its share of the block's float32 scale."""
 _DTYPES = ("bfloat16", "float16", "half", "auto")
 
 
 def quantises(args: Mapping[str, object]) -> bool:
-    """Whether engines with these arguments, which have vLLM's names, quantise."""
+    """Returns True if engines with these arguments (vLLM's names) quantise their weights."""
     return args.get("quantization") is not None
 
 
 def in_blocks(argv: Sequence[str]) -> list[str]:
-    """Engine flags with vLLM's name of the quantisation in blocks."""
+    """Returns the engine flags with vLLM's name for quantisation in blocks."""
     return [
         _BLOCKS if before == _FLAG and token in VALUES else token
         for before, token in zip(["", *argv], argv, strict=False)
@@ -36,7 +36,7 @@ def in_blocks(argv: Sequence[str]) -> list[str]:
 
 
 def check_quantisation(config: Config) -> None:
-    """The value, the dtype of activations, and what is compared."""
+    """Checks the flag's value, the dtype of activations, and --check-weight-update-equal."""
     given = config.engine.backend_args.get("quantization")
     if given is None or not config.num_engines:
         return
@@ -70,7 +70,8 @@ def _check_model(config: Config, given: str) -> None:
 
 
 def check_on_cpu(config: Config) -> None:
-    """vLLM's kernels for experts in fp8 on CPUs need AMX instructions."""
+    """Raises ValueError for a model with experts on CPUs, because vLLM's CPU kernels for fp8 experts need AMX
+    instructions."""
     if not config.num_engines or config.cluster.device != "cpu" or not quantises(config.engine.backend_args):
         return
     if decoder_of(read_hf_config(config.rollout.hf_checkpoint)).experts:
@@ -81,7 +82,7 @@ def check_on_cpu(config: Config) -> None:
 
 
 def remarks(config: Config) -> Iterator[str]:
-    """What quantised engines cost, and the correction for it."""
+    """Yields a note on the log-prob difference of quantised engines and its correction."""
     given = config.engine.backend_args.get("quantization")
     if given is None or not config.num_engines:
         return

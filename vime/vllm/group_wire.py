@@ -1,11 +1,11 @@
-"""What travels between the client and an engine for a group of samples: one request, one frame per finished sample, and
-before it, where these are asked for, frames with the sample's tokens so far.
+"""Defines the messages between the client and an engine for a group of samples: one request, then one frame per
+finished sample. If streaming is requested, frames with a sample's new tokens come before its last frame.
 
-The request is a /v1/completions body, which vllm-router balances, with the field `SAMPLES`: a `GroupParams` record with
-vLLM's sampling parameters, those that all samples share and those of each sample (`seed`, `max_tokens`). The answer is
-a stream of frames in the order in which samples finish: `MARK`, 4 bytes with the length, little-endian, then a
-`SampleAnswer` in msgpack, in which token ids and log-probs are the bytes of arrays. A frame of length 0 says that the
-server still has the request.
+The request is a /v1/completions body, which vllm-router balances, with the field `SAMPLES`. This field is a
+`GroupParams` record with vLLM's sampling parameters: those that all samples share, and those of each sample (`seed`,
+`max_tokens`). The answer is a stream of frames in the order in which samples finish. A frame is `MARK`, 4 bytes with
+the length, little-endian, then a `SampleAnswer` in msgpack, in which token ids and log-probs are the bytes of arrays. A
+frame of length 0 means that the server still processes the request.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ import msgspec
 
 SAMPLES = "vime_samples"
 ADAPTER_FIELD = "vime_adapter"
-"""A shared parameter: the name of the adapter that answers. Without it, the base does."""
+"""Shared parameter: name of the adapter that answers. Without this parameter, the base model answers."""
 KEPT_FIELD = "vime_kept_tokens"
-"""A shared parameter: the largest set of kept ids that the answers shall hold."""
+"""Shared parameter: the largest set of kept ids that the answers must hold."""
 SCORE_FIELD = "vime_score_from"
-"""A shared parameter of a request for log-probs of the prompt: the first place."""
+"""Shared parameter of a request for log-probs of the prompt: the first position."""
 TOP_FIELD = "vime_top"
-"""A shared parameter: how many of the most probable tokens of each place the answers shall hold."""
+"""Shared parameter: number of most probable tokens per position in the answers."""
 STREAM_FIELD = "vime_stream"
-"""A shared parameter: whether frames with tokens come before a sample is finished."""
+"""Shared parameter: true if frames with tokens come before a sample is finished."""
 MARK = b"vime"
-"""What a frame begins with. The router calls every stream text/event-stream, so the content type tells nothing."""
+"""First bytes of a frame. The router labels every stream text/event-stream, so the content type cannot identify a
+frame."""
 _HEAD_BYTES = len(MARK) + 4
 ALIVE = MARK + bytes(4)
-"""The frame that a server sends every `ALIVE_S` seconds until all samples are finished."""
+"""Frame that a server sends every `ALIVE_S` seconds until all samples are finished."""
 ALIVE_S = 5.0
 SILENT_S = 30.0
-"""After so many seconds without a frame, the answer is lost. The client asks again."""
+"""Seconds without a frame after which the answer counts as lost. The client then repeats the request."""
 
 
 class GroupParams(msgspec.Struct):
@@ -41,17 +42,16 @@ class GroupParams(msgspec.Struct):
 
 
 class SampleAnswer(msgspec.Struct, array_like=True):
-    """One finished sample, or with `more` the tokens of a sample since its last frame.
+    """One finished sample. With `more`, the tokens of a sample since its last frame.
 
-    `place`: its place in the request. `token_ids`: int32, `log_probs`: float32 nats.
+    `place`: index of the sample in the request. `token_ids`: int32, `log_probs`: float32 nats.
 
-    `error` is set where the engine refuses the sample; every other field is then empty. `experts`: an .npy file.
-    Of a request with SCORE_FIELD, `log_probs` are those of the prompt. `top_ids`, int32, and `top_log_probs`, float32
-    nats, have the same number of the most probable tokens for each place.
-    `kept_ids`, `kept_counts`: int32, the ids that sampling kept, and how many of each token.
-    `version_starts`: the first token of each of `weight_versions`.
-    `preemptions`: how often the engine took its memory away, where that counts them.
-    `speculation`: number of passes of the model, of drafted and of accepted tokens, where the engine counts them.
+    `error` is set if the engine refuses the sample; every other field is then empty. `experts`: an .npy file. In an
+    answer to a request with SCORE_FIELD, `log_probs` are those of the prompt. `top_ids`, int32, and `top_log_probs`,
+    float32 nats, hold the most probable tokens, the same number for each position. `kept_ids`, `kept_counts`: int32,
+    the ids that sampling kept, and their number for each token. `version_starts`: index of the first token of each
+    entry of `weight_versions`. `preemptions`: number of preemptions of the request, if the engine counts them.
+    `speculation`: numbers of model passes, drafted tokens and accepted tokens, if the engine counts them.
     """
 
     place: int
@@ -86,13 +86,13 @@ def frame(answer: SampleAnswer) -> bytes:
 
 
 class Frames:
-    """Answers out of a stream of bytes that arrive in any pieces."""
+    """Decodes answers from a stream of bytes that arrive in pieces of any size."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, piece: bytes) -> Iterator[SampleAnswer]:
-        """The answers that are complete now. msgspec.DecodeError for bytes that are no frame."""
+        """Yields the answers that are complete now. Raises msgspec.DecodeError for bytes that are not a frame."""
         self._buffer += piece
         while len(self._buffer) >= _HEAD_BYTES:
             if not self._buffer.startswith(MARK):

@@ -1,6 +1,7 @@
-"""Memory of an engine, per GPU, from shapes: weights, KV cache of requests, and whether a GPU of some size is enough.
+"""Estimates an engine's memory per GPU from shapes: weights, KV cache of requests, and whether a GPU of a given size is
+enough.
 
-What it takes beside a trainer is in slime.plan.card_phases. Imports neither torch nor vLLM.
+slime.plan.card_phases estimates the memory that an engine shares with a trainer. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vime.vllm.server_flags import engine_tensor_parallel
 
 
 def engine_memory(c: Config, shape: Shape) -> list[Item]:
-    """Bytes on one GPU of an engine: weights, and the KV cache of the requests that may run at once."""
+    """Returns the bytes on one GPU of an engine: weights, and the KV cache of the requests that may run at once."""
     token, state, length = _token(c, shape), _state(c, shape), _length(c)
     items = [engine_weights(c, shape), token, *([state] if state.bytes else [])]
     if length is not None:
@@ -30,7 +31,7 @@ def engine_memory(c: Config, shape: Shape) -> list[Item]:
 
 
 def scored_logits(c: Config, shape: Shape) -> Item:
-    """Logits of the tokens that are scored in one pass, and two copies in float32. They are outside the engine's
+    """Returns the bytes of a scoring pass's logits, with two copies in float32. They are outside the engine's memory
     share."""
     size = BYTES.get(c.engine.engine_facts.dtype or c.megatron.params_dtype, 2) + 8
     tokens = c.engine.backend_args.get("max_num_batched_tokens") or SCORED_TOKENS
@@ -38,10 +39,12 @@ def scored_logits(c: Config, shape: Shape) -> Item:
 
 
 def engine_verdict(c: Config, hf: Hf, device_bytes: float) -> str:
-    """Whether an engine fits a GPU of `device_bytes`, and how many requests it has room for there at a time.
+    """Returns a sentence: whether an engine fits a GPU of `device_bytes`, and the number of requests that fit at a
+    time.
 
-    Its share of the GPU - weights = bytes for KV cache, where these are not given. Fewer requests than may run is no
-    fault, the others wait; but vLLM does not start without room for one sequence of --vllm-max-model-len.
+    If the bytes of the KV cache are not given, they are the engine's share of the GPU minus the weights. A cache for
+    fewer requests than may run is no error, because the others wait. But vLLM does not start without room for one
+    sequence of --vllm-max-model-len.
     """
     shape = Shape.of(hf)
     weights, token, state = engine_weights(c, shape).bytes, _token(c, shape).bytes, _state(c, shape).bytes
@@ -71,7 +74,7 @@ def engine_verdict(c: Config, hf: Hf, device_bytes: float) -> str:
 
 
 def engine_need(c: Config, hf: Hf, device_bytes: float) -> Need:
-    """What must be in the memory that an engine takes: its weights and one sequence. It does not start otherwise."""
+    """Returns the memory that an engine needs to start: its weights and the KV cache for one sequence."""
     shape, facts = Shape.of(hf), c.engine.engine_facts
     weights = engine_weights(c, shape).bytes
     sequence = c.engine.backend_args.get("max_model_len") or hf.get("max_position_embeddings") or 0
@@ -83,7 +86,7 @@ def engine_need(c: Config, hf: Hf, device_bytes: float) -> Need:
 
 
 def _at_a_time(c: Config, free: float, token: float, state: float) -> str:
-    """How many requests of full length the KV cache holds."""
+    """Returns a phrase with the number of requests of full length that the KV cache holds."""
     requests, length = _requests(c), _length(c)
     held = f"at most {amount(free)} for the KV cache"
     if length is None:
@@ -95,20 +98,22 @@ def _at_a_time(c: Config, free: float, token: float, state: float) -> str:
 
 
 def _requests(c: Config) -> int:
-    """Requests that one engine may run at once."""
+    """Returns the number of requests that one engine may run at once."""
     submitted = c.rollout.over_sampling_batch_size
     share = -(-submitted * c.data.n_samples_per_prompt // max(c.num_engines, 1))
     return min(c.engine.server_concurrency, share)
 
 
 def _length(c: Config) -> int | None:
-    """The most tokens of a request, prompts left out where they are not bounded."""
+    """Returns the maximum number of tokens of a request. Without a limit on the context, prompts are not counted."""
     return c.rollout.rollout_max_context_len or c.rollout.rollout_max_response_len
 
 
 def _token(c: Config, shape: Shape) -> Item:
-    """Keys and values of one token, which tensor-parallel ranks and pipeline stages share. Ranks beyond the heads of
-    keys and values have copies of them. Latent vectors are whole on each tensor-parallel rank."""
+    """Returns the bytes of keys and values per token. Tensor-parallel ranks and pipeline stages share them.
+
+    Ranks beyond the number of key-value heads hold copies. Each tensor-parallel rank holds whole latent vectors.
+    """
     size = BYTES.get(c.engine.engine_facts.dtype or c.megatron.params_dtype, 2)
     tp, stages = min(engine_tensor_parallel(c), shape.groups), c.engine.engine_facts.pipeline_parallel_size
     whole = shape.cache_whole
@@ -123,8 +128,11 @@ def _token(c: Config, shape: Shape) -> Item:
 
 
 def _state(c: Config, shape: Shape) -> Item:
-    """The state of a request in layers whose state has a fixed size, such as gated delta nets: that of the newest
-    token, and for the prefix cache that of an earlier token. Tensor-parallel ranks and pipeline stages share it."""
+    """Returns the bytes of a request's state in layers whose state has a fixed size, such as gated delta nets.
+
+    The state of the newest token is kept, and for the prefix cache also the state of an earlier token. Tensor-parallel
+    ranks and pipeline stages share it.
+    """
     given = c.engine.backend_args
     usual = c.engine.engine_facts.dtype or c.megatron.params_dtype
     newest = _bytes(given.get("mamba_cache_dtype"), BYTES.get(usual, 2))
@@ -141,5 +149,5 @@ def _state(c: Config, shape: Shape) -> Item:
 
 
 def _bytes(dtype: str | None, usual: int) -> int:
-    """Bytes of vLLM's name of a dtype; `usual` for none and for "auto"."""
+    """Returns the bytes of a dtype by vLLM's name, or `usual` for None and "auto"."""
     return BYTES.get(dtype or "auto", usual)

@@ -1,8 +1,8 @@
-"""Every symbol of vLLM that this project replaces. Light to import: the functions that need vLLM load it.
+"""Lists every symbol of vLLM that this project replaces. The import is light: the functions that need vLLM load it.
 
 Workers are classes of this project (vLLM's --worker-cls), layers and kernels are in vLLM's registries, and weights come
-through its WeightTransferEngine. The records below have no such extension point. None of them is applied in a server
-that no run of this project started.
+through its WeightTransferEngine. The records below have no such extension point. A server that is not part of a run
+applies no patch.
 """
 
 from __future__ import annotations
@@ -138,11 +138,11 @@ PATCHES = {
         ),
     ),
 }
-"""Condition -> the patches that are applied together."""
+"""Patches that are applied together, per condition."""
 
 
 def apply(condition: str) -> None:
-    """Applies the patches of a condition that the installed version needs. Does nothing in a repeated call.
+    """Applies the patches of a condition that the installed version needs. A repeated call does nothing.
 
     A patch with a range of versions is skipped where its symbol does not exist, because only two versions were run.
     Raises RuntimeError if the symbol of another patch does not exist.

@@ -1,4 +1,4 @@
-"""Settings of other trainers for their vLLM engines, in the flags of this backend."""
+"""Translates other trainers' settings for their vLLM engines into flags of this backend."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ VLLM_PEER_NAMES = {
             (f"{_ROLLOUT}.expert_parallel_size", "--vllm-enable-expert-parallel", "above 1", {"1": ""}),
         ),
     ),
-    # SGLang's names with the prefix of vLLM, and short names of sizes
+    # names of SGLang with vLLM's prefix, and short names of sizes
     **table_of(
         OTHERS,
         (

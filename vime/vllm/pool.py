@@ -1,4 +1,4 @@
-"""The engine pool over vLLM servers behind vllm-router."""
+"""Defines the engine pool over vLLM servers behind vllm-router."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ def _router(spec: RouterSpec, adapter: str = "") -> VllmRouter:
 
 
 def kind_for(adapter: str) -> Kind:
-    """The parts of a pool whose run trains this adapter; empty for one that trains whole weights."""
+    """Returns the parts of a pool whose run trains this adapter. An empty name means that the run trains whole
+    weights."""
     control, client = partial(VllmControl, adapter=adapter), partial(VllmEngineClient, adapter=adapter)
     router = partial(_router, adapter=adapter)
     return Kind(control, client, router, VllmServer, "/list_workers", health_prefix)
 
 
 class VllmEnginePool(ServerPool):
-    """EnginePool over vLLM servers behind vllm-router."""
+    """Implements EnginePool over vLLM servers behind vllm-router."""
 
     @property
     def facts(self) -> dict[str, object]:
-        """And where sessions find the parser of the model's text."""
+        """Returns the base class's facts, with the import path of the function that makes the chat parser."""
         return {**super().facts, "chat_parser_path": "vime.vllm.chat_parser.make_parser"}
 
     kind = kind_for("")

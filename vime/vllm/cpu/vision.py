@@ -1,8 +1,8 @@
-"""vLLM's text models that import vision code, for engines on CPUs without torchvision.
+"""Imports vLLM's text models that import vision code, for engines on CPUs without torchvision.
 
-vLLM's module of Qwen3.5 imports a function of transformers whose module imports torchvision. The usual index has
-torchvision for CUDA only, which a torch for CPUs cannot load. Text needs nothing of torchvision, so that module is
-imported without it. A later use of torchvision fails with the name of the missing package.
+vLLM's module of Qwen3.5 imports a function of transformers whose module imports torchvision. The usual package index
+has torchvision for CUDA only, which a torch for CPUs cannot load. A text model does not use torchvision, so that module
+is imported with a placeholder. A later use of torchvision fails with the name of the missing package.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ _PARENTS = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"
 
 
 def with_finder(finders: list[object]) -> list[object]:
-    """`sys.meta_path` with a finder of `MODULE` in front, where torchvision is missing. Changes the list in place."""
+    """Inserts a finder of `MODULE` at the front of `sys.meta_path` if torchvision is missing. Changes the list in
+    place."""
     if find_spec("torchvision") is None:
         finders.insert(0, WithoutTorchvision())
     return finders
 
 
 class WithoutTorchvision(MetaPathFinder):
-    """Finds `MODULE` where it is, and runs it with a placeholder for torchvision."""
+    """Finds `MODULE` at its usual path and runs it with a placeholder for torchvision."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -48,7 +49,7 @@ class WithoutTorchvision(MetaPathFinder):
 
 
 class Absent:
-    """What has the place of torchvision's functions."""
+    """Replaces torchvision's functions. Every use raises ModuleNotFoundError."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise ModuleNotFoundError(
@@ -58,10 +59,11 @@ class Absent:
 
 @contextmanager
 def placeholder() -> Iterator[None]:
-    """In here, `from torchvision.transforms.v2 import functional` succeeds; an attribute of what it gives does not."""
+    """Makes `from torchvision.transforms.v2 import functional` succeed. Any attribute of the imported `functional`
+    raises an error."""
     from transformers.utils.import_utils import is_torchvision_available
 
-    is_torchvision_available()  # transformers keeps the answer, which would be wrong in here
+    is_torchvision_available()  # transformers caches the answer, which would be wrong inside this context
     modules = {name: ModuleType(name) for name in _PARENTS}
     for module in modules.values():
         module.__path__ = []

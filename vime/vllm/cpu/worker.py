@@ -1,4 +1,4 @@
-"""The worker class of a run's engines on CPUs (vLLM's --worker-cls)."""
+"""Defines the worker class of a run's engines on CPUs (vLLM's --worker-cls)."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ if TYPE_CHECKING:
 
 
 class CpuWorker(RunWorker, CPUWorker):
-    """vLLM's worker on CPUs, which also returns the experts of each token, exchanges the tokens of replicas that share
-    experts, and returns the memory of its key-value cache."""
+    """vLLM's worker on CPUs, with three additions: it returns the experts of each token, exchanges the tokens of
+    replicas that share experts, and returns the memory of its key-value cache to the system."""
 
     collector: Any = None
-    """vLLM's collector of experts; None for an engine whose answers have none."""
+    """vLLM's collector of experts. None for an engine whose answers have no experts."""
     scheduled: dict[str, int]
-    """Request -> its number of tokens in the running step."""
+    """Number of tokens per request in the running step."""
 
     def register(self) -> None:
-        """As the base class, and applies the patches of a worker on CPUs. Operators of --rlk-bitwise come first: the
-        registry keeps the first class of a name."""
+        """Registers the base class's parts and applies the patches of a worker on CPUs.
+
+        Operators of --rlk-bitwise are registered first, because the registry keeps the first class of a name.
+        """
         patches.apply("worker on CPUs")
         super().register()
         rotary.register()
         draft.register()
 
     def init_device(self) -> None:
-        """Takes the device, and lets the groups of ranks that share experts exchange tokens."""
+        """Initialises the device, and lets the groups of ranks that share experts exchange tokens."""
         super().init_device()
         for group in (get_dp_group(), get_ep_group()) if self.model_config.is_moe else ():
             communicator: Any = group.device_communicator
@@ -54,14 +56,14 @@ class CpuWorker(RunWorker, CPUWorker):
             self.collector = get_aux_output_connector(self.get_model(), self.vllm_config, kv_cache_config)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Computes the logits of one step."""
+        """Computes a step's logits."""
         if self.collector is not None:
             self.collector.begin_step(scheduler_output.aux_output_connector_metadata)
             self.scheduled = scheduler_output.num_scheduled_tokens
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        """Samples the tokens of one step. The output has the experts of the step's tokens."""
+        """Samples a step's tokens. The output holds the experts of the step's tokens."""
         output: Any = super().sample_tokens(grammar_output)
         if self.collector is not None and output is not None:
             output.aux_output_connector_output = routed_experts.step_rows(
@@ -70,7 +72,7 @@ class CpuWorker(RunWorker, CPUWorker):
         return output
 
     def return_memory(self) -> None:
-        """Returns memory to the system: the pages of the key-value cache, which must be empty, and what the process has
-        freed."""
+        """Returns memory to the system: the pages of the key-value cache, which must be empty, and memory that the
+        process has freed."""
         drop_pages(self.model_runner.kv_caches)
         trim()

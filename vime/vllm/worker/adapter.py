@@ -1,9 +1,9 @@
-"""The adapters of an engine, in the server's process: vLLM's flags for their slots, the names that requests call them
-by, and whose update the engine is in.
+"""Manages the adapters of an engine in the server's process: vLLM's flags for their slots, their names in requests, and
+the adapter whose update is running.
 
-vLLM never reads a file of them: adapters that the workers have are used as they are (vime.vllm.worker.adapter_loader).
-A request names its adapter in a field of ours (`vime.vllm.group_wire.ADAPTER_FIELD`), in SGLang's lora_path, or as the
-model of vLLM's own routes. A request without a name gets the base.
+vLLM never reads a file of an adapter: adapters that the workers have are used as they are
+(vime.vllm.worker.adapter_loader). A request names its adapter in our field `vime.vllm.group_wire.ADAPTER_FIELD`, in
+SGLang's lora_path, or as the model of vLLM's own routes. A request without a name uses the base model.
 """
 
 from __future__ import annotations
@@ -22,24 +22,28 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of --max-lora-rank that vLLM has kernels for."""
+"""Values of --max-lora-rank for which vLLM has kernels."""
 WAIT_S = 300.0
-"""How long one adapter's update waits for another's to end."""
+"""Seconds that an adapter's update waits for the end of another adapter's update."""
 
 
 def name_of(config: Config) -> str:
-    """What requests of the run call its adapter. Empty where updates bring all weights."""
+    """Returns the name that requests of the run use for its adapter. Empty if updates bring all weights."""
     return config.lora.lora_name if sends_adapters(config) else ""
 
 
 def number_of(name: str) -> int:
-    """vLLM's number of an adapter: the server and its workers, which never speak of it, find the same one."""
+    """Computes vLLM's number of an adapter from its name. The server and its workers compute the same number without
+    communication."""
     return 1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % (2**31 - 1)
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """The fields of a server's record for updates that bring an adapter alone. Its base must outlive its sleep.
-    ValueError for a name that the base has."""
+    """Returns the fields of a server's record for updates that bring an adapter alone. The base weights must survive
+    its sleep.
+
+    Raises ValueError for the name of the base model.
+    """
     if not sends_adapters(config):
         return {}
     if config.lora.lora_name == SERVED_MODEL_NAME:
@@ -50,7 +54,7 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def server_flags(rank: int) -> list[str]:
-    """vLLM's flags for adapters up to this rank. ValueError for a rank that vLLM has no slot for."""
+    """Returns vLLM's flags for adapters up to this rank. Raises ValueError for a rank above vLLM's largest slot."""
     fits = [most for most in RANKS if most >= rank]
     if not fits:
         raise ValueError(
@@ -61,15 +65,17 @@ def server_flags(rank: int) -> list[str]:
 
 
 def request_for(name: str) -> LoRARequest:
-    """What vLLM gets with each request for the adapter."""
+    """Returns the record that vLLM gets with each request for the adapter."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(name, number_of(name), "received from the trainer")
 
 
 class ServedAdapters:
-    """The adapters of one server. Runs that share the server update it one after the other: an update begins with the
-    pause and ends with the resume. A run that sends whole weights has the empty name."""
+    """The adapters of a server. Runs that share the server update it one after the other.
+
+    An update begins with the pause and ends with the resume. A run that sends whole weights has the empty name.
+    """
 
     def __init__(self) -> None:
         self._served: dict[str, LoRARequest] = {}
@@ -77,7 +83,8 @@ class ServedAdapters:
         self._ended = asyncio.Event()
 
     def find(self, name: str) -> LoRARequest | None:
-        """For a request that names `name`; None for the base. ValueError for an adapter that never came."""
+        """Returns the adapter of a request that names `name`, or None for the base. Raises ValueError for an adapter
+        that never arrived."""
         if not name:
             return None
         if name not in self._served:
@@ -88,13 +95,15 @@ class ServedAdapters:
         return self._served[name]
 
     def serve(self, name: str, models: OpenAIServingModels) -> None:
-        """Requests may name the adapter from now on, those of vLLM's own routes too."""
+        """Lets requests name the adapter from now on, including requests of vLLM's own routes."""
         if name and name not in self._served:
             self._served[name] = models.lora_requests[name] = request_for(name)
 
     async def begin(self, name: str) -> None:
-        """Return when no other adapter's update has the engine. ValueError after `WAIT_S`, and for a name that the
-        workers could not tell from another one."""
+        """Waits until no other adapter's update is running, then starts this one.
+
+        Raises ValueError after `WAIT_S`, and for a name whose number another adapter has.
+        """
         same = [other for other in self._served if other != name and number_of(other) == number_of(name)]
         if same:
             raise ValueError(
@@ -114,7 +123,8 @@ class ServedAdapters:
         self._updating = name
 
     def end(self, name: str) -> bool:
-        """End the update of `name`. False if it is another adapter's: the engine then stays paused."""
+        """Ends the update of `name`. Returns False if another adapter's update is running: the engine then stays
+        paused."""
         if self._updating not in (None, name):
             return False
         self._updating = None
@@ -123,7 +133,7 @@ class ServedAdapters:
 
 
 async def abort_all(engine: AsyncLLM, name: str | None) -> None:
-    """Abort every request, or with a name those of its adapter."""
+    """Aborts every request, or with a name the requests of its adapter."""
     known = engine.output_processor
     if name is None:
         await engine.abort([*known.request_states, *known.parent_requests], internal=True)

@@ -1,7 +1,7 @@
-"""Runs inside vLLM's workers: puts the adapter of an update into its slot of vLLM, in place, and compares both.
+"""Copies the adapter of an update into its slot of vLLM, in place, and compares both. Runs inside vLLM's workers.
 
-An adapter comes whole in one part, or in several. It is put in place when all of it is there, so the engine never has a
-part of one.
+An adapter arrives in one part or in several. It is copied when all parts have arrived, so the engine never holds a part
+of an adapter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class AdapterLoader:
-    """The parts of one update that brings an adapter alone."""
+    """Collects the parts of an update that brings an adapter alone."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model, self._device = model, device
@@ -37,7 +37,7 @@ class AdapterLoader:
 
     @property
     def manager(self) -> LoRAModelManager:
-        """ValueError for an engine that was started without a slot."""
+        """Returns vLLM's manager of adapters. Raises ValueError for an engine that was started without a slot."""
         manager: LoRAModelManager | None = getattr(self._model, "lora_manager", None)
         if manager is None:
             raise ValueError(
@@ -47,10 +47,10 @@ class AdapterLoader:
         return manager
 
     def take(self, part: Part, weights: WeightSet) -> None:
-        """Keep a part, or compare the live adapter with it. RuntimeError where they differ."""
+        """Keeps a part, or compares the live adapter with it. Raises RuntimeError if they differ."""
         part.verify()
         if self._series not in (None, part.series):
-            self._begin()  # all parts come again
+            self._begin()  # the sender repeats all parts
         self._series, self._weights = part.series, weights
         if part.load:
             self._tensors |= {name: part.get(name).to(self._device, copy=True) for name in part.shapes}
@@ -68,11 +68,11 @@ class AdapterLoader:
 
     @property
     def brings(self) -> bool:
-        """Whether this update brought an adapter."""
+        """True if this update brought an adapter."""
         return bool(self._tensors)
 
     def finish(self) -> None:
-        """Use what all parts brought. RuntimeError unless all of it was compared, if some was."""
+        """Makes the complete adapter live. If any tensor was compared, raises RuntimeError unless all tensors were."""
         self._place()
         if self._compared and self._tensors and self._compared != self._tensors.keys():
             raise RuntimeError(
@@ -96,7 +96,7 @@ def _mapper(model: Any) -> WeightsMapper | None:
 def _matrices(
     tensors: dict[str, torch.Tensor], model: Any
 ) -> dict[str, dict[bool, tuple[str, torch.Tensor]]]:
-    """vLLM's name of a module -> whether A -> PEFT's name and the matrix."""
+    """Maps vLLM's name of a module to {True for A, False for B: (PEFT's name, matrix)}."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     found: dict[str, dict[bool, tuple[str, torch.Tensor]]] = {}
@@ -113,8 +113,11 @@ def place(
     weights: WeightSet,
     device: torch.device,
 ) -> None:
-    """Replace the adapter of this name. ValueError for matrices without their pair, of modules that the engine's model
-    does not have, a rank above its slot's, and for a new name where no slot is free."""
+    """Replaces the adapter of this name.
+
+    Raises ValueError for a matrix without its pair, for a module that the engine's model does not have, for a rank
+    above its slot's rank, and for a new name if no slot is free.
+    """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -152,8 +155,10 @@ def place(
 def differing(
     manager: LoRAModelManager, model: Any, tensors: dict[str, torch.Tensor], weights: WeightSet
 ) -> list[str]:
-    """PEFT's names of the matrices whose live values on this rank differ from `tensors`, sorted. ValueError for a
-    matrix that is not live."""
+    """Returns PEFT's names of the matrices whose live values on this rank differ from `tensors`, sorted.
+
+    Raises ValueError for a matrix that is not live.
+    """
     given = _matrices(tensors, model)
     scale = weights.settings["lora_alpha"] / weights.settings["r"]
     slot = manager.lora_index_to_id.index(number_of(weights.name))
@@ -181,7 +186,7 @@ def differing(
 
 
 def _own(module: BaseLayerWithLoRA, whole: torch.Tensor, at: int, parts: int, *, is_a: bool) -> torch.Tensor:
-    """The part of a matrix that this tensor-parallel rank has in its slot."""
+    """Returns the part of a matrix that this tensor-parallel rank holds in its slot."""
     if getattr(module, "tp_size", 1) == 1:
         return whole
     cut: Any = module.slice_lora_a if is_a else module.slice_lora_b

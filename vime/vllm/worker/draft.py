@@ -1,7 +1,7 @@
-"""The draft model of an engine that speculates with the checkpoint's own layers of multi-token prediction.
+"""Reads the draft model of an engine that speculates with the checkpoint's own layers of multi-token prediction.
 
-vLLM keeps such a draft in its model runner, beside the model, with embedding and head of the model. An update of
-weights brings the layers too if the trainer trains them. Runs inside vLLM's workers.
+vLLM keeps such a draft in its model runner, next to the model, and shares the model's embedding and head with it. An
+update of weights brings the layers too if the trainer trains them. Runs inside vLLM's workers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from vime.vllm.worker.live_weights import holds, live_tensors, shard_of
 
 
 def predicted_names(names: Iterable[str], hf_config: Hf) -> set[str]:
-    """The names in `names` that are of layers of multi-token prediction."""
+    """Returns the names in `names` that belong to layers of multi-token prediction."""
     return set(family_for(hf_config).prediction_names(names, hf_config))
 
 
 def trained_shapes(stored: dict[str, list[int]], hf_config: Hf) -> dict[str, list[int]]:
-    """Those tensors of a checkpoint, name -> shape, that an update of trained layers brings: all but the copies of
-    embedding and head."""
+    """Returns the tensors of a checkpoint, name -> shape, that an update of trained layers brings. Copies of embedding
+    and head are left out."""
     names = predicted_names(stored, hf_config)
     names -= family_for(hf_config).prediction_copies(names, hf_config).keys()
     return {name: stored[name] for name in names}
@@ -37,9 +37,11 @@ def differing_draft_tensors(
     get_tensor: Callable[[str], torch.Tensor],
     update: Collection[str],
 ) -> list[str]:
-    """HF names in `names` whose live value in the draft differs from `get_tensor(name)`, sorted. `update` has the names
-    of all parts. ValueError for a name that is not live. Embedding and head are those of the model, which is compared
-    by itself."""
+    """Returns HF names in `names` whose live value in the draft differs from `get_tensor(name)`, sorted.
+
+    `update` holds every part's names. Raises ValueError for a name that is not live. Embedding and head belong to the
+    model, which is compared separately.
+    """
     seen, wrong = set(), set()
     for name, module, live in live_draft_tensors(draft, target, update):
         if name not in names:
@@ -57,12 +59,13 @@ def differing_draft_tensors(
 def live_draft_tensors(
     draft: Any, target: nn.Module, update: Collection[str]
 ) -> Iterator[tuple[str, object, torch.Tensor | Quantised]]:
-    """As `live_tensors`, of the draft of a model. Embedding and head, which it has of the model, have other names."""
+    """Yields the live tensors of a model's draft, as `live_tensors` does. Embedding and head, which the draft shares
+    with the model, have other names."""
     if not hasattr(draft, "packed_modules_mapping"):
         draft.packed_modules_mapping = getattr(target, "packed_modules_mapping", {})
     mapper = getattr(draft, "hf_to_vllm_mapper", None)
     of_files = {live: file for file, live in getattr(mapper, "orig_to_new_prefix", {}).items()}
     for path, module, live in live_tensors(draft, update):
-        path = path.replace(".mtp_block.", ".")  # vLLM's own level
+        path = path.replace(".mtp_block.", ".")  # vLLM's additional level
         start = next((start for start in of_files if path.startswith(start)), "")
         yield of_files.get(start, "") + path.removeprefix(start), module, live

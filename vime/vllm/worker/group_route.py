@@ -1,4 +1,4 @@
-"""The engine server's side of a request for a group of samples (see group_wire). Calls vLLM's engine client directly.
+"""Answers a request for a group of samples in the engine server (see group_wire). Calls vLLM's engine client directly.
 
 vLLM's own /v1/completions validates, counts and writes JSON per request, in the one process that serves HTTP. On CPUs
 that costs more than the model (docs/design/decisions.md has the figures). A request without `vime_samples` goes to
@@ -43,30 +43,31 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 LOWEST = -9999.0
-"""What stands for minus infinity, as in vLLM's own answers."""
+"""Log-prob that replaces minus infinity, as in vLLM's own answers."""
 MISSING = 1e-3
-"""A set of ids with less of the probability than all but this is not whole: the distribution was not cut to it."""
+"""Largest missing probability of a complete set of kept ids. A set that misses more is not the whole cut
+distribution."""
 _AUTO = -1
-"""vLLM's --max-model-len for the tokens that its memory holds."""
+"""Value of vLLM's --max-model-len for as many tokens as its memory holds."""
 PART_S = 0.02
-"""The least time between two frames of a sample that is not finished."""
+"""Minimum seconds between two frames of an unfinished sample."""
 Finished = asyncio.Queue[SampleAnswer | BaseException | None]
-"""What the samples of a request gave so far. None: it is time for a sign of life."""
+"""Queue of a request's answers and errors. None means that a keep-alive frame is due."""
 
 
 class _Body(msgspec.Struct):
-    """What is read of a request's body; vllm-router adds fields of its own to it."""
+    """The fields that are read from a request's body. vllm-router adds other fields to it."""
 
     prompt: list[int]
     vime_samples: GroupParams
 
 
 class GroupRequest:
-    """A parsed request: the prompt and vLLM's sampling parameters of each sample.
+    """A parsed request: the prompt and each sample's sampling parameters for vLLM.
 
-    ValueError without a prompt or a sample, and for a response that does not fit. With `cuts`, such a response is cut,
-    and only a prompt that leaves no room is an error. One of `vllm_versions.refusals` for a value that vLLM refuses,
-    TypeError for a parameter that vLLM does not have. msgspec.DecodeError for any other body.
+    Raises ValueError without a prompt or a sample, and for a response that does not fit. With `cuts`, such a response
+    is cut, and only a prompt that leaves no room is an error. Raises one of `vllm_versions.refusals` for a value that
+    vLLM refuses, TypeError for a parameter that vLLM does not have, and msgspec.DecodeError for any other body.
     """
 
     def __init__(self, body: bytes, max_model_len: int, vocabulary: int, *, cuts: bool = False) -> None:
@@ -97,7 +98,7 @@ class GroupRequest:
         self.samples = [make(**shared | own | ours) for own in parsed.vime_samples.each]
         for params in self.samples:
             params.flat_logprobs = True  # lists of numbers
-            # no argument of `from_optional` in older versions
+            # older versions have no such argument of `from_optional`
             params.routed_experts_prompt_start = start if isinstance(start, int) else 0
         if not self.prompt or not self.samples:
             raise ValueError(
@@ -124,10 +125,11 @@ async def answer(
     versions: Callable[[str], list[int]],
     adapters: ServedAdapters,
 ) -> None:
-    """Sample what `body` asks for and send each sample's frame when it is finished, and signs of life meanwhile.
+    """Samples the responses that `body` requests. Sends each sample's frame when it is finished, and keep-alive frames
+    until then.
 
-    `engine`: vLLM's AsyncLLM. `versions`: an adapter's weight versions live since the request arrived. The request
-    ends when the client goes away. A request that vLLM refuses is answered with 400 and the reason.
+    `engine`: vLLM's AsyncLLM. `versions`: an adapter's weight versions live since the request arrived. The request ends
+    when the client disconnects. A request that vLLM refuses is answered with 400 and the reason.
     """
     bad_request: tuple[type[Exception], ...] = (*refusals(), TypeError, msgspec.DecodeError)
     try:
@@ -154,12 +156,12 @@ async def answer(
 
 
 class _ClientGoneError(Exception):
-    """The client closed the connection. There is nobody to answer."""
+    """The client closed the connection, so no answer is possible."""
 
 
 async def _send_frames(finished: Finished, count: int, send: Send) -> None:
-    """Send frames until `count` samples are finished, those of one time in one piece. Raises an exception that is in
-    the queue."""
+    """Sends frames until `count` samples are finished. Frames that are ready together are sent in one piece. Raises an
+    exception that is in the queue."""
     started = False
     while count:
         found, answers = [await finished.get()], list[SampleAnswer]()
@@ -221,7 +223,7 @@ async def _sample(
 async def _last(
     outputs: AsyncIterator[RequestOutput], place: int, streams: bool, finished: Finished
 ) -> RequestOutput:
-    """The finished output. With `streams`, each output has all tokens so far, and a frame has those that are new."""
+    """Returns the finished output. With `streams`, also puts a frame with each output's new tokens into the queue."""
     known, next_s = 0, 0.0
     async for output in outputs:
         now = time.monotonic()
@@ -229,7 +231,7 @@ async def _last(
             continue
         completion = output.outputs[0]
         end = len(completion.token_ids)
-        values = _log_probs(completion, known, end)  # the engine's list may be longer than its tokens already
+        values = _log_probs(completion, known, end)  # the engine's list may already be longer than its tokens
         finished.put_nowait(SampleAnswer(place, _ids(completion.token_ids[known:]), values, more=True))
         known, next_s = end, now + PART_S
     return output
@@ -240,7 +242,7 @@ def _ids(token_ids: Sequence[int]) -> bytes:
 
 
 def _log_probs(completion: CompletionOutput, start: int = 0, end: int | None = None) -> bytes:
-    """float32, of the sampled tokens from `start` on. NaN stays."""
+    """Returns the log-probs of the sampled tokens from `start` on as float32 bytes. NaN stays NaN."""
     flat = cast("FlatLogprobs | None", completion.logprobs)
     values = [flat.logprobs[first] for first in flat.start_indices[start:end]] if flat is not None else []
     return np.maximum(np.asarray(values, np.float32), LOWEST).tobytes()
@@ -291,14 +293,14 @@ def _answer_of(
         kept_counts=kept_counts,
         top_ids=top_ids,
         top_log_probs=top_log_probs,
-        preemptions=getattr(times, "num_preemptions", 0),  # not in every version
+        preemptions=getattr(times, "num_preemptions", 0),  # some versions have no such field
         version_starts=[span.start for span in spans],
     )
 
 
 def _scores_of(output: RequestOutput, place: int, versions: list[int], start: int) -> SampleAnswer:
-    """The log-probs of the prompt from `start` on. vLLM has the token itself first at each place, then the most
-    probable ones in order."""
+    """Returns the log-probs of the prompt from `start` on. At each position, vLLM lists the token itself first, then
+    the most probable tokens in order."""
     flat = cast("FlatLogprobs", output.prompt_logprobs)
     firsts, ends = flat.start_indices[start:], flat.end_indices[start:]
     values, ids = np.asarray(flat.logprobs, np.float32), np.asarray(flat.token_ids, np.int32)
@@ -315,8 +317,11 @@ def _scores_of(output: RequestOutput, place: int, versions: list[int], start: in
 
 
 def _kept(flat: FlatLogprobs) -> tuple[bytes, bytes]:
-    """(ids, number of ids of each token), int32: of the likeliest ids, which `flat` has after the sampled one, those
-    that are not cut off, if these have all of the probability."""
+    """Returns (ids, number of ids per token), int32: the likeliest ids that are not cut off, if together they have all
+    of the probability.
+
+    `flat` lists the likeliest ids after the sampled one.
+    """
     ids: list[int] = []
     counts: list[int] = []
     for first, end in zip(flat.start_indices, flat.end_indices, strict=True):
@@ -332,16 +337,18 @@ def _kept(flat: FlatLogprobs) -> tuple[bytes, bytes]:
 
 
 def _top(flat: FlatLogprobs, count: int) -> tuple[bytes, bytes]:
-    """(ids int32, log-probs float32) of the likeliest `count` ids of each token, which `flat` has after the sampled
-    one."""
+    """Returns (ids int32, log-probs float32) of the likeliest `count` ids per token, which `flat` lists after the
+    sampled one."""
     places = [at for first in flat.start_indices for at in range(first + 1, first + 1 + count)]
     ids = np.asarray(flat.token_ids, np.int32)[places]
     return ids.tobytes(), np.maximum(np.asarray(flat.logprobs, np.float32)[places], LOWEST).tobytes()
 
 
 def _speculation(completion: CompletionOutput) -> tuple[int, int, int] | None:
-    """Passes of the model that checked a draft, drafted tokens, accepted tokens. None without speculation, and from
-    versions of vLLM that do not count them per request."""
+    """Returns (model passes that checked a draft, drafted tokens, accepted tokens).
+
+    Returns None without speculation, and for versions of vLLM that do not count them per request.
+    """
     counts = getattr(completion, "spec_decode_metrics", None)
     if counts is None:
         return None

@@ -1,8 +1,8 @@
-"""Reads the experts of a live vLLM layer back into HF tensors, one of each expert and projection.
+"""Reads the experts of a live vLLM layer back into HF tensors, one per expert and projection.
 
 vLLM keeps a layer's experts in two parameters, w13 [E, 2 F, H] (gate above up) and w2 [E, H, F]. Each kernel has its
-own order of elements. This file knows the plain order and that of the CPU kernels; any other is an error. With expert
-parallelism, each rank of an engine has some of the experts and compares those.
+own order of elements. This file can read the plain order and the order of the CPU kernels; any other order is an error.
+With expert parallelism, each rank of an engine has some of the experts and compares those experts.
 
 Shapes: E experts, F width of an expert on this rank, H hidden.
 """
@@ -27,14 +27,17 @@ _PLAIN = ("TRITON", "BATCHED_TRITON")
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Whether the parameters of `module` are those of a layer's experts."""
+    """Returns True if `module` holds a layer's experts."""
     return {"w13_weight", "w2_weight"} <= {name for name, _ in module.named_parameters(recurse=False)}
 
 
 def hf_path(path: str, shared: str) -> str:
-    """A module's path in the checkpoint: the router and the shared expert are parts of vLLM's experts, too, under a
-    second name, as are the projections of latent attention parts of its kernel. `shared` is the shared expert's name in
-    files, "shared_expert" or "shared_experts"."""
+    """Returns a module's path in the checkpoint.
+
+    In vLLM, the router and the shared expert are also parts of the experts, under a second name. The projections of
+    latent attention are also parts of its kernel. `shared` is the shared expert's name in files, "shared_expert" or
+    "shared_experts".
+    """
     path = re.sub(r"\.self_attn(\.mla_attn)+(?=\.|$)", ".self_attn", path)
     path = re.sub(r"\.experts\.gate$", ".gate", path)
     path = re.sub(r"\.experts\._shared_experts\._layer(?=\.|$)", f".{shared}", path)
@@ -42,15 +45,18 @@ def hf_path(path: str, shared: str) -> str:
 
 
 _SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""Names of an expert's gate, up and down in files."""
+"""Names of an expert's gate, up and down projections in files."""
 
 
 def expert_tensors(
     path: str, module: Any, update: Collection[str], files: Mapping[str, str]
 ) -> Iterator[tuple[str, object, torch.Tensor]]:
-    """(HF name, holder of tp_rank and tp_size, value on this rank) of all experts of `module`, found at `path`.
-    `update` has the HF names, which decide how a projection is spelled. `files`: vLLM's names -> HF names, for files
-    that stack the experts of a layer."""
+    """Yields (HF name, holder of tp_rank and tp_size, value on this rank) for every expert of `module`, found at
+    `path`.
+
+    `update` holds the HF names, which decide how a projection is spelled. `files` maps vLLM's names to HF names, for
+    files that stack the experts of a layer.
+    """
     w13, w2 = (_plain(module, getattr(module, name).data) for name in ("w13_weight", "w2_weight"))
     width, padded = module.moe_config.intermediate_size_per_partition, w2.shape[2]
     width = getattr(module.moe_config, "intermediate_size_per_partition_unpadded", None) or width
@@ -71,8 +77,8 @@ def expert_tensors(
 
 
 def experts_of_rank(module: Any, local: int) -> list[int]:
-    """The numbers of the `local` experts of this rank, in the order of its parameters."""
-    # [E]: the place of each expert on this rank, -1 for experts of other ranks
+    """Returns the indices of the `local` experts of this rank, in the order of its parameters."""
+    # [E]: the index of each expert on this rank, -1 for experts elsewhere
     numbers: torch.Tensor | None = module.expert_map
     if numbers is None:
         return list(range(local))
@@ -80,14 +86,14 @@ def experts_of_rank(module: Any, local: int) -> list[int]:
 
 
 def names_of_other_ranks(path: str, module: Any, update: Collection[str]) -> Iterator[str]:
-    """HF names of the experts of `module` that other ranks of the engine have."""
+    """Yields HF names of the experts of `module` that other ranks of the engine have."""
     if module.expert_map is not None:
         for expert in (module.expert_map < 0).nonzero()[:, 0].tolist():
             yield from _names(path, expert, update)
 
 
 def _names(path: str, expert: int, update: Collection[str]) -> list[str]:
-    """HF names of gate, up and down of an expert."""
+    """Returns HF names of gate, up and down of an expert."""
     parent = path.removesuffix(".routed_experts")
     spelled = [names for names in _SPELLINGS if f"{parent}.0.{names[0]}.weight" in update]
     return [f"{parent}.{expert}.{projection}.weight" for projection in (spelled or _SPELLINGS)[0]]
@@ -95,7 +101,7 @@ def _names(path: str, expert: int, update: Collection[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _SecondBias:
-    """The bias of the second product: the first rank adds it, and the others hold zeros."""
+    """The bias of the second product. The first rank adds the bias, and the others hold zeros."""
 
     tp_rank: int
 
@@ -104,8 +110,8 @@ class _SecondBias:
 
 
 def _stacked(module: Any, w13: torch.Tensor, w2: torch.Tensor) -> Iterator[tuple[str, object, torch.Tensor]]:
-    """(vLLM's name, holder, value) of the tensors that files have for all experts of a layer: weights [E, inputs,
-    outputs] and biases [E, outputs]. In w13, gate and up alternate, as in the files."""
+    """Yields (vLLM's name, holder, value) of the tensors that files have for all experts of a layer: weights [E,
+    inputs, outputs] and biases [E, outputs]. In w13, gate and up alternate, as in the files."""
     ranks = module.moe_config.moe_parallel_config
     yield "w13_weight", ranks, w13.transpose(1, 2)
     yield "w2_weight", ranks, w2.transpose(1, 2)
@@ -114,16 +120,18 @@ def _stacked(module: Any, w13: torch.Tensor, w2: torch.Tensor) -> Iterator[tuple
 
 
 def stacks_experts(model: nn.Module) -> bool:
-    """Whether vLLM reads the experts of a layer from stacked tensors and copies them, and sinks, without a loader."""
+    """Returns True if vLLM reads a layer's experts from stacked tensors and copies them, and attention sinks, without a
+    loader."""
     mapper: WeightsMapper | None = getattr(model, "hf_to_vllm_mapper", None)
     return mapper is not None and mapped_name(mapper, "mlp.experts.gate_up_proj") == "mlp.experts.w13_weight"
 
 
 def keep_in_place(model: nn.Module) -> None:
-    """Take modules whose tensors vLLM copies without a loader out of a layerwise reload that has begun.
+    """Takes modules whose tensors vLLM copies without a loader out of a layerwise reload that has begun.
 
-    vLLM's reload replaces parameters by empty ones and collects what their loaders get. A copy without a loader goes
-    into an empty one and is lost: the engine would go on with the old experts and sinks and no error.
+    vLLM's reload replaces parameters by empty ones and collects the tensors that their loaders get. A copy without a
+    loader writes into an empty parameter and is lost: the engine would continue with the old experts and sinks, without
+    an error.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -138,10 +146,10 @@ def keep_in_place(model: nn.Module) -> None:
 
 
 def repack_experts(model: nn.Module) -> None:
-    """Bring experts into the layout that vLLM's CPU kernel reads.
+    """Packs experts into the layout that vLLM's CPU kernel reads.
 
-    vLLM does so at the first load only: a reload copies plain weights to where the kernel expects packed ones, and
-    the engine goes on with wrong log-probs and no error.
+    vLLM packs them at the first load only. A reload copies plain weights to an address where the kernel expects packed
+    weights, and the engine would continue with wrong log-probs, without an error.
     """
     for module in model.modules():
         if (kernel := _cpu_kernel(module)) is not None:
@@ -154,7 +162,7 @@ def _backend(module: nn.Module) -> str | None:
 
 
 def keeps_plain_experts(module: nn.Module) -> bool:
-    """Whether vLLM's kernel computes with experts as they are loaded."""
+    """Returns True if vLLM's kernel computes with experts as they are loaded."""
     return _backend(module) in _PLAIN
 
 
@@ -164,7 +172,7 @@ def _cpu_kernel(module: nn.Module) -> Any | None:
 
 
 def _plain(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
-    """`weight` [E, rows, columns] in the order of its shape."""
+    """Returns `weight` [E, rows, columns] in the order of its shape."""
     kernel = _cpu_kernel(module)
     if _backend(module) in _PLAIN or getattr(kernel, "_use_zentorch", False):
         return weight
@@ -180,15 +188,17 @@ def _plain(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _order(shape: torch.Size, dtype: torch.dtype, isa: str) -> torch.Tensor:
-    """Where in a matrix each element of its packed form is from, [rows * columns] int64: vLLM's own packing of the
-    positions, a byte of them at a time, which every dtype holds exactly."""
+    """Returns, for each element of a packed matrix, its position in the plain matrix, [rows * columns] int64.
+
+    vLLM's own function packs the positions, one byte per pass, because every dtype holds a byte exactly.
+    """
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     return packed_positions(shape, dtype, lambda digits: cpu_prepack_moe_weight(digits[None], isa)).flatten()
 
 
 def packed_positions(shape: torch.Size, dtype: torch.dtype, pack: Callable[[Tensor], Tensor]) -> Tensor:
-    """Where in a tensor of `shape` each element of `pack(tensor)` is from, int64 in the same shape."""
+    """Returns, for each element of `pack(tensor)`, its position in a tensor of `shape`, int64 in the same shape."""
     positions = torch.arange(shape.numel()).view(shape)
     packed = torch.zeros_like(positions)
     for shift in range(0, shape.numel().bit_length(), 8):

@@ -1,13 +1,13 @@
-"""Copies the tensors of an update straight to their places in a live vLLM model.
+"""Copies the tensors of an update straight into the parameters of a live vLLM model.
 
-By a profile on a CPU, vLLM's loader takes about 0.4 ms of Python for each tensor. If a model computes with its
-parameters alone, each HF tensor has a place: a view of a parameter. This file finds the places of a model, tries them
-once, and writes to them. vLLM's loader goes on to load a model that has no places.
+By a profile on a CPU, vLLM's loader takes about 0.4 ms of Python per tensor. If a model computes with its parameters
+alone, each HF tensor corresponds to a view of a parameter. This file finds these views, tests them once, and writes to
+them. A model without such views is still loaded by vLLM's loader.
 
-vLLM's loader also judges the places. It loads made-up values, and each place must then hold the values of its name. The
-real weights of an update show less: many models start with equal norms, and a part of a broadcast is gone when vLLM has
-put it in place. The trial is before the second update: the first one tells the names, and the second one replaces the
-made-up values.
+vLLM's loader is also the test of the views. It loads made-up values, and each view must then hold the values of its
+tensor. The real weights of an update would show less: many models start with equal norms, and a part of a broadcast is
+freed when vLLM has copied it. The test runs before the second update: the first update brings the names, and the second
+one replaces the made-up values.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ from vime.vllm.worker.live_experts import keeps_plain_experts
 from vime.vllm.worker.live_quantised import Quantised
 from vime.vllm.worker.live_weights import holds, shard_of
 
-logger = logging.getLogger("vllm.vime.live_places")  # vLLM's own logger prints what is below it
+# vLLM's own logger prints the messages of loggers below it.
+logger = logging.getLogger("vllm.vime.live_places")
 
 Live = tuple[str, object, Tensor | Quantised]
-"""HF name, what knows the tensor-parallel rank, value on this rank."""
+"""HF name, object with the tensor-parallel rank, value on this rank."""
 Shapes = dict[str, list[int]]
 _PLAIN_METHODS = (*METHODS, *METHODS.values())
-"""Layers that compute with their parameters as they were loaded. On CPUs vLLM's own pack them (`cpu_linear`)."""
+"""Methods of layers that compute with their parameters as they were loaded. On CPUs, vLLM's own methods pack the
+parameters (`cpu_linear`)."""
 _PERIOD = 1_000_003
-"""Made-up values repeat after so many elements: a prime, so that no number of whole rows is a period."""
+"""Number of elements after which made-up values repeat. It is prime, so no number of whole rows is a period."""
 _BATCH_BYTES = 1 << 26
-"""Some channels make each tensor in memory of its own. No more than this of them exists at a time."""
+"""Maximum bytes of an update's tensors that exist at a time. Some channels allocate new memory for each tensor."""
 _BESIDE_BYTES = 1 << 28
-"""The most that is copied to see whether the trial changes more than parameters."""
+"""Maximum bytes that are copied to find out whether the test changes anything but parameters."""
 
 
 @dataclass(frozen=True)
@@ -51,33 +53,36 @@ class LiveModel:
     modules: Sequence[nn.Module]
     """The model, and the draft if updates bring its layers."""
     live: Callable[[Collection[str]], Iterable[Live]]
-    """All live values, given the HF names of an update."""
+    """Returns all live values for the HF names of an update."""
     elsewhere: Callable[[Collection[str]], set[str]]
-    """Those of the names that this worker has no value for."""
+    """Returns the names for which this worker has no value."""
     load: Callable[[Part], None]
-    """Lets vLLM's loader load a part that holds all weights."""
+    """Makes vLLM's loader load a part that holds all weights."""
     dtype: torch.dtype
     device: torch.device
 
 
 class KnownPlaces:
-    """The places of an engine's worker, over all updates."""
+    """Keeps the views of an engine's worker over all updates."""
 
     def __init__(self) -> None:
         self.shapes: Shapes = {}
-        """The tensors of the last complete update, none before it."""
+        """Tensors of the last complete update. Empty before the first one."""
         self._places: LivePlaces | None = None
         self._addresses: list[int] = []
         self._has_none = False
 
     def arrived(self, shapes: Shapes) -> None:
-        """An update is complete that brought these tensors."""
+        """Stores the tensors of an update that is complete."""
         self.shapes = dict(shapes)
 
     def of(self, model: LiveModel) -> LivePlaces | None:
-        """None before the first complete update, after an update that ended half-way in vLLM's loader, and for a model
-        without places. Places are found and tried again when parameters have moved. A trial leaves made-up weights,
-        which the update has to replace."""
+        """Returns the views, or None if vLLM's loader must load the update.
+
+        The result is None before the first complete update, after an update that ended half-way in vLLM's loader, and
+        for a model without views. Views are found and tested again when parameters have moved. A test leaves made-up
+        weights, which the update must replace.
+        """
         halfway = any(parameter.is_meta for each in model.modules for parameter in each.parameters())
         if not self.shapes or self._has_none or halfway:
             return None
@@ -93,8 +98,8 @@ class KnownPlaces:
 
 
 class LivePlaces:
-    """HF name -> (what knows the tensor-parallel rank, view of a parameter) of each place; none for a tensor that this
-    worker leaves out."""
+    """Views into parameters: HF name -> [(object with the tensor-parallel rank, view)]. The list is empty for a tensor
+    that this worker leaves out."""
 
     def __init__(
         self, model: LiveModel, shapes: Shapes, found: Mapping[str, Sequence[tuple[object, Tensor]]]
@@ -106,7 +111,7 @@ class LivePlaces:
         self.count = sum(map(len, found.values()))
 
     def load(self, part: Part) -> None:
-        """Copy a part. ValueError for a tensor that the update before did not bring in this shape."""
+        """Copies a part. Raises ValueError for a tensor that the update before did not bring in this shape."""
         for name, shape in part.shapes.items():
             if name not in self._found or shape != self._shapes.get(name, shape):
                 raise ValueError(
@@ -129,15 +134,18 @@ class LivePlaces:
         logger.debug("%d of %d tensors went to their places", len(part.shapes), len(self._shapes))
 
     def finish(self) -> None:
-        """What vLLM's loader does besides copying: it zeroes the rows beyond the vocabulary, which an engine that slept
-        has lost, and lets attention layers renew what they keep beside their parameters."""
+        """Does the work of vLLM's loader other than copying.
+
+        It zeroes the rows beyond the vocabulary, which are lost when an engine sleeps, and makes attention layers renew
+        the values that they derive from their parameters.
+        """
         for rows in self._padding:
             rows.zero_()
         for layer in self._attention:
             layer.process_weights_after_loading(self._dtype)
 
     def wrong(self, get: Callable[[str], Tensor]) -> list[str]:
-        """The names whose places do not hold `get(name)`."""
+        """Returns the names whose views do not hold `get(name)`."""
         return [
             name
             for name, places in self._found.items()
@@ -147,8 +155,12 @@ class LivePlaces:
 
 
 def found_places(model: LiveModel, shapes: Shapes) -> LivePlaces | str:
-    """The places of the tensors of an update, after vLLM's loader has shown that they are right. A text says why there
-    are none: the model computes with other values than its parameters, or places do not cover all of these."""
+    """Returns the views of an update's tensors after a test with vLLM's loader, or a text that explains why no views
+    exist.
+
+    A model has no views if it computes with other values than its parameters, or if the views do not cover all
+    parameters.
+    """
     if (reason := _packs(model.modules)) is not None:
         return reason
     views = _views(model, shapes)
@@ -160,17 +172,17 @@ def found_places(model: LiveModel, shapes: Shapes) -> LivePlaces | str:
     try:
         return _why_wrong(model, places, beside, made_up(shapes, model)) or places
     except torch.OutOfMemoryError as error:
-        # The trial needs memory for the largest tensor. vLLM's loader goes on from a model that is loaded in part.
+        # The test needs memory for the largest tensor. vLLM's loader continues from a model that is loaded in part.
         torch.cuda.empty_cache()
         return f"a trial of the places had no memory: {str(error).splitlines()[0]}"
 
 
 def _why_wrong(model: LiveModel, places: LivePlaces, beside: dict[str, Tensor], trial: Part) -> str | None:
-    """Let vLLM's loader load made-up weights, and say what of them is not where it should be."""
+    """Makes vLLM's loader load made-up weights. Returns a text about a tensor that is then not in its view, or None."""
     before = {name: value.clone() for name, value in beside.items()}
     model.load(trial)
     wrong = places.wrong(trial.get)
-    torch.cuda.empty_cache()  # an engine that shares its GPU takes the memory of its cache from the driver
+    torch.cuda.empty_cache()  # an engine that shares its GPU allocates its cache with the driver
     if wrong:
         return f"vLLM puts {len(wrong)} tensors elsewhere, such as {wrong[0]}"
     after = _beside(model.modules)
@@ -181,7 +193,7 @@ def _why_wrong(model: LiveModel, places: LivePlaces, beside: dict[str, Tensor], 
 
 
 def made_up(shapes: Shapes, model: LiveModel) -> Part:
-    """All weights as a part of normal values. Each tensor begins at another element of the same series."""
+    """Returns all weights as a part of normal values. Each tensor begins at another element of the same series."""
     generator = torch.Generator(model.device).manual_seed(0)
     values = torch.randn(_PERIOD, dtype=model.dtype, device=model.device, generator=generator)
     numbers = {name: number % _PERIOD for number, name in enumerate(shapes)}
@@ -200,7 +212,7 @@ def _addresses(models: Iterable[nn.Module]) -> list[int]:
 
 
 def _packs(models: Iterable[nn.Module]) -> str | None:
-    """Which module does not compute with its parameters as they are, or None."""
+    """Returns a text about the first module that does not compute with its parameters as they are, or None."""
     for model in models:
         for path, module in model.named_modules():
             method = getattr(module, "quant_method", None)
@@ -214,7 +226,7 @@ def _packs(models: Iterable[nn.Module]) -> str | None:
 
 
 def _views(model: LiveModel, shapes: Shapes) -> dict[str, list[tuple[object, Tensor]]] | str:
-    """The views that make up all parameters, by HF name. A text says why there are none."""
+    """Returns the views that make up all parameters, by HF name, or a text that explains why they do not exist."""
     try:
         return _covering(model, shapes)
     except (AttributeError, LookupError, TypeError, ValueError) as error:  # layers that cannot be read back
@@ -230,7 +242,7 @@ def _covering(model: LiveModel, shapes: Shapes) -> dict[str, list[tuple[object, 
             return f"the live value of {name} is not a part of a parameter"
         region = (value.data_ptr(), value.shape, value.stride())
         if region in seen:
-            found.setdefault(name, [])  # a tied head, which vLLM leaves out where an update has both
+            found.setdefault(name, [])  # a tied head, which vLLM leaves out of an update that has both
         elif name in shapes:
             seen.add(region)
             found.setdefault(name, []).append((module, value))
@@ -243,7 +255,7 @@ def _covering(model: LiveModel, shapes: Shapes) -> dict[str, list[tuple[object, 
 
 
 def _sizes(models: Iterable[nn.Module]) -> dict[int, int]:
-    """Address of each storage of parameters -> elements of its parameters without padding."""
+    """Maps each parameter storage's address to the number of its parameters' elements without padding."""
     sizes: dict[int, int] = {}
     regions = set()
     every = [(parameter.data, 1) for model in models for parameter in model.parameters()]
@@ -258,8 +270,8 @@ def _sizes(models: Iterable[nn.Module]) -> dict[int, int]:
 
 
 def _padding(model: nn.Module) -> Iterator[Tensor]:
-    """The rows of embeddings beyond the vocabulary."""
-    module: Any  # of vLLM
+    """Yields the rows of embeddings beyond the vocabulary."""
+    module: Any  # a module of vLLM
     for module in model.modules():
         if hasattr(module, "shard_indices"):
             for parameter in module.parameters(recurse=False):
@@ -267,7 +279,7 @@ def _padding(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _beside(models: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """What modules keep beside parameters, views of parameters, and caches."""
+    """Returns the tensors of modules other than parameters, views of parameters, and caches."""
     storages = _sizes(models)
     return {
         f"{number}.{path}.{name}": value

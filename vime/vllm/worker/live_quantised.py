@@ -1,7 +1,7 @@
 """Compares weights that an engine keeps in blocks of fp8 with the plain weights of an update.
 
-vLLM quantises the weights (`--quantization fp8_per_block`) when it starts and at each update. This file knows in which
-layout vLLM's kernels keep them. A kernel that packs them is an error.
+vLLM quantises the weights (`--quantization fp8_per_block`) when it starts and at each update. This file reads the
+layouts of vLLM's kernels. A kernel that packs the weights is an error.
 
 Shapes: O outputs, I inputs of a weight.
 """
@@ -23,28 +23,30 @@ _PLAIN_KERNELS = (
     "TritonFp8BlockScaledMMKernel",
     "BlockWiseTorchFP8ScaledMMLinearKernel",
 )
-"""vLLM's kernels that keep a weight as [O, I] and its scales as [blocks of O, blocks of I]. The first is ours."""
+"""vLLM's kernels that keep a weight as [O, I] and its scales as [blocks of O, blocks of I]. The first kernel is
+ours."""
 _SLACK = 1e-5
-"""Relative, because the division by a scale is rounded, too."""
+"""Relative tolerance, because the division by a scale is rounded, too."""
 _SMALLEST = 1e-4
-"""What vLLM takes for the largest value of a block with smaller values."""
+"""Lower bound of a block's largest value in vLLM's quantisation."""
 
 
 def is_quantised(module: object) -> bool:
-    """Whether a linear layer of vLLM has its weight in fp8."""
+    """Returns True if a linear layer of vLLM has its weight in fp8."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.element_size() == 1
 
 
 class Quantised:
-    """A piece of a live weight: `codes` fp8 [O, I], and `scales` fp32 [O, I], each element's own. `loaded`: the dtype
-    in which vLLM reads a weight before it quantises it."""
+    """A piece of a live weight: `codes` fp8 [O, I], and `scales` fp32 [O, I], one scale per element. `loaded`: the
+    dtype in which vLLM reads a weight before it quantises it."""
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor, loaded: torch.dtype) -> None:
         self.codes, self.scales, self.loaded, self.shape = codes, scales, loaded, codes.shape
 
     def holds(self, want: torch.Tensor) -> bool:
-        """Whether `codes * scales` is `want` rounded to fp8: no other fp8 value is nearer to `want / scales`."""
+        """Returns True if `codes * scales` is `want` rounded to fp8: no other fp8 value is nearer to `want /
+        scales`."""
         exact = want.to(self.loaded).to(self.scales) / self.scales
         most = torch.finfo(self.codes.dtype).max
         nearest = exact.clamp(-most, most).to(self.codes.dtype).float()
@@ -54,7 +56,8 @@ class Quantised:
 
 
 def quantised_pieces(module: Any, sizes: Sequence[int]) -> Iterator[Quantised]:
-    """The weight of a layer with `sizes` rows per fused projection. RuntimeError for a kernel that packs weights."""
+    """Yields the weight of a layer with `sizes` rows per fused projection. Raises RuntimeError for a kernel that packs
+    weights."""
     kernel = type(module.quant_method.fp8_linear).__name__
     codes, scales = module.weight.data, module.weight_scale_inv.data
     rows, columns = block = tuple(module.weight_block_size)
@@ -70,8 +73,10 @@ def quantised_pieces(module: Any, sizes: Sequence[int]) -> Iterator[Quantised]:
 
 
 def _tight(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """`scales`, but NaN for a block whose largest value uses less than half of fp8's range: such a scale is not of this
-    block. The smallest scales that vLLM gives are exempt."""
+    """Returns `scales` with NaN for a block whose largest value uses less than half of fp8's range.
+
+    Such a scale cannot belong to its block. The smallest scales of vLLM are exempt.
+    """
     padding = (0, -codes.shape[1] % block[1], 0, -codes.shape[0] % block[0])
     padded = torch.nn.functional.pad(codes.float().abs(), padding)
     largest = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0])).amax((1, 3))

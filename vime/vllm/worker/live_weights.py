@@ -1,4 +1,4 @@
-"""Reads a live vLLM model back into HF tensors, so that it can be compared with what the trainer published.
+"""Reads a live vLLM model back into HF tensors, so that it can be compared with the trainer's weights.
 
 vLLM fuses projections, pads the vocabulary, shards over tensor-parallel ranks, and on CPUs replaces matrices by packed
 copies that are not parameters. This file undoes these changes for vLLM's linear and embedding layers and for plain
@@ -35,11 +35,11 @@ def differing_tensors(
     *,
     update: Collection[str] | None = None,
 ) -> list[str]:
-    """HF names whose live value on this rank differs from `get_tensor(name)`, sorted.
+    """Returns the HF names whose live value on this rank differs from `get_tensor(name)`, sorted.
 
-    Values are compared exactly after a cast to the live dtype (-0.0 equals 0.0, which packed copies cannot tell
-    apart). `names` may be a part of an update; `update` then has the names of all of it. Every name must be live and
-    every live tensor must come from the update, else ValueError. Other ranks of the engine compare their own experts.
+    Values are compared exactly after a cast to the live dtype. -0.0 equals 0.0, because packed copies lose the sign of
+    zero. `names` may be a part of an update; `update` then has the names of the whole update. Raises ValueError if a
+    name is not live, or if a live tensor is not in the update. Other ranks of the engine compare their own experts.
     """
     expected, seen, wrong = set(names), set(), set()
     update = expected if update is None else update
@@ -63,14 +63,14 @@ def differing_tensors(
 
 
 def holds(live: torch.Tensor | Quantised, want: torch.Tensor) -> bool:
-    """Whether a live value is that of the update, cast to the live dtype or quantised."""
+    """Returns True if a live value equals the update's value, cast to the live dtype or quantised."""
     if isinstance(live, Quantised):
         return live.holds(want)
     return torch.equal(live, want.to(live.device, live.dtype))
 
 
 def names_elsewhere(model: nn.Module, update: Collection[str]) -> set[str]:
-    """HF names of the experts that other ranks of the engine have."""
+    """Returns the HF names of the experts that other ranks of the engine have."""
     files = _file_names(model, update)
     return {
         files.get(name, name)
@@ -83,12 +83,12 @@ def names_elsewhere(model: nn.Module, update: Collection[str]) -> set[str]:
 def live_tensors(
     model: nn.Module, update: Collection[str]
 ) -> Iterator[tuple[str, object, torch.Tensor | Quantised]]:
-    """(HF name, module or what else knows its tensor-parallel rank, value on this rank) of every weight that the model
+    """Yields (HF name, object with the tensor-parallel rank, value on this rank) of every weight that the model
     computes with.
 
-    `update` has the HF names, for what files spell in several ways: experts, and projections that some hold fused.
-    A matrix with several copies (CPU embeddings, latent attention) is yielded once for each. Tied modules are all
-    visited: each may have a packed copy of its own.
+    `update` has the HF names, which decide how files spell experts and whether they hold fused projections. A matrix
+    with several copies (CPU embeddings, latent attention) is yielded once per copy. All tied modules are visited,
+    because each may have a separate packed copy.
     """
     packed = getattr(model, "packed_modules_mapping", {})
     files = _file_names(model, update)
@@ -108,8 +108,8 @@ def live_tensors(
 def _module_tensors(
     path: str, module: Any, fused: list[str] | None, update: Collection[str]
 ) -> Iterator[tuple[str, object, torch.Tensor | Quantised]]:
-    """Those of one module without experts, whose path in files is `path`. `fused`: the names in files of the parts that
-    vLLM fuses in it."""
+    """Yields the tensors of a module without experts, whose path in files is `path`. `fused`: the names in files of the
+    parts that vLLM fuses in the module."""
     if hasattr(module, "W_UK_T"):
         yield f"{path}.kv_b_proj.weight", module.kv_b_proj, _of_latent_attention(module)
     parent, _, leaf = path.rpartition(".")
@@ -126,7 +126,8 @@ def _module_tensors(
 def _pieces(
     module: nn.Module, kind: str, parameter: nn.Parameter, parts: list[str]
 ) -> Iterator[tuple[str, object, torch.Tensor | Quantised]]:
-    """(part, holder, value) of each part of one parameter. The scales of a quantised weight come with the weight."""
+    """Yields (part, holder, value) for each part of a parameter. The scales of a quantised weight come with the
+    weight."""
     if is_quantised(module) and kind.startswith("weight"):
         if kind == "weight":
             quantised = quantised_pieces(module, _rows(module, parts))
@@ -138,7 +139,7 @@ def _pieces(
 
 
 def _copies(module: nn.Module, kind: str, parameter: nn.Parameter) -> list[torch.Tensor]:
-    """The values of a parameter that the module computes with, in the order of files."""
+    """Returns the values of a parameter that the module computes with, in the order of files."""
     values = [parameter.data] if parameter.numel() else []
     if kind == "weight" and hasattr(module, "_cpu_unpacked_conv_weight"):
         return [_plain_convolution(parameter.data)]
@@ -148,7 +149,8 @@ def _copies(module: nn.Module, kind: str, parameter: nn.Parameter) -> list[torch
 
 
 def _file_names(model: nn.Module, update: Collection[str]) -> dict[str, str]:
-    """vLLM's name -> HF name, for a model whose class renames tensors while it reads them (gpt-oss, multimodal)."""
+    """Maps vLLM's name to the HF name, for a model whose class renames tensors while it reads them (gpt-oss,
+    multimodal)."""
     mapper: WeightsMapper | None = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return {}
@@ -159,18 +161,19 @@ _OF_LATENT_ATTENTION = ("W_UK_T", "W_UV")
 
 
 def _of_latent_attention(module: Any) -> torch.Tensor:
-    """The matrix kv_b_proj [A * (K + V), L] of vLLM's latent attention, from the copies that its decoding computes
-    with: W_UK_T [A, K, L] and W_UV [A, L, V]."""
+    """Returns the matrix kv_b_proj [A * (K + V), L] of vLLM's latent attention from the copies that decoding uses:
+    W_UK_T [A, K, L] and W_UV [A, L, V]."""
     keys, values = (getattr(module, name).data for name in _OF_LATENT_ATTENTION)
     return torch.cat((keys, values.transpose(1, 2)), dim=1).flatten(0, 1)
 
 
 def shard_of(full: torch.Tensor, module: Any, shape: torch.Size) -> torch.Tensor:
-    """The piece of `full` that belongs on this tensor-parallel rank of `module`, given the shape it has there.
+    """Returns the piece of `full` that belongs to this tensor-parallel rank of `module`, given the piece's shape.
 
-    Rows or columns are dealt out in rank order; with fewer pieces than ranks (key/value heads), neighbours share one.
+    Rows or columns are dealt out in rank order. With fewer pieces than ranks (key/value heads), neighbours share one
+    piece.
     """
-    if hasattr(module, "piece"):  # what knows its own piece
+    if hasattr(module, "piece"):  # an object that computes its own piece
         return cast(torch.Tensor, module.piece(full))
     if full.shape == shape:
         return full
@@ -182,7 +185,7 @@ def shard_of(full: torch.Tensor, module: Any, shape: torch.Size) -> torch.Tensor
         indices = module.shard_indices
         return full[indices.org_vocab_start_index : indices.org_vocab_end_index]
     sizes = getattr(module, "output_partition_sizes", ())
-    if len(sizes) > 1 and sum(sizes) == shape[0]:  # fused in the file too: a rank has its part of each
+    if len(sizes) > 1 and sum(sizes) == shape[0]:  # fused in the file too: a rank has its part per projection
         return Fused(tuple(sizes), module.tp_rank, module.tp_size).piece(full)
     for dim, (whole, local) in enumerate(zip(full.shape, shape, strict=True)):
         if whole != local:
@@ -192,7 +195,8 @@ def shard_of(full: torch.Tensor, module: Any, shape: torch.Size) -> torch.Tensor
 
 
 def _place(module: Any) -> tuple[int, int]:
-    """(tensor-parallel rank, ranks) of a module. One with plain parameters alone, such as sinks, does not know them."""
+    """Returns (tensor-parallel rank, ranks) of a module. A module with plain parameters alone, such as sinks, does not
+    store them."""
     if hasattr(module, "tp_rank"):
         return module.tp_rank, module.tp_size
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -201,10 +205,10 @@ def _place(module: Any) -> tuple[int, int]:
 
 
 def repack_tied_weights(model: nn.Module) -> None:
-    """Renew the packed copies of matrices that several modules share (a tied lm_head on CPU).
+    """Renews the packed copies of matrices that several modules share (a tied lm_head on CPUs).
 
-    vLLM's layerwise reload renews only the copy of the module that the tensor was loaded through; the others
-    would go on computing with the weights before.
+    vLLM's layerwise reload renews only the copy of the module through which the tensor was loaded. The other modules
+    would continue to compute with the old weights.
     """
     owners: dict[int, list[Any]] = {}  # modules of vLLM
     for module in model.modules():
@@ -218,9 +222,13 @@ def repack_tied_weights(model: nn.Module) -> None:
 
 
 def _packed_matrix(module: Any) -> torch.Tensor:
-    """The matrix inside `module.cpu_linear`, [out, in]: what it makes of the identity. Products with 1 and sums
-    with 0 are exact, so the values are those of the packed copy to the bit (but for the sign of zeros)."""
-    names = ("input_size_per_partition", "input_size", "embedding_dim")  # of a shard, a router, an embedding
+    """Returns the matrix inside `module.cpu_linear`, [out, in], as its product with the identity.
+
+    Products with 1 and sums with 0 are exact, so the values equal those of the packed copy to the bit, except for the
+    sign of zeros.
+    """
+    # sizes of a shard, a router, an embedding
+    names = ("input_size_per_partition", "input_size", "embedding_dim")
     size = next(getattr(module, name) for name in names if getattr(module, name, None))
     identity = torch.eye(
         size, dtype=module.params_dtype if hasattr(module, "params_dtype") else module.weight.dtype
@@ -230,7 +238,7 @@ def _packed_matrix(module: Any) -> torch.Tensor:
 
 
 def _plain_convolution(packed: torch.Tensor) -> torch.Tensor:
-    """The weight [channels, taps] of a convolution that vLLM's CPU kernel keeps in another order."""
+    """Returns the weight [channels, taps] of a convolution that vLLM's CPU kernel keeps in another order."""
     from vllm._custom_ops import causal_conv1d_weight_pack
 
     plain = torch.empty_like(packed).flatten()
@@ -242,7 +250,8 @@ def _plain_convolution(packed: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Fused:
-    """A tensor of files whose rows are several projections. A rank has its part of each; `sizes` are their rows."""
+    """A tensor of files whose rows are several projections. A rank has a part per projection; `sizes` are the numbers
+    of rows."""
 
     sizes: tuple[int, ...]
     tp_rank: int
@@ -255,7 +264,7 @@ class Fused:
 
 
 def _split(module: Any, value: torch.Tensor, parts: list[str]) -> Iterable[tuple[Any, torch.Tensor]]:
-    """(what knows the tensor-parallel rank, value) of each tensor in files."""
+    """Returns (object with the tensor-parallel rank, value) for each tensor in files."""
     if hasattr(module, "shard_indices"):  # rows beyond the vocabulary are padding
         return [(module, value[: module.shard_indices.num_org_elements])]
     if len(parts) == 1:
@@ -266,13 +275,15 @@ def _split(module: Any, value: torch.Tensor, parts: list[str]) -> Iterable[tuple
 
 
 def _groups(module: Any, parts: list[str]) -> list[tuple[int, ...]]:
-    """The rows of each part of a fused projection on this rank. Several sizes: the part is fused in files, too, as
-    queries, keys and values of Qwen3.5's gated delta nets are."""
+    """Returns the number of rows per part of a fused projection on this rank.
+
+    A part with several sizes is fused in files, too, as queries, keys and values of Qwen3.5's gated delta nets are.
+    """
     sizes = module.output_partition_sizes
     first = len(sizes) - len(parts) + 1
     return [tuple(sizes[:first]), *((size,) for size in sizes[first:])]
 
 
 def _rows(module: Any, parts: list[str]) -> list[int]:
-    """The rows of each part of a projection on this rank."""
+    """Returns the number of rows per part of a projection on this rank."""
     return [module.weight.shape[0]] if len(parts) == 1 else [sum(g) for g in _groups(module, parts)]

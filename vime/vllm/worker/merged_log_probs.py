@@ -1,8 +1,8 @@
-"""The log-probs of one engine step on their way from vLLM's engine process to the process that serves HTTP.
+"""Merges an engine step's log-probs for the transfer from vLLM's engine process to the process that serves HTTP.
 
 vLLM sends three arrays per request, and packing them takes most of the time. In our servers, three arrays per step are
-sent: `merge` before packing, `split` after it (docs/design/decisions.md has the figures). The reader gets the same
-values as without it, also for requests of other clients.
+sent: `merge` runs before packing, and `split` after unpacking (docs/design/decisions.md has the figures). The reader
+gets the same values as without merging, also for other clients' requests.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ if TYPE_CHECKING:
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, bytestr
 
 FIELDS = ("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens")
-"""Of vLLM's LogprobsLists: three arrays of rows, and what is None for a single request."""
+"""Fields of vLLM's LogprobsLists: three arrays of rows, and a field that is None for a single request."""
 MERGED = -1
-"""What the fourth field of merged ones begins with; the rows of each request follow."""
+"""First entry of the fourth field of merged lists. The numbers of rows per request follow."""
 
 
 def merge(outputs: EngineCoreOutputs) -> bool:
-    """Move the log-probs of all requests of an EngineCoreOutputs to the first one: arrays of all rows, and in the field
-    that is None for a single request MERGED and the rows of each. Outputs with log-probs of other tokens too are left
-    as they are. Returns whether it did."""
+    """Moves all log-probs of an EngineCoreOutputs to its first request. Returns True if it moved them.
+
+    The first request's arrays then hold every row. Its fourth field, which is None for a single request, holds MERGED
+    and the numbers of rows per request. Outputs with log-probs of more tokens than the sampled ones do not change.
+    """
     from vllm.v1.outputs import LogprobsLists
 
     each = [output.new_logprobs for output in outputs.outputs]
@@ -42,7 +44,7 @@ def merge(outputs: EngineCoreOutputs) -> bool:
 
 
 def split(outputs: EngineCoreOutputs) -> None:
-    """Undo `merge`."""
+    """Undoes `merge`."""
     from vllm.v1.outputs import LogprobsLists
 
     merged = outputs.outputs[0].new_logprobs if outputs.outputs else None
@@ -57,8 +59,10 @@ def split(outputs: EngineCoreOutputs) -> None:
 
 
 def merging(encode: Callable[..., Sequence[bytestr]]) -> Callable[..., Sequence[bytestr]]:
-    """vLLM's `MsgpackEncoder.encode_into`, which merges the log-probs of a step before it packs them. Raises
-    RuntimeError if vLLM's record of log-probs has other fields than `FIELDS`."""
+    """Wraps vLLM's `MsgpackEncoder.encode_into` so that it merges the log-probs of a step before it packs them.
+
+    Raises RuntimeError if vLLM's record of log-probs has other fields than `FIELDS`.
+    """
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import LogprobsLists
 
@@ -71,7 +75,8 @@ def merging(encode: Callable[..., Sequence[bytestr]]) -> Callable[..., Sequence[
     def encode_into(self: MsgpackEncoder, obj: object, buf: bytearray) -> Sequence[bytestr]:
         if not isinstance(obj, EngineCoreOutputs) or not merge(obj):
             return encode(self, obj, buf)
-        # All in one frame, as small arrays are: older vLLMs wait for the last frame alone before they use `buf` again.
+        # All arrays go into one frame, as small arrays do: older versions of vLLM wait only for the last frame before
+        # they reuse `buf`.
         inline, self.size_threshold = self.size_threshold, sys.maxsize
         try:
             return encode(self, obj, buf)
@@ -82,7 +87,7 @@ def merging(encode: Callable[..., Sequence[bytestr]]) -> Callable[..., Sequence[
 
 
 def splitting(decode: Callable[..., object]) -> Callable[..., object]:
-    """vLLM's `MsgpackDecoder.decode`, which splits merged log-probs after it has unpacked them."""
+    """Wraps vLLM's `MsgpackDecoder.decode` so that it splits merged log-probs after it has unpacked them."""
     from vllm.v1.engine import EngineCoreOutputs
 
     def decode_and_split(self: MsgpackDecoder, bufs: bytestr | Sequence[bytestr]) -> object:

@@ -1,14 +1,13 @@
 """Middleware of an engine server: it checks the run's key on every route, and reports the weight versions of an answer.
 
-vLLM's own --api-key leaves the control routes open, so servers are started with
-`--middleware vime.vllm.worker.middleware.RunKeyMiddleware` instead. A header of the answer has the weight versions
-that were live while the request was served. The version is kept in this process, so the server must have one API
-process.
+vLLM's own --api-key leaves the control routes open, so servers are started with `--middleware
+vime.vllm.worker.middleware.RunKeyMiddleware` instead. A header of the answer has the weight versions that were live
+while the request was served. The version is kept in this process, so the server must have one API process.
 
-vllm-router asks for GET /health without any key. Its workers are therefore registered under a path that holds a
-secret derived from the key (`vime.pool.run_key.health_prefix`). Below that path, only /health answers without the key.
-The proof that this server has the key (`slime.peers.proof`) needs no key either. No other request is read before its
-key is checked, and none that is larger than LARGEST_BODY_BYTES is kept.
+vllm-router sends GET /health without any key. Its workers are therefore registered under a path that holds a secret
+derived from the key (`vime.pool.run_key.health_prefix`). Below that path, only /health answers without the key. The
+proof that this server has the key (`slime.peers.proof`) needs no key either. Every other request is read only after its
+key is checked, and a request larger than LARGEST_BODY_BYTES is not kept.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ NEW_VERSION_HEADER = "x-new-weight-version"
 _SAMPLES = f'"{SAMPLES}":'.encode()
 _WRAPPED = f'"{WRAPPED}":'.encode()
 _READ = ROUTES | {("POST", "/v1/completions"), ("POST", "/inference/v1/generate")}
-"""Routes whose body says whether they are ours."""
+"""Routes whose body decides whether this project or vLLM serves the request."""
 _EMPTIES_CACHE = {"/pause", "/reset_prefix_cache"}
 """Control routes after which the key-value cache may be empty."""
 _TURNS = {"/pause", "/resume", "/abort_requests"}
-"""Control routes that concern the requests of one adapter."""
+"""Control routes that concern an adapter's requests."""
 
 
 class RunKeyMiddleware:
-    """ASGI middleware: 401 without the run's key, on every route and websocket; adds `x-weight-versions`.
+    """ASGI middleware: answers 401 without the run's key, on every route and websocket, and adds `x-weight-versions`.
 
-    The header lists the versions live from the arrival of a request to its first response byte, oldest first; a
-    generation request answered whole (not streamed) therefore names all versions that its tokens may come from. A
-    successful POST /finish_weight_update that carries `x-new-weight-version: V` makes V the live version. Each adapter
-    has versions of its own: `x-adapter: NAME` says which one a request is about.
-    Raises KeyError at start-up when $VIME_RUN_KEY is not set: a server without a key must not run.
+    The header lists the versions that were live from the arrival of a request to its first response byte, oldest first.
+    So for a generation request that is answered whole (not streamed), it lists all versions that may have sampled its
+    tokens. A successful POST /finish_weight_update with `x-new-weight-version: V` makes V the live version. Each
+    adapter has separate versions: `x-adapter: NAME` names the adapter of a request. Raises KeyError at start-up when
+    $VIME_RUN_KEY is not set: a server without a key must not run.
     """
 
     def __init__(self, app: App) -> None:
@@ -85,7 +84,8 @@ class RunKeyMiddleware:
             await self.app(scope, receive, self._annotate(scope, send))
 
     async def _read(self, scope: Scope, receive: Receive, send: Send, *, routed: bool) -> None:
-        """Requests for a group of samples (group_route) and SGLang's routes (sglang_routes) are ours, others vLLM's."""
+        """Serves requests for a group of samples (group_route) and SGLang's routes (sglang_routes). Passes other
+        requests to vLLM."""
         self.token_versions.install()
         since, adapter = self.token_versions.since(), _adapter_of(scope)
         body, more = bytearray(), True
@@ -121,7 +121,7 @@ class RunKeyMiddleware:
             await self.app(scope, again, self._annotate(scope, send))
 
     async def _take_turns(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The adapters of an engine are updated one after the other, and a run aborts its own requests alone."""
+        """Runs the updates of the engine's adapters one after the other. A run aborts only its own requests."""
         adapter, path = _adapter_of(scope), scope["path"]
         if path == "/pause":
             try:
@@ -159,6 +159,6 @@ class RunKeyMiddleware:
 
 
 def _adapter_of(scope: Scope) -> str | None:
-    """The name in `ADAPTER_HEADER`."""
+    """Returns the adapter's name in `ADAPTER_HEADER`, or None."""
     found = [value for name, value in scope["headers"] if name == ADAPTER_HEADER.encode()]
     return found[0].decode("latin-1") if found else None

@@ -1,8 +1,8 @@
-"""The plug-in that vLLM loads from the entry point `vllm.general_plugins`: registers the weight receiver, and prepares
-the processes of a server that a run started.
+"""Implements the plug-in that vLLM loads from the entry point `vllm.general_plugins`: registers the weight receiver,
+and prepares the processes of a server that a run started.
 
-vLLM loads it in each process that it starts, also in servers of other programs, where it only registers the receiver. A
-process that is forked from a server has it already. The driver, which has no torch, reads the names below, so
+vLLM loads the plug-in in each process that it starts. In other programs' servers, it only registers the receiver. A
+process that is forked from a server has already loaded it. The driver, which has no torch, reads the names below, so
 `register` does the imports.
 """
 
@@ -13,15 +13,15 @@ import os
 
 BACKEND = "vime"
 SUPERVISED_VARIABLE = "VIME_SUPERVISED"
-"""A run sets this variable in the environment of its servers."""
+"""Name of the variable that a run sets in the environment of its servers."""
 
 
 def register() -> None:
-    """Registers the backend of `--weight-transfer-config {"backend": "vime"}`. May be called more than once.
+    """Registers the backend of `--weight-transfer-config {"backend": "vime"}`. Repeated calls are allowed.
 
-    In a server of a run, each process also ends when the process that started it ends: without that, vLLM's engine
-    process would survive a kill -9 of the supervisor. The patches of a server are applied (vime.vllm.patches). Workers
-    apply theirs themselves, see vime.vllm.worker.workers.
+    In a server of a run, each process also ends when the process that started it ends. Otherwise vLLM's engine process
+    would survive a kill -9 of the supervisor. The patches of a server are applied (vime.vllm.patches). Workers apply
+    their own patches, see vime.vllm.worker.workers.
     """
     from vime.vllm.versions import register_backend
 

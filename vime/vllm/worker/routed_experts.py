@@ -1,10 +1,10 @@
-"""The experts to which the engine sent each token, in its answers to requests for them (--use-rollout-routing-replay).
+"""Reads the experts to which the engine sent each token from its answers (--use-rollout-routing-replay).
 
-vLLM collects them (--enable-return-routed-experts) and keeps them with its prefix cache, so the tokens of a cached
-prompt have theirs. Only vLLM's newer model runner returns them, and on CPUs that runner needs a Triton for CPUs. So the
-worker on CPUs returns them for the older runner (vime.vllm.cpu.worker), and vLLM's check accepts that runner
-(`for_the_older_runner`). Only requests with `START_FIELD` get experts (see group_route). Evaluations do not request
-them.
+vLLM collects the experts (--enable-return-routed-experts) and keeps them with its prefix cache, so the tokens of a
+cached prompt have experts, too. Only vLLM's newer model runner returns them, and on CPUs that runner needs a Triton for
+CPUs. So the worker on CPUs returns them for the older runner (vime.vllm.cpu.worker), and vLLM's check accepts that
+runner (`for_the_older_runner`). Only requests with `START_FIELD` get experts (see group_route). Evaluations do not
+request them.
 
 Shapes: N tokens of prompt and response, L layers of the model, K experts per token. The last token of a response is
 never computed, so the rows are [N - 1, L, K]. A layer without experts has zeros.
@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 
 FLAG = "--enable-return-routed-experts"
 START_FIELD = "routed_experts_prompt_start"
-"""vLLM's sampling parameter: how many tokens of the prompt need no row."""
+"""vLLM's sampling parameter: number of first prompt tokens that need no row."""
 
 
 def decode(file: bytes | None, *, tokens: int, start: int) -> np.ndarray:
-    """The answer's `routed_experts` -> rows of tokens [start, tokens - 1): uint8 or uint16 [tokens - 1 - start, L, K].
+    """Decodes the answer's `routed_experts` to rows of tokens [start, tokens - 1): uint8 or uint16 [tokens - 1 - start,
+    L, K].
 
-    ValueError when there is none, when it is no such array, and when its rows are not those of the tokens.
+    Raises ValueError if the answer has no experts, if they are not such an array, and if the rows do not match the
+    tokens.
     """
     if file is None:
         raise ValueError(
@@ -43,7 +45,7 @@ def decode(file: bytes | None, *, tokens: int, start: int) -> np.ndarray:
         raise ValueError(
             f"the engine must give experts as unsigned [tokens, layers, k], got {rows.dtype} {list(rows.shape)}"
         )
-    if len(rows) == tokens - 1:  # the server knows no start
+    if len(rows) == tokens - 1:  # the server ignored the start
         rows = rows[start:]
     if len(rows) != tokens - 1 - start:
         raise ValueError(
@@ -54,10 +56,10 @@ def decode(file: bytes | None, *, tokens: int, start: int) -> np.ndarray:
 
 
 def for_the_older_runner(vllms: Callable[..., object]) -> Callable[..., None]:
-    """vLLM's check of a configuration, which also accepts the older model runner."""
+    """Wraps vLLM's check of a configuration so that it also accepts the older model runner."""
 
     def verify(self: VllmConfig) -> None:
-        # everything but the runner, which is a property of the class and not of the object that is checked
+        # everything but the runner, which is a property of the class and not of the checked object
         as_newer = SimpleNamespace(**{**vars(self), "use_v2_model_runner": True})
         vllms(as_newer)
         if self.aux_output_config.enabled and self.speculative_config is not None:
@@ -72,11 +74,10 @@ def for_the_older_runner(vllms: Callable[..., object]) -> Callable[..., None]:
 def step_rows(
     collector: Any, runner: Any, scheduled: dict[str, int], output: ModelRunnerOutput
 ) -> dict[str, object] | None:
-    """The rows of the `collector` for the requests of one step, in the form of the newer runner. `scheduled` has the
-    number of tokens of each request in that step.
+    """Returns the `collector`'s rows for a step's requests, in the form of the newer runner.
 
-    Rows of a step lie in the order of its requests. Without speculation, which `for_the_older_runner` refuses, the
-    older `runner` drops no token that it computed.
+    `scheduled` has the number of tokens per request in that step. Rows of a step are in the order of its requests.
+    Without speculation, which `for_the_older_runner` refuses, the older `runner` drops no token that it computed.
     """
     ids = output.req_ids
     computed = [scheduled[name] for name in ids]
@@ -86,7 +87,7 @@ def step_rows(
         num_computed_tokens_np=runner.input_batch.num_computed_tokens_cpu[: len(ids)].copy(),
     )
     pending = collector.prepare_output(step)
-    if pending is None:  # another rank of the engine has them
+    if pending is None:  # another rank of the engine has the rows
         return None
     sampled = np.array([len(tokens) for tokens in output.sampled_token_ids])
     pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))

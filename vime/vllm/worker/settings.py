@@ -1,4 +1,5 @@
-"""The settings that a run gives to the workers of its engines, in vLLM's --additional-config under the name `vime`."""
+"""Defines the settings that a run gives to the workers of its engines, in vLLM's --additional-config under the name
+`vime`."""
 
 from __future__ import annotations
 
@@ -16,19 +17,20 @@ _NAME = "vime"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What the workers of one engine do in addition to vLLM's own work. The defaults change nothing."""
+    """Settings of the work that an engine's workers do in addition to vLLM's own work. The defaults change nothing."""
 
     gate: str | None = None
-    """File whose appearance lets a worker take its device (vime.vllm.worker.shared_gpu). None: it does not wait."""
+    """File whose appearance lets a worker take its device (vime.vllm.worker.shared_gpu). With None, the worker does not
+    wait."""
     temperature: float = 1.0
-    """The logits of the model are divided by it, before a request's own temperature."""
+    """Divisor of the model's logits, applied before a request's own temperature."""
     routed_experts: bool = False
-    """Whether answers contain the experts of each token."""
+    """True if answers contain each token's experts."""
     bitwise: tuple[str, ...] = ()
-    """The operators of slime's BITWISE_OPERATORS that the engine takes from rl_kernel.invariant."""
+    """Names in slime's BITWISE_OPERATORS of the operators that the engine uses from rl_kernel.invariant."""
 
     def flags(self, given: Sequence[str] = ()) -> list[str]:
-        """vLLM's flag with these settings and with the user's value of the same flag. Empty if both are empty.
+        """Returns vLLM's flag with these settings and with the user's value of the same flag. Empty if both are empty.
 
         `given` has the tokens of the user's own --additional-config: one "--additional-config=JSON" or two tokens.
         """
@@ -39,15 +41,17 @@ class EngineSettings:
 
     @classmethod
     def of(cls, config: VllmConfig) -> EngineSettings:
-        """The settings of the engine with this configuration."""
+        """Returns the settings of the engine with this configuration."""
         more = config.additional_config
         found = dict(more.get(_NAME, {})) if isinstance(more, dict) else {}
         return cls(**{**found, "bitwise": tuple(found.get("bitwise", ()))})
 
     @classmethod
     def take(cls, config: VllmConfig) -> EngineSettings:
-        """As `of`, and removes the gate from the configuration: vLLM keeps compiled code under a hash of the
-        configuration, and the path of the gate differs from run to run."""
+        """Returns the settings as `of` does, and removes the gate from the configuration.
+
+        vLLM keeps compiled code under a hash of the configuration, and the path of the gate differs from run to run.
+        """
         found = cls.of(config)
         more = config.additional_config
         if found.gate is not None and isinstance(more, dict):

@@ -1,7 +1,8 @@
-"""SGLang's control routes on an engine server: pause, continue, weights from a folder, and their version.
+"""Serves SGLang's control routes on an engine server: pause, continue, weights from a folder, and their version.
 
-A trainer that speaks SGLang's protocol drives a vLLM engine by them. The weights go through the live weights receiver
-(weight_receiver), which reads files below the weight directory only, and refuses tensors that are not the checkpoint's.
+A trainer that uses SGLang's protocol controls a vLLM engine with these routes. The weights go through the receiver of
+live weights (weight_receiver), which reads files below the weight directory only, and refuses tensors that are not the
+checkpoint's.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class _Pause(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Continue(msgspec.Struct, forbid_unknown_fields=True):
-    torch_empty_cache: bool = True  # vLLM keeps what its allocator has
+    torch_empty_cache: bool = True  # no effect: vLLM keeps its allocator's memory
 
 
 class _Update(msgspec.Struct, forbid_unknown_fields=True):
@@ -35,10 +36,10 @@ class _Update(msgspec.Struct, forbid_unknown_fields=True):
     weight_version: str | None = None
     keep_pause: bool = False
     flush_cache: bool = True
-    # They change nothing here.
+    # These fields have no effect here.
     torch_empty_cache: bool = False
     token_step: int = 0
-    # Not served; `_update` names them.
+    # `_update` raises an error for these fields.
     is_async: bool = False
     recapture_cuda_graph: bool = False
     manifest: object = None
@@ -51,8 +52,8 @@ _FORMATS = (None, "auto", "safetensors")
 
 @dataclass
 class Controlled:
-    """An engine, as these routes see it. `llm`: vLLM's AsyncLLM. `version`: of its weights. `set_version`: all answers
-    from now on have it."""
+    """An engine as these routes use it. `llm`: vLLM's AsyncLLM. `version` returns the version of its weights.
+    `set_version` sets the version in later answers."""
 
     llm: AsyncLLM
     version: Callable[[], int]
@@ -61,7 +62,8 @@ class Controlled:
 
 
 async def answer(engine: Controlled, path: str, body: bytes) -> tuple[int, dict[str, object]]:
-    """Status and record for a request to one of `CONTROL_ROUTES`. ValueError for a body that cannot be served."""
+    """Returns status and record for a request to one of `CONTROL_ROUTES`. Raises ValueError for a body that cannot be
+    served."""
     if path == "/get_weight_version":
         return 200, {"weight_version": str(engine.version())}
     if path == "/pause_generation":
@@ -83,8 +85,11 @@ def _read(path: str, body: bytes, kind: type[Body]) -> Body:
 
 
 async def _pause(engine: Controlled, mode: str) -> tuple[int, dict[str, object]]:
-    """Running requests end with what they have (abort), stay with their keys and values (in_place), or stay without
-    them (retract), to compute them again when they continue. New requests wait in all three modes."""
+    """Pauses generation. New requests wait in all three modes.
+
+    Running requests end with the tokens that they have (abort), stay with their keys and values (in_place), or stay
+    without them (retract) and compute them again when they continue.
+    """
     await engine.llm.pause_generation(mode="abort" if mode == "abort" else "keep", clear_cache=False)
     if mode == "retract":
         await engine.llm.reset_prefix_cache(reset_running_requests=True)
@@ -92,7 +97,7 @@ async def _pause(engine: Controlled, mode: str) -> tuple[int, dict[str, object]]
 
 
 async def _update(engine: Controlled, given: _Update) -> tuple[int, dict[str, object]]:
-    """Load the weights of a folder. An engine that is not paused first finishes its requests, as SGLang's does."""
+    """Loads the weights of a folder. An engine that is not paused first finishes its requests, as SGLang's does."""
     for name in _UNSERVED:
         if getattr(given, name):
             raise ValueError(
@@ -127,7 +132,7 @@ async def _load(engine: Controlled, folder: str, version: int | None) -> tuple[b
         part = {"channel": "disk", "info": {"path": folder}}
         await engine.llm.update_weights(WeightTransferUpdateRequest(update_info=part))
         await engine.llm.finish_weight_update()
-    except Exception as error:  # the border of the engine's process, whose errors have no other type
+    except Exception as error:  # border of the engine's process, whose errors have no other type
         return False, f"the weights of {folder} must be loadable, got: {error}"
     if version is not None:
         await engine.set_version(engine.llm, version)

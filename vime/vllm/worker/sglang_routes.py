@@ -1,7 +1,7 @@
-"""SGLang's HTTP routes on an engine server: what plug-ins of slime post to (vime.sglang_api.request has the fields).
+"""Serves SGLang's HTTP routes, to which slime's plug-ins post, on an engine server (fields: vime.sglang_api.request).
 
-`POST /generate` goes straight to vLLM's engine client, as requests for a group do (group_route). Log-probs are those of
-the distribution that the token was sampled from, as our own client gets them. vllm-router drops fields of /generate, so
+`POST /generate` calls vLLM's engine client directly, as requests for a group do (group_route). Log-probs belong to the
+distribution from which the token was sampled, as for our own client. vllm-router drops fields of /generate, so
 vime.sglang_api.gateway sends the body through the router inside a field of /inference/v1/generate.
 """
 
@@ -40,9 +40,9 @@ _HEALTH_S = 20.0
 
 @dataclass(frozen=True)
 class ServedEngine:
-    """What answers a request: vLLM's AsyncLLM, the weight versions live since the request arrived, the `rid` of each
-    running request by its name in vLLM, what makes a version the live one, and the engine's adapters. `adapter`: the
-    one whose requests alone are aborted; None: all are."""
+    """The engine that answers a request. `llm`: vLLM's AsyncLLM. `versions` returns the weight versions live since the
+    request arrived. `running` maps a running request's name in vLLM to its `rid`. `set_version` sets the live version.
+    `adapter`: only its requests are aborted; with None, all requests."""
 
     llm: AsyncLLM
     versions: Callable[[], list[int]]
@@ -55,9 +55,9 @@ class ServedEngine:
 async def answer(
     engine: ServedEngine, route: tuple[str, str], body: bytes, receive: Receive, send: Send, *, routed: bool
 ) -> None:
-    """Answer a request to one of `ROUTES`, or one that wraps /generate. 400 with the reason for what cannot be served.
+    """Answers a request to one of `ROUTES`, or one that wraps /generate. A refused request gets 400 with the reason.
 
-    `route`: method and path. `routed`: whether it came by the URL that vllm-router has of this engine.
+    `route`: method and path. `routed`: true if the request came by the URL that vllm-router has of this engine.
     """
     path = route[1]
     try:
@@ -89,8 +89,8 @@ class _Wrapped(msgspec.Struct):
 
 
 def unwrapped(body: bytes) -> tuple[bytes, str]:
-    """The body of /generate inside one of /inference/v1/generate, and the adapter that it is for unless it names one.
-    ValueError where it has none."""
+    """Returns the body of /generate inside a body of /inference/v1/generate, and the adapter for a request that names
+    none. Raises ValueError if the outer body has no inner one."""
     found = msgspec.json.decode(body, type=_Wrapped)
     return bytes(found.vime_generate), found.vime_adapter
 
@@ -102,8 +102,8 @@ def _controlled(engine: ServedEngine) -> sglang_control.Controlled:
 
 
 def require_whole(body: bytes) -> None:
-    """ValueError for a body of /generate that vllm-router has written anew: its own record of it lacks fields, such as
-    sampling_seed. The record of sglang-router has them; it alone has a field no_logs."""
+    """Raises ValueError for a body that vllm-router has rewritten: its record of /generate lacks fields, such as
+    sampling_seed. sglang-router's record has them, and also a field no_logs."""
     if b'"return_hidden_states":' not in body or b'"no_logs":' in body:
         return
     raise ValueError(
@@ -118,7 +118,7 @@ class _Ask(msgspec.Struct):
 
 
 async def _abort(engine: ServedEngine, body: bytes) -> None:
-    """Abort every request of this engine, or those whose `rid` begins with the given one, as SGLang does."""
+    """Aborts every request of this engine, or those whose `rid` begins with the given one, as SGLang does."""
     try:
         ask = msgspec.json.decode(body or b"{}", type=_Ask)
     except msgspec.DecodeError as error:
@@ -139,7 +139,7 @@ async def _abort_all(engine: ServedEngine) -> None:
 
 
 async def _health(engine: ServedEngine) -> tuple[int, dict[str, object]]:
-    """Whether the engine generates a token in time."""
+    """Returns status and record: 200 if the engine generates a token within `_HEALTH_S` seconds, else 503."""
     from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
 
@@ -187,7 +187,7 @@ async def _generate(engine: ServedEngine, body: bytes, adapter: str, receive: Re
             work.result()
     finally:
         gone.cancel()
-        work.cancel()  # a client that went away: the engine stops computing
+        work.cancel()  # if the client disconnected, the engine stops computing
 
 
 async def _whole(jobs: list[_Job], request: GenerateRequest, send: Send) -> None:
@@ -208,7 +208,7 @@ async def _whole(jobs: list[_Job], request: GenerateRequest, send: Send) -> None
 
 
 async def _stream(jobs: list[_Job], request: GenerateRequest, send: Send) -> None:
-    """Server-sent events, each with all of a sample's text and tokens so far, then [DONE]."""
+    """Sends server-sent events, each with all text and tokens of a sample so far, then [DONE]."""
     await send(
         {
             "type": "http.response.start",
@@ -231,7 +231,7 @@ async def _stream(jobs: list[_Job], request: GenerateRequest, send: Send) -> Non
 
 
 class _Job:
-    """One sample: vLLM's parameters of it, and SGLang's form of what the engine says."""
+    """One sample: its sampling parameters for vLLM, and its output in SGLang's format."""
 
     def __init__(
         self, engine: ServedEngine, one: OneRequest, request: GenerateRequest, lora: LoRARequest | None
@@ -290,7 +290,7 @@ class _Job:
 def _sampling(
     engine: ServedEngine, given: dict[str, Any], prompt: list[int], wanted: WantedOutput, *, stream: bool
 ) -> SamplingParams:
-    """vLLM's parameters. ValueError for what does not fit the context, or needs an engine of another kind."""
+    """Returns vLLM's parameters. Raises ValueError if the response or the output does not fit the engine."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -332,7 +332,7 @@ def _finish(completion: CompletionOutput, ids: list[int]) -> dict[str, object] |
 def _log_probs(
     completion: CompletionOutput, wanted: WantedOutput, tokenizer: TokenizerLike
 ) -> dict[str, object]:
-    """`output_token_logprobs` and, where asked for, `output_top_logprobs`: rows [log-prob, token id, text or null]."""
+    """Returns `output_token_logprobs` and perhaps `output_top_logprobs`: rows [log-prob, token id, text or null]."""
     flat = cast("FlatLogprobs | None", completion.logprobs)
     if flat is None:
         return {"output_token_logprobs": []}
@@ -342,7 +342,7 @@ def _log_probs(
     rows = [[max(value, LOWEST), token, text] for value, token, text in zip(values, ids, texts, strict=True)]
     made: dict[str, object] = {"output_token_logprobs": [rows[first] for first in firsts]}
     if wanted.top:
-        # after the sampled token come the most likely ones, in order
+        # the most likely tokens follow the sampled token, in order
         ends = flat.end_indices
         made["output_top_logprobs"] = [
             rows[first + 1 : min(end, first + 1 + wanted.top)]
@@ -354,8 +354,8 @@ def _log_probs(
 def _of_prompt(
     flat: FlatLogprobs, prompt: list[int], wanted: WantedOutput, tokenizer: TokenizerLike
 ) -> dict[str, object]:
-    """`input_token_logprobs` and, where asked for, `input_top_logprobs`: rows [log-prob, token id, text or null] of the
-    prompt's tokens from the wanted one on. The first has null."""
+    """Returns `input_token_logprobs` and perhaps `input_top_logprobs`: rows [log-prob, token id, text or null] of the
+    prompt's tokens from the wanted one on. The log-prob of the first row is null."""
 
     def row(place: int) -> list[object]:
         token = flat.token_ids[place]
@@ -369,7 +369,7 @@ def _of_prompt(
         "input_token_logprobs": [[None, prompt[start], text], *(row(first) for first in firsts)]
     }
     if wanted.top:
-        # after the token itself come the most likely ones, in order
+        # the most likely tokens follow the token itself, in order
         spans = zip(firsts, ends, strict=True)
         made["input_top_logprobs"] = [None, *([row(i) for i in range(a + 1, b)] for a, b in spans)]
     return made

@@ -1,10 +1,10 @@
-"""Changes to a server whose engine shares a GPU with a trainer, and perhaps with other jobs.
+"""Lets an engine start and sleep on a GPU that it shares with a trainer, and perhaps with other jobs.
 
 An engine measures the free memory when it starts, so the trainer must take its memory first. The server starts at the
 same time as the trainer, does its imports and its configuration, and then waits until the trainer has its memory.
 
 When the engine sleeps, another process may take memory at the same time. vLLM compares the free memory of the whole GPU
-before and after and would raise an error. Here this is no error.
+before and after and would raise an error. This module suppresses that error.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LESS_IS_FREE = "Memory usage increased after sleeping."
-"""The text of vLLM's AssertionError. By then the engine sleeps, and nothing but a log line would follow."""
+"""Text of vLLM's AssertionError. The engine already sleeps when vLLM raises it; only a log line would follow."""
 _POLL_S = 0.05
 
 
 def wait_for(gate: str) -> None:
-    """Returns when the file `gate` exists. The process that should create it either does, or dies and takes this
-    process along."""
+    """Returns when the file `gate` exists. The process that creates the file is this process's ancestor, whose death
+    also ends this process."""
     if not Path(gate).exists():
         print(f"the engine waits for {gate} before it takes its device", flush=True)
     while not Path(gate).exists():
@@ -30,7 +30,8 @@ def wait_for(gate: str) -> None:
 
 @contextlib.contextmanager
 def others_may_take_memory() -> Iterator[None]:
-    """Around a worker's `sleep`: others on the GPU may take more memory meanwhile than the worker frees."""
+    """Context for a worker's `sleep`, in which other processes on the GPU may take more memory than the worker
+    frees."""
     try:
         yield
     except AssertionError as error:

@@ -1,8 +1,9 @@
-"""Which weights sampled each token of an answer.
+"""Records which weights sampled each token of an answer.
 
-Weights change while the engine is paused. At that moment every request has as many tokens as the weights before have
-sampled for it: `TokenVersions.change` notes that number at vLLM's record of the request, and a wrapped function of vLLM
-puts the notes into the answer. Newer versions of vLLM have spans of their own, the oldest that we run has none.
+Weights change while the engine is paused. At that moment, all tokens of a running request come from the weights before
+the change. `TokenVersions.change` stores their number at vLLM's record of the request, and a wrapped function of vLLM
+copies the numbers into the answer. Newer versions of vLLM report such spans, but the oldest version that we run does
+not.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestState
 
 _NOTES = "vime_versions"
-"""Attribute of a RequestState: (version, number of tokens when it ended) of each change. Of a CompletionOutput: its
-spans."""
+"""Attribute with versions. On a RequestState: (version, number of tokens when it ended) per change. On a
+CompletionOutput: its spans."""
 
 
 class Span(NamedTuple):
-    """The tokens [start, end) of an answer were sampled by the weights `version`."""
+    """The tokens [start, end) of an answer, which the weights `version` sampled."""
 
     version: int
     start: int
@@ -35,18 +36,19 @@ class Span(NamedTuple):
 
 
 def spans_of(completion: CompletionOutput) -> list[Span]:
-    """The spans of an answer, in order, without gaps and without empty ones. One empty span where it has no tokens."""
+    """Returns the spans of an answer, in order and without gaps. An answer without tokens has one empty span; otherwise
+    no span is empty."""
     found: list[Span] = getattr(completion, _NOTES)
     return found
 
 
 def attach(completion: CompletionOutput, found: list[Span]) -> None:
-    """Put spans into an answer."""
+    """Stores spans in an answer."""
     setattr(completion, _NOTES, found)
 
 
 def spans(notes: Sequence[tuple[int, int]], version: int, tokens: int) -> list[Span]:
-    """The spans of `tokens` tokens, of which the weights `version` sampled the last ones."""
+    """Returns the spans of `tokens` tokens, whose last ones were sampled by the weights `version`."""
     found, start = list[Span](), 0
     for of, end in (*notes, (version, tokens)):
         end = min(end, tokens)
@@ -57,8 +59,11 @@ def spans(notes: Sequence[tuple[int, int]], version: int, tokens: int) -> list[S
 
 
 class TokenVersions:
-    """The versions of a server's weights: those of each adapter by its name, and of the rest by "". One in a process:
-    `with_spans` reads the newest."""
+    """The versions of a server's weights: each adapter's versions under its name, and the base weights' versions under
+    "".
+
+    A process has one live object: `with_spans` reads `newest`.
+    """
 
     newest: ClassVar[TokenVersions | None] = None
 
@@ -67,11 +72,13 @@ class TokenVersions:
         self._updated = ""
 
     def live(self, adapter: str | None = None) -> list[int]:
-        """Oldest first, the one that samples last. None: of what the last update brought."""
+        """Returns the versions of an adapter, oldest first; the last version samples now. With None: the versions of
+        the weights that the last update brought."""
         return self._live.setdefault(self._updated if adapter is None else adapter, [CHECKPOINT_VERSION])
 
     def since(self) -> Callable[[str | None], list[int]]:
-        """A function that gives the versions of an adapter (see `live`) that are live from now to its call."""
+        """Returns a function from an adapter (see `live`) to its versions that were live between this call and the
+        function's call."""
         began = {adapter: len(versions) - 1 for adapter, versions in self._live.items()}
 
         def passed(adapter: str | None) -> list[int]:
@@ -81,13 +88,13 @@ class TokenVersions:
         return passed
 
     def install(self) -> None:
-        """Lets vLLM's answers carry spans of these versions, in place of those of an earlier object."""
+        """Makes vLLM's answers carry spans of these versions, instead of an earlier object's."""
         if TokenVersions.newest is not self:
             TokenVersions.newest = self
             patches.apply("server, at its first request")
 
     async def change(self, engine: AsyncLLM, version: int, adapter: str = "") -> None:
-        """Make `version` the live one. The engine is paused, and samples no token meanwhile."""
+        """Makes `version` the live one. The engine must be paused, so that it samples no token meanwhile."""
         live, self._updated = self.live(adapter), adapter
         if version == live[-1]:
             return
@@ -100,7 +107,8 @@ class TokenVersions:
 
 
 def with_spans(vllms: Callable[..., CompletionOutput]) -> Callable[..., CompletionOutput]:
-    """vLLM's `RequestState._new_completion_output`, whose answers carry spans of the newest `TokenVersions`."""
+    """Wraps vLLM's `RequestState._new_completion_output` so that its answers carry spans of the newest
+    `TokenVersions`."""
 
     def new_completion_output(
         self: RequestState,
@@ -118,9 +126,11 @@ def with_spans(vllms: Callable[..., CompletionOutput]) -> Callable[..., Completi
 
 
 async def _processed(engine: AsyncLLM) -> None:
-    """Return when vLLM has counted all tokens that the engine's process has sent. They came before the answer to the
-    pause, but vLLM takes them from a queue in a task of its own. It takes them in order: an empty output at the end has
-    been taken when those before it are counted."""
+    """Returns when vLLM has counted all tokens that the engine's process has sent.
+
+    The tokens arrived before the answer to the pause, but a task of vLLM takes them from a queue later, in order. This
+    function appends an empty output: when the queue is empty, the outputs before it have been counted.
+    """
     if engine.output_handler is None:
         return
     from vllm.v1.engine import EngineCoreOutputs

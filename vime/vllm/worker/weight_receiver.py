@@ -1,8 +1,9 @@
-"""Runs inside vLLM's workers: loads what slime's weight channels receive into the live model (backend "vime").
+"""Loads the weights that slime's weight channels receive into the live model (backend "vime"). Runs inside vLLM's
+workers.
 
-Owns loading, and the checks before and after it; how a part arrives is its channel's business (slime.weight_sync).
-Refuses weights whose tensors are not those of the checkpoint. A part that holds all weights is checked before anything
-is loaded. Other parts are checked when the update ends; an engine that lacks some must not serve.
+Owns loading, and the checks before and after it. The channel receives the parts (slime.weight_sync). Refuses weights
+whose tensors are not those of the checkpoint. A part that holds all weights is checked before anything is loaded. Other
+parts are checked when the update ends; an engine that lacks some weights must not serve.
 """
 
 from __future__ import annotations
@@ -51,21 +52,21 @@ from vime.vllm.worker.settings import EngineSettings
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
+    """Empty record: this backend exchanges nothing before an update."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """`slime.protocols.WeightUpdate.message`: one part of an update."""
+    """One part of an update, as `slime.protocols.WeightUpdate.message` describes it."""
 
     channel: str
     info: dict[str, object]
     weights: dict[str, object] | None = None
-    """The `slime.protocols.WeightSet`; None for full weights."""
+    """The `slime.protocols.WeightSet`. None means full weights."""
 
 
 class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, UpdateInfo]):
-    """vLLM's weight-transfer interface over slime's weight channels."""
+    """Implements vLLM's weight-transfer interface with slime's weight channels."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -76,21 +77,25 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self.receivers: dict[str, Receiver] = {}
         self.draft: Any = None  # the model that the engine speculates with; RunWorker sets it
         self.known = KnownPlaces()
-        self.places: LivePlaces | None = None  # where this update goes; None: through vLLM's loader
+        # views to which this update is copied; None: vLLM's loader loads it
+        self.places: LivePlaces | None = None
         self._expected: dict[bool, dict[str, list[int]] | None] = {}
         self._is_checked = False
 
     @property
     def brings_adapter(self) -> bool:
-        """Whether the running update brought an adapter. False before the first update starts."""
+        """True if the running update brought an adapter. False before the first update starts."""
         return hasattr(self, "adapter") and self.adapter.brings
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
-        """`loaded`, `compared`: names and shapes of the tensors that parts brought so far; `finished`: vLLM has put all
-        of them in place. `series`: the parts that belong together, see `slime.weight_sync.channel.Part`."""
+        """Starts an update and resets its state.
+
+        `loaded`, `compared`: names and shapes of the tensors that parts brought so far. `finished`: vLLM has processed
+        all loaded tensors. `series`: identifies the parts that belong together, see `slime.weight_sync.channel.Part`.
+        """
         if not self._is_checked:
             bitwise.require(self.model, EngineSettings.of(self.vllm_config).bitwise)
             self._is_checked = True
@@ -103,8 +108,11 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """After several parts: ValueError unless all of the checkpoint's tensors came, RuntimeError unless all of them
-        were compared, if some were."""
+        """Finishes an update that came in several parts.
+
+        Raises ValueError unless all of the checkpoint's tensors came. If any tensor was compared, raises RuntimeError
+        unless all were compared.
+        """
         self.adapter.finish()
         self.delta.finish()
         self._finish_loading()
@@ -118,20 +126,22 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         pass
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """Like the base class, which would synchronise an accelerator that a CPU machine does not have."""
+        """Receives one part. vLLM's base class would synchronise an accelerator, which a machine with CPUs only does
+        not have."""
         self.receive_weights(self.parse_update_info(update_info))
 
     @torch.no_grad()
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load one part, compare the live weights with it, or both.
+        """Loads one part, compares the live weights with it, or both.
 
-        Of all weights in one part: ValueError before anything is loaded if its tensors are not the checkpoint's, or not
-        the trainer's. RuntimeError when live weights differ from the part: the engine must then not serve.
+        For all weights in one part, raises ValueError before anything is loaded if the tensors are not the
+        checkpoint's, or not the trainer's. Raises RuntimeError when live weights differ from the part: the engine must
+        then not serve.
         """
         weights = WeightSet.of(update_info.weights)
         with self._receiver(update_info.channel).receive(update_info.info) as part:
             if part is None:
-                return  # the same weights are sent once more
+                return  # the same weights were sent again
             if weights.kind == "adapter":
                 self.adapter.take(part, weights)
             elif weights.kind == "delta":
@@ -200,7 +210,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         return names_elsewhere(self.model, update) | (predicted if self.draft is None else set())
 
     def _reload(self, part: Part) -> None:
-        """Load all weights by vLLM's loader."""
+        """Loads all weights with vLLM's loader."""
         self.places = None
         self._begin_reload()
         self._load(part)
@@ -227,17 +237,18 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
             self.draft.load_weights((name, part.get(name)) for name in part.shapes if name in predicted)
 
     def _predicted(self, names: Iterable[str]) -> set[str]:
-        """The tensors of layers of multi-token prediction. An engine that does not speculate has no place for them."""
+        """Returns the tensors of layers of multi-token prediction. An engine that does not speculate does not load
+        them."""
         return predicted_names(names, read_hf_config(self.model_config.model))
 
     def _finalize(self) -> None:
         finalize: Callable[..., None] = finalize_layerwise_reload  # untyped in vLLM
         finalize(self.model, self.model_config)
-        if self.draft is not None:  # after the model, which has embedding and head of both
+        if self.draft is not None:  # after the model, which holds the embedding and head of both
             finalize(self.draft, self.model_config)
 
     def _compare(self, part: Part, update: dict[str, list[int]]) -> None:
-        """RuntimeError when live weights differ from the part; `update` has the tensors of all parts."""
+        """Raises RuntimeError when live weights differ from the part. `update` has every part's tensors."""
         predicted = self._predicted(update)
         mine = [name for name in part.shapes if name not in predicted]
         wrong = differing_tensors(self.model, mine, part.get, update=update.keys() - predicted)
@@ -250,15 +261,15 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
             )
 
     def _begin_again_after(self, series: str | None) -> None:
-        """Parts of another series, within one update, bring all weights again."""
+        """Resets the state when parts of another series arrive, because they bring all weights again."""
         if self.series not in (None, series):
             if self.loaded and not self.finished and self.places is None:
-                self._finalize()  # vLLM drops layers that came in part
+                self._finalize()  # vLLM drops layers that arrived incomplete
             self.loaded, self.compared, self.finished = {}, {}, False
         self.series = series
 
     def _finish_loading(self) -> None:
-        """Put the loaded parts in place, once; nothing is left to do after a part with all weights."""
+        """Finishes the loaded parts once. Does nothing after a part with all weights, which is already finished."""
         if not self.loaded or self.finished:
             return
         self.finished = True
@@ -267,8 +278,10 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self.known.arrived(self.loaded)
 
     def _put_in_place(self) -> None:
-        """What vLLM does once all weights are loaded, and what it leaves out. A model with places has no packed copy to
-        renew, of tied weights or experts."""
+        """Does vLLM's work after loading, and the work that vLLM leaves out.
+
+        A model that is loaded through views has no packed copies of tied weights or experts to renew.
+        """
         if self.places is not None:
             self.places.finish()
             return
@@ -279,7 +292,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
             repack_experts(self.draft)
 
     def _require_checkpoint(self, given: dict[str, list[int]], where: str) -> None:
-        """ValueError unless the tensors that `where` brings, by name and shape, are the checkpoint's."""
+        """Raises ValueError unless the tensors that `where` brings, by name and shape, are the checkpoint's."""
         tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         trained = bool(self._predicted(given))
         if trained not in self._expected:
@@ -288,8 +301,8 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
 
 
 def name_loaders(model: nn.Module) -> None:
-    """Give each loader of a parameter a name: vLLM's layerwise reload asks for it. The loaders of MiniMax-M2's norms
-    of queries and keys have none."""
+    """Gives each loader of a parameter a name, because vLLM's layerwise reload reads it. The loaders of MiniMax-M2's
+    norms of queries and keys have no name."""
     for parameter in model.parameters():
         loader = getattr(parameter, "weight_loader", None)
         if isinstance(loader, partial) and not hasattr(loader, "__name__"):
@@ -297,8 +310,11 @@ def name_loaders(model: nn.Module) -> None:
 
 
 def checkpoint_shapes(model_path: str, *, trained: bool = False) -> dict[str, list[int]] | None:
-    """HF name -> shape of every tensor of the served checkpoint that an update brings. These are all tensors, but those
-    of layers of multi-token prediction only if they are `trained`. None for a checkpoint without safetensors files."""
+    """Returns HF name -> shape of every tensor of the served checkpoint that an update brings, or None for a checkpoint
+    without safetensors files.
+
+    These are all tensors, but tensors of layers of multi-token prediction only if the layers are `trained`.
+    """
     shapes = {}
     for shard in _shards(model_path):
         with safe_open(shard, framework="pt") as file:
@@ -319,7 +335,8 @@ def _shards(model_path: str) -> Iterator[Path]:
 def require_same_tensors(
     given: dict[str, list[int]], expected: dict[str, list[int]] | None, *, tied: bool, where: str
 ) -> None:
-    """ValueError unless `given` are exactly the tensors of `expected`; a tied lm_head may be on one side only."""
+    """Raises ValueError unless `given` are exactly the tensors of `expected`. A tied lm_head may be on one side
+    only."""
     optional = {"lm_head.weight"} if tied else set()
     if expected is None:
         return

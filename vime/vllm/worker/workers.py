@@ -1,5 +1,5 @@
-"""The worker class of a run's engines on GPUs (vLLM's --worker-cls), and the part that it shares with the one on CPUs
-(vime.vllm.cpu.worker)."""
+"""Defines the worker class of a run's engines on GPUs (vLLM's --worker-cls), and the base class that it shares with the
+worker on CPUs (vime.vllm.cpu.worker)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ else:
 
 class RunWorker(_Base):
     """Base of a worker that waits for its device, hands its draft model to the receiver of weights, and keeps an
-    adapter that an update brought. `settings` has the engine's settings."""
+    adapter that an update brought.
+
+    `settings` has the engine's settings.
+    """
 
     def __init__(
         self,
@@ -40,7 +43,7 @@ class RunWorker(_Base):
         super().__init__(vllm_config, local_rank, rank, address, is_driver_worker)
 
     def register(self) -> None:
-        """Stores the classes of this project in vLLM's registries, before vLLM builds the model."""
+        """Registers the classes of this project with vLLM, before vLLM builds the model."""
         if self.settings.bitwise:
             bitwise.register(self.settings.bitwise)
 
@@ -68,14 +71,18 @@ class RunWorker(_Base):
         return cast("VimeWeightTransferEngine", self.weight_transfer_engine)
 
     def start_weight_update(self, *args: object, **kwargs: object) -> None:
-        """Starts an update, whose receiver gets the draft model: vLLM creates the receiver with the model only."""
+        """Starts an update and passes the draft model to its receiver, because vLLM creates the receiver with the model
+        only."""
         draft = getattr(getattr(self.model_runner, "drafter", None), "model", None)
         self._receiver.draft = draft if isinstance(draft, nn.Module) else None
         super().start_weight_update(*args, **kwargs)
 
     def finish_weight_update(self, *args: object, **kwargs: object) -> None:
-        """Ends an update. Newer versions of vLLM drop all adapters then, because the base may be another one. An engine
-        with an adapter gets no other base here, so an adapter that the update brought stays."""
+        """Ends an update and keeps an adapter that the update brought.
+
+        Newer versions of vLLM drop all adapters at this point, because the base may have changed. Here, an update that
+        brings an adapter does not change the base.
+        """
         runner: Any = self.model_runner
         if self._receiver.brings_adapter and hasattr(runner, "reset_lora_state"):
             runner.reset_lora_state = _keep
@@ -103,4 +110,4 @@ def divide_logits(model: nn.Module, temperature: float) -> None:
 
 
 def _keep() -> None:
-    """Takes the place of a model runner's `reset_lora_state`."""
+    """Replaces a model runner's `reset_lora_state` and does nothing."""

@@ -1,8 +1,9 @@
-"""An engine whose log-probs have the bits of the trainer's: vLLM's layers with the operators of `rl_kernel.invariant`.
+"""Makes an engine's log-probs bitwise equal to the trainer's: vLLM's layers with the operators of
+`rl_kernel.invariant`.
 
 `register` stores classes in vLLM's own registries of layers and of attention backends, before vLLM builds the model.
-`require` is asked before the first weights are loaded: every module of the model must be one of ours, or one that is
-known to compute nothing by itself. Which side of vLLM computes what: docs/design/bitwise.md.
+`require` runs before the first weights are loaded. Every module of the model must be one of ours, or a module that only
+calls other modules. docs/design/bitwise.md lists which side of vLLM computes which operator.
 """
 
 from __future__ import annotations
@@ -17,26 +18,34 @@ if TYPE_CHECKING:
     from torch import nn
 
 _TOKENS = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), 512, 640, 768, 1024, 1280, 1536, 2048]
-"""Of a step that is a graph: vLLM's own numbers up to 512, and larger ones. Without a graph, the host starts a dozen
-kernels a layer, which takes longer than a small model computes (benchmarks/reports/bitwise_h200.md)."""
+"""Tokens per step for which a CUDA graph is captured: vLLM's own numbers up to 512, and larger ones.
+
+Without a graph, the host starts a dozen kernels per layer, which takes longer than a small model computes
+(benchmarks/reports/bitwise_h200.md).
+"""
 _COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"}
 _CHOOSES_TOKENS = {"cudagraph-capture-sizes", "max-cudagraph-capture-size"}
-"""vLLM's options that say which steps are graphs."""
+"""vLLM's options that choose which steps are graphs."""
 ENVIRONMENT = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}  # graphs of parts without torch.compile
-"""Variables of such a server, on each device."""
+"""Environment variables of a bitwise server, on each device."""
 
 
 def compilation(given: Collection[str]) -> str:
-    """vLLM's --compilation-config on GPUs: nothing is compiled. Steps of one token a request are one graph, others a
-    graph for each part between two attentions. `given`: the user's options, which may choose the steps; vLLM does not
-    start with two such choices."""
+    """Returns vLLM's --compilation-config on GPUs, with which nothing is compiled.
+
+    A step with one token per request is one graph. Other steps have one graph for each part between two attentions.
+    `given`: the user's options. If they choose the steps, this function does not, because vLLM does not start with two
+    such choices.
+    """
     tokens = {} if _CHOOSES_TOKENS & set(given) else {"cudagraph_capture_sizes": _TOKENS}
     return json.dumps({**_COMPILATION, **tokens})
 
 
 def register(chosen: Collection[str]) -> None:
     """Registers our layers and our attention in this process, and replaces the log-probs of the newer model runner.
-    `chosen` has names of slime's BITWISE_OPERATORS. May run more than once."""
+
+    `chosen` holds names of slime's BITWISE_OPERATORS. Repeated calls are allowed.
+    """
     from vime.vllm import patches
     from vime.vllm.worker.bitwise import attention, layers
 
@@ -48,15 +57,18 @@ def register(chosen: Collection[str]) -> None:
 
 
 def use_log_probs(runner: object) -> None:
-    """Lets the sampler of an older model runner compute our log-probs."""
+    """Makes the sampler of an older model runner compute our log-probs."""
     from vime.vllm.worker.bitwise import sampling
 
     sampling.use_log_probs(runner)
 
 
 def require(model: nn.Module, chosen: Collection[str]) -> None:
-    """Raises ValueError with the modules of a model that do not compute with our operators, or with operators of ours
-    that break their promise on this machine. Checks only an engine that has `chosen` all of our operators."""
+    """Raises ValueError with the modules that do not compute with our operators, or with our operators that are not
+    bitwise equal on this machine.
+
+    Checks only an engine that has `chosen` all of our operators.
+    """
     from slime import operators
     from vime.vllm.worker.bitwise.check import not_ours
 

@@ -1,4 +1,4 @@
-"""vLLM's attention on CPUs with `rl_kernel.invariant.attention` over the paged keys and values.
+"""Computes vLLM's attention on CPUs with `rl_kernel.invariant.attention` over the paged keys and values.
 
 S requests of one call, T tokens, A query heads, G key heads, D head size, Q and K the most queries and keys.
 """
@@ -18,7 +18,7 @@ from vime.vllm.worker.bitwise.paged import Paged
 
 
 class PagedAttention(Paged, CPUAttentionBackendImpl):
-    """Keys and values lie in the cache as they are: [blocks, G, block size, 2 D], a key beside its value."""
+    """Attention over a cache [blocks, G, block size, 2 D], in which each key is followed by its value."""
 
     def other_differences(self) -> dict[str, bool]:
         return {
@@ -31,14 +31,15 @@ class PagedAttention(Paged, CPUAttentionBackendImpl):
         self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         size, slots = kv_cache.shape[2], slot_mapping.long()
-        used = slots >= 0  # the places of padding tokens are -1
+        used = slots >= 0  # the slots of padding tokens are -1
         pair = torch.cat((key, value), -1)[: len(slots)][used]
         kv_cache[slots[used] // size, :, slots[used] % size] = pair
 
     def attend(self, query: Tensor, kv_cache: Tensor, metadata: Any, output: Tensor) -> None:
         first = metadata.query_start_loc.long()
         queries, keys = first.diff(), metadata.seq_lens.long()
-        # One token each, and whole prompts, apart: padding a token to a prompt would be most of the work.
+        # Requests with one token and whole prompts are computed separately: padding a token to a prompt would be most
+        # of the work.
         for of_call in (queries == 1, queries > 1):
             if (chosen := of_call.nonzero()[:, 0]).numel():
                 rows, seen, places = _padded(first[chosen], queries[chosen], keys[chosen])
@@ -49,18 +50,18 @@ class PagedAttention(Paged, CPUAttentionBackendImpl):
     def _attend(
         self, query: Tensor, kv_cache: Tensor, table: Tensor, rows: Tensor, seen: Tensor, places: Tensor
     ) -> Tensor:
-        """[S, Q, A, D] for the rows [S, Q] of the queries."""
+        """Returns [S, Q, A, D] for the rows [S, Q] of the queries."""
         size, place = kv_cache.shape[2], torch.arange(seen.shape[-1], device=query.device)
         pairs = kv_cache[table[:, place // size], :, place % size]  # [S, K, G, 2 D]
-        there = seen.any(2).squeeze(1)[..., None, None]  # what lies behind a request's keys may be anything
+        there = seen.any(2).squeeze(1)[..., None, None]  # memory behind a request's keys may hold anything
         key, value = pairs.where(there, 0).transpose(1, 2).chunk(2, -1)
         heads = query.view(-1, self.num_heads, self.head_size)[rows].transpose(1, 2)
         return invariant.attention(heads, key, value, seen, self.scale).transpose(1, 2)
 
 
 def _padded(first: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For requests with `queries` tokens from row `first` on, the last of `keys`: the row of each query [S, Q], which
-    keys it sees [S, 1, Q, K], and which queries are there [S, Q]."""
+    """Returns, for requests with `queries` tokens from row `first` on, the last ones of `keys`: the row of each query
+    [S, Q], a mask of the keys that it attends to [S, 1, Q, K], and a mask of the queries that exist [S, Q]."""
     of_query = torch.arange(int(queries.max()), device=first.device)
     of_key = torch.arange(int(keys.max()), device=first.device)
     there = of_query < queries[:, None]
@@ -70,7 +71,7 @@ def _padded(first: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tenso
 
 
 class InvariantAttention(CPUAttentionBackend):
-    """The backend's name and settings are those of vLLM's for CPUs."""
+    """Attention backend with the name and the settings of vLLM's backend for CPUs."""
 
     @staticmethod
     def get_impl_cls() -> type[PagedAttention]:
@@ -78,7 +79,7 @@ class InvariantAttention(CPUAttentionBackend):
 
 
 def register() -> None:
-    """Let vLLM take our backend in place of the one that it takes for the platform. May run more than once."""
+    """Makes vLLM use our backend instead of the platform's own. Repeated calls are allowed."""
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{InvariantAttention.__name__}")
     else:
@@ -86,7 +87,7 @@ def register() -> None:
 
 
 def why_not_ours(impl: object) -> str | None:
-    """Why an attention of vLLM is not ours, or what of it our operator does not compute; None for nothing."""
+    """Returns why an attention of vLLM is not ours, or which of its features our operator does not compute, or None."""
     if isinstance(impl, PagedAttention):
         return impl.not_computed
     if not current_platform.is_cpu():

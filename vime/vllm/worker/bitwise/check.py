@@ -1,4 +1,4 @@
-"""Which modules of a vLLM model compute with operators that are not ours."""
+"""Finds the modules of a vLLM model that compute with operators that are not ours."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _PASSES_ON = {
     *("MiMoForCausalLM", "MiMoModel"),
     "ApplyRotaryEmb",  # a part of the rotary embedding, which ours does not call
 }
-"""vLLM's classes that compute nothing by themselves. Their source was read."""
+"""vLLM's classes that only call other modules. Their source was read."""
 
 
 def not_ours(model: nn.Module) -> list[str]:
-    """ "PATH (CLASS)" of each module that is not ours, and of ours that compute with something else, sorted."""
+    """Returns "PATH (CLASS)" for each module that is not ours, and for modules of ours with another operator,
+    sorted."""
     return sorted(
         f"{path or 'the model'} ({reason})"
         for path, module in model.named_modules()
@@ -50,7 +51,7 @@ def _reason(module: nn.Module) -> str | None:
 
 
 def _other_sum(layer: RowParallelLinear) -> str | None:
-    """Why a sum over ranks is not that of the trainer's layer of the same place."""
+    """Returns why a sum over ranks differs from the sum of the trainer's corresponding layer, or None."""
     if layer.tp_size == 1:
         return None
     if not layer.input_is_parallel:

@@ -1,4 +1,4 @@
-"""vLLM's attention on GPUs with `rl_kernel.invariant.paged_attention`, over the cache of FlashAttention."""
+"""Computes vLLM's attention on GPUs with `rl_kernel.invariant.paged_attention`, over the cache of FlashAttention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vime.vllm.worker.bitwise.paged import Paged
 
 
 class PagedFlashAttention(Paged, FlashAttentionImpl):
-    """Keys and values lie in the cache as [blocks, G, block size, 2 D], a key beside its value."""
+    """Attention over a cache [blocks, G, block size, 2 D], in which each key is followed by its value."""
 
     def other_differences(self) -> dict[str, bool]:
         return {
@@ -32,7 +32,7 @@ class PagedFlashAttention(Paged, FlashAttentionImpl):
 
 
 class InvariantFlashAttention(FlashAttentionBackend):
-    """The backend's name and settings are those of vLLM's."""
+    """Attention backend with the name and the settings of vLLM's backend."""
 
     @staticmethod
     def get_impl_cls() -> type[PagedFlashAttention]:

@@ -1,8 +1,8 @@
-"""vLLM's layers with the operators of `rl_kernel.invariant`, as classes of its registry.
+"""Defines vLLM's layers with the operators of `rl_kernel.invariant`, as classes of vLLM's registry.
 
-vLLM builds the registered class in place of its own class of that name. Weights, their names and their loading stay
-vLLM's; what is computed from them is ours. A row of an embedding is on one rank, and the others add zeros, so that
-vLLM's sum of them is right in any order.
+vLLM builds the registered class instead of vLLM's class with that name. Weights, their names and their loading stay
+vLLM's, but our operators compute the outputs. One rank holds a row of an embedding and the other ranks add zeros, so
+vLLM's sum over ranks is exact in any order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slime.models.rope import Rope
 
 
 class _Product:
-    """The product of a layer. The weight stays a plain matrix, which vLLM would pack on CPUs."""
+    """Matrix product of a layer with our operator. The weight stays a plain matrix, which vLLM would pack on CPUs."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         pass
@@ -44,20 +44,23 @@ class _Product:
 
 
 class LinearMethod(_Product, UnquantizedLinearMethod):
-    """Of a linear layer."""
+    """Method of a linear layer."""
 
 
 class HeadMethod(_Product, UnquantizedEmbeddingMethod):
-    """Of an embedding, whose rows vLLM looks up, where it is the output layer."""
+    """Method of an embedding as the output layer. vLLM looks up the embedding's rows."""
 
 
 METHODS = {UnquantizedLinearMethod: LinearMethod, UnquantizedEmbeddingMethod: HeadMethod}
-"""vLLM's method of a layer -> ours."""
+"""Maps vLLM's method of a layer to ours."""
 
 
 def _with_our_method(base: type[nn.Module], **methods: object) -> type[nn.Module]:
-    """vLLM's layer `base` with `methods`, which has our method of products after vLLM has built it. A quantised layer
-    keeps its own, and `check` names it."""
+    """Returns a subclass of vLLM's layer `base` with `methods`, which uses our method of products after vLLM has built
+    it.
+
+    A quantised layer keeps its own method, and `check` reports it.
+    """
 
     def __init__(self: Any, *args: object, **kwargs: object) -> None:
         base.__init__(self, *args, **kwargs)
@@ -68,13 +71,14 @@ def _with_our_method(base: type[nn.Module], **methods: object) -> type[nn.Module
 
 
 def _of_all_ranks(part: Tensor) -> Tensor:
-    """[N, M] of each rank -> [R, N, M], bit for bit: as float32, because vLLM's own gather on CPUs has no float64."""
+    """Gathers each rank's [N, M] into [R, N, M], bit for bit. The transfer is in float32, because vLLM's gather on CPUs
+    has no float64."""
     gathered = tensor_model_parallel_all_gather(part.contiguous().view(torch.float32), dim=0)
     return gathered.view(part.dtype).view(-1, *part.shape)
 
 
 def _sum_of_ranks(layer: RowParallelLinear, x: Tensor) -> object:
-    """In place of the forward of vLLM's row-parallel layer. The bias is added after the sum, as in the trainer."""
+    """Replaces the forward of vLLM's row-parallel layer. The bias is added after the sum, as in the trainer."""
     if not isinstance(layer.quant_method, LinearMethod):
         return RowParallelLinear.forward(layer, x)
     weight = layer.get_parameter("weight")
@@ -88,7 +92,7 @@ def _sum_of_ranks(layer: RowParallelLinear, x: Tensor) -> object:
 
 
 class InvariantNorm(RMSNorm):
-    """The residual is added in the model's dtype, as the trainer does, and then normed."""
+    """RMSNorm that adds the residual in the model's dtype, as the trainer does, and then normalises."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if residual is None:
@@ -102,11 +106,11 @@ class InvariantActivation(SiluAndMul):
 
 
 class InvariantRotary(RotaryEmbedding):
-    """The angles of the trainer's positions, whose frequencies are those of `slime.models.rope.Rope`."""
+    """Rotary embedding with the trainer's angles, from the frequencies of `slime.models.rope.Rope`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Computed on the host and for all positions, on whatever device vLLM builds the model.
+        # Computed on the host and for all positions, whatever the device on which vLLM builds the model.
         with torch.device("cpu"):
             places = torch.arange(self.max_position_embeddings)
             cos, sin = invariant.angles(places, Rope(self.base, self.rotary_dim).frequencies())
@@ -115,7 +119,7 @@ class InvariantRotary(RotaryEmbedding):
         )
 
     angles: Tensor
-    """[2, positions, 1, R / 2] fp32: cos and sin."""
+    """Cos and sin, fp32 [2, positions, 1, R / 2]."""
 
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None
@@ -140,17 +144,17 @@ OPERATORS: dict[str, type] = {
     "SiluAndMul": InvariantActivation,
     "RotaryEmbedding": InvariantRotary,
 }
-"""vLLM's class -> ours."""
+"""Maps vLLM's class to ours."""
 _OPERATOR = {
     **{base.__name__: "product" for base in _PRODUCTS},
     **{base.__name__: "head" for base in _HEADS},
     **{"RMSNorm": "norm", "SiluAndMul": "activation", "RotaryEmbedding": "rotary"},
 }
-"""vLLM's class -> its name in slime's BITWISE_OPERATORS."""
+"""Maps vLLM's class to its name in slime's BITWISE_OPERATORS."""
 
 
 def register(chosen: Collection[str]) -> None:
-    """Register those of the chosen operators. May run more than once."""
+    """Registers the classes of the chosen operators. Repeated calls are allowed."""
     for base, classes in ((PluggableLayer, LAYERS), (CustomOp, OPERATORS)):
         for name, ours in classes.items():
             if _OPERATOR[name] in chosen and name not in op_registry_oot:

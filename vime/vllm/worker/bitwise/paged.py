@@ -1,4 +1,5 @@
-"""What our attentions of vLLM's platforms share: the call by vLLM, and what of a layer no operator of ours computes."""
+"""Shared parts of our attentions for vLLM's platforms: the call by vLLM, and the features of a layer that our operators
+do not compute."""
 
 from __future__ import annotations
 
@@ -9,22 +10,22 @@ from torch import Tensor
 
 
 class Paged:
-    """In front of a platform's implementation of attention, which keeps its settings."""
+    """Mixin in front of a platform's implementation of attention. It keeps the implementation's settings."""
 
     alibi_slopes: Any
     sinks: Any
 
     @abstractmethod
     def attend(self, query: Tensor, kv_cache: Tensor, metadata: Any, output: Tensor) -> None:
-        """Write the attention of `query` over the paged keys and values into `output`, both [T, ...]."""
+        """Writes the attention of `query` over the paged keys and values into `output`, both [T, ...]."""
 
     @abstractmethod
     def other_differences(self) -> dict[str, bool]:
-        """What the platform's implementation spells in its own way: name -> whether this layer has it."""
+        """Returns the features that platforms spell differently: name -> True if this layer has the feature."""
 
     @property
     def not_computed(self) -> str | None:
-        """What of this layer the operator does not compute; None for nothing."""
+        """Name of a feature of this layer that the operator does not compute, or None."""
         parts = self.other_differences() | {
             "sinks": self.sinks is not None,
             "ALiBi": self.alibi_slopes is not None,
@@ -43,8 +44,8 @@ class Paged:
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """As vLLM calls it. Keys and values of this call are in the cache already."""
-        if attn_metadata is None:  # vLLM measures memory
+        """Computes the attention for one call by vLLM. The keys and values of the call are already in the cache."""
+        if attn_metadata is None:  # vLLM profiles memory without metadata
             return output.fill_(0)
         self.attend(query, kv_cache, attn_metadata, output)
         return output
