@@ -1,4 +1,4 @@
-"""Copies of the repository in which documented commands run with the environment of the tests."""
+"""Makes copies of the repository in which documented commands run with the environment of the tests."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def use_this_environment(folder: Path) -> None:
-    """Let scripts/setup.sh do nothing: .venv is the environment of this process."""
+    """Replaces scripts/setup.sh by a script that does nothing, because .venv is the environment of this process."""
     (folder / "scripts/setup.sh").write_text("#!/usr/bin/env bash\nset -euo pipefail\n")
     (folder / ".venv").symlink_to(sys.prefix)
 
 
 def linked_checkout(folder: Path) -> Path:
-    """Links to the files of the repository, with a runs/ of its own."""
+    """Makes a folder with links to the files of the repository and its own runs/."""
     for path in ROOT.iterdir():
         if path.name not in (".git", ".venv", "scripts", "runs", "build"):
             (folder / path.name).symlink_to(path)
@@ -28,7 +28,7 @@ def linked_checkout(folder: Path) -> Path:
 
 
 def in_shell(command: str, folder: Path) -> str:
-    """Run the command as a user does in `folder`; it must succeed. Returns its standard output."""
+    """Runs the command in `folder` as a user does and returns its standard output. The command must succeed."""
     path = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],

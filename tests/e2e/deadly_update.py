@@ -1,10 +1,11 @@
-"""`vime train`, but its engine gets SIGKILL in the middle of the weight update to version 1: a moment that no test
-could hit from outside.
+"""Runs `vime train` and sends SIGKILL to its engine in the middle of the weight update to version 1. No test could
+hit this moment from outside.
 
     python deadly_update.py PART FLAGS OF vime train...
 
-The engine dies after it has agreed to the update, right before it is sent part PART (1, 2, ...) of the weights: the
-process that computes where there is one of its own, else the server. Everything else is the real driver.
+The engine dies after it has agreed to the update, right before the driver sends part PART (1, 2, ...) of the weights.
+The signal goes to the engine core's process, or to the server if there is no such process. The rest is the real
+driver.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def counted_start(control: VllmControl) -> None:
 def deadly_send(control: VllmControl, update_info: dict[str, Any]) -> None:
     global parts
     parts += 1
-    if (updates, parts) == (2, PART):  # the first update brings version 0
+    if (updates, parts) == (2, PART):  # the first update sends version 0
         kill_engine(urlsplit(control.url).port)
     send(control, update_info)
 

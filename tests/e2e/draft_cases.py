@@ -1,4 +1,4 @@
-"""A tiny MiMo whose engine drafts with the model's layer of multi-token prediction, and a run of it."""
+"""Makes a tiny MiMo whose engine drafts with the model's layer of multi-token prediction, and trains it in a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 3
 
 
 def mimo_world(device: str = "cpu") -> Iterator[World]:
-    """Body of a module's fixture: a tiny MiMo with the tokenizer of the world's own model."""
+    """Yields a world whose model is a tiny MiMo with the default model's tokenizer (for a module's fixture)."""
     for world in make_world(device):
         said = json.loads((world.model / "config.json").read_text())
         shape = {key: said[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
@@ -31,8 +31,8 @@ def mimo_world(device: str = "cpu") -> Iterator[World]:
 
 
 def train_with_a_draft(world: World, tolerance: float, *more: str) -> Path:
-    """The directory of a run of STEPS steps. Trainer and engine agree with a draft as without. After each update, every
-    tensor of the engine is compared with the trainer's, those of the draft included."""
+    """Runs STEPS steps with a draft and returns the run's directory. Log-probs of trainer and engine must agree, as
+    without a draft. After each update, every tensor of the engine, draft included, is compared with the trainer's."""
     flags = world.grpo("draft", rollouts=STEPS)
     at = flags.index("--rollout-max-response-len")
     flags[at + 1] = "24"

@@ -1,4 +1,5 @@
-"""A tiny random Qwen3 checkpoint with a character tokenizer, weight files made from it, and an engine to serve it."""
+"""Makes a tiny random Qwen3 checkpoint with a character tokenizer, weight files from it, and an engine that serves
+it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ EOS_ID = SPECIAL.index("<|im_end|>")
 def make_checkpoint(
     path: Path, *, seed: int = 0, tied: bool = True, layers: int = 2, hidden: int = 64
 ) -> Path:
-    """Write an HF checkpoint (config, safetensors, fast tokenizer) with random weights from `seed`."""
+    """Writes an HF checkpoint (config, safetensors, fast tokenizer) with random weights from `seed`."""
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -63,25 +64,25 @@ def make_checkpoint(
 
 
 def publish_checkpoint(checkpoint: Path, directory: Path, version: int, *, checksums: bool) -> WeightUpdate:
-    """The update that a trainer with the weights of `checkpoint` publishes as `version`."""
+    """Returns the update that a trainer with the weights of `checkpoint` publishes as `version`."""
     state = load_file(checkpoint / "model.safetensors")
     return FileChannel(directory).publish(whole_slices(state.items()), version, checksums=checksums)
 
 
 def metric(url: str, key: str, name: str) -> float:
-    """The counter or gauge `name` of the engine at `url`."""
+    """Returns the counter or gauge `name` of the engine at `url`."""
     _, page = request(url, key, "GET", "/metrics", timeout_s=30)
     lines = [line for line in page.decode().splitlines() if line.startswith(f"vllm:{name}{{")]
     return sum(float(line.split()[-1]) for line in lines)
 
 
 def answered(url: str, key: str) -> float:
-    """Requests that the engine at `url` has answered."""
+    """Returns the number of requests that the engine at `url` has answered."""
     return metric(url, key, "request_success_total")
 
 
 class Stack:
-    """A pool of one engine, and two sets of weights for it: the checkpoint's weights and other weights."""
+    """A pool with one engine, and two sets of weights for it: the checkpoint's weights and other weights."""
 
     key = "test-key-0123456789"
     resident_at_start = 0
@@ -108,7 +109,7 @@ class Stack:
         return VllmControl(self.pool.engine_urls[0], self.key)
 
     def metric(self, name: str) -> float:
-        """The engine's own counter or gauge `name`."""
+        """Returns the engine's own counter or gauge `name`."""
         return metric(self.control.url, self.key, name)
 
     def push(self, checkpoint: Path, *, checksums: bool = True) -> WeightUpdate:
@@ -118,7 +119,7 @@ class Stack:
         return update
 
     def publish(self, update: WeightUpdate) -> None:
-        """Have the pool load `update`, as if a trainer had made it."""
+        """Sends `update` to the pool, as a trainer does."""
         self.parts = [update]
         self.pool.publish(update.version)
 
@@ -154,7 +155,7 @@ class Stack:
 
 
 def server_of(url: str) -> psutil.Process:
-    """The server that listens at `url`. Other test files have engines of their own under the same process."""
+    """Returns the server that listens at `url`. Other test files' engines may have the same parent process."""
     port = f"--port {urlsplit(url).port} "
     (found,) = (
         process
@@ -165,13 +166,13 @@ def server_of(url: str) -> psutil.Process:
 
 
 def engine_core_of(url: str) -> psutil.Process:
-    """The process of the only engine core of the server at `url`."""
+    """Returns the process of the only engine core of the server at `url`."""
     (found,) = (p for p in server_of(url).children(recursive=True) if "EngineCore" in command_line(p))
     return found
 
 
 def status(base: str, method: str, path: str, key: str | None = None, body: object = None) -> int:
-    """The HTTP status of the answer to one request."""
+    """Sends one request and returns its HTTP status."""
     address = urlsplit(base)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
     try:

@@ -1,4 +1,4 @@
-"""Tiny models of families, trained in one process of their own and published, and the comparison with vLLM."""
+"""Trains tiny models of families in one child process, publishes them, and compares their log-probs with vLLM's."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.slices import whole_slices
 
 TOKENS = [3, 7, 50, 21, 9, 88, 40, 2, 11, 63, 5, 29]
-"""More than the window of tiny Mistral."""
+"""Number of tokens; it is larger than the window of tiny Mistral."""
 
 REMOTE_KINDS = ("mimo",)
-"""Families that neither transformers nor vLLM has a configuration class for."""
+"""Families that have a configuration class neither in transformers nor in vLLM."""
 REMOTE = """from transformers import {base}Config
 
 
@@ -33,7 +33,8 @@ class FamilyConfig({base}Config):
 
 
 def with_remote_config(directory: Path, kind: str) -> None:
-    """The configuration class that the published checkpoints of a family bring, because transformers has none."""
+    """Writes the configuration class that the family's published checkpoints contain, because transformers has no
+    class for it."""
     (directory / "configuration_family.py").write_text(REMOTE.format(base="Qwen2", kind=kind))
     file = directory / "config.json"
     said = json.loads(file.read_text()) | {"auto_map": {"AutoConfig": "configuration_family.FamilyConfig"}}
@@ -41,8 +42,8 @@ def with_remote_config(directory: Path, kind: str) -> None:
 
 
 def train(_: int, root: Path, names: Sequence[str], dtype: str | None, checksums: bool) -> None:
-    """In a process of its own: the trainer's log-probs of every model, before and after a step of plain descent, and
-    what it publishes of both. In place of a model that fails, its traceback."""
+    """Trains each model in a child process. It saves the log-probs before and after a step of plain gradient descent,
+    and both published updates. A model that fails has its traceback instead."""
     from slime.checkpoints.hf_config import read_hf_config
     from slime.data.token_slice import token_slice
     from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
@@ -77,7 +78,7 @@ def train(_: int, root: Path, names: Sequence[str], dtype: str | None, checksums
     for name in names:
         try:
             found[name] = versions(name)
-        except Exception:  # border of this process: one model that fails must not take the others with it
+        except Exception:  # border of this process: one model that fails must not end the others
             found[name] = traceback.format_exc()
     torch.save(found, root / "trained.pt")
 
@@ -93,8 +94,8 @@ def trained_models(
     dtype: str | None = None,
     checksums: bool = True,
 ) -> Trained:
-    """`root`, and for each model its log-probs with the update that brings them, before and after a step. `shape` and
-    `dtype` replace those of the cases."""
+    """Returns `root`, and per model the log-probs before and after a step, each with its update. `shape` and `dtype`
+    replace those of the cases."""
     for name in names:
         case = CASES[name]
         tiny_checkpoint(root / name, case.kind, **(engine_shape(case) | (shape or {})))
@@ -105,7 +106,7 @@ def trained_models(
 
 
 def versions_of(trained: Trained, name: str) -> list[Any]:
-    """(log-probs, update) of both versions."""
+    """Returns (log-probs, update) for both versions."""
     versions = trained[1][name]
     if isinstance(versions, str):
         pytest.fail(f"the trainer of {name} failed:\n{versions}")
@@ -113,7 +114,8 @@ def versions_of(trained: Trained, name: str) -> list[Any]:
 
 
 def certain(differences: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The differences of all tokens. In bfloat16 without the largest, since roundings may change a token's expert."""
+    """Returns all tokens' differences. In bfloat16 it drops the largest, because rounding may change a token's
+    expert."""
     return differences if dtype == "float32" else differences.sort().values[:-1]
 
 
@@ -124,7 +126,7 @@ def check_engine(
     tolerance: float = 1e-5,
     dtype: str | None = None,
 ) -> None:
-    """vLLM gives the trainer's log-probs as loaded, after an update, and after the first weights again."""
+    """vLLM gives the trainer's log-probs after the load, after an update, and after the first weights again."""
     root, _ = trained
     (before, first), (after, second) = versions_of(trained, name)
     assert (before - after).abs().max() > max(0.01, 10 * tolerance)

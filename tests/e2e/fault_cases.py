@@ -24,13 +24,13 @@ from slime.tracking.ledger import read_ledger
 
 HERE = Path(__file__).parent
 STOP_S = 60
-"""Seconds in which a run must end after it has lost a trainer."""
+"""Seconds in which a run must end after a trainer has died."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The differences between devices. `part`: the engine is killed before this part of a weight update (CPUs send one
-    file). `logprob_diff`: nats between trainer and engine. `deadline_s`: much longer than a rollout."""
+    """The differences between devices. `part`: the engine is killed before this part of a weight update (CPUs send
+    one file). `logprob_diff`: nats between trainer and engine. `deadline_s`: much longer than a rollout."""
 
     flags: tuple[str, ...]
     part: int
@@ -43,7 +43,7 @@ KINDS = {
     "cuda": Kind(
         (
             *("--max-tokens-per-gpu", "16384", "--rollout-max-response-len", "128", "--lr", "1e-5"),
-            # The cache size is in bytes, because vLLM's measurement would count the memory of other tests on this GPU.
+            # The cache size is in bytes, because vLLM's measurement would count other tests' memory on this GPU.
             *("--vllm-gpu-memory-utilization", "0.15", "--vllm-kv-cache-memory-bytes", str(1 << 30)),
             *("--vllm-max-model-len", "1024", "--vllm-enforce-eager"),
             *("--update-weight-buffer-size", str(2**24), "--check-weight-update-equal"),
@@ -79,7 +79,8 @@ class FaultyRun:
         return int(newest.read_text() or -1) if newest.exists() else -1
 
     def strike(self, launch: Launch, pid: int, number: int) -> int:
-        """Order the reward to send a signal during the next rollout. Waits for it and returns that rollout's number."""
+        """Orders the reward to send a signal during the next rollout, waits for it, and returns that rollout's
+        number."""
         order, struck = self.run_dir / "strike", self.run_dir / "struck"
         written = order.with_suffix(".written")
         written.write_text(f"{pid} {int(number)}")
@@ -100,13 +101,13 @@ class FaultyRun:
 
 
 def server(launch: Launch) -> int:
-    """Process id of the one engine server."""
+    """Returns the process id of the only engine server."""
     (found,) = launch.find(r"^\S+ -m vime\.vllm\.serve vllm\.entrypoints")
     return found
 
 
 def engines_killed(run: FaultyRun) -> None:
-    """An engine is killed in a weight update, and another in a rollout. Both are replaced and get the trainer's
+    """One engine is killed in a weight update, and another in a rollout. Both are replaced and get the trainer's
     weights."""
     deadly = [sys.executable, str(HERE / "deadly_update.py"), str(run.kind.part), *run.flags]
     with launched(deadly, run.output) as launch:
@@ -133,8 +134,8 @@ def trainer_killed(run: FaultyRun) -> None:
 
 @contextlib.contextmanager
 def ends_with_its_trainer(launch: Launch) -> Iterator[int]:
-    """Context for a block that sends SIGKILL to the trainer rank it gets. After it, the run must end in time, name the
-    rank, and print the rank's last log lines."""
+    """Yields the process id of a trainer rank, to which the block sends SIGKILL. Afterwards the run must end in time,
+    name the rank, and print the rank's last log lines."""
     before = len(launch.output)  # earlier output has tracebacks of killed engines
     yield launch.find(r"^ray::TrainerActor")[-1]
     assert launch.finish(STOP_S) == 1
@@ -145,7 +146,7 @@ def ends_with_its_trainer(launch: Launch) -> Iterator[int]:
 
 
 def rank_killed(world: World, name: str, *, ranks: int) -> None:
-    """The last of several ranks is killed while the others are in a collective with it, or will be soon."""
+    """Kills the last rank while the other ranks wait for it in a collective, or soon will."""
     flags = [*world.sft(name, rollouts=10_000), "--actor-num-gpus-per-node", str(ranks)]
     with launched(vime("train", *flags), world.root / f"{name}.out") as launch:
         launch.wait_for(lambda: rows(world.root / name, "train/step"), "the first step", 180)
@@ -191,15 +192,16 @@ def resumed_with_a_slow_engine_then_interrupted(run: FaultyRun) -> None:
 
 @contextlib.contextmanager
 def training(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
-    """A run after its first step. It must end within 15 s of the block, and leave nothing where temporary files go."""
+    """Yields a run after its first step. It must end within 15 s of the block, and leave nothing in the temporary
+    folder."""
     temporary = Path(
         tempfile.mkdtemp(prefix="vt-", dir=world.root.parent)
-    )  # unix sockets have short paths only
+    )  # paths of Unix sockets have a limit
     monkeypatch.setenv("TMPDIR", str(temporary))
     semaphores = set(Path("/dev/shm").glob("sem.*"))
     with launched(vime("train", *world.sft(name, rollouts=10_000)), world.root / f"{name}.out") as launch:
         launch.wait_for(lambda: rows(world.root / name, "train/step"), "a step", 240)
-        assert list(temporary.glob("vime-*/session_latest"))  # Ray's files are there, too
+        assert list(temporary.glob("vime-*/session_latest"))  # Ray's files are in the same folder
         yield launch
         began = time.monotonic()
         launch.process.wait(15)

@@ -1,4 +1,4 @@
-"""Linear layers as vLLM leaves them in blocks of fp8."""
+"""Makes linear layers as vLLM leaves them in blocks of fp8."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RANGE = torch.finfo(torch.float8_e4m3fn).max
 def layer(
     weight: torch.Tensor, sizes: list[int], kernel: str = "CutlassFp8BlockScaledMMKernel"
 ) -> SimpleNamespace:
-    """A layer as vLLM leaves it: quantised over the projections that it fuses."""
+    """Makes a layer that is quantised over the projections that it fuses."""
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % 128, 0, -rows % 128)).abs()
     scales = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).amax((1, 3)).clamp(1e-4) / RANGE

@@ -1,4 +1,4 @@
-"""A run whose metrics a plug-in logs: examples/plugins/answer_metrics.py, and a hook of the training below."""
+"""A run whose metrics a plug-in logs: examples/plugins/answer_metrics.py, and the hook of the training below."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVERY = 2
 
 
 def log_training(args: Any, rollout_id: int, step_id: int, model: Any, *others: Any) -> None:
-    """The number of parameters, by the last rank alone."""
+    """Logs the number of parameters, on the last rank only."""
     if dist.get_rank() == dist.get_world_size() - 1:
         count = sum(p.numel() for part in model for p in part.parameters())
         metrics = {"mine/parameters": count, "train/step": rollout_id * args.num_steps_per_rollout + step_id}
@@ -24,7 +24,7 @@ def log_training(args: Any, rollout_id: int, step_id: int, model: Any, *others: 
 
 
 def flags(world: World) -> list[str]:
-    """`PLUG_INS` must be on PYTHONPATH."""
+    """Returns the flags of the hooks. `PLUG_INS` must be on PYTHONPATH."""
     return [
         *("--custom-rollout-log-function-path", "answer_metrics.log_rollout"),
         *("--custom-eval-rollout-log-function-path", "answer_metrics.log_evaluation"),
@@ -34,7 +34,7 @@ def flags(world: World) -> list[str]:
 
 
 def assert_logged(run_dir: Path, rollouts: int) -> None:
-    """Each metric once under its step, from each process, and equal to what the saved samples say."""
+    """Each process logs each metric once under its step, and the metric agrees with the saved samples."""
     for step in range(rollouts):
         row, drawn = rows(run_dir, "rollout/step")[step], samples(run_dir, step)
         right = [sample for sample in drawn if sample["reward"] > 0]

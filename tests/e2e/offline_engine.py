@@ -1,5 +1,5 @@
-"""A real vLLM in this process, which takes published weights as an engine does and tells log-probs of a prompt. Several
-workers have processes of their own."""
+"""Runs a real vLLM in this process. It takes published weights as an engine does and returns the log-probs of a
+prompt. With several workers, each worker has its own process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vime.vllm.worker.adapter import request_for
 
 WORKER = WORKERS["cuda" if torch.cuda.is_available() else "cpu"]
 GPU_SHARE = 0.1
-"""Of a GPU's memory, which other tests use too. vLLM does not start unless so much is free."""
+"""Share of a GPU's memory for vLLM, because other tests use the GPU too. vLLM does not start if less is free."""
 
 
 class OfflineEngine:
@@ -31,16 +31,17 @@ class OfflineEngine:
 
     @property
     def worker(self) -> Any:
-        """The only one."""
+        """Returns the only worker."""
         return self._llm.llm_engine.model_executor.driver_worker.worker
 
     def on_workers(self, act: Any, *args: Any) -> list[Any]:
-        """Call a method of each worker by its name, or a function with each worker."""
+        """Calls each worker's method by its name, or a function with each worker."""
         found: list[Any] = self._llm.collective_rpc(act, args=args)
         return found
 
     def log_probs(self, tokens: list[int], adapter: str = "") -> torch.Tensor:
-        """Of each token but the first, given those before it, by the base or by an adapter."""
+        """Returns the log-prob of every token but the first, given the tokens before it, from the base or from an
+        adapter."""
         from vllm import SamplingParams
 
         self._llm.reset_prefix_cache()
@@ -52,16 +53,16 @@ class OfflineEngine:
         return torch.tensor([found[token].logprob for token, found in pairs])
 
     def take(self, update: WeightUpdate, *, load: bool = True) -> None:
-        """Load, and with checksums compare every live tensor; RuntimeError when one differs."""
+        """Loads the update, and with checksums compares every live tensor. A tensor that differs is a RuntimeError."""
         self.on_workers("start_weight_update")
         self.on_workers("update_weights", {**update.message(), "info": {**update.info, "load": load}})
         self.on_workers("finish_weight_update")
 
 
 def leave_what_is_there(patch: pytest.MonkeyPatch) -> None:
-    """The collector looks at nothing that this process has imported. vLLM would undo that with each engine, and it asks
-    for nine collections of half a second for each."""
-    gc.collect()  # the engine before, which nothing collects once it is frozen
+    """Keeps the garbage collector away from the imported objects. vLLM would undo this with each engine and start
+    nine collections of half a second per engine."""
+    gc.collect()  # nothing collects the engine before once it is frozen
     gc.freeze()
     for name in ("freeze", "unfreeze"):
         patch.setattr(gc, name, lambda: None)
@@ -69,7 +70,7 @@ def leave_what_is_there(patch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def plain_matrices(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Engines of this process keep their matrices plain on a CPU too: products and head are those of --rlk-bitwise."""
+    """Engines of this process keep plain matrices on a CPU too: products and head are those of --rlk-bitwise."""
     from vllm.model_executor.custom_op import op_registry_oot
 
     from vime.vllm.worker.bitwise import layers
@@ -87,20 +88,22 @@ def plain_matrices(patch: pytest.MonkeyPatch) -> Iterator[None]:
 def offline_engine(
     checkpoint: Path, weight_dir: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> Iterator[OfflineEngine]:
-    """In fp32 unless `settings`, which are vLLM's, have another dtype; updates lie in `weight_dir`."""
+    """Starts vLLM in fp32, unless `settings` (vLLM's own) have another dtype. Update files are in `weight_dir`."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions for workers in other processes
+    # allows functions for workers in other processes
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     monkeypatch.setenv("VIME_WEIGHT_DIR", str(weight_dir))
-    monkeypatch.setattr(torch, "set_num_threads", torch.set_num_threads)  # vLLM replaces it
+    # restores the function that vLLM replaces
+    monkeypatch.setattr(torch, "set_num_threads", torch.set_num_threads)
     # For Kimi K2, vLLM changes the model_type of transformers' class, and later checkpoints would be saved under it.
     monkeypatch.setattr(DeepseekV3Config, "model_type", DeepseekV3Config.model_type)
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.model_executor.models import registry
 
-    # vLLM looks at a model's class in a process that imports vLLM anew. This process imports the class anyway.
+    # vLLM inspects a model's class in a process that imports vLLM again. This process imports the class anyway.
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda function: function())
 
     for patch in patches.PATCHES["server on CPUs"]:
@@ -109,7 +112,7 @@ def offline_engine(
     leave_what_is_there(monkeypatch)
     on_gpu = {"gpu_memory_utilization": GPU_SHARE} if torch.cuda.is_available() else {}
     # Nothing is compiled, as in a server of a run on CPUs. A trainer of an earlier test redirects requests for a CUDA
-    # device of this process to the CPU, and the compiler asks for the properties of the current one.
+    # device of this process to the CPU, and the compiler reads the properties of the current device.
     stack = ExitStack()
     stack.enter_context(torch.compiler.set_stance("force_eager"))
     llm = None
@@ -129,22 +132,22 @@ def offline_engine(
         stack.close()
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
-        cleanup_dist_env_and_memory()  # also of an engine that did not start: it leaves its process group
+        cleanup_dist_env_and_memory()  # an engine that did not start also leaves its process group
 
 
 def started(root: Path, patch: pytest.MonkeyPatch, *, tied: bool) -> Iterator[Any]:
-    """vLLM's worker with a tiny model; `update(version)` of it is what the trainer published."""
+    """Yields vLLM's worker with a tiny model; its `update(version)` returns the update that the trainer published."""
     checkpoint = make_checkpoint(root / "first", seed=0, tied=tied)
     other = make_checkpoint(root / "second", seed=1, tied=tied)
     patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     patch.setenv("VLLM_HOST_IP", "127.0.0.1")
     patch.setenv("VIME_WEIGHT_DIR", str(root / "weights"))
-    patch.setattr(torch, "set_num_threads", torch.set_num_threads)  # vLLM replaces it; undone with the patch
+    patch.setattr(torch, "set_num_threads", torch.set_num_threads)  # restores the function that vLLM replaces
     from vllm import LLM
 
     leave_what_is_there(patch)
-    stance = torch.compiler.set_stance("force_eager")  # from now on, see offline_engine
+    stance = torch.compiler.set_stance("force_eager")  # nothing is compiled from here on, see offline_engine
     llm = LLM(
         str(checkpoint),
         dtype="float32",

@@ -1,5 +1,5 @@
-"""Generate functions and a reward in the shapes of slime's examples: each fills a sample in one of the ways that the
-examples do."""
+"""Generate functions and a reward in the shapes of slime's examples. Each function fills a sample in one way of the
+examples."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
 RESULT = "=c"
-"""What a tool writes."""
+"""The text that a tool returns."""
 TURNS = 2
 
 
 async def asked(
     args: Any, ids: list[int], sampling_params: dict[str, Any]
 ) -> tuple[dict[str, Any], list, list]:
-    """The answer's `meta_info`, its tokens, and their log-probs."""
+    """Posts a request and returns the answer's `meta_info`, its tokens, and their log-probs."""
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     payload = {"input_ids": ids, "sampling_params": sampling_params, "return_logprob": True}
     meta = (await post(url, payload))["meta_info"]
@@ -35,7 +35,7 @@ def encode(args: Any, text: str) -> list[int]:
 
 
 async def retool(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Resets the sample, holds its empty mask while the sample grows, and gives the mask back at the end."""
+    """Resets the sample, keeps its empty mask while the sample grows, and restores the mask at the end."""
     sample.rollout_log_probs, sample.response, sample.response_length = None, "", 0
     sample.loss_mask = []
     mask, prompt, wrote = sample.loss_mask, encode(args, sample.prompt), []
@@ -56,7 +56,7 @@ async def retool(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> 
 
 
 async def search(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Keeps its own lists, next to those of the sample, and sets all of them at the end."""
+    """Keeps separate lists and stores them in the sample at the end."""
     prompt, wrote, mask, log_probs = encode(args, sample.prompt), [], [], []
     for turn in range(TURNS):
         meta, ids, values = await asked(args, prompt + wrote, sampling_params)
@@ -90,7 +90,7 @@ async def environment(args: Any, sample: Sample, sampling_params: dict[str, Any]
 
 
 async def stream(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Sets the sample back to copies of what it had at each part of a stream, and appends all of the part."""
+    """Restores the sample to its earlier values at each part of a stream, and then appends the whole part."""
     sample.tokens = encode(args, sample.prompt)
     base, meta = list(sample.tokens), {}
     meta, ids, values = await asked(args, base, sampling_params)
@@ -105,7 +105,7 @@ async def stream(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> 
 
 
 async def several(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-    """Two roles, each with a copy of the sample and of `args`, with rewards of their own."""
+    """Runs two roles, each with a copy of the sample and of `args`, and with different rewards."""
     own, made = copy.deepcopy(args), []
     own.of_roles = made
 
@@ -122,7 +122,7 @@ async def several(args: Any, sample: Sample, sampling_params: dict[str, Any]) ->
 
 
 async def judged(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Sets tokens and a mask without log-probs, and a reward of its own, as tau-bench does."""
+    """Sets tokens and a mask without log-probs, and computes its reward itself, as tau-bench does."""
     prompt = encode(args, sample.prompt)
     _, ids, _ = await asked(args, prompt, sampling_params)
     sample.tokens, sample.response_length = prompt + ids, len(ids)

@@ -1,10 +1,10 @@
-"""Command lines of running processes, for tests that look for one among them."""
+"""Returns command lines of running processes, for tests that search for a process."""
 
 import psutil
 
 
 def command_line(process: psutil.Process) -> str:
-    """The arguments joined by spaces; empty when the process has ended and nobody has waited for it yet."""
+    """Returns the arguments joined by spaces, or an empty text for a process that has ended as a zombie."""
     try:
         return " ".join(process.cmdline())
     except (psutil.ZombieProcess, psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Model, data and hooks for whole runs of `vime train`, and readers of a run's output.
+"""Model, data and hooks for whole runs of `vime train`, and functions that read a run's output.
 
 The runs use hooks of this module by dotted path (`train_fixtures.parity_reward`).
 """
@@ -36,18 +36,19 @@ _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _SCORED: Counter[tuple[int, int]] = Counter()
 """Number of samples per weight version and group that striking_reward has scored. One process computes all rewards."""
 _SCORING = threading.Lock()
-"""Needed because each reward runs in its own thread."""
+"""Lock for the counts, because each reward runs in its own thread."""
 
 
 def parity_reward(args: Any, sample: Any, **kwargs: Any) -> float:
-    """1 if the first token of the response is odd. Varies within most groups of an untrained model, but not in all."""
+    """Returns 1 if the first token of the response is odd. It varies within most groups of an untrained model, but
+    not in all."""
     return float(sample.tokens[-sample.response_length] % 2)
 
 
 def striking_reward(args: Any, sample: Any, **kwargs: Any) -> float:
-    """parity_reward that sends the signal of the file `strike` ("PID SIGNAL") during a rollout, when at least two
-    groups are scored and at least two are not. It then renames the file to `struck` and writes the rollout's number
-    into it.
+    """Computes parity_reward, and once sends the signal of the file `strike` ("PID SIGNAL") during a rollout, when at
+    least two groups are scored and at least two are not. It then renames the file to `struck` and writes the
+    rollout's number into it.
 
     A test cannot do this from outside, because a rollout of a tiny model may end before the signal is sent. Whole
     groups are counted: without a complete group, the run would correctly end at its deadline.
@@ -64,7 +65,7 @@ def striking_reward(args: Any, sample: Any, **kwargs: Any) -> float:
 
 
 async def uneven_generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """Long responses for every third group, so that they still run when other groups have filled the batch."""
+    """Generates long responses for every third group, so that they still run when other groups fill the batch."""
     from slime.rollout.generate import generate
 
     return await generate(
@@ -73,7 +74,7 @@ async def uneven_generate(args: Any, sample: Any, sampling_params: dict[str, Any
 
 
 def note_experts(args: Any, sample: Any) -> Any:
-    """A sample hook that records, after each rollout of a response, its tokens and a digest of their experts."""
+    """Records the tokens and a digest of their experts after each rollout of a response (a sample hook)."""
     rows = sample.rollout_routed_experts
     if rows is not None:
         sample.metadata.setdefault("parts", []).append(
@@ -89,11 +90,11 @@ def broken_reward(args: Any, sample: Any, **kwargs: Any) -> float:
 
 
 def script(name: str) -> ModuleType:
-    """scripts/{name}.py as a module."""
+    """Imports scripts/{name}.py as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up by name
+    sys.modules[name] = module  # dataclasses look up their module by name
     spec.loader.exec_module(module)
     return module
 
@@ -124,7 +125,7 @@ class World:
         self.eval_config.write_text(yaml.safe_dump({"datasets": datasets}))
 
     def grpo(self, name: str, *, rollouts: int, reward: str = "parity_reward") -> list[str]:
-        """Flags of a small GRPO run in `root/name`, without placement."""
+        """Returns the flags of a small GRPO run in `root/name`, without placement."""
         return [
             *("--hf-checkpoint", str(self.model), "--run-dir", str(self.root / name)),
             *(("--device", "cuda") if self.device == "cuda" else ()),
@@ -166,7 +167,8 @@ class Launch:
     """A started command: its output, and every process that it starts.
 
     Ray's workers rename themselves and outlive a killed parent, so neither command lines nor process groups find them
-    all. The test process is therefore the reaper of orphans (see `launched`): what remains becomes its descendant.
+    all. The test process is therefore the reaper of orphans (see `launched`): remaining processes become its
+    descendants.
     """
 
     def __init__(self, command: list[str], output: Path) -> None:
@@ -194,7 +196,7 @@ class Launch:
         return self._output.read_text(errors="replace")
 
     def left(self) -> dict[int, str]:
-        """pid -> command line of the running processes of this command, with the command itself."""
+        """Returns pid -> command line of the running processes of this command, with the command itself."""
         found = {}
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
@@ -202,12 +204,13 @@ class Launch:
                     continue
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found[process.pid] = " ".join(process.cmdline())[:200]
-                elif process.pid != self.process.pid:  # Popen reaps that process
+                elif process.pid != self.process.pid:  # Popen reaps the other process
                     os.waitpid(process.pid, os.WNOHANG)
         return found
 
     def sockets(self) -> list[tuple[str, str, int]]:
-        """(command line, address, port) of each socket that accepts data: listening TCP, and UDP without a peer."""
+        """Returns (command line, address, port) for each socket that accepts data: listening TCP, and UDP without a
+        peer."""
         found = []
         for pid, command in self.left().items():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -222,7 +225,7 @@ class Launch:
         return sorted(pid for pid, command in self.left().items() if re.search(pattern, command))
 
     def finish(self, timeout_s: float) -> int:
-        """Exit code of the command. None of its processes may run 10 s later."""
+        """Waits for the end and returns the command's exit code. All of its processes must have ended 10 s later."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -232,7 +235,7 @@ class Launch:
         return code
 
     def await_gone(self, timeout_s: float) -> float:
-        """Seconds until no process of the command is left."""
+        """Waits until no process of the command is left, and returns the seconds."""
         began = time.monotonic()
         while left := self.left():
             if time.monotonic() - began > timeout_s:
@@ -242,7 +245,7 @@ class Launch:
         return time.monotonic() - began
 
     def wait_for(self, condition: Callable[[], Any], what: str, timeout_s: float) -> Any:
-        """Wait for the first true value of `condition` while the command runs, and return it."""
+        """Waits for the first true value of `condition` while the command runs, and returns it."""
         end = time.monotonic() + timeout_s
         while not (value := condition()):
             code = self.process.poll()
@@ -254,7 +257,7 @@ class Launch:
         return value
 
     def clean_up(self) -> None:
-        """Send SIGKILL to the remaining processes, by id."""
+        """Sends SIGKILL to the remaining processes, by id."""
         while left := self.left():
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -265,7 +268,7 @@ class Launch:
 
 @contextlib.contextmanager
 def launched(command: list[str], output: Path) -> Iterator[Launch]:
-    """A started command. It is killed at the end, with all that it started."""
+    """Starts a command, and kills it at the end with all processes that it started."""
     with reaper_of_orphans():
         launch = Launch(command, output)
         try:
@@ -283,7 +286,7 @@ LISTENING = (
 
 
 def assert_on_loopback(sockets: list[tuple[str, str, int]]) -> None:
-    """Another host must not reach any process or port of a run on one host."""
+    """Checks that no other host can reach a process or port of a run on one host."""
     for pattern in LISTENING:
         assert any(re.search(pattern, command) for command, *_ in sockets), (pattern, sockets)
     for command, address, port in sockets:
@@ -292,16 +295,16 @@ def assert_on_loopback(sockets: list[tuple[str, str, int]]) -> None:
 
 
 def assert_small(launch: Launch) -> None:
-    """What a run on one host needs once is in no second process, and what it does not need in none."""
+    """Checks that the driver has loaded no large library, and that a small agent replaces Ray's dashboard agent."""
     files = Path(f"/proc/{launch.process.pid}/maps").read_text()
-    # not torch's libgomp, which vLLM preloads for the children of a process that had an engine
+    # The path leaves out torch's libgomp, which vLLM preloads for the children of a process that had an engine.
     for library in ("/torch/lib/libtorch", "/pandas/", "/tokenizers/"):
         assert library not in files, f"the driver has loaded {library}"
     assert launch.find("quiet_agent") and not launch.find("DashboardAgent")
 
 
 def other_interface() -> str | None:
-    """An interface of this host with an IPv4 address that is not loopback."""
+    """Returns an interface of this host with an IPv4 address that is not loopback."""
     up = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
@@ -315,7 +318,7 @@ def vime(*argv: str) -> list[str]:
 
 
 def run(command: list[str], output: Path, *, timeout_s: float = 240) -> str:
-    """Run a command to its end and return its output. The exit code must be 0."""
+    """Runs a command to its end and returns its output. The exit code must be 0."""
     with launched(command, output) as launch:
         code = launch.finish(timeout_s)
         assert code == 0, launch.output[-3000:]
@@ -335,8 +338,8 @@ def reaper_of_orphans() -> Iterator[None]:
 
 
 def rows(run_dir: Path, key: str) -> dict[int, dict[str, float]]:
-    """step -> metrics with this step key, from metrics.jsonl. A step may have several lines, but a metric one value.
-    A run may write it meanwhile: its last line counts when it has its end."""
+    """Returns step -> metrics with this step key, from metrics.jsonl. A step may have several lines, but a metric has
+    one value. If the run still writes, the last line counts once it is complete."""
     path = run_dir / "metrics.jsonl"
     found: dict[int, dict[str, float]] = {}
     for line in path.read_text().split("\n")[:-1] if path.exists() else []:
@@ -350,19 +353,21 @@ def rows(run_dir: Path, key: str) -> dict[int, dict[str, float]]:
 
 
 def samples(run_dir: Path, rollout_id: int | str) -> list[dict[str, Any]]:
-    """The samples saved by --save-debug-rollout-data."""
-    import torch  # here, because the driver of a run imports this module for its hooks
+    """Returns the samples that --save-debug-rollout-data saved."""
+    import torch  # the import is here, because the driver of a run imports this module for its hooks
 
     return torch.load(run_dir / "samples" / f"{rollout_id}.pt", weights_only=True)["samples"]
 
 
 def published_weights(run_dir: Path) -> Path:
-    """The directory of the run's published weights, in shared memory by default. It is removed when the run ends."""
+    """Returns the directory of the run's published weights, which is in shared memory by default. A run removes it at
+    its end."""
     return Path(json.loads((run_dir / "config.json").read_text())["weight_update"]["weight_dir"])
 
 
 def make_world(device: str = "cpu", arch: str | None = None) -> Iterator[World]:
-    """Body of a module's fixture: a world in a short path (Unix socket paths have a limit), removed at the end."""
+    """Yields a world in a folder with a short path (Unix socket paths have a limit), and removes it (for a module's
+    fixture)."""
     root = Path(tempfile.mkdtemp(prefix="vime-e2e-"))
     try:
         yield World(root, device, arch)

@@ -1,7 +1,7 @@
-"""Plug-ins like slime's examples over a real engine. Those of several turns train a step, and one like coding_agent_rl
-has adapter, sandbox, harness and evaluation.
+"""Runs plug-ins with the shapes of slime's examples on a real engine. Plug-ins with several turns train a step. One
+plug-in has adapter, sandbox, harness and evaluation, like coding_agent_rl.
 
-test_backend_conformance.py runs these tests, on its engine. They leave it serving.
+test_backend_conformance.py runs these tests on its engine, which still serves after them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ open("answer.txt", "w").write(said[1]["content"])
 
 
 class Program(BaseHarness):
-    """The agent above."""
+    """The harness of the agent above."""
 
     name = "program"
 
@@ -85,7 +85,7 @@ class Program(BaseHarness):
 
 
 class PlugIn:
-    """What such a plug-in keeps for a process, and its generate function."""
+    """The state of such a plug-in in a process, and its generate function."""
 
     def __init__(self, adapter: type[BaseAdapter], tokenizer: Any) -> None:
         self.adapter = adapter(tokenizer=tokenizer, sglang_url="http://127.0.0.1:1")
@@ -139,7 +139,7 @@ def test_a_coding_agents_plug_in_makes_samples(served: Any, adapter: type[BaseAd
 
 
 def rolled_out(stack: Stack, shape: str) -> list[Sample]:
-    """4 groups of 2 samples by a generate function of `plug_in_shapes`, which posts to the run's gateway."""
+    """Returns 4 groups of 2 samples from a generate function of `plug_in_shapes`, which posts to the run's gateway."""
     args = make_args(
         custom_generate_function_path=f"plug_in_shapes.{shape}",
         custom_rm_path="plug_in_shapes.reward",
@@ -159,7 +159,7 @@ def rolled_out(stack: Stack, shape: str) -> list[Sample]:
 
 @pytest.mark.parametrize("shape", ["retool", "search", "environment"])
 def test_a_plug_in_of_several_turns_trains_a_step(stack: Stack, tmp_path: Path, shape: str) -> None:
-    """The engine's log-probs are on the model's own tokens, and the tool's tokens are not trained on."""
+    """The engine returns log-probs for the model's own tokens, and the tool's tokens are not trained on."""
     samples = rolled_out(stack, shape)
     tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint)
     result = tokenizer.encode(RESULT, add_special_tokens=False)

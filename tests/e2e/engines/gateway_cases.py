@@ -1,6 +1,6 @@
-"""SGLang's routes on a real engine, alone and through the gateway: tokens, log-probs, streams, aborts, refusals.
+"""SGLang's routes on a real engine, directly and through the gateway: tokens, log-probs, streams, aborts, refusals.
 
-test_backend_conformance.py runs these tests, on its engine. They leave it serving.
+test_backend_conformance.py runs these tests on its engine, which still serves after them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def gateway(stack: Stack) -> str:
 
 @pytest.fixture(params=["gateway", "engine"])
 def url(stack: Stack, request: pytest.FixtureRequest) -> str:
-    """The gateway, and the engine's URL as /list_workers has it."""
+    """Yields the gateway's URL, and the engine's URL from /list_workers."""
     return gateway(stack) if request.param == "gateway" else stack.pool.engine_urls[0] + ROUTED
 
 
@@ -53,7 +53,7 @@ def sampled(**sampling: Any) -> dict[str, Any]:
 
 
 def test_a_generate_function_of_a_plug_in_calls_its_tool(stack: Stack) -> None:
-    """What the tool wrote is not trained on. A whole run with this function: test_tool_calling.py."""
+    """The tool's tokens are not trained on. test_tool_calling.py has a whole run with this function."""
     facts, tokenizer = stack.pool.facts, AutoTokenizer.from_pretrained(stack.checkpoint)
     args = make_args(rollout_max_response_len=24, hf_checkpoint=str(stack.checkpoint))
     args.sglang_router_ip, args.sglang_router_port = facts["sglang_router_ip"], facts["sglang_router_port"]
@@ -162,7 +162,7 @@ def test_no_new_token_is_a_score_of_the_prompt(stack: Stack, url: str) -> None:
 
 
 def test_a_teacher_behind_both_protocols_scores_a_sample(stack: Stack, url: str) -> None:
-    """SGLang's /generate at the gateway, and vLLM's own /v1/completions at the engine."""
+    """The teacher answers SGLang's /generate at the gateway, and vLLM's own /v1/completions at the engine."""
     expected = hf_log_probs(stack.checkpoint, PROMPT[:2], PROMPT[2:], 1.0)
     at_engine = stack.pool.engine_urls[0] + ROUTED + "/v1/completions"
     for kind, address in (("sglang", url + "/generate"), ("vllm", at_engine)):
@@ -220,7 +220,7 @@ def test_aborts_by_rid_and_of_all(stack: Stack, url: str) -> None:
         }
         tasks = [asyncio.create_task(post(url + "/generate", {**body, "rid": rid})) for rid in ("x-1", "y-1")]
         ended = tasks if "abort_all" in ask_for else tasks[:1]
-        while not all(task.done() for task in ended):  # an abort may come before its request
+        while not all(task.done() for task in ended):  # an abort may arrive before its request
             await post(url + "/abort_request", ask_for)
             await asyncio.sleep(0.02)
         return await asyncio.gather(*tasks)
@@ -320,7 +320,8 @@ def test_vllms_own_route_passes_the_gateway(stack: Stack) -> None:
 
 @pytest.mark.slow
 def test_requests_per_second(stack: Stack) -> None:
-    """Single requests, one after the other: the gateway against our own client. VIME_GATEWAY_REQUESTS sets how many."""
+    """Compares the gateway with our own client on single requests, one after the other. VIME_GATEWAY_REQUESTS is
+    their number."""
     count, tries = int(os.environ.get("VIME_GATEWAY_REQUESTS", "40")), 3
 
     async def seconds(together: int, one: Any) -> float:

@@ -1,4 +1,4 @@
-"""The last tests on an engine that others share: it sleeps, and it is killed."""
+"""The last tests on a shared engine: they put it to sleep and kill it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_sleeping_engines_answer_when_they_wake(stack: Stack) -> None:
 
 
 def test_a_paused_engine_says_that_it_still_has_the_request(stack: Stack) -> None:
-    """Through the router, which must not hold such signs back."""
+    """The signs of life come through the router, which must not hold them back."""
     stack.control.pause()
     address = urlsplit(stack.pool.router_url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=4 * ALIVE_S)

@@ -1,6 +1,6 @@
-"""Log-probs of given tokens from every backend, compared with its own samples and with transformers.
+"""Every backend returns log-probs of given tokens. The tests compare them with its own samples and with transformers.
 
-test_backend_conformance.py runs these tests, on its engine. They leave it serving.
+test_backend_conformance.py runs these tests on its engine, which still serves after them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def score(served: Any, tokens: list[int], **options: Any) -> ScoreResult:
 
 
 def test_scores_of_given_tokens(served: Any) -> None:
-    """They are the engine's own log-probs of a sample, at temperature 1 whatever it was drawn at, and the model's."""
+    """The scores are the model's log-probs at temperature 1, whatever temperature the sample was drawn at."""
     (drawn,) = served.sample(seeds=(3,), max_new_tokens=20, ignore_eos=True)
     (other,) = served.sample(seeds=(4,), max_new_tokens=20, ignore_eos=True, temperature=0.6)
     for one in (drawn, other):

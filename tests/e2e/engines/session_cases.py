@@ -1,4 +1,4 @@
-"""Sessions of agents over a real engine, for every backend: test_backend_conformance.py has the engine."""
+"""Sessions of agents on a real engine, for every backend. test_backend_conformance.py has the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEMPLATE = (
 )
 TURNS = 3
 QUESTION = "what is 12 + 34 and why is it not 13 + 34, " * 5
-"""Longer than a block of the cache of prefixes, which has 128 tokens on CPUs."""
+"""A text that is longer than a block of the prefix cache, which has 128 tokens on CPUs."""
 
 
 async def chat(session: Session) -> None:
@@ -46,7 +46,7 @@ async def responses(session: Session) -> None:
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         asked: dict[str, Any] = {"input": QUESTION}
         for _ in range(TURNS):
-            # the client's own helper raises an error for a response that is incomplete
+            # The client's own helper raises an error for an incomplete response.
             stream = await client.responses.create(model="policy", stream=True, **asked)
             last: Any = [event async for event in stream][-1]
             assert last.type in ("response.completed", "response.incomplete")
@@ -104,14 +104,14 @@ def check(sample: Sample, checkpoint: Path, version: int) -> None:
 
 
 def test_clients_of_all_dialects_make_samples(served: Any) -> None:
-    """The log-probs that the model has, over its tokens alone."""
+    """The samples have the model's log-probs, for its own tokens only."""
     checkpoint = served.stack.checkpoint
     for sample in converse(served.pool.client(), checkpoint, [chat, responses, messages]):
         check(sample, checkpoint, served.stack.version)
 
 
 def test_an_agent_that_reaches_the_engines_context_is_truncated_and_trained(served: Any) -> None:
-    """The last answer is cut to the room that the engine has."""
+    """The engine cuts the last answer to the room that is left in its context."""
 
     async def endless(session: Session) -> None:
         async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
@@ -131,7 +131,8 @@ def test_an_agent_that_reaches_the_engines_context_is_truncated_and_trained(serv
 
 
 def test_a_stream_shows_the_answer_early_and_its_end_ends_the_request(served: Any) -> None:
-    """Streamed or not, the same tokens. A client that goes away in the middle frees the engine."""
+    """The tokens are the same with and without a stream. If a client disconnects in the middle, the engine stops its
+    request."""
     streams = served.pool.client().streams
     pieces: list[int] = []
 
@@ -198,14 +199,14 @@ def test_a_session_survives_its_engine(tmp_path: Path) -> None:
 
 
 class Talk:
-    """A session whose turns are taken one by one."""
+    """A session whose turns the test starts one by one."""
 
     def __init__(self, session: Session, number: int) -> None:
         self.session, self.number = session, number
         self.said: list[Any] = []
 
     async def turn(self, alive: list[str]) -> str:
-        """The engine of `alive` that answered, by the engines' own counts."""
+        """Runs one turn and returns the engine of `alive` that answered, according to the engines' own counts."""
         before = await asyncio.to_thread(counts, alive)
         text = "and 5 more" if self.said else f"{self.number} * {self.number}, {QUESTION}"
         self.said.append({"role": "user", "content": text})
@@ -223,7 +224,7 @@ def counts(urls: list[str]) -> dict[str, float]:
 
 
 def two_engines(root: Path) -> Stack:
-    """A stack with two engines behind a router that keeps a session at its engine, started."""
+    """Starts a stack with two engines behind a router that keeps each session at its engine."""
     stack = Stack(root)
     first = stack.pool._members[0].spec
     other = replace(first, index=1, log_path=str(root / "other.log"))
@@ -237,7 +238,7 @@ def two_engines(root: Path) -> Stack:
 
 @pytest.mark.slow
 def test_a_session_keeps_its_engine_of_two_until_that_dies(tmp_path: Path) -> None:
-    """The cache of prefixes shows it, as each session begins with other words."""
+    """The numbers of cached tokens prove it, because each session begins with other words."""
     stack = two_engines(tmp_path)
     here, there = stack.pool.engine_urls
     homes: list[str] = []
@@ -267,7 +268,7 @@ def test_a_session_keeps_its_engine_of_two_until_that_dies(tmp_path: Path) -> No
     for sample, home in zip(made, homes, strict=True):
         rates[home].append(sample.prefix_cache_info.prefix_cache_hit_rate)
         if home == there:
-            sample.prefix_cache_info.cached_tokens += 10**6  # its last turn began with an empty cache
+            sample.prefix_cache_info.cached_tokens += 10**6  # the last turn began with an empty cache
         check(sample, stack.checkpoint, stack.version)
     print(f"hit rates: {rates[here]}, and with the last turn elsewhere {rates[there]}")
     assert min(rates[here]) > max(rates[there]) > 0.1

@@ -1,8 +1,8 @@
 """One suite for every rollout backend: sampling, log-probs, aborts, pauses, versions, weight updates, faults.
 
-One vLLM engine serves all of it. "vllm": our client through vllm-router. "sglang": the SGLang client through the real
-sglang-router, to SGLang's routes of the same engine. The tests of these routes (gateway_cases) and of log-probs of
-given tokens (score_cases) share the engine, too. All tests leave it serving the weights of `stack.checkpoint`.
+One vLLM engine serves all tests. "vllm": our client through vllm-router. "sglang": the SGLang client through the real
+sglang-router, to SGLang's routes of the same engine. The routes' tests (gateway_cases) and those of log-probs of
+given tokens (score_cases) share the engine, too. Each test leaves the engine with the weights of `stack.checkpoint`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ POOLS: dict[str, type[ServerPool]] = {"vllm": VllmEnginePool, "sglang": SglangEn
 
 @dataclass
 class Served:
-    """One backend's pool over the shared engine."""
+    """One backend's pool on the shared engine."""
 
     stack: Stack
     pool: ServerPool
@@ -59,7 +59,7 @@ class Served:
         return self.pool.kind.control(self.pool.engine_urls[0], Stack.key)
 
     def publish(self, checkpoint: Path) -> int:
-        """The version that the weights of `checkpoint` get."""
+        """Publishes the weights of `checkpoint` and returns their version."""
         self.stack.version += 1
         update = publish_checkpoint(checkpoint, self.stack.weight_dir, self.stack.version, checksums=False)
         self.stack.parts = [update]
@@ -72,7 +72,7 @@ class Served:
         return asyncio.run(self.sample_async(seeds, prompt, **params))
 
     async def generating(self) -> None:
-        """Return once the engine has made more tokens than now."""
+        """Returns once the engine has generated more tokens."""
         before = await asyncio.to_thread(self.stack.metric, "generation_tokens_total")
         while await asyncio.to_thread(self.stack.metric, "generation_tokens_total") <= before + 3:
             await asyncio.sleep(0.02)
@@ -112,7 +112,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def sglang_pool(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangEnginePool]:
-    """sglang-router, and the engine of `stack` as a server that was started apart."""
+    """Starts sglang-router and registers the engine of `stack` as a separately started server."""
     root, at = tmp_path_factory.mktemp("sglang"), urlsplit(stack.pool.engine_urls[0])
     spec = VllmSpec(
         model_path=str(stack.checkpoint),
@@ -154,7 +154,7 @@ def test_seeded_samples_and_their_log_probs(served: Served, temperature: float) 
 
 
 def test_what_top_p_and_top_k_kept_comes_with_a_sample(stack: Stack) -> None:
-    """The sets are the model's own, and hold all of the probability of the log-probs."""
+    """The sets come from the model itself and have all the probability of the log-probs."""
     served = Served(stack, stack.pool)
     found = served.sample(seeds=(3, 4), temperature=0.7, top_p=0.8, told={"kept_tokens": 64})
     (few,) = served.sample(seeds=(3,), temperature=0.7, top_k=3, told={"kept_tokens": 64})
@@ -171,17 +171,17 @@ def test_what_top_p_and_top_k_kept_comes_with_a_sample(stack: Stack) -> None:
             order = row.sort(descending=True)
             before = order.values.cumsum(0) - order.values
             wanted = order.indices[: top_k or int((before < top_p).sum())].tolist()
-            if count:  # else the set has more than 64 ids
+            if count:  # a set without entries has more than 64 ids
                 assert set(kept) == set(wanted) and token in kept and len(kept) == count
                 assert value == pytest.approx(float((row[token] / row[kept].sum()).log()), abs=1e-4)
             else:
                 assert len(wanted) > 64
     assert any(counts for counts in found[0].kept[1]) and few.kept[1] == [3] * len(few.token_ids)
-    assert set(short.kept[1]) <= {0, 1}  # one id alone, or a set that does not fit
+    assert set(short.kept[1]) <= {0, 1}  # one id, or a set that does not fit
 
 
 def test_the_likeliest_tokens_come_with_a_sample(stack: Stack) -> None:
-    """Those of the model, with log-probs over the whole vocabulary, in their order."""
+    """The ids are the model's most likely ones, in their order, with log-probs over the whole vocabulary."""
     served = Served(stack, stack.pool)
     for one in served.sample(seeds=(3, 4), temperature=0.7, told={"top_tokens": 5}):
         with torch.no_grad():
@@ -295,7 +295,7 @@ def test_an_update_changes_weights_and_version(served: Served) -> None:
 
 
 def test_each_token_of_a_sample_during_an_update_names_its_version(served: Served) -> None:
-    """The first tokens have the log-probs of the old weights and their version, the others those of the new weights."""
+    """The first tokens have log-probs and version of the old weights, the later tokens those of the new weights."""
 
     async def run() -> tuple[list[GenerateResult], int]:
         running = asyncio.create_task(
@@ -361,7 +361,7 @@ def test_faults_of_a_request(served: Served) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(POOLS))
 def test_a_killed_engine_comes_back_with_the_last_weights(name: str, tmp_path: Path) -> None:
-    """The pool starts the engine itself and speaks its backend's protocol to it."""
+    """The pool starts the engine itself and uses its backend's protocol."""
     stack = Stack(tmp_path)
     stack.pool.stop()
     spec = stack.pool._members[0].spec

@@ -1,6 +1,6 @@
 """One real engine behind the real router: keys, log-probs, seeds, weight updates, aborts, restarts.
 
-The tests share the engine and leave it serving; they run in the order of the file.
+The tests share the engine, which still serves after them, and run in the order of the file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def resident(stack: Stack) -> int:
-    """Bytes of the engine core's process."""
+    """Returns the resident bytes of the engine core's process."""
     return int(engine_core_of(stack.control.url).memory_info().rss)
 
 
@@ -130,7 +130,7 @@ def test_every_route_of_the_router_needs_the_key(stack: Stack) -> None:
 
 
 def test_the_open_page_of_the_router_holds_counters_only(stack: Stack) -> None:
-    """vllm-router cannot leave out its Prometheus page; it must give away nothing that opens another route."""
+    """vllm-router always serves its Prometheus page. The page must contain nothing that opens another route."""
     ours = {stack.pool._router.spec.port, stack.pool._router.spec.gateway_port}
     key_server_and_page = [
         connection.laddr.port
@@ -197,7 +197,7 @@ def test_sampling_parameters_reach_the_engine(stack: Stack) -> None:
 
 
 def test_an_answer_tells_how_long_its_request_waited(stack: Stack) -> None:
-    """A paused engine takes requests in and lets them wait."""
+    """A paused engine accepts requests and holds them."""
     assert stack.generate(PROMPT, max_new_tokens=1).decode_tokens_per_s is None
     stack.control.pause("keep")
     resume = threading.Timer(1.0, stack.control.resume)
@@ -215,7 +215,8 @@ def test_an_answer_tells_how_long_its_request_waited(stack: Stack) -> None:
 
 
 def test_log_probs_are_spelled_for_who_asks_for_words(stack: Stack) -> None:
-    """Ours come as numbers, see group_wire; a hook that asks the router may want what vLLM gives."""
+    """Our own requests get log-probs as numbers, see group_wire. A hook that uses the router may want vLLM's own
+    format."""
     body = {"model": "policy", "prompt": PROMPT, "max_tokens": 6, "ignore_eos": True, "seed": 4}
     asked = urllib.request.Request(
         f"{stack.pool.router_url}/v1/completions",
@@ -276,8 +277,8 @@ def test_an_update_changes_answers_and_version(stack: Stack) -> None:
 
 
 def test_an_update_during_a_request_is_seen_in_it(stack: Stack) -> None:
-    """Pause "keep": the tokens before the update are the old weights', those after it the new weights', computed
-    with keys and values of the new weights only."""
+    """With pause "keep", the tokens before the update come from the old weights. The tokens after it come from the
+    new weights, with keys and values of the new weights only."""
     stack.push(stack.other)
     found: list[GenerateResult] = []
     thread = threading.Thread(
@@ -357,7 +358,7 @@ def test_a_file_that_changed_after_hashing_is_refused(stack: Stack) -> None:
 
 
 def test_a_corrupted_live_tensor_is_found(stack: Stack) -> None:
-    """vLLM's own reset_weights zeroes live parameters; comparing without loading must name them."""
+    """vLLM's own reset_weights sets live parameters to zero. A comparison without a load must name them."""
     update = stack.push(stack.checkpoint)
     compare = {**update.message(), "info": {**update.info, "load": False}}
     control = stack.control

@@ -1,4 +1,5 @@
-"""An adapter in a real engine: its log-probs are the trainer's, and an update replaces it in place."""
+"""An adapter in a real engine: the engine's log-probs equal the trainer's, and an update replaces the adapter in
+place."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ MODULES = {
     "mlp.up_proj": (64, 128),
     "mlp.down_proj": (128, 64),
 }
-"""Module of a layer -> inputs and outputs."""
+"""Module of a layer -> its numbers of inputs and outputs."""
 
 
 def adapter(seed: int, modules: dict[str, tuple[int, int]] = MODULES) -> dict[str, torch.Tensor]:
@@ -51,7 +52,7 @@ def update(directory: Path, version: int, tensors: dict[str, torch.Tensor], **re
 
 
 def merged_log_probs(checkpoint: Path, tensors: dict[str, torch.Tensor], tokens: list[int]) -> torch.Tensor:
-    """By transformers, with `scale * B @ A` added to the weights."""
+    """Returns the log-probs of transformers with `scale * B @ A` added to the weights."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -69,7 +70,7 @@ def merged_log_probs(checkpoint: Path, tensors: dict[str, torch.Tensor], tokens:
 def check_another(
     engine: OfflineEngine, weights: Path, checkpoint: Path, tokens: list[int], of_policy: torch.Tensor
 ) -> None:
-    """A second adapter is served beside the first, which stays to the bit. There is no slot for a third."""
+    """The engine serves a second adapter, and the first one's log-probs keep every bit. A third adapter has no slot."""
     for version in (7, 8):
         tensors = adapter(version)
         engine.take(update(weights, version, tensors, name="other"))
@@ -94,17 +95,17 @@ def test_an_update_replaces_the_adapter(tmp_path, monkeypatch):
         bare = engine.log_probs(tokens)
         for version in (1, 2):
             tensors = adapter(version)
-            engine.take(update(weights, version, tensors))  # compares each live tensor, too
+            engine.take(update(weights, version, tensors))  # this compares each live tensor, too
             wanted = merged_log_probs(checkpoint, tensors, tokens)
             got = engine.log_probs(tokens, "policy")
             assert (got - wanted).abs().max() < 1e-5
             assert (got - bare).abs().max() > 0.1
             assert torch.equal(engine.log_probs(tokens), bare)
         check_another(engine, weights, checkpoint, tokens, got)
-        # what is live is version 2, and an update of other values is not equal to it
+        # The live adapter is version 2, and an update with other values differs from it.
         with pytest.raises(RuntimeError, match="the live adapter must equal .* got 28 tensors that differ"):
             engine.take(update(weights, 3, adapter(3)), load=False)
-        # fewer modules: those of the version before are gone
+        # This version has fewer modules, so the other modules of the version before must be gone.
         some = adapter(4, {"self_attn.v_proj": MODULES["self_attn.v_proj"]})
         engine.take(update(weights, 4, some))
         assert (
@@ -131,7 +132,7 @@ def test_an_update_replaces_the_adapter(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_workers_share_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two workers with a part of each matrix, which each compares (--check-weight-update-equal)."""
+    """Two workers each have a part of every matrix and compare it (--check-weight-update-equal)."""
     checkpoint, weights = make_checkpoint(tmp_path / "base"), tmp_path / "weights"
     weights.mkdir(mode=0o700)
     slots = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "tensor_parallel_size": 2}
@@ -143,13 +144,13 @@ def test_workers_share_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert (engine.log_probs(TOKENS, name) - wanted).abs().max() < 1e-5
         code = merged_log_probs(checkpoint, adapter(2), TOKENS)
         assert (engine.log_probs(TOKENS, "code") - code).abs().max() < 1e-5
-        # the last call: vLLM gives up its workers' answers when one of them fails
+        # This call is last, because vLLM drops its workers' answers when one worker fails.
         with pytest.raises(Exception, match="the live adapter must equal .* got 28 tensors that differ"):
             engine.take(update(weights, 4, adapter(3), name="code"), load=False)
 
 
 def test_an_engine_without_a_slot_refuses_adapters():
-    """Such an engine's model has no manager of adapters."""
+    """The model of such an engine has no LoRA manager."""
     tensors = adapter(1)
     part = Part({n: list(t.shape) for n, t in tensors.items()}, tensors.__getitem__, True, False, whole=True)
     with pytest.raises(ValueError, match="must be started with --enable-lora"):

@@ -1,4 +1,4 @@
-"""Deltas in a real engine: its live weights are the trainer's, and a delta that it cannot use changes nothing."""
+"""Deltas in a real engine: its live weights equal the trainer's, and a delta that does not fit changes nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = [5, 9, 17, 30, 22, 8, 41, 12, 3, 19]
 
 
 class Trainer:
-    """The checkpoint's weights, each version with a few values more that differ."""
+    """A trainer that starts from the checkpoint's weights and changes a few values with each version."""
 
     def __init__(self, checkpoint: Path, weight_dir: Path) -> None:
         self.tensors = load_file(checkpoint / "model.safetensors")
@@ -43,7 +43,7 @@ class Trainer:
 
 
 def whole_log_probs(engine: OfflineEngine, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """After all weights were loaded as one file, not as a delta."""
+    """Returns the log-probs after a load of the whole file, without a delta."""
     receiver = engine.worker.weight_transfer_engine
     engine.worker.start_weight_update()
     part = Part({n: list(t.shape) for n, t in tensors.items()}, tensors.__getitem__, True, True, whole=True)
@@ -70,8 +70,8 @@ def of_transformers(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> torch
 
 
 def check_parts(engine: OfflineEngine, trainer: Trainer, new: torch.Tensor) -> None:
-    """`new`: log-probs of the live weights before."""
-    # in parts, as a broadcast brings it, of which the last one is lost
+    """Updates come in parts. `new` has the log-probs of the live weights before."""
+    # the parts come as in a broadcast, and the last part is lost
     part = trainer.update(5, changed=False)
     engine.take(part)
     part = trainer.update(6)
@@ -114,7 +114,7 @@ def test_deltas_give_the_trainers_weights(tmp_path: Path, monkeypatch: pytest.Mo
             assert part.weights.kind == ("delta" if version else "full")
             engine.take(
                 part
-            )  # compares every live tensor with the copy, and the copy's checksums are the trainer's
+            )  # this compares every live tensor with the copy, and the copy's checksums with the trainer's
             got = engine.log_probs(TOKENS)
             assert torch.equal(got, before) == (version == 0)
         assert sorted(path.name for path in (tmp_path / "local").iterdir()) == [
@@ -124,7 +124,7 @@ def test_deltas_give_the_trainers_weights(tmp_path: Path, monkeypatch: pytest.Mo
         ]
         assert torch.equal(got, whole_log_probs(engine, trainer.tensors))
 
-        # a damaged delta is named, the live weights stay, and the whole set comes within the same update
+        # The error names a damaged delta, the live weights stay, and the same update then brings the whole set.
         part = trainer.update(3)
         damage(Path(part.info["path"]))
         engine.worker.start_weight_update()
@@ -139,7 +139,7 @@ def test_deltas_give_the_trainers_weights(tmp_path: Path, monkeypatch: pytest.Mo
         new = engine.log_probs(TOKENS)
         assert torch.equal(new, whole_log_probs(engine, trainer.tensors)) and not torch.equal(new, got)
 
-        # one that it has missed
+        # the engine misses this delta
         trainer.update(4)
         part = trainer.update(5)
         engine.take(part)
@@ -151,7 +151,7 @@ def test_deltas_give_the_trainers_weights(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_workers_share_the_copy_of_their_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two, one applies a delta. Both load their parts of the copy, and compare each live tensor."""
+    """One of the two workers applies a delta. Both load their parts of the copy, and compare each live tensor."""
     checkpoint, weights = make_checkpoint(tmp_path / "base"), tmp_path / "weights"
     weights.mkdir(mode=0o700)
     monkeypatch.setenv("VIME_LOCAL_CHECKPOINT_DIR", str(tmp_path / "local"))
@@ -166,7 +166,7 @@ def test_workers_share_the_copy_of_their_host(tmp_path: Path, monkeypatch: pytes
             wanted = of_transformers(checkpoint, trainer.tensors)
             assert (engine.log_probs(TOKENS) - wanted).abs().max() < 1e-5
 
-        # a worker finds that a delta does not fit, the other one no copy any longer; the whole set comes then
+        # One worker finds that a delta does not fit, and the other finds no copy any more. Then the whole set comes.
         part = trainer.update(4)
         damage(Path(part.info["path"]))
         before = engine.log_probs(TOKENS)

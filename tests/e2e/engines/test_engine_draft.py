@@ -1,4 +1,4 @@
-"""A real vLLM drafts with the layers of multi-token prediction that the trainer trained: MiMo, on CPUs."""
+"""A real vLLM on CPUs drafts with MiMo's layers of multi-token prediction, which the trainer has trained."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PROMPT = [3, 7, 50, 21, 9]
 
 
 def publish(_: int, root: Path) -> None:
-    """In a process of its own: two versions of the weights, with the trained layers. The second has other layers of
-    multi-token prediction and the same decoder."""
+    """Publishes two versions of the weights with the trained layers, in a child process. The second version has other
+    layers of multi-token prediction and the same decoder."""
     from slime.checkpoints.hf_config import read_hf_config
     from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
     from slime.megatron_backend.model.gpt import build_model, unwrap
@@ -74,7 +74,7 @@ def check_log_probs(engine: Any) -> None:
 
 @pytest.fixture(params=[False, True], ids=["packed", "plain"])
 def plain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Whether model and draft have places for their weights."""
+    """Yields whether updates can write weights directly into the parameters of model and draft."""
     with plain_matrices(monkeypatch) if request.param else nullcontext():
         yield request.param
 
@@ -100,8 +100,8 @@ def test_the_draft_gets_the_trained_layers(
         check_log_probs(engine)
         engine.take(first)
         assert drafted(engine)[0] == tokens
-        engine.take(second)  # compares every live tensor, of the draft too
-        assert drafted(engine)[0] == tokens  # the draft changes how fast, not what
+        engine.take(second)  # this compares every live tensor, those of the draft included
+        assert drafted(engine)[0] == tokens  # the draft changes the speed, not the tokens
         with pytest.raises(RuntimeError, match="live weights must equal .*mtp_layers"):
             engine.take(first, load=False)
         if plain:

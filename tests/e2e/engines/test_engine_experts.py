@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE published to a real vLLM: its log-probs are those of transformers with the new weights."""
+"""Publishes a tiny Qwen3-MoE to a real vLLM, whose log-probs must equal those of transformers with the new weights."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ def of_transformers(model: nn.Module) -> torch.Tensor:
 
 
 def check_each_live_tensor(engine: OfflineEngine, update: WeightUpdate) -> None:
-    """One changed element of the router or of an expert, as the kernel reads it, is found under its name."""
+    """The comparison finds one changed element of the router or of an expert, in the layout of the kernel, and names
+    it."""
     layer = engine.worker.model_runner.model.model.layers[1].mlp
     w13, w2 = layer.experts.routed_experts.w13_weight.data, layer.experts.routed_experts.w2_weight.data
-    # the kernel's own order: element 2 of an expert is in row 2 of the gate, and from its middle on it has rows of up
+    # In the kernel's order, element 2 of an expert is in row 2 of the gate, and the rows of up start at the middle.
     places = {"2.gate": w13[2].flatten()[2:3], "0.up": w13[0].flatten()[-1:], "3.down": w2[3].flatten()[:1]}
     for name, place in places.items():
         before = place.clone()

@@ -1,7 +1,7 @@
-"""A tiny model of each family, trained in Megatron and published to a real vLLM: their log-probs are the same before
-and after an update of live weights.
+"""Trains a tiny model per family in Megatron and publishes it to a real vLLM. Log-probs of trainer and engine are
+equal before and after an update of live weights.
 
-One process trains all models. Then one vLLM after the other is made in this process, which has imported it once.
+One process trains all models. Then this process, which imports vLLM once, makes one engine after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ SLOW = {
     *("qwen3-5-text", "qwen3-5-moe", "qwen3-5-moe-text", "llama-untied-yarn", "mistral", "kimi-k2"),
     *("deepseek-plain-queries", "qwen2-moe", "gemma2"),
 }
-"""Their layers are those of qwen3-5, llama, deepseek, qwen3-next, gemma3 and gpt-oss, which run on each change."""
+"""Families that run in slow tests only. Their layers are those of qwen3-5, llama, deepseek, qwen3-next, gemma3 and
+gpt-oss, which run on each change."""
 MODELS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SERVED]
 
 

@@ -1,4 +1,4 @@
-"""A real vLLM that keeps its weights in blocks of fp8, on CPUs, takes plain weights of a trainer in float32."""
+"""A real vLLM on CPUs keeps its weights in blocks of fp8 and accepts plain float32 weights from a trainer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from slime.weight_sync.publisher import Publisher
 pytestmark = pytest.mark.e2e
 
 ROUNDING = 0.1
-"""Nats, mean over tokens. The same engine in bfloat16 differs by less than 0.02, and an update moves them by 1.7."""
+"""Largest mean difference over tokens, in nats. The same engine in bfloat16 differs by less than 0.02, and an update
+moves the log-probs by 1.7."""
 
 
 def check_deltas(
     engine: OfflineEngine, weight_dir: Path, updates: Sequence[WeightUpdate], expected: Sequence[torch.Tensor]
 ) -> None:
-    """The same weights as a whole set and as a delta, from the one to the other, every live tensor compared: the
-    log-probs are those after whole sets, to the bit."""
+    """Sends the same weights as a whole set and as a delta from the other set, with every live tensor compared. Both
+    give log-probs that are equal to the bit."""
     whole = []
     for update in updates:
         engine.take(update)
@@ -55,12 +56,12 @@ def check_deltas(
 
 
 def test_updates_are_quantised_on_arrival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before and after an update, and after the first weights again, the live weights are those of the trainer rounded
-    to fp8, with scales of their own, and the log-probs follow. Blocks are ragged here: 128 x 128 of 256 x 128, 192 x
+    """The live weights are the trainer's weights rounded to fp8, with their own scales: before an update, after it,
+    and after the first weights again. The log-probs follow. Blocks are ragged here: 128 x 128 of 256 x 128, 192 x
     128 and 128 x 96."""
     trained = trained_models(tmp_path, ["llama"])
     (before, first), (after, second) = versions_of(trained, "llama")
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)  # vLLM compiles how it quantises
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)  # vLLM compiles its quantisation
     settings = {"dtype": "bfloat16", "quantization": "fp8_per_block"}
     with offline_engine(tmp_path / "llama", tmp_path / "llama-weights", monkeypatch, **settings) as engine:
         model = engine.worker.model_runner.model
@@ -71,7 +72,7 @@ def test_updates_are_quantised_on_arrival(tmp_path: Path, monkeypatch: pytest.Mo
         assert (engine.log_probs(TOKENS) - before).abs().mean() < ROUNDING
         for update, expected, old in ((second, after, before), (first, before, after)):
             scales = layer.mlp.gate_up_proj.weight_scale_inv.clone()
-            engine.take(update)  # with checksums: compares every live tensor
+            engine.take(update)  # with checksums, this compares every live tensor
             assert (engine.log_probs(TOKENS) - expected).abs().mean() < ROUNDING
             assert (engine.log_probs(TOKENS) - old).abs().mean() > 10 * ROUNDING
             assert not torch.equal(layer.mlp.gate_up_proj.weight_scale_inv, scales)

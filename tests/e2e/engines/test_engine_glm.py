@@ -1,4 +1,4 @@
-"""A tiny GLM-4.5 trained in Megatron and published to a real vLLM: their log-probs are the same before and after."""
+"""Trains a tiny GLM-4.5 in Megatron and publishes it to a real vLLM: their log-probs are equal before and after."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def make_glm(path: Path, seed: int) -> None:
-    """Random weights and biases; behind the last layer a tensor of multi-token prediction, as published files have."""
+    """Writes random weights and biases, and a tensor of multi-token prediction after the last layer, as in published
+    files."""
     config = Glm4MoeConfig(
         vocab_size=99,
         hidden_size=64,
@@ -52,8 +53,8 @@ def make_glm(path: Path, seed: int) -> None:
 
 
 def train(_: int, root: Path) -> None:
-    """In a process of its own: the trainer's log-probs of both checkpoints, the second after a step of plain descent;
-    and what it publishes of them."""
+    """Trains in a child process. It saves the trainer's log-probs for both checkpoints, the second after a step of
+    plain gradient descent, and the updates that it publishes."""
     from slime.checkpoints.hf_config import read_hf_config
     from slime.data.token_slice import token_slice
     from slime.megatron_backend.checkpoint.weights import export_hf, load_hf

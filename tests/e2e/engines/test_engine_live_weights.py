@@ -1,6 +1,7 @@
-"""The comparison behind --check-weight-update-equal, on real vLLM models in this process.
+"""Tests the comparison of --check-weight-update-equal on real vLLM models in this process.
 
-On CPU vLLM computes with packed copies of the matrices; each kind of live tensor is corrupted here and must be named.
+On CPUs, vLLM computes with packed copies of the matrices. The tests corrupt each kind of live tensor, and the error
+must name it.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ def test_loaded_weights_equal_the_published_ones(worker: Any) -> None:
     push(worker, 0)
     push(worker, 1)
     push(worker, 1, load=False)
-    # All but the norms, which are ones in both: 7 matrices in each of 2 layers, the embedding, the head if it is one.
+    # All tensors differ except the norms, which are ones in both: 7 matrices in each of 2 layers, the embedding, an
+    # own head.
     with pytest.raises(RuntimeError, match="got 15 that differ" if worker.tied else "got 16 that differ"):
         push(worker, 2, load=False)
 
 
 def packed_with(weight: torch.Tensor, module: nn.Module) -> None:
-    """Give `module` a packed copy made of `weight`, by vLLM's own packing."""
+    """Gives `module` a copy of `weight` that vLLM's own function has packed."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     kept = module.weight
@@ -68,7 +70,8 @@ def test_one_changed_element_of_a_packed_matrix_is_found(worker: Any) -> None:
     assert qkv.weight.numel() == 0, "vLLM keeps the packed copy only"
     matrix = _packed_matrix(qkv).contiguous()
     assert matrix.shape == (4 * 32 + 2 * 32 + 2 * 32, 64)
-    matrix[4 * 32 + 5, 7] = torch.nextafter(matrix[4 * 32 + 5, 7], torch.tensor(9.0))  # a row of the keys
+    # an element in the rows of the keys
+    matrix[4 * 32 + 5, 7] = torch.nextafter(matrix[4 * 32 + 5, 7], torch.tensor(9.0))
     packed_with(matrix, qkv)
     with pytest.raises(RuntimeError, match=r"got 1 that differ: model\.layers\.1\.self_attn\.k_proj\.weight"):
         push(worker, 3, load=False)
@@ -91,7 +94,7 @@ def test_one_changed_element_of_a_parameter_is_found(worker: Any, path: str, nam
 
 
 def test_a_stale_copy_of_the_head_is_found(worker: Any) -> None:
-    """What vLLM's reload alone leaves behind where the head is tied: its packed copy of the weights before."""
+    """If the head is tied, vLLM's reload alone leaves a stale packed copy of the old weights."""
     push(worker, 5)
     model = worker.model_runner.model
     rows = model.lm_head.weight.shape[0]
@@ -123,9 +126,10 @@ def test_a_model_with_tensors_that_the_update_lacks_is_refused(worker: Any) -> N
 
 
 def push_buckets(worker: Any, sent: list[tuple[dict[str, torch.Tensor], bool]], groups: str = "") -> None:
-    """An update in buckets, (tensors, whether to load them): what another process would send is packed here. `groups`:
-    a letter each for the group that sends it; without, in memory that is shared. Without vLLM's worker in between,
-    which would take no more updates after one that failed at its end."""
+    """Sends an update in buckets of (tensors, whether to load them), which this function packs in place of another
+    process. `groups` has one letter per bucket for the group that sends it; without `groups`, buckets are in
+    shared memory. The calls bypass vLLM's worker, which would accept no more updates after one that failed at its
+    end."""
     engine = worker.weight_transfer_engine
     engine.start_weight_update()
     for number, (tensors, load) in enumerate(sent):
@@ -144,12 +148,12 @@ def push_buckets(worker: Any, sent: list[tuple[dict[str, torch.Tensor], bool]], 
             info |= {"tensors": whole, "regions": regions, "bytes": bucket.nbytes, "group": group}
         engine.update_weights({"channel": channel, "info": {"handles": {}, **info}})
         if not groups:
-            bucket.fill_(255)  # the trainer fills it again: what the engine keeps must be its own
+            bucket.fill_(255)  # the trainer fills the bucket again, so the engine must keep a copy
     engine.finish_weight_update()
 
 
 def halves(state: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """In between, so that fused projections arrive in two buckets."""
+    """Splits every other tensor off, so that fused projections arrive in two buckets."""
     names = sorted(state)
     return [{name: state[name] for name in part} for part in (names[::2], names[1::2])]
 
@@ -167,7 +171,7 @@ def test_buckets_become_the_live_weights(worker: Any) -> None:
 
 @pytest.mark.parametrize("given_up", [1, 2, 3], ids=["half of the layers", "all", "half of the comparison"])
 def test_a_broadcast_that_begins_again_brings_everything_anew(worker: Any, given_up: int) -> None:
-    """Also to layers of which a half had come, which vLLM keeps until it has as many values as the layer takes."""
+    """This holds for half-loaded layers too: vLLM keeps a layer's values until the layer is complete."""
     push(worker, 12)
     first, second = halves(load_file(worker.update(13).info["path"]))
     whole = [(first, True), (second, True), (first, False), (second, False)]
@@ -200,7 +204,7 @@ def test_an_untied_head_must_be_in_the_update(worker: Any) -> None:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """What vLLM's loggers print."""
+    """Captures the output of vLLM's loggers."""
     caplog.set_level(logging.INFO, "vllm.vime.live_places")
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     return caplog
@@ -211,14 +215,14 @@ def weights_of(worker: Any) -> dict[str, torch.Tensor]:
 
 
 def learn_again(worker: Any) -> None:
-    """As in a new engine."""
+    """Resets the known parameter views, as in a new engine."""
     from vime.vllm.worker.live_places import KnownPlaces
 
     worker.weight_transfer_engine.known = KnownPlaces()
 
 
 def the_loader_stays(worker: Any, said: pytest.LogCaptureFixture, why: str) -> None:
-    """The engine has no places, says why once, and each update is right."""
+    """The engine loads each update with vLLM's loader, logs the reason once, and each update is right."""
     learn_again(worker)
     for version in (0, 1, 2):
         push(worker, version)
@@ -229,7 +233,8 @@ def the_loader_stays(worker: Any, said: pytest.LogCaptureFixture, why: str) -> N
 
 
 def test_updates_go_to_their_places_from_the_second_on(plain: Any) -> None:
-    """Each is compared. What vLLM's loader does with padding is done too: sleep may leave anything there."""
+    """The test compares each update. Padding is filled as vLLM's loader fills it, because sleep may leave any values
+    there."""
     learn_again(plain)
     engine, by_loader = plain.weight_transfer_engine, {}
     for version in (0, 1):
@@ -261,7 +266,7 @@ def test_buckets_go_to_their_places(plain: Any) -> None:
         push_buckets(plain, [(first, True), (second, True), (first, False), (second, False)])
         assert engine.places is not None
         push(plain, version, load=False)
-    if plain.tied:  # vLLM leaves out a head that an update has beside the embedding
+    if plain.tied:  # vLLM ignores a head in the update if the embedding is tied
         head = {"lm_head.weight": {**first, **second}["model.embed_tokens.weight"]}
         push_buckets(
             plain, [({**first, **head}, True), (second, True), (first, False), ({**second, **head}, False)]
@@ -285,7 +290,8 @@ def test_buckets_go_to_their_places(plain: Any) -> None:
 def test_wrong_places_are_not_used(
     plain: Any, names: tuple[str, str], monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
-    """Two of one shape are swapped. The norms of both checkpoints are ones, so the weights would not show it."""
+    """The test swaps two tensors with equal shapes. Both checkpoints' norms are ones, so their values would not show
+    it."""
     from vime.vllm.worker import weight_receiver
 
     right = weight_receiver.live_tensors
@@ -335,7 +341,7 @@ def test_a_model_that_keeps_more_than_its_parameters_has_no_places(
 def test_a_trial_without_memory_leaves_updates_to_the_loader(
     plain: Any, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
-    """A host's allocator ends the process, so the error of a GPU's is raised here, in the middle of the loading."""
+    """A host's allocator would end the process, so the test raises a GPU's error in the middle of the load."""
     from vime.vllm.worker import live_places
 
     right = live_places.made_up
@@ -362,7 +368,7 @@ def test_an_update_that_ended_half_way_leaves_the_next_one_to_the_loader(plain: 
     learn_again(plain)
     push(plain, 0)
     engine = plain.weight_transfer_engine
-    engine._begin_reload()  # what an update leaves that fails while vLLM loads it
+    engine._begin_reload()  # an update that fails while vLLM loads it leaves this state
     push(plain, 1)
     assert engine.places is None
     push(plain, 2)

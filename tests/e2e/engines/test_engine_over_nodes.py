@@ -1,6 +1,6 @@
 """One real engine over two "nodes": two processes at two loopback addresses, each with one tensor-parallel worker.
 
-The tests share the engine and run in the order of the file; the last one ends it.
+The tests share the engine and run in the order of the file; the last test ends it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def test_log_probs_are_those_of_transformers(stack: TwoNodes) -> None:
 
 
 def test_a_file_reaches_the_workers_of_both_nodes(stack: TwoNodes) -> None:
-    """Each worker compares what it has with the file; the answers are those of the new weights."""
+    """Each worker compares its tensors with the file; the answers come from the new weights."""
     stack.push(stack.other, checksums=True)
     log_probs_agree(stack, stack.other)
 

@@ -1,4 +1,4 @@
-"""A real engine tells which experts each token went to: through the prefix cache, an update, an abort, and in parts."""
+"""A real engine reports each token's experts: with the prefix cache, an update, an abort, and in parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = [4 + i * 7 % 40 for i in range(40)]
 
 
 def make_routed(path: Path, seed: int) -> Path:
-    """The tokenizer of the other engine tests, and a model with experts whose routers decide clearly."""
+    """Writes the tokenizer of the other engine tests, and a model with experts whose routers decide clearly."""
     make_checkpoint(path, seed=seed)
     config = Qwen3MoeConfig(
         vocab_size=len(AutoTokenizer.from_pretrained(path)),
@@ -94,7 +94,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoutedStack]:
 
 
 def of_transformers(checkpoint: Path, tokens: list[int]) -> np.ndarray:
-    """[N - 1, L, K], the experts of a token in rising order."""
+    """Returns transformers' choice of experts, [N - 1, L, K], each token's experts in rising order."""
     with torch.no_grad():
         logits = hf_model(checkpoint)(torch.tensor([tokens]), output_router_logits=True).router_logits
     chosen = torch.stack([layer.topk(TOPK, dim=-1).indices for layer in logits], 1)
@@ -125,7 +125,7 @@ def test_a_request_says_from_where_on(stack: RoutedStack) -> None:
     (whole,) = stack.routed([PROMPT])
     so_far = PROMPT + whole.token_ids[:10]
     (rest,) = stack.routed([so_far], start=len(so_far) - 1, max_new_tokens=5)
-    assert len(rest.routed_experts) == 5  # the last token so far, and four of the five new ones
+    assert len(rest.routed_experts) == 5  # the last token so far, and four of the five new tokens
     tokens = so_far + rest.token_ids
     np.testing.assert_array_equal(
         in_order(rest), of_transformers(stack.checkpoint, tokens)[len(so_far) - 1 :]
@@ -154,8 +154,8 @@ def test_abort_leaves_the_experts_of_what_there_is(stack: RoutedStack) -> None:
 
 
 def test_an_update_during_a_request_leaves_no_gap(stack: RoutedStack) -> None:
-    """Rows of tokens that were computed before the update stay those of the old weights, though the engine computes
-    their keys and values again; from the switch on they are the new weights'."""
+    """Tokens that were computed before the update keep the experts of the old weights, although the engine computes
+    their keys and values again. Later tokens have the experts of the new weights."""
     found: list[GenerateResult] = []
     thread = threading.Thread(target=lambda: found.extend(stack.routed([PROMPT], max_new_tokens=460)))
     thread.start()

@@ -1,4 +1,4 @@
-"""Experts that the ranks of an engine share, on CPUs: log-probs are those of transformers, before and after updates of
+"""The ranks of an engine on CPUs share the experts. Log-probs equal those of transformers before and after updates of
 live weights, and each rank compares its own experts."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starting and ending real servers: what goes wrong at the start, and that nothing outlives a kill -9."""
+"""Real servers start and end: errors at the start, and no process that outlives a kill -9."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def spec(root: Path, **changes: object) -> VllmSpec:
 
 
 def test_a_server_that_cannot_start_shows_its_last_log_lines(tmp_path: Path) -> None:
-    """The checkpoint does not exist; the pool stops what it started besides."""
+    """The checkpoint does not exist, so the pool stops the other processes that it has started."""
     before = psutil.Process().children(recursive=True)
     pool = VllmEnginePool([spec(tmp_path)], RouterSpec(run_key=KEY, log_path=str(tmp_path / "router.log")))
     with pytest.raises(
@@ -50,7 +50,7 @@ def test_a_server_that_cannot_start_shows_its_last_log_lines(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_the_cause_of_a_failed_start_comes_first(tmp_path: Path) -> None:
-    """vLLM's engine core has it; the end of the log is the traceback of the API server."""
+    """The cause is in the log of vLLM's engine core; the log ends with the traceback of the API server."""
     server = VllmServer(spec(make_checkpoint(tmp_path), model_path=str(tmp_path), cache_bytes=1024))
     server.start()
     try:
@@ -66,10 +66,11 @@ def test_the_cause_of_a_failed_start_comes_first(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_takes_its_device_once_its_gate_is_open(tmp_path: Path) -> None:
-    """As beside a trainer on the same GPU; what vLLM logs once it has its device comes after the gate has opened."""
+    """The server may share its GPU with a trainer. vLLM takes the device, and logs it, only after the gate has
+    opened."""
     log = tmp_path / "engine.log"
     gate = tmp_path / "engine.log.gate"
-    gate.touch()  # of a run before, which was killed
+    gate.touch()  # a killed run has left this file
     server = VllmServer(spec(make_checkpoint(tmp_path), model_path=str(tmp_path), waits=True, sleeps=False))
     server.start()
     try:
@@ -93,7 +94,7 @@ def test_a_server_takes_its_device_once_its_gate_is_open(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_an_engine_that_dies_beside_a_trainer_ends_the_wait_for_it(tmp_path: Path) -> None:
-    """A flag that is well formed and wrong for this model, while another actor builds a large one."""
+    """The engine has a valid flag that does not fit this model, while another actor builds a large model."""
     import ray
 
     from slime.cluster.calls import first_failure_or_all

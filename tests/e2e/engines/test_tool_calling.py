@@ -1,5 +1,5 @@
-"""A generate function that posts to the run's router, as plug-ins of slime do, in a whole run of `vime train`. Short,
-with an engine alone: gateway_cases.py."""
+"""A whole run of `vime train` with a generate function that posts to the run's router, as slime's plug-ins do.
+gateway_cases.py has a short test of the function with only an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward of the tests of examples/judge-reward, by dotted path (`judge_hooks.by_url`)."""
+"""Has a reward for the tests of examples/judge-reward, given by dotted path (`judge_hooks.by_url`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from slime.utils.http_utils import post
 
 
 async def by_url(args: Any, sample: Any, **kwargs: Any) -> float:
-    """The mean probability of the answer's tokens, over HTTP as plug-ins of slime ask a model, and NaN for one sample
-    of each group."""
+    """Returns the mean probability of the answer's tokens, or NaN for one sample per group. It asks the model over
+    HTTP, as slime's plug-ins do."""
     ip, port = args.sglang_model_routers["judge"]
     url = get_model_url(args, "judge", "/generate")
     assert url == f"http://{ip}:{port}/generate" and get_model_url(args, "actor") != url

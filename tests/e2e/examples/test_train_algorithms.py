@@ -1,4 +1,4 @@
-"""Whole runs of the examples that come after a layout, on the tiny model: each learns by the margin of its README."""
+"""Whole runs of the algorithm examples after the tiny layout: each reward rises by the margin of its README."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def world() -> Iterator[World]:
 
 
 def series(world: World, name: str, metric: str) -> list[float]:
-    """The values of a metric in the order of its steps; 0 where a row lacks it."""
+    """Returns the values of a metric in the order of its steps; the value is 0 in a row without the metric."""
     found = rows(world.root / name, "train/step" if metric.startswith("train/") else "rollout/step")
     return [row.get(metric, 0.0) for _, row in sorted(found.items())]
 
@@ -31,7 +31,8 @@ def mean(values: list[float]) -> float:
 def example(
     world: World, monkeypatch: pytest.MonkeyPatch, name: str, *own: str, data: str = "train.jsonl"
 ) -> str:
-    """The output of an example's files after the tiny layout. Its first three rollouts are those of random weights."""
+    """Runs an example's files after the tiny layout and returns the output. The first three rollouts use random
+    weights."""
     modules = [str(ROOT / "examples" / folder) for folder in ("bench", name)]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(modules))
     files = [str(ROOT / "examples" / file) for file in ("tiny.yaml", *(f"{name}/{file}" for file in own))]
@@ -56,7 +57,7 @@ def test_rloo_learns(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_roles_of_one_policy_learn_what_each_is_rewarded_for(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opposite rewards: one behaviour for both roles would get 0.5 from each."""
+    """The two roles have opposite rewards. A policy with one behaviour for both roles would get 0.5 from each."""
     name = "multi-agent"
     example(world, monkeypatch, name, "config.yaml", "tiny.yaml")
     for role in ("solver", "critic"):
@@ -105,7 +106,7 @@ def test_rollouts_ahead_learn_and_lose_no_group(world: World, monkeypatch: pytes
 def test_curriculum_spends_its_groups_on_prompts_with_an_advantage(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of the 64 prompts never have one. An epoch without a curriculum is four rollouts."""
+    """Half of the 64 prompts never have an advantage. An epoch without a curriculum is four rollouts."""
     name = "curriculum"
     example(world, monkeypatch, name, "config.yaml", "tiny.yaml", data="train.jsonl@[0:64]")
     found = rows(world.root / name, "rollout/step")

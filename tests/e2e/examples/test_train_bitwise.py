@@ -1,4 +1,4 @@
-"""Whole runs with --rlk-bitwise: every token has the same bits in trainer and engine."""
+"""Whole runs with --rlk-bitwise: every token's log-prob has the same bits in trainer and engine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def world() -> Iterator[World]:
 
 
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
-"""Rotary frequencies that are not scaled, which --rlk-bitwise asks for."""
+"""Unscaled rotary frequencies, which --rlk-bitwise requires."""
 BITWISE = ("--colocate", "--rlk-bitwise", "--rlk-consistency", "strict")
 
 
 def compared(world: World, name: str, rollouts: int, *flags: str, ranks: int = 1) -> int:
-    """Tokens of a whole run, each of which has the same bits on both sides, with `ranks` tensor-parallel ranks. Weights
-    go straight to their places from the second update on."""
+    """Checks that every token of a run has the same bits on both sides, with `ranks` tensor-parallel ranks, and
+    returns the number of tokens. From the second update on, weights are written directly into the parameters."""
     count = str(ranks)
     parallel = ("--tensor-model-parallel-size", count, "--rollout-num-gpus-per-engine", count)
     argv = [*world.grpo(name, rollouts=rollouts), *BITWISE, "--actor-num-gpus-per-node", count, *parallel]
@@ -67,7 +67,7 @@ def test_two_ranks_on_each_side_have_the_same_bits(world: World, flags: tuple[st
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_twenty_steps_have_the_same_bits(world: World, ranks: int) -> None:
-    """Two optimizer steps each, at a temperature, so that old log-probs need a pass of their own."""
+    """Each rollout has two optimizer steps and a temperature, so that old log-probs need a separate pass."""
     flags = ("--global-batch-size", "16", "--rollout-max-response-len", "24", "--rollout-temperature", "0.9")
     assert compared(world, f"twenty{ranks}", 20, *flags, ranks=ranks) > 10_000
 

@@ -1,4 +1,4 @@
-"""Whole runs that send what changed: they train like runs that send all weights, to the last digit."""
+"""Whole runs that send deltas train like runs that send all weights, to the last digit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def world() -> Iterator[World]:
 
 
 def trained(world: World, name: str) -> list[dict[str, float]]:
-    """What a run measured, without times."""
+    """Returns the metrics of a run without times."""
     both = (rows(world.root / name, key) for key in ("train/step", "rollout/step"))
     return [
         {k: v for k, v in row.items() if k != "time" and not k.startswith(("perf/", "rl_kernel/"))}
@@ -46,7 +46,7 @@ def full(world: World) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("transport", ["disk", "nccl"])
 def test_a_run_with_deltas_is_the_same(world: World, full: list[dict[str, float]], transport: str) -> None:
-    buffer = ("--update-weight-buffer-size", "20000")  # several parts
+    buffer = ("--update-weight-buffer-size", "20000")  # an update has several parts
     flags = [*world.grpo(transport, rollouts=STEPS), *APART, *DELTA, *buffer]
     said = run(vime("train", *flags, "--update-weight-transport", transport), world.root / f"{transport}.out")
     assert "in place of a delta" not in said
@@ -60,7 +60,8 @@ def test_a_run_with_deltas_is_the_same(world: World, full: list[dict[str, float]
 def test_two_ranks_send_deltas_of_their_own_slices(
     world: World, full: list[dict[str, float]], transport: str
 ) -> None:
-    """Tensor parallel; engines compare each live tensor. Two ranks sum in another order than one."""
+    """The ranks are tensor parallel, and engines compare each live tensor. Two ranks sum in another order than one
+    rank."""
     name = f"tp-{transport}"
     flags = [*world.grpo(name, rollouts=STEPS), *APART, *DELTA, "--update-weight-transport", transport]
     flags += ["--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -77,8 +78,8 @@ def test_two_ranks_send_deltas_of_their_own_slices(
 def test_an_engine_killed_in_a_delta_comes_back_with_the_same_weights(
     world: World, full: list[dict[str, float]]
 ) -> None:
-    """Right before it is sent the delta of the second update. Its successor loads a file of that version, and takes
-    deltas then."""
+    """The engine dies right before it gets the delta of the second update. Its successor loads a file of that
+    version, and then accepts deltas."""
     flags = [*world.grpo("killed", rollouts=STEPS), *APART, *DELTA, "--update-weight-transport", "disk"]
     deadly = [sys.executable, str(HERE / "deadly_update.py"), "1", *flags]
     with launched(deadly, world.root / "killed.out") as launch:
@@ -92,7 +93,7 @@ def test_an_engine_killed_in_a_delta_comes_back_with_the_same_weights(
 
 
 def test_a_copy_that_was_changed_gets_the_whole_set(world: World, full: list[dict[str, float]]) -> None:
-    """The next delta finds it, the driver says so, and training goes on as if nothing had been."""
+    """The next delta does not fit the copy, the driver reports it, and training continues unchanged."""
     local = world.root / "local"
     flags = [*world.grpo("changed", rollouts=STEPS), *APART, *DELTA, "--update-weight-transport", "disk"]
     flags += ["--update-weight-local-checkpoint-dir", str(local)]

@@ -1,4 +1,4 @@
-"""Whole runs on preference pairs of the tiny model: a policy and a reward model learn what is preferred."""
+"""Whole runs on preference pairs with the tiny model: a policy and a reward model learn the preferences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def world() -> Iterator[World]:
 
 
 def pairs_of(world: World, part: str) -> str:
-    """The file of pairs that the example makes of a part of the data."""
+    """Returns the file of pairs that the example makes from a part of the data."""
     pairs = world.root / f"{part}-pairs.jsonl"
     made = [str(ROOT / "examples/dpo/pairs.py"), str(world.data / f"{part}.jsonl"), str(pairs)]
     run([vime()[0], *made], world.root / "pairs.out")
@@ -26,7 +26,7 @@ def pairs_of(world: World, part: str) -> str:
 
 
 def evaluations(world: World, name: str) -> dict[int, dict[str, float]]:
-    """The metrics of the held-out set by the number of trained rollouts."""
+    """Returns the metrics of the held-out set, by the number of trained rollouts."""
     return {
         step: {key.removeprefix("eval/held-out/"): value for key, value in row.items() if "/held-out/" in key}
         for step, row in rows(world.root / name, "eval/step").items()
@@ -34,7 +34,7 @@ def evaluations(world: World, name: str) -> dict[int, dict[str, float]]:
 
 
 def dpo(world: World, name: str, *flags: str) -> str:
-    """The output of the example's run with more flags."""
+    """Runs the example with more flags and returns its output."""
     pairs, held_out = pairs_of(world, "train"), pairs_of(world, "test")
     command = vime(
         *("train", "--config", str(ROOT / "examples/dpo/dpo.yaml"), "--hf-checkpoint", str(world.model)),
@@ -50,8 +50,9 @@ def test_the_example_learns_to_prefer(world: World) -> None:
     steps = [row for _, row in sorted(rows(world.root / "example", "train/step").items())]
     loss, right = ([row[f"train/{name}"] for row in steps] for name in ("loss", "rewards/accuracies"))
     print([round(x, 2) for x in loss], [round(x, 2) for x in right])
-    assert len(loss) == 20 and loss[0] == pytest.approx(0.693, abs=1e-3)  # log 2: the policy is the reference
-    # every row is seen once: none was trained before
+    # log 2, because the policy is the reference
+    assert len(loss) == 20 and loss[0] == pytest.approx(0.693, abs=1e-3)
+    # each row is seen once, so no row was trained on before
     assert loss[-1] < 0.3 and right[-1] > 0.95
     held_out = evaluations(world, "example")
     assert list(held_out) == [0, 10, 20]

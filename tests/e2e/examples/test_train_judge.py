@@ -30,7 +30,7 @@ def world() -> Iterator[World]:
 
 
 def example(world: World, name: str, *flags: str) -> list[str]:
-    """The example with the judge of this world."""
+    """Returns the example's command with the judge of this world."""
     models = (EXAMPLE / "models.yaml").read_text().replace("runs/judge/model", str(world.root / "judge"))
     (world.root / "models.yaml").write_text(models)
     files = [str(ROOT / "examples/tiny.yaml"), str(EXAMPLE / "config.yaml")]
@@ -71,7 +71,7 @@ def test_a_killed_judge_comes_back_and_a_nan_costs_one_sample(
         assert launch.output.count("died and is restarted") == 1
     judge = AutoModelForCausalLM.from_pretrained(world.root / "judge")
     for step in (0, after):
-        assert rows(run_dir, "rollout/step")[step]["rollout/removed/reward"] == 16  # one of each group
+        assert rows(run_dir, "rollout/step")[step]["rollout/removed/reward"] == 16  # one sample per group
         for one in samples(run_dir, step)[::9]:
             removed = one["index"] % 8 == 1
             assert one["remove_sample"] is removed

@@ -1,4 +1,4 @@
-"""A whole run with adapters: what the engine samples from is what the trainer computes."""
+"""Whole runs with adapters: engine and trainer compute the same log-probs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ def world() -> Iterator[World]:
 def train(
     world: World, name: str, rollouts: int, *flags: str, command: Sequence[str] = vime("train")
 ) -> list[dict[str, float]]:
-    """The metrics of each step."""
+    """Runs the command and returns each step's metrics."""
     run([*command, *world.grpo(name, rollouts=rollouts), *flags], world.root / f"{name}.out")
     return [row for _, row in sorted(rows(world.root / name, "train/step").items())]
 
 
 def test_engine_and_trainer_have_one_policy(world: World) -> None:
-    """Each update brings the adapter alone and is compared with what is live. The checkpoint has it for `peft`."""
+    """Each update sends only the adapter, and the engine compares it with its live copy. The checkpoint stores it for
+    `peft`."""
     save = world.root / "saved"
     more = ("--check-weight-update-equal", "--use-kl-loss", "--kl-loss-coef", "0.01", "--save", str(save))
     steps = train(world, "lora", 3, *COLOCATED, *LORA, *more)
@@ -43,7 +44,7 @@ def test_engine_and_trainer_have_one_policy(world: World) -> None:
 
 @pytest.mark.slow
 def test_an_engine_killed_in_an_update_comes_back_with_base_and_adapter(world: World) -> None:
-    """It dies before it has the adapter of version 1. The one that starts then samples from the trainer's policy."""
+    """The engine dies before it has the adapter of version 1. Its successor then samples from the trainer's policy."""
     deadly = [sys.executable, str(Path(__file__).parents[1] / "deadly_update.py"), "1"]
     steps = train(world, "killed", 3, *COLOCATED, *LORA, command=deadly)
     said = (world.root / "killed.out").read_text()
@@ -53,15 +54,15 @@ def test_an_engine_killed_in_an_update_comes_back_with_base_and_adapter(world: W
 
 @pytest.mark.slow
 def test_adapters_are_broadcast_in_parts(world: World) -> None:
-    """Over gloo, in buckets that hold a few matrices each; every live one is compared."""
+    """gloo broadcasts buckets of a few matrices; the engine compares every live matrix."""
     apart = ("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--check-weight-update-equal")
     broadcast = ("--update-weight-transport", "nccl", "--update-weight-buffer-size", "20000")
     assert_one_policy(world, "broadcast", train(world, "broadcast", 3, *apart, *broadcast, *LORA))
 
 
 def warm(world: World) -> list[str]:
-    """Flags of the tiny model after a supervised warm-up, as scripts/run-tiny-grpo.sh makes it: adapters over random
-    weights would have no head to work with."""
+    """Returns flags that start from the tiny model after a supervised warm-up, as in scripts/run-tiny-grpo.sh. Over
+    random weights, adapters would have no useful head."""
     saved, out = world.root / "sft-saved", world.root / "warm"
     flags = (
         *(
@@ -100,7 +101,7 @@ def warm(world: World) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_adapters_reach_the_reward_of_whole_weights(world: World) -> None:
-    """docs/lora.md has the rewards by which the margins were chosen."""
+    """docs/lora.md has the rewards from which the margins follow."""
     common, last = warm(world), {}
     adapters = ("--lr", "2e-3", "--lora-rank", "16", "--lora-alpha", "32", "--lora-merge")
     for name, own in (("whole", ("--lr", "2e-4")), ("adapters", adapters)):

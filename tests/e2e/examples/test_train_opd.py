@@ -1,4 +1,4 @@
-"""A whole run of on-policy distillation on the tiny model: the KL of the example's student to its teacher falls."""
+"""A whole run of on-policy distillation on the tiny model: the KL from the example's student to its teacher falls."""
 
 from __future__ import annotations
 

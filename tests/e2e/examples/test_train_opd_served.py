@@ -1,7 +1,7 @@
-"""On-policy distillation from teachers that engines of the run serve: the example's run, and one with faults.
+"""On-policy distillation from teachers in engines of the run: the example's run, and a run with faults.
 
-The student's KL falls. A teacher whose engine is killed comes back, and the run goes on. What samples have is the
-teacher's own distribution at the temperature of the samples, by transformers.
+The student's KL falls. A killed teacher engine comes back, and the run continues. By transformers, the samples'
+teacher log-probs are the teacher's own distribution at the samples' temperature.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def test_the_examples_student_comes_near_its_teacher(world: World) -> None:
     print([round(x, 2) for x in all_of_them])
     assert len(all_of_them) == 20 and sum(all_of_them[-3:]) / 3 < 0.5 * all_of_them[0]
     assert all(kl > 0 for kl in all_of_them[:3])
-    for row in found:  # by the engine's log-probs and by the trainer's
+    for row in found:  # from the engine's log-probs and from the trainer's
         assert row["rollout/opd_reverse_kl/default"] == pytest.approx(row["rollout/opd_reverse_kl"], abs=1e-3)
 
 
 def by_source(world: World) -> Path:
-    """The prompts of the example, every third of which is of the source "base"."""
+    """Writes the prompts of the example; every third prompt has the source "base"."""
     path = world.root / "by_source.jsonl"
     lines = [json.loads(line) for line in (world.data / "train.jsonl").read_text().splitlines()[:300]]
     for i, line in enumerate(lines):

@@ -1,4 +1,5 @@
-"""Whole runs of PPO with a critic on the tiny model: the example learns, and a run that was ended goes on as it was."""
+"""Whole runs of PPO with a critic on the tiny model: the example learns, and a resumed run continues with equal
+metrics."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_the_example_learns(world: World, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture(scope="module")
 def whole(world: World) -> dict[int, dict[str, float]]:
-    """The optimizer steps of four rollouts in one run, with both models on one rank."""
+    """Returns the optimizer steps of four rollouts in one run, with both models on one rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT / "examples/bench"))
         run(ppo(world, "whole", "--num-rollout", "4"), world.root / "whole.out")
@@ -48,8 +49,8 @@ def whole(world: World) -> dict[int, dict[str, float]]:
 def test_a_run_that_ended_goes_on(
     world: World, whole: dict[int, dict[str, float]], monkeypatch: pytest.MonkeyPatch, devices: str
 ) -> None:
-    """Three rollouts in one run, and the last in a second start of the command: the same steps as in one run, also with
-    the critic on a rank of its own."""
+    """Three rollouts in one run and a fourth after a restart give the same steps as one run. This also holds if the
+    critic has its own rank."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples/bench"))
     folder, name = str(world.root / f"checkpoints-{devices}"), f"parts-{devices}"
     for rollouts in ("3", "4"):

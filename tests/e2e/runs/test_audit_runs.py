@@ -1,4 +1,4 @@
-"""Audit of real runs: strict passes over two rollouts of a real engine, and `vime audit` splits what is left."""
+"""Audit of real runs: strict mode passes over two rollouts of a real engine, and `vime audit` splits the difference."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ SPLIT = {
 
 @pytest.mark.parametrize("kind", SPLIT)
 def test_two_ranks_agree_with_the_engine(world, kind):
-    """Half of the layers, or half of every sequence, on each rank beside one engine. Rollout 1 is drawn from the
-    weights that both trained and exported: broadcast in ten buckets (by gloo here), or as a file."""
+    """Each rank has half of the layers or half of every sequence, with one engine. Rollout 1 is drawn from the
+    weights that both ranks trained and exported: broadcast in ten buckets (by gloo here), or written as a file."""
     argv = [*world.grpo(kind, rollouts=2), "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1"]
     argv += [*SPLIT[kind], "--update-weight-buffer-size", "500000"]
     argv += ["--rlk-consistency", "strict", "--check-weight-update-equal"]
@@ -89,7 +89,7 @@ def test_the_command_splits_the_difference(trained):
 
 
 def test_the_part_that_differs_is_named(trained, world):
-    """With the weights of version 0 the saved decode is of another model; trainer and engine still agree."""
+    """With the weights of version 0, the saved decode comes from another model; trainer and engine still agree."""
     pairs = audit(trained, "--rollout", "1", "--weights", str(world.model))
     assert pairs["trainer, training rows", "engine prefill"]["max"] < 1e-4
     assert pairs["engine prefill", "engine decode"]["mean"] > 1e-3

@@ -1,4 +1,5 @@
-"""`vime bench` on the tiny pair of examples/bench: real runs of both tiers, one a side, and what their records say."""
+"""`vime bench` on the tiny pair of examples/bench: one real run per side in both tiers, and the records that they
+write."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ SAME = ("train/loss", "train/grad_norm", "train/train_rollout_logprob_abs_diff")
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """In a short path: Unix sockets are bounded."""
+    """Yields a folder with a short path, because paths of Unix sockets have a limit."""
     root = Path(tempfile.mkdtemp(prefix="vime-bench-"))
     yield root
     shutil.rmtree(root, ignore_errors=True)
@@ -43,7 +44,7 @@ def module(folder: Path) -> Record:
 
 
 def pair(record: Record) -> tuple[Repeat, Repeat]:
-    """The two runs, after what holds for those of any tier."""
+    """Checks the facts that hold in every tier, and returns the two runs."""
     assert [repeat.run for repeat in all_repeats(record)] == ["runs/baseline-0", "runs/rl_kernel-0"]
     assert record.switch == Switch("rlk_fast", "off", "auto")
     (baseline,), (fast,) = record.sides[BASELINE], record.sides[RL_KERNEL]
@@ -66,7 +67,7 @@ def pair(record: Record) -> tuple[Repeat, Repeat]:
 def test_module_trains_both_sides_on_the_same_rollouts(folder: Path, module: Record) -> None:
     baseline, fast = pair(module)
     for ours, theirs in zip(fast.steps, baseline.steps, strict=True):
-        for name in SAME:  # two computations of one number, in fp32
+        for name in SAME:  # both sides compute the same number in fp32
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
     assert fast.steps[0]["train/train_rollout_logprob_abs_diff"] < 1e-5 < fast.steps[1][SAME[2]]
     assert fast.steps[0]["train/grad_norm"] > 0
@@ -112,13 +113,14 @@ def test_whole_steps_after_an_interruption(folder: Path, module: Record) -> None
     baseline, fast = pair(record)
     assert fast.steps[0]["rollout/raw_reward"] == baseline.steps[0]["rollout/raw_reward"]
     assert fast.steps[0]["train/grad_norm"] == pytest.approx(baseline.steps[0]["train/grad_norm"], rel=1e-3)
-    assert record.notes[0] == module.notes[0]  # the weights are random whoever made them
+    assert record.notes[0] == module.notes[0]  # the note on random weights is the same in both tiers
     assert "runs/unfinished/baseline-0.1 is an attempt that did not finish and was begun anew" in record.notes
     read_report(folder)
 
 
 def read_report(folder: Path) -> None:
-    """One page on both: two pairs are too few for any verdict, and their numbers and pictures are there."""
+    """One page covers both tiers. It gives no verdict, because two pairs are too few, and has their numbers and
+    pictures."""
     run(
         vime(
             "bench",

@@ -1,4 +1,4 @@
-"""What `vime train` does when something breaks: it repairs what it can, else ends and says what happened."""
+"""`vime train` repairs the faults that it can repair. After any other fault it ends and reports the cause."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def world() -> Iterator[World]:
 
 
 def fail(world: World, name: str, flags: list[str], *, timeout_s: float = 180) -> tuple[int, str]:
-    """Exit code and output of a run that ends by itself."""
+    """Returns exit code and output of a run that ends without a signal."""
     with launched(vime("train", *flags), world.root / f"{name}.out") as launch:
         code = launch.finish(timeout_s)
         assert not published_weights(world.root / name).exists()
@@ -52,11 +52,12 @@ def test_a_run_whose_trainer_was_killed_is_resumed(world: World) -> None:
 
 @pytest.mark.slow
 def test_engine_killed_in_a_broadcast_leaves_the_update_to_the_other(world: World) -> None:
-    """In the first update: the engine that is left gets all of the weights, whatever it has had."""
+    """The engine dies in the first update. The other engine gets all of the weights, whatever it had before."""
     flags = [
         *world.grpo("broadcast", rollouts=2),
         *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "2", "--check-weight-update-equal"),
-        *("--update-weight-transport", "nccl", "--update-weight-buffer-size", "50000"),  # gloo, many buckets
+        # gloo with many buckets
+        *("--update-weight-transport", "nccl", "--update-weight-buffer-size", "50000"),
     ]
     run_dir = world.root / "broadcast"
     with launched(vime("train", *flags), world.root / "broadcast.out") as launch:
@@ -64,7 +65,7 @@ def test_engine_killed_in_a_broadcast_leaves_the_update_to_the_other(world: Worl
         launch.wait_for((run_dir / "config.json").exists, "a configuration", 60)
         launch.wait_for(lambda: [*published_weights(run_dir).glob("group-*[0-9a-f]")], "a group", 240)
         os.kill(servers[0], signal.SIGSTOP)  # the update cannot end without it, however fast the machine is
-        time.sleep(0.5)  # the other one gets what buckets it can
+        time.sleep(0.5)  # meanwhile the other engine gets its first buckets
         os.kill(servers[0], signal.SIGKILL)
         killed = time.monotonic()
         again = "the update begins again for the 1 that are left"
@@ -103,7 +104,7 @@ def test_trainer_rank_that_dies_is_named_though_its_peers_wait_for_it(world: Wor
 
 @pytest.mark.slow
 def test_sigterm_of_every_process_ends_a_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As systemd and Slurm send it: Ray's servers get it, too, and no call may wait for them."""
+    """systemd and Slurm send the signal to every process. Ray's servers get it too, so no call may wait for them."""
     with training(world, "unit", monkeypatch) as launch:
         for pid in launch.left():
             with suppress(ProcessLookupError):
@@ -122,7 +123,7 @@ def test_a_closed_terminal_ends_a_run_and_nohup_does_not(
     line = "interrupted by SIGHUP: everything that was started has been stopped"
     assert launch.output.splitlines()[-1] == line
     assert line in (world.root / "closed" / "logs" / "driver.log").read_text()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup ignores it, too
     try:
         with training(world, "nohup", monkeypatch) as launch:
             os.killpg(launch.process.pid, signal.SIGHUP)

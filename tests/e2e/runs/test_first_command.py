@@ -19,7 +19,7 @@ from vime.view.watch_data import WatchedRun
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.M | re.S)
-"""A block of a page: language, title, text."""
+"""Matches a block of a page: language, title, text."""
 COMMAND = "WARM_UP=2 bash scripts/run-tiny-grpo.sh --num-rollout 2"
 
 
@@ -55,7 +55,7 @@ def test_the_views_of_the_run(tiny_run: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_model_data_and_a_reward_of_ones_own(tiny_run: Path) -> None:
-    """docs/your-own.md from its data to the answer of the trained model, with two rollouts."""
+    """Runs docs/your-own.md with two rollouts, from its data to the answer of the trained model."""
     folder = tiny_run.parent.parent
     for language, title, text in re.findall(FENCE, (ROOT / "docs/your-own.md").read_text()):
         if title.endswith((".py", ".yaml")):
@@ -71,7 +71,7 @@ def test_a_model_data_and_a_reward_of_ones_own(tiny_run: Path) -> None:
 
 @pytest.mark.slow
 def test_a_source_archive_trains_the_same(tiny_run: Path, tmp_path: Path) -> None:
-    """The files of `git archive`, without a repository around them. The warm-up is that of the run above."""
+    """The folder has the files of `git archive` and no repository. The warm-up comes from the run above."""
     packed = tmp_path / "vime.tar"
     with open(packed, "wb") as file:
         subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, stdout=file, check=True)

@@ -1,4 +1,4 @@
-"""A long run holds no more threads, files and memory at its end than at its start, whatever happened in between."""
+"""A long run holds no more threads, files and memory at its end than at its start, in spite of faults and a resume."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ STEPS = 200
 PROCESSES = {"driver": None, "trainer": "^ray::TrainerActor", "manager": "^ray::RolloutActor"}
 SERVER = r"^\S+ -m vime\.vllm\.serve vllm\.entrypoints"
 WARM = 20
-"""Steps after which each thread pool is full and each part has had its first evaluation and checkpoint."""
+"""Number of steps after which each thread pool is full and the first evaluation and checkpoint are done."""
 WINDOW = 10
-"""Steps in a row of which the lowest reading counts: a step in work has more."""
+"""Number of consecutive readings whose lowest value counts, because a step in progress holds more."""
 MORE = {"threads": 4, "files": 4, "rss_mib": 24}
-"""What a process may have more of at the end of a half. A leak of one thread or file per ten steps is above it, and one
-of a third of a MiB per step. When this was measured, the trainer had 4 and 3 MiB less at the end of the halves."""
+"""Growth that is allowed at the end of a half. A leak of one thread or file per ten steps exceeds it, and so does a
+leak of a third of a MiB per step. When this was measured, the trainer had 4 and 3 MiB less at the end of the
+halves."""
 
 Held = dict[str, dict[str, int]]
 
@@ -33,7 +34,7 @@ def world() -> Iterator[World]:
 
 
 def held(launch: Launch) -> Held:
-    """Threads, open files and memory of each process that lives as long as the run."""
+    """Returns threads, open files and memory for each process that lives as long as the run."""
     found = {}
     for name, pattern in PROCESSES.items():
         process = psutil.Process(launch.process.pid if pattern is None else launch.find(pattern)[-1])
@@ -52,8 +53,8 @@ def lowest(readings: list[Held]) -> Held:
 
 
 def test_flat_over_steps_with_lost_engines_evaluations_and_a_resume(world: World) -> None:
-    """Half of the steps, Ctrl-C, and the other half from the checkpoint. Each half evaluates and saves every ten steps
-    and loses its engine once."""
+    """The run has half of the steps, Ctrl-C, and the other half from the checkpoint. Each half evaluates and saves
+    every ten steps and loses its engine once."""
     run_dir, checkpoint = world.root / "flat", str(world.root / "flat" / "checkpoint")
     flags = [
         *world.grpo("flat", rollouts=STEPS + 100),

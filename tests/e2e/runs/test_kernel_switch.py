@@ -1,4 +1,5 @@
-"""The rl_kernel switch on real engines: --rlk-fast off and auto train the same model; strict refuses a CPU at once."""
+"""The rl_kernel switch on real engines: --rlk-fast off and auto train the same model; strict is an error on a CPU at
+once."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from train_fixtures import PROMPTS, SAMPLES, World, launched, make_world, rows, 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ROLLOUTS, STEPS = 10, 20
-"""Two optimizer steps a rollout: in the second one the policy is no longer the one that sampled."""
+"""Flags with two optimizer steps per rollout: at the second step, the policy differs from the one that sampled."""
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +26,11 @@ def flags(world: World, name: str, mode: str) -> list[str]:
         *world.grpo(name, rollouts=ROLLOUTS),
         *("--colocate", "--actor-num-gpus-per-node", "1", "--rlk-fast", mode),
         *("--use-kl-loss", "--kl-loss-coef", "0.01", "--kl-loss-type", "k3", "--entropy-coef", "0.001"),
-        # The most likely token at every position. All samples of a prompt are equal then, and have equal rewards: what
-        # is trained on is the reward itself.
+        # Every sampled token is the most likely one. All samples of a prompt are then equal and have equal rewards,
+        # so training uses the reward itself.
         *("--rollout-top-k", "1", "--disable-rewards-normalization"),
-        # One request at a time: sums depend on a batch, and so may which of two near equal tokens is the most likely.
+        # The engine runs one request at a time: sums depend on the batch, and they may decide between two near equal
+        # tokens.
         *("--vllm-server-concurrency", "1"),
         *("--global-batch-size", str(PROMPTS * SAMPLES // 2)),
     ]
@@ -42,8 +44,8 @@ def runs(world: World) -> dict[str, Path]:
 
 
 def test_off_and_auto_train_the_same(runs: dict[str, Path]) -> None:
-    """The tolerance of docs/design/rl-kernel-integration.md: losses to 1e-5, gradient norms to a 1e-4 part, at every
-    step; and every sampled token, as the most likely one is asked for."""
+    """The tolerance is from docs/design/rl-kernel-integration.md: losses to 1e-5, gradient norms to a relative 1e-4,
+    at every step. Every sampled token is equal, because it is the most likely one."""
     off, auto = (rows(runs[mode], "train/step") for mode in ("off", "auto"))
     assert sorted(off) == sorted(auto) == list(range(STEPS))
     for step in off:
@@ -56,7 +58,7 @@ def test_off_and_auto_train_the_same(runs: dict[str, Path]) -> None:
         tokens = [[s["tokens"] for s in samples(runs[mode], rollout)] for mode in ("off", "auto")]
         assert tokens[0] == tokens[1], rollout
     assert max(abs(row["train/ppo_kl"]) for row in off.values()) > 1e-3
-    # The comparison is of a policy that moved.
+    # The policy moved, so the comparison means something.
     assert off[STEPS - 1]["train/entropy_loss"] < 0.7 * off[0]["train/entropy_loss"]
 
 
@@ -66,9 +68,10 @@ def test_every_step_counts_its_operators(runs: dict[str, Path]) -> None:
         assert row["rl_kernel/linear_token_loss/calls"] >= 1, step
         trained = row["rl_kernel/linear_token_loss/tokens"]
         assert PROMPTS * SAMPLES <= trained <= tokens
-        # Reference log-probs, and old ones of the samples of the second step: the first step computes its own.
+        # Reference log-probs count, and old ones of the second step's samples. The first step computes its own
+        # log-probs.
         assert trained < row["rl_kernel/linear_logp/tokens"] < 2 * trained
-        # On a CPU nothing is fast, and every call of a kernel says so.
+        # A CPU has no fast kernel, and every call of a kernel reports it.
         for name in ("linear_token_loss", "linear_logp", "grpo_loss", "ratio_kl", "swiglu", "rotary"):
             assert row[f"rl_kernel/{name}/fallbacks"] == row[f"rl_kernel/{name}/calls"] > 0, name
             assert row[f"rl_kernel/{name}/ms"] > 0

@@ -1,5 +1,6 @@
-"""Published weights, fetched by scripts/get_model.py: transformers, the trainer and vLLM agree on them before and after
-an update. Two steps of GRPO on rows like GSM8K's end in an export with which transformers gives the same answers."""
+"""Fetches published weights with scripts/get_model.py. Transformers, the trainer and vLLM agree on their log-probs
+before and after an update. After two steps of GRPO on rows like GSM8K's, transformers gives the same answers from
+an export."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ QUESTIONS = {
     "Tom reads 15 pages a day. His book has 90 pages. How many days does he need?": ("90/15=6",),
     "A shirt costs $20 and is sold at half of its price. What do 4 shirts cost?": ("20/2=10", "4*10=40"),
 }
-"""Our own, in the form of GSM8K's rows."""
-TOLERANCE = 1e-4  # nats, of two float32 implementations on 30 layers
+"""The project's own questions, in the form of GSM8K's rows."""
+TOLERANCE = 1e-4  # nats between two float32 implementations with 30 layers
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -45,7 +46,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def root(name: str) -> Iterator[Path]:
-    """A short path, since Unix sockets are bounded, with the model and the prompts."""
+    """Yields a folder with the model and the prompts. Its path is short, because paths of Unix sockets have a limit."""
     root = Path(tempfile.mkdtemp(prefix="vime-published-"))
     script("get_model").main([name, str(root / "model")])
     lines = [
@@ -58,8 +59,8 @@ def root(name: str) -> Iterator[Path]:
 
 
 def train(_: int, root: Path, tokens: list[int]) -> None:
-    """In a process of its own: the trainer's log-probs before and after a step along their gradient, with what it
-    publishes of both, and the second weights as a Hugging Face directory."""
+    """Saves, in a child process, the trainer's log-probs before and after a step along their gradient, with both
+    published updates. It writes the second weights as a Hugging Face directory."""
     from slime.checkpoints.hf_config import read_hf_config
     from slime.data.token_slice import token_slice
     from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
@@ -123,7 +124,7 @@ def test_three_programs_give_the_same_log_probs(
 
 
 def grpo(root: Path) -> list[str]:
-    """Flags of two steps; the evaluation after them is greedy."""
+    """Returns the flags of two steps; the evaluation after them is greedy."""
     run_dir, model = root / "run", root / "model"
     chat = ["--apply-chat-template"] if (model / "chat_template.jinja").exists() else []
     return [
@@ -148,7 +149,7 @@ def grpo(root: Path) -> list[str]:
             "4",
         ),
         *("--rollout-max-response-len", "16", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "1024"),
-        # Rewards of so few tokens are 0. The entropy has a gradient all the same.
+        # Rewards of so short answers are 0, but the entropy still has a gradient.
         *("--entropy-coef", "0.01", "--lr", "1e-5", "--check-weight-update-equal"),
         *(
             "--eval-interval",
@@ -170,7 +171,8 @@ def grpo(root: Path) -> list[str]:
 
 
 def test_two_grpo_steps_and_an_export_that_answers_alike(root: Path, name: str) -> None:
-    """The last evaluation is greedy: transformers generates the same tokens from the export, not from the start."""
+    """The last evaluation is greedy. Transformers generates the same tokens from the export, but not from the first
+    weights."""
     run_dir, model = root / "run", root / "model"
     run(vime("train", *grpo(root)), root / "train.out", timeout_s=900)
     steps = rows(run_dir, "train/step")

@@ -1,4 +1,4 @@
-"""The last lines of a launch script of slime, as they stand: `ray start`, a second node, `ray job submit`, twice."""
+"""Runs the last lines of a slime launch script unchanged: `ray start`, a second node, `ray job submit`, twice."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def world() -> Iterator[World]:
 
 
 def test_two_jobs_after_each_other_on_a_cluster_of_two_nodes(world: World) -> None:
-    """Each node has one CPU, and the run needs 1.5: its processes are on both nodes."""
+    """Each node has one CPU, and the run needs 1.5, so its processes are on both nodes."""
     arguments = world.grpo("unused", rollouts=2)
     at = arguments.index("--run-dir")
     arguments = arguments[:at] + arguments[at + 2 :]

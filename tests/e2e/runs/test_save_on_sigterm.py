@@ -1,5 +1,5 @@
-"""SIGTERM: it ends a run at once. With --exit-signal-handler the run saves first, as it does at Ctrl-C with --save, and
-goes on later as if it had not ended; checkpoints are written in the background, and two stay."""
+"""SIGTERM ends a run at once. With --exit-signal-handler the run saves first, as it does at Ctrl-C with --save, and a
+resumed run continues with equal metrics. Checkpoints are written in the background, and two are kept."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def whole(world: World) -> dict[int, float]:
-    """The losses of a run without a checkpoint. It ends by SIGTERM, sent as `timeout` sends it: to the command and then
-    to the group. Ray has a handler of its own for it."""
+    """Returns the losses of a run without a checkpoint. SIGTERM ends the run, sent as `timeout` sends it: to the
+    command and then to the group. Ray has its own handler for it."""
     with pytest.MonkeyPatch.context() as monkeypatch, training(world, "whole", monkeypatch) as launch:
         launch.wait_for(lambda: len(losses(world.root / "whole")) >= ROLLOUTS, f"{ROLLOUTS} steps", 120)
         launch.process.terminate()
@@ -76,7 +76,7 @@ def test_sigterm_saves_and_the_next_start_goes_on(world: World, whole: dict[int,
 
 @pytest.mark.slow
 def test_ctrl_c_saves_without_an_interval(world: World, whole: dict[int, float]) -> None:
-    """Nothing was saved, and `vime doctor` promised a resume."""
+    """Ctrl-C saves a checkpoint without --save-interval, so the resume that `vime doctor` reports is possible."""
     save, run_dir = world.root / "kept", world.root / "by-hand"
     flags = ["--save", str(save), "--load", str(save)]
     command, out = vime("train", *world.sft("by-hand", rollouts=ROLLOUTS), *flags), world.root / "by-hand.out"
@@ -99,7 +99,7 @@ def test_ctrl_c_saves_without_an_interval(world: World, whole: dict[int, float])
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(world: World) -> None:
-    """While the first one waits for a step that takes long: here, its ranks are stopped."""
+    """The first Ctrl-C waits for a step whose ranks are stopped."""
     save, run_dir = world.root / "lost", world.root / "twice"
     command = vime("train", *world.sft("twice", rollouts=10_000), "--save", str(save))
     with launched(command, world.root / "twice.out") as launch:

@@ -1,5 +1,5 @@
-"""Runs against an engine and a router that were started apart by `vime serve`, which outlive the runs. And a run whose
-engines change while it trains: one joins, one that was started apart joins, and the first one leaves."""
+"""Runs use an engine and a router that `vime serve` started separately and that outlive the runs. In another run the
+engines change during training: a new engine joins, a separately started engine joins, and the first engine leaves."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def world() -> Iterator[World]:
 
 
 def with_key(command: list[str]) -> list[str]:
-    """The command with the key in its environment, which `Launch` gives no variable of this project."""
+    """Returns the command with the key in its environment. `Launch` removes this project's variables from the
+    environment."""
     return ["env", f"VIME_RUN_KEY={KEY}", *command]
 
 
@@ -73,7 +74,7 @@ def test_two_runs_with_an_engine_and_a_router_of_their_own(world: World, tmp_pat
             wait_for_line(launch, f"{kind} serves at 127.0.0.1")
         control = VllmControl(f"http://127.0.0.1:{engine}", KEY)
         assert control.weight_version() == -1
-        # The third run speaks SGLang's protocol to the engine, through a sglang-router of its own.
+        # The third run uses SGLang's protocol with the engine, through its own sglang-router.
         for number, more in enumerate((through, [], ["--rollout-backend", "sglang"])):
             run = [*world.grpo(f"run{number}", rollouts=2), *apart, *more]
             with launched(with_key(vime("train", *run)), tmp_path / f"run{number}.out") as launch:
@@ -89,7 +90,7 @@ def test_two_runs_with_an_engine_and_a_router_of_their_own(world: World, tmp_pat
         first, *others = ([one["tokens"] for one in samples(world.root / f"run{n}", 0)] for n in range(3))
         assert others == [first, first]
 
-        # Bad input, each within 15 s of the command: a router with engines, a wrong key.
+        # Each bad input is an error within 15 s of the command: a router that has engines, a wrong key.
         listed.add(control.url)
         run = [*world.grpo("bad", rollouts=2), *apart]
         for name, command, said in (
@@ -108,8 +109,8 @@ def test_two_runs_with_an_engine_and_a_router_of_their_own(world: World, tmp_pat
 
 
 def test_two_runs_train_adapters_of_one_engine_at_once(world: World, tmp_path: Path) -> None:
-    """The base is loaded once. Each run samples from its own adapter, which the engine updates at any time; versions
-    and answers are apart."""
+    """The base is loaded once. Each run samples from its own adapter, which the engine may update at any time.
+    Versions and answers of the runs stay separate."""
     weights, port = tmp_path / "weights", free_port("127.0.0.1")
     apart = ["--rollout-external-engine-addrs", f"127.0.0.1:{port}", "--weight-dir", str(weights)]
     apart += ["--actor-num-gpus-per-node", "1"]
@@ -139,7 +140,8 @@ def test_two_runs_train_adapters_of_one_engine_at_once(world: World, tmp_path: P
 
 
 async def check_answers(url: str) -> None:
-    """Of the base and two adapters, by each way to name one. Nobody else asks the engine."""
+    """Checks the answers of the base and of two adapters, with each way to name them. The engine has no other
+    requests."""
     tokens = list(range(5, 17))
     scores = {}
     for name in ("", "maths", "code"):
@@ -165,14 +167,14 @@ async def check_answers(url: str) -> None:
 
 
 def engines(*argv: str, refused: str = "") -> str:
-    """What `vime engines` prints; with `refused`, a part of its error."""
+    """Returns the output of `vime engines`. With `refused`, the command must fail with this part of an error."""
     done = subprocess.run(vime("engines", *argv), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == (2 if refused else 0) and refused in done.stderr, done
     return done.stdout
 
 
 class ChangingRun:
-    """A run of one trainer and one engine, and what its tests ask of it."""
+    """A run with one trainer and one engine, and the actions of its tests."""
 
     def __init__(self, world: World, transport: str) -> None:
         self.run_dir, self.transport = world.root / transport, transport
@@ -188,12 +190,12 @@ class ChangingRun:
         return max(rows(self.run_dir, "train/step"), default=-1)
 
     def go_on(self, launch: Launch) -> None:
-        """Three more steps."""
+        """Waits for three more steps."""
         last = self.steps()
         launch.wait_for(lambda: self.steps() >= last + 3, "three more steps", 240)
 
     def answer(self, launch: Launch, *names: str) -> None:
-        """Each of these engines answers requests of the next steps."""
+        """Checks that each named engine answers requests of the next steps."""
         urls = [read_fleet(self.run_dir).engines[name].address for name in names]
         before = [answered(url, KEY) for url in urls]
         self.go_on(launch)
@@ -201,7 +203,7 @@ class ChangingRun:
         assert all(b < a for b, a in zip(before, after, strict=True)), (names, before, after)
 
     def take_in(self, launch: Launch, root: Path) -> None:
-        """An engine that was started apart joins and leaves."""
+        """Starts an engine with `vime serve`, which joins the run and leaves it."""
         run_dir = str(self.run_dir)
         address = f"127.0.0.1:{free_port('127.0.0.1')}"
         if self.transport == "nccl":
@@ -218,7 +220,7 @@ class ChangingRun:
             assert VllmControl(f"http://{address}", KEY).is_healthy(30)
 
     def assert_right_weights(self) -> None:
-        """All that was trained on is from the present weights, whichever engine made it."""
+        """Checks that all trained samples come from the weights of their step, from every engine."""
         trained = rows(self.run_dir, "train/step")
         assert sorted(trained) == list(range(len(trained)))
         for step, row in trained.items():
@@ -229,7 +231,7 @@ class ChangingRun:
 
 @pytest.mark.parametrize("transport", ["disk", "nccl"])
 def test_engines_join_and_leave_a_run(world: World, transport: str) -> None:
-    """No group is lost, also when the run resumes, with its one engine."""
+    """No group is lost, not even when the run resumes with its one engine."""
     run = ChangingRun(world, transport)
     run_dir = str(run.run_dir)
     with launched(with_key(vime("train", *run.flags)), run.run_dir.with_suffix(".out")) as launch:

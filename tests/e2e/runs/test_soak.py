@@ -1,4 +1,4 @@
-"""The short form of scripts/soak.sh: every fault once, and the ledger is exact."""
+"""Runs the short form of scripts/soak.sh: each fault occurs once, and the ledger is exact."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_every_fault_once_loses_no_group_and_trains_none_twice(tmp_path: Path) -> None:
-    """Recoveries may take long here: other tests run on the same cores. A step takes half a second on quiet cores, and
-    a lost reply 30 s."""
+    """Recoveries have long limits, because other tests run on the same cores. On quiet cores a step takes half a
+    second, and a lost reply takes 30 s."""
     record = tmp_path / "soak.json"
     command = [sys.executable, str(ROOT / "scripts/soak.py"), "--steps", "240", "--every", "11"]
     command += ["--quiet-steps", "100", "--median-s", "120", "--worst-s", "300"]

@@ -1,6 +1,6 @@
-"""Whole runs of `vime train` on a tiny model: every topology, what a run writes, resuming, exporting, plotting.
+"""Whole runs of `vime train` on a tiny model: every topology, the files of a run, resuming, exporting, plotting.
 
-A run costs 30-40 s before its first step, so each one here proves several things, and later tests read earlier runs.
+A run costs 30-40 s before its first step, so each run here proves several things, and later tests read earlier runs.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def world() -> Iterator[World]:
 
 
 def colocated(world: World, name: str) -> list[str]:
-    """The flags of the run that the others are compared with, saving to `name` and resuming from there."""
+    """Returns the flags of the reference run, which saves to `name` and resumes from there."""
     checkpoint = str(world.root / name / "checkpoint")
     return [
         *world.grpo(name, rollouts=ROLLOUTS),
@@ -109,7 +109,7 @@ def colocated(world: World, name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(world: World) -> Path:
-    """The uninterrupted colocated run, started as slime's launch scripts do."""
+    """Returns the uninterrupted colocated run, started as slime's launch scripts do."""
     command = [sys.executable, str(ROOT / "train.py"), *colocated(world, "whole")]
     printed = run(command, world.root / "whole.out")
     assert f"{ROLLOUTS - 1}/{ROLLOUTS}" in printed
@@ -120,7 +120,7 @@ def whole(world: World) -> Path:
 
 
 def assert_agree(run_dir: Path, *, steps: int) -> None:
-    """Every step was logged, and engine and trainer computed the same log-probs in it."""
+    """Checks that every step was logged, and that engine and trainer computed the same log-probs in it."""
     trained = rows(run_dir, "train/step")
     assert sorted(trained) == list(range(steps))
     for step, row in trained.items():
@@ -140,10 +140,10 @@ def test_colocated_run_logs_every_step_under_the_contract_names(whole: Path) -> 
         for row in logged.values():
             assert NAMES[key] <= row.keys(), NAMES[key] - row.keys()
             assert "nonfinite" not in row
-            # One optimizer step a rollout: the policy's own log-probs serve, there is no pass to time.
+            # With one optimizer step per rollout, old log-probs need no separate pass.
             assert "perf/log_probs_tflops" not in row
     trained = rows(whole, "train/step")
-    # The first step is on policy and starts from the reference; later ones have moved away from it.
+    # The first step is on policy and starts from the reference; the policy of later steps differs from it.
     assert trained[0]["train/kl_loss"] == pytest.approx(0, abs=1e-6)
     assert all(trained[step]["train/kl_loss"] > 1e-5 for step in range(1, ROLLOUTS))
     assert all(row["train/grad_norm"] > 0 and row["train/ppo_kl"] == 0 for row in trained.values())
@@ -151,8 +151,8 @@ def test_colocated_run_logs_every_step_under_the_contract_names(whole: Path) -> 
 
 
 def assert_adds_up(steps: list[dict[str, float]], names: tuple[str, ...], whole: str) -> None:
-    """The times `names` make up `whole` in the median step, within 2 % or 5 ms; in every step within 10 % or 50 ms.
-    A process that is put off its core between two parts is not a wrong part: it costs milliseconds, whatever the step.
+    """Checks that the times `names` add up to `whole`: in the median step within 2 % or 5 ms, in every step within 10 %
+    or 50 ms. If the process loses its core between two parts, a step of any length misses some milliseconds.
     """
     missing, wholes = [], []
     for row in steps:
@@ -164,7 +164,7 @@ def assert_adds_up(steps: list[dict[str, float]], names: tuple[str, ...], whole:
 
 
 def test_parts_of_a_step_add_up_to_it(whole: Path) -> None:
-    """Each level was measured on its own: the driver's step, rank 0's training, its optimizer steps."""
+    """Each level is measured separately: the driver's step, rank 0's training, its optimizer steps."""
     steps = rows(whole, "rollout/step")
     assert_adds_up(
         list(steps.values()), ("train_wait", "sleep", "train", "wake_up", "update_weights"), "step"
@@ -201,7 +201,7 @@ def test_percentiles_and_trace(whole: Path) -> None:
     with gzip.open(trace) as file:
         events = [e for e in json.load(file)["traceEvents"] if e.get("cat") == "user_annotation"]
     spans = Counter(e["name"] for e in events)
-    # forward: the model, then the rows that the head takes from it
+    # The forward spans are the model, and the rows that the head takes from its output.
     assert spans["forward"] == 2 * spans["backward"] > 2 and spans["trainer"] == 1
     forward = sum(e["dur"] for e in events if e["name"] == "forward") / 1e6
     assert forward == pytest.approx(logged[TRACED]["perf/forward_time"], rel=0.1)
@@ -255,9 +255,9 @@ def test_killed_driver_leaves_nothing_and_the_same_command_continues_the_curve(
     world: World, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if interface := other_interface():
-        # As a user's shell has it for a cluster. Without it, gloo takes loopback where the host's name means loopback.
+        # A user's shell sets it for a cluster. Without it, gloo uses loopback if the host's name resolves to it.
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
-    # Between its trainings the state is away: on a CPU on the host, too, and read, saved and resumed as on a GPU.
+    # Between trainings, the trainer's state is on the host, on CPUs too. The run saves and resumes it as on a GPU.
     command = vime("train", *colocated(world, "killed"), "--offload-train")
     run_dir = world.root / "killed"
     newest = run_dir / "checkpoint" / "latest_checkpointed_iteration.txt"
@@ -334,7 +334,7 @@ def test_tensor_parallel_disaggregated_run_equals_the_colocated_one(
     expected, actual = rows(whole, "train/step"), rows(run_dir, "train/step")
     for name in ("train/loss", "train/grad_norm", "train/entropy_loss"):
         assert actual[0][name] == pytest.approx(expected[0][name], rel=1e-4, abs=1e-6), name
-    # One step later the weights themselves are compared: by what they sample, and what the trainer makes of it.
+    # One step later the test compares the weights themselves: the samples drawn from them, and the trainer's metrics.
     assert [s["tokens"] for s in samples(run_dir, 1)] == [s["tokens"] for s in samples(whole, 1)]
     assert actual[1]["train/grad_norm"] == pytest.approx(expected[1]["train/grad_norm"], rel=1e-3)
 
@@ -343,8 +343,8 @@ def test_tensor_parallel_disaggregated_run_equals_the_colocated_one(
 def test_asynchronous_data_parallel_run_keeps_within_its_staleness(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Generation one update ahead, over-sampled groups dropped when they are too old, groups without spread dropped.
-    A plug-in logs it."""
+    """Generation is one update ahead. The run drops over-sampled groups that are too old, and groups without spread.
+    A plug-in logs the metrics."""
     monkeypatch.setenv("PYTHONPATH", log_hooks.PLUG_INS)
     flags = [
         *world.grpo("async", rollouts=ROLLOUTS),
@@ -376,13 +376,13 @@ def test_asynchronous_data_parallel_run_keeps_within_its_staleness(
     assert len(seen) == len(set(seen)), "a sample was trained on twice"
     ledger = read_ledger(run_dir)
     assert ledger.is_exact and ledger.groups_trained == ROLLOUTS * PROMPTS and ledger.over_limit == 0
-    # Without carried-over tokens the recomputed log-probs would be those of newer weights: bounded, not zero.
+    # Log-probs recomputed without the carried-over tokens are of newer weights: the difference is bounded, not 0.
     assert all(row["train/train_rollout_logprob_abs_diff"] < 0.5 for row in trained.values())
 
 
 @pytest.mark.slow
 def test_sft_lowers_the_loss(world: World, monkeypatch) -> None:
-    """And leaves nothing of ours where temporary files go."""
+    """The run also leaves no files of ours in the temporary folder."""
     temporary = world.root / "t"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))

@@ -1,4 +1,4 @@
-"""A whole run of `vime train` with experts: trainer and engine hold one model, saved, resumed, exported."""
+"""A whole run of `vime train` with experts: trainer and engine have one model, which is saved, resumed and exported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL_ARGS = {
     "--moe-shared-expert-intermediate-size 128 --moe-router-load-balancing-type seq_aux_loss "
     "--moe-router-topk-scaling-factor 1.0 --add-qkv-bias --rotary-percent 0.5",
 }
-"""What slime's scripts of Qwen3-30B-A3B and GLM-4.5-Air say of experts, with the numbers of the tiny models."""
+"""Flags for experts from slime's scripts of Qwen3-30B-A3B and GLM-4.5-Air, with the numbers of the tiny models."""
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
@@ -38,14 +38,15 @@ def world(arch: str) -> Iterator[World]:
     for world in make_world(arch=arch):
         file = world.model / "model.safetensors"
         tensors = load_file(file)
-        if arch == "glm-moe-tiny":  # a new model's is zero, and would prove nothing
+        if arch == "glm-moe-tiny":  # a new model's bias is zero and would prove nothing
             tensors[BIAS] = torch.linspace(-0.05, 0.05, 8)
             save_file(tensors, file, metadata={"format": "pt"})
         yield world
 
 
 def command(world: World, arch: str, rollouts: int) -> list[str]:
-    """Two optimizer steps a rollout; every engine's tensors compared with the trainer's after each update."""
+    """Returns a command with two optimizer steps per rollout. After each update, every engine's tensors are compared
+    with the trainer's."""
     saved = str(world.root / "checkpoint")
     flags = [*world.grpo("moe", rollouts=rollouts), *MODEL_ARGS[arch].split()]
     flags[flags.index("--global-batch-size") + 1] = "16"
@@ -82,7 +83,7 @@ def test_experts_train_as_their_engine_computes_and_resume_and_export(world: Wor
 
 @pytest.mark.slow
 def test_replicas_of_an_engine_share_the_experts(world: World) -> None:
-    """As slime's scripts have it: attention is whole in each replica, experts are spread over them. Each replica
+    """As in slime's scripts, each replica has the whole attention, and the replicas share the experts. Each replica
     compares its own experts after each update."""
     flags = world.grpo("spread", rollouts=2)
     engine = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--num-gpus-per-node", "3"]

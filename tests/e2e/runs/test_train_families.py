@@ -1,4 +1,4 @@
-"""Two GRPO steps of a tiny model of each family through `vime train`: trainer and engine hold one model."""
+"""Two GRPO steps of a tiny model per family through `vime train`: trainer and engine have one model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ARCHS = (
     "gpt-oss-tiny",
     "deepseek-tiny",
 )
-"""Rows of scripts/architectures.py. Families with a test of their own are tested there."""
+"""Rows of scripts/architectures.py, without the families that have their own tests."""
 
 MORE = {"mimo-tiny": ["--trust-remote-code"], "qwen3-next-tiny": ["--bf16"], "qwen3-5-tiny": ["--bf16"]}
-"""Flags of a run: MiMo's configuration class comes with its files, and vLLM's kernels of gated delta nets for CPUs
-are in bfloat16 only."""
+"""Flags of a run per family. MiMo's configuration class is in its files, and vLLM's CPU kernels of gated delta nets
+only have bfloat16."""
 TOLERANCE = {"qwen3-next-tiny": 0.02, "qwen3-5-tiny": 0.02}
 
 

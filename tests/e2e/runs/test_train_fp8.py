@@ -1,4 +1,4 @@
-"""Whole runs of `vime train` whose engine keeps its weights in blocks of fp8, and the audit of what that costs."""
+"""Whole runs of `vime train` whose engine keeps its weights in blocks of fp8, and an audit that measures the error."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def world() -> Iterator[World]:
 
 
 def test_two_steps_and_an_audit(world: World) -> None:
-    """A trainer in float32. After each update, every tensor of the engine is compared with the trainer's, rounded. The
-    importance weights of --use-tis are those of the difference that the audit measures."""
+    """The trainer runs in float32. After each update, every tensor of the engine is compared with the trainer's
+    rounded tensor. The importance weights of --use-tis agree with the difference that the audit measures."""
     flags = [*world.grpo("fp8", rollouts=2), "--colocate", "--actor-num-gpus-per-node", "1"]
     flags += ["--check-weight-update-equal", "--use-tis", "--rlk-consistency", "audit"]
     flags += ["--vllm-quantization", "fp8", "--vllm-dtype", "bfloat16"]
@@ -39,5 +39,5 @@ def test_two_steps_and_an_audit(world: World) -> None:
     assert record["engine_dtype"] == "bfloat16+fp8" and not record["not_comparable"]
     seen, program, decoding = record["pairs"][:3]
     assert seen["tokens"] > 100 and 1e-4 < seen["mean"] < 0.05
-    # the precision makes the difference, not the way that tokens are computed in the engine
+    # The precision causes the difference, not the engine's way to compute tokens.
     assert program["mean"] > 0.5 * seen["mean"] and decoding["mean"] < 0.5 * seen["mean"]

@@ -1,4 +1,5 @@
-"""Whole runs with experts and --use-rollout-routing-replay: exact where engine and trainer agree, closer where not."""
+"""Whole runs with experts and --use-rollout-routing-replay. Log-probs are equal if engine and trainer agree, and
+closer otherwise."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ LAYERS, TOPK = 2, 2
 
 
 def deciding(arch: str) -> Iterator[World]:
-    """Matrices five times as large as random ones start, so that it matters which experts a token goes to; a router's
-    correction bias, which starts at zero, chooses too."""
+    """Yields a world whose matrices are five times as large as new random matrices, so that a token's experts matter.
+    A router's correction bias, which is zero in a new model, takes part in the choice."""
     for made in make_world(arch=arch):
         path = made.model / "model.safetensors"
         weights = {name: t * 5 if t.dim() > 1 else t for name, t in load_file(path).items()}
@@ -37,7 +38,7 @@ def world() -> Iterator[World]:
 
 @pytest.fixture
 def glm() -> Iterator[World]:
-    """A dense layer, then one with sigmoid scores, a shared expert and a bias."""
+    """Yields a GLM: a dense layer, then one with sigmoid scores, a shared expert and a bias."""
     yield from deciding("glm-moe-tiny")
 
 
@@ -58,7 +59,7 @@ def trained(world: World, name: str, *flags: str, rollouts: int = 1) -> dict[int
 
 @pytest.mark.slow
 def test_in_fp32_both_choose_the_same_experts(world: World) -> None:
-    """Over an update of the weights, for every token and layer."""
+    """This holds over an update of the weights, for every token and layer."""
     steps = trained(world, "fp32", REPLAY, rollouts=2)
     assert sorted(steps) == [0, 1]
     for row in steps.values():
@@ -71,14 +72,15 @@ def test_in_fp32_both_choose_the_same_experts(world: World) -> None:
 
 @pytest.mark.slow
 def test_the_engines_choices_bring_the_trainer_closer_to_a_coarser_engine(world: World) -> None:
-    """An engine in bf16 chooses others for some tokens; the same samples are trained with and without its choices."""
+    """A bf16 engine chooses other experts for some tokens. Two runs train on the same samples, with and without its
+    choices."""
     (replayed,) = trained(world, "bf16", REPLAY, "--vllm-dtype", "bfloat16").values()
     data = str(world.root / "bf16" / "samples" / "{rollout_id}.pt")
     (own,) = trained(world, "own", "--load-debug-rollout-data", data, "--debug-train-only").values()
     assert 0.001 < replayed["train/routed_experts_differ"] < 0.2
     assert "train/routed_experts_differ" not in own
     mean, largest = "train/train_rollout_logprob_abs_diff", "train/train_rollout_logprob_abs_diff_max"
-    # By how much differs from run to run: which requests share a batch changes what a bfloat16 engine samples.
+    # The gain differs from run to run, because the batch of a request changes the samples of a bfloat16 engine.
     assert replayed[mean] < own[mean]
     assert replayed[largest] < own[largest]
     assert torch.tensor([replayed["train/grad_norm"], own["train/grad_norm"]]).isfinite().all()
@@ -86,7 +88,7 @@ def test_the_engines_choices_bring_the_trainer_closer_to_a_coarser_engine(world:
 
 @pytest.mark.slow
 def test_a_response_that_goes_on_after_an_update_keeps_the_experts_of_its_first_part(glm: World) -> None:
-    """GLM with --partial-rollout: every third group is cut off in the first rollout and ends in the second."""
+    """GLM runs with --partial-rollout: every third group is cut off in the first rollout and ends in the second."""
     partial = ("--partial-rollout", "--over-sampling-batch-size", "12", "--rollout-max-response-len", "100")
     hooks = ("--custom-generate-function-path", "train_fixtures.uneven_generate")
     hooks += ("--rollout-sample-hook-path", "train_fixtures.note_experts")
@@ -105,5 +107,6 @@ def test_a_response_that_goes_on_after_an_update_keeps_the_experts_of_its_first_
             assert first < last == len(sample.tokens)
             assert hashlib.sha256(rows[: first - 1].tobytes()).hexdigest() == digest
     assert joined > 0
-    # Theirs alone are not what today's routers say, for few of them; rows of other tokens would be so for most.
+    # Only continued responses may differ from the present routers' choice, in few rows. With rows of other tokens,
+    # most would differ.
     assert 0 < steps[1]["train/routed_experts_differ"] < 0.3 * joined / tokens

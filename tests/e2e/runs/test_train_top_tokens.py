@@ -1,4 +1,5 @@
-"""Whole runs with losses over the likeliest ids: of the engine (score centering) and of a teacher (forward KL)."""
+"""Whole runs with losses over the most likely ids: the engine's ids (score centering) and a teacher's ids (forward
+KL)."""
 
 from __future__ import annotations
 

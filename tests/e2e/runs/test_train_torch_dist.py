@@ -1,4 +1,4 @@
-"""A whole run from a converted checkpoint, started as slime's scripts name it: --ref-load X_torch_dist, --load RUN."""
+"""A whole run from a converted checkpoint, with the flags of slime's scripts: --ref-load X_torch_dist, --load RUN."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_run_trains_from_a_converted_checkpoint_and_is_converted_back(world: W
 
 
 def _round_trip(world: World, saved: str, flags: list[str]) -> None:
-    """The trained weights: to torch_dist and from there to Hugging Face, and to Hugging Face at once."""
+    """Converts the trained weights to torch_dist and from there to Hugging Face, and directly to Hugging Face."""
     root: Path = world.root
     trained, through, direct = root / "trained_torch_dist", root / "through", root / "direct"
     run(
