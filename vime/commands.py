@@ -31,6 +31,7 @@ MODULES = {
     "config": "vime.show_config",
     "doctor": "vime.doctor.command",
     "engines": "vime.members.command",
+    "explain": "vime.explain.command",
     "flags": "vime.list_flags",
     "trace": "vime.view.trace",
     "ui": "vime.view.page.command",

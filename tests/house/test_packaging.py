@@ -19,6 +19,8 @@ from house_tree import PACKAGES, ROOT, files
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from vime.explain import sources
+
 BUILD = "import setuptools.build_meta as b, sys; print(getattr(b, 'build_' + sys.argv[1])(sys.argv[2]))"
 
 
@@ -71,7 +73,16 @@ def metadata(wheel: Path) -> Message:
 def test_the_archive_holds_what_a_build_needs_and_no_more(archive: tuple[Path, str]) -> None:
     with tarfile.open(archive[0]) as packed:
         names = {Path(name).parts[1] for name in packed.getnames() if "/" in name}
-    needed = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "requirements", "MANIFEST.in", *PACKAGES}
+    needed = {
+        "pyproject.toml",
+        "setup.py",
+        "README.md",
+        "LICENSE",
+        "requirements",
+        "MANIFEST.in",
+        "docs",
+        *PACKAGES,
+    }
     made = {"PKG-INFO", "setup.cfg", "vime.egg-info"}
     assert names == needed | made
 
@@ -80,7 +91,13 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as packed:
         inside = {name for name in packed.namelist() if ".dist-info/" not in name}
     modules = {str(path) for path in files() if path.parts[0] in PACKAGES}
-    assert inside == modules | {"vime/COMMIT"}
+    assert inside == modules | {"vime/COMMIT", "vime/messages.json"}
+
+
+def test_the_wheel_holds_the_messages_of_its_code(wheel: Path) -> None:
+    """Also a wheel that is made of a source archive, from which git's ignored file is left out."""
+    with zipfile.ZipFile(wheel) as packed:
+        assert packed.read("vime/messages.json").decode() == sources.page()
 
 
 def test_extras_are_the_files_of_requirements(wheel: Path) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import docs_errors
 import pytest
 
 from vime.cli import main
-from vime.explain import SHOWN, ErrorMessage, entries, search
+from vime.explain import sources
+from vime.explain.command import SHOWN, search
+from vime.explain.messages import ErrorMessage, entries
+from vime.explain.sources import FILE
 
 MESSAGES = [
     ErrorMessage("--a-size must be at most --b, got … and …", "Lower it.", "x.py"),
@@ -101,33 +106,101 @@ def test_a_line_of_a_library_finds_its_symptom(line: str, remedy: str) -> None:
 
 def test_every_symptom_of_the_page_finds_itself() -> None:
     """By its whole text, and by each part with several words that the page quotes."""
-    symptoms = [m for m in entries() if m.path == PAGE]
-    tables = (docs_errors.ROOT / PAGE).read_text(encoding="utf-8").split("| Symptom |")[1:]
+    every = entries()
+    symptoms = [m for m in every if m.path == PAGE]
+    tables = (sources.ROOT / PAGE).read_text(encoding="utf-8").split("| Symptom |")[1:]
     rows = [row for table in tables for row in table.partition("\n## ")[0].splitlines()]
     of_headers = len(tables)  # the line below each
     assert len(symptoms) == sum(row.startswith("| ") for row in rows) - of_headers > 20
     for symptom in symptoms:
         for text in (symptom.rule.replace("…", "7"), *(part for part in symptom.quoted if " " in part)):
-            assert symptom in search(text.replace("…", "7"), entries()), text
+            assert symptom in search(text.replace("…", "7"), every), text
 
 
-def test_symptoms_are_found_without_the_page(tmp_path: Path) -> None:
-    """A wheel has the modules and messages.json, and no docs."""
-    folder = Path(sys.modules["vime.explain"].__file__).parent
-    for name in ("explain.py", "messages.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    code = "import explain, sys; sys.exit(explain.main(['CUDA out of memory']))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.splitlines()[0].startswith("CUDA out of memory")
+def code_of(root: Path) -> Path:
+    """A checkout with one module and the pages."""
+    (root / "vime").mkdir(parents=True)
+    (root / "vime/a.py").write_text('raise ValueError(f"--a must be 1, got {x}; raise it")')
+    (root / "docs").mkdir()
+    (root / sources.NOTES).write_text("")
+    (root / sources.SYMPTOMS).write_text(
+        "| Symptom | Remedy |\n| --- | --- |\n| `disk full` | Remove files |\n"
+    )
+    return root
+
+
+def rules(root: Path) -> set[str]:
+    return {m.rule for m in entries(root)}
+
+
+def test_the_messages_are_read_once_for_each_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a checkout: the first command makes the file and reports it, and each source makes the file stale."""
+    root = code_of(tmp_path)
+    made = "vime explain: reading the messages of the code, once for each change of the code\n"
+    assert rules(root) == {"--a must be 1, got …", "disk full"} and capsys.readouterr().err == made
+    assert rules(root) == {"--a must be 1, got …", "disk full"} and capsys.readouterr().err == ""
+    before = (root / "vime/a.py").stat()
+    (root / "vime/a.py").write_text('raise ValueError(f"--b must be 1, got {x}; raise it")')
+    os.utime(root / "vime/a.py", ns=(before.st_atime_ns, before.st_mtime_ns))  # the same size and time
+    assert "--b must be 1, got …" in rules(root) and capsys.readouterr().err == made
+    (root / sources.NOTES).write_text('"--b must be 1" = "Leave it out."')
+    assert {m.remedy for m in entries(root)} == {"Leave it out.", "Remove files"}
+    (root / sources.SYMPTOMS).write_text("")
+    (root / "vime/b.py").write_text('raise RuntimeError("engine died")')
+    assert rules(root) == {"--b must be 1, got …", "engine died"}
+    (root / "vime/b.py").unlink()
+    assert rules(root) == {"--b must be 1, got …"}
+    assert sorted(file.name for file in (root / "vime").iterdir()) == ["a.py", FILE.name]
+
+
+@pytest.mark.parametrize("content", ["", "[", "[]", '{"key": 1}', "\x00"])
+def test_a_damaged_file_is_made_again(content: str, tmp_path: Path) -> None:
+    root = code_of(tmp_path)
+    (root / FILE).write_text(content)
+    assert "disk full" in rules(root) and "disk full" in (root / FILE).read_text()
+
+
+def test_a_folder_that_cannot_be_written_is_read_each_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = code_of(tmp_path)
+    (root / FILE).mkdir()  # also root cannot replace a folder by a file
+    for _ in range(2):
+        assert "disk full" in rules(root) and "reading the messages" in capsys.readouterr().err
+    assert sorted(file.name for file in (root / "vime").iterdir()) == ["a.py", FILE.name]
+
+
+def test_symptoms_are_found_without_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wheel has the modules and messages.json, and no docs. Without that file there is one line."""
+    root = code_of(tmp_path)
+    entries(root)
+    shutil.rmtree(root / "docs")
+    capsys.readouterr()
+    assert rules(root) == {"--a must be 1, got …", "disk full"} and capsys.readouterr().err == ""
+    (root / FILE).unlink()
+    with pytest.raises(
+        ValueError, match=r"messages.json must be in an installed vime, got no such file in .*; "
+    ):
+        entries(root)
+
+
+def test_the_build_of_the_messages_needs_the_standard_library_only(tmp_path: Path) -> None:
+    """Also a build with isolation, which has setuptools only, makes the file that a checkout makes."""
+    (tmp_path / "vime").mkdir()
+    subprocess.run([sys.executable, "-I", "-S", sources.__file__, tmp_path], cwd=sources.ROOT, check=True)
+    made = json.loads((tmp_path / FILE).read_text(encoding="utf-8"))
+    assert made["key"] == sources.key() and [ErrorMessage(*row) for row in made["messages"]] == entries()
 
 
 def refusals() -> list[tuple[str, str]]:
     """(reason, text) of each `Refused` of the server of sessions, and of the sessions' ends without one."""
     found = []
-    for file in sorted((docs_errors.ROOT / "slime/sessions").glob("*.py")):
+    for file in sorted((sources.ROOT / "slime/sessions").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Refused":
-                reason, said = (docs_errors.text_of(part, {}) for part in node.args[:2])
+                reason, said = (sources.text_of(part, {}) for part in node.args[:2])
                 found.append((reason or "", said or ""))
     return found
 

@@ -14,6 +14,7 @@ import pytest
 from slime import extras
 from slime.memory import cards
 from vime.commands import COMMANDS
+from vime.explain import sources
 
 ROOT = Path(extras.__file__).parents[1]
 RUNS = Path("no-such-folder")
@@ -183,7 +184,7 @@ def test_no_text_of_the_wheel_names_a_file_that_it_lacks() -> None:
             if FOLDERS.search(text := path.read_text()):
                 found += [f"{path.relative_to(ROOT)}: {words}" for words in printed(ast.parse(text))]
     assert found == []
-    assert FOLDERS.search((ROOT / "vime" / "messages.json").read_text()) is None
+    assert FOLDERS.search(sources.page()) is None
 
 
 FOLDERS = re.compile(r"\b(scripts|examples|requirements|tests)/")

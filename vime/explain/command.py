@@ -1,25 +1,19 @@
 """`vime explain WORDS`: the error messages of vime, and the symptoms of docs/troubleshooting.md, that fit the words.
 
-Owns the search, which needs no network. `python scripts/docs_errors.py` reads the messages from the code and the
-symptoms from the page, and writes them to vime/messages.json, which a wheel has. The words may be a part of a message,
-a whole line with its values, and misspelled.
+Owns the search, which needs no network. The words may be a part of a message, a whole line with its values, and
+misspelled.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import math
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 
-FILE = Path(__file__).with_name("messages.json")
-HOLE = "…"
+from vime.explain.messages import ErrorMessage, entries, words_of
+
 SHOWN = 5
 ENOUGH = 0.5
 """A message fits if its words cover this share of the weight of the given words."""
@@ -29,50 +23,6 @@ USAGE = """usage: vime explain WORDS      what an error message means, and what 
 
 WORDS are a part of the message or the whole line, also one of CUDA, NCCL or the system. The exit status is 1 if nothing
 fits."""
-
-
-@dataclass(frozen=True)
-class ErrorMessage:
-    """One message. `…` in `rule` stands for a value. `path` is the file that raises it, or the page of a symptom."""
-
-    rule: str
-    remedy: str
-    path: str
-    quoted: Sequence[str] = ()
-    """What libraries print, for a symptom."""
-
-    @cached_property
-    def words(self) -> frozenset[str]:
-        return frozenset(words_of(f"{self.rule} {self.remedy}"))
-
-    @cached_property
-    def pattern(self) -> re.Pattern[str]:
-        """Matches a line of a log that holds this message with its values."""
-        parts = (re.escape(part) for part in self.rule.split(HOLE))
-        return re.compile(".+?".join(parts), re.DOTALL)
-
-    def is_quoted_in(self, text: str) -> bool:
-        """Whether the text has a printed part of this symptom, or is such a part. One word alone proves nothing."""
-        wanted = " ".join(words_of(text))
-        phrases = (" ".join(words_of(part)) for part in self.quoted)
-        return any(
-            " " in phrase and (phrase in wanted or (" " in wanted and wanted in phrase)) for phrase in phrases
-        )
-
-    @cached_property
-    def constant(self) -> int:
-        """The number of letters that are not values."""
-        return len(re.findall(r"\w", self.rule))
-
-
-def words_of(text: str) -> list[str]:
-    """Words in lower case. A flag is one word, however its parts are joined."""
-    return [word.strip("-_").replace("_", "-") for word in re.findall(r"\w[\w-]*", text.lower())]
-
-
-def entries() -> list[ErrorMessage]:
-    """All messages."""
-    return [ErrorMessage(*row) for row in json.loads(FILE.read_text(encoding="utf-8"))]
 
 
 def nearest_words(words: Iterable[str], known: Iterable[str]) -> dict[str, dict[str, float]]:

@@ -1,0 +1,107 @@
+"""The messages that `vime explain` searches: read from the code, and kept in vime/messages.json until the code changes.
+
+A wheel has that file and no pages, and its file was made with its code. In a checkout git ignores the file. Its key is
+a hash of the sources, so the messages of older code are never shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vime.explain import sources
+from vime.explain.sources import FILE, HOLE
+
+
+@dataclass(frozen=True)
+class ErrorMessage:
+    """One message. `…` in `rule` stands for a value. `path` is the file that raises it, or the page of a symptom."""
+
+    rule: str
+    remedy: str
+    path: str
+    quoted: Sequence[str] = ()
+    """Texts that libraries print for a symptom."""
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        return frozenset(words_of(f"{self.rule} {self.remedy}"))
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Matches a line of a log that holds this message with its values."""
+        parts = (re.escape(part) for part in self.rule.split(HOLE))
+        return re.compile(".+?".join(parts), re.DOTALL)
+
+    def is_quoted_in(self, text: str) -> bool:
+        """Return True if the text has a printed part of this symptom, or is such a part. One word is no proof."""
+        wanted = " ".join(words_of(text))
+        phrases = (" ".join(words_of(part)) for part in self.quoted)
+        return any(
+            " " in phrase and (phrase in wanted or (" " in wanted and wanted in phrase)) for phrase in phrases
+        )
+
+    @cached_property
+    def constant(self) -> int:
+        """The number of letters that are not values."""
+        return len(re.findall(r"\w", self.rule))
+
+
+def words_of(text: str) -> list[str]:
+    """Words in lower case. A flag is one word, however its parts are joined."""
+    return [word.strip("-_").replace("_", "-") for word in re.findall(r"\w[\w-]*", text.lower())]
+
+
+def entries(root: Path = sources.ROOT) -> list[ErrorMessage]:
+    """All messages of the code in `root`."""
+    return [ErrorMessage(*row) for row in _content(root)["messages"]]
+
+
+def _content(root: Path) -> dict[str, Any]:
+    """The content of FILE, made again if it is missing or its key is not that of the code."""
+    kept = _read(root / FILE)
+    if not sources.pages_exist(root):
+        if kept is None:
+            raise ValueError(
+                f"{FILE} must be in an installed vime, got no such file in {root}; install vime again, or run "
+                f"`vime explain` in a checkout that has {sources.NOTES} and {sources.SYMPTOMS}"
+            )
+        return kept
+    if kept is None or kept["key"] != sources.key(root):
+        print(
+            "vime explain: reading the messages of the code, once for each change of the code",
+            file=sys.stderr,
+        )
+        text = sources.page(root)
+        _keep(root / FILE, text)
+        kept = dict(json.loads(text))
+    return kept
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """The content of the file, or None if it is not there or damaged."""
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return kept if isinstance(kept, dict) and {"key", "messages"} <= kept.keys() else None
+
+
+def _keep(file: Path, text: str) -> None:
+    """Write the file at once, because two commands may do so at a time. In a folder that is not the user's, the next
+    command reads the code again."""
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(file)
+        finally:
+            part.unlink(missing_ok=True)
