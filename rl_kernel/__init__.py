@@ -1,8 +1,8 @@
 """Operators for RL post-training: log-probs without logits, ratio and KL, policy loss, group advantage.
 
-The package needs torch and uses Triton where Triton is installed. It imports no package that calls it. The docstring of
-each operator states its contract. `configure` switches the fast implementations on and off, `capabilities` lists what
-can run here, and `telemetry` counts what ran. The list is in rl_kernel.public.
+The package needs torch and uses Triton where Triton is installed. It imports no package that calls it. Each
+operator's docstring states its contract. `configure` switches the fast implementations on and off, `capabilities` lists
+the implementations that can run here, and `telemetry` counts the calls. `rl_kernel.public` lists the public names.
 
 The first use of a name imports the operators and torch. A module that needs neither, such as rl_kernel.host, imports
 without them.

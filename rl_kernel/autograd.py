@@ -1,4 +1,4 @@
-"""What autograd gives to the forward and the backward of an operator, and what it takes from the caller."""
+"""The interface between `torch.autograd` and an operator's forward and backward."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Returned = TypeVar("Returned")
 
 
 def in_own_dtypes(function: Callable[..., Returned]) -> Callable[..., Returned]:
-    """`function` without the caller's autocast, which would compute its matrix products in another dtype than the
-    operator says."""
+    """Returns `function` wrapped so that the caller's autocast is off. Autocast would compute the matrix products in a
+    dtype other than the operator's."""
 
     @functools.wraps(function)
     def run(*args: object) -> Returned:
@@ -28,10 +28,10 @@ def in_own_dtypes(function: Callable[..., Returned]) -> Callable[..., Returned]:
 
 
 class Context(Protocol):
-    """Of one call. An operator that saves more than tensors has a protocol of its own, with the fields.
+    """Interface of autograd's `ctx` object for one call. An operator that saves more than tensors has its own protocol.
 
-    saved_tensors: what `save_for_backward` got. A None among them is a None again.
-    needs_input_grad: of each argument of the forward.
+    saved_tensors: the arguments of `save_for_backward`. A None among these arguments comes back as None.
+    needs_input_grad: one bool per argument of the forward.
     """
 
     saved_tensors: tuple[Tensor, ...]

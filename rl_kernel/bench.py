@@ -1,7 +1,8 @@
-"""`python -m rl_kernel.bench [OP ...]`: time, memory and error of the operators, against a floor of the same run.
+"""`python -m rl_kernel.bench [OP ...]` measures time, memory and error of the operators against a floor of the same
+run.
 
-On a GPU it measures; on a CPU the same code runs on tiny shapes, to show that it works. Owns the command line; the
-measuring lives in `rl_kernel.benchmarks`.
+On a GPU it measures. On a CPU the same code runs on tiny shapes, which shows only that it works. This module owns the
+command line; `rl_kernel.benchmarks` owns the measurements.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_operators(names: Sequence[str]) -> list[str]:
-    """The operators to run, in the standard order."""
+    """Returns the operators to run, in the standard order."""
     for name in names:
         if name not in OPERATORS:
             raise invalid("OP", f"be one of {', '.join(OPERATORS)}", repr(name), "check the spelling")
@@ -106,7 +107,7 @@ def check_operators(names: Sequence[str]) -> list[str]:
 
 
 def parse_workspaces(text: str | None) -> list[float] | None:
-    """MiB; infinity for `unlimited`."""
+    """Returns the workspaces in MiB; `unlimited` becomes infinity."""
     if text is None:
         return None
     found = []
@@ -126,7 +127,7 @@ def parse_workspaces(text: str | None) -> list[float] | None:
 def select_contenders(
     operators: Sequence[str], arguments: argparse.Namespace, device: torch.device, only: Sequence[str]
 ) -> list[Contender]:
-    """Rows of the linear operators and of their rivals, if any linear operator is asked for."""
+    """Returns the rows of the linear operators and of their rivals, or [] if no linear operator is selected."""
     linear = [name for name in operators if name in LINEAR]
     if not linear:
         return []
@@ -137,7 +138,7 @@ def select_contenders(
 
 
 def load_losses(path: str | None) -> dict[str, MakeLoss]:
-    """The dict that --losses names."""
+    """Returns the dict that --losses names."""
     if path is None:
         return {}
     module, _, name = path.partition(":")
@@ -171,18 +172,19 @@ def print_traces(cases: Sequence[LinearCase], contenders: Sequence[Contender], d
 
 
 def release(device: torch.device) -> None:
-    """Give the memory of a case back: a problem and its truth name each other, so only the collector frees them."""
+    """Frees the memory of a case. A problem and its truth reference each other, so only the garbage collector frees
+    them."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def write(path: Path | None, results: Facts) -> None:
-    """Standard JSON: what is not finite has been made null before."""
+    """Writes `results` as standard JSON. The caller has already replaced every number that is not finite with null."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(results, indent=1, allow_nan=False) + "\n"
-        # The calls of a row on one line: strings hold no line breaks, so this meets lists of numbers only.
+        # Put the calls of a row on one line. Strings hold no line breaks, so the pattern matches lists of numbers only.
         path.write_text(
             re.sub(r"\[\n[-+\d.e,\s]+\]", lambda found: " ".join(found[0].split()), text), encoding="utf-8"
         )

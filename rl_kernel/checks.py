@@ -1,4 +1,4 @@
-"""The checks of inputs that several operators share, and the form of their errors.
+"""Checks of inputs that several operators share, and the form of their errors.
 
 Every error is a ValueError with the text "<name> must <rule>, got <value>; <what to do>".
 """
@@ -18,7 +18,7 @@ MASKS = (torch.bool, torch.uint8, *INTEGERS, *FLOATS)
 
 
 def invalid(name: str, rule: str, got: object, todo: str) -> ValueError:
-    """The error for the caller to raise."""
+    """Returns the ValueError for the caller to raise."""
     return ValueError(f"{name} must {rule}, got {got}; {todo}")
 
 
@@ -30,8 +30,8 @@ def check_tensor(
     *,
     device: torch.device | None = None,
 ) -> None:
-    """A tensor of one of `dtypes`, on `device` if given. `shape` lists sizes; a letter stands for any size, and None
-    permits any shape."""
+    """Raises ValueError unless `value` is a tensor of one of `dtypes`, on `device` if `device` is given. `shape` lists
+    the sizes: a letter permits any size, and None permits any shape."""
     if not isinstance(value, Tensor):
         raise invalid(name, "be a tensor", type(value).__name__, "convert it with torch.as_tensor")
     if shape is not None and not _fits(value.shape, shape):
@@ -51,7 +51,8 @@ def _fits(actual: torch.Size, shape: Sequence[int | str]) -> bool:
 
 
 def check_constant(**tensors: Tensor | None) -> None:
-    """Inputs that get no gradient must not require one: the caller would never notice that it is missing."""
+    """Raises ValueError if an input that gets no gradient requires a gradient. Without the check, the caller would not
+    notice that the gradient is missing."""
     for name, value in tensors.items():
         if value is not None and value.requires_grad:
             raise invalid(name, "not require grad", "requires_grad=True", "pass it through .detach()")
@@ -60,7 +61,8 @@ def check_constant(**tensors: Tensor | None) -> None:
 def check_number(
     name: str, value: float, *, above: float | None = None, at_least: float | None = None
 ) -> None:
-    """A finite number: greater than `above` and at least `at_least`, where these are given."""
+    """Raises ValueError unless `value` is finite, greater than `above` and at least `at_least`. A bound of None is not
+    checked."""
     bounds = ["be finite"]
     if above is not None:
         bounds.append(f"be > {above:g}")
@@ -72,8 +74,8 @@ def check_number(
 
 
 def check_temperature(temperature: float | Tensor, tokens: int, device: torch.device) -> None:
-    """A positive number, or a constant tensor with a positive number per token. Copies the values of a tensor to the
-    host."""
+    """Raises ValueError unless `temperature` is a positive number, or a constant tensor with a positive number per
+    token. The check copies the values of a tensor to the host."""
     if not isinstance(temperature, Tensor):
         check_number("temperature", temperature, above=0.0)
         return
@@ -89,11 +91,11 @@ def check_temperature(temperature: float | Tensor, tokens: int, device: torch.de
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32."""
+    """Returns the name of a dtype without its prefix: `float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """float32, or float64 when one of the inputs is float64."""
+    """Returns float64 if an input is float64, otherwise float32."""
     doubles = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
     return torch.float64 if doubles else torch.float32

@@ -1,6 +1,6 @@
 """Collectives with a fixed order: they add contributions in rank order, so that all ranks compute the same bits.
 
-The host never waits here: on a device, the stream waits for the other ranks.
+The host never waits here. On a device, the stream waits for the other ranks.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def gather_stack(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[P, *value.shape]: `value` of every rank of `group` (P = 1 without a group). All ranks must pass the same
-    shape."""
+    """Returns `value` of every rank of `group`, stacked to [P, *value.shape] (P = 1 without a group). All ranks must
+    pass the same shape."""
     if group is None:
         return value[None]
     stack = value.new_empty((dist.get_world_size(group), *value.shape))
@@ -20,5 +20,5 @@ def gather_stack(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def rank_sum(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum of `value` over the ranks of `group`, added in rank order."""
+    """Returns the sum of `value` over the ranks of `group`, added in rank order."""
     return gather_stack(value, group).sum(0)

@@ -1,4 +1,4 @@
-"""The choice of the implementation that runs a call, with its reason, and `capabilities()`.
+"""Chooses the implementation that runs a call, with the reason, and lists all implementations in `capabilities()`.
 
 An operator passes in the reasons that depend on its arguments (a dtype, a layout), as one sentence.
 """
@@ -19,17 +19,17 @@ from rl_kernel.mode import check_operator, settings
 
 IMPLEMENTATIONS = ("reference", "triton")
 HOST_OPERATORS = frozenset({"group_advantage", "masked_sum", "masked_mean", "masked_whiten"})
-"""Operators for tensors on the host, where rewards are: their reference does not count as a fallback there."""
+"""Operators for tensors on the host, where rewards are. On the host their reference does not count as a fallback."""
 
 
 class Refused(ValueError):
-    """Strict mode or `impl` demands the fast implementation, and it cannot run."""
+    """Raised if strict mode or `impl` demands the fast implementation and it cannot run."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation that runs a call. `reason`: why it is not the fast one; empty if it is. `fallback`: whether
-    the mode asked for the fast one."""
+    """The implementation that runs a call. `reason` explains why it is not the fast implementation, and is empty if it
+    is. `fallback` is True if the mode requested the fast implementation and the reference runs."""
 
     operator: str
     implementation: str
@@ -40,10 +40,10 @@ class Choice:
 def choose(
     operator: str, device: torch.device, impl: str | None = None, refusal: str | None = None
 ) -> Choice:
-    """The implementation of one call on tensors of `device`.
+    """Returns the implementation of a call on tensors of `device`.
 
-    `impl` names the implementation, whatever the mode (for tests and comparisons). `refusal` is the operator's reason
-    why its fast implementation cannot take these arguments; None if it can.
+    `impl` names the implementation and overrides the mode (for tests and comparisons). `refusal` is the operator's
+    reason why its fast implementation cannot take these arguments; None if it can.
 
     Raises:
         Refused: strict mode or `impl` demands the fast implementation, and it cannot run.
@@ -61,7 +61,8 @@ def choose(
         return Choice(operator, "reference", "impl='reference' was asked for")
     reason = machine_refusal(device.type) or refusal
     if impl == "triton":
-        # Triton's interpreter runs kernels on host tensors. Tests ask for it by name; no mode chooses it.
+        # Triton's interpreter runs kernels on host tensors. Tests select the interpreter explicitly; no mode selects
+        # it.
         demanded = refusal if interpreted() else reason
         if demanded is not None:
             _refuse(operator, demanded)
@@ -87,7 +88,7 @@ def _refuse(operator: str, reason: str) -> NoReturn:
 
 @cache
 def machine_refusal(device_type: str) -> str | None:
-    """Why Triton kernels cannot run on tensors of this device type; None if they can."""
+    """Returns the reason why Triton kernels cannot run on tensors of this device type; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if device_type != "cuda":
@@ -99,20 +100,23 @@ def machine_refusal(device_type: str) -> str | None:
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter is on (TRITON_INTERPRET=1): it runs kernels on the host, slowly."""
+    """Returns whether Triton's interpreter is on (TRITON_INTERPRET=1). The interpreter runs kernels on the host,
+    slowly."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def float64_refusal(*tensors: torch.Tensor | None) -> str | None:
-    """Why the kernels cannot take float64 inputs (they compute in float32); None if no input is float64."""
+    """Returns the reason why the kernels, which compute in float32, cannot take float64 inputs; None if no input is
+    float64."""
     doubles = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
     return "float64 inputs are computed by the reference only" if doubles else None
 
 
 def capabilities() -> dict[str, dict[str, object]]:
-    """Per operator: implementations, dtypes, hardware, parallel modes, determinism and tolerances, as plain data.
+    """Returns per operator: implementations, dtypes, hardware, parallel modes, determinism and tolerances, as plain
+    data.
 
-    `here` is "triton", or why Triton kernels cannot run on this machine.
+    `here` is "triton", or the reason why Triton kernels cannot run on this machine.
     """
     table = {}
     for name, contract in CONTRACTS.items():

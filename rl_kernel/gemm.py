@@ -1,4 +1,4 @@
-"""Matrix products into a given tensor, by cuBLAS, with float32 sums whatever the dtype of the operands."""
+"""Matrix products into a given tensor, by cuBLAS. The sums are in float32 for every dtype of the operands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def product_(out: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> Tensor:
-    """`out = left @ right`, or `out += left @ right` if `add`. Returns `out`.
+    """Computes `out = left @ right`, or `out += left @ right` if `add`. Returns `out`.
 
     left [M, K] and right [K, N] have one dtype; out [M, N] has the same dtype or float32. Deterministic for one shape,
     device and library version.
@@ -22,5 +22,5 @@ def product_(out: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> 
         return out
     wide = torch.mm(
         left.float(), right.float(), out=torch.empty_like(out)
-    )  # `out`: a caller's autocast has no effect
+    )  # with `out=`, a caller's autocast has no effect
     return out.add_(wide) if add else out.copy_(wide)

@@ -1,4 +1,4 @@
-"""What a machine says of itself: git, nvidia-smi, commands. Starts no CUDA context; unknown facts are None."""
+"""Facts about this machine from git, nvidia-smi and other commands. Starts no CUDA context; unknown facts are None."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 TIMEOUT_S = 10
 _PASSED = ("PATH", "HOME", "XDG_CONFIG_HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
-"""What git and nvidia-smi get of the environment. Keys and tokens are not among them."""
+"""Environment variables that git and nvidia-smi receive. Keys and tokens are not among them."""
 Facts = dict[str, Any]
-"""What a record holds, as JSON has it."""
+"""A JSON object of facts about a machine."""
 
 
 def output_of(*command: str) -> str | None:
-    """Output of a command, or None if the command is not installed, fails, or takes too long."""
+    """Returns the output of a command, or None if the command is not installed, fails, or takes too long."""
     if shutil.which(command[0]) is None:
         return None
     environ = {name: os.environ[name] for name in _PASSED if name in os.environ}
@@ -32,10 +32,10 @@ def output_of(*command: str) -> str | None:
 
 
 def git_state(root: Path) -> Facts | None:
-    """Commit, whether tracked files differ from it, and the SHA-256 of the diff. None unless `root` is the top of a
-    checkout."""
+    """Returns the commit, whether tracked files differ from the commit, and the SHA-256 of the diff. Returns None
+    unless `root` is the top of a checkout."""
     top = output_of("git", "-C", str(root), "rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != root:  # installed inside another repository
+    if top is None or Path(top).resolve() != root:  # the package is installed inside another repository
         return None
     commit = output_of("git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD")
     if commit is None:
@@ -49,7 +49,7 @@ def git_state(root: Path) -> Facts | None:
 
 
 def gpu_rows(facts: Sequence[str], *, units: bool = False) -> list[list[str]] | None:
-    """The facts of each GPU as nvidia-smi prints them, or None if nvidia-smi is missing or fails."""
+    """Returns the facts per GPU as nvidia-smi prints them, or None if nvidia-smi is missing or fails."""
     form = "csv,noheader" if units else "csv,noheader,nounits"
     listing = output_of("nvidia-smi", f"--query-gpu={','.join(facts)}", f"--format={form}")
     if listing is None:

@@ -1,9 +1,9 @@
-"""The ids that the top-p or top-k sampling of a rollout kept: the record, its checks, and its softmax in plain PyTorch.
+"""The ids that top-p or top-k sampling kept in a rollout: the record, its checks, and its softmax in plain PyTorch.
 
-The log-prob of a token is that of the softmax over its kept ids, as the rollout sampled it. The entropy is that of the
+The log-prob of a token comes from the softmax over its kept ids, as the rollout sampled it. The entropy comes from the
 softmax over all ids.
 
-Legend: N tokens, M kept ids of all tokens, C tokens of one tile, V columns of a tile.
+Legend: N tokens, M kept ids in total, C tokens of a tile, V columns of a tile.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rl_kernel.vocab import VocabShard, logits_grad, row_stats
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """Token t kept `ids[offsets[t] : offsets[t + 1]]`. A token without ids is not truncated.
+    """Kept ids of N tokens: token t kept `ids[offsets[t] : offsets[t + 1]]`. A token without ids is not truncated.
 
-    `ids` [M] int32 or int64 are ids of the whole vocabulary, in any order. Where the vocabulary is split, every process
-    gets all ids and uses those of its own columns. `offsets` [N + 1] int64.
+    `ids` [M] int32 or int64 are ids of the whole vocabulary, in any order. If the vocabulary is split, every process
+    gets all ids and uses the ids in its columns. `offsets` is [N + 1] int64.
     """
 
     ids: Tensor
@@ -32,28 +32,29 @@ class KeptTokens:
 
     @classmethod
     def from_lists(cls, rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> KeptTokens:
-        """From one list of ids per token. A token with an empty list is not truncated."""
+        """Builds the record from one list of ids per token. A token with an empty list is not truncated."""
         ids = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
         counts = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int64)
         return cls(ids.to(device), counts.cumsum(0).to(device))
 
     @property
     def truncated(self) -> Tensor:
-        """Which tokens have kept ids: [N] bool."""
+        """Returns [N] bool: True for tokens with kept ids."""
         return self.offsets.clamp(0, len(self.ids)).diff() > 0
 
     def rows(self, rows: slice) -> KeptTokens:
-        """The record of some tokens: all ids with fewer offsets. Slicing the ids would wait for the device."""
+        """Returns the record of the tokens in `rows`: all ids, with fewer offsets. Slicing the ids would wait for the
+        device."""
         first, stop, _ = rows.indices(len(self.offsets) - 1)
         return KeptTokens(self.ids, self.offsets[first : max(first, stop) + 1])
 
 
 def check_kept(kept: KeptTokens | None, targets: Tensor, limit: int) -> None:
-    """Check shapes, dtypes and device.
+    """Checks shapes, dtypes and device.
 
-    Where values may be read, also check that the offsets rise and cover the ids, that the ids lie in [0, limit), and
-    that the target of a truncated token is one of its ids. Where they are not read, the operators ignore a wrong
-    offset or id, and a target that was not kept has the log-prob -inf.
+    If values may be read, the function also checks that the offsets rise and cover the ids, that the ids are in [0,
+    limit), and that the target of a truncated token is one of its ids. If values are not read, the operators ignore
+    a wrong offset or id, and a target that was not kept has the log-prob -inf.
     """
     if kept is None:
         return
@@ -86,14 +87,15 @@ def check_kept(kept: KeptTokens | None, targets: Tensor, limit: int) -> None:
 
 
 def _token_of_each(kept: KeptTokens) -> Tensor:
-    """The token [M] of every id; -1 or N for an id of a token before or after. The shape must not depend on values."""
+    """Returns the token [M] of every id; -1 or N for an id of a token outside the record. The shape does not depend on
+    values."""
     position = torch.arange(len(kept.ids), device=kept.ids.device)
     return torch.searchsorted(kept.offsets.contiguous(), position, right=True) - 1
 
 
 def repeated(kept: KeptTokens, limit: int) -> Tensor:
-    """Which ids repeat an earlier id of the same token, [M] bool. Sums over ids leave them out. Computed on the device,
-    with up to 64 bytes per id."""
+    """Returns [M] bool: True for ids that repeat an earlier id of the same token. Sums over ids skip these. Computed on
+    the device, with up to 64 bytes per id."""
     ids = kept.ids.long()
     # Ids outside the vocabulary share one extra key, so that they cannot collide with the ids of the next token.
     key = _token_of_each(kept) * (limit + 1) + torch.where((ids >= 0) & (ids < limit), ids, limit)
@@ -103,10 +105,10 @@ def repeated(kept: KeptTokens, limit: int) -> Tensor:
 
 
 def kept_logits(tile: Tensor, kept: KeptTokens, shard: VocabShard) -> Tensor:
-    """A copy of the logits [C, V] with -inf in all columns that a truncated token did not keep.
+    """Returns a copy of the logits [C, V] with -inf in all columns that a truncated token did not keep.
 
-    The tile holds the columns `shard.start` to `shard.start + V` of `kept`'s C tokens. If none of a truncated token's
-    ids lies in these columns, its whole row is -inf.
+    The tile holds the columns `shard.start` to `shard.start + V` of `kept`'s C tokens. If no id of a truncated token is
+    in these columns, its whole row is -inf.
     """
     tokens, columns = tile.shape
     token = _token_of_each(kept)
@@ -120,8 +122,8 @@ def kept_logits(tile: Tensor, kept: KeptTokens, shard: VocabShard) -> Tensor:
 def kept_stats(
     logits: Tensor, targets: Tensor, shard: VocabShard, with_entropy: bool, kept: KeptTokens | None
 ) -> Tensor:
-    """`row_stats` of a tile. With a kept set, [3 or 7, C]: those of the kept columns [3, C], then for the entropy
-    those of all columns [4, C]."""
+    """Returns `row_stats` of a tile. With kept ids the result is [3 or 7, C]: the statistics of the kept columns [3,
+    C], then, for the entropy, the statistics over all columns [4, C]."""
     if kept is None:
         return row_stats(logits, targets, shard, with_entropy)
     stats = row_stats(kept_logits(logits, kept, shard), targets, shard, False)
@@ -129,7 +131,7 @@ def kept_stats(
 
 
 def stats_count(with_entropy: bool, kept: KeptTokens | None) -> int:
-    """Rows of `kept_stats`."""
+    """Returns the number of rows of `kept_stats`."""
     return 3 + with_entropy if kept is None else 3 + 4 * with_entropy
 
 
@@ -144,8 +146,8 @@ def kept_grad(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """`logits_grad` of a tile. With a kept set, the gradient of the log-prob is that of the kept columns with their
-    log-sum-exp `lse`, and the gradient of the entropy is that of all columns with `whole_lse`."""
+    """Returns `logits_grad` of a tile. With kept ids, the gradient of the log-prob covers the kept columns with their
+    log-sum-exp `lse`, and the gradient of the entropy covers all columns with `whole_lse`."""
     if kept is None:
         return logits_grad(logits, targets, lse, entropy, shard, grad_log_probs, grad_entropy)
     if grad_log_probs is None:

@@ -1,4 +1,4 @@
-"""The process-wide switch: which operators may run their fast implementation, and what happens if one cannot.
+"""The process-wide switch: it sets which operators may run their fast implementation, and the behaviour if one cannot.
 
 `rl_kernel.dispatch` reads the switch and chooses the implementation of a call.
 """
@@ -19,10 +19,11 @@ MODES = ("off", "auto", "strict")
 
 @dataclass(frozen=True)
 class Settings:
-    """`mode` and the operators that may run fast.
+    """The mode, and the operators that may run their fast implementation.
 
-    off: the reference. auto: the fast implementation where it can run, otherwise the reference, and telemetry counts
-    the reason. strict: an error where the fast implementation cannot run; checks also read the values of tensors.
+    off: the reference runs. auto: the fast implementation runs where it can; otherwise the reference runs, and
+    telemetry counts the reason. strict: a call fails where the fast implementation cannot run; checks also read the
+    values of tensors.
     """
 
     mode: str = "auto"
@@ -33,13 +34,13 @@ _settings = Settings()
 
 
 def settings() -> Settings:
-    """The settings of this process."""
+    """Returns the settings of this process."""
     return _settings
 
 
 def configure(mode: str = "auto", operators: Iterable[str] | None = None) -> None:
-    """Set `mode` (off, auto or strict) and the operators that may run fast (default: all). The others run the
-    reference.
+    """Sets the mode (off, auto or strict) and the operators that may run fast (default: all). The other operators run
+    the reference.
 
     Raises:
         ValueError: unknown mode or operator name.
@@ -55,7 +56,7 @@ def configure(mode: str = "auto", operators: Iterable[str] | None = None) -> Non
 
 @contextmanager
 def using(mode: str = "auto", operators: Iterable[str] | None = None) -> Iterator[None]:
-    """`configure` inside a `with` block; restores the earlier settings afterwards."""
+    """Applies `configure` inside a `with` block and restores the earlier settings afterwards."""
     global _settings
     before = _settings
     configure(mode, operators)
@@ -66,12 +67,12 @@ def using(mode: str = "auto", operators: Iterable[str] | None = None) -> Iterato
 
 
 def check_operator(name: str) -> None:
-    """ValueError unless `name` is one of `capabilities()`."""
+    """Raises ValueError unless `name` is an operator in `capabilities()`."""
     if name not in CONTRACTS:
         raise invalid("operator", f"be one of {', '.join(CONTRACTS)}", repr(name), "check the spelling")
 
 
 def reads_values(tensor: Tensor) -> bool:
-    """Whether a check may read the values of `tensor`. On the host this costs nothing. On a device the host would wait
-    for the stream, so that only strict mode reads values."""
+    """Returns whether a check may read the values of `tensor`. On the host, reading costs nothing. On a device, the
+    host would wait for the stream, so that only strict mode reads values."""
     return not tensor.is_cuda or _settings.mode == "strict"

@@ -1,5 +1,4 @@
-"""Counts of what the operators did: calls, tokens, fallbacks by reason, milliseconds if timing is on, and the time of
-compilations.
+"""Counts calls, tokens, fallbacks by reason, milliseconds if timing is on, and the time of compilations.
 
 Counting adds a few integers per call. Timing records two CUDA events per call (on the host: wall time). Only
 `telemetry()` reads the events, so that timing never stops a stream.
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class OperatorCalls(TypedDict):
-    """Of one operator. implementations, variants: name -> calls. fallbacks: reason -> calls. ms: milliseconds."""
+    """Counts of an operator. implementations, variants: name -> calls. fallbacks: reason -> calls. ms:
+    milliseconds."""
 
     calls: int
     tokens: int
@@ -46,11 +46,11 @@ class _Counts:
 _counts: defaultdict[str, _Counts] = defaultdict(_Counts)
 _timing = False
 _compiled_ms: float | None = None
-"""None before `time_compilations`."""
+"""Milliseconds of compilation since the last `compiled_ms`; None before `time_compilations`."""
 
 
 def record(choice: Choice, tokens: int) -> None:
-    """Count one call."""
+    """Counts one call."""
     counts = _counts[choice.operator]
     counts.calls += 1
     counts.tokens += tokens
@@ -60,19 +60,19 @@ def record(choice: Choice, tokens: int) -> None:
 
 
 def record_variant(operator: str, variant: str) -> None:
-    """Count which of several fast forms ran a call, and why it was not the fastest."""
+    """Counts the fast variant that ran a call, and the reason why a faster variant did not run."""
     _counts[operator].variants[variant] += 1
 
 
 def set_timing(on: bool) -> None:
-    """Turn the milliseconds of `telemetry()` on or off."""
+    """Turns the milliseconds of `telemetry()` on or off."""
     global _timing
     _timing = on
 
 
 def time_compilations() -> None:
-    """From now on, `compiled_ms` counts what Triton compiles in this process. Needs Triton. A listener that Triton has
-    already hears of each compilation too."""
+    """Starts counting the compilations of Triton in this process for `compiled_ms`. Needs Triton. A listener that was
+    already set in Triton continues to receive each compilation."""
     global _compiled_ms
     if _compiled_ms is not None:
         return
@@ -82,7 +82,7 @@ def time_compilations() -> None:
 
     def listener(*, times: CompileTimes, cache_hit: bool, **rest: object) -> None:
         global _compiled_ms
-        if not cache_hit:  # otherwise the code was read from Triton's cache on the disk
+        if not cache_hit:  # a cache hit reads the code from Triton's cache on disk
             _compiled_ms = (_compiled_ms or 0.0) + times.total / 1e3
         if other is not None:
             other(times=times, cache_hit=cache_hit, **rest)
@@ -91,8 +91,8 @@ def time_compilations() -> None:
 
 
 def compiled_ms() -> float:
-    """Milliseconds in which Triton compiled kernels of this process since the last call, those of other packages
-    too. 0.0 before `time_compilations`."""
+    """Returns the milliseconds that Triton spent on compilations in this process since the last call. The sum includes
+    other packages' kernels. It is 0.0 before `time_compilations`."""
     global _compiled_ms
     if _compiled_ms is None:
         return 0.0
@@ -102,7 +102,7 @@ def compiled_ms() -> float:
 
 @contextmanager
 def timed(operator: str, device: torch.device) -> Iterator[None]:
-    """Add the time of the `with` block to the operator's milliseconds, if timing is on."""
+    """Adds the time of the `with` block to the operator's milliseconds, if timing is on."""
     if not _timing:
         yield
     elif device.type == "cuda":
@@ -120,7 +120,8 @@ def timed(operator: str, device: torch.device) -> Iterator[None]:
 
 
 def telemetry(*, reset: bool = False) -> dict[str, OperatorCalls]:
-    """Per operator since the last reset: calls, tokens, implementations, variants, fallbacks {reason: calls}, ms.
+    """Returns per operator since the last reset: calls, tokens, implementations, variants, fallbacks {reason: calls},
+    ms.
 
     `ms` includes the calls, and the backward of fast implementations; the backward of a reference is not timed. Waits
     for the device if there are timings to read.

@@ -1,8 +1,8 @@
-"""The log-probs of given ids beside that of the target, and the ids of the largest log-probs: checks and plain PyTorch.
+"""Log-probs of given ids in addition to the target's, and the ids of the largest log-probs: checks and plain PyTorch.
 
-Where the vocabulary is split, every process gets all ids and uses those of its own columns.
+If the vocabulary is split, every process gets all ids and uses the ids in its columns.
 
-Legend: N tokens, K ids of a token, C tokens of one tile, V columns of a tile, P processes.
+Legend: N tokens, K ids of a token, C tokens of a tile, V columns of a tile, P processes.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from rl_kernel.mode import reads_values
 from rl_kernel.vocab import VocabShard
 
 NONE = -1
-"""Stands for no id: its log-prob is -inf, without a gradient."""
+"""The value that marks a missing id. Its log-prob is -inf and has no gradient."""
 
 
 class Top(NamedTuple):
-    """The K ids of the largest log-probs, largest first; of equal ones the lowest id. `ids` [N, K] int32, `log_probs`
-    [N, K] float32; `NONE` and -inf where the vocabulary has fewer."""
+    """The K ids of the largest log-probs, largest first; equal log-probs are ordered by id, lowest first. `ids` [N, K]
+    int32, `log_probs` [N, K] float32. `NONE` and -inf fill the end where the vocabulary has fewer than K ids."""
 
     ids: Tensor
     log_probs: Tensor
 
 
 def check_ids(ids: Tensor | None, tokens: int, device: torch.device, limit: int) -> None:
-    """Check shape, dtype and device; where values may be read, also that the ids of a token differ and are `NONE` or in
-    [0, limit). Where they are not read, another id is as `NONE`, and only one of two equal ids gets its gradient."""
+    """Checks shape, dtype and device. If values may be read, the function also checks that the ids of a token differ
+    and are `NONE` or in [0, limit). If values are not read, any other id counts as `NONE`, and only one of two equal
+    ids gets its gradient."""
     if ids is None:
         return
     check_tensor("ids", ids, [tokens, "K"], INTEGERS, device=device)
@@ -53,8 +54,8 @@ def check_ids(ids: Tensor | None, tokens: int, device: torch.device, limit: int)
 
 
 def logits_of_ids(tile: Tensor, ids: Tensor | None, shard: VocabShard) -> Tensor | None:
-    """[C, K] from a tile [C, V] of this shard's columns; -inf for ids of other processes, of padding and for `NONE`.
-    None without ids."""
+    """Returns the logits of the ids [C, K] from a tile [C, V] of this shard's columns. The value is -inf for `NONE`,
+    for padding and for other processes' ids. Returns None without ids."""
     if ids is None:
         return None
     column = ids.long() - shard.start
@@ -65,7 +66,8 @@ def logits_of_ids(tile: Tensor, ids: Tensor | None, shard: VocabShard) -> Tensor
 
 
 def largest(logits: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The logits of the ids [N, K] on every process: one has each, the others -inf. One all-reduce, in place."""
+    """Returns the logits of the ids [N, K] on every process. Each id's logit is finite on one process and -inf on the
+    others. Runs one all-reduce, in place."""
     if group is not None and logits.numel():
         torch.distributed.all_reduce(logits, op=torch.distributed.ReduceOp.MAX, group=group)
     return logits
@@ -74,7 +76,8 @@ def largest(logits: Tensor, group: ProcessGroup | None) -> Tensor:
 def ids_log_probs(
     ids: Tensor | None, parts: Sequence[Tensor | None], lse: Tensor, shard: VocabShard
 ) -> Tensor | None:
-    """[N, K] from the logits of this process's tiles and the log-sum-exp [N]; None without ids. One all-reduce."""
+    """Returns the log-probs of the ids [N, K] from the logits of this process's tiles and the log-sum-exp [N]; None
+    without ids. Runs one all-reduce."""
     if ids is None:
         return None
     known = [part for part in parts if part is not None]
@@ -84,8 +87,8 @@ def ids_log_probs(
 def with_ids(
     grad: Tensor | None, grad_ids: Tensor | None, ids: Tensor | None, shard: VocabShard
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The upstream gradient [N] that every column gets for the target and the ids together, and that of the ids [N, K],
-    0 where there is no id."""
+    """Returns the upstream gradient [N] that every column gets for the target and the ids together, and the upstream
+    gradient of the ids [N, K], 0 where an id is missing."""
     if grad_ids is None or ids is None:
         return grad, None
     grad_ids = torch.where((ids >= 0) & (ids < shard.limit), grad_ids, 0)
@@ -96,34 +99,35 @@ def with_ids(
 def add_ids_grad_(
     d_logits: Tensor, targets: Tensor, ids: Tensor | None, grad: Tensor | None, shard: VocabShard
 ) -> Tensor:
-    """Turn the gradient [C, V] for an upstream gradient `g + grad.sum(1)` of the target's log-prob into that for g of
-    the target's and `grad` [C, K] of the ids' log-probs, in place."""
+    """Corrects the gradient [C, V] in place. On entry it belongs to an upstream gradient `g + grad.sum(1)` of the
+    target's log-prob. On return it belongs to g of the target's log-prob and `grad` [C, K] of the ids' log-probs."""
     if ids is None or grad is None or d_logits.shape[1] == 0:
         return d_logits
     for tokens, values in ((targets[:, None], -grad.sum(1, keepdim=True)), (ids, grad)):
         column = tokens.long() - shard.start
         here = (column >= 0) & (column < d_logits.shape[1])
-        # Ids of a token differ, and the others add 0: the order of the additions makes no difference.
+        # The ids of a token differ, and other ids add 0: the order of the additions makes no difference.
         d_logits.scatter_add_(1, torch.where(here, column, 0), torch.where(here, values, 0))
     return d_logits
 
 
 def keys_of(values: Tensor, ids: Tensor) -> Tensor:
-    """int64 that order as (float32 value, then the lower id first)."""
+    """Returns int64 keys that order by the float32 value, then by the lower id first."""
     bits = values.float().view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     return (ordered << 32) | (0x7FFFFFFF - ids.long())
 
 
 def split_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """(values float32, ids int32): the inverse of `keys_of`."""
+    """Returns (values float32, ids int32), the inverse of `keys_of`."""
     ordered = (keys >> 32).to(torch.int32)
     values = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
     return values, (0x7FFFFFFF - (keys & 0xFFFFFFFF)).to(torch.int32)
 
 
 def top_keys(tile: Tensor, shard: VocabShard, count: int, before: Tensor | None = None) -> Tensor:
-    """The `count` largest keys [C, count] of a tile [C, V] without padding and of the keys `before` it, unordered."""
+    """Returns the `count` largest keys [C, count], unordered, from a tile [C, V] without padding and from the keys
+    `before`."""
     ids = torch.arange(shard.start, shard.start + tile.shape[1], device=tile.device)
     keys = keys_of(tile, ids)
     if keys.shape[1] > count:
@@ -136,7 +140,8 @@ def top_keys(tile: Tensor, shard: VocabShard, count: int, before: Tensor | None 
 
 
 def merge_top(keys: Tensor, lse: Tensor, count: int, group: ProcessGroup | None) -> Top:
-    """From the largest keys [N, at most count] of this process and the log-sum-exp [N] of all. One all-gather."""
+    """Returns the top ids from the largest keys [N, at most count] of this process and the log-sum-exp [N] of the whole
+    vocabulary. Runs one all-gather."""
     lowest = keys_of(keys.new_full((), -torch.inf, dtype=torch.float32), keys.new_full((), NONE))
     short = count - keys.shape[1]
     keys = torch.cat([keys, lowest.expand(len(keys), short)], 1) if short else keys

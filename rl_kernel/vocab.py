@@ -1,9 +1,9 @@
-"""Log-softmax over a vocabulary that may be split over processes: what `logp` and `linear_logp` share.
+"""Log-softmax over a vocabulary that may be split over processes. `logp` and `linear_logp` share this code.
 
 This module owns the split (`VocabShard`), the row statistics of a tile of logits, their merge over shards, and the
 gradient of a tile.
 
-Legend: N tokens, C tokens of one tile, V columns of this process without padding, P processes.
+Legend: N tokens, C tokens of a tile, V columns of this process without padding, P processes.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from rl_kernel.collectives import gather_stack
 from rl_kernel.mode import reads_values
 
 TILE_ELEMENTS = 2**20
-"""Logits of a tile: 4 MiB of float32 fit into a CPU's cache, and larger tiles were not faster."""
+"""Number of logits in a tile. 4 MiB of float32 fit into a CPU's cache, and larger tiles were not faster."""
 TILE_MIN_ROWS = 256
-"""Least rows of a tile. A large vocabulary then exceeds TILE_ELEMENTS; with fewer rows per tile, the sums of the weight
-gradient would take most of the time."""
+"""Least number of rows in a tile. With a large vocabulary, a tile then exceeds TILE_ELEMENTS. With fewer rows per tile,
+the sums of the weight gradient would take most of the time."""
 MIN_EXPONENT = -1000.0
-"""exp() of this is 0, in float64 too. Clamping to it keeps columns with logit -inf out of the entropy, without NaN."""
+"""Exponent whose exp() is 0, in float64 too. Clamping to this exponent keeps columns with logit -inf out of the
+entropy, without NaN."""
 
 _checked: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], tuple[int, bool]]] = WeakKeyDictionary()
-"""Results of `vocabulary_columns`, per group and (start, stored) of this process: shards are compared once."""
+"""Results of `vocabulary_columns` per group, keyed by this process's (start, stored), so that each layout is compared
+once."""
 
 
 @dataclass(frozen=True)
 class VocabShard:
     """The part of the vocabulary that this process stores: columns [start, start + stored) of `total`.
 
-    Columns from `vocab_size` on are padding. `even`: every process stores the same number of columns, so that all of
-    them derive the same plan from it.
+    Columns from `vocab_size` on are padding. `even`: every process stores the same number of columns, so that all
+    processes derive the same plan from this number.
     """
 
     start: int
@@ -51,24 +53,24 @@ class VocabShard:
 
     @property
     def real(self) -> int:
-        """Columns of this shard that are not padding; 0 if the whole shard is padding."""
+        """Returns the number of columns of this shard that are not padding; 0 if the whole shard is padding."""
         if self.vocab_size is None:
             return self.stored
         return min(max(self.vocab_size - self.start, 0), self.stored)
 
     @property
     def limit(self) -> int:
-        """Token ids lie in [0, limit)."""
+        """Returns the upper bound of token ids: they are in [0, limit)."""
         return self.total if self.vocab_size is None else self.vocab_size
 
     def tile(self, columns: slice) -> VocabShard:
-        """The shard of some columns of this one."""
+        """Returns the shard that consists of the given columns of this shard."""
         first, stop, _ = columns.indices(self.stored)
         return replace(self, start=self.start + first, stored=stop - first)
 
     def locate(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each target in this shard [C, 1] (0 if it is in another shard), and whether it is in this shard
-        [C]."""
+        """Returns each target's column in this shard [C, 1], and whether the target is in this shard [C]. The column is
+        0 for a target in another shard."""
         column = targets.long() - self.start
         owned = (column >= 0) & (column < self.real)
         return torch.where(owned, column, 0)[:, None], owned
@@ -82,7 +84,7 @@ def make_shard(
     vocab_size: int | None,
     group: dist.ProcessGroup | None,
 ) -> VocabShard:
-    """The shard of this process, after all checks. `what` names the tensor that is split, for errors."""
+    """Returns the shard of this process, after all checks. `what` is the name of the split tensor, for errors."""
     if stored == 0:
         raise invalid(
             what, "hold at least one vocabulary column", "an empty shard", "use fewer tensor-parallel ranks"
@@ -104,11 +106,12 @@ def make_shard(
 def vocabulary_columns(
     start: int, stored: int, group: dist.ProcessGroup | None, like: Tensor
 ) -> tuple[int, bool]:
-    """(columns of all shards together, whether every shard stores the same number).
+    """Returns (columns of all shards together, whether every shard stores the same number).
 
-    ValueError on every rank unless the shards partition the vocabulary. Compares them with one all-gather on the device
-    of `like`, which the host reads. Where values must not be read (auto mode, on a device) this happens once per group
-    and layout: all ranks must change their layout in the same call, or some would wait for the others.
+    Raises ValueError on every rank unless the shards partition the vocabulary. One all-gather on the device of `like`
+    compares the shards, and the host reads its result. If values must not be read (auto mode, on a device) this
+    happens once per group and layout: all ranks must change their layout in the same call, or some ranks would wait for
+    the others.
     """
     if group is None:
         return stored, True
@@ -128,12 +131,12 @@ def vocabulary_columns(
 
 
 def check_targets(targets: Tensor, tokens: int, device: torch.device) -> None:
-    """Integer token ids, one per token. `check_range` checks their range."""
+    """Raises ValueError unless `targets` are integer token ids, one per token. `check_range` checks their range."""
     check_tensor("targets", targets, [tokens], INTEGERS, device=device)
 
 
 def check_range(targets: Tensor, limit: int) -> None:
-    """ValueError if an id lies outside [0, limit); checked only where values may be read."""
+    """Raises ValueError if an id is outside [0, limit). Checks only where values may be read."""
     if targets.numel() and reads_values(targets):
         low, high = (int(bound) for bound in torch.aminmax(targets))
         if low < 0 or high >= limit:
@@ -142,8 +145,8 @@ def check_range(targets: Tensor, limit: int) -> None:
 
 
 def check_temperature(temperature: float | Tensor, tokens: int, device: torch.device) -> None:
-    """A positive number, or a constant tensor with a positive number per token. The values of a tensor are checked only
-    where they may be read."""
+    """Raises ValueError unless `temperature` is a positive number, or a constant tensor with a positive number per
+    token. The values of a tensor are checked only where they may be read."""
     if isinstance(temperature, Tensor) and not reads_values(temperature):
         check_tensor("temperature", temperature, [tokens], device=device)
         check_constant(temperature=temperature)
@@ -152,8 +155,8 @@ def check_temperature(temperature: float | Tensor, tokens: int, device: torch.de
 
 
 def usable_temperature(temperature: float | Tensor, dtype: torch.dtype) -> float | Tensor:
-    """A tensor in the compute dtype. Where `check_temperature` did not read its values, NaN replaces those that are not
-    positive and finite."""
+    """Returns a temperature tensor in the compute dtype; a number stays as it is. If `check_temperature` did not
+    read the values, NaN replaces values that are not positive and finite."""
     if not isinstance(temperature, Tensor):
         return temperature
     wide = temperature.to(dtype)
@@ -163,40 +166,41 @@ def usable_temperature(temperature: float | Tensor, dtype: torch.dtype) -> float
 
 
 def row_tiles(tokens: int, columns: int) -> Iterator[slice]:
-    """Slices of rows whose logits fit into one tile. They cover [0, tokens) in order."""
+    """Yields slices of rows whose logits fit into one tile. The slices cover [0, tokens) in order."""
     rows = max(TILE_MIN_ROWS, TILE_ELEMENTS // max(columns, 1))
     for first in range(0, tokens, rows):
         yield slice(first, min(first + rows, tokens))
 
 
 def take(value: Any, rows: slice) -> Any:
-    """Some rows of a per-token tensor or of `KeptTokens`; a number or None unchanged."""
+    """Returns the given rows of a per-token tensor or of `KeptTokens`. A number or None is returned unchanged."""
     if value is None or isinstance(value, (int, float)):
         return value
     return value[rows] if isinstance(value, Tensor) else value.rows(rows)
 
 
 def scale_(tile: Tensor, temperature: float | Tensor) -> Tensor:
-    """Divide a tile [C, V] by its temperature, a number or [C], in place."""
+    """Divides a tile [C, V] by its temperature, a number or [C], in place."""
     if isinstance(temperature, Tensor):
         return tile.div_(temperature[:, None])
     return tile if temperature == 1.0 else tile.div_(temperature)
 
 
 def check_cap(logit_cap: float | None, logit_scale: float) -> None:
-    """ValueError unless both are positive and finite. No cap is None."""
+    """Raises ValueError unless both values are positive and finite. A cap of None means no cap."""
     for name, value in (("logit_cap", 1.0 if logit_cap is None else logit_cap), ("logit_scale", logit_scale)):
         if not 0 < value < float("inf"):
             raise invalid(name, "be > 0 and finite", value, "leave it out for a model without one")
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """`cap * tanh(logits / cap)`, each step in the dtype of the logits, as engines compute it. None: no cap."""
+    """Returns `cap * tanh(logits / cap)`, each step in the dtype of the logits, as engines compute it. A cap of None
+    returns the logits."""
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def cap_slope_(grad: Tensor, z: Tensor, temperature: float | Tensor, cap: float | None) -> Tensor:
-    """Multiply a gradient [C, V] by the slope of `capped`, `1 - (z * temperature / cap) ** 2`, in place. z [C, V] are
+    """Multiplies a gradient [C, V] by the slope of `capped`, `1 - (z * temperature / cap) ** 2`, in place. z [C, V] are
     the capped logits divided by the temperature."""
     if cap is None:
         return grad
@@ -205,9 +209,10 @@ def cap_slope_(grad: Tensor, z: Tensor, temperature: float | Tensor, cap: float 
 
 
 def row_stats(logits: Tensor, targets: Tensor, shard: VocabShard, with_entropy: bool) -> Tensor:
-    """[3 or 4, C] of a tile z [C, V]: row maximum m, sum of exp(z - m), the target's logit (0 if another shard has it)
-    and, for the entropy, sum of exp(z - m) * (z - m). A row without columns, or with columns of -inf only, gets the
-    lowest finite number as its maximum, so that the merge with other shards stays finite."""
+    """Returns the statistics [3 or 4, C] of a tile z [C, V]: row maximum m, sum of exp(z - m), the target's logit (0 if
+    another shard stores the target) and, for the entropy, sum of exp(z - m) * (z - m). A row without columns, or with
+    columns of -inf only, gets the lowest finite number as its maximum, so that the merge with other shards stays
+    finite."""
     stats = logits.new_zeros(3 + with_entropy, logits.shape[0])
     lowest = torch.finfo(logits.dtype).min
     if logits.shape[1] == 0:
@@ -228,7 +233,7 @@ def row_stats(logits: Tensor, targets: Tensor, shard: VocabShard, with_entropy: 
 
 
 def combined(parts: Tensor) -> Tensor:
-    """`row_stats` [3 or 4, C] of all columns, from those of P parts [P, 3 or 4, C]."""
+    """Returns the `row_stats` [3 or 4, C] of all columns from the statistics of P parts [P, 3 or 4, C]."""
     top = parts[:, 0].amax(0)
     shift = parts[:, 0] - top
     scale = shift.exp()
@@ -241,11 +246,11 @@ def combined(parts: Tensor) -> Tensor:
 def merge_stats(
     stats: Tensor, targets: Tensor, shard: VocabShard
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Log-probs [N], log-sum-exp [N], entropy [N] or None, and log-sum-exp [N] of the entropy's distribution, over the
-    whole vocabulary. Log-probs of targets outside the vocabulary are NaN. One all-gather.
+    """Returns log-probs [N], log-sum-exp [N], entropy [N] or None, and log-sum-exp [N] of the entropy's distribution,
+    over the whole vocabulary. Log-probs of targets outside the vocabulary are NaN. Runs one all-gather.
 
-    `stats` has 3 rows, 4 with the entropy, or 7 if log-probs and entropy have different distributions (kept ids): then
-    the first 3 belong to the log-probs and the last 4 to the entropy.
+    `stats` has 3 rows, or 4 with the entropy. It has 7 rows if log-probs and entropy have different distributions (kept
+    ids): the first 3 belong to the log-probs and the last 4 to the entropy.
     """
     parts = gather_stack(stats, shard.group)
     top, total, logit, *weighted = combined(parts[:, -4:])
@@ -271,8 +276,8 @@ def logits_grad(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient of a tile [C, V] in its logits (already divided by the temperature):
-    `g * (onehot(target) - p) - h * p * (log p + entropy)`, for upstream gradients g, h [C]."""
+    """Returns the gradient of a tile [C, V] in its logits (already divided by the temperature): `g * (onehot(target) -
+    p) - h * p * (log p + entropy)`, for upstream gradients g, h [C]."""
     log_p = logits - lse[:, None]
     if grad_entropy is None:
         assert grad_log_probs is not None
@@ -287,6 +292,6 @@ def logits_grad(
         grad.mul_(slope)
     if grad_log_probs is not None and shard.real > 0:
         column, owned = shard.locate(targets)
-        # Each row changes one column: a plain scatter of "old + g" needs no atomics and is deterministic.
+        # Each row changes one column, so a plain scatter of "old + g" needs no atomics and is deterministic.
         grad.scatter_(1, column, grad.gather(1, column) + torch.where(owned, grad_log_probs, 0)[:, None])
     return grad

@@ -1,1 +1,2 @@
-"""How other programs load these operators, each by an interface of its own. Nothing here imports such a program."""
+"""Interfaces through which other programs load these operators, one package per program. No module here imports such a
+program."""

@@ -1,11 +1,11 @@
 """Operators for an engine and a trainer that must compute the same bits.
 
-Each promises: a row of the result depends on that row of the input and on the weights alone, bit for bit, whatever the
-number and the arrangement of the other rows. So an engine that decodes token by token in a batch that changes, and a
-trainer that packs whole sequences, get the same log-probs. Gradients are those of the plain operators.
+Each operator guarantees that a row of the result depends only on that row of the input and on the weights, bit for bit.
+The number and the order of the other rows change nothing. An engine that decodes token by token in a changing batch and
+a trainer that packs whole sequences therefore get the same log-probs. Gradients are those of the plain operators.
 
-`refusal` says why a device cannot run them, and `broken` tests the promise where it runs. Reasons and limits:
-docs/design/bitwise.md.
+`refusal` returns the reason why a device cannot run the operators, and `broken` tests the guarantee on this machine.
+Reasons and limits: docs/design/bitwise.md.
 """
 
 from rl_kernel.invariant.autograd import with_value

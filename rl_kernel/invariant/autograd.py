@@ -1,6 +1,7 @@
-"""A value by one function, its gradient by another: the exact operators have no backward of their own.
+"""Combines the value of a function with the gradient of another, because the exact operators have no backward.
 
-`with_gradient_of` computes the other function in the backward, `with_value` takes its result, which is there already.
+`with_gradient_of` computes the other function in the backward. `with_value` takes a result of the other function that
+was already computed.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from torch import Tensor
 
 
 def with_gradient_of(plain: Callable[..., Tensor], value: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """`value(*tensors)`, with the gradient of `plain(*tensors)`, which is computed again in the backward.
+    """Returns `value(*tensors)` with the gradient of `plain(*tensors)`, which the backward computes again.
 
-    Both are the same function of `tensors` but for rounding. Autograd keeps `tensors` only. Deterministic as far as
+    Both functions must be equal except for rounding. Autograd keeps `tensors` only. The gradient is deterministic if
     the backward of `plain` is.
     """
     if not torch.is_grad_enabled():
@@ -25,7 +26,8 @@ def with_gradient_of(plain: Callable[..., Tensor], value: Callable[..., Tensor],
 
 
 def with_value(plain: Tensor, value: Tensor) -> Tensor:
-    """`plain + (value - plain).detach()`, with the bits of `value`: both are the same function but for rounding."""
+    """Returns `plain + (value - plain).detach()` with the bits of `value`. Both tensors must be equal except for
+    rounding."""
     found: Tensor = _Replaced.apply(plain, value)
     return found
 

@@ -1,4 +1,5 @@
-"""Causal attention of a query over its keys, with the same bits in any batch, padding and chunk, on hosts in float32.
+"""Causal attention of a query over its keys, with the same bits in any batch, padding and chunk. Hosts compute in
+float32.
 
 S sequences, A query heads, G key heads, Q queries and K keys of a sequence with padding, D head size.
 """
@@ -15,18 +16,19 @@ from rl_kernel.invariant import exact
 from rl_kernel.invariant.autograd import with_gradient_of
 
 _SCORES = 2**21
-"""Of one piece of queries: the scores of a piece are in memory at once, with some copies."""
+"""Number of scores in one piece of queries. The scores of a piece are in memory at once, with some copies."""
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """`softmax(query @ key.mT * scale, where seen) @ value` with grouped heads.
+    """Computes `softmax(query @ key.mT * scale, where seen) @ value` with grouped heads.
 
-    query [S, A, Q, D], key and value [S, G, K, D] -> [S, A, Q, D] in the dtype of query. `seen` [S, 1, Q, K] bool:
-    which keys a query sees. A query that sees none gets 0. Keys that nobody sees may hold any finite number.
+    query [S, A, Q, D], key and value [S, G, K, D] -> [S, A, Q, D] in the dtype of query. `seen` [S, 1, Q, K] bool is
+    True for the keys that a query sees. A query that sees no key gets 0. Keys that no query sees may hold any finite
+    number.
 
-    A query's result depends on the query and the keys and values that it sees alone: scores and outputs are exact sums
-    of products of slices (`exact.product`), the denominator is an exact sum of fractions, and a value's slices begin at
-    its own largest element. Differentiable in query, key and value.
+    A query's result depends only on the query and on the keys and values that it sees. Scores and outputs are exact
+    sums of products of slices (`exact.product`), the denominator is an exact sum of fractions, and the slices of a
+    value row are scaled by the largest element of that row. Differentiable in query, key and value.
     """
 
     def by_pieces(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -35,7 +37,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: fl
         return torch.cat([_exactly(piece, key, value, mask, scale) for piece, mask in pieces], 2)
 
     def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # a query that sees no key has no gradient, but a softmax over nothing is NaN
+        # a query that sees no key has no gradient, but a softmax over an empty set is NaN
         some = seen | ~seen.any(-1, keepdim=True)
         return scaled_dot_product_attention(query, key, value, some, scale=scale, enable_gqa=True)
 
@@ -52,12 +54,12 @@ def packed_attention(
     most_keys: int,
     scale: float,
 ) -> Tensor:
-    """Causal attention of packed sequences on a GPU: query [T, A, D], key and value [K, G, D] -> [T, A, D].
-    `first_query` and `first_key` [S + 1] int32 bound the sequences; a sequence's last query is at its last key, and
-    `most_queries` and `most_keys` are the most of one.
+    """Computes causal attention of packed sequences on a GPU: query [T, A, D], key and value [K, G, D] -> [T, A, D].
+    `first_query` and `first_key` [S + 1] int32 bound the sequences. A sequence's last query is at its last key.
+    `most_queries` and `most_keys` are the lengths of the longest sequence.
 
-    A query has the bits of `paged_attention`, whatever its place and the other sequences. Differentiable in query, key
-    and value, by the backward of torch's flash attention from this output and its log-sum-exp.
+    A query has the bits of `paged_attention`, for any position in the batch and any other sequences. Differentiable in
+    query, key and value, by the backward of torch's flash attention from this output and its log-sum-exp.
     """
     bounds = (first_query, first_key, most_queries, most_keys)
     out: Tensor = _Packed.apply(
@@ -100,7 +102,7 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, first_query, first_key = ctx.saved_tensors
-        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the seed of dropout, which is off
         gradients = torch.ops.aten._flash_attention_backward(
             *(upstream.contiguous(), query, key, value, out, lse, first_query, first_key, *ctx.longest),
             *(0.0, True, seed, seed),
@@ -122,8 +124,8 @@ def paged_attention(
     most_queries: int,
     scale: float,
 ) -> Tensor:
-    """`packed_attention` into `out`, with the keys and values [pages, page, G, D] of the pages table[s]. `lengths` [S]
-    int32 are the keys of each sequence."""
+    """Computes `packed_attention` into `out`. The keys and values [pages, page, G, D] of sequence s are on the pages
+    table[s]. `lengths` [S] int32 is the number of keys per sequence."""
     from rl_kernel.invariant import kernels
 
     return kernels.attention(query, key, value, out, first_query, lengths, most_queries, scale, table=table)
@@ -137,7 +139,7 @@ def _exactly(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: flo
     top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
     shares = exact.exp(scores - top)
     total = exact.sum_of_fractions(shares)[..., None]
-    # A value's scale goes to its share, so that no slice depends on keys which this query does not see.
+    # The scale of a value is multiplied into its share, so that no slice depends on keys that this query does not see.
     of_value = exact.exponents(value)
     unit = value.double() * exact.power_of_two(-of_value)
     weighed = shares * exact.power_of_two(of_value).mT

@@ -8,10 +8,10 @@ from rl_kernel.invariant import exact
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """`logits.log_softmax(-1)` in float32 nats: logits [N, V] -> [N, V]. -inf stays -inf. Without a gradient.
+    """Returns `logits.log_softmax(-1)` in float32 nats: logits [N, V] -> [N, V]. -inf stays -inf. Without a gradient.
 
-    On a host the sum is one of fractions of 2**-34, so that columns of -inf at any place change nothing. On a GPU it is
-    a float32 sum in one order of the columns.
+    On a host the sum adds fractions of 2**-34, so that additional columns of -inf change nothing. On a GPU it is a
+    float32 sum in one fixed order of the columns.
     """
     if not logits.is_cuda:
         return _exactly(logits)
@@ -21,9 +21,9 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def target_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """`log_softmax(logits).gather(1, targets)`, with the same bits: logits [N, V], targets [N, K] -> [N, K].
+    """Returns `log_softmax(logits).gather(1, targets)`, with the same bits: logits [N, V], targets [N, K] -> [N, K].
 
-    targets [N] -> [N]. Without a gradient. On a GPU no log-probs of other tokens are made.
+    targets [N] -> [N]. Without a gradient. On a GPU, other tokens' log-probs are not computed.
     """
     ids = targets[:, None] if targets.dim() == 1 else targets
     if not logits.is_cuda:

@@ -1,6 +1,6 @@
 """Operators of a decoder layer whose result for a row does not depend on the other rows.
 
-On a host: float32, exactly (`rl_kernel.invariant.exact`). On a GPU: Triton kernels with float32 sums.
+A host computes in float32, exactly (`rl_kernel.invariant.exact`). A GPU runs Triton kernels with float32 sums.
 
 N rows, K inputs, M outputs, F half of the gated width, D head size.
 """
@@ -19,11 +19,11 @@ from rl_kernel.ops.rotary.reference import rotary_reference
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`: x [..., K], weight [M, K], bias [M] or None -> [..., M] in the dtype of x.
+    """Returns `x @ weight.T + bias`: x [..., K], weight [M, K], bias [M] or None -> [..., M] in the dtype of x.
 
-    Row i has the same bits whatever the other rows and their number; on a host also whatever the threads and the
-    library of products (`rl_kernel.invariant.exact.product`). Differentiable in all three; the gradients are plain
-    products, deterministic for one shape.
+    Row i has the same bits for any number and content of the other rows. On a host the threads and the library of
+    matrix products change nothing either (`rl_kernel.invariant.exact.product`). Differentiable in x, weight and bias;
+    the gradients are plain products, deterministic for one shape.
     """
     rows = x.reshape(-1, x.shape[-1])
     out: Tensor = (
@@ -35,8 +35,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`linear` of x [N, K] without gradient, rounded to `dtype`, which is that of x by default. float32 on a GPU and
-    float64 on a host are the sum itself."""
+    """Returns `linear` of x [N, K] without gradient, rounded to `dtype` (default: the dtype of x). float32 on a GPU and
+    float64 on a host are the unrounded sum."""
     dtype = x.dtype if dtype is None else dtype
     if x.is_cuda:
         from rl_kernel.invariant import kernels
@@ -64,9 +64,9 @@ class _Linear(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / (x.square().mean(-1) + eps).sqrt() * weight`: x [..., K], weight [K] -> [..., K] in the dtype of x.
+    """Returns `x / (x.square().mean(-1) + eps).sqrt() * weight`: x [..., K], weight [K] -> [..., K] in the dtype of x.
 
-    On a host in float64, rounded once. Differentiable in x and weight. Source: Zhang and Sennrich (2019).
+    A host computes in float64 and rounds once. Differentiable in x and weight. Source: Zhang and Sennrich (2019).
     """
 
     def value(x: Tensor, weight: Tensor) -> Tensor:
@@ -88,8 +88,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`(rms_norm(x + residual, weight, eps), x + residual)`, with the same bits, in one kernel on a GPU. x and residual
-    [N, K], weight [K]. Without a gradient."""
+    """Returns `(rms_norm(x + residual, weight, eps), x + residual)`, with the same bits, in one kernel on a GPU. x and
+    residual [N, K], weight [K]. Without a gradient."""
     if x.is_cuda:
         from rl_kernel.invariant import kernels
 
@@ -99,9 +99,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """`silu(gate) * up`: x [..., 2 F], gate beside up -> [..., F] in the dtype of x. Differentiable in x.
+    """Returns `silu(gate) * up`: x [..., 2 F] holds gate, then up, in each row -> [..., F] in the dtype of x.
+    Differentiable in x.
 
-    On a host in float64, rounded once; on a GPU the kernel of `rl_kernel.swiglu`. Source: Shazeer (2020).
+    A host computes in float64 and rounds once. A GPU runs the kernel of `rl_kernel.swiglu`. Source: Shazeer (2020).
     """
     if x.is_cuda:
         from rl_kernel.ops.swiglu.autograd import Swiglu
@@ -121,20 +122,20 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of `positions.float()[:, None] * frequencies`: positions [N], frequencies [D / 2] -> fp32
-    [N, 1, D / 2]. Constants. In float64 on every device."""
+    """Returns (cos, sin) of `positions.float()[:, None] * frequencies`: positions [N], frequencies [D / 2] -> fp32 [N,
+    1, D / 2]. The results are constants. Every device computes in float64."""
     turned = positions.float()[:, None, None] * frequencies.float()
     cos, sin = exact.cos_and_sin(turned.double())
     return cos.float(), sin.float()
 
 
 def rotate(x: Tensor, angles: Tensor, positions: Tensor) -> Tensor:
-    """`cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)` for the halves x1, x2 of the last dimension, with
+    """Returns `cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)` for the halves x1, x2 of the last dimension, with
     `cos, sin = angles[:, positions]`. Without a gradient.
 
     x [N, heads, D], angles [2, P, 1, D / 2] fp32, positions [N] -> [N, heads, D] in the dtype of x. The bits are those
-    of `rl_kernel.rotary`: on a host each product and sum is rounded by itself, and on a GPU its kernel reads the table.
-    Source: Su et al. (2021).
+    of `rl_kernel.rotary`: a host rounds each product and each sum separately, and on a GPU the kernel of
+    `rl_kernel.rotary` reads the table. Source: Su et al. (2021).
     """
     if not x.is_cuda:
         return rotary_reference(x, *angles[:, positions])

@@ -1,7 +1,8 @@
-"""Products that tensor-parallel ranks share, with the same bits in an engine and a trainer of equally many ranks.
+"""Matrix products over tensor-parallel ranks, with the same bits in an engine and a trainer with the same number of
+ranks.
 
-Column parallel: each rank has some outputs, so that nothing is added. Row parallel: each rank has some of the inputs.
-Its products are gathered unrounded (float32 on a GPU, float64 on a host), added in the order of the ranks, and rounded
+Column parallel: each rank has some outputs, so that no sum over ranks is needed. Row parallel: each rank has some of
+the inputs. Its products are gathered unrounded (float32 on a GPU, float64 on a host), added in rank order, and rounded
 once. An all-reduce would leave the order to the library.
 
 R ranks, N rows, K inputs of this rank, M outputs of this rank.
@@ -21,14 +22,14 @@ from rl_kernel.collectives import gather_stack
 from rl_kernel.invariant.layers import product
 
 Context = Any
-"""Torch's record of a call, whose attributes are ours and have no types."""
+"""Torch's record of a call. This module sets its attributes, which have no types."""
 Gather = Callable[[Tensor], Tensor]
-"""This rank's [N, M] -> [R, n, M]: of all ranks, in their order, the n rows that this rank wants. Collective."""
+"""Maps this rank's [N, M] to [R, n, M]: the n rows that this rank needs, from all ranks in rank order. Collective."""
 
 
 def linear_over_ranks(x: Tensor, weight: Tensor, gather: Gather) -> Tensor:
-    """`sum(x_r @ weight_r.T for r in ranks)`: x [N, K], weight [M, K] -> [n, M] in the dtype of x, for the n rows that
-    `gather` returns. Without gradient.
+    """Returns `sum(x_r @ weight_r.T for r in ranks)`: x [N, K], weight [M, K] -> [n, M] in the dtype of x, for the n
+    rows that `gather` returns. Without gradient.
 
     The sum has the bits of (((p_0 + p_1) + p_2) + ...) of unrounded products, rounded once. `gather` must move bits
     unchanged.
@@ -43,11 +44,11 @@ def linear_over_ranks(x: Tensor, weight: Tensor, gather: Gather) -> Tensor:
 def row_parallel_linear(
     x: Tensor, weight: Tensor, group: dist.ProcessGroup, *, scatter: bool = False
 ) -> Tensor:
-    """`linear_over_ranks` of `group` with gradients: x [..., K], weight [M, K] -> [..., M] in the dtype of x, on every
-    rank.
+    """Computes `linear_over_ranks` over `group`, with gradients: x [..., K], weight [M, K] -> [..., M] in the dtype of
+    x, on every rank.
 
-    `scatter`: each rank gets its part of the first dimension, which must be divisible by the ranks. The gradient is
-    that of the plain product and of an all-reduce or a reduce-scatter. Collective, forward and backward.
+    `scatter`: each rank gets its part of the first dimension, which must be divisible by the number of ranks. The
+    gradient is that of the plain product and of an all-reduce or a reduce-scatter. Collective, forward and backward.
     """
     out: Tensor = _RowParallel.apply(x.reshape(-1, x.shape[-1]), weight, group, scatter)
     return out.view(-1, *x.shape[1:-1], len(weight))
@@ -56,7 +57,8 @@ def row_parallel_linear(
 def column_parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, *, gather: bool = False
 ) -> Tensor:
-    """`rl_kernel.invariant.linear` of this rank's outputs: x [..., K] equal on all ranks, weight [M, K] -> [..., M].
+    """Computes `rl_kernel.invariant.linear` for this rank's outputs: x [..., K] equal on all ranks, weight [M, K] ->
+    [..., M].
 
     `gather`: x is this rank's part of the first dimension. The gradient of x is the sum over `group`. Collective.
     """
@@ -95,11 +97,11 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx: Context, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-        # the sum over ranks runs beside the product for the weight
+        # the sum over ranks overlaps with the product for the weight
         grad, added = _start_sum(upstream @ weight, ctx.group, scatter=ctx.gather) if of_x else (None, None)
         of_rows = None
         if of_weight:
-            if ctx.gather:  # a second time, so that only this rank's rows are kept between
+            if ctx.gather:  # gather again, so that only this rank's rows are kept from forward to backward
                 x = gather_stack(x, ctx.group).flatten(0, 1)
             of_rows = upstream.T @ x
         if added is not None:
@@ -108,7 +110,8 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 def _start_sum(grad: Tensor, group: dist.ProcessGroup, *, scatter: bool) -> tuple[Tensor, dist.Work | None]:
-    """The sum over ranks, or this rank's rows of it, once the second value has been waited for."""
+    """Starts the sum over ranks. Returns its tensor (this rank's rows if `scatter`) and the work to wait for before
+    reading it."""
     if not scatter:
         return grad, dist.all_reduce(grad, group=group, async_op=True)
     mine = grad.new_empty(len(grad) // group.size(), *grad.shape[1:])
@@ -116,9 +119,10 @@ def _start_sum(grad: Tensor, group: dist.ProcessGroup, *, scatter: bool) -> tupl
 
 
 def own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[N, M] of each rank -> [R, N / R, M]: of all ranks, in their order, the rows of this rank's part. Collective.
+    """Exchanges [N, M] of each rank into [R, N / R, M]: the rows of this rank's part, from all ranks in rank order.
+    Collective.
 
-    ValueError if N is no multiple of R.
+    Raises ValueError if N is not a multiple of R.
     """
     ranks = group.size()
     if len(x) % ranks:

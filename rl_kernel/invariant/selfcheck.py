@@ -1,4 +1,5 @@
-"""Do the operators run on this machine, and keep their promise? A few rows, alone and among others, bit for bit."""
+"""Checks whether the operators run on this machine and keep their guarantee. It compares rows alone and in a batch, bit
+for bit."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from rl_kernel.invariant.ranks import linear_over_ranks
 
 ROWS, WIDTH, OUTPUTS, HEADS, GROUPS, SIZE = 37, 96, 80, 4, 2, 32
 TALL, INNER = 304, 512
-"""Rows and outputs, and inputs, of a product of which each tile has several parts."""
+"""Rows and outputs, and inputs, of a product whose tiles have several parts each."""
 
 Rows = Callable[[Tensor], Tensor]
-"""Rows [n, ...] -> their results [n, ...], of an operator with weights of its own."""
+"""Maps rows [n, ...] to their results [n, ...]; the operator holds its weights."""
 
 
 def _operators(device: torch.device | str, dtype: torch.dtype) -> dict[str, tuple[Tensor, Rows]]:
-    """Name -> (its rows, the operator)."""
+    """Returns name -> (rows, operator) for each operator."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int, of: torch.dtype = dtype) -> Tensor:
@@ -56,7 +57,7 @@ def _operators(device: torch.device | str, dtype: torch.dtype) -> dict[str, tupl
 
 
 def _by_two_ranks(x: Tensor, weight: Tensor) -> Tensor:
-    """The product of two ranks that have half of the inputs each, on one device."""
+    """Computes the product of two ranks with half of the inputs each, on one device."""
     (first, second), (of_first, of_second) = x.chunk(2, 1), weight.chunk(2, 1)
     return linear_over_ranks(
         first,
@@ -66,8 +67,8 @@ def _by_two_ranks(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _queries(drawn: Callable[..., Tensor]) -> Rows:
-    """Attention of one sequence, as a function of the positions whose queries are in the call. The keys end with the
-    last of them."""
+    """Returns the attention of one sequence as a function of positions: their queries are in the call, and the keys end
+    at the last of these positions."""
     query, key, value = (
         drawn(1, HEADS, ROWS, SIZE),
         drawn(1, GROUPS, ROWS, SIZE),
@@ -84,7 +85,8 @@ def _queries(drawn: Callable[..., Tensor]) -> Rows:
 
 
 def _packed_queries(drawn: Callable[..., Tensor]) -> Rows:
-    """The same for packed sequences: all positions in order as one sequence, others as one sequence each."""
+    """Returns `_queries` for packed sequences: all positions in order form one sequence, any other positions form one
+    sequence each."""
     query, key, value = drawn(ROWS, HEADS, SIZE), drawn(ROWS, GROUPS, SIZE), drawn(ROWS, GROUPS, SIZE)
     whole = torch.arange(ROWS, device=query.device)
 
@@ -105,7 +107,7 @@ def _packed_queries(drawn: Callable[..., Tensor]) -> Rows:
 
 
 def refusal(device: torch.device | str) -> str | None:
-    """Why the operators cannot run on this device; None if they can."""
+    """Returns the reason why the operators cannot run on this device; None if they can."""
     device = torch.device(device)
     if device.type == "cpu":
         return None
@@ -124,9 +126,11 @@ def refusal(device: torch.device | str) -> str | None:
 
 
 def broken(device: torch.device | str, dtype: torch.dtype) -> list[str]:
-    """The operators whose bits for a row change with the other rows, with their number or their order. [] is right.
+    """Returns the operators whose bits for a row change with the other rows, their number or their order. [] means that
+    all operators keep the guarantee.
 
-    `dtype` of the model. Ask `refusal` first. Takes some milliseconds; on a GPU, the first call compiles kernels.
+    `dtype` is the model's dtype. Call `refusal` first. Takes some milliseconds; on a GPU, the first call compiles
+    kernels.
     """
     names = []
     for name, (rows, operator) in _operators(device, dtype).items():
@@ -142,7 +146,7 @@ def broken(device: torch.device | str, dtype: torch.dtype) -> list[str]:
 
 
 def _tiles_agree(device: torch.device | str, dtype: torch.dtype) -> bool:
-    """Whether a product on a GPU has the same bits with every tile."""
+    """Returns whether a product on a GPU has the same bits with every tile."""
     from rl_kernel.invariant.kernels import product
 
     generator = torch.Generator().manual_seed(0)

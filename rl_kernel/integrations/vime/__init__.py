@@ -1,1 +1,1 @@
-"""Upstream vime: `linear_logp.provider` is for its flag --selected-logprob-provider."""
+"""The interface for upstream vime: its flag --selected-logprob-provider takes `linear_logp.provider`."""

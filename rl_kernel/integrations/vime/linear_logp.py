@@ -1,9 +1,9 @@
-"""`provider`: `linear_logp` and `logp` behind upstream vime's interface for selected log-probs.
+"""`provider` offers `linear_logp` and `logp` through upstream vime's interface for selected log-probs.
 
     --selected-logprob-provider rl_kernel.integrations.vime.linear_logp.provider
 
-A request is any object with the names of upstream's record, so that this module imports nothing of upstream. Shapes: T
-rows, V_local vocabulary columns of this tensor-parallel rank, H hidden.
+A request is any object with the field names of upstream's record, so that this module does not import upstream. Shapes:
+T rows, V_local vocabulary columns of this tensor-parallel rank, H hidden.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rl_kernel.ops.logp import logp
 
 
 class Request(Protocol):
-    """What is read of upstream's SelectedLogprobRequest; its docstrings say what the fields are. Older records lack
-    `hidden` and all fields after it."""
+    """Fields that this module reads from upstream's SelectedLogprobRequest, whose docstrings describe them. Older
+    records lack `hidden` and all fields after it."""
 
     logits: Tensor
     target_ids: Tensor
@@ -38,8 +38,8 @@ class Request(Protocol):
 
 @dataclass(frozen=True)
 class Selected:
-    """The result, with the names of upstream's SelectedLogprobResult: log-probs [T, 1] and entropy [T] or None, in
-    nats, float32 (float64 for float64 inputs)."""
+    """The result, with the field names of upstream's SelectedLogprobResult: log-probs [T, 1] and entropy [T] or None,
+    in nats, float32 (float64 for float64 inputs)."""
 
     selected_logprobs: Tensor
     entropy: Tensor | None
@@ -49,7 +49,7 @@ class Selected:
 
 
 class Unavailable(RuntimeError):
-    """The operators cannot serve a request. Upstream's mode auto then runs its own computation."""
+    """Raised if the operators cannot serve a request. Upstream's mode auto then runs its own computation."""
 
     selected_logprob_provider_unavailable = True
 
@@ -65,18 +65,19 @@ class Layer:
 
 
 def provider(request: Request) -> Selected:
-    """`log_softmax(logits, -1).gather(1, target_ids[:, None])` [T, 1] and, if asked for, the entropy [T].
+    """Returns `log_softmax(logits, -1).gather(1, target_ids[:, None])` [T, 1] and, if requested, the entropy [T].
 
-    With `hidden`, `lm_head_weight` and `temperature` the operator is `linear_logp`, and the logits are not read. It
-    rounds logits to the dtype of the weight and returns the gradient of `hidden` summed over the group. The operator is
-    `logp` on the logits if one of the three is missing, if there is a keep mask, or if the logits need a gradient and
-    `hidden` has none to pass on. The softmax is over the columns of all ranks of `tensor_parallel_group`, without ids
-    from `real_vocab_size` on. Collectives and determinism are those of the operator.
+    With `hidden`, `lm_head_weight` and `temperature` the operator is `linear_logp`, and the logits are not read.
+    `linear_logp` rounds logits to the dtype of the weight and returns the gradient of `hidden` summed over the group.
+    The operator is `logp` on the logits in three cases: one of the three fields is missing, the request has a keep
+    mask, or the logits need a gradient and `hidden` does not. The softmax covers the columns of all ranks of
+    `tensor_parallel_group`, without ids from `real_vocab_size` on. Collectives and determinism are those of the
+    operator.
 
     Raises:
-        Unavailable: a dtype or a group that the operators do not take, or the strict mode of rl_kernel where the
-            kernels cannot run.
-        ValueError: wrong shapes, shards, targets or temperatures, as the operator says.
+        Unavailable: the operators do not take a dtype or the group, or rl_kernel is in strict mode and the kernels
+            cannot run.
+        ValueError: a shape, shard, target or temperature is wrong; see the operator.
     """
     layer = _layer(request)
     _check_served(request, layer)
@@ -107,7 +108,7 @@ def provider(request: Request) -> Selected:
 
 
 def _layer(request: Request) -> Layer | None:
-    """The layer of a request, None if its logits must be read."""
+    """Returns the layer of a request, or None if the logits must be read."""
     hidden, weight = getattr(request, "hidden", None), getattr(request, "lm_head_weight", None)
     temperature = getattr(request, "temperature", None)
     if hidden is None or weight is None or temperature is None or request.log_prob_keep_mask is not None:
@@ -138,7 +139,7 @@ def _check_served(request: Request, layer: Layer | None) -> None:
 
 
 def _choice(request: Request, layer: Layer | None) -> Choice:
-    """What the operator will run."""
+    """Returns the implementation that the operator will run."""
     if layer is None:
         return choose("logp", request.logits.device, refusal=float64_refusal(request.logits))
     refusal = layer_refusal(layer.hidden, layer.weight, layer.bias)
@@ -179,12 +180,13 @@ def _by_logits(request: Request, group: dist.ProcessGroup | None) -> tuple[Tenso
     if request.log_prob_keep_mask is None:
         return of(request.logits, request.with_entropy)
     kept = request.logits.masked_fill(~request.log_prob_keep_mask.bool(), -torch.inf)
-    # The entropy is that of all columns: a call of its own.
+    # The entropy covers all columns, so it needs a second call.
     return of(kept, False)[0], of(request.logits, True)[1] if request.with_entropy else None
 
 
 def _start(request: Request, group: dist.ProcessGroup | None) -> int:
-    """The id of this rank's first column. A request that does not know the size of the vocabulary has equal shards."""
+    """Returns the id of this rank's first column. Without the vocabulary's size in the request, all shards have equal
+    size."""
     if group is None:
         return 0
     if getattr(request, "global_vocab_size", None) is not None:

@@ -1,8 +1,8 @@
 """Triton kernels whose result for a row does not depend on the other rows: product, RMSNorm, log-softmax, attention.
 
-A row meets its inputs in one fixed order, and nothing is added atomically. Only the sum of the log-softmax is split
-over programs, at fixed columns. So a row of a batch of 1 and of 10,000 takes the same steps. What stands in the other
-rows of its tile never enters its sums.
+A row reads its inputs in one fixed order, and no addition is atomic. Only the sum of the log-softmax is split over
+programs, at fixed columns. A row of a batch of 1 and a row of a batch of 10,000 therefore take the same steps. The
+content of the other rows of a tile never enters the sums of a row.
 """
 
 from rl_kernel.invariant.kernels.attention import attention

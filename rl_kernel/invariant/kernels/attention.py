@@ -6,9 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, FEW_ROWS, KEYS = 128, 16, 64
-"""Of one step: pairs of a query and a head that share keys, the same where a sequence has no more, and keys."""
+"""Sizes of a step: (query, head) pairs that share keys, the smaller number of such pairs for short sequences, and
+keys."""
 ONES = tl.constexpr(16)
-"""Columns of that matrix of ones: the fewest that a product takes."""
+"""Number of columns of the matrix of ones that sums the shares: the fewest columns that a product takes."""
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -20,10 +21,12 @@ def attention_kernel(
     scale, PAGE: tl.constexpr, SHARED: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of one sequence: a row is a query and one of the SHARED heads that share keys. Keys come in steps of
-    KEYS from the first one on. A step whose keys a row does not see multiplies its sums by 1 and adds 0.
+    """Computes ROWS rows of a sequence. A row is a pair of a query and one of the SHARED heads that share keys. The
+    loop reads the keys in steps of KEYS from the first key on. A step whose keys a row does not see multiplies the
+    row's sums by 1 and adds 0.
 
-    PAGE 0: the keys of a sequence are rows from FIRST_KEY on. Otherwise they are on the pages of its row of TABLE.
+    PAGE 0: the keys of a sequence are rows from FIRST_KEY on. Otherwise the keys are on the pages in the sequence's row
+    of TABLE.
     """
     sequence, group = tl.program_id(2), tl.program_id(1)
     first = tl.load(FIRST_QUERY + sequence)
@@ -40,7 +43,7 @@ def attention_kernel(
         place = length - count + number
         end = min(length, length - count + (start_row + ROWS - 1) // SHARED + 1)
         top = tl.full((ROWS,), -float("inf"), tl.float32)
-        # The shares of a row are added by a product with ones. tl.sum adds in an order that depends on ROWS.
+        # A product with ones adds the shares of a row. tl.sum adds in an order that depends on ROWS.
         ones = tl.full((KEYS, ONES), 1.0, Q.dtype.element_ty)
         total = tl.zeros((ROWS, ONES), tl.float32)
         sums = tl.zeros((ROWS, SIZE), tl.float32)
@@ -88,10 +91,11 @@ def attention(
     table: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of sequences into `out` [T, A, D]: query [T, A, D], rows first_query[s] to first_query[s + 1].
+    """Computes causal attention of sequences into `out` [T, A, D]: query [T, A, D], rows first_query[s] to
+    first_query[s + 1].
 
-    `lengths` [S]: keys of each sequence; its last query is at its last key. Keys and values [K, G, D] from row
-    first_key[s] on, or [pages, page, G, D] on the pages table[s]. D must be a power of two.
+    `lengths` [S]: number of keys per sequence; a sequence's last query is at its last key. Keys and values are [K, G,
+    D] from row first_key[s] on, or [pages, page, G, D] on the pages table[s]. D must be a power of two.
     `lse` [A, T] fp32, if given, receives the log-sum-exp of the scores, in nats.
     """
     sequences, heads, size = len(lengths), query.shape[1], query.shape[2]

@@ -1,6 +1,5 @@
-"""The product. Its tile is chosen by the shape: on an H200, all tiles that were tried gave the same bits for 117 shapes
-(benchmarks/reports/bitwise_h200.md). `rl_kernel.invariant.broken` compares the tiles on each machine.
-"""
+"""The matrix product, with a tile that the shape selects. On an H200, all tiles that were tried gave the same bits for
+117 shapes (benchmarks/reports/bitwise_h200.md). `rl_kernel.invariant.broken` compares the tiles on each machine."""
 
 import functools
 import math
@@ -13,13 +12,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGNMENT = 16
-"""Bytes: rows that a GPU copies by tiles start at multiples of it."""
+"""Alignment in bytes: rows that a GPU copies by tiles start at multiples of this number."""
 
 
 class Tile(NamedTuple):
-    """A part of the result, and how much of K a program reads at a time. If `persistent`, each processor runs one
-    program, which computes several parts and reads for the next one while it writes one. If `halves`, a part is written
-    in two steps, so that more shared memory is left to read ahead."""
+    """Size of a part of the result, and the amount of K that a program reads at a time. If `persistent`, each processor
+    runs one program, which computes several parts and reads for the next part while it writes the last. If `halves`, a
+    part is written in two steps, so that more shared memory is free to read ahead."""
 
     rows: int
     columns: int
@@ -44,43 +43,45 @@ TIMES: dict[int, dict[Tile, float]] = {
     256: {_64x16: 2.03, _64x64: 2.94, _64x128: 3.78, _128x128: 5.84, _64x256: 6.42, _128x256: 11.12},
     2**31: {_64x64: 3.03, _64x128: 3.5, _128x128: 5.6, _128x256: 10.85},
 }
-"""The most rows of a product -> tile -> the time of one part, in nanoseconds for each element of K. Only their ratios
-count: they choose the tile. From 65 rows on, they are near the medians of nine products on two H200s
+"""Largest number of rows of a product -> tile -> time of a part, in nanoseconds per element of K. Only
+the times' ratios matter: they select the tile. From 65 rows on, they are near the medians of nine products on two H200s
 (`tiles_in_halves` of benchmarks/results/bitwise_h200.json). Up to 64 rows they come from an earlier fit, and a tile
-that has more stages since then kept its time. On another GPU other tiles may be faster, with the same bits."""
+that later got more stages kept its time. On another GPU other tiles may be faster, with the same bits."""
 TILES = tuple(dict.fromkeys(tile for times in TIMES.values() for tile in times))
 SHARED_BYTES = 227 * 1024
-"""Shared memory of one program on Hopper GPUs: what it reads ahead, and a part of the result on its way out."""
+"""Bytes of shared memory per program on Hopper GPUs, for the data that it reads ahead and the part of the result
+that it writes."""
 GROUP = 16
-"""Tiles of rows that are computed before the next columns, so that the weight's tiles stay in the cache."""
+"""Number of tiles of rows that are computed before the next columns, so that the weight's tiles stay in the cache."""
 
 
 @functools.lru_cache(1024)
 def tile_of(rows: int, outputs: int, processors: int, itemsize: int = 2) -> Tile:
-    """The tile that makes a result [rows, outputs], of elements of `itemsize` bytes, in the shortest time."""
+    """Returns the tile that computes a result [rows, outputs], of elements of `itemsize` bytes, in the shortest
+    time."""
     times = next(times for most, times in TIMES.items() if rows <= most)
     fitting = [tile for tile in times if _shared_bytes(tile, itemsize) <= SHARED_BYTES]
     return min(fitting, key=lambda tile: times[tile] * math.ceil(_parts(tile, rows, outputs) / processors))
 
 
 def _shared_bytes(tile: Tile, itemsize: int) -> int:
-    """For factors of 16 bits."""
+    """Returns the shared memory of a tile in bytes, for factors of 16 bits."""
     ahead = tile.stages * (tile.rows + tile.columns) * tile.inner * 2
     return ahead + tile.rows * _written(tile) * itemsize
 
 
 def _written(tile: Tile) -> int:
-    """Columns that leave at a time."""
+    """Returns the number of columns that are written at a time."""
     return tile.columns // 2 if tile.halves else tile.columns
 
 
-@triton.jit(do_not_specialize=["M"])  # no code of its own for other numbers of rows
+@triton.jit(do_not_specialize=["M"])  # a new number of rows does not compile the kernel again
 def linear_kernel(
     X, W, BIAS, OUT, M, N, K,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr, PERSISTENT: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of X @ W.T + BIAS. Float32 sums over K from first to last."""
+    """Computes tiles of X @ W.T + BIAS, with float32 sums over K from first to last."""
     tall, broad = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
     step = PROGRAMS if PERSISTENT else tall * broad
     for part in tl.range(tl.program_id(0), tall * broad, step, flatten=PERSISTENT):
@@ -109,11 +110,11 @@ def linear(
     tile: Tile | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x [M, K] and weight [N, K] -> [M, N] in `dtype`, which is that of x by default. Its rows start at multiples of 16
-    bytes.
+    """Computes x [M, K] and weight [N, K] -> [M, N] in `dtype` (default: the dtype of x). The result's rows start at
+    multiples of 16 bytes.
 
-    Copies x or the weight if the rows do not start at such multiples. `tile`: another than the fastest, with the same
-    bits.
+    Copies x or the weight if its rows do not start at such multiples. `tile` replaces the fastest tile; the bits are
+    the same.
     """
     x, weight = _aligned(x), _aligned(weight)
     (rows, inner), outputs = x.shape, len(weight)
@@ -139,7 +140,8 @@ def linear(
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    """1 on a host, where Triton's interpreter runs one program after another."""
+    """Returns the number of processors. It is 1 on a host, where Triton's interpreter runs one program after
+    another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -148,13 +150,13 @@ def _parts(tile: Tile, rows: int, outputs: int) -> int:
 
 
 def _whole(elements: int, dtype: torch.dtype) -> int:
-    """At least so many elements, which fill whole units of ALIGNMENT."""
+    """Rounds `elements` up to a number that fills whole units of ALIGNMENT."""
     unit = ALIGNMENT // dtype.itemsize
     return -(-elements // unit) * unit
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """`x` itself if its rows are contiguous and start at multiples of ALIGNMENT, otherwise a copy."""
+    """Returns `x` if its rows are contiguous and start at multiples of ALIGNMENT, otherwise a copy."""
     starts_aligned = x.data_ptr() % ALIGNMENT == x.stride(0) * x.itemsize % ALIGNMENT == 0
     if starts_aligned and x.stride(1) == 1 and x.stride(0) >= x.shape[1]:
         return x

@@ -1,5 +1,5 @@
-"""RMSNorm, with a residual if there is one, and log-softmax. A program computes one long row, several short ones, or
-LANES columns of one."""
+"""Kernels for RMSNorm, with or without a residual, and for log-softmax. A program computes one long row, several short
+rows, or LANES columns of a row."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from torch import Tensor
 LANES = 8192
 """Logits of a row that a program reads."""
 NORMED = 2048
-"""Values that a program norms, of rows that are not longer."""
+"""Number of values that a program normalises if the rows are not longer than this number."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -17,8 +17,8 @@ def rms_norm_kernel(
     X, RESIDUAL, W, OUT, SUM, rows, heads, x_stride, x_head, residual_stride, residual_head, K, eps,
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x * rsqrt(mean(x ** 2) + eps), rounded to the dtype, times the weight, as checkpoints expect. ADD: x is X +
-    RESIDUAL, rounded to the dtype, and is written to SUM."""
+    """Computes x * rsqrt(mean(x ** 2) + eps), rounded to the dtype, times the weight, as checkpoints expect. With ADD,
+    x is X + RESIDUAL, rounded to the dtype, and the kernel writes x to SUM."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     token, head = row // heads, row % heads
     lane = tl.arange(0, BLOCK)[None, :]
@@ -37,7 +37,7 @@ def rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The norm of x [N, K] or [N, heads, K], or of x + residual, contiguous, and what was normed."""
+    """Returns the norm, contiguous, of x [N, K] or [N, heads, K], or of x + residual; and the input of the norm."""
     x = readable_rows(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     added = residual is not None
@@ -47,7 +47,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     rows, block = len(x) * heads, power_of_two(x.shape[-1])
     together = max(
         1, NORMED // block
-    )  # follows from K alone, because the order of a sum follows from the tile
+    )  # follows from K only, because the order of a sum follows from the tile
     if out.numel():
         with torch.cuda.device_of(x):
             rms_norm_kernel[(-(-rows // together),)](
@@ -60,7 +60,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 @triton.jit(do_not_specialize=["SUMS"])
 def part_sums_kernel(X, TOPS, SUMS, x_stride, parts, V, LANES: tl.constexpr):
-    """max(x), and sum(exp(x - max(x))), of LANES columns of a row."""
+    """Computes max(x) and sum(exp(x - max(x))) over LANES columns of a row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * LANES + tl.arange(0, LANES)
     x = tl.load(X + row * x_stride + column, column < V, other=-float("inf"))
@@ -72,7 +72,7 @@ def part_sums_kernel(X, TOPS, SUMS, x_stride, parts, V, LANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["SUMS", "LOG_SUM"])
 def log_sums_kernel(TOPS, SUMS, TOP, LOG_SUM, parts, PARTS: tl.constexpr):
-    """The same of a whole row, with the logarithm of the sum."""
+    """Computes the maximum of a whole row and the logarithm of its sum, from the results of `part_sums_kernel`."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
     tops = tl.load(TOPS + row * parts + part, part < parts, other=-float("inf"))
     sums = tl.load(SUMS + row * parts + part, part < parts, other=0.0)
@@ -83,7 +83,7 @@ def log_sums_kernel(TOPS, SUMS, TOP, LOG_SUM, parts, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["LOG_SUM"])
 def log_probs_kernel(X, TOP, LOG_SUM, OUT, x_stride, V, LANES: tl.constexpr):
-    """(x - TOP) - LOG_SUM for LANES columns of a row."""
+    """Computes (x - TOP) - LOG_SUM for LANES columns of a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * LANES + tl.arange(0, LANES)
     x = tl.load(X + row * x_stride + column, column < V)
@@ -91,7 +91,7 @@ def log_probs_kernel(X, TOP, LOG_SUM, OUT, x_stride, V, LANES: tl.constexpr):
 
 
 def log_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(`logits.amax(-1)`, `logits.logsumexp(-1) - logits.amax(-1)`) of fp32 logits [N, V], [N, 1] each."""
+    """Returns (`logits.amax(-1)`, `logits.logsumexp(-1) - logits.amax(-1)`) of fp32 logits [N, V], [N, 1] each."""
     assert logits.dtype == torch.float32, "another dtype may have another order of lanes"
     logits = readable_rows(logits)
     rows, columns = logits.shape
@@ -107,7 +107,7 @@ def log_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """`(logits - top) - log_sum` with `log_sums`: fp32 [N, V] -> [N, V]."""
+    """Returns `(logits - top) - log_sum` with `log_sums`: fp32 [N, V] -> [N, V]."""
     logits = readable_rows(logits)
     top, log_sum = log_sums(logits)
     out = logits.new_empty(logits.shape)
@@ -120,10 +120,10 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def power_of_two(least: int) -> int:
-    """The smallest power of two that is not below `least`. Triton's own function costs a launch's time."""
+    """Returns the smallest power of two that is not below `least`. Triton's own function costs the time of a launch."""
     return 1 << (least - 1).bit_length()
 
 
 def readable_rows(x: Tensor) -> Tensor:
-    """`x` itself if the elements of a row are contiguous, otherwise a copy."""
+    """Returns `x` if the elements of a row are contiguous, otherwise a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""`expert_dispatch` and `expert_combine`: tokens to the rows of their experts, and the sums of the rows back.
+"""`expert_dispatch` copies tokens to the rows of their experts, and `expert_combine` sums each token's rows.
 
 ids [T, K] -> expert_rows -> rows [T, K], counts [E]
 x [T, H] -> expert_dispatch -> [C, H], sorted by expert -> the experts -> expert_combine -> [T, H]
@@ -19,13 +19,13 @@ __all__ = ["expert_combine", "expert_dispatch", "expert_rows"]
 def expert_dispatch(
     x: Tensor, weights: Tensor, rows: Tensor, total: int, *, impl: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`out[rows[t, k]] = x[t]` and `row_weights[rows[t, k]] = weights[t, k]` where `rows[t, k] >= 0`.
+    """Computes `out[rows[t, k]] = x[t]` and `row_weights[rows[t, k]] = weights[t, k]` where `rows[t, k] >= 0`.
 
     Args:
         x: [T, H], any float dtype.
-        weights: [T, K], any float dtype: the weight of each expert in the sum of its token.
-        rows: [T, K] int32 of `expert_rows`. A row is negative if the expert is not here.
-        total: C, the number of rows that are not negative. Each number below C occurs once in `rows`, which is not
+        weights: [T, K], any float dtype: each expert's weight in the sum of its token.
+        rows: [T, K] int32 from `expert_rows`. A row is negative if its expert is on another rank.
+        total: C, the number of rows that are not negative. Each number below C occurs once in `rows`. This is not
             checked, because the host would wait for the device.
         impl: names the implementation, "reference" or "triton", for tests and comparisons.
 
@@ -58,11 +58,11 @@ def expert_dispatch(
 
 
 def expert_combine(y: Tensor, rows: Tensor, *, impl: str | None = None) -> Tensor:
-    """`out[t] = sum over k of y[rows[t, k]]` where `rows[t, k] >= 0`; zero for a token without such a row.
+    """Computes `out[t] = sum over k of y[rows[t, k]]` where `rows[t, k] >= 0`; zero for a token without such a row.
 
     Args:
-        y: [C, H], any float dtype: the outputs of the experts, with their weights.
-        rows: [T, K] int32 of `expert_rows`.
+        y: [C, H], any float dtype: the outputs of the experts, already multiplied by their weights.
+        rows: [T, K] int32 from `expert_rows`.
         impl: names the implementation, "reference" or "triton", for tests and comparisons.
 
     Returns:

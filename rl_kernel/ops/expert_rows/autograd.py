@@ -1,4 +1,5 @@
-"""`expert_dispatch` and `expert_combine` by their Triton kernels. The gradient of one is the forward of the other."""
+"""Runs `expert_dispatch` and `expert_combine` by their Triton kernels. The
+gradient of either operator is the other operator's forward."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class _Total(Context):
 
 
 class Dispatch(Function):
-    """Saves the rows only."""
+    """Autograd function of `expert_dispatch`. It saves the rows only."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, weights: Tensor, rows: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -32,7 +33,7 @@ class Dispatch(Function):
 
 
 class Combine(Function):
-    """Saves the rows only."""
+    """Autograd function of `expert_combine`. It saves the rows only."""
 
     @staticmethod
     def forward(ctx: _Total, y: Tensor, rows: Tensor) -> Tensor:

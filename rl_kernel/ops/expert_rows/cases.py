@@ -1,5 +1,5 @@
-"""Named shapes of `expert_dispatch` and `expert_combine`, their inputs and the float64 formulas, shared by tests and
-benchmarks."""
+"""Named shapes of `expert_dispatch` and `expert_combine`, their inputs and the float64 formulas. Tests and benchmarks
+share them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rl_kernel.ops.expert_rows.reference import expert_rows
 
 @dataclass(frozen=True)
 class ExpertRowsCase:
-    """`tokens` tokens with `topk` of `experts` experts each, of which `first` to `first + here - 1` are here."""
+    """A shape: `tokens` tokens with `topk` of `experts` experts each. This rank has the experts `first` to `first +
+    here - 1`."""
 
     name: str
     tokens: int
@@ -24,20 +25,20 @@ class ExpertRowsCase:
     here: int | None = None
 
     def ids(self, device: str = "cpu", seed: int = 0) -> Tensor:
-        """[T, K], different experts for each token."""
+        """Returns expert ids [T, K]. The experts of a token differ."""
         generator = torch.Generator(device).manual_seed(seed)
         scores = torch.rand(self.tokens, self.experts, generator=generator, device=device)
         return scores.topk(self.topk, dim=1).indices
 
     def rows(self, device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor]:
-        """`expert_rows` of the case: rows [T, K] and counts."""
+        """Returns `expert_rows` of the case: rows [T, K] and counts."""
         here = self.experts if self.here is None else self.here
         return expert_rows(self.ids(device, seed), self.first, here)
 
     def inputs(
         self, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """x [T, H] of `dtype` and weights [T, K] in float32, whose sum is 1."""
+        """Returns x [T, H] of `dtype`, and weights [T, K] in float32 whose sum per token is 1."""
         generator = torch.Generator(device).manual_seed(seed + 1)
         x = torch.randn(self.tokens, self.width, generator=generator, device=device).to(dtype)
         scores = torch.randn(self.tokens, self.topk, generator=generator, device=device)
@@ -53,7 +54,7 @@ CASES = (
     ExpertRowsCase("few_of_the_experts", 9, 16, 64, 2, first=5, here=2),
     ExpertRowsCase("blocks_and_a_rest", 3, 2500, 6, 4),
 )
-"""Small enough for Triton's interpreter; the kernels' blocks hold 2048 columns."""
+"""Cases that are small enough for Triton's interpreter. The kernels' blocks hold 2048 columns."""
 
 LARGE = (
     ExpertRowsCase("qwen3_30b_a3b", 69632, 2048, 128, 8, first=32, here=32),
@@ -62,16 +63,16 @@ LARGE = (
 
 
 def dispatch_formula(x: Tensor, weights: Tensor, rows: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """The definition in float64, by a matrix of zeros and ones."""
+    """Computes the definition of `expert_dispatch` in float64, by a matrix of zeros and ones."""
     chosen = _chosen(rows, total)
     return chosen.sum(2) @ x.double(), (chosen * weights.double()).sum((1, 2))
 
 
 def combine_formula(y: Tensor, rows: Tensor) -> Tensor:
-    """The definition in float64, by a matrix of zeros and ones."""
+    """Computes the definition of `expert_combine` in float64, by a matrix of zeros and ones."""
     return _chosen(rows, len(y)).sum(2).T @ y.double()
 
 
 def _chosen(rows: Tensor, total: int) -> Tensor:
-    """[C, T, K]: 1 where the row is that of the pair."""
+    """Returns [C, T, K]: 1 where the row belongs to the (token, k) pair."""
     return (torch.arange(total, device=rows.device)[:, None, None] == rows[None]).double()

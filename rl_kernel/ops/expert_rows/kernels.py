@@ -1,7 +1,8 @@
-"""`expert_dispatch` and `expert_combine` in Triton: one kernel spreads tokens to rows, the other sums rows of a token.
+"""`expert_dispatch` and `expert_combine` in Triton: one kernel copies tokens to rows, the other sums the rows of a
+token.
 
-Each program has a block of columns of one token. A kernel reads or writes each row once, so that no atomic addition is
-needed. Legend: T tokens, K experts of a token, C rows, H columns.
+Each program handles a block of a token's columns. A kernel reads or writes each row once, so that no atomic addition
+is needed. Legend: T tokens, K experts of a token, C rows, H columns.
 """
 
 import torch
@@ -14,7 +15,7 @@ BLOCK, WARPS = 2048, 4
 
 @triton.jit(do_not_specialize=["W", "ROWS"])
 def spread_kernel(X, W, ROWS, OUT, OUT_W, x_stride, H, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Write a block of a token's columns to each of its rows, and the weight of each row."""
+    """Writes a block of a token's columns to the token's rows, and each row's weight."""
     token = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < H
@@ -30,7 +31,7 @@ def spread_kernel(X, W, ROWS, OUT, OUT_W, x_stride, H, K: tl.constexpr, BLOCK: t
 
 @triton.jit(do_not_specialize=["W", "ROWS"])
 def gather_sum_kernel(Y, W, ROWS, OUT, OUT_W, y_stride, H, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum a block of columns over the rows of a token in float32, and read the weight of each row."""
+    """Sums a block of columns over the rows of a token in float32, and reads each row's weight."""
     token = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < H
@@ -47,7 +48,7 @@ def gather_sum_kernel(Y, W, ROWS, OUT, OUT_W, y_stride, H, K: tl.constexpr, BLOC
 
 
 def spread(x: Tensor, weights: Tensor | None, rows: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """x [T, H], weights [T, K], rows [T, K] -> [total, H] and [total] (empty without weights)."""
+    """Copies x [T, H], weights [T, K], rows [T, K] -> [total, H] and [total] (empty without weights)."""
     x, rows = _rows(x), rows.contiguous()
     out = x.new_empty(total, x.shape[1])
     row_weights = x.new_empty(0) if weights is None else weights.new_empty(total)
@@ -57,7 +58,7 @@ def spread(x: Tensor, weights: Tensor | None, rows: Tensor, total: int) -> tuple
 
 
 def gather_sum(y: Tensor, row_weights: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """y [C, H], row_weights [C], rows [T, K] -> [T, H] and [T, K] (empty without weights)."""
+    """Sums y [C, H], row_weights [C], rows [T, K] -> [T, H] and [T, K] (empty without weights)."""
     y, rows = _rows(y), rows.contiguous()
     out = y.new_empty(rows.shape[0], y.shape[1])
     weights = y.new_empty(0) if row_weights is None else row_weights.new_empty(rows.shape)
@@ -71,7 +72,7 @@ def _launch(
 ) -> None:
     tokens, topk = rows.shape
     width = source.shape[1]
-    # Without columns the weights still move: one block with no column inside.
+    # Without columns the weights are still copied: one block with no column inside.
     blocks = max(triton.cdiv(width, BLOCK), 1)
     if tokens == 0 or (width == 0 and w is None):
         return
@@ -82,5 +83,5 @@ def _launch(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """`x` itself if the elements of a row are contiguous, otherwise a copy."""
+    """Returns `x` if the elements of a row are contiguous, otherwise a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

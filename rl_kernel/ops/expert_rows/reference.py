@@ -8,18 +8,18 @@ from torch import Tensor
 
 @torch.no_grad()
 def expert_rows(ids: Tensor, first: int, count: int, *, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """The row of each (token, expert) pair if the pairs of the experts `first` to `first + count - 1` are sorted by
-    expert, then by token.
+    """Returns the row of each (token, expert) pair if the pairs of this rank's experts are sorted by expert, then by
+    token.
 
     Args:
-        ids: [T, K] integers, the experts of each token. The experts of a token differ, except that ids outside of the
+        ids: [T, K] integers, each token's experts. The experts of a token differ, except that ids outside of the
             range may repeat.
-        first, count: the experts that are here.
-        descending: the highest expert has the first rows.
+        first, count: this rank has the experts `first` to `first + count - 1`.
+        descending: gives the first rows to the highest expert.
 
     Returns:
-        `rows`, int32 [T, K]: the row of each pair, -1 where the expert is not here. `counts`, int32 [count]: the number
-        of rows of each expert, in the order of the rows.
+        `rows`, int32 [T, K]: each pair's row, -1 for an expert on another rank. `counts`, int32 [count]: the
+        number of rows per expert, in the order of the rows.
 
     The host does not wait for the device. Memory: 8 bytes for each token and expert.
     """
@@ -39,7 +39,8 @@ def expert_rows(ids: Tensor, first: int, count: int, *, descending: bool = False
 
 
 def dispatch_reference(x: Tensor, weights: Tensor, rows: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """x [T, H], weights [T, K], rows [T, K] -> [total, H] and [total]. The gradient of x is summed in float32."""
+    """Computes x [T, H], weights [T, K], rows [T, K] -> [total, H] and [total]. The gradient of x is summed in
+    float32."""
     token, k = (rows >= 0).nonzero(as_tuple=True)
     target = rows[token, k].long()
     out = _wide(x).new_zeros(total, x.shape[1]).index_put((target,), _wide(x)[token])
@@ -47,7 +48,7 @@ def dispatch_reference(x: Tensor, weights: Tensor, rows: Tensor, total: int) -> 
 
 
 def combine_reference(y: Tensor, rows: Tensor) -> Tensor:
-    """y [C, H], rows [T, K] -> [T, H]."""
+    """Computes the sums y [C, H], rows [T, K] -> [T, H]."""
     padded = torch.cat((_wide(y), _wide(y).new_zeros(1, y.shape[1])))  # row -1 is zero
     out = padded.new_zeros(len(rows), y.shape[1])
     for of_k in rows.long().unbind(1):
@@ -56,5 +57,5 @@ def combine_reference(y: Tensor, rows: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32, or float64 as it is."""
+    """Converts x to float32; float64 stays as it is."""
     return x if x.dtype == torch.float64 else x.float()

@@ -21,19 +21,19 @@ def group_advantage(
     rollout_ids: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """Per group g: `(rewards[g] - rewards[g].mean()) / (rewards[g].std(correction=1) + eps)`.
+    """Computes, per group g, `(rewards[g] - rewards[g].mean()) / (rewards[g].std(correction=1) + eps)`.
 
     Args:
         rewards: [S] float, finite; a constant.
-        group_ids: [S] int64 or int32. Samples with equal ids form a group, wherever they are in the batch.
-        normalize_std: False leaves out the division (Dr. GRPO).
+        group_ids: [S] int64 or int32. Samples with equal ids form a group, at any positions in the batch.
+        normalize_std: False omits the division (Dr. GRPO).
         eps: > 0; added to the standard deviation.
-        rollout_ids: [S]. Samples with equal ids are siblings, parts of one rollout that was split. Each rollout then
+        rollout_ids: [S]. Samples with equal ids are siblings, parts of a rollout that was split. Each rollout then
             counts once in mean and std, with the mean reward of its siblings.
         impl: names the implementation, "reference" or "triton", for tests and comparisons.
 
     Returns:
-        [S] float32. A group of one rollout is not divided, because its deviation is unknown. One sample alone gets 0.
+        [S] float32. A group of one rollout is not divided, because its deviation is unknown. A single sample gets 0.
 
     Raises:
         ValueError: wrong shape, dtype or device, a reward that is not finite, siblings in two groups. On a device,
@@ -41,7 +41,7 @@ def group_advantage(
             wrong, and siblings in two groups make all of their groups NaN.
         Refused: the mode or `impl` demands the fast implementation and it cannot run.
 
-    Sums are in float64, in an order that depends on the batch alone: deterministic on every device, and equal rewards
+    Sums are in float64, in an order that depends only on the batch: deterministic on every device, and equal rewards
     give exactly 0. On a device every sample is compared with all others, S**2 comparisons: meant for a few thousand
     samples.
     Source: GRPO (Shao et al. 2024).
@@ -56,7 +56,7 @@ def group_advantage(
     record(choice, rewards.numel())
     if reads_values(rewards):
         _check_finite(rewards)
-    # The reference waits for the device anyway, and it cannot compute siblings in two groups.
+    # The reference waits for the device anyway, and it cannot handle siblings in two groups.
     if rollout_ids is not None and (choice.implementation == "reference" or reads_values(rewards)):
         check_siblings(group_ids, rollout_ids)
     with timed("group_advantage", rewards.device):

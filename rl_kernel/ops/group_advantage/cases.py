@@ -1,4 +1,4 @@
-"""Named shapes of `group_advantage`, their inputs and the float64 formula, shared by tests and benchmarks."""
+"""Named shapes of `group_advantage`, their inputs and the float64 formula. Tests and benchmarks share them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GroupAdvantageCase:
-    """S samples of `groups` groups in random order, with about two samples per rollout."""
+    """A shape: S samples of `groups` groups in random order, with about two samples per rollout."""
 
     name: str
     samples: int
@@ -19,7 +19,7 @@ class GroupAdvantageCase:
     def inputs(
         self, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """rewards [S] of `dtype`, group_ids and rollout_ids [S] int64."""
+        """Returns rewards [S] of `dtype`, group_ids and rollout_ids [S] int64."""
         generator = torch.Generator().manual_seed(seed)
         rewards = torch.randn(self.samples, generator=generator)
         rollouts = torch.randint(0, max(self.samples // 2, 1), (self.samples,), generator=generator)
@@ -32,16 +32,16 @@ CASES = (
     GroupAdvantageCase("one_group", 9, 1),
     GroupAdvantageCase("ragged", 43, 5),
 )
-"""Small enough for Triton's interpreter."""
+"""Cases that are small enough for Triton's interpreter."""
 
 LARGE = (GroupAdvantageCase("many", 2000, 250), GroupAdvantageCase("several_blocks", 4099, 37))
-"""The kernels' blocks hold 1024 samples."""
+"""Cases with more samples. The kernels' blocks hold 1024 samples."""
 
 
 def formula(
     rewards: Tensor, group_ids: Tensor, rollout_ids: Tensor | None, *, normalize_std: bool = True
 ) -> Tensor:
-    """Group by group in float64; on the host."""
+    """Computes the definition group by group in float64, on the host."""
     rewards, group_ids = rewards.double().cpu(), group_ids.cpu()
     rollouts = torch.arange(len(rewards)) if rollout_ids is None else rollout_ids.cpu()
     out = torch.empty_like(rewards)

@@ -1,7 +1,7 @@
-"""`group_advantage` in Triton, for tensors on a device: one program per sample, which reads all S samples.
+"""`group_advantage` in Triton, for tensors on a device. One program per sample reads all S samples.
 
-For a few thousand samples, S**2 comparisons take less time than sorting. They need no shape that depends on data, and
-the order of each sum depends on the positions in the batch alone.
+For a few thousand samples, S**2 comparisons take less time than sorting. The comparisons need no shape that depends on
+data, and each sum's order depends only on the positions in the batch.
 """
 
 import torch
@@ -16,8 +16,8 @@ BLOCK, WARPS = 1024, 4
 
 @triton.jit(do_not_specialize=["S"])
 def sibling_kernel(REWARDS, GROUPS, ROLLOUTS, VALUES, FIRST, S, BLOCK: tl.constexpr):
-    """VALUES [S]: the mean reward of the sample's rollout, NaN if the rollout has samples in two groups. FIRST [S]:
-    whether the sample is the first of its rollout in its group."""
+    """Writes VALUES [S], the mean reward of the sample's rollout, and FIRST [S], whether the sample is the first of its
+    rollout in its group. The value is NaN if the rollout has samples in two groups."""
     sample = tl.program_id(0)
     rollout = tl.load(ROLLOUTS + sample)
     group = tl.load(GROUPS + sample)
@@ -42,7 +42,7 @@ def sibling_kernel(REWARDS, GROUPS, ROLLOUTS, VALUES, FIRST, S, BLOCK: tl.conste
 
 @triton.jit
 def _members(VALUES, FIRST, GROUPS, group, other, S, ROLLOUTS: tl.constexpr):
-    """Values of samples `other` and which of them count in `group`."""
+    """Returns the values of the samples `other`, and whether each sample counts in `group`."""
     member = (tl.load(GROUPS + other, mask=other < S, other=0) == group) & (other < S)
     if ROLLOUTS:
         member = member & (tl.load(FIRST + other, mask=other < S, other=0) != 0)
@@ -62,7 +62,7 @@ def advantage_kernel(
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """OUT [S] float32: reward minus the mean of the group, divided by deviation + eps if SCALE."""
+    """Writes OUT [S] float32: reward minus the mean of the group, divided by deviation + eps if SCALE."""
     sample = tl.program_id(0)
     group = tl.load(GROUPS + sample)
     lane = tl.arange(0, BLOCK)
@@ -89,7 +89,7 @@ def advantage_kernel(
 def group_advantage_triton(
     rewards: Tensor, group_ids: Tensor, rollout_ids: Tensor | None, normalize_std: bool, eps: float
 ) -> Tensor:
-    """rewards [S] float, group_ids and rollout_ids [S] integer, S > 0 -> [S] float32."""
+    """Computes rewards [S] float, group_ids and rollout_ids [S] integer, S > 0 -> [S] float32."""
     samples = rewards.numel()
     rewards, group_ids = flat(rewards), flat(group_ids)
     values, first = rewards, group_ids

@@ -1,7 +1,7 @@
 """`group_advantage` in plain PyTorch: the definition of correct.
 
-Sums are in float64, over the entries of a group in the order of the batch, on every device. A padded matrix with one
-row per group is summed along its rows; with scattered additions, the order on a GPU would not be fixed.
+Sums are in float64, over the entries of a group in batch order, on every device. The code sums a padded matrix with one
+row per group along its rows. Scattered additions would have no fixed order on a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rl_kernel.checks import invalid
 def group_advantage_reference(
     rewards: Tensor, group_ids: Tensor, rollout_ids: Tensor | None, normalize_std: bool, eps: float
 ) -> Tensor:
-    """rewards [S] float, group_ids and rollout_ids [S] integer (after `check_siblings`) -> [S] float32."""
+    """Computes rewards [S] float, group_ids and rollout_ids [S] integer (after `check_siblings`) -> [S] float32."""
     rewards = rewards.double()
     group_names, group = torch.unique(group_ids, return_inverse=True)
     values, owner = rewards, group
@@ -34,7 +34,7 @@ def group_advantage_reference(
 
 
 def check_siblings(group_ids: Tensor, rollout_ids: Tensor) -> None:
-    """ValueError if two samples of one rollout are in two groups. Copies the ids to the host."""
+    """Raises ValueError if two samples of the same rollout are in two groups. Copies the ids to the host."""
     pairs = torch.unique(torch.stack([rollout_ids.long(), group_ids.long()]), dim=1)
     again = (pairs[0, 1:] == pairs[0, :-1]).nonzero()
     if len(again):
@@ -46,7 +46,7 @@ def check_siblings(group_ids: Tensor, rollout_ids: Tensor) -> None:
 
 
 def _merge_siblings(rewards: Tensor, group: Tensor, rollout_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """One value per rollout (the mean reward of its samples), and the group of each rollout."""
+    """Returns one value per rollout (the mean reward of its samples), and the group of each rollout."""
     names, rollout = torch.unique(rollout_ids, return_inverse=True)
     table, counted = _rows_by(rewards, rollout, len(names))
     groups, _ = _rows_by(group, rollout, len(names))
@@ -54,8 +54,8 @@ def _merge_siblings(rewards: Tensor, group: Tensor, rollout_ids: Tensor) -> tupl
 
 
 def _rows_by(values: Tensor, owner: Tensor, owners: int) -> tuple[Tensor, Tensor]:
-    """A matrix [owners, most] with one row per owner: its values in batch order, then zeros. And which entries are
-    values."""
+    """Returns a matrix [owners, most] with one row per owner, and its bool mask of values. A row holds the owner's
+    values in batch order, then zeros."""
     order = torch.argsort(owner, stable=True)
     sizes = torch.bincount(owner, minlength=owners)
     first = torch.cumsum(sizes, 0) - sizes

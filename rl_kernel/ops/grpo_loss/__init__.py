@@ -43,9 +43,9 @@ def grpo_loss(
     entropy_coef: float = 0.0,
     impl: str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum of (loss of a token / its denominator) over the counted tokens, and metrics per token.
+    """Computes the sum of (loss of a token / its denominator) over the counted tokens, and metrics per token.
 
-    `r = (log_probs - old_log_probs).exp()`; with A = advantages
+    With `r = (log_probs - old_log_probs).exp()` and A = advantages,
     `pg = torch.maximum(-r * A, -r.clamp(1 - eps_clip, 1 + eps_clip_high) * A)`; where A < 0 and `eps_clip_c`
     is given `torch.minimum(pg, -eps_clip_c * A)`;
     `loss = ((pg * tis_weights + kl_coef * kl - entropy_coef * entropy) / denominators)[mask != 0].sum()`.
@@ -74,8 +74,8 @@ def grpo_loss(
             other modes, a counted token with a denominator <= 0 makes the loss and its own gradient NaN.
         Refused: the mode or `impl` demands the fast implementation and it cannot run.
 
-    Deterministic. Sources: PPO (Schulman et al. 2017), GRPO (Shao et al. 2024), clip-higher (DAPO, Yu et al.
-    2025), dual clip (Ye et al. 2020), truncated importance sampling (Yao et al. 2025).
+    Deterministic. Sources: PPO (Schulman et al. 2017), GRPO (Shao et al. 2024), clip-higher (DAPO, Yu et al. 2025),
+    dual clip (Ye et al. 2020), truncated importance sampling (Yao et al. 2025).
     """
     high = eps_clip if eps_clip_high is None else eps_clip_high
     terms = LossTerms(eps_clip, high, eps_clip_c, kl_coef, kl_type, unbiased_kl, entropy_coef)
@@ -149,8 +149,8 @@ def _check_denominators(denominators: Tensor | float, shape: torch.Size, device:
 
 
 def _as_tensor(denominators: Tensor | float, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Denominators for the reference. One that was not checked and is not positive becomes NaN, or 1 for a token that
-    is not counted."""
+    """Returns denominators for the reference. A denominator that was not checked and is not positive becomes NaN, or 1
+    for a token that is not counted."""
     if not isinstance(denominators, Tensor):
         return torch.full((), denominators, dtype=dtype, device=mask.device)
     instead = torch.where(mask, torch.full((), float("nan"), dtype=dtype, device=mask.device), 1.0)

@@ -1,4 +1,4 @@
-"""`grpo_loss` by its Triton kernels, with its gradient."""
+"""Runs `grpo_loss` by its Triton kernels, with its gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from rl_kernel.telemetry import timed
 
 
 class GrpoContext(Context, Protocol):
-    """denominator: of all tokens, or None where each has its own. dtypes: of log_probs and entropy."""
+    """Record of a call. denominator: one number for all tokens, or None if each token has its own. dtypes: those of
+    log_probs and entropy."""
 
     denominator: float | None
     entropy_coef: float
@@ -25,7 +26,8 @@ class GrpoContext(Context, Protocol):
 
 
 class GrpoLoss(Function):
-    """The forward computes the derivative of the loss in log_probs, [N] float32, and saves it for the backward."""
+    """Autograd function of `grpo_loss`. The forward computes the derivative of the loss in log_probs, [N] float32, and
+    saves it for the backward."""
 
     @staticmethod
     def forward(
@@ -63,7 +65,7 @@ class GrpoLoss(Function):
 
 
 def grpo_loss_triton(terms: LossTerms, columns: Columns) -> tuple[Tensor, dict[str, Tensor]]:
-    """(loss, metrics) as `grpo_loss` returns them."""
+    """Returns (loss, metrics) as `grpo_loss` does."""
     entropy = columns.entropy if terms.entropy_coef != 0 else None
     with_slope = torch.is_grad_enabled() and columns.log_probs.requires_grad
     loss, *metrics = GrpoLoss.apply(columns.log_probs, entropy, terms, columns, with_slope)

@@ -1,4 +1,4 @@
-"""Named shapes and options of `grpo_loss`, their inputs and the float64 formula, shared by tests and benchmarks."""
+"""Named shapes and options of `grpo_loss`, their inputs and the float64 formula. Tests and benchmarks share them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from rl_kernel.ops.ratio_kl.cases import formula as ratio_kl_formula
 
 CLIP_BOUNDS = (0.8, 0.9, 1.2, 1.3)
-"""The clip bounds in OPTIONS below."""
+"""The clip bounds that OPTIONS use."""
 
 
 @dataclass(frozen=True)
 class GrpoLossCase:
-    """N tokens of three samples. A fifth of them is masked out and holds NaN.
+    """A shape: N tokens of three samples. A fifth of the tokens is masked out and holds NaN.
 
-    Tokens whose ratio equals a clip bound in float32 are masked out too: in float64 they may lie on either side.
+    Tokens whose ratio equals a clip bound in float32 are masked out too: in float64 they may be on either side.
     """
 
     name: str
@@ -27,7 +27,7 @@ class GrpoLossCase:
     def inputs(
         self, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
     ) -> dict[str, Tensor]:
-        """Every column of `grpo_loss`, [N]; a bool mask, and its sum over each sample as denominators."""
+        """Returns every column of `grpo_loss`, [N], with a bool mask and each sample's mask sum as denominators."""
         generator = torch.Generator().manual_seed(seed)
         new = -3 * torch.rand(self.tokens, generator=generator)
         near, far, gain, spread = torch.randn(4, self.tokens, generator=generator)
@@ -57,7 +57,8 @@ CASES = (
     GrpoLossCase("one_full_program", 4096),
     GrpoLossCase("several_programs", 5000),
 )
-"""Small enough for Triton's interpreter; one program takes 4096 tokens, several take 1024 each."""
+"""Cases that are small enough for Triton's interpreter. A single program takes up to 4096 tokens; several programs take
+1024 each."""
 
 LARGE = (GrpoLossCase("many_programs", 2**20), GrpoLossCase("many_programs_ragged", 2**20 + 13))
 
@@ -93,7 +94,7 @@ def formula(
     unbiased_kl: bool = False,
     entropy_coef: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The objective and its metrics token by token in float64, from all columns of `GrpoLossCase.inputs`."""
+    """Computes the objective and its metrics token by token in float64, from all columns of `GrpoLossCase.inputs`."""
     mask = c["mask"] != 0
     d = {name: torch.where(mask, value.double(), 0) for name, value in c.items()}
     high = eps_clip if eps_clip_high is None else eps_clip_high

@@ -1,7 +1,8 @@
 """`grpo_loss` in Triton: one pass over the inputs computes metrics, partial sums of the loss, and its derivative.
 
-One program computes up to 4096 tokens and writes the loss itself. With more tokens, each program writes a partial sum
-in float64, and a second kernel adds them in a fixed order. The backward multiplies the saved derivative.
+A single program computes up to 4096 tokens and writes the loss directly. With more tokens, each program writes a
+partial sum in float64, and a second kernel adds the partial sums in a fixed order. The backward multiplies the saved
+derivative.
 """
 
 import torch
@@ -19,7 +20,7 @@ BLOCK, WARPS = 1024, 4
 
 @triton.jit
 def _policy_loss(ratio, ratio_slope, advantage, low, high, ceiling, DUAL: tl.constexpr):
-    """Loss of each token, its derivative in log_probs, and which tokens are clipped."""
+    """Returns each token's loss, its derivative in log_probs, and whether the token is clipped."""
     unclipped = -ratio * advantage
     held = tl.where(ratio < low, low, tl.where(ratio > high, high, ratio))
     bounded = -held * advantage
@@ -35,7 +36,7 @@ def _policy_loss(ratio, ratio_slope, advantage, low, high, ceiling, DUAL: tl.con
 
 @triton.jit
 def _weight(DENOMINATORS, denominator, lane, left, PER_TOKEN: tl.constexpr, FULL: tl.constexpr):
-    """1 / denominator. NaN if the denominator is not positive, so that the mistake shows in the loss."""
+    """Returns 1 / denominator, or NaN if the denominator is not positive, so that the mistake shows in the loss."""
     if PER_TOKEN:
         divisor = load(DENOMINATORS, lane, left, FULL).to(tl.float32)
         weight = tl.where(divisor > 0, 1.0 / divisor, float("nan"))
@@ -146,7 +147,7 @@ def forward_kernel(
     UNBIASED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Metrics [N], derivative [N], and one partial sum of the loss per program."""
+    """Writes metrics [N], derivative [N], and one partial sum of the loss per program."""
     program = tl.program_id(0)
     at = program.to(tl.int64) * BLOCK
     # fmt: off
@@ -208,7 +209,7 @@ def backward_kernel(
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """d_log_probs [N] and d_entropy [N] from the derivative of the loss and the gradient of the scalar."""
+    """Writes d_log_probs [N] and d_entropy [N] from the derivative of the loss and the gradient of the scalar."""
     at = tl.program_id(0).to(tl.int64) * BLOCK
     # fmt: off
     if at + BLOCK <= N:
@@ -221,7 +222,7 @@ def backward_kernel(
 
 
 def metric_names(c: Columns) -> tuple[str, ...]:
-    """The metrics of a call, in the order of the outputs."""
+    """Returns the names of a call's metrics, in the order of the outputs."""
     names = ("pg_loss", "pg_clipfrac", "ppo_kl", "ratio")
     return names if c.ref_log_probs is None else (*names, "kl_loss")
 
@@ -229,7 +230,8 @@ def metric_names(c: Columns) -> tuple[str, ...]:
 def forward(
     terms: LossTerms, c: Columns, *, with_slope: bool
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """(loss scalar, metrics, derivative of the loss in log_probs [N] if `with_slope`), float32, from flat columns."""
+    """Returns (loss scalar, metrics, derivative of the loss in log_probs [N] if `with_slope`), float32, from flat
+    columns."""
     tokens = c.log_probs.numel()
     metrics = {name: torch.empty_like(c.log_probs, dtype=torch.float32) for name in metric_names(c)}
     slope = torch.empty_like(metrics["ratio"]) if with_slope else None
@@ -291,7 +293,7 @@ def backward(
     d_log_probs: Tensor | None,
     d_entropy: Tensor | None,
 ) -> None:
-    """Write the gradients that are given, [N] each. `upstream` is the gradient of the scalar loss."""
+    """Writes those gradients whose tensors are not None, [N] each. `upstream` is the gradient of the scalar loss."""
     per_token = isinstance(denominators, Tensor)
     if tokens := mask.numel():
         with torch.cuda.device_of(mask):

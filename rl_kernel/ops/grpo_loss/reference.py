@@ -1,4 +1,4 @@
-"""`grpo_loss` in plain PyTorch: the definition of correct. Autograd gives its gradient."""
+"""`grpo_loss` in plain PyTorch: the definition of correct. Autograd computes its gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_kernel.ops.ratio_kl.reference import ratio_kl_reference
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Coefficients of the objective. `eps_clip_high` has its default filled in."""
+    """Coefficients of the objective. `eps_clip_high` already has its default."""
 
     eps_clip: float
     eps_clip_high: float
@@ -26,7 +26,7 @@ class LossTerms:
 
 @dataclass(frozen=True)
 class Columns:
-    """Inputs [N] of one call; `denominators` is a number or [N]."""
+    """Inputs [N] of a call; `denominators` is a number or [N]."""
 
     log_probs: Tensor
     old_log_probs: Tensor
@@ -38,7 +38,7 @@ class Columns:
     entropy: Tensor | None
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> Columns:
-        """The columns with each tensor replaced by `change(name, tensor)`."""
+        """Returns the columns with each tensor replaced by `change(name, tensor)`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return Columns(
             **{name: change(name, v) if isinstance(v, Tensor) else v for name, v in values.items()}
@@ -46,7 +46,7 @@ class Columns:
 
 
 def grpo_loss_reference(terms: LossTerms, c: Columns) -> tuple[Tensor, dict[str, Tensor]]:
-    """(loss, metrics) from columns of one dtype, float32 or float64, and a bool mask."""
+    """Returns (loss, metrics) from columns of one dtype, float32 or float64, and a bool mask."""
     ratio, kl = ratio_kl_reference(
         c.log_probs, c.old_log_probs, c.ref_log_probs, c.mask, terms.kl_type, terms.unbiased_kl
     )
@@ -72,7 +72,7 @@ def grpo_loss_reference(terms: LossTerms, c: Columns) -> tuple[Tensor, dict[str,
 
 
 def _policy_loss(ratio: Tensor, advantages: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:
-    """Loss of each token, and which tokens are clipped. Equal branches count as not clipped."""
+    """Returns each token's loss, and whether the token is clipped. Equal branches count as not clipped."""
     unclipped = -ratio * advantages
     bounded = -ratio.clamp(1 - terms.eps_clip, 1 + terms.eps_clip_high) * advantages
     clipped = bounded > unclipped

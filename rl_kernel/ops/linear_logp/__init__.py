@@ -1,17 +1,17 @@
-"""`linear_logp`: log-probabilities and entropy straight from hidden states, without `[N, V]` logits.
+"""`linear_logp`: log-probabilities and entropy directly from hidden states, without `[N, V]` logits.
 
-These facts hold for `linear_logp` and for `linear_token_loss`, which takes the same layer:
+These facts are valid for `linear_logp` and for `linear_token_loss`, which takes the same layer:
 
 - The operators do not wait for the device, except in the first call with a new `tp_group` layout.
 - On a device, values are read in strict mode only. In the other modes, a target outside the vocabulary or a temperature
   that is not positive makes the log-prob NaN.
-- Under `tp_group`, the forward makes one all-gather of [3 to 7, N] (the bfloat16 form also one all-reduce of [N]), and
+- Under `tp_group`, the forward runs one all-gather of [3 to 7, N] (the bfloat16 form also one all-reduce of [N]), and
   the backward one all-reduce of [N, H].
 - The same inputs give the same bits on one kind of device.
 - A gradient has its input's dtype and is summed in float32. The gradient of `hidden` is already summed over `tp_group`:
   callers must not reduce it again.
-- The log-probs of `ids` are over the whole vocabulary. Ids of a token differ, and -1 stands for none: its log-prob is
-  -inf, without a gradient.
+- The log-probs of `ids` are over the whole vocabulary. Ids of a token differ. The id -1 marks a missing id, whose
+  log-prob is -inf without a gradient.
 - float64 in `hidden` or `weight` makes the computation and the results float64. It is meant for derivative checks.
 """
 
@@ -52,32 +52,32 @@ def linear_logp(
     workspace_bytes: int = WORKSPACE_BYTES,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Log-probability of each target and, if asked, the entropy of the distribution and the log-probs of ids, in nats.
+    """Returns each target's log-probability and, if requested, the entropy and the log-probs of ids, in nats.
 
     `log_p = log_softmax(F.linear(hidden, weight, bias)[:, :vocab_size] / temperature[:, None], -1)`, with a soft cap
     `logit_scale * logit_cap * tanh(logits / logit_cap)` for the logits; `log_p.gather(1, targets[:, None])[:, 0]` and
-    `-(log_p.exp() * log_p).sum(-1)`, in float32. The module's docstring has collectives, determinism and bad values.
+    `-(log_p.exp() * log_p).sum(-1)`, in float32. See the module's docstring for collectives, determinism, bad values.
 
     Args:
         hidden: [N, H] float32, bfloat16, float16 or float64; any strides; N may be 0.
         weight: [V_local, H], the output layer's rows of this process; tied to the embedding or not.
         targets: [N] int64 or int32 token ids of the whole vocabulary.
         temperature: number or [N], > 0; a constant.
-        tp_group: its ranks' shards partition the vocabulary. All else, and the upstream gradient, is equal on them.
+        tp_group: its ranks' shards partition the vocabulary. All other arguments and upstream gradients are equal.
         vocab_start: id of the first row of `weight`, and of `bias` [V_local].
-        vocab_size: ids from here on are padding, without probability or gradient; a whole shard may be padding.
-        keep_mask: the ids that sampling kept. The softmax of the log-prob is over these, that of the entropy over all.
+        vocab_size: ids from this number on are padding, without probability or gradient; also for a whole shard.
+        keep_mask: the ids that sampling kept. The log-prob's softmax is over these ids, the entropy's over all ids.
             Costs up to 64 bytes per id on top of the workspace.
-        ids: [N, K] int32 or int64, other ids whose log-probs are wanted (-1 for none); not together with `keep_mask`.
+        ids: [N, K] int32 or int64, other ids whose log-probs are returned (-1: missing); not with `keep_mask`.
         return_entropy: also return the entropy. The entropy costs a gradient only if a loss uses it.
         logits_dtype: "bfloat16" rounds the logits before the temperature, "float32" does not. None rounds to the
             dtype of `weight`, as vLLM does before it samples. Gradients pass through the rounding unchanged.
         logit_cap, logit_scale: the cap rounds each step to that dtype, the scale is not rounded; both > 0.
         workspace_bytes: limit of memory beyond inputs, results and gradients. Logits beyond it are computed twice.
-        impl: "triton" or "reference", whatever the mode; None lets the mode choose.
+        impl: "triton" or "reference" overrides the mode; None lets the mode choose.
 
     Returns:
-        log_probs [N] float32, then entropy [N] and the ids' log-probs [N, K], if asked for; equal on all ranks of
+        log_probs [N] float32, then entropy [N] and the ids' log-probs [N, K], if requested; equal on all ranks of
         `tp_group`. All are differentiable once in hidden, weight and bias.
 
     Raises:
@@ -113,11 +113,11 @@ def linear_top(
     workspace_bytes: int = WORKSPACE_BYTES,
     impl: str | None = None,
 ) -> tuple[Tensor, Top]:
-    """The log-probs of `linear_logp` [N], and the ids of the `count` largest log-probs of each token with these.
+    """Returns the log-probs of `linear_logp` [N], and each token's `count` largest log-probs with their ids.
 
-    `top = log_p.topk(count, 1)`, without a gradient; of equal log-probs the lowest ids, so that a split of the
-    vocabulary changes nothing. The arguments are those of `linear_logp`. `Top` says what it holds. Beside its
-    all-gather, one of [N, count] int64 under `tp_group`.
+    `top = log_p.topk(count, 1)`, without a gradient. Equal log-probs are ordered by the lowest id, so that a split of
+    the vocabulary changes nothing. The arguments are those of `linear_logp`. See `Top` for the result. Under
+    `tp_group`, the call runs a second all-gather of [N, count] int64.
 
     Raises:
         As `linear_logp`; ValueError: `count` below 1.

@@ -1,4 +1,4 @@
-"""What `linear_logp` and `linear_token_loss` share: the record of a call, and the checks of its arguments."""
+"""The record of a call of `linear_logp` or `linear_token_loss`, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ LOGITS_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Task:
-    """What one call computes from a layer (hidden, weight, bias). It holds everything that gets no gradient.
+    """The computation that one call requests from a layer (hidden, weight, bias). It holds all inputs without a
+    gradient.
 
     `targets` [N] integer token ids. `temperature`: a positive number, or [N]. `keep`: the ids that top-p or top-k
     sampling kept. `rounding`: the dtype that logits are rounded to, None for no rounding. `cap`: the soft cap of the
-    logits, None for none. `ids` [N, K]: other tokens whose log-probs are wanted. `top`: how many of the largest
-    log-probs are wanted, without gradient.
+    logits, or None. `ids` [N, K]: other tokens whose log-probs are returned. `top`: number of largest log-probs that
+    are returned, without gradient.
     """
 
     targets: Tensor
@@ -40,7 +41,7 @@ class Task:
     top: int = 0
 
     def rows(self, rows: slice) -> Task:
-        """The task of some of the tokens."""
+        """Returns the task of the tokens in `rows`."""
         return replace(
             self,
             targets=self.targets[rows],
@@ -68,9 +69,9 @@ def checked_task(
     logit_scale: float,
     ids: Tensor | None = None,
 ) -> Task:
-    """The task of a call, after all checks of its arguments. ValueError names the argument that is wrong.
+    """Returns the task of a call, after all checks of its arguments. A ValueError names the wrong argument.
 
-    The scale follows the cap, so that it becomes a part of the temperature.
+    The scale follows the cap, so that the scale becomes a part of the temperature.
     """
     check_tensor("hidden", hidden, ["N", "H"])
     tokens, width = hidden.shape
@@ -94,7 +95,7 @@ def checked_task(
 
 
 def logits_rounding(logits_dtype: str | None, weight: Tensor) -> torch.dtype | None:
-    """The dtype that logits are rounded to; None for no rounding."""
+    """Returns the dtype that logits are rounded to; None for no rounding."""
     if logits_dtype is None:
         return weight.dtype if weight.dtype in (torch.bfloat16, torch.float16) else None
     if logits_dtype not in LOGITS_DTYPES:
@@ -104,7 +105,7 @@ def logits_rounding(logits_dtype: str | None, weight: Tensor) -> torch.dtype | N
 
 
 def layer_refusal(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Why the kernels cannot take this layer; None if they can."""
+    """Returns the reason why the kernels cannot take this layer; None if they can."""
     if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
         return "hidden, weight and bias have different dtypes"
     return float64_refusal(hidden, weight, bias)

@@ -1,4 +1,4 @@
-"""`linear_logp` on a device: the choice of the head, and the autograd function."""
+"""Runs `linear_logp` on a device: the choice of the head, and the autograd function."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from rl_kernel.vocab import usable_temperature
 
 
 def make_head(problem: Problem) -> VocabularyHead:
-    """The fastest head that takes these inputs. Both heads keep the same contract."""
+    """Returns the fastest head that takes these inputs. Both heads keep the same contract."""
     return PlainHead(problem) if exp_head.refusal(problem) else ExpHead(problem)
 
 
 def record_head(operator: str, problem: Problem) -> None:
-    """Count in the telemetry which head runs a call, and why it is not the fastest."""
+    """Counts in the telemetry the head that runs a call, and the reason why it is not the fastest."""
     reason = exp_head.refusal(problem)
     record_variant(operator, "exponentials" if reason is None else f"logits: {reason}")
 
 
 def seen_by_autograd(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors, detached where gradients are off: an autograd function sees which inputs require a gradient, but not
-    whether gradients are on."""
+    """Returns the tensors, detached where gradients are off. An autograd function sees which inputs require a gradient,
+    but not whether gradients are on."""
     return [t if t is None or torch.is_grad_enabled() else t.detach() for t in tensors]
 
 
 def prepared(problem: Problem) -> Problem:
-    """The problem with rows that the kernels can read, and a temperature tensor in float32.
+    """Returns the problem with rows that the kernels can read, and a temperature tensor in float32.
 
-    Where the vocabulary is split, all processes must choose the same head, whatever the memory layout of one of them.
-    So rows that the fastest head cannot read in place are copied.
+    If the vocabulary is split, all processes must choose the same head, even if one process has another memory
+    layout. So rows that the fastest head cannot read in place are copied.
     """
     task = problem.task
     fits = exp_head.readable if task.shard.group is not None else lambda t: t.stride(1) == 1
@@ -59,7 +59,8 @@ def prepared(problem: Problem) -> Problem:
 
 
 class LinearContext(Context, Protocol):
-    """kept: the tile of the forward; the first backward takes it. extra: the names of the head's own row tensors."""
+    """Record of a call. kept: the tile of the forward, which the first backward takes. extra: the names of the row
+    tensors that only this head saves."""
 
     task: Task
     budget: Budget
@@ -68,7 +69,8 @@ class LinearContext(Context, Protocol):
 
 
 class LinearLogpOnDevice(torch.autograd.Function):
-    """Log-probs [N], entropy [N] and log-probs of the ids [N, K] (None unless asked for)."""
+    """Autograd function of `linear_logp`: log-probs [N], entropy [N] and log-probs of the ids [N, K]. The last two are
+    None unless requested."""
 
     @staticmethod
     def forward(
@@ -124,7 +126,7 @@ class LinearLogpOnDevice(torch.autograd.Function):
 
 
 def _log_probs_only(problem: Problem) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probs, entropy and log-probs of the ids, without gradients."""
+    """Returns log-probs, entropy and log-probs of the ids, without gradients."""
     found = [(rows.log_probs, rows.entropy, rows.of_ids) for rows in _forward_only(problem)]
     log_probs, entropy, of_ids = (joined(column) for column in zip(*found, strict=True))
     return log_probs, entropy, of_ids
@@ -133,7 +135,7 @@ def _log_probs_only(problem: Problem) -> tuple[Tensor, Tensor | None, Tensor | N
 def linear_top_on_device(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
 ) -> tuple[Tensor, Top]:
-    """Log-probs [N] of the targets, and the `task.top` largest of each token."""
+    """Returns the log-probs [N] of the targets, and the `task.top` largest log-probs per token."""
     problem = prepared(Problem(hidden, weight, bias, task))
     record_head("linear_top", problem)
     found = [(rows.log_probs, rows.lse, rows.extra["top_keys"]) for rows in _forward_only(problem)]
@@ -142,10 +144,10 @@ def linear_top_on_device(
 
 
 def _forward_only(problem: Problem) -> Iterator[Rows]:
-    """Without gradients: block by block of tokens if the workspace is too small for all of them.
+    """Yields statistics without gradients, block by block of tokens if the workspace is too small for all tokens.
 
-    Each block makes its own collectives. Where the processes' shards differ in size, their blocks might differ too, so
-    that all tokens must go at once.
+    Each block runs its own collectives. If the processes' shards differ in size, their blocks might differ too, so
+    that all tokens must be in one block.
     """
     task = problem.task
     tokens, columns = len(problem.hidden), len(problem.weight)
@@ -160,5 +162,5 @@ def _forward_only(problem: Problem) -> Iterator[Rows]:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """The blocks' tensors as one; None if the blocks are None."""
+    """Returns the blocks' tensors as one tensor; None if the blocks are None."""
     return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(list(parts))

@@ -19,14 +19,14 @@ from rl_kernel.kept import KeptTokens
 from rl_kernel.ops.logp import cases as logp_cases
 
 Results = dict[str, Tensor]
-"""log_probs, entropy, and d_<input> for each input with a gradient."""
+"""Results by name: log_probs, entropy, and d_<input> for each input with a gradient."""
 Operator = Callable[..., tuple[Tensor, Tensor]]
-"""(hidden=, weight=, bias=, targets=, ...) -> (log_probs, entropy)."""
+"""Maps (hidden=, weight=, bias=, targets=, ...) to (log_probs, entropy)."""
 
 
 @dataclass(frozen=True)
 class LinearCase:
-    """N tokens, H hidden, V columns of which those from `vocab_size` on are padding."""
+    """A shape: N tokens, H hidden, V columns. Columns from `vocab_size` on are padding."""
 
     name: str
     tokens: int
@@ -36,13 +36,13 @@ class LinearCase:
 
     @property
     def real(self) -> int:
-        """Columns that are not padding."""
+        """Returns the number of columns that are not padding."""
         return self.vocab if self.vocab_size is None else self.vocab_size
 
     def inputs(
         self, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [N, H] and weight [V, H] of `dtype`, logits of about unit variance; targets [N] int64."""
+        """Returns hidden [N, H] and weight [V, H] of `dtype`, with logits of about unit variance; targets [N] int64."""
         generator = torch.Generator(device).manual_seed(seed)
         hidden = torch.randn(self.tokens, self.hidden, generator=generator, device=device)
         weight = torch.randn(self.vocab, self.hidden, generator=generator, device=device) / self.hidden**0.5
@@ -50,7 +50,7 @@ class LinearCase:
         return hidden.to(dtype), weight.to(dtype), targets
 
     def kept(self, targets: Tensor, most: int = 7) -> KeptTokens:
-        """Kept ids, as `rl_kernel.ops.logp.cases.LogpCase.kept` makes them."""
+        """Returns kept ids, as `rl_kernel.ops.logp.cases.LogpCase.kept` makes them."""
         return logp_cases.LogpCase(self.name, self.tokens, self.vocab, self.vocab_size).kept(targets, most)
 
 
@@ -65,7 +65,7 @@ CASES = (
     LinearCase("recomputed_tiles", 1100, 16, 5000, vocab_size=4999),
     LinearCase("large_vocab", 3, 8, 151936),
 )
-"""For plain PyTorch on the host."""
+"""Cases for plain PyTorch on the host."""
 
 TINY = (
     LinearCase("no_tokens", 0, 8, 16),
@@ -75,14 +75,15 @@ TINY = (
     LinearCase("one_block", 7, 24, 100),
     LinearCase("blocks", 130, 72, 300, vocab_size=290),
 )
-"""Small enough for Triton's interpreter. The exponential head can take all but `odd_width`."""
+"""Cases that are small enough for Triton's interpreter. The exponential head can take all of these except
+`odd_width`."""
 
 LARGE = (
     LinearCase("qwen3_half", 796, 2048, 75968),
     LinearCase("qwen3", 1000, 1024, 151936, vocab_size=151669),
     LinearCase("odd_width", 301, 515, 50257),
 )
-"""For a GPU."""
+"""Cases for a GPU."""
 
 
 def formula(
@@ -97,7 +98,7 @@ def formula(
     logit_cap: float | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The definition in float64, with materialised logits: log-probs [N] and entropy [N]."""
+    """Computes the definition in float64, with materialised logits: log-probs [N] and entropy [N]."""
     logits = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
     return logp_cases.formula(logits, targets, temperature, vocab_size, keep_mask, logit_cap, logit_scale)
 
@@ -111,7 +112,7 @@ def plain(
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch in the dtype of the inputs: logits of that dtype, softmax in float32."""
+    """Computes plain PyTorch in the dtype of the inputs: logits of that dtype, softmax in float32."""
     logits = F.linear(hidden, weight, bias)[:, :vocab_size].float()
     if isinstance(temperature, Tensor):
         temperature = temperature[:, None]
@@ -121,7 +122,8 @@ def plain(
 
 @cache
 def upstream(tokens: int, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor]:
-    """Upstream gradients [N] of log-probs and entropy. Cached, so that a captured or measured call copies nothing."""
+    """Returns upstream gradients [N] of log-probs and entropy. They are cached, so that a captured or measured call
+    copies nothing."""
     g, h = torch.randn(2, tokens, generator=torch.Generator().manual_seed(7)).to(device)
     return g, h
 
@@ -129,8 +131,8 @@ def upstream(tokens: int, device: str | torch.device = "cpu") -> tuple[Tensor, T
 def evaluate(
     op: Operator, layer: Mapping[str, Tensor], targets: Tensor, uses: str = "both", **options: Any
 ) -> Results:
-    """Outputs of `op`, and its gradients in the tensors of `layer`. `uses`: which outputs have an upstream gradient
-    ("log_probs", "entropy" or "both"). The other output has none, not even zeros."""
+    """Returns the outputs of `op`, and its gradients in the tensors of `layer`. `uses` selects the outputs that have an
+    upstream gradient ("log_probs", "entropy" or "both"). The other output has no upstream gradient, not even zeros."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in layer.items()}
     log_probs, entropy = op(**leaves, targets=targets, **options)
     g, h = upstream(len(targets), targets.device)
@@ -141,7 +143,7 @@ def evaluate(
 
 
 def truth_of(layer: Mapping[str, Tensor], targets: Tensor, uses: str = "both", **options: Any) -> Results:
-    """Outputs and gradients of the formula in float64."""
+    """Returns outputs and gradients of the formula in float64."""
     wide = {name: tensor.double() for name, tensor in layer.items()}
     return evaluate(formula, wide, targets, uses, **options)
 
@@ -149,8 +151,8 @@ def truth_of(layer: Mapping[str, Tensor], targets: Tensor, uses: str = "both", *
 def contract_violations(
     actual: Results, truth: Results, dtype: torch.dtype, rounding: torch.dtype | None, allowance: float = 1.0
 ) -> list[str]:
-    """One line per result whose error exceeds the contract, for inputs of `dtype` and logits rounded to `rounding`.
-    `allowance` multiplies the permitted error."""
+    """Returns one line per result whose error exceeds the contract, for inputs of `dtype` and logits rounded to
+    `rounding`. `allowance` multiplies the permitted error."""
     contract = CONTRACTS["linear_logp"]
     names = [str(kind).removeprefix("torch.") for kind in (dtype, rounding or torch.float32)]
     found = []
@@ -165,17 +167,19 @@ def contract_violations(
 
 
 PLAIN_FACTOR = 1.5
-"""The error of a result may be this many times that of plain PyTorch in the same dtype: three roundings, not two."""
+"""Permitted error as a multiple of the error of plain PyTorch in the same dtype: three roundings instead of two."""
 PLAIN_SLACK = {torch.float32: 1e-6, torch.bfloat16: 2**-10, torch.float16: 2**-13}
-"""Plus this part of the size of the result: a quarter of a unit roundoff; in float32, 1e-6, for the exponentials."""
+"""Additional permitted error as a fraction of the result's size: a quarter of a unit roundoff; in float32, 1e-6, for
+the exponentials."""
 PLAIN_NATS = 1e-5
-"""Plus this much for log-probs and entropies: for an unlikely target, both are differences of larger numbers."""
+"""Additional permitted error in nats for log-probs and entropies. For an unlikely target, both are differences of
+larger numbers."""
 
 
 def acceptance_violations(
     samples: Iterable[tuple[Results, Results, Results]], dtype: torch.dtype
 ) -> list[str]:
-    """One line per result whose root-mean-square error exceeds the limit that plain PyTorch sets.
+    """Returns one line per result whose root-mean-square error exceeds the limit that plain PyTorch sets.
 
     `samples`: (actual, plain, truth). Small cases need several samples, because few numbers do not average a rounding.
     """

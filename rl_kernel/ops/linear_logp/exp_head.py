@@ -1,7 +1,7 @@
 """Tiles of exponentials: the head for bfloat16 on Hopper GPUs. The docstring of `kernels` explains the method.
 
-The head needs tensor maps (compute capability 9). `refusal` says why inputs need `PlainHead` instead. Without an
-entropy gradient, no kernel reads [N, V] values between the matrix products.
+The head needs tensor maps (compute capability 9). `refusal` returns the reason why inputs need `PlainHead` instead.
+Without an entropy gradient, no kernel reads [N, V] values between the matrix products.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rl_kernel.ops.linear_logp.plan import Budget, Costs
 from rl_kernel.ops.logp.kernels import merge
 
 ALIGNMENT = 8
-"""Elements: tensor maps need rows at multiples of 16 bytes."""
+"""Alignment in elements: tensor maps need rows at multiples of 16 bytes."""
 ROWS_PER_PROGRAM = 32
 ENTROPY_BLOCK, ENTROPY_HIDDEN_BLOCK = 2048, 256
 ROW_VECTORS = 64
@@ -31,7 +31,7 @@ ROW_VECTORS = 64
 
 
 def refusal(problem: Problem) -> str | None:
-    """Why these inputs need `PlainHead`; None if they do not."""
+    """Returns the reason why these inputs need `PlainHead`; None if they do not."""
     if problem.weight.dtype != torch.bfloat16:
         return "it is for bfloat16"
     if problem.task.rounding not in (None, torch.bfloat16):
@@ -49,16 +49,16 @@ def refusal(problem: Problem) -> str | None:
 
 
 def readable(rows: Tensor) -> bool:
-    """Whether the kernels need no copy of these rows. A width that is no multiple of ALIGNMENT needs none either: the
-    kernels never read such rows."""
+    """Returns whether the kernels can read these rows without a copy. This is also True for a width that is not a
+    multiple of ALIGNMENT, because the kernels never read such rows."""
     aligned = rows.stride(0) % ALIGNMENT == 0 and rows.data_ptr() % 16 == 0
     return rows.stride(1) == 1 and (aligned or rows.shape[1] % ALIGNMENT != 0)
 
 
 @dataclass(frozen=True)
 class TilePart:
-    """Consecutive columns of the product: its tensor maps, where the row sums of its blocks go, how many of the columns
-    are no padding, and whether the tile is stored."""
+    """Consecutive columns of the product: the tensor maps, the output for the row sums of its blocks, the number of
+    columns that are not padding, and whether the tile is stored."""
 
     maps: kernels.TensorMaps
     sums: Tensor
@@ -72,11 +72,11 @@ def _has_tensor_maps(device: torch.device) -> bool:
 
 
 class ExpHead(VocabularyHead):
-    """A tile holds exp(z - center), and for the backward its entry at the target is replaced. A factor per row turns it
-    into the gradient."""
+    """Head whose tile holds exp(z - center). For the backward, the entry at the target is replaced. A factor per row
+    turns the tile into the gradient."""
 
     def costs(self, with_entropy: bool) -> Costs:
-        # The forward holds block sums, the backward the float32 sum of d_hidden; never both at once.
+        # The forward holds block sums, the backward the float32 sum of d_hidden; they are never in memory together.
         blocks = -(-len(self.problem.weight) // kernels.BLOCK_COLUMNS) + 1
         return Costs(
             max(self.problem.hidden.shape[1], blocks * (1 + with_entropy)) * 4 + ROW_VECTORS, 2, scratch=False
@@ -194,7 +194,8 @@ class ExpHead(VocabularyHead):
         return rows
 
     def _parts(self, kept: int, tile: Tensor | None, sums: Tensor) -> Iterator[TilePart]:
-        """All columns in up to two parts: the kept columns store their tile, the others leave only their sums."""
+        """Yields all columns in up to two parts: the tile of the kept columns is stored; for the others only the sums
+        are stored."""
         problem = self.problem
         split = -(-kept // kernels.BLOCK_COLUMNS)
         for columns, out, part in (

@@ -1,9 +1,9 @@
 """The output layer on a device: row statistics and gradients of `hidden @ weight.T`, column tile by column tile.
 
-`VocabularyHead` owns what both of its classes share: which columns are kept for the backward, the sums of the three
-gradients, and the sums over a split vocabulary. `ExpHead` (exponentials straight from the product) and `PlainHead`
-(logits, then row kernels) compute one tile. `linear_logp` and `linear_token_loss` call them. Nothing here reads a value
-to the host.
+`VocabularyHead` owns the parts that its two subclasses share: the columns that are kept for the backward, the sums of
+the three gradients, and the sums over a split vocabulary. `ExpHead` (exponentials directly from the product) and
+`PlainHead` (logits, then row kernels) compute one tile. `linear_logp` and `linear_token_loss` call them. No function
+here copies a value to the host.
 
 Legend: N tokens, H hidden, V columns of this process, C columns of a tile.
 """
@@ -26,7 +26,7 @@ from rl_kernel.token_ids import with_ids
 
 @dataclass(frozen=True)
 class Problem:
-    """A layer and the task of a call, or of a block of its tokens. hidden [N, H], weight [V, H], bias [V]."""
+    """A layer and the task of a call, or of a block of the call's tokens. hidden [N, H], weight [V, H], bias [V]."""
 
     hidden: Tensor
     weight: Tensor
@@ -34,16 +34,16 @@ class Problem:
     task: Task
 
     def rows(self, rows: slice) -> Problem:
-        """The same layer for some of the tokens."""
+        """Returns the same layer for the tokens in `rows`."""
         return Problem(self.hidden[rows], self.weight, self.bias, self.task.rows(rows))
 
 
 @dataclass
 class Rows:
-    """Statistics of the rows, [N] float32 each (`entropy` and the ids' log-probs `of_ids` [N, K] only if asked for),
-    and the tile kept for the backward.
+    """Statistics of the rows, [N] float32 each, and the tile that is kept for the backward. `entropy` and the ids'
+    log-probs `of_ids` [N, K] are None unless requested.
 
-    `extra` holds what the backward of the same head needs too. The first backward overwrites the kept tile.
+    `extra` holds further tensors for the backward of the same head. The first backward overwrites the kept tile.
     """
 
     log_probs: Tensor
@@ -54,7 +54,7 @@ class Rows:
     extra: dict[str, Tensor] = field(default_factory=dict)
 
     def upstream(self, grad: Tensor | None, grad_ids: Tensor | None, task: Task) -> Tensor | None:
-        """Note the upstream gradient [N, K] of the ids' log-probs for `gradient_tile`. Returns the gradient [N] that
+        """Stores the upstream gradient [N, K] of the ids' log-probs for `gradient_tile`. Returns the gradient [N] that
         all columns get for the target and the ids together."""
         grad, grad_ids = with_ids(grad, grad_ids, task.ids, task.shard)
         if grad_ids is not None:
@@ -64,7 +64,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sinks:
-    """Tensors that receive the gradients; None where no gradient is wanted.
+    """Tensors that receive the gradients; None for an input without a gradient.
 
     The backward writes `hidden` [N, H] and adds to `bias` [V] float32. It writes `weight` [V, H] (float32, or the
     layer's dtype), or adds to it if `add`.
@@ -77,25 +77,26 @@ class Sinks:
 
 
 class VocabularyHead(ABC):
-    """One way to compute tiles. Call `forward`, then `backward` at most once on the rows that it returned."""
+    """Base class of the two ways to compute tiles. Call `forward`, then `backward` at most once on the rows that
+    `forward` returned."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.task = problem, problem.task
 
     @abstractmethod
     def costs(self, with_entropy: bool) -> Costs:
-        """Bytes of workspace per token and per logit."""
+        """Returns the bytes of workspace per token and per logit."""
 
     @abstractmethod
     def forward(self, budget: Budget, with_entropy: bool) -> Rows:
-        """Statistics of the rows. `Rows.kept` holds the tile of the columns that the budget keeps."""
+        """Returns the statistics of the rows. `Rows.kept` holds the tile of the columns that the budget keeps."""
 
     @abstractmethod
     def row_side(
         self, rows: Rows, grad: Tensor | None, grad_entropy: Tensor | None, room: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The right factor [N, H] of the products `tile.T @ ...` for the weight gradient, and the factor [N] that
-        multiplies the rows of the summed d_hidden. The former may use the memory `room` [N, H] until
+        """Returns the right factor [N, H] of the products `tile.T @ ...` for the weight gradient, and the factor [N]
+        that multiplies the rows of the summed d_hidden. The first may use the memory `room` [N, H] until
         `finish_hidden`."""
 
     @abstractmethod
@@ -108,18 +109,18 @@ class VocabularyHead(ABC):
         grad: Tensor | None,
         grad_entropy: Tensor | None,
     ) -> Tensor:
-        """d_logits [N, C] of some columns, divided by the factor of its row, in the dtype of the weight. `tile` is the
-        memory to use; if `kept`, it holds what `forward` wrote there."""
+        """Returns d_logits [N, C] of `columns`, each row divided by its factor, in the dtype of the weight. `tile` is
+        the memory to use; if `kept`, it holds the values that `forward` wrote."""
 
     @abstractmethod
     def finish_hidden(self, total: Tensor, factor: Tensor | None, out: Tensor) -> Tensor:
-        """`out = factor[:, None] * total` ([N, H], `total` float32)."""
+        """Computes `out = factor[:, None] * total` ([N, H], `total` float32)."""
 
     def backward(
         self, rows: Rows, budget: Budget, sinks: Sinks, grad: Tensor | None, grad_entropy: Tensor | None
     ) -> None:
-        """Gradients of `(grad * log_probs + grad_entropy * entropy).sum()` into `sinks`. With ids, `grad` is that of
-        `Rows.upstream`."""
+        """Computes the gradients of `(grad * log_probs + grad_entropy * entropy).sum()` into `sinks`. With ids, `grad`
+        is the result of `Rows.upstream`."""
         hidden, weight = self.problem.hidden, self.problem.weight
         left, factor = self.row_side(rows, grad, grad_entropy, sinks.hidden)
         total = None if sinks.hidden is None else hidden.new_empty(hidden.shape, dtype=torch.float32)
@@ -142,21 +143,21 @@ class VocabularyHead(ABC):
         if group is None:
             self.finish_hidden(total, factor, out)
             return
-        # Each process has the part of its own columns; the sum is the whole gradient.
+        # Each process has the part that belongs to its own columns; the sum is the whole gradient.
         self.finish_hidden(total, factor, total)
         if total.numel():
             dist.all_reduce(total, group=group)
         out.copy_(total)
 
     def _tiles(self, rows: Rows, budget: Budget) -> Iterator[tuple[slice, Tensor, bool]]:
-        """(columns, memory, whether it is kept): first the kept columns, then the others in the same memory."""
+        """Yields (columns, memory, whether it is kept): first the kept columns, then the others in the same memory."""
         columns = len(self.problem.weight)
         memory, kept = rows.kept, 0
         if memory is not None:
             kept = memory.shape[1]
             yield slice(0, kept), memory, True
         else:
-            # Nothing was kept, or an earlier backward has used it.
+            # No columns were kept, or an earlier backward has used them.
             memory = self.tile_memory(min(max(budget.kept, budget.tile), columns))
         rows.kept = None
         for first in range(kept, columns, memory.shape[1]):
@@ -165,4 +166,4 @@ class VocabularyHead(ABC):
 
     @abstractmethod
     def tile_memory(self, columns: int) -> Tensor:
-        """Memory for a tile [N, columns]. Its rows start at multiples of 16 bytes."""
+        """Returns memory for a tile [N, columns]. Its rows start at multiples of 16 bytes."""

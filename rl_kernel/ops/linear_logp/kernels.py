@@ -1,13 +1,13 @@
 """Triton kernels of `linear_logp` and `linear_token_loss`: a matrix product that stores exponentials instead of logits.
 
-The softmax gradient of a row is a multiple of its probabilities, except at the target. So the first product stores
-e = exp(z - center) in bfloat16. Here z = logit / temperature, and `center` is the z of the row's target, computed
-before. The factor exp(center - lse) of a row is applied later, to the rows of `hidden` and of the result. No kernel
-needs to read [N, V] values between the three matrix products.
+The softmax gradient of a row is a multiple of its probabilities, except at the target. So the first product stores e =
+exp(z - center) in bfloat16. Here z = logit / temperature, and `center` is the z of the row's target, computed before. A
+later step applies the factor exp(center - lse) of a row, to the rows of `hidden` and of the result. No kernel needs to
+read [N, V] values between the three matrix products.
 
 With this center, e overflows only if the target's log-prob is below about -39 nats. A row whose sum exceeds SUM_LIMIT
-sets a flag on the device. Further launches repeat the work with the row's maximum as center if the flag is set, and do
-nothing otherwise. So all finite logits give correct results, and the host never waits.
+sets a flag on the device. If the flag is set, further launches repeat the work with the row's maximum as center;
+otherwise they do nothing. So all finite logits give correct results, and the host never waits.
 
 Legend: C rows, H hidden, V columns of a tile, B blocks of columns. Exponents (z, center) are in units of ln 2.
 """
@@ -26,7 +26,7 @@ from rl_kernel.dispatch import interpreted
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-FLOOR = tl.constexpr(-10000.0)  # exp2 of it is 0, and 0 times it is 0; with -inf the product would be NaN
+FLOOR = tl.constexpr(-10000.0)  # exp2(FLOOR) is 0, and 0 * FLOOR is 0; with -inf the product would be NaN
 LOWEST = tl.constexpr(-3.0e38)
 SUM_LIMIT = tl.constexpr(1.0e17)
 LIKELY = tl.constexpr(0.05)
@@ -35,15 +35,15 @@ BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_HIDDEN, STAGES = 128, 128, 64, 3
 PROGRAMS_PER_PROCESSOR = 2
 """Two programs share a multiprocessor (112 KiB of shared memory each): one computes products while the other stores
 exponentials. Measured on an H200: 0.99 to 1.06 of the time of cuBLAS's product alone. One program with tiles of 128 x
-256 took 1.03 to 1.12. A search for the target column needs registers and made both slower."""
+256 took 1.03 to 1.12. A search for the target column needs registers and made both variants slower."""
 FEW_ROWS = 2048
-"""Up to this many rows, 8 row blocks in turn read the same columns; above, 4. Each choice saves 2 to 5% there
-(measured)."""
+"""Up to this many rows, 8 consecutive row blocks read the same columns; above, 4 row blocks do. Each choice saves 2 to
+5% in its range (measured)."""
 
 
 @triton.jit
 def _logit(LEFT, RIGHT, length, ROUND: tl.constexpr, BLOCK: tl.constexpr):
-    """A logit: the dot product of two rows, rounded as in the tiles; 0 if `length` is 0."""
+    """Returns a logit: the dot product of two rows, rounded as in the tiles; 0 if `length` is 0."""
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, length, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -102,7 +102,7 @@ def _exp_product_kernel(
         inside = rows < C
         scale = tl.load(SCALE + rows, mask=inside, other=0.0)
         center = tl.load(CENTER + rows, mask=inside, other=0.0)
-        # In halves: the buffer of a half leaves shared memory for a second program.
+        # The tile is stored in halves: the buffer of a half leaves shared memory for a second program.
         halves = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
         total = tl.zeros((BM,), tl.float32)
         weighted = tl.zeros((BM,), tl.float32)
@@ -140,7 +140,7 @@ def _block_sums_kernel(
     SUMS, WEIGHTED, CENTER, TARGETS, STATS, FLAG, C, B, first, real, limit,
     CONDITIONAL: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    if CONDITIONAL:  # noqa: SIM102 (a Python `and` would load the flag either way)
+    if CONDITIONAL:  # noqa: SIM102 (a Python `and` would load the flag in both cases)
         if tl.load(FLAG) == 0:
             return
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -160,10 +160,10 @@ def _block_sums_kernel(
     tl.store(STATS + C + rows, s, mask=inside)
     if ENTROPY:
         tl.store(STATS + 3 * C + rows, tl.sum(weighted, 0) * LN2, mask=inside)
-    if not CONDITIONAL:  # until a center is raised, it is the z of the target
+    if not CONDITIONAL:  # until a center is raised, it is the target's z
         target = tl.load(TARGETS + rows, mask=inside, other=0).to(tl.int64)
         logit = tl.where((target >= first) & (target < first + real), center * LN2, 0.0)
-        # A target outside the vocabulary has no log-prob. NaN shows in every loss.
+        # A target outside the vocabulary has no log-prob. The NaN shows in every loss.
         logit = tl.where((target < 0) | (target >= limit), float("nan"), logit)
         tl.store(STATS + 2 * C + rows, logit, mask=inside)
         overflow = inside & ((s > SUM_LIMIT) | (s != s))
@@ -173,7 +173,7 @@ def _block_sums_kernel(
 
 @triton.jit(do_not_specialize=["CENTER", "C"])
 def _raise_centers_kernel(SUMS, CENTER, STATS, FLAG, C, B, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """SUMS holds block maxima of z - center. The center of a row that overflowed moves to the row's maximum."""
+    """Moves an overflowed row's center to the row's maximum. SUMS holds the block maxima of z - center."""
     if tl.load(FLAG) == 0:
         return
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -194,7 +194,7 @@ def _raise_centers_kernel(SUMS, CENTER, STATS, FLAG, C, B, BLOCK: tl.constexpr, 
 def _row_factors_kernel(
     HIDDEN, GRAD, SCALE, CENTER, LSE, FACTOR, OUT, H, stride_h, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """FACTOR = -grad / temperature * exp(center - lse), and OUT = FACTOR * hidden."""
+    """Computes FACTOR = -grad / temperature * exp(center - lse), and OUT = FACTOR * hidden."""
     row = tl.program_id(0).to(tl.int64)
     inverse_temperature = tl.load(SCALE + row) * LN2
     exponent = tl.load(CENTER + row) - tl.load(LSE + row) * LOG2E
@@ -208,7 +208,7 @@ def _row_factors_kernel(
 
 @triton.jit
 def _expm1(x):
-    """exp(x) - 1 for x <= 0. Near 0 a series keeps the digits that the subtraction would lose."""
+    """Returns exp(x) - 1 for x <= 0. Near 0 a series keeps the digits that the subtraction would lose."""
     series = x * (1 + x * (0.5 + x * (1 / 6 + x * (1 / 24))))
     return tl.where(x > -0.01, series, tl.exp2(x * LOG2E) - 1)
 
@@ -217,8 +217,8 @@ def _expm1(x):
 def _target_entries_kernel(
     TILE, TARGETS, LOG_PROBS, CENTER, LSE, C, stride, first, real, BLOCK: tl.constexpr
 ):
-    """e[target] := (p - 1) * exp(lse - center). The factor of the row turns it into the gradient at the target, exact
-    to float32 precision however close p is to 1."""
+    """Sets e[target] := (p - 1) * exp(lse - center). The factor of the row turns this into the gradient at the target,
+    exact to float32 precision even if p is close to 1."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < C
     column = tl.load(TARGETS + rows, mask=inside, other=-1).to(tl.int64) - first
@@ -236,11 +236,11 @@ def _entropy_gradient_kernel(
     TILE, HIDDEN, WEIGHT, GRAD, GRAD_ENTROPY, SCALE, CENTER, LSE, ENTROPY_OF, V, H, stride, stride_h, stride_w,
     HAS_GRAD: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """In place, from e, for all columns but the target: -p * (grad + grad_entropy * (log p + entropy)) / temperature,
-    with p = e * exp(center - lse).
+    """Computes in place, from e, for all columns except the target: -p * (grad + grad_entropy * (log p + entropy)) /
+    temperature, with p = e * exp(center - lse).
 
-    log2(e) has the error of the rounding of e, 0.003. This does not matter where p is small. The few likely columns of
-    a row take their z from a dot product instead.
+    log2(e) has an error of 0.003, from the rounding of e. This does not matter where p is small. The few likely columns
+    of a row take their z from a dot product instead.
     """
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
@@ -256,7 +256,7 @@ def _entropy_gradient_kernel(
     factor = -inverse_temperature * tl.exp2(exponent)
     constant = factor * (grad + grad_entropy * (exponent * LN2 + tl.load(ENTROPY_OF + row)))
     slope = factor * grad_entropy * LN2
-    # The log2 of the smallest normal number instead of that of 0: the product with e = 0 is then 0.
+    # Use the log2 of the smallest normal number instead of log2(0): the product with e = 0 is then 0.
     value = e * (constant + slope * tl.log2(tl.maximum(e, 1.2e-38)))
     tl.store(at, value.to(TILE.dtype.element_ty), mask=first + lanes < V)
     likely_e = LIKELY / tl.exp2(exponent)
@@ -279,7 +279,8 @@ def _entropy_target_entries_kernel(
     TILE, TARGETS, GRAD, GRAD_ENTROPY, SCALE, LOG_PROBS, ENTROPY_OF, C, stride, first, real,
     HAS_GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient at the target, where log p is known: (grad * (1 - p) - grad_entropy * p * (log p + entropy)) / t."""
+    """Computes the gradient at the target, where log p is already computed: (grad * (1 - p) - grad_entropy * p * (log p
+    + entropy)) / t."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.load(TARGETS + rows, mask=rows < C, other=-1).to(tl.int64) - first
     owned = (rows < C) & (column >= 0) & (column < real)
@@ -304,7 +305,7 @@ def _scale_rows_kernel(VALUES, FACTOR, OUT, H, stride_out, HAS_FACTOR: tl.conste
 
 @triton.jit(do_not_specialize=["FACTOR", "count"])
 def _scale_kernel(VALUES, FACTOR, count, BLOCK: tl.constexpr):
-    """VALUES *= FACTOR, a scalar on the device. A factor of 1 writes nothing."""
+    """Computes VALUES *= FACTOR, a scalar on the device. A factor of 1 writes nothing."""
     factor = tl.load(FACTOR)
     if factor == 1.0:
         return
@@ -315,24 +316,25 @@ def _scale_kernel(VALUES, FACTOR, count, BLOCK: tl.constexpr):
 
 @cache
 def programs(device: torch.device) -> int:
-    """Number of programs of a persistent launch."""
+    """Returns the number of programs of a persistent launch."""
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_PROCESSOR
 
 
 def hidden_block(width: int) -> int:
-    """Elements of a row that a program reads at a time."""
+    """Returns the number of elements of a row that a program reads at a time."""
     block: int = triton.next_power_of_2(max(width, 16))
     return min(block, 4096)
 
 
 TensorMaps = tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]
-"""Of hidden, weight and the tile."""
+"""Tensor maps of hidden, weight and the tile."""
 
 
 def descriptors(hidden: Tensor, weight: Tensor, out: Tensor | None) -> TensorMaps:
-    """Tensor maps of a product into `out` [C, V]. Without `out`, the third map is that of `hidden` and is not used."""
+    """Returns the tensor maps of a product into `out` [C, V]. Without `out`, the third map is that of `hidden` and is
+    not used."""
     left = TensorDescriptor.from_tensor(hidden, [BLOCK_ROWS, BLOCK_HIDDEN])
     right = TensorDescriptor.from_tensor(weight, [BLOCK_COLUMNS, BLOCK_HIDDEN])
     staged = left if out is None else TensorDescriptor.from_tensor(out, [BLOCK_ROWS, BLOCK_COLUMNS // 2])
@@ -343,7 +345,7 @@ def launch_exp_product(
     maps: TensorMaps, rows: dict[str, Tensor], sums: Tensor | None, real: int, *,
     store: bool, rounding: bool, conditional: bool = False, maximum: bool = False,
 ) -> None:  # fmt: skip
-    """e = exp2(z - center) of the first `real` columns of `hidden @ weight.T`, and 0 in the other columns.
+    """Computes e = exp2(z - center) for the first `real` columns of `hidden @ weight.T`, and 0 in the other columns.
 
     `store` writes e into the tile of `maps`. `sums` [1 or 2, B, C], if given, receives the row sums per block of
     columns: first of e, then of e * (z - center). `rows` holds scale, center and, for conditional launches, the flag.

@@ -1,6 +1,7 @@
 """Tiles of logits: the head for every dtype, for a bias, for kept tokens, and for GPUs without tensor maps.
 
-cuBLAS writes the logits of a tile. One kernel reads them for the statistics, another replaces them by their gradient.
+cuBLAS writes the logits of a tile. One kernel reads them for the statistics, another kernel replaces them by their
+gradient.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from rl_kernel.token_ids import largest, top_keys
 from rl_kernel.vocab import VocabShard, capped, combined
 
 ALIGNMENT = 16
-"""Elements: cuBLAS uses its fast kernels if rows start at multiples of 16 bytes; this holds in every dtype."""
+"""Alignment in elements. cuBLAS uses its fast kernels if rows start at multiples of 16 bytes; this alignment is enough
+in every dtype."""
 ROW_VECTORS = 512
 """Bytes per token for the statistics of row and tiles, and the gradients of rows."""
 ID_BYTES = 16
-"""Per id: its logit, its log-prob and two gradients, float32."""
+"""Bytes per id for its logit, its log-prob and two gradients, float32."""
 TOP_BYTES = 32
-"""Per logit, and per id that was found: a float32, its sortable int64, and what the selection copies of them."""
+"""Bytes per logit, and per id in the result: a float32, its sortable int64, and the copies that the selection makes."""
 
 
 class PlainHead(VocabularyHead):
-    """A tile holds logits before the temperature. `gradient_tile` works in place if the dtypes agree."""
+    """Head whose tile holds logits before the temperature. `gradient_tile` works in place if the dtypes agree."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -84,7 +86,7 @@ class PlainHead(VocabularyHead):
             merged = merge_kept(parts, picked, keep, self.task.targets, self.task.shard)
             return Rows(*merged[:3], kept, extra={"whole_lse": merged[3], "kept_logits": picked})
         if self.task.shard.group is not None:
-            # Processes may have different numbers of tiles: each contributes one part to the gather.
+            # Processes may have different numbers of tiles, so each process contributes one part to the gather.
             parts = gather_stack(combined(parts), self.task.shard.group)
         rows = Rows(*merge(parts), kept)
         if picked is not None and self.task.ids is not None:
@@ -139,7 +141,7 @@ class PlainHead(VocabularyHead):
         return self.problem.hidden.new_empty(shape, dtype=self.logits_dtype)[:, :columns]
 
     def _scaled(self, logits: Tensor, shard: VocabShard) -> Tensor:
-        """A tile of logits without padding [C, real] float32: rounded, capped, divided by the temperature."""
+        """Returns a tile of logits without padding [C, real] float32: rounded, capped, divided by the temperature."""
         rounding = self.task.rounding
         real = logits[:, : shard.real]
         real = real if rounding is None else real.to(rounding)

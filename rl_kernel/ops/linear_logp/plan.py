@@ -1,7 +1,7 @@
-"""How a workspace is divided: the columns of the logits that are kept for the backward, and the size of tiles and
+"""Divides a workspace: it chooses the columns of the logits that are kept for the backward, and the sizes of tiles and
 blocks.
 
-Plain arithmetic over bytes. Legend: N tokens, V columns of this process.
+The module is plain arithmetic over bytes. Legend: N tokens, V columns of this process.
 """
 
 from __future__ import annotations
@@ -11,27 +11,29 @@ from dataclasses import dataclass
 from rl_kernel.checks import invalid
 
 WORKSPACE_BYTES = 1536 * 2**20
-"""Default limit: 1.5 GiB. With it, the forms of three products reach their speed for vocabularies of 150k tokens."""
+"""Default limit in bytes: 1.5 GiB. With this limit, the operators with three products reach their speed for
+vocabularies of 150k tokens."""
 COLUMN_BLOCK = 256
 SMALL_BLOCK, LARGE_BLOCK = 128, 512
-"""Rows of a block are a multiple of one of these. At many other sizes, the product for the gradient of `hidden` loses
-up to a fifth of its speed (H 2048, 2560 and 4096 on an H200)."""
+"""The rows of a block are a multiple of SMALL_BLOCK or LARGE_BLOCK. At many other sizes, the product for the gradient
+of `hidden` loses up to a fifth of its speed (H 2048, 2560 and 4096 on an H200)."""
 MIN_COLUMNS = 1024
-"""Least columns of a tile. A narrower tile takes longer to add up the gradient of `hidden` than to compute products."""
+"""Least number of columns of a tile. For a narrower tile, adding up the gradient of `hidden` takes longer than the
+products."""
 
 ADVICE = "; with weight_grad, a buffer to add to, the workspace holds no sum of its own"
 
 RECOMPUTED = 1.05
 """Time to compute all logits a second time, in units of one product over all tokens."""
 BLOCK_OVERHEAD = 600.0
-"""Time of one more block, in units of the product of one token: the read and write of a float32 weight gradient (about
-400 on an H200, whatever the shape) and the ends of the products."""
+"""Time of a further block, in units of the product of one token: the read and write of a float32 weight gradient (about
+400 on an H200, for every shape) and the start and end of the products."""
 
 
 @dataclass(frozen=True)
 class Costs:
     """Bytes of workspace: `row` per token, `element` per logit in memory. `scratch`: in the forward, columns that are
-    not kept need memory of their own."""
+    not kept need separate memory."""
 
     row: int
     element: int
@@ -40,18 +42,18 @@ class Costs:
 
 @dataclass(frozen=True)
 class Budget:
-    """Columns [0, kept) keep their tile until the backward. The backward computes the others again, `tile` at a
-    time."""
+    """The columns [0, kept) keep their tile until the backward. The backward computes the other columns again, `tile`
+    columns at a time."""
 
     kept: int
     tile: int
 
 
 def plan(tokens: int, columns: int, costs: Costs, workspace_bytes: int, advice: str = "") -> Budget:
-    """The columns to keep if all tokens are computed at once.
+    """Returns the columns to keep if all tokens are computed at once.
 
-    ValueError names the least workspace if even a narrow tile of all tokens does not fit. `advice` is added to its
-    text.
+    Raises ValueError, which names the least workspace, if even a narrow tile with all tokens does not fit. `advice` is
+    appended to the error's text.
     """
     if tokens == 0:
         return Budget(columns, columns)
@@ -70,10 +72,10 @@ def plan(tokens: int, columns: int, costs: Costs, workspace_bytes: int, advice: 
 
 
 def forward_rows(tokens: int, columns: int, costs: Costs, workspace_bytes: int) -> int:
-    """Rows of a block of a forward without gradients. It keeps nothing, so that a block may have as many rows as fit
-    with a tile.
+    """Returns the rows of a block of a forward without gradients. Such a forward keeps no columns, so that a block has
+    the largest number of rows that fits together with a tile.
 
-    ValueError names the least workspace if even a small block does not fit.
+    Raises ValueError, which names the least workspace, if even a small block does not fit.
     """
     fits = workspace_bytes // (costs.row + _least(columns, costs) * costs.element)
     if fits >= tokens:
@@ -84,13 +86,13 @@ def forward_rows(tokens: int, columns: int, costs: Costs, workspace_bytes: int) 
 
 
 def block_rows(tokens: int, columns: int, costs: Costs, workspace_bytes: int, sum_bytes: int = 0) -> int:
-    """Rows of a block with the least estimated time; the last block may have fewer.
+    """Returns the rows of a block with the least estimated time; the last block may have fewer rows.
 
     The choice is between all tokens at once, where tiles that do not fit are computed twice, and several blocks, where
-    each block adds to the whole weight gradient. `sum_bytes`: memory of that sum, which several blocks take from the
+    each block adds to the whole weight gradient. `sum_bytes`: memory for the sum, which several blocks take from the
     workspace.
 
-    ValueError names the least workspace if no choice fits.
+    Raises ValueError, which names the least workspace, if no choice fits.
     """
     best, rows_of_best = float("inf"), tokens
     for parts in range(1, -(-tokens // SMALL_BLOCK) + 1):
@@ -104,8 +106,8 @@ def block_rows(tokens: int, columns: int, costs: Costs, workspace_bytes: int, su
         if cost < best:
             best, rows_of_best = cost, rows
     if tokens and best == float("inf"):
-        # Without a sum, the error names the workspace of the smallest block. With a sum, which alone is too large, it
-        # names that of all tokens at once.
+        # Without a sum, the error names the workspace of the smallest block. With a sum, which alone is too large, the
+        # error names the workspace for all tokens at once.
         least = tokens if sum_bytes else min(tokens, SMALL_BLOCK)
         plan(least, columns, costs, workspace_bytes, ADVICE if sum_bytes else "")
     return max(rows_of_best, 1)
@@ -117,7 +119,8 @@ def _rounded_rows(rows: int) -> int:
 
 
 def _least(columns: int, costs: Costs) -> int:
-    """The columns for which every token of a call needs memory. All of them need no scratch beside them."""
+    """Returns the least number of columns for which every token of a call needs memory. If all columns are kept, no
+    scratch memory is needed."""
     return min(MIN_COLUMNS * (2 if costs.scratch else 1), columns)
 
 

@@ -1,7 +1,7 @@
 """`linear_logp` in plain PyTorch: the definition of correct.
 
-The reference goes through the tokens tile by tile, so that `[N, V]` is never in memory. The backward computes the
-logits of each tile again, unless the call has few logits (KEPT_ELEMENTS).
+The reference goes through the tokens tile by tile, so that `[N, V]` is never in memory. The backward computes
+each tile's logits again, unless the call has few logits (KEPT_ELEMENTS).
 
 Legend: N tokens, H hidden, V columns of this process without padding, C tokens of a tile.
 """
@@ -50,7 +50,7 @@ def tile_logits(
     temperature: float | Tensor,
     task: Task,
 ) -> Tensor:
-    """Logits [C, V] of a tile: rounded and capped, then divided by the temperature."""
+    """Returns the logits [C, V] of a tile: rounded and capped, then divided by the temperature."""
     hidden = hidden.to(weight.dtype)
     logits = hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
     if task.rounding is not None:
@@ -64,8 +64,8 @@ class LinearContext(Context, Protocol):
 
 
 class LinearLogp(torch.autograd.Function):
-    """Log-probs [N], entropy [N] and log-probs of the ids [N, K] of `hidden @ weight.T + bias`. The last two are None
-    unless asked for."""
+    """Autograd function for log-probs [N], entropy [N] and log-probs of the ids [N, K] of `hidden @ weight.T + bias`.
+    The last two are None unless requested."""
 
     @staticmethod
     @in_own_dtypes
@@ -129,7 +129,7 @@ class LinearLogp(torch.autograd.Function):
                 d_bias[: shard.real] += d_logits.sum(0)
         if d_hidden is not None:
             if shard.group is not None and d_hidden.numel():
-                # Each rank has the part of its own columns; the sum is the whole gradient.
+                # Each rank has the part that belongs to its own columns; the sum is the whole gradient.
                 dist.all_reduce(d_hidden, group=shard.group)
             d_hidden = d_hidden.to(hidden.dtype)
         if d_weight is not None:
@@ -144,7 +144,7 @@ class LinearLogp(torch.autograd.Function):
 def linear_top_reference(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
 ) -> tuple[Tensor, Top]:
-    """Log-probs [N] of the targets, and the `task.top` largest of each token."""
+    """Returns the log-probs [N] of the targets, and the `task.top` largest log-probs per token."""
     dtype, shard = compute_dtype(hidden, weight, bias), task.shard
     temperature = usable_temperature(task.temperature, dtype)
     wide, wide_bias = _real_columns(weight, bias, shard, dtype)
@@ -162,6 +162,6 @@ def linear_top_reference(
 def _real_columns(
     weight: Tensor, bias: Tensor | None, shard: VocabShard, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Weight [V, H] and bias [V] without the padding, in the compute dtype."""
+    """Returns weight [V, H] and bias [V] without the padding, in the compute dtype."""
     real = shard.real
     return weight[:real].to(dtype), None if bias is None else bias[:real].to(dtype)

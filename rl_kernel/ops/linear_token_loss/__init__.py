@@ -1,4 +1,5 @@
-"""`linear_token_loss`: a loss per token from hidden states in one pass: three matrix products, and no logits kept."""
+"""`linear_token_loss`: a loss per token from hidden states in one pass, with three matrix products and without kept
+logits."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def linear_token_loss(
     weight_grad: Tensor | None = None,
     impl: str | None = None,
 ) -> TokenLossResult:
-    """Loss of the log-probs and entropy of `linear_logp`. The call computes the gradient too, from the same logits.
+    """Returns a loss of the outputs of `linear_logp`. The call also computes the gradient, from the same logits.
 
     `log_probs, entropy = linear_logp(hidden, weight, targets, return_entropy=True, ...)`;
     `loss, metrics = token_loss(log_probs, entropy, slice(0, N))`.
@@ -47,7 +48,7 @@ def linear_token_loss(
             are constants). It is computed in PyTorch or by operators with a gradient. Metrics are tensors of [C].
         weight_grad: [V_local, H] float32 buffer (Megatron's `main_grad`). This call adds the gradient of `weight` to
             it, for an upstream gradient of 1: scale inside `token_loss`. Autograd then gets no gradient of `weight`.
-        return_entropy: compute the entropy; otherwise `token_loss` gets None. ids: it gets their log-probs [C, K] last.
+        return_entropy: compute the entropy; otherwise `token_loss` gets None. ids: their log-probs [C, K] come last.
         The other arguments: see `linear_logp`. Its module lists collectives, synchronisation and determinism.
 
     Returns:
@@ -56,9 +57,9 @@ def linear_token_loss(
     Raises:
         As `linear_logp`; ValueError: `weight_grad` of another shape, dtype or device. RuntimeError: a second backward.
 
-    `workspace_bytes` decides how many tokens are computed at a time. If they are not all and there is no `weight_grad`,
-    a float32 buffer sums the weight gradient, if the workspace has room for it. Otherwise all tokens are computed
-    at once, and tiles that do not fit are computed twice. Each block makes its own collectives.
+    `workspace_bytes` sets the number of tokens per block. If one block does not hold all tokens and `weight_grad` is
+    None, a float32 buffer sums the weight gradient, if the workspace has room for this buffer. Otherwise one block
+    holds all tokens, and tiles that do not fit are computed twice. Each block runs its own collectives.
     """
     task = checked_task(
         hidden, weight, bias, targets, temperature=temperature, tp_group=tp_group, vocab_start=vocab_start,

@@ -1,4 +1,4 @@
-"""`linear_token_loss` on a device: each block of tokens goes from hidden states to gradients in one step."""
+"""Runs `linear_token_loss` on a device: one step per block of tokens computes gradients from hidden states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def linear_token_loss_on_device(
     token_loss: TokenLoss,
     weight_grad: Tensor | None,
 ) -> TokenLossResult:
-    """The operator on a device. Autograd knows loss, log-probs and entropy as outputs; metrics come back in a dict."""
+    """Runs the operator on a device. Loss, log-probs and entropy are outputs of the autograd function; metrics return
+    in a dict."""
     metrics: dict[str, Tensor] = {}
     layer = seen_by_autograd(hidden, weight, bias)
     loss, log_probs, entropy = _OnePass.apply(*layer, task, token_loss, weight_grad, metrics)
@@ -31,7 +32,8 @@ def linear_token_loss_on_device(
 
 
 class _OnePass(torch.autograd.Function):
-    """The forward computes the gradients; the backward only multiplies them by the upstream scalar."""
+    """Autograd function whose forward computes the gradients. The backward only multiplies them by the upstream
+    scalar."""
 
     @staticmethod
     def forward(
@@ -50,7 +52,7 @@ class _OnePass(torch.autograd.Function):
         grads = _make_gradients(problem, ctx.needs_input_grad, weight_grad)
         costs = make_head(problem).costs(with_entropy)
         sum_bytes = 0 if grads.weight is None else grads.weight.numel() * 4
-        # Each block makes its own collectives: processes whose blocks differ would wait for each other forever.
+        # Each block runs its own collectives: processes with different blocks would wait for each other forever.
         size = max(len(hidden), 1)
         if task.shard.even:
             size = block_rows(len(hidden), len(weight), costs, workspace_bytes, sum_bytes)
@@ -83,7 +85,7 @@ class _OnePass(torch.autograd.Function):
         metrics.update({name: joined([extra[name] for extra in found]) for name in found[0]})
         if total is not None and grads.weight is not None:
             grads.weight.copy_(total)
-        # Not for save_for_backward: the gradients are neither inputs nor outputs, and the backward gives them away.
+        # Not for save_for_backward: the gradients are neither inputs nor outputs, and the backward hands them over.
         d_bias = None if grads.bias is None or bias is None else grads.bias.to(bias.dtype)
         ctx.grads = grads.hidden, grads.weight, d_bias
         log_probs, entropy = (joined(column) for column in zip(*outputs, strict=True))
@@ -103,7 +105,8 @@ class _OnePass(torch.autograd.Function):
 
 
 def _make_gradients(problem: Problem, needed: tuple[bool, ...], weight_grad: Tensor | None) -> Sinks:
-    """Memory for the gradients that autograd expects; none for the weight if `weight_grad` receives its gradient."""
+    """Returns memory for the gradients that autograd expects. The weight gets no memory if `weight_grad` receives its
+    gradient."""
     hidden, weight, bias = problem.hidden, problem.weight, problem.bias
     return Sinks(
         torch.empty_like(hidden) if needed[0] else None,
@@ -121,7 +124,7 @@ def _block(
     with_entropy: bool,
     sinks: Sinks,
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None], dict[str, Tensor]]:
-    """Loss, (log_probs, entropy) and metrics of one block. Its gradients go to the sinks."""
+    """Computes loss, (log_probs, entropy) and metrics of a block. Writes its gradients to the sinks."""
     head = make_head(problem)
     budget = plan(len(problem.hidden), len(problem.weight), head.costs(with_entropy), workspace_bytes)
     wanted = any(sink is not None for sink in (sinks.hidden, sinks.weight, sinks.bias))
@@ -142,7 +145,7 @@ def _block(
 
 
 def _upstream(loss: Tensor, *inputs: Tensor | None) -> list[Tensor | None]:
-    """The gradients of the loss in the inputs; None for an input that is None or that the loss does not use."""
+    """Returns the gradients of the loss in the inputs; None for an input that is None or that the loss does not use."""
     given = [x for x in inputs if x is not None]
     if not loss.requires_grad:
         return [None] * len(inputs)
@@ -152,7 +155,8 @@ def _upstream(loss: Tensor, *inputs: Tensor | None) -> list[Tensor | None]:
 
 
 def _scaled(grad: Tensor, upstream: Tensor) -> Tensor:
-    """`grad * upstream`, in place. For the usual upstream of 1, the launch reads one number and does nothing."""
+    """Returns `grad * upstream`, in place. For the usual upstream of 1, the launch reads one number and does
+    nothing."""
     count = grad.numel()
     if count:
         block = 4096

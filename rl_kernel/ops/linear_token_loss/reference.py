@@ -15,13 +15,13 @@ from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.reference import LinearLogp
 
 TokenLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-"""(log_probs [C], entropy [C] or None, rows) -> (sum of the losses of these tokens, metrics of [C] each). With ids,
-their log-probs [C, K] are a fourth argument."""
+"""Maps (log_probs [C], entropy [C] or None, rows) to (sum of these tokens' losses, metrics of [C] each). With
+ids, their log-probs [C, K] are a fourth argument."""
 
 
 class TokenLossResult(NamedTuple):
-    """`loss` is a differentiable float32 scalar. log_probs [N], entropy [N] (None unless asked for) and the metrics [N]
-    are detached."""
+    """Result of `linear_token_loss`. `loss` is a differentiable float32 scalar. log_probs [N], entropy [N] (None unless
+    requested) and the metrics [N] are detached."""
 
     loss: Tensor
     log_probs: Tensor
@@ -37,13 +37,13 @@ def linear_token_loss_reference(
     token_loss: TokenLoss,
     weight_grad: Tensor | None,
 ) -> TokenLossResult:
-    """All tokens in one call of `token_loss`. Gradients come from autograd; that of `weight` goes to `weight_grad`, if
-    given."""
+    """Computes all tokens in one call of `token_loss`. Autograd computes the gradients. The gradient of `weight` is
+    added to `weight_grad`, if given."""
     dtype = compute_dtype(hidden, weight, bias)
     takes = weight_grad is not None and weight.requires_grad and torch.is_grad_enabled()
     layer: tuple[Tensor | None, ...] = hidden, weight, bias
     if takes:
-        # New leaves, the weight in the compute dtype: its gradient is then added without a rounding.
+        # Make new leaves, with the weight in the compute dtype, so that its gradient is added without a rounding.
         layer = tuple(
             None if x is None else x.detach().requires_grad_(x.requires_grad)
             for x in (hidden, weight.to(dtype), bias)
@@ -61,7 +61,7 @@ def linear_token_loss_reference(
         loss = _HandOver.apply(hidden, weight, bias, loss.detach(), d_hidden, d_bias)
     elif (
         loss.requires_grad and dtype != torch.float64
-    ):  # float64 is for derivative checks, which go back often
+    ):  # float64 is for derivative checks, which run the backward several times
         loss = _Once.apply(loss)
     detached = {name: value.detach() for name, value in metrics.items()}
     values = None if entropy is None else entropy.detach()
@@ -75,13 +75,14 @@ AGAIN = (
 
 
 class LossContext(Context, Protocol):
-    """grads: of the first arguments; the first backward takes them."""
+    """Record of a call. grads: the gradients of the first arguments; the first backward takes them."""
 
     grads: tuple[Tensor | None, ...] | None
 
 
 class _Once(torch.autograd.Function):
-    """`loss`. A second backward is an error, as on a device, where the first one takes the gradients."""
+    """Autograd function that returns `loss`. A second backward is an error, as on a device, where the first backward
+    takes the gradients."""
 
     @staticmethod
     def forward(ctx: LossContext, loss: Tensor) -> Tensor:
@@ -98,7 +99,8 @@ class _Once(torch.autograd.Function):
 
 
 class _HandOver(torch.autograd.Function):
-    """`loss` with the known gradients in hidden and bias. `weight_grad` has the gradient of the weight."""
+    """Autograd function that returns `loss` with the computed gradients of hidden and bias. `weight_grad` already has
+    the gradient of the weight."""
 
     @staticmethod
     def forward(

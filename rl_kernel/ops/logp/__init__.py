@@ -29,26 +29,26 @@ def logp(
     inplace_backward: bool = False,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probability of each target and, if asked, the entropy of the distribution, in nats.
+    """Returns each target's log-probability and, if requested, the entropy of the distribution, in nats.
 
     `log_p = log_softmax(logits[:, :vocab_size].float() / temperature[:, None], -1)`;
     `log_p.gather(1, targets[:, None])[:, 0]` and `-(log_p.exp() * log_p).sum(-1)`. The softmax and all sums are in
-    float32, whatever the dtype of the logits.
+    float32, for every dtype of the logits.
 
     Args:
         logits: [N, V_local] float32, bfloat16, float16 or float64 (the reference computes float64 in float64, for
             derivative checks), any strides; N may be 0. Columns of -inf have probability 0.
         targets: [N] int64 or int32 token ids of the whole vocabulary.
         temperature: number or [N], > 0; a constant.
-        tp_group: its ranks' columns partition the vocabulary. All else, and the upstream gradient, is equal on them.
+        tp_group: its ranks' columns partition the vocabulary. All other arguments and upstream gradients are equal.
         vocab_start: id of the first column.
-        vocab_size: ids from here on are padding: no probability, zero gradient. A whole shard may be padding.
+        vocab_size: ids from this number on are padding: no probability, zero gradient; also for a whole shard.
         keep_mask: the ids that sampling kept for each token, for the softmax of the log-prob (not of the entropy).
         return_entropy: also return the entropy. The entropy costs a gradient only if a loss uses it.
         logit_cap, logit_scale: as in linear_logp, in the logits' dtype; columns of -inf become -cap.
-        inplace_backward: the backward overwrites `logits` with their gradient. Nothing may read the logits afterwards,
-            and a second backward is an error.
-        impl: "reference" or "triton", whatever the mode; for tests.
+        inplace_backward: the backward overwrites `logits` with their gradient. No code may read the logits
+            afterwards, and a second backward is an error.
+        impl: "reference" or "triton" overrides the mode; for tests.
 
     Returns:
         log_probs [N] float32 (float64 for float64 logits), or (log_probs, entropy), equal on all ranks of

@@ -1,4 +1,5 @@
-"""`logp` by its Triton kernels. The forward reads the logits once; the backward reads them and writes the gradient."""
+"""Runs `logp` by its Triton kernels. The forward reads the logits once; the backward reads them and writes the
+gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class LogpContext(Context, Protocol):
 
 
 class Logp(torch.autograd.Function):
-    """Log-probs [N] and entropy [N] (None unless asked for) of materialised logits."""
+    """Autograd function for log-probs [N] and entropy [N] of materialised logits. The entropy is None unless
+    requested."""
 
     @staticmethod
     def forward(
@@ -64,5 +66,5 @@ class Logp(torch.autograd.Function):
         if task.in_place:
             increment_version(
                 logits
-            )  # a second backward would read gradients as logits: this makes it an error
+            )  # a second backward would read gradients as logits; this makes it an error
         return out, None, None

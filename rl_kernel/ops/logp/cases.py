@@ -13,7 +13,7 @@ from rl_kernel.kept import KeptTokens
 
 @dataclass(frozen=True)
 class LogpCase:
-    """N tokens, V columns of which those from `vocab_size` on are padding."""
+    """A shape: N tokens, V columns. Columns from `vocab_size` on are padding."""
 
     name: str
     tokens: int
@@ -22,21 +22,21 @@ class LogpCase:
 
     @property
     def real(self) -> int:
-        """Columns that are not padding."""
+        """Returns the number of columns that are not padding."""
         return self.vocab if self.vocab_size is None else self.vocab_size
 
     def inputs(
         self, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """logits [N, V] of standard deviation 3 and targets [N] int64."""
+        """Returns logits [N, V] of standard deviation 3 and targets [N] int64."""
         generator = torch.Generator(device).manual_seed(seed)
         logits = 3 * torch.randn(self.tokens, self.vocab, generator=generator, device=device)
         targets = torch.randint(self.real, (self.tokens,), generator=generator, device=device)
         return logits.to(dtype), targets
 
     def kept(self, targets: Tensor, most: int = 7, seed: int = 0) -> KeptTokens:
-        """Kept ids: every third token is not truncated. The others keep their target and 0 to `most` ids, some of them
-        twice."""
+        """Returns kept ids. Every third token is not truncated. The other tokens keep their target and 0 to `most` ids,
+        and some ids occur twice."""
         generator = torch.Generator().manual_seed(seed)
         rows = []
         for token, target in enumerate(targets.tolist()):
@@ -55,14 +55,14 @@ CASES = (
     LogpCase("ragged_blocks", 4, 2 * 4096 + 700, vocab_size=2 * 4096 + 691),
     LogpCase("whole_blocks", 3, 2 * 4096, vocab_size=4096),
 )
-"""Small enough for Triton's interpreter."""
+"""Cases that are small enough for Triton's interpreter."""
 
 LARGE = (
     LogpCase("qwen3_half", 796, 75968),
     LogpCase("qwen3", 1000, 151936, vocab_size=151669),
     LogpCase("odd", 301, 50257),
 )
-"""For a GPU."""
+"""Cases for a GPU."""
 
 
 def formula(
@@ -74,7 +74,7 @@ def formula(
     logit_cap: float | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The definition in float64: log-probs [N] over the kept columns and entropy [N] over all columns."""
+    """Computes the definition in float64: log-probs [N] over the kept columns and entropy [N] over all columns."""
     if isinstance(temperature, Tensor):
         temperature = temperature.double()[:, None]
     logits = logits[:, :vocab_size].double()

@@ -1,6 +1,6 @@
-"""Triton kernel for given ids: their part in the gradient of a tile. `kept_kernels.pick_` reads their logits.
+"""Triton kernel for the gradient of given ids in a tile. `kept_kernels.pick_` reads these ids' logits.
 
-Legend: C rows, V columns of a tile, K ids of a row. z [C, K] is the logit of each id divided by its token's
+Legend: C rows, V columns of a tile, K ids of a row. z [C, K] is each id's logit divided by its token's
 temperature.
 """
 
@@ -16,12 +16,13 @@ from rl_kernel.ops.logp.kernels import FLOOR, LOG2E, _dense, _offsets, logits_gr
 from rl_kernel.vocab import VocabShard
 
 MOST_IDS = 256
-"""Ids that a program takes at a time."""
+"""Number of ids that a program takes at a time."""
 
 
 @triton.jit
 def _column_grad(z, own, total, h, lse, entropy, inverse, cap, CAPPED: tl.constexpr):
-    """d_logit of a column with z, whose log-prob has the upstream gradient `own` of the row's `total`."""
+    """Returns d_logit of a column with logit z. The upstream gradient of its log-prob is `own`, a part of the row's
+    `total`."""
     log_p = z - lse
     p = tl.exp2(log_p * LOG2E)
     d = (own - total * p - h * p * (tl.maximum(log_p, FLOOR) + entropy)) * inverse
@@ -68,7 +69,7 @@ def _ids_grad_kernel(
 
 
 def as_kept(ids: Tensor) -> KeptTokens:
-    """The ids [C, K] in the layout of `pick_`."""
+    """Returns the ids [C, K] in the layout of `pick_`."""
     offsets = torch.arange(len(ids) + 1, device=ids.device) * ids.shape[1]
     return KeptTokens(ids.reshape(-1), offsets)
 
@@ -90,11 +91,11 @@ def ids_logits_grad(
     rounding: torch.dtype | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """`logits_grad` of a tile [C, V] for upstream gradients `total - grad_ids.sum(1)` of the target's log-prob and
-    `grad_ids` [C, K] float32 of the ids'.
+    """Computes `logits_grad` of a tile [C, V] for upstream gradients `total - grad_ids.sum(1)` of the target's log-prob
+    and `grad_ids` [C, K] float32 of the ids' log-probs.
 
-    The first launch writes all columns as if the target had the whole `total` [C]. The second overwrites the ids and
-    the target from float32 logits, so that nothing is rounded twice.
+    The first launch writes all columns as if the target had the whole `total` [C]. The second launch overwrites the ids
+    and the target from float32 logits, so that no value is rounded twice.
     """
     logits_grad(
         logits, targets, lse, entropy, shard, total, grad_entropy, inv_temperature, out, rounding, cap

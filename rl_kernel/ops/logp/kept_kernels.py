@@ -1,11 +1,11 @@
 """Triton kernels for kept ids: the log-prob over the ids that a rollout kept, and the entropy over all columns.
 
-Few ids are kept. So the kernels of `kernels` process all columns, and three small kernels process the ids alone: no
-masked copy of a tile is needed. `logp` and `PlainHead` share them. The rules of `kernels` hold: a fixed order, no
-atomics, no wait for the device.
+Few ids are kept. So the kernels of `kernels` process all columns, and three small kernels process only the ids. No
+masked copy of a tile is needed. `logp` and `PlainHead` share these kernels. The rules of `kernels` apply: a fixed
+order, no atomics, no wait for the device.
 
-Legend: C rows, V columns of a tile, P parts to merge, M kept ids of all tokens. z [M] is the logit of each id divided
-by its token's temperature, or -inf if another process has the column.
+Legend: C rows, V columns of a tile, P parts to merge, M kept ids in total. z [M] is
+each id's logit divided by its token's temperature, or -inf if another process has the column.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IDS_BLOCK = 256
 
 @triton.jit
 def _ids_of(OFFSETS, row, count):
-    """Where the ids of a row start and end; within the ids, even if the offsets are wrong."""
+    """Returns the start and the end of a row's ids. Both are within the ids, even if the offsets are wrong."""
     return tl.maximum(tl.load(OFFSETS + row), 0), tl.minimum(tl.load(OFFSETS + row + 1), count)
 
 
@@ -128,7 +128,7 @@ def _kept_grad_kernel(
 
 
 def no_logits(kept: KeptTokens, like: Tensor) -> Tensor:
-    """z [M] of -inf: no logit is known yet."""
+    """Returns z [M] filled with -inf, before any logit is read."""
     return like.new_full(kept.ids.shape, -torch.inf, dtype=torch.float32)
 
 
@@ -141,7 +141,7 @@ def pick_(
     rounding: torch.dtype | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """Write the logits of the ids in this tile [C, V] into z. `shard` is that of the tile."""
+    """Writes the logits of the ids in this tile [C, V] into z. `shard` is the tile's shard."""
     if z.numel():
         _pick_kernel[(len(tile),)](
             tile, _dense(inv_temperature), kept.ids.contiguous(), kept.offsets.contiguous(), z, *tile.stride(),
@@ -152,7 +152,8 @@ def pick_(
 
 
 def kept_stats(z: Tensor, kept: KeptTokens, targets: Tensor, shard: VocabShard) -> Tensor:
-    """`row_stats` [3, C] float32 of the softmax over the ids in this process. A row without ids has a sum of 0."""
+    """Returns `row_stats` [3, C] float32 of the softmax over the ids in this process. A row without ids has a sum of
+    0."""
     rows = len(targets)
     out = z.new_empty(3, rows)
     if rows:
@@ -167,9 +168,9 @@ def kept_stats(z: Tensor, kept: KeptTokens, targets: Tensor, shard: VocabShard) 
 def merge_kept(
     parts: Tensor, z: Tensor, kept: KeptTokens, targets: Tensor, shard: VocabShard
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Log-probs and log-sum-exp of the kept columns, then entropy and log-sum-exp of all columns, [C] each. The
-    entropy is None without a fourth row. From `row_stats` parts [P, 3 or 4, C] of this process and z. One
-    all-gather."""
+    """Returns log-probs and log-sum-exp of the kept columns, then entropy and log-sum-exp over all columns, [C] each.
+    The entropy is None without a fourth row. The inputs are `row_stats` parts [P, 3 or 4, C] of this process and z.
+    Runs one all-gather."""
     stats = torch.cat([combined(parts), kept_stats(z, kept, targets, shard)])
     parts = gather_stack(stats, shard.group)
     log_probs, whole_lse, entropy = merge(parts[:, :-3])
@@ -195,11 +196,12 @@ def kept_logits_grad(
     rounding: torch.dtype | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """`logits_grad` of a tile [C, V]: the gradient of the log-prob in the kept columns, that of the entropy in all
-    columns.
+    """Computes `logits_grad` of a tile [C, V]: the gradient of the log-prob in the kept columns, and the gradient of
+    the entropy in all columns.
 
-    The first launch writes all columns, without the log-probs of truncated rows. The second overwrites the kept columns
-    of truncated rows."""
+    The first launch writes all columns, without the log-probs of truncated rows. The second launch overwrites the kept
+    columns of truncated rows.
+    """
     g, h = grad_log_probs, grad_entropy
     others = None if g is None else torch.where(kept.truncated, 0, g)
     logits_grad(logits, targets, whole_lse, entropy, shard, others, h, inv_temperature, out, rounding, cap)

@@ -1,10 +1,10 @@
 """Triton kernels over rows of logits: softmax statistics, their merge, and the gradient.
 
-`logp` and the tiles of `linear_logp` share these kernels. Each kernel reads a row in a fixed order and uses no
-atomics, so that the same inputs give the same bits. No function here waits for the device.
+`logp` and the tiles of `linear_logp` share these kernels. Each kernel reads a row in a fixed order and uses no atomics,
+so that the same inputs give the same bits. No function here waits for the device.
 
-Legend: C rows, V stored columns of this process (those from `shard.real` on are padding), P parts to merge.
-z is a logit divided by its temperature. Exponents are in units of ln 2, because the hardware's exponential is exp2.
+Legend: C rows, V stored columns of this process (columns from `shard.real` on are padding), P parts to merge. z is a
+logit divided by its temperature. Exponents are in units of ln 2, because the hardware's exponential is exp2.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 FLOOR = tl.constexpr(-10000.0)
-"""exp2() of this is 0, and 0 * this is 0. Clamping to it keeps columns of -inf out of the entropy without a select."""
+"""Exponent whose exp2() is 0 and whose product with 0 is 0. Clamping to it keeps columns of -inf out of the entropy
+without a select."""
 
 BLOCK = 4096
-"""Columns that a program takes at a time. One number for tiles of all widths, which follow from the number of rows."""
+"""Number of columns that a program takes at a time. All tile widths share one number, because their widths follow
+from the number of rows."""
 PARTS_BLOCK, ROWS_BLOCK = 16, 128
-"""Of one step of a merge."""
+"""Parts and rows in one step of a merge."""
 
 
 @triton.jit
 def _offsets(columns, stride, UNIT: tl.constexpr):
-    """Offsets of columns. Transposed logits have a column stride of C, and C * V may exceed 2**31."""
+    """Returns the offsets of columns. Transposed logits have a column stride of C, and C * V may exceed 2**31."""
     if UNIT:
         return columns
     else:
@@ -46,7 +48,8 @@ def _rounded(x, ROUND: tl.constexpr):
 
 @triton.jit
 def _tanh(y):
-    """tanh to a few units of 2**-24 of its value: near 0, the quotient of exponentials would lose digits."""
+    """Returns tanh, accurate to a few units of 2**-24 of its value. Near 0, the quotient of exponentials would lose
+    digits."""
     a = tl.abs(y)
     e = tl.exp2(a * -2.0 * LOG2E)
     s = y * y
@@ -57,7 +60,8 @@ def _tanh(y):
 
 @triton.jit
 def _logit(x, cap, ROUND: tl.constexpr, CAPPED: tl.constexpr):
-    """A rounded logit, capped if the model caps. Each step of the cap is rounded, as engines compute it."""
+    """Returns a rounded logit, capped if the model has a cap. Each step of the cap is rounded, as engines compute
+    it."""
     x = _rounded(x, ROUND)
     if CAPPED:
         x = _rounded(_rounded(_tanh(_rounded(x / cap, ROUND)), ROUND) * cap, ROUND)
@@ -66,9 +70,9 @@ def _logit(x, cap, ROUND: tl.constexpr, CAPPED: tl.constexpr):
 
 @triton.jit
 def _absorb(x, top, total, weighted, scale, ENTROPY: tl.constexpr):
-    """Add the columns x of a row to its running maximum and to its sums relative to that maximum."""
+    """Adds the columns x of a row to its running maximum and to its sums relative to that maximum."""
     block_top = tl.max(x, 0)
-    # The maximum of a row rises in few of its blocks: the others need one exponential per column instead of two.
+    # The maximum of a row rises in few of its blocks. The other blocks need one exponential per column instead of two.
     if block_top > top:
         shift = tl.maximum((top - block_top) * scale, FLOOR)
         factor = tl.exp2(shift)
@@ -113,7 +117,7 @@ def _row_stats_kernel(
     owned = (column >= 0) & (column < real)
     at_target = tl.load(base + _offsets(column, column_stride, UNIT), mask=owned, other=0.0)
     at_target = _logit(at_target, cap, ROUND, CAPPED) * inverse
-    # For a target outside the vocabulary no shard has a logit: NaN, because 0 would look like one.
+    # For a target outside the vocabulary no shard has a logit. Store NaN, because 0 would look like a logit.
     at_target = tl.where((target >= 0) & (target < limit), at_target, float("nan"))
     tl.store(OUT + row, tl.maximum(top * inverse, LOWEST))
     tl.store(OUT + out_stride + row, total)
@@ -223,11 +227,11 @@ def row_stats(
     out: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """`vocab.row_stats` [3 or 4, C] float32 of the real columns of logits [C, V] times the inverse temperature (a
-    number or [C]). The target's logit is NaN for a target outside the vocabulary.
+    """Returns `vocab.row_stats` [3 or 4, C] float32 of the real columns of logits [C, V] times the inverse temperature
+    (a number or [C]). The target's logit is NaN for a target outside the vocabulary.
 
-    `out`: where to write the result; its rows must be contiguous. `rounding`: the dtype to which the logits are rounded
-    first. `cap`: their soft cap, None for none. Reads the logits once.
+    `out` receives the result; its rows must be contiguous. `rounding`: the dtype to which the logits are rounded first.
+    `cap`: their soft cap, or None. Reads the logits once.
     """
     rows = len(logits)
     if out is None:
@@ -247,8 +251,8 @@ def row_stats(
 def merge(
     parts: Tensor, out: tuple[Tensor, Tensor, Tensor | None] | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probs [C], log-sum-exp [C] and entropy [C] (None without a fourth row) from `row_stats` parts [P, 3 or 4, C]
-    float32 of disjoint columns, with any strides. One launch, which adds in the order of P. `out`: where to write the
+    """Returns log-probs [C], log-sum-exp [C] and entropy [C] (None without a fourth row) from `row_stats` parts [P, 3
+    or 4, C] float32 of disjoint columns, with any strides. One launch adds in the order of P. `out` receives the
     results, each contiguous."""
     count, stats, rows = parts.shape
     if out is None:
@@ -274,10 +278,10 @@ def logits_grad(
     rounding: torch.dtype | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """Gradient in the logits [C, V] before temperature, cap and rounding. Without a cap, it is
-    `inv_t * (g * (onehot(target) - p) - h * p * (log p + entropy))` for upstream gradients g, h [C]; 0 in the padding.
+    """Computes the gradient in the logits [C, V] before temperature, cap and rounding. Without a cap, it is `inv_t * (g
+    * (onehot(target) - p) - h * p * (log p + entropy))` for upstream gradients g, h [C]; 0 in the padding.
 
-    Writes it into `out` [C, V] of any float dtype, which may be `logits` itself. Reads `entropy` only for
+    Writes the gradient into `out` [C, V] of any float dtype, which may be `logits` itself. Reads `entropy` only for
     `grad_entropy`.
     """
     rows, stored = logits.shape

@@ -1,6 +1,6 @@
-"""`logp` in plain PyTorch: the definition of correct. Also the record of a call.
+"""`logp` in plain PyTorch, the definition of correct, and the record of a call.
 
-The reference goes through the rows tile by tile, so that it makes no float32 copy of all logits.
+The reference goes through the rows tile by tile, so that it makes no float32 copy of the whole logits.
 
 Legend: N tokens, V columns of this process.
 """
@@ -22,9 +22,9 @@ from rl_kernel.vocab import VocabShard, cap_slope_, capped, merge_stats, row_til
 
 @dataclass(frozen=True)
 class Task:
-    """What one call computes from logits and targets. `temperature`: a positive number or [N], in the compute dtype.
-    `keep`: the ids that top-p or top-k sampling kept. `in_place`: the backward overwrites the logits. `cap`:
-    their soft cap."""
+    """The computation that one call requests from logits and targets. `temperature`: a positive number or [N], in the
+    compute dtype. `keep`: the ids that top-p or top-k sampling kept. `in_place`: the backward overwrites the logits.
+    `cap`: the soft cap of the logits."""
 
     temperature: float | Tensor
     shard: VocabShard
@@ -35,7 +35,8 @@ class Task:
 
 
 def tile_logits(logits: Tensor, rows: slice, task: Task) -> Tensor:
-    """A copy [C, V] of some rows, capped and divided by the temperature, without the padding, in the compute dtype."""
+    """Returns a copy [C, V] of `rows`, capped and divided by the temperature, without the padding, in the compute
+    dtype."""
     tile = capped(logits[rows, : task.shard.real], task.cap).to(compute_dtype(logits), copy=task.cap is None)
     return scale_(tile, take(task.temperature, rows))
 
@@ -45,7 +46,8 @@ class LogpContext(Context, Protocol):
 
 
 class Logp(torch.autograd.Function):
-    """Log-probs [N] and entropy [N] (None unless asked for) of materialised logits."""
+    """Autograd function for log-probs [N] and entropy [N] of materialised logits. The entropy is None unless
+    requested."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""`masked_sum`, `masked_mean`, `masked_whiten`: over the counted entries of one process, or of a group of ranks."""
+"""`masked_sum`, `masked_mean` and `masked_whiten` reduce the counted entries of a process, or of a group of ranks."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from rl_kernel.telemetry import record, timed
 def masked_sum(
     values: Tensor, mask: Tensor, *, group: ProcessGroup | None = None, impl: str | None = None
 ) -> Tensor:
-    """`values[mask != 0].sum()`, over all ranks of `group`.
+    """Returns `values[mask != 0].sum()`, over all ranks of `group`.
 
     Args:
-        values: any shape and float dtype. Entries that are not counted may hold anything, NaN included.
+        values: any shape and float dtype. Entries that are not counted may hold any value, NaN included.
         mask: same shape, bool, integer or float; nonzero means counted.
-        group: data-parallel (and context-parallel) ranks. Each passes its own part, of any size. All ranks must call,
-            with the same `impl` and mode.
+        group: data-parallel (and context-parallel) ranks. Each rank passes its own part, of any size. All ranks must
+            call, with the same `impl` and mode.
         impl: names the implementation, "reference" or "triton", for tests and comparisons.
 
     Returns:
-        float32 scalar (float64 for float64 values), equal on all ranks; differentiable in `values` without a
-        group.
+        float32 scalar (float64 for float64 values), equal on all ranks; differentiable in `values` without a group.
 
     Raises:
-        ValueError: shapes or devices that differ, wrong dtype, values that require grad together with a
-        group.
+        ValueError: shapes or devices that differ, wrong dtype, values that require grad together with a group.
         Refused: the mode or `impl` demands the fast implementation and it cannot run.
 
     Sums are in float64, over ranks in rank order. Deterministic.
@@ -40,7 +38,8 @@ def masked_sum(
 def masked_mean(
     values: Tensor, mask: Tensor, *, group: ProcessGroup | None = None, impl: str | None = None
 ) -> Tensor:
-    """`values[mask != 0].mean()` over all ranks of `group`; 0 if no entry counts. Otherwise as `masked_sum`."""
+    """Returns `values[mask != 0].mean()` over all ranks of `group`; 0 if no entry counts. See `masked_sum` for the
+    rest."""
     return _total("masked_mean", values, mask, group, impl)
 
 
@@ -53,11 +52,11 @@ def masked_whiten(
     shift_mean: bool = True,
     impl: str | None = None,
 ) -> Tensor:
-    """Zero mean and unit variance over the counted entries: `(values - mean) * (var + eps).rsqrt()`.
+    """Returns the counted entries with zero mean and unit variance: `(values - mean) * (var + eps).rsqrt()`.
 
     `var` has Bessel's correction. `shift_mean=False` adds the mean back. Entries that are not counted become 0. A
-    single counted entry has variance 0. eps must be > 0. Mean and variance are those of all ranks of `group`.
-    Arguments, errors, gradient and determinism are those of `masked_sum`.
+    single counted entry has variance 0. eps must be > 0. Mean and variance cover all ranks of `group`. Arguments,
+    errors, gradient and determinism are those of `masked_sum`.
 
     Returns:
         The shape of `values`, float32 (float64 for float64 values).
@@ -77,7 +76,7 @@ def masked_whiten(
 def _total(
     operator: str, values: Tensor, mask: Tensor, group: ProcessGroup | None, impl: str | None
 ) -> Tensor:
-    """The sum, or the mean if `operator` is masked_mean."""
+    """Returns the sum, or the mean if `operator` is masked_mean."""
     mean = operator == "masked_mean"
     _check(values, mask, group)
     choice = choose(operator, values.device, impl, float64_refusal(values))

@@ -1,4 +1,5 @@
-"""The masked reductions by their Triton kernels. They have gradients on one process, and none over a group of ranks."""
+"""Runs the masked reductions by their Triton kernels. They have gradients on one process, but not over a group of
+ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from rl_kernel.ops.masked.blocks import flat
 
 
 class TotalContext(Context, Protocol):
-    """Of the values: their shape and dtype. mean: whether the result is their mean."""
+    """Record of a call: shape and dtype of the values, and whether the result is their mean."""
 
     mean: bool
     shape: torch.Size
@@ -25,7 +26,8 @@ class TotalContext(Context, Protocol):
 
 
 class _Total(Function):
-    """Sum or mean of the counted values. Saves the mask, the number of counted values and their sum."""
+    """Autograd function of the sum or mean of the counted values. Saves the mask, the number of counted values and
+    their sum."""
 
     @staticmethod
     def forward(ctx: TotalContext, values: Tensor, mask: Tensor, mean: bool) -> Tensor:
@@ -44,14 +46,14 @@ class _Total(Function):
 
 
 class WhitenContext(Context, Protocol):
-    """shape: of the values. terms: eps, and whether the mean is shifted to zero."""
+    """Record of a call. shape: shape of the values. terms: eps, and whether the mean is shifted to zero."""
 
     shape: torch.Size
     terms: tuple[float, bool]
 
 
 class _Whiten(Function):
-    """Saves its inputs and their moments."""
+    """Autograd function of `masked_whiten`. Saves its inputs and their moments."""
 
     @staticmethod
     def forward(ctx: WhitenContext, values: Tensor, mask: Tensor, eps: float, shift_mean: bool) -> Tensor:
@@ -71,7 +73,7 @@ class _Whiten(Function):
 
 
 def masked_total_triton(values: Tensor, mask: Tensor, group: ProcessGroup | None, *, mean: bool) -> Tensor:
-    """Sum or mean, a float32 scalar."""
+    """Returns the sum or mean, a float32 scalar."""
     if group is None:
         total_or_mean: Tensor = _Total.apply(values, mask, mean)
         return total_or_mean
@@ -83,7 +85,7 @@ def masked_total_triton(values: Tensor, mask: Tensor, group: ProcessGroup | None
 def masked_whiten_triton(
     values: Tensor, mask: Tensor, group: ProcessGroup | None, eps: float, shift_mean: bool
 ) -> Tensor:
-    """Whitened values, float32, of the shape of `values`."""
+    """Returns the whitened values, float32, with the shape of `values`."""
     if group is None:
         white: Tensor = _Whiten.apply(values, mask, eps, shift_mean)
         return white
@@ -94,8 +96,8 @@ def masked_whiten_triton(
 
 
 def merge_moments(parts: Tensor) -> Tensor:
-    """The moments [3] of the entries of all ranks, from each rank's moments [P, 3]: number, sum, and sum of squared
-    distances from the mean."""
+    """Returns the moments [3] over all ranks' entries, from each rank's moments [P, 3]: number, sum, and sum of
+    squared distances from the mean."""
     number, total, spread = parts.unbind(1)
     mean = total.sum() / number.sum().clamp(min=1)
     distance = total / number.clamp(min=1) - mean

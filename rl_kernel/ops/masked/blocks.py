@@ -1,8 +1,7 @@
 """One-dimensional blocks in Triton, which the masked reductions, `ratio_kl` and `grpo_loss` share.
 
-Each program of a kernel over [N] processes one block. A block that lies wholly inside its tensor is read without a
-mask: only then can Triton load four neighbours in one instruction, whatever N is. Only the last block is read with a
-mask.
+Each program of a kernel over [N] processes one block. A block that is completely inside its tensor is read without a
+mask: only then can Triton load four neighbours in one instruction, for any N. Only the last block is read with a mask.
 """
 
 import torch
@@ -11,19 +10,20 @@ import triton.language as tl
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes: four neighbours of float32 are read in one instruction only from multiples of it."""
+"""Alignment in bytes. One instruction can read four neighbours of float32 only if they start at a multiple of this
+number."""
 
 
 @triton.jit
 def load(pointer, lane, left, FULL: tl.constexpr, stride=1):
-    """Entries `lane` of a block; 0 for lanes from `left` on, where the tensor has ended."""
+    """Loads the entries `lane` of a block; 0 for lanes from `left` on, where the tensor has ended."""
     at = pointer + lane * stride
     return tl.load(at) if FULL else tl.load(at, mask=lane < left, other=0)
 
 
 @triton.jit
 def counts(MASK, lane, left, FULL: tl.constexpr):
-    """Which entries of a block the mask counts; none beyond the end of the tensor."""
+    """Returns whether the mask counts each entry of a block. No entry counts beyond the end of the tensor."""
     value = load(MASK, lane, left, FULL)
     if value.dtype == tl.bfloat16:
         value = value.to(
@@ -34,7 +34,7 @@ def counts(MASK, lane, left, FULL: tl.constexpr):
 
 @triton.jit
 def store(pointer, lane, value, left, FULL: tl.constexpr):
-    """Write a block. Nothing is written beyond the end of the tensor."""
+    """Writes a block. Nothing is written beyond the end of the tensor."""
     if FULL:
         tl.store(pointer + lane, value)
     else:
@@ -43,7 +43,7 @@ def store(pointer, lane, value, left, FULL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["COUNT"])
 def add_rows_kernel(PARTIALS, OUT, COUNT, BLOCK: tl.constexpr):
-    """OUT[row] = PARTIALS[row, :COUNT].sum() in float64, always in the same order. One program per row."""
+    """Computes OUT[row] = PARTIALS[row, :COUNT].sum() in float64, always in the same order. One program per row."""
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float64)
@@ -53,16 +53,17 @@ def add_rows_kernel(PARTIALS, OUT, COUNT, BLOCK: tl.constexpr):
 
 
 def add_rows(partials: Tensor, out: Tensor) -> None:
-    """`out.copy_(partials.sum(1))` for partials [rows, P] float64, P = 0 included."""
+    """Computes `out.copy_(partials.sum(1))` for partials [rows, P] float64, P = 0 included."""
     rows, count = partials.shape
-    # One program adds up a row. With wide blocks, few of its loads wait for each other, even for millions of tokens.
+    # One program adds up a row. With wide blocks, few loads of a program wait for each other, even for millions of
+    # tokens.
     block, warps = (8192, 16) if count > 1024 else (1024, 4)
     add_rows_kernel[(rows,)](partials, out, count, BLOCK=block, num_warps=warps)
 
 
 def flat(value: Tensor) -> Tensor:
-    """The entries in row-major order, bool as bytes, as the kernels read them. Only a strided tensor is copied, or one
-    that is not `aligned`."""
+    """Returns the entries in row-major order, bool as bytes, as the kernels read them. Copies the tensor only if it is
+    strided or not `aligned`."""
     if value.dim() != 1 or not value.is_contiguous():
         value = value.contiguous().view(-1)
     value = aligned(value)
@@ -70,6 +71,6 @@ def flat(value: Tensor) -> Tensor:
 
 
 def aligned(value: Tensor) -> Tensor:
-    """`value` itself if it starts at a multiple of 16 bytes, as new tensors do, otherwise a copy. Triton compiles a
-    kernel again for a tensor that does not, and reads it slowly."""
+    """Returns `value` if it starts at a multiple of 16 bytes, as new tensors do, otherwise a copy. For a tensor at
+    another address, Triton compiles a second kernel, which reads slowly."""
     return value if value.data_ptr() % ALIGNMENT == 0 else value.clone()

@@ -1,4 +1,4 @@
-"""Named shapes of the masked reductions, their inputs and the float64 formulas, shared by tests and benchmarks."""
+"""Named shapes of the masked reductions, their inputs and the float64 formulas. Tests and benchmarks share them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MaskedCase:
-    """Values with mean 5 and deviation 1. A third of them is masked out and holds NaN."""
+    """A shape: values with mean 5 and deviation 1. A third of the values is masked out and holds NaN."""
 
     name: str
     shape: tuple[int, ...]
@@ -19,7 +19,7 @@ class MaskedCase:
     def inputs(
         self, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """values of `dtype` and a bool mask."""
+        """Returns values of `dtype` and a bool mask."""
         generator = torch.Generator().manual_seed(seed)
         values = 5 + torch.randn(self.shape, generator=generator)
         mask = torch.rand(self.shape, generator=generator) < 0.7
@@ -36,13 +36,13 @@ CASES = (
     MaskedCase("one_block", (4096,)),
     MaskedCase("blocks_and_a_rest", (9001,)),
 )
-"""Small enough for Triton's interpreter; the kernels' blocks hold 4096 entries."""
+"""Cases that are small enough for Triton's interpreter. The kernels' blocks hold 4096 entries."""
 
 LARGE = (MaskedCase("many_blocks", (2**20,)), MaskedCase("long_programs_ragged", (2**23 + 13,)))
 
 
 def formula(name: str, values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """The operator `name` in float64."""
+    """Computes the operator `name` in float64."""
     kept = values.double()[mask]
     if name == "masked_sum":
         return kept.sum()

@@ -1,8 +1,9 @@
-"""The masked reductions in Triton: each program computes float64 moments of a block, and one program merges them in a
-fixed order.
+"""The masked reductions in Triton: each program computes float64 moments of a block, and one program merges the moments
+in a fixed order.
 
-The moments of counted entries are [number, sum, sum of squared distances from the mean]. Those of two parts merge
-exactly: the squared distances add up, plus those of the parts' means. So mean and variance need one read of the values.
+The moments of counted entries are [number, sum, sum of squared distances from the mean]. The moments of two parts merge
+exactly: the squared distances add up, plus the squared distances of the parts' means. So mean and variance need one
+read of the values.
 
 Legend: E entries, P programs.
 """
@@ -21,7 +22,7 @@ MERGE_BLOCK, MERGE_WARPS = 4096, 16
 
 @triton.jit
 def _entries(VALUES, MASK, lane, left, FULL: tl.constexpr):
-    """Values of a block in float64, 0 for those that are not counted, and which are counted."""
+    """Returns the values of a block in float64, 0 for entries that are not counted, and whether each entry counts."""
     counted = counts(MASK, lane, left, FULL)
     values = load(VALUES, lane, left, FULL).to(tl.float32)
     return tl.where(counted, values, 0.0).to(tl.float64), counted
@@ -71,7 +72,8 @@ def moments_kernel(
     REPEAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """PARTIALS [2 or 3, P]: the moments of the REPEAT blocks of a program; with SPREAD all three, of one block."""
+    """Writes PARTIALS [2 or 3, P]: the
+    moments of a program's REPEAT blocks; with SPREAD all three moments, of a single block."""
     program = tl.program_id(0)
     at = program.to(tl.int64) * (BLOCK * REPEAT)
     # fmt: off
@@ -86,7 +88,7 @@ def moments_kernel(
 def merge_kernel(
     PARTIALS, STATS, RESULT, programs, SPREAD: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """STATS: the moments of all partials; RESULT: their sum, or their mean. One program."""
+    """Writes STATS, the moments of all partials, and RESULT, their sum or their mean. One program."""
     lane = tl.arange(0, BLOCK)
     number = tl.zeros([BLOCK], tl.float64)
     total = tl.zeros([BLOCK], tl.float64)
@@ -114,14 +116,15 @@ def merge_kernel(
 
 @triton.jit
 def _halves(value):
-    """A float64 scalar as the sum of two float32 numbers. Subtracting both in turn keeps the digits of float32."""
+    """Returns a float64 scalar as the sum of two float32 numbers. Subtracting both numbers in turn keeps the digits of
+    float32."""
     high = value.to(tl.float32)
     return high, (value - high.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
 def _scale(STATS, eps):
-    """Mean and 1 / deviation, float64 scalars."""
+    """Returns mean and 1 / deviation, float64 scalars."""
     number = tl.load(STATS)
     mean = tl.load(STATS + 1) / tl.maximum(number, 1.0)
     variance = tl.load(STATS + 2) / tl.maximum(number - 1.0, 1.0)
@@ -152,7 +155,7 @@ def _whiten_block(
 
 @triton.jit(do_not_specialize=["E"])
 def whiten_kernel(VALUES, MASK, STATS, OUT, E, eps, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Whitened values of one block; 0 for entries that are not counted."""
+    """Writes the whitened values of a block; 0 for entries that are not counted."""
     at = tl.program_id(0).to(tl.int64) * BLOCK
     mean, scale = _scale(STATS, eps)
     high, low = _halves(mean)
@@ -165,7 +168,7 @@ def whiten_kernel(VALUES, MASK, STATS, OUT, E, eps, SHIFT: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _whiten_sums(VALUES, MASK, D_OUT, high, low, left, BLOCK: tl.constexpr, FULL: tl.constexpr):
-    """The two sums of `whiten_sums_kernel`."""
+    """Returns the two sums of `whiten_sums_kernel`."""
     lane = tl.arange(0, BLOCK)
     counted = counts(MASK, lane, left, FULL)
     values = load(VALUES, lane, left, FULL).to(tl.float32)
@@ -177,7 +180,8 @@ def _whiten_sums(VALUES, MASK, D_OUT, high, low, left, BLOCK: tl.constexpr, FULL
 
 @triton.jit(do_not_specialize=["E", "blocks"])
 def whiten_sums_kernel(VALUES, MASK, STATS, D_OUT, PARTIALS, E, blocks, BLOCK: tl.constexpr):
-    """PARTIALS [2, P]: for one block, the sum of the gradient, and the sum of gradient * distance from the mean."""
+    """Writes PARTIALS [2, P]: for one block, the sum of the gradient, and the sum of gradient * distance from the
+    mean."""
     program = tl.program_id(0)
     at = program.to(tl.int64) * BLOCK
     high, low = _halves(tl.load(STATS + 1) / tl.maximum(tl.load(STATS), 1.0))
@@ -209,8 +213,8 @@ def _whiten_grad(
 def whiten_backward_kernel(
     VALUES, MASK, STATS, SUMS, D_OUT, D_VALUES, E, eps, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """d_values of one block, with s = 1 / deviation, c = values - mean and g the gradient of the result:
-    `s * (g - g.mean()) - s**3 * c * (g * c).sum() / (n - 1)`, plus `g.mean()` where the mean was added back."""
+    """Writes d_values of a block, with s = 1 / deviation, c = values - mean and g the gradient of the result: `s * (g
+    - g.mean()) - s**3 * c * (g * c).sum() / (n - 1)`, plus `g.mean()` where the mean was added back."""
     at = tl.program_id(0).to(tl.int64) * BLOCK
     number = tl.load(STATS)
     mean, scale = _scale(STATS, eps)
@@ -237,7 +241,7 @@ def _spread_grad(MASK, D_VALUES, grad, left, BLOCK: tl.constexpr, FULL: tl.const
 
 @triton.jit(do_not_specialize=["UPSTREAM", "E"])
 def spread_grad_kernel(MASK, STATS, UPSTREAM, D_VALUES, E, MEAN: tl.constexpr, BLOCK: tl.constexpr):
-    """d_values of a sum or a mean: one number for all counted entries, 0 for the others."""
+    """Writes d_values of a sum or a mean: one number for all counted entries, 0 for the others."""
     at = tl.program_id(0).to(tl.int64) * BLOCK
     grad = tl.load(UPSTREAM).to(tl.float32)
     if MEAN:
@@ -249,9 +253,10 @@ def spread_grad_kernel(MASK, STATS, UPSTREAM, D_VALUES, E, MEAN: tl.constexpr, B
 
 
 def moments(values: Tensor, mask: Tensor, *, spread: bool, mean: bool = False) -> tuple[Tensor, Tensor]:
-    """(number, sum and, with `spread`, squared distances [2 or 3] float64; sum or mean float32) of flat tensors."""
+    """Returns (number, sum and, with `spread`, squared distances [2 or 3] float64; sum or mean float32) of flat
+    tensors."""
     entries, rows = values.numel(), 3 if spread else 2
-    # With fewer and longer programs, the one program that merges has fewer partial sums to add.
+    # With fewer and longer programs, the program that merges has fewer partial sums to add.
     repeat = LONG if entries > LONG_FROM and not spread else 1
     programs = triton.cdiv(entries, BLOCK * repeat)
     partials = torch.empty(rows, programs, dtype=torch.float64, device=values.device)
@@ -284,7 +289,7 @@ def moments(values: Tensor, mask: Tensor, *, spread: bool, mean: bool = False) -
 
 
 def whiten(values: Tensor, mask: Tensor, stats: Tensor, eps: float, shift_mean: bool) -> Tensor:
-    """Whitened values [E] float32 with the moments [3]."""
+    """Returns the whitened values [E] float32 for the given moments [3]."""
     out = torch.empty_like(values, dtype=torch.float32)
     if entries := values.numel():
         with torch.cuda.device_of(values):
@@ -297,7 +302,7 @@ def whiten(values: Tensor, mask: Tensor, stats: Tensor, eps: float, shift_mean: 
 def whiten_backward(
     values: Tensor, mask: Tensor, stats: Tensor, eps: float, shift_mean: bool, d_out: Tensor
 ) -> Tensor:
-    """d_values [E] in the dtype of `values`."""
+    """Returns d_values [E] in the dtype of `values`."""
     grad = torch.empty_like(values)
     if entries := values.numel():
         blocks = triton.cdiv(entries, BLOCK)
@@ -325,7 +330,7 @@ def whiten_backward(
 
 
 def spread_grad(mask: Tensor, stats: Tensor, upstream: Tensor, dtype: torch.dtype, *, mean: bool) -> Tensor:
-    """d_values [E] of the sum or the mean."""
+    """Returns d_values [E] of the sum or the mean."""
     grad = torch.empty_like(mask, dtype=dtype)
     if entries := mask.numel():
         with torch.cuda.device_of(mask):

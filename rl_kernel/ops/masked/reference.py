@@ -13,7 +13,7 @@ from rl_kernel.collectives import rank_sum
 
 
 def masked_total(values: Tensor, mask: Tensor, group: ProcessGroup | None) -> Tensor:
-    """[2] float64: sum of the counted values and their number, over all ranks. `mask` is bool."""
+    """Returns [2] float64: sum and number of the counted values, over all ranks. `mask` is bool."""
     total = torch.where(mask, values, 0).sum(dtype=torch.float64)
     return rank_sum(torch.stack([total, mask.sum().double()]), group)
 
@@ -21,7 +21,7 @@ def masked_total(values: Tensor, mask: Tensor, group: ProcessGroup | None) -> Te
 def masked_whiten_reference(
     values: Tensor, mask: Tensor, group: ProcessGroup | None, eps: float, shift_mean: bool
 ) -> Tensor:
-    """Whitened values, from `values` [...] float32 or float64 and a bool mask of the same shape."""
+    """Returns the whitened values, from `values` [...] float32 or float64 and a bool mask of the same shape."""
     total, count = masked_total(values, mask, group)
     mean = total / count.clamp(min=1)
     centred = torch.where(mask, values, 0).double() - mean

@@ -1,4 +1,4 @@
-"""`ratio_kl`: the importance ratio and a KL estimate of each token."""
+"""`ratio_kl`: the importance ratio and a KL estimate per token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ratio_kl(
     unbiased: bool = False,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`ratio = (log_probs - old_log_probs).exp()` and the KL estimate against `ref_log_probs`.
+    """Computes `ratio = (log_probs - old_log_probs).exp()` and the KL estimate against `ref_log_probs`.
 
     With lr = log_probs - ref_log_probs: k1 `lr`; k2 `lr**2 / 2`; k3 `x.exp() - 1 - x` with `x = -lr`; low_var_kl: k3
     clamped to [-10, 10]. `unbiased` multiplies the estimate by the ratio before the clamp, and the product with a ratio
@@ -32,20 +32,20 @@ def ratio_kl(
         log_probs: [N] nats, any float dtype; computed in float32 (float64 if it is float64).
         old_log_probs, ref_log_probs: [N]; constants. Without a reference the KL is 0.
         mask: [N] bool, integer or float; nonzero means counted. The other tokens have ratio 1, KL 0 and no gradient,
-            whatever their inputs are (NaN included).
+            for any input values (NaN included).
         kl_type: one of k1, k2, k3, low_var_kl.
         impl: names the implementation, "reference" or "triton", for tests and comparisons.
 
     Returns:
         (ratio [N], kl [N]), float32, differentiable in `log_probs`. Exponents above 80 count as 80, in the ratio and as
-        x of k3: both stay finite, and their gradients are 0 there.
+        x of k3. Both results then stay finite, and their gradients are 0 there.
 
     Raises:
         ValueError: wrong shape, dtype or device, a constant that requires grad, an unknown kl_type.
         Refused: the mode or `impl` demands the fast implementation and it cannot run.
 
-    Deterministic (element-wise). Source: J. Schulman, "Approximating KL Divergence" (2020); DeepSeek-V3.2
-    (2025) for the unbiased weight.
+    Deterministic (element-wise). Source: J. Schulman, "Approximating KL Divergence" (2020); DeepSeek-V3.2 (2025) for
+    the unbiased weight.
     """
     check_tensor("log_probs", log_probs, ["N"])
     shape, device = log_probs.shape, log_probs.device
@@ -74,6 +74,6 @@ def ratio_kl(
 
 
 def check_kl_type(kl_type: str) -> None:
-    """One of KL_TYPES."""
+    """Raises ValueError unless `kl_type` is one of KL_TYPES."""
     if kl_type not in KL_TYPES:
         raise invalid("kl_type", f"be one of {', '.join(KL_TYPES)}", repr(kl_type), "pick one of them")

@@ -1,4 +1,4 @@
-"""`ratio_kl` through its Triton kernels, with its gradient."""
+"""Runs `ratio_kl` by its Triton kernels, with its gradient."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from rl_kernel.telemetry import timed
 
 
 class RatioContext(Context, Protocol):
-    """terms: the kind of KL, and whether its gradient is unbiased."""
+    """Record of a call. terms: the kind of KL, and whether its gradient is unbiased."""
 
     terms: tuple[str, bool]
 
 
 class RatioKL(Function):
-    """Saves its inputs only. Computing the ratio again in the backward is faster than reading it from memory."""
+    """Autograd function of `ratio_kl`. Saves its inputs only, because computing the ratio again in the backward is
+    faster than reading it from memory."""
 
     @staticmethod
     def forward(

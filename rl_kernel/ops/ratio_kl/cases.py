@@ -1,4 +1,4 @@
-"""Named shapes and options of `ratio_kl`, their inputs and the float64 formula, shared by tests and benchmarks."""
+"""Named shapes and options of `ratio_kl`, their inputs and the float64 formula. Tests and benchmarks share them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RatioKlCase:
-    """N tokens. A fifth of them is masked out and holds NaN."""
+    """A shape: N tokens. A fifth of the tokens is masked out and holds NaN."""
 
     name: str
     tokens: int
@@ -18,7 +18,8 @@ class RatioKlCase:
     def inputs(
         self, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
     ) -> dict[str, Tensor]:
-        """Columns [N] of `ratio_kl`, near the old policy and farther from the reference, and a bool mask."""
+        """Returns the columns [N] of `ratio_kl`, close to the old policy and farther from the reference, and a bool
+        mask."""
         generator = torch.Generator().manual_seed(seed)
         new = -3 * torch.rand(self.tokens, generator=generator)
         near, far = torch.randn(2, self.tokens, generator=generator)
@@ -35,7 +36,7 @@ CASES = (
     RatioKlCase("one_block", 1024),
     RatioKlCase("blocks_and_a_rest", 2500),
 )
-"""Small enough for Triton's interpreter; the kernels' blocks hold 1024 tokens."""
+"""Cases that are small enough for Triton's interpreter. The kernels' blocks hold 1024 tokens."""
 
 LARGE = (RatioKlCase("many_blocks", 2**20), RatioKlCase("many_blocks_ragged", 2**20 + 13))
 
@@ -55,7 +56,8 @@ def formula(
     *,
     unbiased: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The definition in float64, with 1 and 0 where nothing counts; log-ratios within +-80."""
+    """Computes the definition in float64, for log-ratios within +-80. Tokens that are not counted get ratio 1 and KL
+    0."""
     new, old, ref = (torch.where(mask, v.double(), 0) for v in (log_probs, old_log_probs, ref_log_probs))
     ratio, lr = (new - old).exp(), new - ref
     kl = {"k1": lr, "k2": lr**2 / 2}.get(kl_type, torch.expm1(-lr) + lr)

@@ -1,4 +1,4 @@
-"""`ratio_kl` in Triton: a kernel for the forward, one for the backward, and functions that `grpo_loss` shares.
+"""`ratio_kl` in Triton: a forward kernel, a backward kernel, and functions that `grpo_loss` shares.
 
 Each program computes one block of tokens. Clamps use `where`: a minimum or maximum would drop a NaN, which must reach
 the loss.
@@ -19,7 +19,7 @@ BLOCK, WARPS = 1024, 4
 
 @triton.jit
 def ratio_of(log_ratio):
-    """exp(log_ratio), with the exponent clamped to MAX_EXPONENT, and its derivative."""
+    """Returns exp(log_ratio), with the exponent clamped to MAX_EXPONENT, and its derivative."""
     over = log_ratio > _TOP
     ratio = tl.exp(tl.where(over, _TOP, log_ratio))
     return ratio, tl.where(over, 0.0, ratio)
@@ -27,7 +27,7 @@ def ratio_of(log_ratio):
 
 @triton.jit
 def _k3_of(log_ratio):
-    """exp(x) - 1 - x with x = -log_ratio, at most MAX_EXPONENT, and its derivative in log_ratio, 1 - exp(x)."""
+    """Returns exp(x) - 1 - x with x = -log_ratio, at most MAX_EXPONENT, and its derivative in log_ratio, 1 - exp(x)."""
     over = -log_ratio > _TOP
     x = tl.where(over, _TOP, -log_ratio)
     power = tl.exp(x)
@@ -42,7 +42,7 @@ def _k3_of(log_ratio):
 
 @triton.jit
 def kl_of(log_ratio, ratio, ratio_slope, KL_TYPE: tl.constexpr, UNBIASED: tl.constexpr):
-    """The estimate for `log_probs - ref_log_probs`, weighted and clamped, and its derivative in log_probs."""
+    """Returns the estimate for `log_probs - ref_log_probs`, weighted and clamped, and its derivative in log_probs."""
     if KL_TYPE == "k1":
         kl = log_ratio
         slope = tl.full(log_ratio.shape, 1.0, tl.float32)
@@ -107,7 +107,7 @@ def forward_kernel(
     UNBIASED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ratio and KL of one block of tokens."""
+    """Writes ratio and KL of a block of tokens."""
     at = tl.program_id(0).to(tl.int64) * BLOCK
     # fmt: off
     if at + BLOCK <= N:
@@ -175,7 +175,8 @@ def backward_kernel(
     UNBIASED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """d_log_probs of one block from the gradients of ratio and KL, which may be strided (0 after a sum)."""
+    """Writes d_log_probs of a block from the gradients of ratio and KL, which may be strided (stride 0 after a
+    sum)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK
     # fmt: off
     if at + BLOCK <= N:
@@ -192,7 +193,7 @@ def backward_kernel(
 def forward(
     log_probs: Tensor, old: Tensor, ref: Tensor | None, mask: Tensor | None, kl_type: str, unbiased: bool
 ) -> tuple[Tensor, Tensor]:
-    """(ratio, kl) [N] float32 of flat inputs."""
+    """Returns (ratio, kl) [N] float32 of flat inputs."""
     ratio = torch.empty_like(log_probs, dtype=torch.float32)
     kl = torch.empty_like(ratio)
     if tokens := log_probs.numel():
@@ -225,7 +226,7 @@ def backward(
     d_ratio: Tensor | None,
     d_kl: Tensor | None,
 ) -> Tensor:
-    """d_log_probs [N] in the dtype of `log_probs`; gradients may have any stride."""
+    """Returns d_log_probs [N] in the dtype of `log_probs`; gradients may have any stride."""
     grad = torch.empty_like(log_probs)
     d_ratio, d_kl = (value if value is None else aligned(value) for value in (d_ratio, d_kl))
     has_kl = d_kl is not None and ref is not None

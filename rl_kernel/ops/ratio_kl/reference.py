@@ -1,4 +1,4 @@
-"""`ratio_kl` in plain PyTorch: the definition of correct. Autograd gives its gradient."""
+"""`ratio_kl` in plain PyTorch: the definition of correct. Autograd computes its gradient."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ratio_kl_reference(
     kl_type: str,
     unbiased: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(ratio, kl) from inputs [N] of one dtype, float32 or float64, and a bool mask [N]."""
+    """Returns (ratio, kl) from inputs [N] of one dtype, float32 or float64, and a bool mask [N]."""
     log_ratio = _difference(log_probs, old_log_probs, mask)
     ratio = log_ratio.clamp(max=MAX_EXPONENT).exp()
     if ref_log_probs is None:
@@ -35,18 +35,19 @@ def ratio_kl_reference(
 
 
 def approx_kl(log_ratio: Tensor, kl_type: str) -> Tensor:
-    """The estimate of KL(policy || base) for a log-ratio `log_probs - base`, before weight and clamp."""
+    """Returns the estimate of KL(policy || base) for a log-ratio `log_probs - base`, before weight and clamp."""
     if kl_type == "k1":
         return log_ratio
     if kl_type == "k2":
         return log_ratio.square() / 2
-    # Almost all tokens are near x = 0, where exp(x) - 1 loses digits that expm1 keeps. Both terms have the same bound:
-    # the estimate stays at least 0 where the policy has no probability left.
+    # Almost all tokens are near x = 0, where exp(x) - 1 loses digits that expm1 keeps. Both terms have the same bound,
+    # so that the estimate stays at least 0 where the policy's probability is 0.
     x = (-log_ratio).clamp(max=MAX_EXPONENT)
     return torch.expm1(x) - x
 
 
 def _difference(log_probs: Tensor, base: Tensor, mask: Tensor | None) -> Tensor:
-    """log_probs - base, 0 for tokens that are masked out, so that their inputs affect neither values nor gradients."""
+    """Returns log_probs - base, and 0 for tokens that are masked out, so that their inputs affect neither values nor
+    gradients."""
     difference = log_probs - base
     return difference if mask is None else torch.where(mask, difference, 0.0)

@@ -11,13 +11,13 @@ from rl_kernel.telemetry import record, timed
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, impl: str | None = None) -> Tensor:
-    """`torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)` for the halves x1, x2 of the last dimension.
+    """Computes `torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)` for the halves x1, x2 of the last dimension.
 
     Args:
         x: [T, heads, D], any float dtype and stride.
-        cos, sin: [T, 1, D / 2], those of each token's position; constants. They are first rounded to the dtype of x, in
-            which engines store them. The kernel then computes in float32 and rounds once; the reference computes in the
-            dtype of x.
+        cos, sin: [T, 1, D / 2] for each token's position; constants. They are first rounded to the dtype of x, in
+            which engines store them. The kernel then computes in float32 and rounds once; the reference computes in
+            the dtype of x.
         impl: names the implementation, "reference" or "triton", for tests and comparisons.
 
     Returns:

@@ -1,4 +1,4 @@
-"""`rotary` by its Triton kernel. The gradient is the rotation in the other direction."""
+"""Runs `rotary` by its Triton kernel. The gradient is the rotation in the opposite direction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_kernel.telemetry import timed
 
 
 class Rotary(Function):
-    """Saves cos and sin only."""
+    """Autograd function of `rotary`. Saves cos and sin only."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Named shapes of `rotary`, their inputs and the float64 formula, shared by tests and benchmarks."""
+"""Named shapes of `rotary`, their inputs and the float64 formula. Tests and benchmarks share them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RotaryCase:
-    """x [tokens, heads, size]: heads that are a part of fused rows. A row holds `beside` more values."""
+    """A shape: x [tokens, heads, size], a view of fused rows. Each row holds `beside` further values before the
+    heads."""
 
     name: str
     tokens: int
@@ -21,7 +22,8 @@ class RotaryCase:
     def inputs(
         self, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x, cos and sin [tokens, 1, size / 2] in float32 of positions up to 2**15, an upstream gradient like x."""
+        """Returns x, cos and sin [tokens, 1, size / 2] in float32 of positions up to 2**15, and an upstream gradient
+        like x."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(width: int) -> Tensor:
@@ -45,7 +47,7 @@ CASES = (
     RotaryCase("heads_of_a_row", 7, 4, 16, beside=24),
     RotaryCase("odd_heads", 9, 5, 32, beside=3),
 )
-"""Small enough for Triton's interpreter. A program rotates all heads of a token."""
+"""Cases that are small enough for Triton's interpreter. A program rotates all heads of a token."""
 
 LARGE = (
     RotaryCase("qwen3_4b_query", 16384, 32, 128, beside=2048),
@@ -55,7 +57,7 @@ LARGE = (
 
 
 def formula(x: Tensor, cos: Tensor, sin: Tensor, rounded: torch.dtype | None = None) -> Tensor:
-    """The definition in float64, with cos and sin as rounded to the dtype of x (or to `rounded`)."""
+    """Computes the definition in float64, with cos and sin rounded to the dtype of x (or to `rounded`)."""
     cos, sin = (table.to(rounded or x.dtype).double() for table in (cos, sin))
     x1, x2 = x.double().chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)

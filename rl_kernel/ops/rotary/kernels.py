@@ -1,4 +1,4 @@
-"""`rotary` in Triton: one kernel for both directions. Each program rotates all heads of one token."""
+"""`rotary` in Triton: one kernel for both directions. Each program rotates a token's heads."""
 
 import torch
 import triton
@@ -24,8 +24,8 @@ def rotate_kernel(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Rotate the halves of each head of one token by the angles in the row of the token, or of its place, or back if
-    BACK. HEADS and HALF are powers of two, at least `heads` and `half`."""
+    """Rotates both halves of a token's heads by the angles in the token's row, or in row PLACES[token]. BACK
+    reverses the rotation. HEADS and HALF are powers of two, at least `heads` and `half`."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.load(PLACES + token).to(tl.int64) if HAS_PLACES else token
     head = tl.arange(0, HEADS)[:, None]
@@ -45,8 +45,8 @@ def rotate_kernel(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool, places: Tensor | None = None) -> Tensor:
-    """x [T, heads, D] rotated by the angles of its tokens, or back if `back`; contiguous. With `places` [T], cos and
-    sin [P, ...] are tables, and a token has the row of its place."""
+    """Returns x [T, heads, D] rotated by the angles of its tokens, contiguous. `back` reverses the rotation. With
+    `places` [T], cos and sin [P, ...] are tables, and token t uses row `places[t]`."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     tokens, heads, size = x.shape

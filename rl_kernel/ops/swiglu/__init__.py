@@ -11,12 +11,12 @@ from rl_kernel.telemetry import record, timed
 
 
 def swiglu(x: Tensor, weights: Tensor | None = None, *, impl: str | None = None) -> Tensor:
-    """`F.silu(x[..., :F]) * x[..., F:] * weights[..., None]` for x of width 2 F.
+    """Computes `F.silu(x[..., :F]) * x[..., F:] * weights[..., None]` for x of width 2 F.
 
     Args:
         x: [..., 2 F], any float dtype: the gates in the first half of a row, the values in the second. The kernel
             computes in float32 and rounds once; the reference uses PyTorch's functions, which round twice.
-        weights: [...], any float dtype: a factor for each row, such as the router's weight of an expert. None: 1.
+        weights: [...], any float dtype: a factor for each row, such as the router's weight of an expert. None means 1.
         impl: names the implementation, "reference" or "triton", for tests and comparisons.
 
     Returns:

@@ -1,4 +1,4 @@
-"""`swiglu` by its Triton kernels, with its gradient."""
+"""Runs `swiglu` by its Triton kernels, with its gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_kernel.telemetry import timed
 
 
 class Swiglu(Function):
-    """Saves its inputs only. The backward computes the sigmoid again."""
+    """Autograd function of `swiglu`. Saves its inputs only; the backward computes the sigmoid again."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, weights: Tensor | None) -> Tensor:

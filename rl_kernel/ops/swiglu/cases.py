@@ -1,4 +1,4 @@
-"""Named shapes of `swiglu`, their inputs and the float64 formula, shared by tests and benchmarks."""
+"""Named shapes of `swiglu`, their inputs and the float64 formula. Tests and benchmarks share them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SwigluCase:
-    """x of shape [*rows, 2 F]. The gates have the standard deviation `spread`, so that some sigmoids saturate."""
+    """A shape: x [*rows, 2 F]. The gates have the standard deviation `spread`, so that some sigmoids saturate."""
 
     name: str
     rows: tuple[int, ...]
@@ -20,7 +20,7 @@ class SwigluCase:
     def inputs(
         self, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """x [*rows, 2 F] and an upstream gradient [*rows, F]."""
+        """Returns x [*rows, 2 F] and an upstream gradient [*rows, F]."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal() -> Tensor:
@@ -40,12 +40,12 @@ CASES = (
     SwigluCase("batched", (4, 1, 3), 24),
     SwigluCase("large_gates", (7,), 100, spread=20.0),
 )
-"""Small enough for Triton's interpreter; the kernels' blocks hold 2048 columns."""
+"""Cases that are small enough for Triton's interpreter. The kernels' blocks hold 2048 columns."""
 
 LARGE = (SwigluCase("qwen3_4b", (16384,), 9728), SwigluCase("ragged_rows", (4099, 1), 3001))
 
 
 def formula(x: Tensor) -> Tensor:
-    """The definition in float64."""
+    """Computes the definition in float64."""
     gate, up = x.double().chunk(2, dim=-1)
     return gate * torch.sigmoid(gate) * up

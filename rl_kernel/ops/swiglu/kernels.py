@@ -1,5 +1,5 @@
-"""`swiglu` in Triton: a kernel for the forward, one for the backward. Each program computes a block of columns of a
-row. With a factor for each row, a program of the backward computes a whole row, whose sum is the factor's gradient."""
+"""`swiglu` in Triton: forward and backward kernels, in which each program computes a block of columns of a row. With a
+factor for each row, a backward program computes a whole row, because the factor's gradient is a sum over the row."""
 
 import torch
 import triton
@@ -11,8 +11,8 @@ BLOCK, WARPS = 2048, 4
 
 @triton.jit(do_not_specialize=["W"])
 def forward_kernel(X, W, OUT, x_stride, F, BLOCK: tl.constexpr):
-    """silu(gate) * up * factor of one block. x_stride: elements from one row of X to the next. W: None, or a factor for
-    each row."""
+    """Computes silu(gate) * up * factor of a block. x_stride: elements from one row of X to the next. W: None, or a
+    factor for each row."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < F
@@ -26,7 +26,8 @@ def forward_kernel(X, W, OUT, x_stride, F, BLOCK: tl.constexpr):
 
 @triton.jit
 def backward_kernel(X, D_OUT, D_X, x_stride, d_stride, F, BLOCK: tl.constexpr):
-    """d_x of one block: d_up = d * silu(gate), d_gate = d * up * (s + gate * s * (1 - s)), s = sigmoid(gate)."""
+    """Computes d_x of a block: d_up = d * silu(gate), d_gate = d * up * (s + gate * s * (1 - s)), s =
+    sigmoid(gate)."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < F
@@ -41,7 +42,8 @@ def backward_kernel(X, D_OUT, D_X, x_stride, d_stride, F, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["W", "D_W"])
 def weighted_backward_kernel(X, W, D_OUT, D_X, D_W, x_stride, d_stride, F, BLOCK: tl.constexpr):
-    """d_x and d_factor of one row: the formulas of `backward_kernel` with d * factor, and sum(d * silu(gate) * up)."""
+    """Computes d_x and d_factor of a row: the formulas of `backward_kernel` with d * factor, and sum(d * silu(gate) *
+    up)."""
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(W + row).to(tl.float32)
     kind = D_X.dtype.element_ty
@@ -61,7 +63,7 @@ def weighted_backward_kernel(X, W, D_OUT, D_X, D_W, x_stride, d_stride, F, BLOCK
 
 
 def forward(x: Tensor, factors: Tensor | None = None) -> Tensor:
-    """x [N, 2 F], factors [N] -> [N, F], contiguous."""
+    """Computes x [N, 2 F], factors [N] -> [N, F], contiguous."""
     x = _rows(x)
     factors = None if factors is None else factors.contiguous()
     rows, width = x.shape[0], x.shape[1] // 2
@@ -75,7 +77,7 @@ def forward(x: Tensor, factors: Tensor | None = None) -> Tensor:
 
 
 def backward(x: Tensor, upstream: Tensor) -> Tensor:
-    """Gradient [N, 2 F] from that of the output, [N, F]."""
+    """Returns the gradient [N, 2 F] from the output's gradient [N, F]."""
     x, upstream = _rows(x), _rows(upstream)
     rows, width = upstream.shape
     grad = x.new_empty(rows, 2 * width)
@@ -88,7 +90,7 @@ def backward(x: Tensor, upstream: Tensor) -> Tensor:
 
 
 def weighted_backward(x: Tensor, factors: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients [N, 2 F] and [N] from that of the output, [N, F]."""
+    """Returns the gradients [N, 2 F] and [N] from the output's gradient [N, F]."""
     x, upstream, factors = _rows(x), _rows(upstream), factors.contiguous()
     rows, width = upstream.shape
     grad, of_factors = x.new_empty(rows, 2 * width), torch.zeros_like(factors)
@@ -104,5 +106,5 @@ def weighted_backward(x: Tensor, factors: Tensor, upstream: Tensor) -> tuple[Ten
 
 
 def _rows(x: Tensor) -> Tensor:
-    """`x` itself if the elements of a row are contiguous, otherwise a copy."""
+    """Returns `x` if the elements of a row are contiguous, otherwise a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

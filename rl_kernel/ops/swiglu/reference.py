@@ -1,4 +1,4 @@
-"""`swiglu` in plain PyTorch: the definition of correct. Autograd gives its gradient."""
+"""`swiglu` in plain PyTorch: the definition of correct. Autograd computes its gradient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def swiglu_reference(x: Tensor, weights: Tensor | None = None) -> Tensor:
-    """x [..., 2 F], weights [...] -> [..., F], in the dtype of x."""
+    """Computes x [..., 2 F], weights [...] -> [..., F], in the dtype of x."""
     gate, up = x.chunk(2, dim=-1)
     if weights is None:
         return F.silu(gate) * up
