@@ -1,1 +1,1 @@
-"""`vime doctor` checks whether this machine has what a run needs. One function per check; command.py lists them."""
+"""`vime doctor` checks that a run can start on this machine. Each check is one function; command.py lists them."""

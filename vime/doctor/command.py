@@ -75,7 +75,7 @@ def _print(findings: list[Finding], as_json: bool, good: str, bad: str) -> int:
 
 
 def examine(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """The findings of all checks, in the order of the table."""
+    """Returns the findings of every check, in the order of the table."""
     findings: list[Finding] = []
     for check in CHECKS:
         try:

@@ -1,5 +1,5 @@
-"""Findings, the results of checks. Owns their three statuses, the description of the wanted run, and how a text that
-others wrote is printed."""
+"""Defines findings, the results of checks: their three statuses, the description of the wanted run, and the printed
+form of untrusted text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIB = 2**20
 GIB = 2**30
 
 _ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\^_])")
-"""Sequences that set colours, move the cursor, or name the window."""
+"""Escape sequences that set colours, move the cursor, or name the window."""
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -32,7 +32,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class WantedRun:
-    """The run that the machine is checked for. `device` is cpu or cuda."""
+    """The run for which the machine is checked. `device` is cpu or cuda."""
 
     device: str = "cpu"
     run_dir: Path = Path("runs")
@@ -52,19 +52,20 @@ def problem(name: str, found: str, remedy: str) -> Finding:
 
 
 def judge(name: str, found: str, remedy: str, *, fails: bool, poor: bool) -> Finding:
-    """A problem if `fails`, else a warning if `poor`, else ok."""
+    """Returns a problem if `fails`, else a warning if `poor`, else ok."""
     if fails:
         return problem(name, found, remedy)
     return warning(name, found, remedy) if poor else ok(name, found)
 
 
 def size(amount: float) -> str:
-    """A number of bytes with a readable unit."""
+    """Formats a number of bytes with a readable unit."""
     return f"{amount / GIB:,.1f} GiB" if amount >= GIB else f"{amount / MIB:,.0f} MiB"
 
 
 def one_line(text: object, longest: int | None = None) -> str:
-    """A text of a run on one line, without what a terminal would obey: colours of a log, other control characters."""
+    """Returns a run's text on one line, without characters that change a terminal: colours of a log, control
+    characters."""
     plain = "".join(c if c.isprintable() else " " for c in _ESCAPE.sub("", str(text)))
     line = " ".join(plain.split())
     return line if longest is None or len(line) <= longest else line[: longest - 3] + "..."

@@ -36,7 +36,7 @@ print(json.dumps({
 
 
 def check_driver(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """The driver's major CUDA version must be at least the major version that torch was built for."""
+    """Checks that the driver's major CUDA version is at least the major version that torch was built for."""
     if wanted.device != "cuda":
         return [ok("gpu", "not needed: this is a check for a run on CPUs")]
     output = machine.run("nvidia-smi")
@@ -72,7 +72,7 @@ def gpu_rows(machine: Machine) -> list[list[str]]:
 
 
 def check_gpus(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """One finding per GPU: compute capability, uncorrected memory errors, memory in use."""
+    """Returns one finding per GPU: compute capability, uncorrected memory errors, memory in use."""
     if wanted.device != "cuda":
         return []
     rows = gpu_rows(machine)
@@ -102,7 +102,7 @@ def check_gpus(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 
 def check_torch_cuda(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """The GPUs and the NCCL version that torch finds in a separate process."""
+    """Checks the GPUs and the NCCL version that torch finds in a separate process."""
     if wanted.device != "cuda" or not gpu_rows(machine):
         return []  # an earlier check reports it
     output = machine.run(machine.python, "-c", TORCH_PROBE)
@@ -122,7 +122,7 @@ def check_torch_cuda(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 
 def check_peer_access(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """Whether the GPUs of this host can read each other's memory directly."""
+    """Checks that the GPUs of this host can read each other's memory directly."""
     count = len(gpu_rows(machine)) if wanted.device == "cuda" else 0
     if count < 2:
         return []
@@ -143,7 +143,7 @@ def check_peer_access(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 
 def delta_net_obstacle(machine: Machine) -> str | None:
-    """Why a trainer on this machine's GPUs cannot train gated delta net layers, or None."""
+    """Returns why a trainer on this machine's GPUs cannot train gated delta net layers, or None."""
     reasons = []
     if machine.installed(DELTA_NET_KERNELS) is None:
         reasons.append(f"{DELTA_NET_KERNELS} is not installed")
@@ -157,7 +157,8 @@ def delta_net_obstacle(machine: Machine) -> str | None:
 
 
 def check_delta_nets(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """A problem if the checkpoint has such layers. Without a checkpoint, a warning."""
+    """Checks the kernels of gated delta nets: a problem if the checkpoint has such layers, a warning without a
+    checkpoint."""
     if wanted.device != "cuda":
         return []
     if wanted.hf_checkpoint is not None and not decoder_of(read_hf_config(wanted.hf_checkpoint)).stateful:

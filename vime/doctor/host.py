@@ -20,9 +20,9 @@ WEIGHT_VERSIONS = 2
 ROOMY_SHARED_MEMORY = 4 * GIB
 # Space for logs and metrics, and for one checkpoint with optimizer state of a 0.5B model (16 bytes per parameter).
 LOGS, SMALL_CHECKPOINT = 512 * MIB, 8 * GIB
-# Ray warns below 8192 descriptors. It raises its soft limit to the hard limit itself.
+# Ray warns below 8192 descriptors, and raises its soft limit to the hard limit.
 DESCRIPTORS, FEW_DESCRIPTORS = 8192, 1024
-# A tiny run on two CPU cores had up to 313 threads. Each counts as a process, and more cores start more threads.
+# A tiny run on two CPU cores had up to 313 threads. Each thread counts as a process, and more cores start more threads.
 PROCESSES, FEW_PROCESSES = 4096, 512
 FIRST_YEAR = 2025
 
@@ -39,7 +39,7 @@ def check_numa(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 
 def check_memory(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """Total memory is what counts. If little is free, another run may be using it."""
+    """Checks the total memory. Little free memory is only a warning, because another run may be using it."""
     found_memory, facts = host_memory(machine.root), meminfo(machine.root)
     if found_memory is None:
         return [warning("memory", "/proc/meminfo gives no total", "mount /proc")]
@@ -54,7 +54,8 @@ def check_memory(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 
 def check_shared_memory(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """/dev/shm holds Ray's object store, the published weights of a run on one host, and NCCL's buffers."""
+    """Checks /dev/shm, which holds Ray's object store, the published weights of a run on one host, and NCCL's
+    buffers."""
     path = machine.path("/dev/shm")
     if not path.is_dir():
         return [
@@ -83,7 +84,8 @@ def check_shared_memory(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 
 def check_disk(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """The run directory holds logs, metrics and checkpoints. The Hugging Face cache holds models and data."""
+    """Checks the disks of the run directory (logs, metrics, checkpoints) and of the Hugging Face cache (models,
+    data)."""
     run_dir = machine.space(wanted.run_dir).free
     cache = hf_home(machine)
     cached = machine.space(cache).free
@@ -123,7 +125,7 @@ def check_descriptors(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 
 def check_processes(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """Threads count as processes. A container may have its own limit."""
+    """Checks the limits on processes. Threads count as processes, and a container may have a separate limit."""
     limits = {"ulimit -u": machine.limit(resource.RLIMIT_NPROC)[0]}
     pids = machine.read("/sys/fs/cgroup/pids.max") or "max"
     if pids.isdecimal():
@@ -147,7 +149,7 @@ def _below(value: int, least: int) -> bool:
 
 
 def check_clock(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """A wrong clock breaks HTTPS downloads and the order of a run's records."""
+    """Checks the clock. A wrong clock breaks HTTPS downloads and the order of a run's records."""
     now = time.gmtime()
     found = time.strftime("%Y-%m-%d %H:%M:%S UTC", now)
     return [
@@ -156,7 +158,8 @@ def check_clock(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 
 def check_compiler(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """Triton compiles its launchers with a C compiler. vLLM's CPU build compiles its kernels with a C++ compiler."""
+    """Checks for a compiler. Triton compiles its launchers with a C compiler, and vLLM's CPU build its kernels with a
+    C++ compiler."""
     names = [machine.environ["CC"]] if machine.environ.get("CC") else ["gcc", "clang", "cc"]
     for name in names:
         output = machine.run(name, "--version")
@@ -172,14 +175,14 @@ def check_compiler(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 
 def hf_home(machine: Machine) -> Path:
-    """The directory of Hugging Face's downloads."""
+    """Returns the directory of Hugging Face's downloads."""
     environ = machine.environ
     cache = environ.get("XDG_CACHE_HOME") or machine.home() / ".cache"
     return Path(environ.get("HF_HOME") or Path(cache) / "huggingface")
 
 
 def check_writable(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """This user must be able to write to the directories of a run."""
+    """Checks that this user can write to the directories of a run."""
     triton = Path(machine.environ.get("TRITON_CACHE_DIR") or machine.home() / ".triton" / "cache")
     places = {
         "run directory": (wanted.run_dir, True, "--run-dir"),
@@ -203,7 +206,7 @@ def check_writable(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 
 def _can_write(path: Path) -> bool:
-    """Whether this user can create `path`, or can write to it if it exists."""
+    """Returns True if this user can create `path`, or can write to it if it exists."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path.is_dir() and os.access(path, os.W_OK | os.X_OK)

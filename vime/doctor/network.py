@@ -16,7 +16,7 @@ CONNECT_TIMEOUT_S = 3
 
 
 def check_loopback(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """Bind a few free ports of the loopback interface, as engines and routers do."""
+    """Binds a few free ports of the loopback interface, as engines and routers do."""
     open_sockets: list[socket.socket] = []
     try:
         for _ in range(PORTS):
@@ -35,7 +35,8 @@ def check_loopback(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 
 def check_ray(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """With RAY_ADDRESS, a run joins that cluster. The cluster must answer, and this user must have the token."""
+    """Checks the cluster at RAY_ADDRESS, which a run would join. The cluster must answer, and this user must have the
+    token."""
     address = machine.environ.get("RAY_ADDRESS")
     if not address:
         return [ok("ray cluster", "RAY_ADDRESS is not set: a run starts Ray on this host")]
@@ -64,7 +65,7 @@ def check_ray(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 
 def _token(machine: Machine) -> Finding:
-    """The token check that a run makes before it joins a cluster."""
+    """Runs the token check that a run makes before it joins a cluster."""
     environ = dict(machine.environ)
     try:
         use_given_token(environ)
@@ -80,7 +81,7 @@ def _token(machine: Machine) -> Finding:
 
 
 def check_rdma(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """InfiniBand and RoCE devices. NCCL uses them between hosts if a port is active and memory can be locked."""
+    """Checks InfiniBand and RoCE devices. NCCL uses them between hosts if a port is active and memory can be locked."""
     devices = sorted(machine.path("/sys/class/infiniband").glob("*"))
     if not devices:
         return [ok("rdma", "no device: hosts exchange data over TCP")]

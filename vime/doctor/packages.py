@@ -28,7 +28,7 @@ STACK = {
 
 
 def stack_versions(machine: Machine) -> dict[str, tuple[str, str | None]]:
-    """Package -> the distribution that provides it, and its version (None if it is not installed)."""
+    """Maps each package to the distribution that provides it, and its version (None if it is not installed)."""
     found: dict[str, tuple[str, str | None]] = {}
     for package, names in STACK.items():
         present = [(name, installed) for name in names if (installed := machine.installed(name))]
@@ -51,7 +51,7 @@ def check_python(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 
 def check_versions(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """One finding per package: whether it is installed, and whether requirements/ names its version."""
+    """Returns one finding per package: its version, and a warning if requirements/ does not allow this version."""
     extra = "gpu" if wanted.device == "cuda" else "cpu"
     tested = {canonicalize_name(r.name): r for r in map(Requirement, machine.requirements(extra))}
     install = extras.install(extra)
@@ -66,11 +66,12 @@ def check_versions(machine: Machine, wanted: WantedRun) -> list[Finding]:
     findings = []
     for package, (name, version) in stack_versions(machine).items():
         if version is None:
-            needed = package != "triton" or wanted.device == "cuda"  # without a GPU no Triton kernel runs
+            # without a GPU, Triton compiles no kernel
+            needed = package != "triton" or wanted.device == "cuda"
             remedy = f"install it: {install}"
             findings.append(judge(package, f"{package} is not installed", remedy, fails=needed, poor=True))
             continue
-        if package == "megatron-core":  # two versions are tested, each for its Python
+        if package == "megatron-core":  # two versions are tested, one per version of Python
             findings.append(judge_megatron(version, install))
             continue
         requirement = tested.get(canonicalize_name(name))
@@ -88,7 +89,7 @@ def check_versions(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 
 def judge_megatron(version: str, install: str) -> Finding:
-    """Which megatron-core runs, and whether the trainer has run on it."""
+    """Checks the installed version of megatron-core against the versions on which the trainer was run."""
     name = "megatron-core"
     try:
         remark = megatron_versions.check(version)
@@ -102,7 +103,8 @@ def judge_megatron(version: str, install: str) -> Finding:
 
 
 def check_torchvision(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """A CUDA torchvision with a CPU torch fails at import (torchvision::nms), and vLLM fails with it."""
+    """Checks torchvision. With a CPU torch, a CUDA torchvision fails at import (torchvision::nms), and vLLM fails with
+    it."""
     folder = machine.package_folder("torchvision")
     if folder is None or machine.torch_cuda() is not None:
         return []
@@ -115,7 +117,7 @@ def check_torchvision(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 
 def check_plugin(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """vLLM loads the code that receives weights through an entry point of the installed vime."""
+    """Checks the entry point of the installed vime through which vLLM loads the code that receives weights."""
     found = machine.plugins(PLUGIN_GROUP)
     if PLUGIN in found:
         return [ok("vllm plugin", f"{PLUGIN} is registered")]

@@ -16,11 +16,11 @@ TABLES: dict[str, tuple[Patch, ...]] = {
     "torch": torch.PATCHES,
     "datasets": datasets.PATCHES,
 }
-"""Package -> the records of its bridge."""
+"""Records of each package's bridge."""
 
 
 def lines() -> list[str]:
-    """For each package its installed version, and then the records."""
+    """Returns a line with the installed version for each package, followed by lines with its records."""
     found: list[str] = []
     for package, patches in TABLES.items():
         version = installed_version(package) or installed_version(f"{package}-cpu")

@@ -1,6 +1,7 @@
-"""Why a run ended: the first check of `vime doctor RUN_DIR`. Names a known cause in one line, from the run's journal.
+"""Finds why a run ended: the first check of `vime doctor RUN_DIR`. Names a known cause in one line, from the run's
+journal.
 
-Another cause is one line of the table.
+Each line of the table is one cause.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from vime.run.temporary import SHARED_MEMORY, left_weights
 _END = "end of the run"
 _LONGEST = 300
 _SHOWN = 4
-"""Processes that are named."""
+"""Number of processes that a finding names."""
 _LOOKED_AT = 4000
-"""Characters of an error: as many as the journal keeps."""
+"""Number of an error's first characters that are searched. The journal keeps the same number."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """`said`: the expression that finds it in the type and the text of the error that ended the run."""
+    """A known cause. `said`: a regular expression that matches the type and text of the error that ended the run."""
 
     name: str
     said: str
@@ -89,7 +90,7 @@ CAUSES = (
 
 
 def check_end(run_dir: Path) -> list[Finding]:
-    """How the run ended, or what it does, and how often it had to repair itself."""
+    """Reports how the run ended, or its current state, and its repairs."""
     summary = run_summary(run_dir)
     return [
         *(_end(summary), *_concerns(summary), *_memory(summary)),
@@ -98,7 +99,7 @@ def check_end(run_dir: Path) -> list[Finding]:
 
 
 def verdict(run_dir: Path, ended: list[Finding], groups: list[Finding]) -> str:
-    """The last line about a run with problems, from the findings of `check_end` and of its groups."""
+    """Returns the last line about a run with problems, from the findings of `check_end` and of its groups."""
     run, parts = f"the run in {run_dir}", []
     problems = [one.name for one in ended if one.status == "problem"]
     if _END in problems:
@@ -132,7 +133,7 @@ def _end(summary: RunSummary) -> Finding:
 
 
 def resume_of(summary: RunSummary) -> str:
-    """Whether the run can be resumed, from where, and what is lost."""
+    """Returns whether the run can be resumed, from which rollout, and which rollouts are lost."""
     save, trained = _save_folder(summary.run_dir), summary.rollout
     if trained is None:
         return "no rollout was trained, so the same command begins anew"
@@ -157,7 +158,7 @@ def resume_of(summary: RunSummary) -> str:
 
 
 def _save_folder(run_dir: Path) -> Path | None:
-    """--save of the run, None without one."""
+    """Returns the run's --save folder, or None."""
     with contextlib.suppress(OSError, ValueError):
         section = read_object(run_dir, "config.json").get("checkpoint")
         found = section.get("save") if isinstance(section, dict) else None
@@ -166,14 +167,15 @@ def _save_folder(run_dir: Path) -> Path | None:
 
 
 def _newest(save: Path) -> int | None:
-    """The checkpoint from which a run with --load would resume. None also for a record that cannot be read."""
+    """Returns the checkpoint from which a run with --load would resume. None also for a record that cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return latest(save)
     return None
 
 
 def _concerns(summary: RunSummary) -> list[Finding]:
-    """What stopped the run from learning. A problem if it went on until the end, or goes on now."""
+    """Returns the run's concerns: a problem if a concern that stops learning lasted until the end or lasts now, else a
+    warning."""
     found = []
     for name, event in summary.concerns.items():
         text, remedy = one_line(event["text"], _LONGEST), one_line(event["remedy"], _LONGEST)
@@ -187,7 +189,7 @@ def _concerns(summary: RunSummary) -> list[Finding]:
 
 
 def _memory(summary: RunSummary) -> list[Finding]:
-    """Where the run had the most memory on a card and on the host, and the flags that its error names."""
+    """Reports the run's highest memory use on a card and on the host, and the flags that its error names."""
     found = measured_of(summary.run_dir)
     if not found:
         return []
@@ -211,7 +213,7 @@ def _memory(summary: RunSummary) -> list[Finding]:
 
 
 def cause_of(summary: RunSummary) -> Cause:
-    """The cause of a run that failed: the first of the table that its error names."""
+    """Returns the cause of a failed run: the first cause of the table that matches its error."""
     for cause in CAUSES:
         if re.search(cause.said, f"{summary.error_type}: {summary.cause[:_LOOKED_AT]}", re.DOTALL):
             return cause
@@ -223,14 +225,15 @@ def cause_of(summary: RunSummary) -> Cause:
 
 
 def _damaged(summary: RunSummary) -> list[Finding]:
-    """Of the metrics; `vime.doctor.records` counts the lines of the journal."""
+    """Reports unreadable lines of the metrics. `vime.doctor.records` counts those of the journal."""
     count = summary.damaged[METRICS_FILE]
     remedy = "the readers leave them out; a run that resumes moves them to metrics.dropped.jsonl"
     return [warning(METRICS_FILE, f"{count} lines that cannot be read", remedy)] if count else []
 
 
 def _left(summary: RunSummary) -> list[Finding]:
-    """Weights in shared memory. The watchdog removes them, unless it was killed with the rest of the run."""
+    """Reports weights left in shared memory. The watchdog removes them, unless it was killed with the rest of the
+    run."""
     found = left_weights(SHARED_MEMORY, summary.run_dir)
     if not found:
         return []
@@ -246,7 +249,7 @@ def _left(summary: RunSummary) -> list[Finding]:
 
 
 def _repairs(summary: RunSummary) -> list[Finding]:
-    """Engines that died and were replaced, and the warnings of the logs."""
+    """Reports engines that died and were replaced, and the warnings of the logs."""
     found = []
     if summary.deaths:
         names = ", ".join(f"{name} {count} times" for name, count in sorted(summary.deaths.items()))

@@ -11,7 +11,7 @@ _SHOWN = 8
 
 
 def check_groups(run_dir: Path) -> list[Finding]:
-    """What became of each group: it must be trained or dropped exactly once. ValueError without a run's events."""
+    """Checks that every group was trained or dropped exactly once. Raises ValueError without a run's events."""
     ledger = read_ledger(run_dir)
     return [_counts(ledger), _lost(ledger), _twice(ledger), _prompts(ledger), _age(ledger), _file(ledger)]
 
@@ -48,7 +48,7 @@ def _twice(ledger: Ledger) -> Finding:
 
 
 def _prompts(ledger: Ledger) -> Finding:
-    """Each prompt of a data set comes once per epoch, also over restarts."""
+    """Checks that each prompt of a data set comes once per epoch, also over restarts."""
     jumps = ledger.jumps
     said = [f"group {group} had two prompts" for group in sorted(ledger.moved)]
     said += [

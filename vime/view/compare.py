@@ -1,7 +1,7 @@
-"""`vime compare RUN RUN`: how two runs, or the seeds of two configurations, differ. Prints Markdown.
+"""`vime compare RUN RUN`: compares two runs, or the seeds of two configurations. Prints Markdown.
 
-It says which flags, versions and machines differ, and compares the curves: with three pairs of seeds or more, each
-difference has an interval (`vime.bench.statistics`). `vime bench` compares one switch on one machine, and refuses
+The text lists the flags, versions and machines that differ, and compares the curves. With three pairs of seeds or more,
+each difference has an interval (`vime.bench.statistics`). `vime bench` compares one switch on one machine, and refuses
 runs that differ in more.
 """
 
@@ -21,7 +21,7 @@ _NOT_COMPARED = ("command", "directory", "time", "host.name")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the comparison. ValueError for what is not a run."""
+    """Prints the comparison. Raises ValueError for a path that is not a run."""
     args = _parser().parse_args(argv)
     print("\n".join(comparison(args.run, args.other)))
 
@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def comparison(one: str, other: str) -> Iterator[str]:
-    """The lines of the Markdown text."""
+    """Yields the lines of the Markdown text."""
     sides = (runs_of(one), runs_of(other))
     pairs, paired = pair_up(*sides)
     yield from (f"# A: {code(one)}, B: {code(other)}", "")
@@ -101,6 +101,6 @@ def _table(title: str, rows: dict[str, tuple[str, str]]) -> Iterator[str]:
 
 
 def code(text: str) -> str:
-    """Text of a run in Markdown: shown as it is, on one line, and not longer than a table can have it."""
+    """Formats a run's text as Markdown code: unchanged, on one line, and cut to the width of a table."""
     line = one_line(text).replace("`", "'").replace("|", "\\|")
     return f"`{line if len(line) <= _LONGEST else line[: _LONGEST - 3] + '...'}`"

@@ -1,4 +1,5 @@
-"""The curves of two sides in tables: each metric over quarters of the run, with the difference of the sides.
+"""Compares the curves of two sides in tables: each metric over quarters of the run, with the difference between the
+sides.
 
 Legend: P pairs of runs, S steps that a run has logged.
 """
@@ -29,7 +30,7 @@ LABELS = {"rollout/staleness/token_mean": ("staleness of tokens", "updates")}
 
 
 def curve_lines(pairs: Pairs) -> Iterator[str]:
-    """A table for each metric that both sides have."""
+    """Yields a table for each metric that both sides have."""
     for name in NAMES:
         if any(name in run.series for pair in pairs for run in pair):
             yield from ("", *_metric(pairs, name))
@@ -58,7 +59,7 @@ UNITS_SHOWN = {unit: f"{unit}s" for unit in UNITS.values()}
 
 
 def _quarters(first: int, last: int) -> list[tuple[int, int]]:
-    """First and last step of each quarter; none for a run that is too short to have them."""
+    """Returns each quarter's first and last step. Empty for a run that is too short."""
     count = last - first + 1
     if count < 2 * WINDOWS:
         return []
@@ -88,7 +89,8 @@ def _row(pairs: Pairs, name: str, unit: str, begin: int, end: int) -> str:
 
 
 def _values(run: ComparedRun, name: str, steps: np.ndarray) -> Array:
-    """Of these steps, [S], NaN where the run did not log the metric. `steps` ascend."""
+    """Returns the metric's values at these steps, [S], with NaN where the run did not log the metric. `steps`
+    ascend."""
     found = np.full(len(steps), np.nan)
     if (series := run.series.get(name)) is not None:
         inside = np.isin(series.steps, steps)
@@ -97,7 +99,7 @@ def _values(run: ComparedRun, name: str, steps: np.ndarray) -> Array:
 
 
 def _said(summary: Summary | None) -> str:
-    """The mean over the runs of a side, and their standard deviation."""
+    """Formats the mean and the standard deviation over a side's runs."""
     if summary is None:
         return "-"
     spread = "" if summary.spread is None else f" ± {number(summary.spread)}"
@@ -105,7 +107,7 @@ def _said(summary: Summary | None) -> str:
 
 
 def told(difference: Difference | None) -> str:
-    """A difference with its interval; bold if the interval leaves out 0."""
+    """Formats a difference with its interval, in bold if the interval excludes 0."""
     if difference is None:
         return "-"
     unit, scale = (" %", 100.0) if difference.relative else ("", 1.0)
@@ -121,7 +123,7 @@ def told(difference: Difference | None) -> str:
 
 
 def score_lines(pairs: Pairs) -> Iterator[str]:
-    """A table for each evaluation set: the score each time that both sides evaluated."""
+    """Yields a table for each evaluation set: the score each time that both sides evaluated."""
     names = sorted(
         {name for pair in pairs for run in pair for name in run.series if is_score(name, run.series)}
     )

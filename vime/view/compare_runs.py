@@ -1,4 +1,4 @@
-"""The runs that `vime compare` reads: two sides, each of them one run or the seeds of one configuration."""
+"""Reads the runs that `vime compare` compares: two sides, each with one run or a configuration's seeds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OWN_DIR = "<run_dir>"
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """What a run directory has. `summary`: None for a run without a journal, of an older version."""
+    """The content of a run directory. `summary` is None for a run without a journal, from an older version."""
 
     name: str
     config: dict[str, object]
@@ -34,7 +34,7 @@ class ComparedRun:
     series: dict[str, Series]
     summary: RunSummary | None
     damaged: Counter[str] = field(default_factory=Counter)
-    """Lines of each file that cannot be read, and are left out."""
+    """Numbers of unreadable lines per file, which are left out."""
 
     @property
     def seeds(self) -> tuple[object, ...]:
@@ -48,9 +48,9 @@ class ComparedRun:
 
 
 def runs_of(pattern: str) -> list[ComparedRun]:
-    """The runs of a side: of a directory, or of a pattern such as 'runs/a-seed-*', in the order of their names.
+    """Returns the runs of a side: one directory, or a pattern such as 'runs/a-seed-*', in the order of their names.
 
-    ValueError if there are none, or if one of them is not a run.
+    Raises ValueError if no directory matches, or if a directory is not a run.
     """
     found = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
     paths = [path for path in map(Path, found) if path.is_dir()]
@@ -82,14 +82,14 @@ def read_run(path: Path) -> ComparedRun:
 
 
 def _read(path: Path, name: str) -> Line:
-    """Without secrets, which a file of an older version may have."""
+    """Reads a JSON object without secrets, which a file of an older version may contain."""
     found = mask_secrets(read_object(path, name))
     assert isinstance(found, dict)
     return found
 
 
 def _placed(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with directories of the run itself by what they are."""
+    """Returns the configuration with `<run_dir>` instead of the run's own directory."""
     given = flags_of(config).get("run_dir")
     run_dir = given if isinstance(given, str) else ""
 
@@ -106,7 +106,7 @@ def _placed(config: dict[str, Any]) -> dict[str, Any]:
 def pair_up(
     one: list[ComparedRun], other: list[ComparedRun]
 ) -> tuple[list[tuple[ComparedRun, ComparedRun]], str]:
-    """Pairs of runs of the two sides, and in words how they were found: by equal seeds, else in their order."""
+    """Returns pairs of runs of the two sides, and a sentence on the pairing: by equal seeds, else in order."""
     seeds = [[run.seeds for run in side] for side in (one, other)]
     if set(seeds[0]) == set(seeds[1]) and all(len(set(side)) == len(side) for side in seeds):
         by_seed = {run.seeds: run for run in other}
@@ -120,7 +120,7 @@ def pair_up(
 def differing(
     one: Iterable[dict[str, object]], other: Iterable[dict[str, object]]
 ) -> dict[str, tuple[str, str]]:
-    """Path -> its values on both sides, where they differ. Values of the runs of a side are separated by commas."""
+    """Returns the values on both sides per path that differs. Commas separate the values of a side's runs."""
     sides = [list(one), list(other)]
     paths = dict.fromkeys(path for side in sides for leaves in side for path in leaves)
     found = {}

@@ -1,7 +1,8 @@
-"""The parts of a trace for Perfetto: spans, the lanes that hold them without overlap, and their JSON records.
+"""Builds the parts of a trace for Perfetto: spans, the lanes that hold them without overlap, and their JSON records.
 
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format): "X" is a span,
-"i" a moment, "C" a counter, "M" a name. A thread of the format is one lane; its spans may lie in each other only.
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format): "X" is a span, "i"
+a moment, "C" a counter, "M" a name. A thread of the format is one lane. The spans of a lane may be nested, but may not
+overlap otherwise.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ FIRST = ("driver", "rollout")
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """Something that took from `begin` to `end`, in seconds since the epoch."""
+    """A span from `begin` to `end`, in seconds since the epoch."""
 
     process: str
     track: str
     lane: int
-    """0, 1, ... of the track."""
+    """Index of the lane in its track, from 0."""
     title: str
     begin: float
     end: float
@@ -33,7 +34,7 @@ class TraceSpan:
 
 
 class Lanes:
-    """Finds for each span of a track the first lane that has room. Spans come by their begin."""
+    """Finds the first free lane for each span of a track. Spans must come in the order of their begin."""
 
     def __init__(self, *, nested: bool = True) -> None:
         self._nested = nested
@@ -52,7 +53,7 @@ class Lanes:
 
 
 class Tracks:
-    """Numbers processes and lanes as they come, and makes the records. `begin`: the moment 0."""
+    """Numbers processes and lanes in the order of their arrival, and makes the records. `begin` is time 0."""
 
     def __init__(self, begin: float) -> None:
         self._begin = begin
@@ -70,7 +71,7 @@ class Tracks:
         return found | {"tid": 0, "ts": self._us(moment), "args": dict(fields)}
 
     def load(self, event: Event, process: str) -> TraceEvent:
-        """The counters of an engine. The share of its cache is in percent, so that one axis shows all of them."""
+        """Makes the counters of an engine. The share of its cache is in percent, so that one axis fits all counters."""
         values = {
             "running": event["running"],
             "waiting": event["waiting"],
@@ -95,7 +96,7 @@ class Tracks:
             yield {"ph": "M", "name": "thread_sort_index", **known, "args": {"sort_index": lane}}
 
     def _order(self, process: str, pid: int) -> int:
-        """The place of a process from the top: those that wait for the others first."""
+        """Returns the position of a process from the top: processes that wait for other processes come first."""
         return FIRST.index(process) if process in FIRST else len(FIRST) + pid
 
     def _process(self, process: str) -> int:
@@ -118,8 +119,10 @@ class _Group:
 
 
 def group_spans(run_dir: Path, process: str) -> Iterator[TraceSpan]:
-    """Each group from its draw to the end of its last sample, with what became of it. One that a killed run left, or
-    that still runs, ends with the last event of a group."""
+    """Yields each group from its draw to the end of its last sample, with its fate.
+
+    A group that still runs, or that a killed run left, ends with the last event of a group.
+    """
     found, known, last = list[_Group](), dict[int, _Group](), 0.0
     for event in read_events(run_dir, ("drawn", "ended", "kept", "dropped", "put_back", "batch")):
         last = max(last, event.time)
@@ -153,7 +156,7 @@ def _fate(event: Event) -> dict[str, object]:
 
 
 def weight_spans(run_dir: Path, process: str) -> Iterator[TraceSpan]:
-    """For each engine the version of its weights over time, while it serves."""
+    """Yields each engine's weight version over time, while it serves."""
     serving: dict[tuple[str, str], tuple[float, object]] = {}
     last = 0.0
 
@@ -174,7 +177,8 @@ def weight_spans(run_dir: Path, process: str) -> Iterator[TraceSpan]:
 
 
 def ended_spans(run_dir: Path, kind: str, process: str, track: str, title: str) -> Iterator[TraceSpan]:
-    """What an event tells when it has ended: parts of updates, turns of sessions. `title` has names of fields."""
+    """Yields spans of events that are logged at their end: parts of updates, turns of sessions. `title` has names of
+    fields."""
     found = [(event.time - event["seconds"], event) for event in read_events(run_dir, (kind,))]
     lanes = Lanes(nested=False)
     for begin, event in sorted(found, key=lambda pair: pair[0]):
@@ -183,7 +187,7 @@ def ended_spans(run_dir: Path, kind: str, process: str, track: str, title: str) 
 
 
 def _named(event: Event, serving: Mapping[tuple[str, str], object]) -> list[tuple[str, str]]:
-    """The engines, as (model, name), that an event is about; all for the end or the begin of a run."""
+    """Returns the engines, as (model, name), that an event concerns: all engines for the begin or end of a run."""
     if event.kind == "engine":
         return [(event["model"], event["engine"])]
     if event.kind == "weights":

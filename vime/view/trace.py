@@ -1,7 +1,8 @@
-"""`vime trace RUN_DIR [--steps A:B] [--out FILE]`: a timeline of all processes for Perfetto, from the journal of a run.
+"""`vime trace RUN_DIR [--steps A:B] [--out FILE]`: writes a timeline of every process for Perfetto, from the journal of
+a run.
 
-The file is in the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing open. It has a process for
-each process of the run, and lanes for its devices; the groups that are in generation; and what the engines do.
+The file is in the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing open. It shows each process of
+the run with lanes for its devices, the groups in generation, and the work of the engines.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MARKS = (
     "end",
     "error",
 )
-"""Moments of a run that are an arrow above the lanes of their process."""
+"""Kinds of events that appear as arrows above the lanes of their process."""
 _SHOWN = {
     "start": "rollout",
     "step": "rollout",
@@ -41,7 +42,8 @@ GROUPS, TURNS, ENGINES = "groups", "turns of sessions", "engines"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the file and say where. ValueError for a directory without a run, or steps that it does not have."""
+    """Writes the file and prints its path. Raises ValueError for a directory without a run, or for steps that the run
+    does not have."""
     args = _parser().parse_args(argv)
     steps = profiled_steps(args.steps, "--steps")
     begin, end = window(args.run_dir, steps)
@@ -88,7 +90,8 @@ def write(out: Path, content: bytes) -> None:
 
 
 def window(run_dir: Path, steps: range) -> tuple[float, float]:
-    """From the first to the last moment of these rollouts, in seconds since the epoch; of the run without `steps`.
+    """Returns the first and last moment of these rollouts in seconds since the epoch, or of the whole run without
+    `steps`.
 
     A rollout that was trained twice, before and after a restart, counts from the first time.
     """
@@ -116,7 +119,7 @@ def window(run_dir: Path, steps: range) -> tuple[float, float]:
 
 
 def trace(run_dir: Path, begin: float, end: float) -> Iterator[TraceEvent]:
-    """The events of a trace of what happened between two moments, in microseconds since the first."""
+    """Yields the trace events between two moments, in microseconds since the first moment."""
     tracks = Tracks(begin)
     for span in _phase_spans(run_dir, begin, end):
         yield tracks.span(span)
@@ -145,7 +148,7 @@ def _title(event: Event) -> str:
 
 
 def _phase_spans(run_dir: Path, begin: float, end: float) -> Iterator[TraceSpan]:
-    """Lanes of a process hold phases that are in each other, or one after the other."""
+    """Yields the phases as spans. The phases in a lane are nested or follow each other."""
     lanes = Lanes()
     found = [phase for phase in phases(read_events(run_dir, _PHASES)) if _overlaps(phase, begin, end)]
     for phase in sorted(found, key=lambda phase: (phase.begin, -(phase.end or end))):

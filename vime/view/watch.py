@@ -1,7 +1,8 @@
-"""`vime watch RUN_DIR`: a run in the terminal, while it goes on or after its end. Also over ssh, from 80 x 24 on.
+"""`vime watch RUN_DIR`: shows a run in the terminal, while it is running or after its end. Works over ssh, from 80 x 24
+on.
 
-It reads the run's journal and metrics, and changes nothing. `vime.view.watch_data` keeps what is shown up to date,
-`vime.view.watch_draw` draws it; this file places it on the screen.
+It reads the run's journal and metrics, and changes nothing. `vime.view.watch_data` updates the data,
+`vime.view.watch_draw` draws them, and `vime.view.watch_app` arranges them on the screen.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Show the run until `q`. ValueError for a directory without a run, and where no terminal is."""
+    """Shows the run until `q`. Raises ValueError for a directory without a run, and without a terminal."""
     args = _parser().parse_args(argv)
     if args.every_s <= 0:
         raise ValueError(f"--every-s must be above 0, got {args.every_s:g}; give seconds")

@@ -1,4 +1,4 @@
-"""The screen of `vime watch`: where each part is for a size of the terminal, keys, and a look every second."""
+"""Runs the screen of `vime watch`: its layout for a terminal's size, keys, and an update every second."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from vime.view import watch_draw as draw
 from vime.view.watch_data import CURVES, HELD_OUT, Curve, Look, WatchedRun
 
 PAGE = 4
-"""Curves that a small terminal shows at once."""
+"""Number of curves that a small terminal shows at once."""
 LARGE, HIGH = 110, 36
 """Columns and lines from which on all curves are shown."""
 WIDE = 182
-"""Columns from which on four curves in a row have room for title, steps and value."""
+"""Columns from which on a row has room for title, steps and value of four curves."""
 
 
 class CurveView(Static):
-    """One curve, as large as its place."""
+    """One curve that fills its widget."""
 
     def __init__(self, curve: Curve) -> None:
         super().__init__(classes="curve")
@@ -59,7 +59,7 @@ class Listing(VerticalScroll):
 
 
 class WatchApp(App[None]):
-    """`problem`: the ValueError that ended it, of a run that can be read no longer."""
+    """The app of `vime watch`. `problem`: the ValueError that ended it, when the run can no longer be read."""
 
     CSS = """
     Screen { layout: vertical; }
@@ -108,7 +108,8 @@ class WatchApp(App[None]):
         self.call_after_refresh(self.look)
 
     async def look(self) -> None:
-        """Read what is new in a thread, since the first read of a long run takes seconds, and show it."""
+        """Reads new data in a thread and shows them. A thread is needed because the first read of a long run takes
+        seconds."""
         if self._looking.locked():
             return
         async with self._looking:
@@ -153,6 +154,6 @@ class WatchApp(App[None]):
             view.display = large or number // PAGE == self._page
 
     def action_more(self) -> None:
-        """The other curves, where not all have room."""
+        """Shows the other curves, if the terminal has no room for all."""
         self._page = (self._page + 1) % -(-len(CURVES) // PAGE)
         self._rearrange()

@@ -1,4 +1,4 @@
-"""What `vime watch` shows of a run. Each look reads only what the run has written since the last one."""
+"""Reads the data that `vime watch` shows. Each update reads only new lines of the run's files."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from slime.tracking.trackers import METRICS_FILE, RESERVED, metric_record
 Points = dict[int, float]
 """Step -> value, NaN if it was not finite. Resumed runs log some steps again."""
 _RECENT = 512
-"""Groups that ended last, of which the slowest samples are shown."""
+"""Number of groups that ended last. The slowest samples are chosen among their samples."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve. `metrics`: the first of them that the run has. `spec`: how a value is written."""
+    """One curve. It shows the first entry of `metrics` that the run has. `spec`: the number format of a value."""
 
     title: str
     metrics: tuple[str, ...]
@@ -43,12 +43,12 @@ CURVES: tuple[Curve, ...] = (
 
 
 HELD_OUT = Curve("held-out loss", (), ".3g")
-"""A run on given responses has no reward. Its first curve shows the loss of its first held-out set."""
+"""First curve of a run on given responses, which has no reward: the loss of its first held-out set."""
 
 
 @dataclass(frozen=True)
 class SlowSample:
-    """The slowest sample of a group, or the group if it is still in generation."""
+    """The slowest sample of a group, or a group that is still in generation."""
 
     group: int
     seconds: float
@@ -63,21 +63,21 @@ class Look:
 
     summary: RunSummary
     curves: dict[str, Points]
-    """By the title of the curve; those that the run has no metric for are not in it."""
+    """Points by the title of the curve. Curves without a metric in the run are absent."""
     scores: dict[str, Points]
     """Evaluation set -> score by the number of trained rollouts."""
     slow: list[SlowSample] = field(default_factory=list)
 
 
 class WatchedRun:
-    """ValueError for a directory without the journal of a run, or one that may not be read."""
+    """Reads one run. Raises ValueError for a directory without a run's journal, or one that may not be read."""
 
     def __init__(self, run_dir: Path) -> None:
         self._tail, self._events = Tail(run_dir), SummaryOfEvents(run_dir)
         self._metrics, self._groups = MetricsTail(run_dir), GroupTimes()
 
     def look(self) -> Look:
-        """The run as it is now."""
+        """Returns the current state of the run."""
         for event in self._tail.new():
             self._events.add(event)
             self._groups.add(event)
@@ -100,7 +100,8 @@ class WatchedRun:
 
 
 class MetricsTail:
-    """`series`: the metrics of CURVES and the scores, by their names. `scores`: the names of the scores."""
+    """Reads new lines of the metrics. `series`: the metrics of CURVES and the scores, by their names. `scores`: the
+    names of the scores."""
 
     def __init__(self, run_dir: Path) -> None:
         self.series: dict[str, Points] = {}
@@ -110,7 +111,7 @@ class MetricsTail:
         self._file, self._offset, self.damaged = -1, 0, 0
 
     def read(self) -> None:
-        """Take in the lines that are new and whole. A run that resumes replaces the file, which is read anew."""
+        """Reads the new complete lines. A resumed run replaces the file, which is then read from its start."""
         file = open_file(self._dir, METRICS_FILE)
         if file is None:
             return
@@ -139,7 +140,7 @@ class MetricsTail:
 
 
 class GroupTimes:
-    """How long groups take in generation."""
+    """Measures the time that groups take in generation."""
 
     def __init__(self) -> None:
         self._running: dict[int, float] = {}
@@ -169,8 +170,10 @@ class GroupTimes:
         self._ended.append(found)
 
     def slowest(self, now: float | None, count: int = 64) -> list[SlowSample]:
-        """The slowest samples of the newest groups, and before them groups that take even longer and go on. `now`: None
-        if the run does not go on."""
+        """Returns the slowest samples of the newest groups, after groups that take even longer and still run.
+
+        `now` is None if the run is not running.
+        """
         ended: Sequence[SlowSample] = sorted(self._ended, key=lambda one: -one.seconds)[:count]
         longest = ended[0].seconds if ended else 0.0
         running = () if now is None else self._running.items()

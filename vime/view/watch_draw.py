@@ -1,4 +1,4 @@
-"""Draws what `vime watch` shows as lines of text for a width and a height in characters. Knows no terminal."""
+"""Draws the data of `vime watch` as lines of text for a width and a height in characters, independent of a terminal."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ STATES = {
 }
 _BLANK = 0x2800
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""Of a braille character: two columns of four dots, from the top."""
+"""Bits of the dots of a braille character: two columns of four dots, from the top."""
 _LABEL = 10
 
 
 def head(run: str, look: Look, width: int) -> list[Text]:
-    """State, progress and time of the run, what it does, and why it failed: each a line of `width`."""
+    """Returns lines of `width` characters: state, progress and time of the run, its current phase, and why it
+    failed."""
     summary = look.summary
     text, style = STATES[summary.state]
     done = 0 if summary.rollout is None else summary.rollout + 1
@@ -50,7 +51,7 @@ def head(run: str, look: Look, width: int) -> list[Text]:
 
 
 def _second(look: Look) -> Text:
-    """What the run does, or when it ended; and the newest scores."""
+    """Returns a line with the current phase, or the time of the end, and the newest scores."""
     summary, line = look.summary, Text()
     if summary.state == "running":
         innermost = {(phase.source, phase.device): phase for phase in summary.doing}
@@ -88,7 +89,8 @@ def bar(share: float, width: int) -> str:
 
 
 def curve(shown: Curve, points: Points | None, width: int, height: int) -> list[Text]:
-    """A title with the steps and the newest value, and a plot with its largest and smallest value at the left."""
+    """Returns a title with the steps and the newest value, and a plot with its largest and smallest value at the
+    left."""
     title = Text(shown.title, "bold")
     if not points:
         return [_cut(title, width), Text("not recorded so far", "dim")]
@@ -113,21 +115,21 @@ def curve(shown: Curve, points: Points | None, width: int, height: int) -> list[
 
 
 def column_means(points: Mapping[int, float], columns: int) -> dict[int, float]:
-    """Column of a plot -> the mean of the steps that fall on it. Values that are not finite are in no mean."""
+    """Maps a plot's column to the mean over its steps. Values that are not finite are left out."""
     first, last = min(points), max(points)
     count = min(columns, last - first + 1)
     found: dict[int, list[float]] = {}
     for step, value in points.items():
         if math.isfinite(value):
             place = (step - first) * count // (last - first + 1)
-            if 1 < count < columns:  # few steps take the whole width
+            if 1 < count < columns:  # few steps fill the whole width
                 place = round(place * (columns - 1) / (count - 1))
             found.setdefault(place, []).append(value)
     return {place: math.fsum(values) / len(values) for place, values in sorted(found.items())}
 
 
 def plot(drawn: Mapping[int, float], width: int, height: int) -> list[str]:
-    """Values by their column as a line in braille: `height` lines of `width` characters, each of them two columns wide
+    """Draws values by column as a braille line: `height` lines of `width` characters. A character is two columns wide
     and four dots high."""
     low, high, rows = min(drawn.values()), max(drawn.values()), 4 * height
     cells = [[_BLANK] * width for _ in range(height)]
@@ -142,7 +144,7 @@ def plot(drawn: Mapping[int, float], width: int, height: int) -> list[str]:
 
 
 def _line(begin: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """The dots between two dots."""
+    """Returns the dots of a line between two dots."""
     steps = max(abs(end[0] - begin[0]), abs(end[1] - begin[1]), 1)
     return [
         (begin[0] + round(i * (end[0] - begin[0]) / steps), begin[1] + round(i * (end[1] - begin[1]) / steps))
@@ -151,7 +153,7 @@ def _line(begin: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]
 
 
 def engines(summary: RunSummary, width: int) -> list[Text]:
-    """A line for each engine; those that do not serve come first, then those with the longest queue."""
+    """Returns a line for each engine. Engines that do not serve come first, then those with the longest queue."""
     ended = summary.state != "running"
     found = [engine for engine in summary.engines.values() if engine.state not in GONE]
     serving = sum(engine.state == "serving" for engine in found)
@@ -191,7 +193,7 @@ def slow_samples(samples: Sequence[SlowSample], width: int) -> list[Text]:
 
 
 def warnings(summary: RunSummary, width: int) -> list[Text]:
-    """The newest one first."""
+    """Returns a line per warning, the newest first."""
     lines = [Text(f"warnings: {len(summary.warnings)}", "bold yellow" if summary.warnings else "bold")]
     for event in reversed(summary.warnings[-200:]):
         when = time.strftime("%T", time.localtime(event.time))
@@ -202,7 +204,7 @@ def warnings(summary: RunSummary, width: int) -> list[Text]:
 
 
 def seconds(value: float) -> str:
-    """3.2 s, 4:05 (minutes), 2:04:05 (hours)."""
+    """Formats seconds: 3.2 s, 4:05 (minutes), 2:04:05 (hours)."""
     if value < 60:
         return f"{value:.1f} s"
     minutes, rest = divmod(round(value), 60)
@@ -217,7 +219,7 @@ def _cut(line: Text, width: int) -> Text:
 
 
 def _wrapped(line: Text, width: int) -> list[Text]:
-    """At most two lines."""
+    """Wraps a line to at most two lines."""
     if len(line) <= width:
         return [line]
     place = line.plain.rfind(" ", 0, width)

@@ -20,7 +20,8 @@ PORT = 8410
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0 after --export. Otherwise the server runs until Ctrl-C. ValueError for what the user can correct."""
+    """Returns exit code 0 after --export. Otherwise the server runs until Ctrl-C. Raises ValueError for an argument
+    that the user can correct."""
     args = _parser().parse_args(argv)
     if not 0 <= args.port < 65536:
         raise ValueError(f"--port must be a port, 1 to 65535, or 0 for any, got {args.port}; correct it")
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def open_runs(run_dirs: Sequence[Path]) -> list[RunData]:
-    """The runs, each checked, with names that differ: the last parts of their paths."""
+    """Opens and checks the runs. Their names are the last parts of their paths, and differ."""
     places = [place for run_dir in run_dirs for place in runs_below(Path(run_dir).resolve())]
     if twice := [str(place) for place, count in Counter(places).items() if count > 1]:
         raise ValueError(f"each RUN_DIR must be given once, got {twice[0]} twice; remove one")
@@ -45,9 +46,9 @@ def open_runs(run_dirs: Sequence[Path]) -> list[RunData]:
 
 
 def runs_below(place: Path) -> list[Path]:
-    """The folder itself if it is a run or has no run below it; otherwise all runs below it, by name.
+    """Returns the folder itself if it is a run or contains no run. Otherwise returns all runs below it, by name.
 
-    Runs have no runs inside, and links to folders are not followed.
+    Runs contain no other runs, and links to folders are not followed.
     """
     found = []
     for folder, below, files in os.walk(place):

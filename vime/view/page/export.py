@@ -1,4 +1,4 @@
-"""One HTML file with the page and the data of its runs, for people who do not have the run directories."""
+"""Writes one HTML file with the page and the data of its runs, for people who do not have the run directories."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vime.view.page.kept import to_json
 from vime.view.page.run_data import Json, RunData
 
 MOST_BYTES = 32 * 2**20
-"""Of the samples of all runs in a file, as JSON. The newest ones are kept."""
+"""Maximum bytes of JSON for the samples of a file's runs together. The newest samples are kept."""
 
 
 def write_page(runs: Sequence[RunData], path: Path) -> str:
-    """Write the file, and return a line that says what is in it. ValueError if it cannot be written there."""
+    """Writes the file, and returns a line with its contents. Raises ValueError if it cannot be written."""
     if path.suffix != ".html":
         raise ValueError(f"--export must name an .html file, got {path}; browsers open it by that name")
     if not path.parent.is_dir():
@@ -39,11 +39,11 @@ def write_page(runs: Sequence[RunData], path: Path) -> str:
 
 
 def _replace(path: Path, page: str) -> None:
-    """Write the whole file or none."""
+    """Writes the whole file or nothing."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     try:
-        with temporary.open("x", encoding="utf-8") as file:  # with the mode that the umask gives
+        with temporary.open("x", encoding="utf-8") as file:  # with the mode from the umask
             file.write(page)
         temporary.replace(path)
     except BaseException:

@@ -1,6 +1,6 @@
-"""The page's files, and the HTML that loads them: from the server, or all of them and the data inside one file.
+"""Reads the page's files and builds the HTML that loads them: from the server, or everything inside one file.
 
-The modules import each other by names such as `vime/dom`, which an import map of the page leads to an address of the
+The modules import each other by names such as `vime/dom`. An import map of the page maps each name to an address of the
 server, or to the module itself as a data: address. So both kinds of page run the same files.
 """
 
@@ -20,14 +20,14 @@ _NONE = "base-uri 'none'; form-action 'none'; default-src 'none'; img-src data:"
 
 @cache
 def static_files() -> dict[str, bytes]:
-    """Name -> content of the files that the page loads."""
+    """Returns name -> content of the files that the page loads."""
     return {
         path.name: path.read_bytes() for path in sorted(_STATIC.iterdir()) if path.suffix in (".js", ".css")
     }
 
 
 def served_page() -> tuple[str, str]:
-    """The page that loads its files from the server, and its Content-Security-Policy."""
+    """Returns the page that loads its files from the server, and its Content-Security-Policy."""
     imports = _import_map({name: f"/static/{name}" for name in static_files()})
     page = _filled('<link rel="stylesheet" href="/static/style.css">', imports, "")
     policy = (
@@ -37,7 +37,7 @@ def served_page() -> tuple[str, str]:
 
 
 def exported_page(data: object) -> str:
-    """One file with everything inside. Its policy runs the scripts of this file only, and loads nothing."""
+    """Returns one file with everything inside. Its policy runs the scripts of this file only, and loads nothing."""
     style = static_files()["style.css"].decode()
     imports = _import_map(
         {
@@ -70,10 +70,10 @@ def _import_map(addresses: dict[str, str]) -> str:
 
 
 def _hash(text: str) -> str:
-    """A source of a Content-Security-Policy: inline text with this content."""
+    """Returns a source of a Content-Security-Policy that allows inline text with this content."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _in_script(data: str) -> str:
-    """JSON that cannot end its script element."""
+    """Escapes JSON so that it cannot end its script element."""
     return data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

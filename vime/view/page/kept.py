@@ -1,4 +1,4 @@
-"""Values that are read from the files of a run, and kept until the files change."""
+"""Caches values that are read from the files of a run until the files change."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 _SHARE = 0.1
-"""Of the time that may go into reading a value again and again while a run writes."""
+"""Maximum share of time that may be spent on reading a value repeatedly while a run writes."""
 
 Stamp = tuple[tuple[str, int, int, int], ...]
 
 
 def stamp(paths: Iterable[Path]) -> Stamp:
-    """What changes when one of the files changes. Files that are not there are left out."""
+    """Returns a tuple that changes when one of the files changes. Missing files are left out."""
     found = []
     for path in paths:
         try:
@@ -29,9 +29,9 @@ def stamp(paths: Iterable[Path]) -> Stamp:
 
 
 class Kept(Generic[T]):
-    """A value that is read when it is first asked for, and again when `changes()` gives something else.
+    """A value that is read at the first `get`, and again when the result of `changes()` differs.
 
-    A value that took long is kept longer: reading takes at most a tenth of the time.
+    A value that takes long to read is kept longer, so that reading takes at most a tenth of the time.
     """
 
     def __init__(self, read: Callable[[], T], changes: Callable[[], object]) -> None:
@@ -41,7 +41,7 @@ class Kept(Generic[T]):
         self._until = 0.0
 
     def get(self) -> T:
-        """Errors of reading are the caller's, and the next call reads again."""
+        """Returns the value. Errors of reading are raised, and the next call reads again."""
         if self._value is not None and time.monotonic() < self._until:
             return self._value
         now = self._changes()
@@ -54,7 +54,7 @@ class Kept(Generic[T]):
 
 
 def to_json(value: object) -> str:
-    """JSON as browsers read it: a number that is not finite is null."""
+    """Encodes JSON that browsers can read: a number that is not finite becomes null."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"), default=str)
     except ValueError:

@@ -1,6 +1,7 @@
-"""The timeline of a run: one lane per process and device, from its journal. Columns of numbers, which the page draws.
+"""Builds the timeline of a run from its journal: one lane per process and device, as columns of numbers, which the page
+draws.
 
-Phases of a lane that overlap are in rows below each other. An engine's lane has what it was from when to when.
+Phases of a lane that overlap are in different rows. An engine's lane shows its states over time.
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ MARKS = {
     "end": "the run is {state}",
     "run": "the run begins",
 }
-"""Kinds of events that are moments, and what the page says of them."""
+"""Kinds of events that are moments, with the page's text for each kind."""
 _LONGEST = 200
 _LOOKED_AT = 4000
 _GONE = ("dead", "removed", "failed")
-"""States of an engine that has no server: moments of its lane."""
+"""States of an engine without a server. They are shown as moments of its lane."""
 
 
 @dataclass
 class Timeline:
-    """Times are seconds after `origin`, which is in seconds since the epoch."""
+    """The timeline of a run. Times are seconds after `origin`, which is in seconds since the epoch."""
 
     origin: float = 0.0
     lanes: list[list[str]] = field(default_factory=list)
     """Source and device."""
     names: list[str] = field(default_factory=list)
     spans: list[list[float | int | None]] = field(default_factory=list)
-    """Lane, row, place in `names`, begin, end (None: it goes on), rollout (None: of none); by their begin."""
+    """Lane, row, index in `names`, begin, end (None: still running), rollout (None: no rollout), sorted by begin."""
     marks: list[list[float | int | str]] = field(default_factory=list)
     """Lane, time, kind, text."""
     steps: list[list[float | int]] = field(default_factory=list)
-    """Rollout, begin and end of each step."""
+    """Each step's rollout, begin and end."""
     end: float = 0.0
 
 
@@ -59,7 +60,7 @@ class _LaneSpan:
 
 
 def read_timeline(run_dir: Path) -> Timeline:
-    """ValueError for a directory without a journal, or one that may not be read."""
+    """Reads the timeline. Raises ValueError for a directory without a journal, or one that may not be read."""
     events = [event for event in read_events(run_dir) if event.kind != "journal"]
     if not events:
         return Timeline()
@@ -81,7 +82,7 @@ def read_timeline(run_dir: Path) -> Timeline:
 
 
 def _lanes(spans: Sequence[_LaneSpan], events: Sequence[Event]) -> list[tuple[str, str]]:
-    """The driver first, then who generates, then engines, then trainers, each with its devices."""
+    """Sorts the lanes: the driver, then the generating process, then engines, then trainers, each with its devices."""
     order = ("driver", "rollout", "engines", "engine", "trainer")
     found = {span.lane for span in spans}
     named = {lane[0] for lane in found}
@@ -97,7 +98,7 @@ def _lanes(spans: Sequence[_LaneSpan], events: Sequence[Event]) -> list[tuple[st
 
 
 def _rows(spans: Iterable[_LaneSpan]) -> list[int]:
-    """The first row of its lane that is free at the begin of each span. `spans` are by their begin."""
+    """Returns, for each span, its lane's first row that is free at the span's begin. `spans` are sorted by begin."""
     ends: dict[tuple[str, str], list[float]] = {}
     rows = []
     for span in spans:
@@ -109,12 +110,12 @@ def _rows(spans: Iterable[_LaneSpan]) -> list[int]:
 
 
 def _engines(events: Iterable[Event]) -> list[_LaneSpan]:
-    """What each engine was from when to when: starting, serving, leaving."""
+    """Returns each engine's states over time: starting, serving, leaving."""
     open_: dict[str, _LaneSpan] = {}
     found: list[_LaneSpan] = []
     last = 0.0
     for event in events:
-        if event.kind in ("run", "end", "error", "control_socket"):  # engines of a process before are gone
+        if event.kind in ("run", "end", "error", "control_socket"):  # engines of an earlier process are gone
             over = event.time if event.kind in ("end", "error") else last
             for span in open_.values():
                 span.end = max(over, span.begin)
@@ -132,7 +133,7 @@ def _engines(events: Iterable[Event]) -> list[_LaneSpan]:
 
 
 def _marked(event: Event) -> list[str]:
-    """The processes or engines that have a mark of the event."""
+    """Returns the processes or engines whose lanes show a mark of the event."""
     if event.kind == "engine":
         return [str(event["engine"])] if event["state"] in _GONE else []
     if event.kind == "weights":

@@ -1,4 +1,4 @@
-"""What the page shows of a run directory: its state, curves, timeline, samples and settings, as JSON has them."""
+"""Reads the page's data from a run directory as JSON: state, curves, timeline, samples and settings."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from vime.view.page.sample_rows import COLUMNS, SampleRows
 
 CONFIG_FILE = "config.json"
 LOOK_EVERY_S = 5.0
-"""A run that goes on is looked at so often, also when it has written nothing."""
+"""Seconds between two checks of a running run, even if it has written nothing."""
 _WARNINGS = 50
-"""Newest warnings that a summary has."""
+"""Number of newest warnings in a summary."""
 
 Json = dict[str, object]
 
 
 class RunData:
-    """One run. Each part is read again when its files have changed. Thread-safe."""
+    """One run. Each part is read again when its files have changed. The class is thread-safe."""
 
     def __init__(self, run_dir: Path, name: str) -> None:
         self.dir, self.name = run_dir, name
@@ -46,8 +46,8 @@ class RunData:
         self._samples = SampleRows(run_dir)
 
     def check(self) -> None:
-        """ValueError unless this is the directory of a run that may be read and has a journal of a known version, or at
-        least metrics."""
+        """Raises ValueError unless this is a readable run directory with metrics, or with a journal of a supported
+        version."""
         if not self._has_journal() and not is_there(self.dir, METRICS_FILE):
             raise ValueError(
                 f"RUN_DIR must have {EVENTS_FILE} or {METRICS_FILE}, got neither in {self.dir}; name the --run-dir "
@@ -60,7 +60,7 @@ class RunData:
             next(read_events(self.dir), None)  # its first line has the version
 
     def summary(self) -> Json:
-        """The state of the run, and a stamp of each part of it that changes when the part does."""
+        """Returns the state of the run, and for each part a stamp that changes when the part changes."""
         with self._lock:
             stamps = {
                 "journal": str(hash(self._journal_stamp())),
@@ -78,7 +78,7 @@ class RunData:
             return base | _summary(found) | {"damaged": +damaged}
 
     def curves(self) -> Json:
-        """Metric -> its unit, steps and values (None: not finite). Empty before the first step."""
+        """Returns metric -> its unit, steps and values (None: not finite). Empty before the first step."""
         with self._lock:
             with readable(path := self.dir / METRICS_FILE):
                 if not path.exists() or not path.stat().st_size:
@@ -92,7 +92,7 @@ class RunData:
             return vars(self._timeline.get())
 
     def samples(self, serial: int) -> Json:
-        """Rows of `COLUMNS` by rollout, those read after reading `serial`."""
+        """Returns rows of `COLUMNS` by rollout that were read after the reading with number `serial`."""
         with self._lock:
             rows, newest, more = self._samples.since(serial)
         return {"columns": COLUMNS, "rows": rows, "serial": newest, "more": more}
@@ -102,7 +102,7 @@ class RunData:
             return self._samples.whole(rollout, place)
 
     def group(self, rollout: int, place: int) -> list[Json]:
-        """The kept samples of the group of one sample."""
+        """Returns the kept samples of a sample's group."""
         with self._lock:
             return self._samples.group(rollout, place)
 
@@ -112,8 +112,11 @@ class RunData:
         return {"found": found, "next": following}
 
     def settings(self) -> Json:
-        """Flat configuration and versions: names of flags without their section, and names of packages. Left out are
-        `hook_args`, which repeat flags for hooks. Secrets are masked, also those that an older version wrote."""
+        """Returns the flat configuration and the versions: names of flags without their section, and names of packages.
+
+        `hook_args`, which repeat flags for hooks, are left out. Secrets are masked, also those that an older version
+        wrote.
+        """
         config = _masked(read_object(self.dir, CONFIG_FILE))
         environment = _masked(read_object(self.dir, ENVIRONMENT_FILE))
         flags = {name.partition(".")[2] or name: value for name, value in flatten(config)} if config else {}
@@ -127,7 +130,8 @@ class RunData:
         return found
 
     def _alive_stamp(self) -> int:
-        """Changes while the run goes on, also without an event: a driver that is killed writes none."""
+        """Returns a number that changes while the run is running, also without an event, because a killed driver writes
+        none."""
         return int(time.monotonic() / LOOK_EVERY_S) if self._goes_on else 0
 
     def _journal_stamp(self) -> Stamp:
@@ -182,7 +186,7 @@ def _summary(summary: RunSummary) -> Json:
 
 
 def _masked(value: Json) -> Json:
-    """Without secrets, which texts of a journal of an older version, and of its configuration, may have."""
+    """Masks secrets, which the journal and the configuration of an older version may contain."""
     found = mask_secrets(value)
     assert isinstance(found, dict)
     return found

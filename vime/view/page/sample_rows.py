@@ -1,6 +1,6 @@
-"""The samples of a run for the page: one row of facts per sample, the whole of one, and a search in their texts.
+"""Reads the samples of a run for the page: one row of facts per sample, a whole sample, and a search in their texts.
 
-Files of a rollout are read again when they change: the trainer adds its part after the training.
+Files of a rollout are read again when they change, because the trainer adds its part after the training.
 """
 
 from __future__ import annotations
@@ -25,33 +25,36 @@ COLUMNS = (
     *("rollout", "place", "group", "reward", "advantage", "tokens", "oldest", "newest", "turns", "status"),
     *("gap", "largest_gap", "prompt", "response", "group_size"),
 )
-"""Of a row. `oldest`, `newest`: versions of the weights. `gap`: |trainer - engine| in nats, the mean over the trained
-tokens. `prompt` and `response`: the first characters, of a conversation those of its last question."""
+"""Columns of a row. `oldest`, `newest`: versions of the weights. `gap`: |trainer - engine| in nats, the mean over the
+trained tokens. `prompt` and `response`: the first characters; for a conversation, those of its last question."""
 _SHOWN = 100
 _SLICE_S = 0.25
-"""One answer reads files for so long, and says where the next one goes on."""
+"""Seconds for which one answer reads files. The answer contains the rollout where the next one continues."""
 
 Cell = float | int | str | None
 Row = list[Cell]
 
 
 class SampleRows:
-    """The rows of the samples of one run. Not thread-safe."""
+    """The rows of a run's samples. The class is not thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self._dir = run_dir
         self._read: dict[int, tuple[Stamp, int, list[Row]]] = {}
-        """Rollout -> its files, the number of the reading, rows."""
+        """Rollout -> its files, number of the reading, rows."""
         self._count = 0
         self.damaged: dict[int, int] = {}
-        """Rollout -> lines that cannot be read, of those that were read."""
+        """Rollout -> number of unreadable lines among the lines read."""
 
     def since(self, serial: int) -> tuple[dict[int, list[Row]], int, bool]:
-        """The rows of each rollout that was read after reading number `serial`, the newest number, and whether more are
-        to be read. ValueError for files that may not be read."""
+        """Returns rows by rollout read after reading number `serial`, the newest number, and True if more rollouts must
+        be read.
+
+        Raises ValueError for files that may not be read.
+        """
         until = time.monotonic() + _SLICE_S
         more = False
-        # The newest rollout first: its samples are looked at most.
+        # The newest rollout comes first, because users look at its samples most.
         for rollout, files in reversed(sample_files(self._dir).items()):
             known = self._read.get(rollout)
             now = stamp(files)
@@ -69,14 +72,15 @@ class SampleRows:
         return new, self._count, more
 
     def whole(self, rollout: int, place: int) -> dict[str, object]:
-        """A sample with its tokens. ValueError if there is none."""
+        """Returns a sample with its tokens. Raises ValueError if the sample does not exist."""
         for record in read_samples(self._dir, rollout):
             if record.place == place:
                 return asdict(record)
         raise _no_sample(rollout, place)
 
     def group(self, rollout: int, place: int) -> list[dict[str, object]]:
-        """The kept samples of the group of the sample at `place`, with their tokens. ValueError if there is none."""
+        """Returns the kept samples in the group of the sample at `place`, with their tokens. Raises ValueError if the
+        sample does not exist."""
         records = list(read_samples(self._dir, rollout))
         asked = next((record for record in records if record.place == place), None)
         if asked is None:
@@ -85,8 +89,10 @@ class SampleRows:
         return [asdict(record) for record in same]
 
     def find(self, text: str, begin: int) -> tuple[list[list[int]], int | None]:
-        """(rollout, place) of samples whose prompt or response has `text` in any case, from rollout `begin` on, and the
-        rollout where the next search goes on; None at the end."""
+        """Searches prompts and responses for `text` in upper or lower case, from rollout `begin` on.
+
+        Returns (rollout, place) per match, and the rollout where the next search continues, or None at the end.
+        """
         until = time.monotonic() + _SLICE_S
         wanted, found = text.casefold(), list[list[int]]()
         for rollout in sample_rollouts(self._dir):
@@ -107,7 +113,7 @@ def _no_sample(rollout: int, place: int) -> ValueError:
 
 
 def prompt_text(prompt: str | list[Message]) -> str:
-    """A prompt as one text: the contents of its messages."""
+    """Returns a prompt as one text: the contents of its messages."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(str(message.get("content") or "") for message in prompt)
@@ -133,7 +139,8 @@ def _row(rollout: int, record: SampleRecord) -> Row:
 
 
 def _score(record: SampleRecord) -> float | None:
-    """A file of an older version has no `score`: a reward that is a record has no number then."""
+    """Returns the sample's score. A file of an older version has no `score`; then a reward that is a record has no
+    number."""
     return number_of_reward(record.reward, None) if record.score is None else record.score
 
 

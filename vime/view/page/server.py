@@ -1,4 +1,4 @@
-"""The server of `vime ui`: read-only, on loopback, for who has its key.
+"""Runs the server of `vime ui`: read-only, on loopback, for users with its key.
 
     GET /?key=KEY         sets a cookie with the key, and leads to /
     GET /                 the page
@@ -10,7 +10,7 @@
     GET /api/group?run=0&rollout=3&place=8          the kept samples of its group
     GET /api/find?run=0&text=TEXT&begin=3           samples with a text, from rollout 3 on
 
-A request names a run by its number, so no request names a file.
+A request identifies a run by its number, so a request cannot name a file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class PageServer:
-    """Serves the page of some runs. `await start()` gives its address with the key."""
+    """Serves the page of some runs. `await start()` returns its address with the key."""
 
     def __init__(self, runs: Sequence[RunData]) -> None:
         self.key = secrets.token_urlsafe(24)
@@ -51,7 +51,7 @@ class PageServer:
         self._page, self._policy = served_page()
 
     async def start(self, port: int) -> str:
-        """ValueError if the port is taken. 0: any port."""
+        """Starts the server. Port 0 means a free port. Raises ValueError if the port is taken."""
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/", self._index)
         app.router.add_get("/static/{name}", _static)
@@ -79,7 +79,7 @@ class PageServer:
 
     @property
     def _cookie(self) -> str:
-        """Cookies of a host are those of all its ports, so the name has the port."""
+        """Returns the cookie's name. It contains the port, because browsers send a host's cookies to all its ports."""
         return f"vime-ui-{self._port}"
 
     @web.middleware
@@ -102,7 +102,7 @@ class PageServer:
         if "key" not in request.query:
             headers = {"Content-Security-Policy": self._policy}
             return web.Response(text=self._page, content_type="text/html", headers=headers)
-        # The address bar and the history keep no key.
+        # The redirect removes the key from the address bar and the history.
         response = web.Response(status=303, headers={"Location": "/"})
         response.set_cookie(self._cookie, self.key, httponly=True, samesite="Lax", path="/")
         return response
@@ -138,7 +138,7 @@ _READERS: dict[str, Callable[[RunData, web.Request], object]] = {
 
 
 def _summary_or_problem(run: RunData) -> object:
-    """A run that can no longer be read does not hide the other runs."""
+    """Returns the summary or the error, so that an unreadable run does not hide the other runs."""
     try:
         return run.summary()
     except ValueError as error:
