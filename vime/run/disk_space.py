@@ -1,4 +1,4 @@
-"""Whether the disks have space for the published weights and the checkpoints of a run. Asked before anything starts."""
+"""Checks that the disks have space for the published weights and the checkpoints of a run, before anything starts."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from slime.weight_sync.registry import CHANNELS
 
 
 def require_disk_space(c: Config) -> None:
-    """ValueError unless the published weights of a run fit in --weight-dir, and a checkpoint fits in --save.
+    """Raises ValueError unless the published weights of a run fit in --weight-dir, and a checkpoint fits in --save.
 
-    The sizes come from config.json, so the rest of the run is not waited for. Each save asks again.
+    The sizes come from config.json, so the check does not wait for the rest of the run. Each save repeats the check.
     """
     if c.debug.debug_rollout_only:
         return
     params = Shape.of(read_hf_config(c.rollout.hf_checkpoint)).params
     weights_bytes = params * BYTES[c.megatron.params_dtype]
     copies = CHANNELS[c.weight_update.update_weight_transport].copies
-    if c.data.num_rollout is not None:  # a plan does not know it with --num-epoch
+    if c.data.num_rollout is not None:  # with --num-epoch, a plan has no number of rollouts
         copies = min(copies, c.rollouts + 1)
         if copies and c.weight_update.update_weight_disk_keep_files:
             copies = c.rollouts // c.weight_update.update_weights_interval + 1
     if c.weight_update.update_weight_mode == "delta":
-        # two whole sets, and this host's copy unless it is elsewhere
+        # two whole sets, and this host's copy unless it has a separate directory
         copies = max(copies, 2) + (c.weight_update.update_weight_local_checkpoint_dir is None)
     if c.num_engines and copies:
         weight_dir = given(c.weight_update.weight_dir)

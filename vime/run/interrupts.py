@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP end a command in order: one line, and the exit code 128 + the number of the signal."""
+"""Makes Ctrl-C, SIGTERM and SIGHUP end a command in order: one line, and the exit code 128 + the signal's number."""
 
 from __future__ import annotations
 
@@ -13,36 +13,38 @@ from types import FrameType
 
 
 def exit_code(interrupt: KeyboardInterrupt) -> int:
-    """130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
+    """Returns 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
     name = str(interrupt.args[0]) if interrupt.args else "SIGINT"
     return 128 + signal.Signals[name]
 
 
 def by(interrupt: KeyboardInterrupt) -> str:
-    """ " by SIGTERM", or nothing for Ctrl-C."""
+    """Returns " by SIGTERM", or "" for Ctrl-C."""
     return f" by {interrupt.args[0]}" if interrupt.args else ""
 
 
 stop = threading.Event()
-"""Set by the first signal of `asks_first`: the run ends with a checkpoint of its last step."""
+"""Set by the first signal in `asks_first`: the run then ends with a checkpoint of its last step."""
 
 _AGAIN_S = {signal.SIGTERM: 5.0, signal.SIGINT: 0.3}
-"""The same signal within this time is the first one once more: `timeout` and Slurm send it twice. A person who presses
-Ctrl-C twice takes longer."""
+"""Seconds within which the same signal counts as a repetition of the first one.
+
+`timeout` and Slurm send a signal twice. A person who presses Ctrl-C twice takes longer.
+"""
 _NAMES = {signal.SIGINT: "Ctrl-C"}
 _asked_by: list[str] = []
 
 
 def catch_signals() -> None:
-    """SIGTERM and SIGHUP become Ctrl-C. nohup has SIGHUP ignored, and it stays so."""
+    """Turns SIGTERM and SIGHUP into Ctrl-C. Under nohup, SIGHUP stays ignored."""
     for number in _signals():
         signal.signal(number, _interrupt)
 
 
 @contextmanager
 def asks_first(*numbers: signal.Signals) -> Iterator[None]:
-    """In the block, the first of these signals only sets `stop`, and the next one ends the run at once. A signal that
-    is ignored, as Ctrl-C in the background of a script, stays so."""
+    """In this context, the first of these signals only sets `stop`, and the next one ends the run at once. A signal
+    that is ignored stays ignored, such as Ctrl-C in the background of a script."""
     heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.getsignal(number) for number in heeded}
 
@@ -75,7 +77,7 @@ def asks_first(*numbers: signal.Signals) -> Iterator[None]:
 
 
 def asked() -> KeyboardInterrupt:
-    """The exception of the signal that has set `stop`."""
+    """Returns the exception for the signal that set `stop`."""
     return KeyboardInterrupt(*(name for name in _asked_by[:1] if name != "SIGINT"))
 
 
@@ -85,11 +87,14 @@ def _signals() -> list[signal.Signals]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Once: `timeout` and Slurm send the signal twice, and the second one must not interrupt the end."""
+    """Raises KeyboardInterrupt, and ignores further signals.
+
+    `timeout` and Slurm send the signal twice, and the second one must not interrupt the end.
+    """
     for each in _signals():
         signal.signal(each, signal.SIG_IGN)
     if number == signal.SIGHUP and sys.stderr.isatty():
-        nowhere = os.open(os.devnull, os.O_WRONLY)  # the terminal is gone: printing would fail
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # the terminal is closed, so printing would fail
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
     raise KeyboardInterrupt(signal.Signals(number).name)
@@ -97,8 +102,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def nothing_to_end(command: str) -> Iterator[None]:
-    """While a command is imported: a signal ends the process at once, because nothing was started. An exception would
-    not do: code that is being imported may catch it, or print a traceback of its own."""
+    """Context for the import of a command, in which a signal ends the process at once, because nothing was started.
+
+    An exception would not be reliable: code that is being imported may catch it, or print its own traceback.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         line = f"vime {command}: interrupted by {signal.Signals(number).name} before anything was started\n"

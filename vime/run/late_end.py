@@ -1,4 +1,4 @@
-"""The end of a run whose processes were all killed after its last rollout, its watchdog among them."""
+"""Completes the end of a run whose processes, including its watchdog, were all killed after its last rollout."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vime.run.temporary import SHARED_MEMORY, left_weights
 
 
 def end_late(run_dir: Path) -> None:
-    """Remove the weights that the run left in shared memory, and add the end to its journal. Call it for a run whose
-    last checkpoint is there.
+    """Removes the weights that the run left in shared memory, and adds the end to its journal.
 
-    A run that still goes on is left alone: it holds the lock of its directory.
+    The caller makes sure that the run's last checkpoint exists. A run that is still running is not changed, because it
+    holds the lock of its directory.
     """
     if not run_dir.is_dir():
         return
@@ -24,7 +24,7 @@ def end_late(run_dir: Path) -> None:
         try:
             lock("--run-dir", run_dir, stack)
             summary = run_summary(run_dir)
-        except ValueError:  # another process has the directory, or the directory has no journal
+        except ValueError:  # another process has locked the directory, or the directory has no journal
             return
         remove([str(left) for left in left_weights(SHARED_MEMORY, run_dir)])
         trained = summary.rollout is not None and summary.rollout + 1 == summary.rollouts

@@ -1,7 +1,8 @@
-"""One run per directory: a lock on --run-dir and on --save that the kernel releases when the run's process ends.
+"""Allows one run per directory: locks --run-dir and --save until the run's process ends, when the kernel releases the
+lock.
 
-A second run would replace the first run's metrics, and remove or overwrite its weights and checkpoints. Where the file
-system has no flock, the lock is a file, which a run that was killed leaves behind (see slime.soft_lock).
+A second run would replace the first run's metrics, and remove or overwrite its weights and checkpoints. On a file
+system without flock, the lock is a file, which remains after a run is killed (see slime.soft_lock).
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from slime.soft_lock import MISSING, holder
 
 LOCK_FILE = ".vime-lock"
 HELD_FILE = ".vime-lock-held"
-"""Exists while a run has the directory, on a file system without flock."""
+"""Name of the file that exists while a run uses the directory, on a file system without flock."""
 _LOOK_S = 3.0
 
 
 def lock(flag: str, directory: str | Path, stack: ExitStack) -> None:
-    """Make the directory and hold its lock until `stack` ends.
+    """Makes the directory and holds its lock until `stack` ends.
 
-    ValueError if another run holds the lock, or if the directory cannot be written or locked.
+    Raises ValueError if another run holds the lock, or if the directory cannot be written or locked.
     """
     path = Path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        # Not inherited by the processes that a run starts (O_CLOEXEC), so the lock ends with the driver.
+        # The processes that a run starts do not inherit the file (O_CLOEXEC), so the lock ends with the driver.
         file = stack.enter_context((path / LOCK_FILE).open("a+", encoding="utf-8"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -51,7 +52,7 @@ def lock(flag: str, directory: str | Path, stack: ExitStack) -> None:
 
 
 def require_free(flag: str, directory: str | Path) -> None:
-    """The error that `lock` would raise now, without making the directory or keeping its lock."""
+    """Raises the error that `lock` would raise now, without making the directory or keeping its lock."""
     path = Path(directory)
     try:
         _require_writable(path)
@@ -66,7 +67,7 @@ def require_free(flag: str, directory: str | Path) -> None:
 
 
 def _require_writable(path: Path) -> None:
-    """OSError if the folder cannot be made, or files in it."""
+    """Raises OSError if the folder or a file in the folder cannot be created."""
     if path.exists() and not path.is_dir():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
     place = next(place for place in (path, *path.absolute().parents) if place.exists())
@@ -114,7 +115,7 @@ def _lock_by_file(flag: str, path: Path, stack: ExitStack) -> None:
 
 
 def lock_all(flags: Mapping[str, str | None], stack: ExitStack) -> None:
-    """`lock` each directory of flag -> directory. Flags may name the same directory."""
+    """Calls `lock` for each directory of flag -> directory. Flags may name the same directory."""
     seen: set[Path] = set()
     for flag, directory in flags.items():
         if directory is not None and (path := Path(directory).resolve()) not in seen:
@@ -123,7 +124,7 @@ def lock_all(flags: Mapping[str, str | None], stack: ExitStack) -> None:
 
 
 def folders_of(config: Config) -> dict[str, str | None]:
-    """Flag -> directory that the run writes to."""
+    """Maps each flag to the directory that the run writes to."""
     saved = {role.save_flag: role.saves_to(config) for role in roles_of(config) if role.trained}
     return {"--run-dir": config.logging.run_dir, **saved}
 

@@ -1,4 +1,4 @@
-"""Standard output and error of a command that works for hours: a reader that has gone does not end the work.
+"""Keeps standard output and error of a long command usable: a closed pipe or a full disk does not end the command.
 
 `vime train | head` closes the pipe after ten lines, and a log file may be on a disk that is full.
 """
@@ -14,7 +14,7 @@ from typing import TextIO
 
 
 class _LastingFile(io.FileIO):
-    """A file descriptor whose writes do not fail. The first text that is lost is said on the other stream."""
+    """A file descriptor whose writes do not fail. The first failed write prints a note on the other stream."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -36,14 +36,14 @@ class _LastingFile(io.FileIO):
 
 
 def print_any_text() -> None:
-    """What the terminal's encoding lacks is printed as an escape. It is no reason to end a command."""
+    """Makes characters that the terminal's encoding lacks print as escapes, so that they do not end a command."""
     if type(sys.stdout) is io.TextIOWrapper:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Both streams are such files, until the block ends."""
+    """Replaces both streams by such files inside this context."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _lasting(sys.stdout, "standard output"), _lasting(sys.stderr, "standard error")
     try:

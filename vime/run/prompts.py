@@ -1,4 +1,4 @@
-"""The prompts of a run, before anything starts: `vime train` reads all of them, `vime plan` the first part."""
+"""Reads the prompts of a run before anything starts: `vime train` reads all prompts, `vime plan` the first part."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Score = Callable[..., str | None]
-"""`vime.start.dry_reward.check_reward`."""
+"""Type of `vime.start.dry_reward.check_reward`."""
 _OTHER_VOCABULARIES = (
     "vocab.txt",
     "*.tiktoken",
@@ -36,17 +36,21 @@ _OTHER_VOCABULARIES = (
 )
 """Files of tokenizers that `tokenizer_fingerprint` does not read."""
 PLANNED_BYTES = 32 << 20
-"""What `vime plan` reads of each file. Most prompt files are smaller, and a second start remembers the checks."""
+"""Number of bytes that `vime plan` reads from each file. Most prompt files are smaller, and a second start reuses the
+results of the checks."""
 
 
 def plural(number: int, word: str) -> str:
-    """2, "rank" -> "2 ranks"."""
+    """Returns "2 ranks" for 2 and "rank"."""
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def with_data(config: Config, score: Score | None = None) -> Config:
-    """Read the prompts once before anything starts: bad lines fail here, and --num-epoch becomes --num-rollout. `score`
-    checks the reward with the first prompt of each data set."""
+    """Reads the prompts once before anything starts, so that bad lines fail early, and turns --num-epoch into
+    --num-rollout.
+
+    `score` checks the reward with each data set's first prompt.
+    """
     read = _without_tokenizer(config) or config
     for data, found in _evaluation(read):
         if read is config:
@@ -65,7 +69,7 @@ def with_data(config: Config, score: Score | None = None) -> Config:
 
 
 def prompts(c: Config, score: Score | None = None) -> Iterator[str]:
-    """The prompt files as a run reads them, so that what `vime train` refuses is an error here. `score`: see
+    """Reads the prompt files as a run does, so that prompts that `vime train` refuses are an error here. `score`: see
     `with_data`."""
     read = _without_tokenizer(c) or c
     bare = read is not c
@@ -90,8 +94,11 @@ def prompts(c: Config, score: Score | None = None) -> Iterator[str]:
 
 
 def _without_tokenizer(c: Config) -> Config | None:
-    """For a model without a tokenizer, or without a folder: the flags with which prompts are read, and not rendered or
-    counted. The plan of a run elsewhere needs no tokenizer, and other checks name the tokenizer and the folder."""
+    """Returns flags with which prompts are read but not rendered or counted, for a model without a tokenizer or a
+    folder, else None.
+
+    The plan of a run on another machine needs no tokenizer. Other checks report a missing tokenizer or folder.
+    """
     if c.rollout.hf_checkpoint is not None:
         folder = Path(c.rollout.hf_checkpoint)
         others = any(next(folder.glob(pattern), None) for pattern in _OTHER_VOCABULARIES)
@@ -124,7 +131,7 @@ def _training(c: Config, read: Config, score: Score | None) -> Iterator[str]:
 
 
 def _cells(c: Config, found: Sequence[tuple[DataSet, Prompts]]) -> str | None:
-    """A note on the first data set whose cells are the JSON texts of chat messages."""
+    """Returns a note on the first data set whose cells are the JSON texts of chat messages."""
     for one, its in found if c.data.apply_chat_template else ():
         for where, row in its.first(1):
             text = row.get(c.data.input_key)
@@ -135,7 +142,8 @@ def _cells(c: Config, found: Sequence[tuple[DataSet, Prompts]]) -> str | None:
 
 
 def _mixed(found: Sequence[tuple[DataSet, Prompts]], sizes: Sequence[int], batch: int) -> Iterator[str]:
-    """A line for each of several data sets: its share, and after how many rollouts it begins again."""
+    """Yields a line for each of several data sets: its share, and the number of rollouts after which it starts
+    again."""
     weights = [
         size if one.weight is None else one.weight for (one, _), size in zip(found, sizes, strict=True)
     ]
@@ -179,7 +187,8 @@ def _part_of(found: Prompts) -> str:
 
 
 def _rollouts(c: Config, number: int) -> int | None:
-    """None without the flags that a rule requires, so that one report has their errors and those of the data."""
+    """Returns the number of rollouts, or None without the flags that a rule requires, so that one report has the errors
+    of flags and data."""
     epochs, batch = c.data.num_epoch, c.data.rollout_batch_size
     if epochs is None or batch is None:
         return None

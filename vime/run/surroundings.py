@@ -1,4 +1,4 @@
-"""The part of the user's environment that a run passes to its processes: a user name, and no proxy between them."""
+"""Prepares the environment that a run passes to its processes: a user name, and no proxy between them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def prepare(environ: MutableMapping[str, str]) -> None:
-    """For the driver, before anything starts: what it starts inherits this."""
+    """Prepares the driver's environment before anything starts. The processes that it starts inherit the
+    environment."""
     name_user(environ)
-    from slime.http import bypass_proxy  # needs aiohttp, which commands that start nothing do without
+    from slime.http import bypass_proxy  # needs aiohttp, which commands that start nothing do not import
 
     bypass_proxy(environ, _LOOPBACK)
 
 
 def name_user(environ: MutableMapping[str, str]) -> None:
-    """Containers run under user ids that no file gives a name. torch, Triton and Ray ask for a name (`getpass`), and
-    fail without one."""
+    """Sets a user name if the user id has no name, as in containers. torch, Triton and Ray call `getpass`, which fails
+    without a name."""
     try:
         getpass.getuser()
     except (KeyError, OSError):
@@ -31,7 +32,8 @@ def name_user(environ: MutableMapping[str, str]) -> None:
 
 
 def use_utf8(environ: MutableMapping[str, str]) -> None:
-    """Text files are UTF-8, also those that libraries open without an encoding, here and in all children."""
+    """Makes UTF-8 the encoding of text files, also for libraries that open files without an encoding, here and in all
+    children."""
     if codecs.lookup(locale.getencoding()).name == "utf-8":
         return
     environ["PYTHONUTF8"] = "1"
@@ -42,6 +44,9 @@ def use_utf8(environ: MutableMapping[str, str]) -> None:
 
 
 def without_proxies(environ: Mapping[str, str]) -> dict[str, str]:
-    """For servers, which talk with processes of the run only, wherever these are. vllm-router would ask engines and its
-    own key server through the proxy."""
+    """Returns the environment of a server without proxies.
+
+    Servers communicate only with processes of the run, on any host. With a proxy, vllm-router would use it to reach
+    engines and its own key server.
+    """
     return {name: value for name, value in environ.items() if name.lower() not in _PROXIES}

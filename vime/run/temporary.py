@@ -1,6 +1,8 @@
-"""The temporary folders of a run: one for the sockets, rendezvous files and Ray's session of all its processes, one for
-published weights. Another user of the host may have made a folder at any name that can be guessed, so none is used
-that is not this user's.
+"""Makes the temporary folders of a run: one for the sockets, rendezvous files and Ray's session of its processes, and
+one for published weights.
+
+Another user of the host may have made a folder with a name that can be guessed. So a folder that does not belong to
+this user is never used.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from slime.cluster.watchdog import remove
 SHARED_MEMORY = Path("/dev/shm")
 _LONGEST_SOCKET = "/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 _SOCKET_BYTES = 107
-"""Linux allows no longer path of a unix socket."""
+"""Maximum length of a unix socket's path on Linux."""
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def make_folder() -> Path:
-    """A new folder in TMPDIR, or in /tmp if the paths of Ray's sockets would be too long in TMPDIR."""
+    """Makes a new folder in TMPDIR, or in /tmp if the paths of Ray's sockets would be too long in TMPDIR."""
     base = Path(tempfile.gettempdir()).resolve()
     longest = _SOCKET_BYTES - len(_LONGEST_SOCKET) - len("/vime-") - 8
     if len(os.fsencode(base)) <= longest:
@@ -41,10 +43,10 @@ def make_folder() -> Path:
 
 
 def use_folder(folder: Path, stack: ExitStack) -> None:
-    """TMPDIR of this process and of all that it starts is `folder` until `stack` ends. Then the folder is removed.
+    """Makes `folder` the TMPDIR of this process and its children until `stack` ends. Then the folder is removed.
 
-    torch's compiled kernels stay where they are without this folder, so that the next run finds them; but they are in
-    this folder if another user could have put kernels there.
+    torch's compiled kernels stay outside this folder, so that the next run finds them. They are inside this folder if
+    another user could have put kernels outside.
     """
     before = os.environ.get("TMPDIR"), tempfile.tempdir
     if _INDUCTOR not in os.environ:
@@ -63,7 +65,7 @@ def use_folder(folder: Path, stack: ExitStack) -> None:
 
 
 def _kernels_beside(folder: Path) -> Path:
-    """Where torch keeps compiled kernels."""
+    """Returns the folder in which torch keeps compiled kernels."""
     kernels = folder.parent / f"torchinductor_{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         kernels.mkdir(mode=0o700)
@@ -78,15 +80,17 @@ def _kernels_beside(folder: Path) -> Path:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether it is a folder of this user that no other user can write to. A link is none."""
+    """Returns True if `folder` is a folder of this user that no other user can write to. A link is not a folder."""
     found = folder.lstat()
     shared = stat.S_IWOTH | (0 if found.st_gid == os.getgid() else stat.S_IWGRP)
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & shared
 
 
 def make_weights_folder(parent: Path, run_dir: Path, stack: ExitStack) -> Path:
-    """A new folder in `parent` for the weights of the run in `run_dir`, locked until `stack` ends. What an earlier run
-    there left when it was killed is removed."""
+    """Makes a new folder in `parent` for the weights of the run in `run_dir`, locked until `stack` ends.
+
+    Removes the folders that earlier runs in `run_dir` left when they were killed.
+    """
     remove([str(left) for left in left_weights(parent, run_dir)])
     folder = Path(tempfile.mkdtemp(prefix=_weights_prefix(run_dir), dir=parent))
     _locked(folder, stack)
@@ -94,7 +98,7 @@ def make_weights_folder(parent: Path, run_dir: Path, stack: ExitStack) -> Path:
 
 
 def left_weights(parent: Path, run_dir: Path) -> list[Path]:
-    """The folders in `parent` with the weights of a run in `run_dir` whose processes were all killed."""
+    """Returns the folders in `parent` with the weights of a run in `run_dir` whose processes were all killed."""
     found = []
     for left in parent.glob(f"{_weights_prefix(run_dir)}*"):
         with ExitStack() as looking:
@@ -109,7 +113,7 @@ def _weights_prefix(run_dir: Path) -> str:
 
 
 def _locked(folder: Path, stack: ExitStack) -> bool:
-    """Lock a folder until `stack` ends. False if another process has the lock."""
+    """Locks a folder until `stack` ends. Returns False if another process has the lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     stack.callback(os.close, descriptor)
     try:
@@ -120,7 +124,7 @@ def _locked(folder: Path, stack: ExitStack) -> bool:
 
 
 def keep_ray_logs(folder: Path, to: Path) -> None:
-    """Copy the logs of Ray's own processes out of the folder, if Ray had started."""
+    """Copies the logs of Ray's own processes out of the folder, if Ray had started."""
     logs = folder / "session_latest" / "logs"
     if logs.is_dir():
         shutil.copytree(logs, to, dirs_exist_ok=True, ignore_dangling_symlinks=True)

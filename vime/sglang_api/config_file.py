@@ -1,4 +1,4 @@
-"""`--vllm-config FILE` and `--sglang-config FILE`: the models of a run from one file, in slime's form, become flags.
+"""Turns `--vllm-config FILE` and `--sglang-config FILE`, files with the models of a run in slime's format, into flags.
 
     vllm:                            or sglang: the key says whose flags the overrides are
       - name: actor
@@ -9,8 +9,8 @@
         num_gpus_per_engine: 2
         server_groups: [{worker_type: regular, num_gpus: 2}]
 
-The model that gets the trainer's weights becomes the flags of the policy's engines, each other one a --frozen-model.
-The engines of a model are equal. Other layouts are errors.
+The model that gets the trainer's weights becomes the flags of the policy's engines. Every other model becomes a
+--frozen-model. The engines of a model are equal. Other layouts are errors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slime.config.fields import spelled
 FLAGS = ("sglang_config", "vllm_config")
 KEYS = ("sglang", "vllm")
 Spell = Callable[[list[FlagGroup]], list[FlagGroup]]
-"""Flags of an engine as the run's backend spells them."""
+"""Converts flags of an engine to the spelling of the run's backend."""
 _MODEL = {"name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups"}
 _WORKERS = ("regular", "prefill", "decode")
 _GROUP = {"worker_type", "num_gpus", "num_gpus_per_engine", "overrides"}
@@ -42,22 +42,23 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class _Model:
-    """A model of the file."""
+    """A model in the file."""
 
     name: str
     path: str | None
     updated: bool | None
-    """`update_weights`; None where the file does not say it."""
+    """`update_weights` in the file, or None."""
     devices: int
     size: int | None
-    """Devices of an engine."""
+    """Number of devices per engine."""
     overrides: list[FlagGroup]
     prefill: int = 0
-    """Devices of its engines that only read prompts; the others only write answers."""
+    """Number of devices of engines that only prefill. The other engines only decode."""
 
 
 def expand(groups: list[FlagGroup], spell: Spell) -> tuple[list[FlagGroup], list[str]]:
-    """`groups` with the flags that the file stands for, and a note. ValueError that names what the run cannot have."""
+    """Replaces the file's flag in `groups` by the file's flags, and adds a note. Raises ValueError for settings that a
+    run cannot have."""
     given = [group for group in groups if group.name in FLAGS]
     if not given:
         return groups, []
@@ -70,7 +71,8 @@ def expand(groups: list[FlagGroup], spell: Spell) -> tuple[list[FlagGroup], list
     models = _models(file.typed, Path(path))
     policy = _policy(path, models, own)
     total = [str(sum(model.devices for model in models))]
-    if len(models) > 1 and own.get("rollout_num_gpus") == total:  # slime's meaning: those of all models
+    # in slime, the flag counts every model's devices
+    if len(models) > 1 and own.get("rollout_num_gpus") == total:
         del own["rollout_num_gpus"]
     made = [group for group in _policys_flags(policy) if own.get(group.name) != group.values]
     for group in made:
@@ -88,7 +90,7 @@ def expand(groups: list[FlagGroup], spell: Spell) -> tuple[list[FlagGroup], list
 
 
 def _policy(path: str, models: list[_Model], own: dict[str, list[str]]) -> _Model:
-    """The one model that gets the trainer's weights: the one that says so or has the policy's checkpoint."""
+    """Returns the one model that gets the trainer's weights: it has update_weights: true or the policy's checkpoint."""
     mine = own.get("hf_checkpoint", [])
     policys = [
         model
@@ -117,7 +119,7 @@ def _policys_flags(policy: _Model) -> list[FlagGroup]:
 
 
 def _frozen(path: str, model: _Model, spell: Spell) -> FlagGroup:
-    """A frozen model as a flag."""
+    """Returns the flag of a frozen model."""
     if model.prefill:
         raise ValueError(
             f"the groups of {model.name} in {path} must be regular, got prefill and decode; only the policy's may be "
@@ -148,7 +150,7 @@ def _frozen(path: str, model: _Model, spell: Spell) -> FlagGroup:
 
 
 def _models(flag: str, path: Path) -> list[_Model]:
-    """The models of the file."""
+    """Reads the models of the file."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -172,7 +174,7 @@ def _models(flag: str, path: Path) -> list[_Model]:
 
 
 def _model(path: Path, key: str, model: dict[str, Any]) -> _Model:
-    """One entry of the list."""
+    """Reads one entry of the list."""
     _known(model, _MODEL, f"a model of {path}")
     name = str(model.get("name", "default"))
     entries = model.get("server_groups") or model.get("engine_groups") or []
@@ -221,7 +223,8 @@ def _model(path: Path, key: str, model: dict[str, Any]) -> _Model:
 
 
 def _override(key: str, name: str, value: object) -> list[FlagGroup]:
-    """A flag of the engine. SGLang's switches are off without their flag; vLLM's have one that turns them off."""
+    """Returns the flag of the engine for an override. A switch of SGLang is off without its flag; vLLM has flags that
+    turn switches off."""
     name = name.replace("-", "_")
     if value is None or (value is False and key == "sglang"):
         return []

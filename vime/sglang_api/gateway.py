@@ -1,6 +1,6 @@
-"""The process in front of vllm-router that plug-ins call, with SGLang's routes and with vLLM's.
+"""Runs the process in front of vllm-router that plug-ins call, with SGLang's routes and with vLLM's.
 
-vllm-router 0.1.17 cannot take these calls: it drops fields of POST /generate that its own record lacks, sends
+vllm-router 0.1.17 cannot serve these calls: it drops fields of POST /generate that its own record lacks, sends
 /abort_request to one engine only, and sends /flush_cache without the key. It keeps all fields of
 /inference/v1/generate. So this process
 
@@ -9,9 +9,9 @@ vllm-router 0.1.17 cannot take these calls: it drops fields of POST /generate th
 - passes every other request to the router;
 - names the run's adapter, if it has one, in requests that name none.
 
-It checks the run's key, from $VIME_RUN_KEY, before it reads a body. The router and the engines check the key again. A
-router that was started apart (`vime serve router`) is reached through this process alone, which proves to its callers
-that it has the key (`slime.peers.proof`).
+It checks the run's key, from $VIME_RUN_KEY, before it reads a body. The router and the engines check the key again.
+Callers reach a separately started router (`vime serve router`) only through this process, which proves to them that it
+has the key (`slime.peers.proof`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from vime.sglang_api.request import WRAPPED, parse
 
 _TO_ALL = ("/abort_request", "/abort_requests", "/flush_cache")
 _OLDER_NAMES = {"/model_info": "/get_model_info", "/server_info": "/get_server_info"}
-"""Paths that vllm-router forwards without the caller's key -> older names, which it forwards with the key."""
+"""Maps paths that vllm-router forwards without the caller's key to older names, which it forwards with the key."""
 _OF_CONNECTION = {"connection", "content-length", "expect", "host", "keep-alive", "transfer-encoding"}
 _SGLANGS_SESSION = "x-smg-routing-key"
-"""The header that sglang-router's sticky policies read. vllm-router's policies read x-session-id."""
+"""Header that sglang-router's sticky policies read. vllm-router's policies read x-session-id."""
 _ALL_S = 60.0
 
 
@@ -51,11 +51,11 @@ class _Peek(msgspec.Struct):
 
 
 def wrap(body: bytes, adapter: str = "") -> bytes:
-    """A body of /inference/v1/generate that contains a body of /generate, for `adapter` unless it names another.
-    ValueError that names a malformed field.
+    """Returns a body of /inference/v1/generate that contains a body of /generate, for `adapter` unless the body names
+    another.
 
-    The token ids are also outside, for the router's policies that read the prompt, and so is `stream`, which the router
-    must know.
+    Raises ValueError that names a malformed field. The outer body also has the token ids, for the router's policies
+    that read the prompt, and `stream`, which the router needs.
     """
     try:
         peek = msgspec.json.decode(body, type=_Peek)
@@ -79,7 +79,10 @@ def wrap(body: bytes, adapter: str = "") -> bytes:
 
 
 def with_model(body: bytes, adapter: str) -> bytes:
-    """A body of one of vLLM's own routes, whose model is `adapter` if it was none or the base. Another body stays."""
+    """Returns a body of a route of vLLM with the model `adapter`, if the body named no model or the base.
+
+    Other bodies are returned unchanged.
+    """
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         model = msgspec.json.decode(fields.get("model", b"null"), type=str | None)
@@ -88,7 +91,7 @@ def with_model(body: bytes, adapter: str) -> bytes:
         UnicodeDecodeError,
         RecursionError,
         TypeError,
-    ):  # vLLM says what is wrong with it
+    ):  # vLLM reports the error
         return body
     if model not in (None, SERVED_MODEL_NAME):
         return body
@@ -99,13 +102,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Gateway:
-    """The HTTP handlers in front of the router at `router_url`, for a run whose adapter is `adapter`, if it has one."""
+    """Handles HTTP requests in front of the router at `router_url`, for a run whose adapter is `adapter`, if it has
+    one."""
 
     def __init__(self, router_url: str, run_key: str, adapter: str = "") -> None:
         self._url, self._run_key, self._adapter = router_url, run_key, adapter
 
     async def serve(self, listening: socket.socket) -> None:
-        """Serve until cancelled."""
+        """Serves until cancelled."""
         app = web.Application(client_max_size=LARGEST_BODY_BYTES, middlewares=[self._guard])
         app.router.add_post("/generate", self.generate)
         app.router.add_route("*", "/{path:.*}", self.other)
@@ -122,7 +126,7 @@ class Gateway:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse a request without the key before anything else is read. Only a challenge goes without the key."""
+        """Refuses a request without the key before anything else is read. Only a challenge needs no key."""
         if (request.method, request.path) == ("GET", PROOF_PATH):
             return self._prove(request)
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
@@ -157,7 +161,7 @@ class Gateway:
         return await self._pass(request, path + query, body)
 
     async def _pass(self, request: web.Request, path: str, body: bytes | None = None) -> web.StreamResponse:
-        """The router's answer: at once if it has a length, otherwise as a stream."""
+        """Returns the router's answer: at once if it has a length, otherwise as a stream."""
         data = await request.read() if body is None else body
         headers = _forwarded(request.headers)
         if _SGLANGS_SESSION in headers:
@@ -176,7 +180,7 @@ class Gateway:
             return response
 
     async def _to_all(self, request: web.Request) -> web.StreamResponse:
-        """Call every engine. The status is the worst one. An engine that has died counts as done."""
+        """Calls every engine. The status is the worst one. A dead engine counts as done."""
         headers, data = _forwarded(request.headers), await request.read()
         if self._adapter:
             headers[ADAPTER_HEADER] = self._adapter
@@ -204,12 +208,12 @@ class Gateway:
 
 
 def _forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """The headers that are not of the connection alone."""
+    """Returns the headers that do not belong to the connection."""
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _OF_CONNECTION)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at once, so that early callers wait until the process serves."""
+    """Returns a socket that listens at once, so that early callers wait until the process serves."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, port), family=family, backlog=1024)
     listening.setblocking(False)
@@ -217,12 +221,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(router_url: str, listening: socket.socket, adapter: str = "") -> None:
-    """Serve until the process ends."""
-    import uvloop  # vLLM brings it
+    """Serves until the process ends."""
+    import uvloop  # a dependency of vLLM
 
     gc.freeze()
     uvloop.run(Gateway(router_url, os.environ[KEY_VARIABLE], adapter).serve(listening))
 
 
-if __name__ == "__main__":  # in front of a router that was started apart
+if __name__ == "__main__":  # in front of a separately started router
     serve(sys.argv[3], listen(sys.argv[1], int(sys.argv[2])), *sys.argv[4:])

@@ -1,6 +1,7 @@
-"""A request to SGLang's POST /generate, read and translated into vLLM's sampling parameters. Imports no vLLM.
+"""Reads a request to SGLang's POST /generate and translates it into vLLM's sampling parameters. Imports no vLLM.
 
-Every field is served, or is an error that names it: a dropped field would change the samples. Defaults are SGLang's.
+Every field is served, or is an error with the field's name, because a dropped field would change the samples. Defaults
+are SGLang's.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import msgspec
 from vime.sglang_api.sampling_names import NAMES
 
 WRAPPED = "vime_generate"
-"""The field of /inference/v1/generate that holds a body of /generate on its way through vllm-router."""
+"""Field of /inference/v1/generate that holds a body of /generate on its way through vllm-router."""
 CONTROL_ROUTES = {
     ("POST", "/pause_generation"),
     ("POST", "/continue_generation"),
     ("POST", "/update_weights_from_disk"),
     ("GET", "/get_weight_version"),
 }
-"""What a trainer that speaks SGLang's protocol drives an engine by."""
+"""Routes with which a trainer that uses SGLang's protocol controls an engine."""
 ROUTES = {
     ("POST", "/generate"),
     ("POST", "/abort_request"),
@@ -33,7 +34,7 @@ ROUTES = {
 }
 
 MAX_NEW_TOKENS = 128
-"""SGLang's default. A null asks for as many tokens as fit the engine's context."""
+"""SGLang's default. null means the number of tokens that fit the engine's context."""
 
 _Above0 = Annotated[float, msgspec.Meta(gt=0)]
 _From0 = Annotated[float, msgspec.Meta(ge=0)]
@@ -45,7 +46,7 @@ _Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True):
-    """`sampling_params` of a request. None: SGLang's default."""
+    """`sampling_params` of a request. None means SGLang's default."""
 
     temperature: _From0 | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
@@ -66,7 +67,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
     seed: _Seed | None = None
     sampling_seed: _Seed | None = None
-    # Not served; `_refuse` names them.
+    # Not served; `_refuse` reports them.
     json_schema: object = None
     regex: object = None
     ebnf: object = None
@@ -89,13 +90,13 @@ class GenerateFields(msgspec.Struct, forbid_unknown_fields=True):
     return_text_in_logprobs: bool | None = None
     return_routed_experts: bool | None = None
     lora_path: str | None = None  # the name of an adapter
-    # They change nothing in the answer.
+    # These fields do not change the answer.
     log_metrics: object = None
     priority: object = None
     routing_key: object = None
     model: object = None
     no_logs: object = None
-    # Not served; `_refuse` names them.
+    # Not served; `_refuse` reports them.
     image_data: object = None
     video_data: object = None
     audio_data: object = None
@@ -137,8 +138,10 @@ _REFUSED_SAMPLING = {
 
 @dataclass(frozen=True)
 class OneRequest:
-    """One sample to generate. `params`: vLLM's, of which a missing `max_tokens` means what fits the context. `scored`:
-    no token is asked for, only the log-probs of the prompt; vLLM makes one, which the answer leaves out."""
+    """One sample to generate. `params`: vLLM's parameters; without `max_tokens`, the response may fill the context.
+
+    `scored`: the request has log-probs of the prompt only. vLLM generates one token, which the answer omits.
+    """
 
     prompt: str | list[int]
     params: dict[str, Any]
@@ -148,7 +151,7 @@ class OneRequest:
 
 @dataclass(frozen=True)
 class WantedOutput:
-    """What the answers shall hold. `prompt_from`: log-probs of the prompt from that token on; None: of no token."""
+    """Requested content of the answers. `prompt_from`: index of the first prompt token with log-probs, or None."""
 
     log_probs: bool = False
     prompt_from: int | None = None
@@ -159,7 +162,8 @@ class WantedOutput:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A parsed request. `batched`: the answer is a list. `adapter`: who answers; empty: not said."""
+    """A parsed request. `batched`: the answer is a list. `adapter`: name of the adapter; empty if the request names
+    none."""
 
     each: list[OneRequest]
     wanted: WantedOutput
@@ -172,7 +176,8 @@ _decoder = msgspec.json.Decoder(GenerateFields)
 
 
 def parse(body: bytes) -> GenerateRequest:
-    """The samples that a body asks for, `n` of each prompt side by side. ValueError that names the field."""
+    """Returns the samples that a body requests; the `n` samples of a prompt are consecutive. Raises ValueError with the
+    field's name."""
     try:
         fields = _decoder.decode(body)
     except msgspec.DecodeError as error:
@@ -198,7 +203,7 @@ def parse(body: bytes) -> GenerateRequest:
 
 
 def translate(given: SamplingFields) -> dict[str, Any]:
-    """vLLM's sampling parameters. ValueError for two different seeds."""
+    """Returns vLLM's sampling parameters. Raises ValueError for two different seeds."""
     params = {
         theirs: value for name, theirs in NAMES.items() if (value := getattr(given, name)) not in (None, [])
     }
@@ -274,7 +279,7 @@ def _named(error: msgspec.DecodeError, body: bytes) -> str:
 
 
 def _value_at(body: bytes, path: str) -> str:
-    """The JSON of what `path` ("a.b[1]") leads to, shortened."""
+    """Returns the JSON of the value at `path` ("a.b[1]"), shortened."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):  # msgspec has read it up to the field

@@ -1,4 +1,4 @@
-"""The names of sampling parameters: slime and SGLang have the same, vLLM others."""
+"""Defines the names of sampling parameters. slime and SGLang use the same names, and vLLM uses other names."""
 
 from __future__ import annotations
 
@@ -20,5 +20,8 @@ NAMES = {
     "frequency_penalty": "frequency_penalty",
     "logit_bias": "logit_bias",
 }
-"""slime's and SGLang's name of a sampling parameter -> vLLM's name. Another name is an error: dropping it would change
-the sampling. vLLM's defaults of these are SGLang's, but for max_new_tokens."""
+"""Maps slime's and SGLang's names of sampling parameters to vLLM's names.
+
+Other names are errors, because a dropped parameter would change the sampling. vLLM's defaults are SGLang's, except for
+max_new_tokens.
+"""

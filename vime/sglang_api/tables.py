@@ -1,4 +1,5 @@
-"""What becomes of each `--sglang-*` flag, as data; translate_flags.py applies it. Names have no prefix and underscores.
+"""Defines the translation of `--sglang-*` flags as data. translate_flags.py applies it. Names have no prefix, and
+underscores.
 
 RENAMED, MAPPED: vLLM has the same setting. ENGINE_DECIDES: the answers are the same, and vLLM or this project decides.
 REFUSED: another flag decides, or the answers would differ.
@@ -36,10 +37,10 @@ RENAMED = {
     "router_request_timeout_secs": "vllm_router_request_timeout_secs",
     "router_policy": "router_policy",
 }
-"""Same meaning under another name."""
+"""Flags with the same meaning under another name."""
 
 ANY = ""
-"""In a table of values: vLLM decides itself."""
+"""Entry of a table of values: vLLM decides."""
 
 _ATTENTION = {
     "fa3": "FLASH_ATTN",
@@ -100,11 +101,11 @@ MAPPED: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
 }
-"""Another name, and other names for the values."""
+"""Flags with another name and other names for the values."""
 
 
 def _by_name(table: dict[str, str]) -> dict[str, str]:
-    """Flag -> reason, from reason -> flags in one text."""
+    """Inverts reason -> flags in one text to flag -> reason."""
     return {name: why for why, names in table.items() for name in names.split()}
 
 
@@ -169,7 +170,7 @@ _ENGINE_DECIDES = {
     ),
 }
 ENGINE_DECIDES = _by_name(_ENGINE_DECIDES)
-"""The answers are the same without the flag. The value is the reason."""
+"""Flags without which the answers are the same. The value is the reason."""
 
 _REFUSED = {
     "GPUs of one engine: --rollout-num-gpus-per-engine {}": ("tp tp_size tensor_parallel_size"),
@@ -197,4 +198,4 @@ _REFUSED = {
     "vLLM drafts over the whole vocabulary": "speculative_token_map",
 }
 REFUSED = _by_name(_REFUSED)
-"""What another flag decides, or why there is no counterpart, in words; {} is the value that was given."""
+"""Flags without a counterpart. The value is the other flag that decides or the reason; {} is the given value."""

@@ -1,6 +1,6 @@
-"""`--sglang-*` flags of existing launch scripts -> their `--vllm-*` counterparts, each with a remark.
+"""Translates `--sglang-*` flags of existing launch scripts to `--vllm-*` flags, each with a remark.
 
-A flag is translated, or accepted with the reason why the answers are the same without it, or an error that names the
+A flag is translated, or accepted with the reason why the answers are the same without it, or it is an error with the
 reason. The tables are in tables.py.
 """
 
@@ -23,7 +23,8 @@ _METHODS = {"NEXTN": "mtp", "EAGLE": "eagle", "EAGLE3": "eagle3"}
 
 
 def translate_sglang(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
-    """Every `--sglang-*` group as flags that have an owner, with a remark. ValueError names the others."""
+    """Translates every `--sglang-*` group into flags that have an owner, with a remark. Raises ValueError for other
+    flags."""
     out: list[FlagGroup] = []
     notes: list[str] = []
     speculative: dict[str, FlagGroup] = {}
@@ -62,7 +63,7 @@ def _spelled(groups: list[FlagGroup]) -> list[FlagGroup]:
 
 
 def targets() -> dict[str, str]:
-    """SGLang flag name (no prefix, underscores) -> what it becomes, in words; for `vime flags`."""
+    """Maps each SGLang flag name (no prefix, underscores) to a text about its translation, for `vime flags`."""
     rows = {name: "--" + target.replace("_", "-") for name, target in RENAMED.items()}
     rows |= {name: "--" + target.replace("_", "-") for name, (target, _) in MAPPED.items()}
     rows |= {name: f"nothing: {why}" for name, why in ENGINE_DECIDES.items()}
@@ -82,7 +83,7 @@ def _remark(old: FlagGroup, new: list[FlagGroup], why: str) -> str:
 
 
 def _translate(name: str, group: FlagGroup) -> tuple[list[FlagGroup], str]:
-    """The flags one SGLang flag becomes, and the reason where it is not a plain renaming."""
+    """Returns the flags that replace one SGLang flag, and the reason if it is not a plain renaming."""
     if name in RENAMED:
         return [_group(RENAMED[name], *group.values)], ""
     if name in MAPPED:
@@ -128,16 +129,16 @@ def _number(group: FlagGroup) -> int:
 
 
 def _memory(group: FlagGroup) -> tuple[list[FlagGroup], str]:
-    """SGLang's fraction covers weights and KV cache; vLLM's covers activations too.
+    """Translates the memory fraction. SGLang's fraction covers weights and KV cache; vLLM's covers activations too.
 
-    The same number can therefore not use more memory than it did, only a smaller KV cache.
+    So the same number never uses more memory, but gives a smaller KV cache.
     """
     why = "vLLM counts activations in, so the KV cache is smaller than SGLang's at the same number"
     return [_group("vllm_gpu_memory_utilization", _one(group))], why
 
 
 def _expert_parallel(group: FlagGroup) -> tuple[list[FlagGroup], str]:
-    """vLLM spreads experts over all GPUs of an engine, or not at all."""
+    """Translates expert parallelism. vLLM spreads experts over all GPUs of an engine, or not at all."""
     if _number(group) > 1:
         return [_group("vllm_enable_expert_parallel")], "over all GPUs of an engine"
     return [], "one rank is no expert parallelism"
@@ -151,13 +152,14 @@ def _replicas(group: FlagGroup) -> tuple[list[FlagGroup], str]:
 
 
 def _one_group(name: str, group: FlagGroup) -> tuple[list[FlagGroup], str]:
-    """An engine of several nodes has no replicas of its attention: every layer is split over all its GPUs."""
+    """Accepts flags about replicas of the attention. An engine of several nodes splits every layer over all its
+    GPUs."""
     _number(group)
     return [], "an engine of several nodes splits its layers over all its GPUs, with the same answers"
 
 
 def _spread(groups: list[FlagGroup]) -> bool:
-    """Whether an engine needs several nodes. Other checks report values that are no numbers."""
+    """Returns True if an engine needs several nodes. Other checks report values that are not numbers."""
     typed = {group.name: group.values[0] for group in groups if group.values}
     defaults = ClusterConfig()
     nodes = (
@@ -192,11 +194,12 @@ SPECIAL: dict[str, tuple[Callable[[FlagGroup], tuple[list[FlagGroup], str]], str
         "--vllm-max-num-batched-tokens, or --vllm-no-enable-chunked-prefill when not above 0",
     ),
 }
-"""Not a renaming: (function, what it becomes in words)."""
+"""Flags that are not renamed: (function, text about the translation)."""
 
 
 def _speculative_config(given: dict[str, FlagGroup]) -> FlagGroup:
-    """SGLang's chain speculation as vLLM's JSON. Tree speculation (eagle-topk above 1) has no counterpart."""
+    """Translates SGLang's chain speculation into vLLM's JSON. Tree speculation (eagle-topk above 1) has no
+    counterpart."""
     typed = next(iter(given.values())).typed
     for needed in ("algorithm", "num_steps"):
         if needed not in given:

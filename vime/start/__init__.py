@@ -1,1 +1,1 @@
-"""What is checked before a run starts, by `vime train` and by `vime plan`."""
+"""Contains the checks before a run starts, for `vime train` and `vime plan`."""

@@ -1,6 +1,7 @@
-"""Whether a run can start. One function decides for `vime train`, before it starts anything, and for `vime plan`.
+"""Checks that a run can start. `vime train` calls one function before it starts anything, and `vime plan` calls the
+same function.
 
-First the flags, the model and the data are checked in one report, then the machine: one rule after the other.
+First the flags, the model and the data are checked in one report, then the rules of the machine one by one.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ from vime.run.lock import folders_of, require_free
 from vime.run.temporary import SHARED_MEMORY, left_weights
 
 _SHAPE = "make_model.json"
-"""The note of scripts/make_model.py beside a model; "weights" is null in a model without weights, made for a plan."""
+"""Name of the note of scripts/make_model.py in a model's folder. "weights" is null for a model without weights, made
+for a plan."""
 
 
 Inputs = tuple[list[str], int | None]
-"""The problems of tokenizer and data, and the number of rollouts; None if it is not known."""
+"""The problems of tokenizer and data, and the number of rollouts, or None if it is unknown."""
 
 
 def check_run(
@@ -48,10 +50,10 @@ def check_run(
     download: bool = False,
     is_elsewhere: Callable[[Config], bool] = lambda config: False,
 ) -> Config:
-    """The configuration of a run that can start here. ValueError with every problem of flags, model and data, or with
-    the first problem of this machine.
+    """Returns the configuration of a run that can start here.
 
-    `read` reads the data as far as the caller wants. For a run that `is_elsewhere`, this machine is not checked.
+    Raises ValueError with every problem of flags, model and data, or with the first problem of this machine. `read`
+    reads the data as far as the caller wants. For a run that `is_elsewhere`, this machine is not checked.
     """
     found: list[int | None] = []
 
@@ -72,8 +74,8 @@ def check_run(
 
 
 def check_hooks(config: Config) -> None:
-    """ValueError for functions of the user that the run could not call. Rules of the flags name those that are not
-    there."""
+    """Raises ValueError for functions of the user that the run could not call. Rules of the flags report missing
+    functions."""
     problems = Problems()
     for name in CALLS:
         value, usual = config.value_of(name), own_flags()[name].default
@@ -95,19 +97,22 @@ def _check_hook(config: Config, name: str, path: str) -> None:
 
 
 def is_for_others(config: Config, sizes: GivenSizes) -> bool:
-    """Whether a plan is for a machine that is not this one: it names GPUs or sizes, the run needs GPUs and none is
-    here, or the model is a shape without weights."""
+    """Returns True if a plan is for another machine.
+
+    This is the case if it names GPUs or sizes, if the run needs GPUs and this machine has no GPU, or if the model is a
+    shape without weights.
+    """
     asked = sizes != GivenSizes() or config.cluster.gpu is not None
     return asked or lacks_gpu(config) or _is_shape(config)
 
 
 def lacks_gpu(config: Config) -> bool:
-    """Whether the run needs GPUs, and none is here."""
+    """Returns True if the run needs GPUs and this machine has no GPU."""
     return config.cluster.device == "cuda" and device_memory(config) is None
 
 
 def read_inputs(config: Config, read: Callable[[Config], int | None], *, tokenizer: bool) -> Inputs:
-    """`read` the data, and load the tokenizer: rollout managers of all runs do, also those that only train."""
+    """Reads the data with `read`, and loads the tokenizer, because the rollout manager of every run loads it."""
     problems = Problems()
     if tokenizer:
         problems.check(_load_tokenizer, config)
@@ -120,15 +125,17 @@ def read_inputs(config: Config, read: Callable[[Config], int | None], *, tokeniz
 
 
 def _load_tokenizer(config: Config) -> None:
-    """A rule of the flags names a --hf-checkpoint that is missing."""
+    """Loads the tokenizer. A rule of the flags reports a missing --hf-checkpoint."""
     if config.rollout.hf_checkpoint is None or not Path(config.rollout.hf_checkpoint).is_dir():
         return
     load_tokenizer(config.rollout.hf_checkpoint, trust_remote_code=config.train.trust_remote_code)
 
 
 def weights_parent(config: Config) -> Path:
-    """Where a run makes the folder of its published weights if --weight-dir names none: in shared memory on a single
-    host; in the run directory when engines may be on other hosts."""
+    """Returns the parent of the folder of published weights if --weight-dir names none.
+
+    It is shared memory on a single host, and the run directory when engines may be on other hosts.
+    """
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() and on_one_host(config) else Path(config.logging.run_dir)
 
 
@@ -143,7 +150,7 @@ def _is_shape(config: Config) -> bool:
 
 
 def lacks_weights(config: Config) -> bool:
-    """Whether --hf-checkpoint has no weights, though the engines or a new run read them."""
+    """Returns True if --hf-checkpoint has no weights, though the engines or a new run read them."""
     folder = Path(config.rollout.hf_checkpoint)
     serves = config.num_engines > 0 and not config.rollout.rollout_external_engine_addrs
     read = serves or start_directory(config) == config.rollout.hf_checkpoint
@@ -161,13 +168,13 @@ def _require_weights(config: Config) -> None:
 
 
 def _require_fit(config: Config) -> None:
-    if not os.environ.get("RAY_ADDRESS"):  # the GPUs of a cluster are elsewhere
+    if not os.environ.get("RAY_ADDRESS"):  # the GPUs belong to a cluster
         require_fit(config, read_hf_config(config.rollout.hf_checkpoint), machine_of(config, here_only=True))
 
 
 def _require_kernels(config: Config) -> None:
     if config.cluster.device == "cpu" and config.kernels.rlk_fast == "strict":
-        decide(config, config.cluster.device)  # raises; on GPUs the trainers know what they have
+        decide(config, config.cluster.device)  # raises; on GPUs the trainers decide
 
 
 def _require_folders(config: Config) -> None:
@@ -177,7 +184,8 @@ def _require_folders(config: Config) -> None:
 
 
 def _require_disk_space(config: Config) -> None:
-    """For weights, what an earlier run left in shared memory makes room, because the run removes it."""
+    """Checks the disk space. For weights, files that an earlier run left in shared memory count as free, because the
+    run removes them."""
     if config.weight_update.weight_dir is None:
         parent = weights_parent(config)
         left = left_weights(parent, Path(config.logging.run_dir))
@@ -186,7 +194,8 @@ def _require_disk_space(config: Config) -> None:
 
 
 def _require_router_port(config: Config) -> None:
-    """Before the models are loaded, not after. In a cluster, its host is known when the run starts."""
+    """Checks that the router's port is free before the models are loaded. In a cluster, its host is known only when the
+    run starts."""
     port, given = config.engine.router_port, config.engine.router_ip is not None
     if port is None or given or not config.num_engines or os.environ.get("RAY_ADDRESS"):
         return

@@ -1,7 +1,7 @@
-"""The reward of a run, called once before the run starts: on a sample whose response is the first prompt's own text.
+"""Calls the reward of a run once before the run starts, on a sample whose response is the first prompt's own text.
 
-The call runs in a process of its own for at most LIMIT_S seconds. A reward that is about to use the network, to start a
-program or to write a file outside of a temporary folder is ended before it does, and counts as not checked.
+The call runs in a separate process for at most LIMIT_S seconds. The process ends before a reward uses the network,
+starts a program or writes a file outside a temporary folder. Such a reward counts as not checked.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LIMIT_S = 5.0
-"""Most rewards need milliseconds. One that needs longer is taken as it is."""
+"""Time limit of the call in seconds. Most rewards need milliseconds. A reward that needs longer is accepted
+unchecked."""
 _ROUTERS = {f"{name}_router_{part}" for name in ("sglang", "vllm") for part in ("ip", "port")}
 _FACTS = _ROUTERS | {"rollout_state", "chat_parser_path", "rollout_engine_dtype"}
-"""What only a run adds to the `args` of a hook (`EnginePool.facts`, `RolloutManager`)."""
+"""Entries that only a run adds to the `args` of a hook (`EnginePool.facts`, `RolloutManager`)."""
 _WITHOUT_A_RUN = "while a rollout runs"
 """Part of the error of `slime.rollout.state.of_process`."""
 _REMEDY = re.compile(r"must .+, got .+; |; it runs in a thread, ")
-"""An error that has its remedy: one of vime, or `slime.user_code.remedy`."""
+"""Matches an error that has a remedy: an error of vime, or `slime.user_code.remedy`."""
 _CONNECTS = (
     "socket.connect",
     "socket.bind",
@@ -64,11 +65,11 @@ _OWN_ROLLOUTS = "slime.rollout."
 
 
 class _Outside(BaseException):
-    """The reward is about to leave its process. No `except Exception` of a reward may catch it."""
+    """The reward is about to act outside its process. A reward's `except Exception` does not catch it."""
 
 
 class _Args(argparse.Namespace):
-    """`args` without a run: reading what only a run has is noted."""
+    """`args` without a run. It records the access to an entry that only a run has."""
 
     def __getattr__(self, name: str) -> object:
         if name in _FACTS:
@@ -78,19 +79,19 @@ class _Args(argparse.Namespace):
 
 @dataclass
 class _Call:
-    """A call of the reward."""
+    """The result of a call of the reward."""
 
     leaves: list[str]
-    """Why it proves nothing."""
+    """Reasons why the call proves nothing."""
     problem: str | None = None
-    """Its error."""
+    """Error of the call."""
     returned: bool = False
-    """The reward itself returned. A later function of the user cannot change the error then."""
+    """True if the reward itself returned. A later function of the user cannot change the error then."""
     reward: str = ""
 
 
 _leaves: list[str] = []
-"""Why the call, in its own process, proves nothing."""
+"""Reasons why the call proves nothing, in its own process."""
 
 
 def check_reward(
@@ -103,9 +104,12 @@ def check_reward(
     where: str = "",
     given: Callable[[str], object] | None = None,
 ) -> str | None:
-    """ValueError for a reward that is not there, or that cannot score a sample of `prompt`. A note if it was not
-    called. `custom_rm_path`, `rm_type` and `where`: those of an evaluation dataset, and its name for messages.
-    `given` gets the reward, as text."""
+    """Raises ValueError for a missing reward, or one that cannot score a sample of `prompt`. Returns a note if it was
+    not called.
+
+    `custom_rm_path`, `rm_type` and `where` belong to an evaluation dataset; `where` is its name in messages. `given`
+    receives the reward, as text.
+    """
     if not _scores(config, evaluation=bool(where)):
         return None
     changes = bool(config.rollout.custom_generate_function_path or config.rollout.rollout_sample_hook_path)
@@ -121,12 +125,12 @@ def check_reward(
     for one in own:
         function = load_function(one, "--rm-type")
         check_call("--rm-type", one, function, CALLS["custom_rm_path"], scores=True, **keys)
-    # random and zero need no check, code has a sandbox, and remote_rm is over the network
+    # random and zero need no check, code has a sandbox, and remote_rm uses the network
     called = [one for one in names if one in own or one.removeprefix("boxed_") in REWARDS]
     if path is None and not called:
         return None
     if path and not _can_be_called(path):
-        return None  # another check names it
+        return None  # another check reports it
     flag = f"--custom-rm-path {path}" if path else f"--rm-type {name}"
     sample = _sample(prompt, tokenizer())
     sample.custom_rm_path = custom_rm_path
@@ -140,8 +144,10 @@ def check_reward(
 
 
 def _called_as_runs_do(config: Config, sample: Sample, key: str | None, flag: str, *, is_own: bool) -> _Call:
-    """Call the reward with the sample, or with a list where the run does so. A generate function may return samples or
-    lists, so a reward that fails with a sample is called with a list, too."""
+    """Calls the reward with the sample, or with a list if the run does so.
+
+    A generate function may return samples or lists, so a reward that fails with a sample is called with a list, too.
+    """
     of_group = config.reward.group_rm and sample.custom_rm_path is None
     call = _called_apart(config, sample, key, flag, of_group=of_group, guarded=is_own)
     path = sample.custom_rm_path is None and config.reward.custom_rm_path
@@ -158,8 +164,10 @@ def _called_as_runs_do(config: Config, sample: Sample, key: str | None, flag: st
 def _called_apart(
     config: Config, sample: Sample, key: str | None, flag: str, *, of_group: bool, guarded: bool
 ) -> _Call:
-    """Call the reward in a process of its own, with a list of the sample if `of_group`: --group-rm gives it such lists,
-    and so does a generate function that returns lists."""
+    """Calls the reward in a separate process, with a list of the sample if `of_group`.
+
+    --group-rm passes such lists to the reward, and so does a generate function that returns lists.
+    """
     with tempfile.TemporaryDirectory(prefix="vime-reward-", ignore_cleanup_errors=True) as folder:
         guard = _guard(folder) if guarded else _silent()
         try:
@@ -169,8 +177,10 @@ def _called_apart(
 
 
 def _verdict(call: _Call, flag: str, changes: bool) -> str | None:
-    """A note if the call proves nothing. ValueError if it failed. `changes`: another function of the user changes the
-    samples that the reward gets."""
+    """Returns a note if the call proves nothing. Raises ValueError if the call failed.
+
+    `changes`: another function of the user changes the samples before the reward gets them.
+    """
     problem = call.problem
     if call.leaves or (problem and not call.returned and (changes or _WITHOUT_A_RUN in problem)):
         return f"{flag} was not checked: {call.leaves[0] if call.leaves else problem}"
@@ -184,7 +194,7 @@ def _verdict(call: _Call, flag: str, changes: bool) -> str | None:
 
 
 def _scores(config: Config, *, evaluation: bool) -> bool:
-    """Whether the run scores samples. A rollout function of the user does so itself."""
+    """Returns True if the run scores samples. A rollout function of the user scores its samples itself."""
     if not loss_of(config.algorithm).rewarded or config.debug.load_debug_rollout_data or finished(config):
         return False
     if config.data.num_rollout == 0 and not evaluation:
@@ -201,7 +211,8 @@ def _can_be_called(path: str) -> bool:
 
 
 def _sample(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    """A finished sample. Its response is the text of the prompt, of the last message for a conversation."""
+    """Returns a finished sample. Its response is the text of the prompt; for a conversation, the text of the last
+    message."""
     text = prompt.text if isinstance(prompt.text, str) else str(prompt.text[-1].get("content") or "")
     ids = list(tokenizer.encode(text, add_special_tokens=False)) or [0]
     return Sample(
@@ -226,7 +237,7 @@ def _called(
     reward_key: str | None,
     of_group: bool,
 ) -> _Call:
-    """Call the reward here, in its own process."""
+    """Calls the reward in this process, which was started for the call."""
     call, args, flags = _Call(_leaves), config.namespace(), config.reward
     names = reward_names(sample.metadata.get("rm_type") or flags.rm_type)
     if sample.custom_rm_path or flags.custom_rm_path or any(map(is_hook, names)):
@@ -245,7 +256,7 @@ def _called(
 
 
 def _problem(error: BaseException) -> str:
-    """What the reward raised, without the name of the sample that was made up for it."""
+    """Returns the text of the reward's error, without the name of the made-up sample."""
     if str(error).startswith("reward ") and error.__cause__ is not None:
         return problem_of(error.__cause__)
     return str(error)
@@ -253,7 +264,7 @@ def _problem(error: BaseException) -> str:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """What a reward prints is not a part of the plan."""
+    """Discards the output of a reward, because it is no part of the plan."""
     nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until this process ends)
     sys.stdout = sys.stderr = nowhere
     for number in (1, 2):
@@ -263,7 +274,7 @@ def _silent() -> Iterator[None]:
 
 @contextmanager
 def _guard(folder: str) -> Iterator[None]:
-    """Nothing but this process and the folder changes, until this process ends: an audit hook stays."""
+    """Prevents changes outside this process and the folder until this process ends, because an audit hook stays."""
     tempfile.tempdir, sys.dont_write_bytecode = folder, True
     with _silent():
         sys.addaudithook(lambda event, arguments: _refuse(event, arguments, folder))
@@ -271,7 +282,7 @@ def _guard(folder: str) -> Iterator[None]:
 
 
 def _refuse(event: str, arguments: tuple[object, ...], folder: str) -> None:
-    """Raise _Outside before anything outside of this process changes."""
+    """Raises _Outside before a change outside this process."""
     reason = None
     if event.startswith(_CONNECTS):
         reason = "it uses the network"
@@ -292,7 +303,7 @@ def _refuse(event: str, arguments: tuple[object, ...], folder: str) -> None:
 
 
 def _paths(arguments: tuple[object, ...]) -> Iterator[str]:
-    """The files that an event of `os` is about. A relative one may be of an open folder, the last argument."""
+    """Yields the files of an event of `os`. A relative path may start at an open folder, the last argument."""
     folder = arguments[-1]
     for argument in arguments[:2]:
         if isinstance(argument, str | bytes):

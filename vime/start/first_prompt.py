@@ -1,5 +1,5 @@
-"""What `vime plan` shows of the first prompt: its text as the model reads it, its label, and the reward of the call
-that checks the reward."""
+"""Shows the first prompt in `vime plan`: its text as the model reads it, its label, and the reward from the check of
+the reward."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SHOWN = 100
-"""Characters from the beginning of a text, and as many from its end."""
+"""Number of characters shown from the beginning and from the end of a text."""
 _KINDS = ((bool, "true or false"), (str, "text"), (int | float, "number"), (list, "list"), (dict, "object"))
-"""The type of a label, in the words of JSON."""
+"""Types of a label, with JSON's names."""
 
 
 class FirstPrompt:
-    """Calls the reward for each data set, and remembers the first prompt of the training data."""
+    """Calls the reward for each data set, and stores the first prompt of the training data."""
 
     def __init__(self) -> None:
         self._prompt: Prompt | None = None
@@ -37,7 +37,7 @@ class FirstPrompt:
         rm_type: str | list[str] | None = None,
         where: str = "",
     ) -> str | None:
-        """`check_reward`, with the same arguments."""
+        """Calls `check_reward` with the same arguments."""
         if not where and self._prompt is None:
             self._prompt = prompt
         return check_reward(
@@ -51,7 +51,7 @@ class FirstPrompt:
         )
 
     def lines(self) -> Iterator[str]:
-        """Nothing if no prompt was read."""
+        """Yields the lines, or nothing if no prompt was read."""
         if self._prompt is None:
             return
         text, label = self._prompt.text, self._prompt.label
@@ -67,6 +67,6 @@ class FirstPrompt:
 
 
 def shortened(value: object) -> str:
-    """A value as JSON on one line, without the middle of a long text."""
+    """Formats a value as JSON on one line, without the middle of a long text."""
     shown = json.dumps(value, ensure_ascii=False, default=str)
     return shown if len(shown) <= 2 * _SHOWN + 5 else f"{shown[:_SHOWN]} ... {shown[-_SHOWN:]}"
