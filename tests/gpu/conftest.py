@@ -1,7 +1,7 @@
 """Tests of this folder are skipped without enough GPUs. With --require-gpu, a missing GPU is an error instead.
 
-A test that this host's packages cannot run is deselected, and the end of the output says why. A test that leaves its
-process group is an error, and the next test starts without it.
+A test that this host's packages cannot run is deselected, and the end of the output names the reason. A test that
+leaves its process group is an error, and the next test starts without the group.
 """
 
 import signal
@@ -20,7 +20,7 @@ from vime.doctor.machine import Machine
 NEEDS = {"gpu": 1, "multi_gpu": 2}
 """Marker -> number of GPUs that its tests need."""
 OBSTACLES: dict[str, Callable[[Machine], str | None]] = {"delta_net": delta_net_obstacle}
-"""Marker -> what says why its tests cannot run on a host, or None."""
+"""Marker -> function that returns why its tests cannot run on a host, or None."""
 DESELECTED = pytest.StashKey[Counter[str]]()
 """Reason -> number of tests that it deselected."""
 
@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Treat SIGTERM as Ctrl-C, so that fixtures end the runs that they started."""
+    """Treats SIGTERM as Ctrl-C, so that fixtures end the runs that they started."""
     if config.getoption("--require-gpu", default=False):
         signal.signal(signal.SIGTERM, _interrupt)
 
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
-        return  # these tests are skipped for want of a GPU
+        return  # without a GPU, these tests are skipped
     machine, gone = Machine(), list[pytest.Item]()
     reasons = config.stash.setdefault(DESELECTED, Counter())
     for item in items:
@@ -79,7 +79,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """After the fixtures of `item`: no process group may be left, or the tests behind it could not make theirs."""
+    """Fails `item` if a process group is left after its fixtures, because later tests could not create theirs."""
     try:
         yield
     finally:

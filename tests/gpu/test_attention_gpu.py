@@ -1,4 +1,4 @@
-"""The variable-length flash path of packed attention, whole and in context-parallel slices, on one GPU."""
+"""The variable-length flash path of packed attention on one GPU, whole and in context-parallel slices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADS, GROUPS, SIZE, SCALE = 8, 2, 128, 128**-0.5
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, key, value and the gradient of the output."""
+    """Returns query, key, value and the gradient of the output."""
     generator = torch.Generator("cuda").manual_seed(0)
     total = sum(LENGTHS)
     return tuple(
@@ -34,14 +34,14 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def with_gradients(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, parts: list, attention) -> list[Tensor]:
-    """Output [T, A, D] and the gradients of q, k and v, put together (in float32) from the slices of all ranks."""
+    """Returns output [T, A, D] and the gradients of q, k and v, joined (in float32) from all ranks' slices."""
     out = torch.zeros_like(q)
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
     for part in parts:
         layout = packed_layout(part, "cuda")
         tokens = part.tokens.cuda()
         query, key, value = (leaf.to(q.dtype) for leaf in leaves)
-        if layout.keys is not None:  # what gather_keys makes of the rows of all ranks
+        if layout.keys is not None:  # gather_keys gives these rows from all ranks
             empty = torch.zeros(part.size * part.rows, GROUPS, SIZE, dtype=q.dtype, device="cuda")
             everyone = (empty.index_copy(0, part.gathered.cuda(), x) for x in (key, value))
             key, value = (take(x, layout.keys) for x in everyone)
@@ -54,8 +54,8 @@ def with_gradients(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, parts: lis
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_slices_together_are_the_whole(size, window):
-    """Against float32, slices are no worse than the whole in the same dtype, by the root of the mean square. Gradients
-    of keys and values are sums of one rounded part a rank, hence the half on top."""
+    """Against float32, slices are no worse than the whole in the same dtype, by the root mean square. Gradients of
+    keys and values are sums with one rounded part per rank, so their limit is higher by half."""
     padded, flash = (functools.partial(f, window=window) for f in (padded_attention, flash_attention))
     exact = with_gradients(*(x.float() for x in inputs(torch.bfloat16)), [token_slice(LENGTHS)], padded)
     whole = with_gradients(*inputs(torch.bfloat16), [token_slice(LENGTHS)], flash)
@@ -79,7 +79,7 @@ def test_sinks(window):
         ("flash", flash_attention, torch.bfloat16),
     ):
         q, k, v, upstream = (x.to(dtype) for x in inputs(torch.bfloat16))
-        # `to` returns the same tensor for the same dtype, and its gradient would be the sum of two runs
+        # `to` returns the same tensor for the same dtype, and its gradient would be the sum of two runs.
         leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, sinks.to(dtype))]
         out = attention(*leaves[:3], layout, SCALE, window, sinks=leaves[3])
         out.backward(upstream)
@@ -90,7 +90,7 @@ def test_sinks(window):
 
 
 def test_a_rank_without_tokens_still_has_a_gradient():
-    """Its keys and values came from a collective, whose backward the other ranks wait in."""
+    """A collective made its keys and values, and the other ranks wait in the backward of this collective."""
     layout = packed_layout(token_slice([3], rank=1, size=4), "cuda")
     q, k, v, _ = (x[:3].clone().requires_grad_() for x in inputs(torch.bfloat16))
     out = flash_attention(q[:0], k, v, layout, SCALE)
@@ -101,8 +101,8 @@ def test_a_rank_without_tokens_still_has_a_gradient():
 
 
 def shared(attention, dtype: torch.dtype, *, own: bool) -> list[Tensor]:
-    """Output and gradients of the tokens that are computed once: prompts of 400 for five sequences, of 90 for two.
-    `own`: every sequence computes its own copy of the prompt."""
+    """Returns output and gradients of tokens that are computed once: prompts of 400 for five sequences, of 90 for
+    two. `own`: every sequence computes its own copy of the prompt."""
     lengths, prompts = [464, 401, 700, 90, 400, 633, 300], [(0, 0), (0, 400), (0, 400), (3, 0)]
     part = token_slice(lengths, prompts=[*prompts, (0, 400), (0, 400), (3, 90)])
     generator = torch.Generator("cuda").manual_seed(0)
@@ -127,7 +127,8 @@ def shared(attention, dtype: torch.dtype, *, own: bool) -> list[Tensor]:
     ("attention", "dtype"), [(flash_attention, torch.bfloat16), (padded_attention, torch.float32)]
 )
 def test_a_shared_prompt_is_attended_to_as_copies_of_it_are(attention, dtype):
-    """No worse than copies in the same dtype, against float64, and the same output in each run."""
+    """Against float64, shared prompts are no worse than copies in the same dtype, and each run gives the same
+    output."""
     exact = shared(padded_attention, torch.float64, own=True)
     copies = shared(attention, dtype, own=True)
     found, again = (shared(attention, dtype, own=False) for _ in range(2))

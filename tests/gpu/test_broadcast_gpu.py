@@ -1,6 +1,6 @@
-"""Weights that a trainer's GPU sends to others over NCCL: their bits, their speed, and what a kill -9 leaves.
+"""A trainer's GPU sends weights to other GPUs over NCCL: their bits, their speed, and the state after a kill -9.
 
-With three GPUs or more a second receiver takes part, which outlives the first.
+With three GPUs or more there is a second receiver, which outlives the first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REGROUP_S = 20
 
 
 def weights(version: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """The same on every GPU: made there, from the version."""
+    """Makes the weights of a version on a GPU; they are equal on every GPU."""
     generator = torch.Generator(device).manual_seed(version)
     return {
         f"layer.{i}": torch.randn((WIDTH, WIDTH), generator=generator, device=device, dtype=torch.bfloat16)
@@ -39,7 +39,7 @@ def weights(version: int, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def receiver(name: str, index: int, orders: mp.SimpleQueue, answers: mp.SimpleQueue) -> None:
-    """An engine's worker. Orders: {"check": version}, {"stall": true}, or what a part tells."""
+    """Runs an engine's worker. Its orders are {"check": version}, {"stall": true}, or the info of a part."""
     os.environ["VIME_ENGINE"] = name
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
@@ -87,7 +87,7 @@ class Trainer:
         return self.channel.parts(Export(state.items), version, compare=False, receivers=names)
 
     def update(self, state: dict[str, torch.Tensor], version: int, to: list[Receiver]) -> float:
-        """Seconds; told and answered as by the driver, without HTTP."""
+        """Sends an update with the driver's messages, without HTTP, and returns the seconds."""
         torch.cuda.synchronize()
         began = time.monotonic()
         parts = self.parts(state, version, to)
@@ -121,7 +121,7 @@ def check(engine: Receiver, version: int) -> None:
 
 
 def test_bits_arrive_and_how_fast(trainer, engines):
-    for version in range(4):  # the first one connects
+    for version in range(4):  # the first update connects
         state = weights(version, trainer.device)
         seconds = trainer.update(state, version, engines)
         size = sum(tensor.nbytes for tensor in state.values())
@@ -133,7 +133,7 @@ def test_bits_arrive_and_how_fast(trainer, engines):
 
 @pytest.mark.parametrize("stalls", [True, False], ids=["while it is waited for", "while it receives"])
 def test_after_a_kill_the_others_get_everything_anew(trainer, engines, stalls):
-    """In the second update, whose group has been used: the third of eight buckets."""
+    """The kill comes in the second update, which reuses its group, at the third of eight buckets."""
     trainer.update(weights(1, trainer.device), 1, engines)
     first, *others = engines
     engines.append(other := Receiver("engine-1-2", 1))  # it starts beforehand, as that takes seconds
@@ -146,14 +146,14 @@ def test_after_a_kill_the_others_get_everything_anew(trainer, engines, stalls):
     killed: list[float] = []
 
     def kill() -> None:
-        """The driver's part."""
+        """Kills the receiver and gives up its group, as the driver does."""
         os.kill(first.process.pid, 9)
         killed.append(time.monotonic())
         first.process.join()
         give_up(part.info["group"])
 
     threading.Timer(1.0 if stalls else 0.001, kill).start()
-    for _ in parts:  # what remains goes nowhere, and must not wait
+    for _ in parts:  # the remaining parts have no receiver and must not wait
         pass
     while not killed:
         time.sleep(0.01)

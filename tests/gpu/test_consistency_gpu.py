@@ -1,4 +1,4 @@
-"""Figures of the audit on a GPU: the same order statistics and sums as on the host, in its time."""
+"""Figures of the audit on a GPU: the same order statistics and sums as on the host, and their time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_operators_of_bitwise_runs_keep_their_promise():
 
 
 def test_packed_attention_has_the_gradients_of_flash_attention():
-    """In bfloat16, for sequences of several lengths; the outputs differ by their rounding."""
+    """The gradients are in bfloat16, for sequences of several lengths; the outputs differ by their rounding."""
     from torch.nn.attention.varlen import varlen_attn
 
     torch.manual_seed(0)

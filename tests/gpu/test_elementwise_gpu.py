@@ -55,7 +55,7 @@ def run_ratio_kl(op, columns, **options):
 
 
 def run_grpo_loss(op, columns, **options):
-    """Loss, gradients of log_probs and entropy, and the metrics in their order."""
+    """Returns the loss, the gradients of log_probs and entropy, and the metrics in their order."""
     leaves = {name: columns[name].detach().clone().requires_grad_() for name in ("log_probs", "entropy")}
     loss, metrics = op({**columns, **leaves}, **options)
     needed = list(leaves.values())[: 2 if options.get("entropy_coef") else 1]
@@ -98,7 +98,7 @@ def test_grpo_loss_keeps_the_contract(case, options, dtype):
 
 
 def run_layer(op, x, upstream):
-    """Output and input gradient; the leaf keeps the strides of x."""
+    """Returns output and input gradient; the leaf keeps the strides of x."""
     leaf = x.detach().requires_grad_()
     out = op(leaf)
     return out.detach(), *torch.autograd.grad(out, leaf, upstream)
@@ -118,7 +118,7 @@ def test_swiglu_keeps_the_contract(case, dtype):
 @pytest.mark.parametrize("case", rotary_cases.CASES + rotary_cases.LARGE, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotary_keeps_the_contract(case, dtype):
-    """Query and key as views of a fused row, too."""
+    """Query and key may also be views of a fused row."""
     x, cos, sin, upstream = case.inputs(dtype, "cuda")
     truth = run_layer(lambda x: rotary_cases.formula(x, cos, sin, dtype), x.double(), upstream.double())
     for impl in ("triton", "reference"):
@@ -128,7 +128,8 @@ def test_rotary_keeps_the_contract(case, dtype):
 
 
 def test_gates_of_every_size():
-    """Where 1 - sigmoid(gate) runs out of digits: what the float32 tolerance of the gradient is made for."""
+    """These gates include values where 1 - sigmoid(gate) runs out of digits. The float32 tolerance of the gradient
+    allows this."""
     gate = torch.linspace(-30, 30, 2**20, device="cuda")[None]
     x, upstream = torch.cat((gate, torch.ones_like(gate)), 1), torch.ones_like(gate)
     got, want = run_layer(swiglu, x, upstream), run_layer(swiglu_cases.formula, x.double(), upstream.double())
@@ -163,7 +164,7 @@ def test_equal_rewards_get_exactly_zero():
 
 
 def calls():
-    """name -> a call with its backward that makes every tensor it needs; 300000 tokens, or 3000 samples."""
+    """Returns name -> a call with its backward that makes all its tensors, for 300000 tokens or 3000 samples."""
     ratio = ratio_cases.RatioKlCase("calls", 300_000).inputs(torch.bfloat16, "cuda")
     loss = grpo_cases.GrpoLossCase("calls", 300_000).inputs(torch.bfloat16, "cuda")
     tile = grpo_cases.GrpoLossCase("tile", 2000).inputs(torch.float32, "cuda") | {"denominators": 50.0}
@@ -257,7 +258,7 @@ def test_a_graph_reads_new_values():
 
 
 def test_launches():
-    """A tile of a few thousand tokens: one kernel forward, one backward; long columns: two and one."""
+    """A tile of a few thousand tokens launches one kernel forward and one backward; long columns launch two and one."""
     for tokens, most in ((4096, 2), (100_000, 3)):
         columns = grpo_cases.GrpoLossCase("launches", tokens).inputs(device="cuda")
         leaf = columns["log_probs"].requires_grad_()

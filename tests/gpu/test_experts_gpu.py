@@ -1,5 +1,5 @@
-"""Grouped products of experts on a GPU: accuracy, empty experts, Megatron's buffers, no synchronisation, and speed
-against one expert after the other at the shape of Qwen3-30B-A3B."""
+"""Grouped products of experts on a GPU: accuracy, empty experts, Megatron's buffers, no synchronisation, and the
+speed compared with one expert after the other, at the shape of Qwen3-30B-A3B."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def shares(request: pytest.FixtureRequest) -> list[int]:
 
 
 def problem(shares: list[int], dtype: torch.dtype) -> tuple[Tensor, list[nn.Parameter], Tensor]:
-    """x [C, K], weights [N, K] with buffers of ones as Megatron gives them, upstream gradient [C, N]."""
+    """Returns x [C, K], weights [N, K] with gradient buffers of ones as in Megatron, and the upstream gradient [C,
+    N]."""
     torch.manual_seed(0)
     x = torch.randn(sum(shares), INPUTS, device="cuda").to(dtype).requires_grad_()
     weights = [nn.Parameter(torch.randn(OUTPUTS, INPUTS, device="cuda").to(dtype)) for _ in shares]
@@ -40,7 +41,7 @@ def problem(shares: list[int], dtype: torch.dtype) -> tuple[Tensor, list[nn.Para
 
 
 def one_by_one(shares: list[int], leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
-    """y, d_x and the gradient of each weight, for x and the weights in any dtype."""
+    """Returns y, d_x and each weight's gradient, for x and the weights in any dtype."""
     x, *weights = leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     y = torch.cat([linear(rows, w) for rows, w in zip(x.split(shares), weights, strict=True)])
     return [y.detach(), *torch.autograd.grad(y, leaves, upstream)]
@@ -49,7 +50,7 @@ def one_by_one(shares: list[int], leaves: list[Tensor], upstream: Tensor) -> lis
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_no_less_accurate_than_one_expert_after_the_other(shares, dtype, where):
-    """Against float64; `where` the dispatcher left the shares."""
+    """The products are compared with float64. `where` is the device on which the dispatcher left the shares."""
     x, weights, upstream = problem(shares, dtype)
     y = GroupedProduct.apply(x, expert_ends(torch.tensor(shares, device=where), x.device), *weights)
     y.backward(upstream)
@@ -61,7 +62,7 @@ def test_no_less_accurate_than_one_expert_after_the_other(shares, dtype, where):
         assert got.shape == wanted.shape
         if wanted.numel():
             error, usual = ((t.double() - wanted).abs().max().item() for t in (got, theirs))
-            # float32: the buffer of ones rounds what is added to it
+            # In float32, the buffer of ones rounds the sums in it.
             assert error <= 1.1 * usual + (1e-5 if dtype == torch.float32 else 0.0)
     for share, weight in zip(shares, weights, strict=True):
         assert share or torch.equal(weight.main_grad, torch.ones_like(weight.main_grad))
@@ -80,11 +81,11 @@ def test_the_host_waits_for_nothing(shares):
 
 
 HIDDEN, WIDTH, EXPERTS, COPIES = 2048, 768, 128, 8192 * 8
-"""Qwen3-30B-A3B and 8,192 tokens that go to 8 experts each."""
+"""The shape of Qwen3-30B-A3B, and 8,192 tokens that go to 8 experts each."""
 
 
 class ExpertsLayer:
-    """Weights of all experts of a layer in bfloat16, their buffers, and the two ways to compute it."""
+    """Weights of a layer's experts in bfloat16, their buffers, and the two ways to compute the layer."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -118,7 +119,7 @@ class ExpertsLayer:
         return torch.cat(outputs)
 
     def step(self, forward: Callable[[], Tensor]) -> Tensor:
-        """Forward, backward, and what Megatron's hook does with each gradient."""
+        """Runs forward, backward, and Megatron's hook for each gradient."""
         y = forward()
         y.backward(self.upstream)
         for weight in (*self.fc1, *self.fc2):
@@ -128,7 +129,7 @@ class ExpertsLayer:
         return y.detach()
 
     def results(self, forward: Callable[[], Tensor]) -> list[Tensor]:
-        """y, gradients of x and the router's weights, and of the first and last expert."""
+        """Returns y, the gradients of x and of the router's weights, and those of the first and last expert."""
         weights = [*self.fc1, *self.fc2]
         for weight in weights:
             weight.main_grad.zero_()

@@ -1,6 +1,8 @@
-"""Tiny models of families on one GPU: vLLM's log-probs are the trainer's, before and after an update of live weights.
+"""Tiny models of families on one GPU: vLLM's log-probs equal the trainer's, before and after an update of live
+weights.
 
-As tests/e2e/engines/test_engine_families.py on CPUs, but in bfloat16, for which trainer and engine have their kernels.
+tests/e2e/engines/test_engine_families.py does the same on CPUs. Here the dtype is bfloat16, in which trainer and
+engine have their kernels.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ SERVED = ("llama", "mistral", "glm4", "mimo", "gemma3", "gpt-oss", "qwen2-moe", 
 DELTA_NETS = [name for name, case in CASES.items() if case.kind.startswith(("qwen3_next", "qwen3_5"))]
 MODELS = [*SERVED, *(pytest.param(name, marks=pytest.mark.delta_net) for name in DELTA_NETS)]
 DTYPE, TOLERANCE = "bfloat16", 0.05
-"""Nats, mean over tokens."""
+"""Largest mean difference over tokens, in nats."""
 
 
 @pytest.fixture(scope="module")
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """The models of all tests of this file that run."""
+    """Trains the models of the selected tests in this file."""
     items = [item for item in request.session.items if item.path == request.path]
     names = [item.callspec.params["name"] for item in items]
     return trained_models(tmp_path_factory.mktemp("families"), names, dtype=DTYPE)

@@ -1,5 +1,5 @@
-"""What tests/e2e/runs/test_faults.py does to runs on CPUs, done to runs on GPUs: weights through CUDA IPC, engines that
-sleep, collectives of NCCL. A run needs about a minute to start, so each one goes through several faults.
+"""The faults of tests/e2e/runs/test_faults.py in runs on GPUs: weights through CUDA IPC, engines that sleep,
+collectives of NCCL. A run needs about a minute to start, so each run has several faults.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Weights in blocks of fp8 on GPUs: the comparison with an update, and engines of vLLM, with experts too.
 
-vLLM's kernels without FlashInfer, DeepGEMM and Marlin suffice: CUTLASS or Triton for linear layers, Triton for experts.
+vLLM's kernels without FlashInfer, DeepGEMM and Marlin are enough: CUTLASS or Triton for linear layers, Triton for
+experts.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ pytestmark = pytest.mark.gpu
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 256}
 EXPERTS = SHAPE | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
-"""Each product has multiples of 128 on both sides, as vLLM's kernels for GPUs need."""
+"""Shape whose products have multiples of 128 on both sides, as vLLM's GPU kernels need."""
 ROUNDING = 0.2
-"""Nats, mean over tokens: activations are rounded too. An update moves them by more than 1."""
+"""Largest mean difference over tokens, in nats. Activations are rounded too. An update moves log-probs by more than
+1."""
 
 
 def test_compiled_codes_are_the_nearest() -> None:
-    """vLLM compiles how it quantises: another order of products and divisions must still give the nearest values."""
+    """vLLM compiles its quantisation. Another order of products and divisions must still give the nearest values."""
     weight = torch.randn(1000, 1300, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     linear = torch.compile(layer, dynamic=True)(weight.bfloat16(), [1000])
     (piece,) = quantised_pieces(linear, [1000])
@@ -38,8 +40,8 @@ def test_compiled_codes_are_the_nearest() -> None:
 def test_an_engine_takes_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shape: dict[str, int]
 ) -> None:
-    """As tests/e2e/engines/test_engine_fp8.py on CPUs. The dense model's updates have checksums, with which the engine
-    compares every live tensor. Experts in fp8 are not compared."""
+    """tests/e2e/engines/test_engine_fp8.py does the same on CPUs. The dense model's updates have checksums, with
+    which the engine compares every live tensor. Experts in fp8 are not compared."""
     trained = trained_models(tmp_path, [name], shape=shape, dtype="bfloat16", checksums=shape is SHAPE)
     (before, first), (after, second) = versions_of(trained, name)
     settings = {"dtype": "bfloat16", "quantization": "fp8_per_block"}

@@ -1,4 +1,4 @@
-"""Weights of one process read by another on the same GPU, as plain data says where."""
+"""A process reads the weights of another process on the same GPU; plain data describes their location."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 
 def reader(orders: mp.SimpleQueue, answers: mp.SimpleQueue) -> None:
-    """An engine: opens what each line says and answers with copies."""
+    """Runs an engine that opens the tensors that a line describes and answers with copies."""
     buckets = IpcChannel.on_engine(Worker.here(torch.device("cuda", 0), 0))
     while (line := orders.get()) is not None:
         try:

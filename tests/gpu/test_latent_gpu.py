@@ -1,4 +1,4 @@
-"""One layer of DeepSeek-V3 in its real shape, in bfloat16 on a GPU, beside the padded form in float32.."""
+"""Compares one layer of DeepSeek-V3 in its real shape, in bfloat16 on a GPU, with the padded form in float32."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_layer_of_the_real_shape(single_rank, capsys):
             half.copy_(exact)
             exact.copy_(half)
     tokens = torch.randint(0, 1024, (sum(LENGTHS),), device="cuda", generator=generator)
-    # Not a sum of squares: the last norm keeps that sum, so its gradient is zero.
+    # The loss is not a sum of squares, because the last norm keeps that sum and its gradient would be zero.
     upstream = torch.randn(len(tokens), 1, HF["hidden_size"], device="cuda", generator=generator).bfloat16()
     outputs, kept = {}, 0
     for dtype, model in models.items():

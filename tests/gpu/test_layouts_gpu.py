@@ -1,14 +1,14 @@
-"""Whole runs on two GPUs in five layouts, side by side: who sees which GPU, and the weights that reach the engines.
+"""Whole runs on two GPUs in five layouts at the same time: each process's GPUs, and the weights of the engines.
 
-    tensor   trainer TP 2 with sequence parallelism, one engine TP 2 on the same two GPUs; weights by shared memory
-    data     trainer DP 2, two engines of one GPU, each on a trainer's GPU; weights by shared memory
-    apart    one trainer on the first GPU, one engine on the second; weights by NCCL
-    experts  trainer EP 2 and one engine whose two ranks share the experts; weights by shared memory
-    stages   trainer PP 2 with two virtual stages per rank, two engines of one GPU; weights by shared memory
+  tensor   trainer TP 2 with sequence parallelism, one engine TP 2 on the same two GPUs; weights by shared memory
+  data     trainer DP 2, two engines of one GPU, each on a trainer's GPU; weights by shared memory
+  apart    one trainer on the first GPU, one engine on the second; weights by NCCL
+  experts  trainer EP 2 and one engine whose two ranks share the experts; weights by shared memory
+  stages   trainer PP 2 with two virtual stages per rank, two engines of one GPU; weights by shared memory
 
-Each engine compares all of its weights with the trainer's after every update (--check-weight-update-equal). The memory
-of engines is given in bytes: vLLM's own measurement would count what the other runs take meanwhile. The whole takes as
-long as the slowest run.
+Each engine compares all of its weights with the trainer's after every update (--check-weight-update-equal). The
+engines' memory is given in bytes, because vLLM's own measurement would count the other runs' memory. All layouts take
+as long as the slowest run.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import pytest
 from slime.cluster.placement import Gpu
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "e2e"))  # how a run is started and its records are read
+sys.path.insert(0, str(ROOT / "tests" / "e2e"))  # its fixtures start runs and read their records
 from train_fixtures import Launch, launched, published_weights, rows, samples, vime  # noqa: E402
 
 pytestmark = pytest.mark.multi_gpu
 
 LIMIT_S = int(os.environ.get("LAYOUT_LIMIT_S", "240"))
-"""Of each run, from its start; a machine that has read none of its files yet may need more."""
+"""Time limit of a run in seconds; a machine with no file in its page cache may need more."""
 ROLLOUTS, PROMPTS, SAMPLES = 2, 8, 4
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 ONE_QUEUE = ("--train-env-vars", '{"CUDA_DEVICE_MAX_CONNECTIONS": "1"}')
@@ -64,12 +64,12 @@ ENGINES = {
     "experts": ["{0},{1}"],
     "stages": ["{0}", "{1}"],
 }
-"""What the engines of a layout are to see."""
+"""GPUs that the engines of a layout must see."""
 EXPERTS, DENSE = "qwen3-moe-tiny", "qwen3-50m"
 
 
 def gpus() -> list[str]:
-    """Two GPUs of this host, as CUDA_VISIBLE_DEVICES names them, in the order of placement."""
+    """Returns two GPUs of this host, as CUDA_VISIBLE_DEVICES names them, in the order of placement."""
     names = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")[:2]
     return sorted(names, key=lambda name: Gpu("", "127.0.0.1", name).order)
 
@@ -86,7 +86,7 @@ def flags(root: Path, layout: str) -> list[str]:
         *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "2048", "--lr", "1e-4"),
         *("--num-gpus-per-node", "2", "--accumulate-allreduce-grads-in-fp32"),
         *("--check-weight-update-equal", "--rlk-consistency", "audit"),
-        *("--update-weight-buffer-size", "8000000"),  # several buckets
+        *("--update-weight-buffer-size", "8000000"),  # an update has several buckets
         *("--vllm-enforce-eager", "--vllm-max-model-len", "256", "--vllm-max-num-seqs", "32"),
         *("--vllm-gpu-memory-utilization", "0.15", "--vllm-kv-cache-memory-bytes", str(1 << 30)),
         *("--save-debug-rollout-data", str(run_dir / "samples" / "{rollout_id}.pt")),
@@ -95,7 +95,8 @@ def flags(root: Path, layout: str) -> list[str]:
 
 
 def script(root: Path) -> str:
-    """All runs in the background; what each printed and its exit code are beside its records."""
+    """Returns a script that runs all layouts in the background. It writes each run's output and exit code next to its
+    records."""
     lines = []
     for place, layout in enumerate(LAYOUTS):
         command = shlex.join(
@@ -107,7 +108,7 @@ def script(root: Path) -> str:
 
 
 def environment() -> list[str]:
-    """What `env` is to set: this process's way to packages, and the settings of Ray that Launch leaves out."""
+    """Returns variables for `env`: this process's package paths, and the settings of Ray that Launch leaves out."""
     path = [str(ROOT), str(ROOT / "tests" / "e2e"), os.environ.get("PYTHONPATH", "")]
     kept = {k: v for k, v in os.environ.items() if k.startswith("RAY_") and k != "RAY_ADDRESS"}
     kept |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), "CUDA_VISIBLE_DEVICES": ",".join(gpus())}
@@ -115,7 +116,7 @@ def environment() -> list[str]:
 
 
 def watch(launch: Launch) -> dict[tuple[str, str], str]:
-    """Wait for the end of all runs. (weight directory, engine's name) -> the GPUs that its server sees."""
+    """Waits until all runs have ended. Returns (weight directory, engine's name) -> the GPUs that its server sees."""
     seen: dict[tuple[str, str], str] = {}
     end = time.monotonic() + LIMIT_S + 60
     while launch.process.poll() is None and time.monotonic() < end:

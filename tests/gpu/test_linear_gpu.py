@@ -1,5 +1,5 @@
-"""The linear operators on a GPU: accuracy, memory bounds, repeats, no synchronisation, CUDA graphs, strict mode; and
-when Triton compiles, for all operators."""
+"""The linear operators on a GPU: accuracy, memory bounds, repeats, no synchronisation, CUDA graphs, strict mode. For
+all operators: when Triton compiles."""
 
 import itertools
 from functools import cache
@@ -38,12 +38,13 @@ def fast(**kwargs):
 
 @cache
 def samples(tokens):
-    """Differences from the old log-probs, and advantages; kept, so that a captured call makes nothing."""
+    """Returns differences from the old log-probs, and advantages. They are kept, so that a captured call makes no
+    tensor."""
     return torch.randn(2, tokens, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
 
 
 def one_pass(layer, targets, *, weight_grad=None, workspace_bytes=1536 * MIB):
-    """Loss and gradients of the clipped objective with an entropy bonus."""
+    """Returns loss and gradients of the clipped objective with an entropy bonus."""
     tokens = len(targets)
     old, advantages = samples(tokens)
     mask = torch.ones(tokens, device="cuda")
@@ -177,8 +178,8 @@ def test_auto_mode_falls_back_to_nothing_here_and_strict_mode_reads_targets():
 
 
 def test_no_step_after_the_first_compiles(monkeypatch):
-    """The steps of tests/rl_kernel/test_compilations.py, where nothing runs. Code from Triton's cache on the disk
-    counts too."""
+    """These are the steps of tests/rl_kernel/test_compilations.py, which records launches without running them. Code
+    from Triton's cache on the disk counts too."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "rl_kernel")
     from trainer_steps import SIZES, STARTS, STEPS, Batch
     from triton import knobs

@@ -21,7 +21,7 @@ def upstream(tokens):
 
 
 def run(op, logits, targets, **kwargs):
-    """Outputs and gradient of `(g * log_probs + h * entropy).sum()`."""
+    """Returns the outputs, and the gradient of `(g * log_probs + h * entropy).sum()`."""
     leaf = logits.detach().clone().requires_grad_()
     log_probs, entropy = op(leaf, targets, **kwargs)
     g, h = upstream(len(targets))
@@ -75,7 +75,7 @@ def test_transposed_logits_and_a_second_stream():
 
 
 def test_more_than_2_31_logits():
-    """The last rows lie beyond 32-bit offsets."""
+    """The last rows have offsets that need more than 32 bits."""
     tokens, vocab = 70000, 32768
     logits = torch.zeros(tokens, vocab, dtype=torch.bfloat16, device="cuda")
     logits[-1, 5] = 10.0
@@ -148,7 +148,7 @@ def test_no_synchronisation():
 
 @pytest.mark.parametrize("return_entropy", [False, True])
 def test_linear_logp_with_a_kept_set(return_entropy):
-    """The same kernels over the tiles of `linear_logp`: right, repeatable, and nothing waits for the device."""
+    """The kernels over the tiles of `linear_logp` are right and repeatable, and nothing waits for the device."""
     generator = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(300, 256, generator=generator, device="cuda").bfloat16()
     weight = (torch.randn(32000, 256, generator=generator, device="cuda") / 16).bfloat16()
@@ -163,7 +163,7 @@ def test_linear_logp_with_a_kept_set(return_entropy):
         return *(out.detach() for out in outputs), *torch.autograd.grad(outputs, leaves, grads)
 
     def ours(hidden, weight):
-        # A third of the logits fit: some tiles are kept, some computed again.
+        # A third of the logits fit: some tiles are kept, some are computed again.
         workspace = 300 * (4 * 256 + 512 + 12000 * 6)
         options = {"vocab_size": case.vocab_size, "keep_mask": kept, "logits_dtype": "float32"}
         out = linear_logp(
@@ -175,7 +175,7 @@ def test_linear_logp_with_a_kept_set(return_entropy):
         outputs = formula(hidden @ weight.t(), targets, vocab_size=case.vocab_size, kept=kept)
         return outputs[: 1 + return_entropy]
 
-    first = step(ours, torch.bfloat16)  # compiles
+    first = step(ours, torch.bfloat16)  # this call compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
         again = step(ours, torch.bfloat16)
@@ -216,7 +216,7 @@ def test_a_cuda_graph_replays_it(truncated):
 
 
 def test_bad_values_on_a_device():
-    """Auto mode: NaN or -inf for the token, no memory fault. Strict mode: the error."""
+    """In auto mode, a bad value gives NaN or -inf for its token and no memory fault. In strict mode it is an error."""
     logits = torch.zeros(4, 8, device="cuda")
     targets = torch.tensor([0, 2**40, -7, 3], device="cuda")
     kept = KeptTokens.from_lists([[0, 2**35, -9], [], [], [1, 2]], "cuda")

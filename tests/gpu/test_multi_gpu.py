@@ -1,4 +1,4 @@
-"""The linear operators over two GPUs (NCCL), vocabulary-parallel, against one GPU with the whole layer."""
+"""The linear operators over two GPUs (NCCL), vocabulary-parallel, compared with one GPU that has the whole layer."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ KINDS = ((torch.bfloat16, 1536 * 2**20), (torch.bfloat16, 40 * 2**20), (torch.fl
 
 
 def results(device, first, last, group):
-    """Outputs and gradients of both operators on the columns [first, last), by kind."""
+    """Returns outputs and gradients of the two operators on the columns [first, last), by kind."""
     found = {}
     for dtype, workspace in KINDS:
         hidden, weight, targets = (x.to(device) for x in CASE.inputs(dtype))

@@ -1,6 +1,6 @@
 """The trainer's state leaves a GPU and comes back: every byte, all of its memory, at the speed of the host link.
 
-And what a trainer says that really runs out of memory.
+The last test reads the error of a trainer that runs out of memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHAPE = {
 
 AWAY = {"colocate": True, "offload_train": True}
 PARTS = ("parameters", "optimizer")
-"""Those whose bytes travel."""
+"""Parts of the state whose bytes are copied."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def state(trainer: Any) -> Iterator[torch.Tensor]:
 
 
 def resident_gib() -> float:
-    """Pages of this process in memory, pinned ones included."""
+    """Returns the GiB of this process's pages in memory, pinned pages included."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(next(x for x in status.splitlines() if x.startswith("VmRSS:")).split()[1]) / 2**20
 
@@ -90,7 +90,7 @@ def seconds(act: Callable[[], Any]) -> float:
 
 
 def link_gib_per_s() -> dict[str, float]:
-    """A plain copy of 1 GiB of pinned memory, the best of 5 each way."""
+    """Returns the speed of a plain copy of 1 GiB of pinned memory, the best of 5 in each direction."""
     host = torch.empty(2**30, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     down = min(seconds(lambda: host.copy_(device, non_blocking=True)) for _ in range(5))
@@ -101,7 +101,7 @@ def link_gib_per_s() -> dict[str, float]:
 def test_every_byte_and_all_memory_come_back_at_the_speed_of_the_link(build):
     trainer = build(**AWAY)
     residence = trainer.policy.residence
-    cases.train(trainer)  # moments that are not zero
+    cases.train(trainer)  # after training, the moments are not zero
     residence.bring("parameters", "gradients", "optimizer")
     before = [tensor.detach().cpu().clone() for tensor in state(trainer)]
     torch.cuda.empty_cache()
@@ -116,7 +116,7 @@ def test_every_byte_and_all_memory_come_back_at_the_speed_of_the_link(build):
         best["offload"] = max(best["offload"], size / 2**30 / seconds(lambda: residence.release(*PARTS)))
         gone = at_home - torch.cuda.memory_allocated()
         assert gone == pytest.approx(size + residence.nbytes("gradients"), rel=0.01)
-        # And the driver has it, for another process; segments that a small tensor still holds excepted.
+        # The freed memory is also free for other processes, except segments with a remaining small tensor.
         assert segments_at_home - torch.cuda.memory_reserved() > 0.95 * gone
         best["onload"] = max(best["onload"], size / 2**30 / seconds(lambda: residence.bring(*PARTS)))
         residence.bring("gradients")
@@ -150,7 +150,8 @@ def test_training_is_bit_for_bit_that_of_a_trainer_that_stays(build):
         assert torch.equal(got, wanted)
     perf = leaves[2]
     assert perf["perf/offload_gib_per_s"] > 1 and perf["perf/onload_gib_per_s"] > 1
-    # The state and little else: 32 tokens a micro-batch. Norms, biases and Megatron's padding are not in the estimate.
+    # A micro-batch of 32 tokens uses little memory in addition to the state. The estimate leaves out norms, biases and
+    # padding.
     assert perf["perf/memory/peak_of_estimate"] == pytest.approx(1, abs=0.1), perf
 
 
@@ -173,7 +174,8 @@ def test_out_of_memory_tells_the_peaks_and_what_lowers_them(build):
     trainer = build(colocate=True, offload_train=False)
     cases.train(trainer)
     torch.cuda.empty_cache()
-    # 64 MiB are left to this process: less than the gradient of one weight of the MLP before it is added to the buffer.
+    # This process may use 64 MiB more, less than the gradient of an MLP weight before it is added to the
+    # buffer.
     allowed = torch.cuda.memory_reserved() + 64 * 2**20
     torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info()[1])
     try:

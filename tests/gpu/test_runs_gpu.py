@@ -1,5 +1,5 @@
-"""Whole runs on one GPU, each with one feature: a draft that trains, adapters alone in the engine's slot, and weights
-that go straight to their places."""
+"""Whole runs on one GPU, each with one feature: a draft that trains, updates with adapters only, and updates that are
+written directly into the live parameters."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ ENGINE = (
     *("--vllm-max-model-len", "512", "--vllm-enforce-eager"),
 )
 TOLERANCE = 0.02
-"""Nats, mean over tokens, in bfloat16."""
+"""Largest difference in nats, in bfloat16."""
 
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    """A model of this architecture, or a MiMo."""
+    """Yields a world with a model of this architecture, or with a MiMo."""
     yield from mimo_world("cuda") if request.param == "mimo" else make_world("cuda", request.param)
 
 
 @pytest.mark.parametrize("world", ["mimo"], indirect=True)
 def test_three_steps_with_a_draft(world: World) -> None:
-    """vLLM 0.26 does not count drafted tokens per request, so their number is not looked at."""
+    """vLLM 0.26 does not count drafted tokens per request, so the test does not check their number."""
     train_with_a_draft(world, TOLERANCE, *ENGINE)
 
 
@@ -50,8 +50,8 @@ def test_three_steps_with_adapters(world: World, more: list[str]) -> None:
 
 @pytest.mark.parametrize("world", ["qwen3-50m", "qwen3-moe-tiny"], indirect=True)
 def test_updates_go_straight_to_their_places_never_run(world: World) -> None:
-    """Each update is compared. The engine sleeps in between, which must leave its parameters where they are. vLLM's
-    kernel of experts is one that keeps them plain."""
+    """Each update is compared. The engine sleeps in between, and its parameters must keep their addresses. vLLM uses
+    a kernel of experts that keeps them plain."""
     flags = [*world.grpo("places", rollouts=4), "--colocate", "--actor-num-gpus-per-node", "1"]
     flags += ["--check-weight-update-equal", "--vllm-moe-backend", "triton", *ENGINE]
     run(vime("train", *flags), world.root / "out")

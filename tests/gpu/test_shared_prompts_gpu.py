@@ -1,4 +1,5 @@
-"""Shared prompts on one GPU: the trainer's steps against those in which each sample computes its own prompt."""
+"""Compares the trainer's steps with shared prompts on one GPU with steps in which each sample computes its own
+prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timers on a GPU: CUDA events tell the GPU's time without waiting for it, and phases their peak of memory."""
+"""Timers on a GPU: CUDA events measure the GPU's time without waiting for it, and phases their peak memory."""
 
 import pickle
 import time
@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 def work(repeats: int) -> None:
-    """1.1 TFLOP a repeat: some 1.5 ms of an H200, one launch of the host."""
+    """Runs 1.1 TFLOP per repeat, about 1.5 ms on an H200, with one launch on the host."""
     a = torch.ones(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for _ in range(repeats):
         torch.mm(a, a)
@@ -69,7 +69,8 @@ def test_peak_memory_of_phases():
 
 
 def test_cost_on_the_host():
-    """Two events and four looks at the allocator's books; the step of a micro-batch takes milliseconds."""
+    """A measurement has two events and four reads of the allocator's statistics; the step of a micro-batch takes
+    milliseconds."""
     timers = Timers.on(torch.device("cuda", torch.cuda.current_device()))
     for _ in range(100):
         with timers.measure("forward"):
@@ -92,7 +93,7 @@ def test_cached_blocks_leave_the_bytes_free_that_others_allocate_later():
     limit = held + 2 * GIB
     leave_free(device, total - limit)
     try:
-        for size in (1.5, 1.75, 1.9):  # no cached block is large enough for the next one
+        for size in (1.5, 1.75, 1.9):  # no cached block is large enough for the next size
             torch.empty(int(size * GIB), dtype=torch.uint8, device=device)
             assert torch.cuda.memory_reserved(device) <= limit
         with pytest.raises(torch.OutOfMemoryError):

@@ -1,4 +1,5 @@
-"""Two trainer ranks over NCCL against one GPU: tensor, sequence, context, data and pipeline parallel, kernels on."""
+"""Compares two trainer ranks over NCCL with one GPU: tensor, sequence, context, data and pipeline parallel, kernels
+on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cases of an operator the short suite runs: every two values of a test's parameters meet once."""
+"""Chooses an operator's cases for the short suite: every two values of a test's parameters occur together once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 MANY = 4
-"""A test with at most as many cases runs all of them."""
+"""Number of cases up to which a test runs all its cases."""
 
 Pair = frozenset[tuple[str, int]]
 
@@ -19,7 +19,7 @@ def pairs_of(case: pytest.Function) -> set[Pair]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the other cases slow. Takes the case with the most new pairs first, of equal ones the earliest."""
+    """Marks the other cases slow. Each choice is the case with the most new pairs, and the first of equal cases."""
     of_test: dict[str, dict[pytest.Function, set[Pair]]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and len(item.callspec.params) > 1:

@@ -1,4 +1,5 @@
-"""bfloat16 in Triton's interpreter as the hardware does it: it cuts float32 down where GPUs round to nearest even."""
+"""Makes Triton's interpreter round float32 to bfloat16 as GPUs do, to nearest even. The interpreter itself
+truncates."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from rl_kernel.dispatch import interpreted
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """The bits of float32 values rounded to nearest, ties to even; NaN stays NaN."""
+    """Returns the bits of float32 values rounded to nearest, ties to even; NaN stays NaN."""
     bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
@@ -25,7 +26,7 @@ def to_float32(bits: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def rounding_to_nearest() -> Iterator[None]:
-    """Patches the interpreter, if there is one, inside a `with` block."""
+    """Patches the interpreter, if it is in use, inside a `with` block."""
     if not interpreted():
         yield
         return

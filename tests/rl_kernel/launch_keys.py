@@ -1,6 +1,6 @@
-"""What Triton compiles: the kernels of rl_kernel, and the key under which each launch looks for its code.
+"""Computes which launches make Triton compile: the kernels of rl_kernel, and each launch's cache key.
 
-A launch with a new key is a compilation. The key is computed by Triton's own function for a Hopper GPU, without one.
+A launch with a new key is a compilation. Triton's own function computes the key for a Hopper GPU, without one.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ import rl_kernel
 
 Kernel = KernelInterface[Any]
 Key = tuple[tuple[str, object], ...]
-"""Each argument with its type and what Triton knows of its value, then the options of the launch."""
+"""Each argument with its type and Triton's specialisation for its value, then the options of the launch."""
 Binder = Callable[..., tuple[dict[str, Any], list[tuple[str, object]], dict[str, Any]]]
-"""Arguments of a launch -> (arguments by name, what the key has of each, options)."""
+"""Arguments of a launch -> (arguments by name, their entries in the key, options)."""
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
 
 def name_of(kernel: Kernel) -> str:
-    """`masked.kernels.moments_kernel`, say: two operators have kernels of one name."""
+    """Returns a name such as `masked.kernels.moments_kernel`, because two operators have kernels with the same name."""
     module = kernel.fn.__module__.removeprefix("rl_kernel.").removeprefix("ops.")
     return f"{module}.{kernel.fn.__name__}"
 
 
 def launched_kernels() -> dict[str, Kernel]:
-    """All functions of rl_kernel under `triton.jit`, but for those that another of them calls."""
+    """Returns all functions of rl_kernel under `triton.jit` that no other kernel calls."""
     found: dict[str, Kernel] = {}
     called: set[str] = set()
     for path in pkgutil.walk_packages(rl_kernel.__path__, "rl_kernel."):
@@ -64,13 +64,14 @@ def _helpers(kernel: Kernel) -> list[Kernel]:
 
 
 def binder_of(kernel: Kernel) -> Binder:
-    """Triton's interpreter ignores the arguments of the decorator, but keeps them."""
+    """Returns Triton's function for a kernel's keys. The interpreter ignores the decorator's arguments, but keeps
+    them."""
     compiled = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
     return create_function_from_signature(compiled.signature, compiled.params, BACKEND)
 
 
 class Launches:
-    """Kernel -> keys of its launches. Nothing runs: results are whatever was in their memory."""
+    """Kernel -> keys of its launches. No kernel runs, so results are uninitialised memory."""
 
     def __init__(self) -> None:
         self.binders: dict[Kernel, Binder] = {}
@@ -86,14 +87,14 @@ class Launches:
         self.keys[name_of(kernel)].add((*key, *options.items()))
 
     def take(self) -> dict[str, set[Key]]:
-        """The keys since the last call."""
+        """Returns the keys since the last call."""
         taken, self.keys = dict(self.keys), defaultdict(set)
         return taken
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """Records launches instead of making them."""
+    """Records launches instead of running them."""
     made = Launches()
 
     def run(kernel: Kernel, *args: Any, **kwargs: Any) -> None:

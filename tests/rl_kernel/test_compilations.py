@@ -1,4 +1,4 @@
-"""Other numbers of tokens, and columns that start elsewhere, must not make Triton compile again."""
+"""Other numbers of tokens, and columns with another start, must not make Triton compile again."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from trainer_steps import LONG, SIZES, STARTS, STEPS, Batch
 from triton.runtime.jit import JITFunction
 
 FIRST = ((300, 0), (2100, 3), (16, 0))
-"""Tokens and start of a first step that compiles everything: whatever it is, the others compile nothing more."""
+"""Tokens and start of a first step that compiles everything. After any first step, the other steps compile nothing
+more."""
 PRODUCT, TILED = (
     "linear_logp.kernels._exp_product_kernel",
     {"exponentials of tiles", "one pass of exponentials"},
 )
-"""A kernel and its steps that compile two more products where a first one is larger than the workspace: of columns
-whose tile is not kept, and of a tile that is computed again."""
+"""A kernel with its steps that compile two more products if a first product is larger than the workspace: one for
+columns whose tile is not kept, and one for a tile that is computed again."""
 
 
 def differences(key: Key, known: set[Key]) -> dict[str, tuple[object, object]]:
-    """Of the known key that is most like this one: argument -> (its part of the known key, of this one)."""
+    """Compares a key with the most similar known key: argument -> (its value in the known key, its value in this
+    key)."""
     all_of_them = [
         {name: (dict(old).get(name), new) for name, new in key if dict(old).get(name) != new} for old in known
     ]
@@ -38,7 +40,7 @@ def test_no_step_after_the_first_compiles(name: str, launches: Launches) -> None
 
 @pytest.mark.parametrize("name", ["losses", "reductions", "advantages"])
 def test_no_step_of_many_tokens_after_the_first_compiles(name: str, launches: Launches) -> None:  # noqa: F811
-    """Up to 4,096 tokens, one program computes a loss, by code of its own."""
+    """Up to 4,096 tokens, a separate kernel computes a loss in one program."""
     check(name, launches, LONG, [(LONG[0], 0), (LONG[-1], 0)])
 
 
@@ -67,7 +69,7 @@ def test_the_steps_launch_every_kernel(launches: Launches) -> None:  # noqa: F81
 
 
 def test_a_kernel_that_is_compiled_for_multiples_of_16_is_found(launches: Launches) -> None:  # noqa: F811
-    """As it would be without the argument of its decorator."""
+    """The kernel is compiled without the argument of its decorator."""
     kernel = launched_kernels()["masked.kernels.whiten_kernel"]
     launches.binders[kernel] = binder_of(JITFunction(kernel.fn))
     with pytest.raises(AssertionError, match="masked.kernels.whiten_kernel: E "):

@@ -1,4 +1,4 @@
-"""The contract table names every public operator and holds together."""
+"""The contract table names every public operator and is consistent."""
 
 import ast
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_differentiable_operators_bound_their_gradients():
 def test_linear_operators_bound_every_rounding_of_the_logits():
     assert CONTRACTS["linear_logp"] == CONTRACTS["linear_token_loss"]
     contract = CONTRACTS["linear_logp"]
-    # Half a unit in the last place of two logits just below 8: 2 * 2**-6 and 2 * 2**-9.
+    # The bound is half a unit in the last place of two logits just below 8: 2 * 2**-6 and 2 * 2**-9.
     assert contract.outputs["bfloat16"].bound(torch.zeros(0)) == pytest.approx(2 * 2**-6, rel=0.05)
     assert contract.outputs["float16"].bound(torch.zeros(0)) == pytest.approx(2 * 2**-9, rel=0.05)
     for name, roundoff in (("bfloat16", 2**-8), ("float16", 2**-11)):
@@ -45,8 +45,8 @@ def test_bound_and_error_by_hand():
 
 
 def functions_and_calls(folder: Path) -> tuple[dict[str, tuple[int, int]], list[tuple[str, str, int]]]:
-    """The autograd functions of a package: {class: (least, most) arguments of its forward after ctx}, and the calls of
-    their `apply`: (place, class, arguments). Calls with unpacked arguments are left out."""
+    """Returns the autograd functions of a package, {class: (least, most) arguments of its forward after ctx}, and
+    their `apply` calls, (file and line, class, arguments). Calls with unpacked arguments are left out."""
     counts: dict[str, tuple[int, int]] = {}
     calls: list[tuple[str, str, int]] = []
     for file in sorted(folder.rglob("*.py")):
@@ -65,7 +65,8 @@ def functions_and_calls(folder: Path) -> tuple[dict[str, tuple[int, int]], list[
 
 
 def test_autograd_functions_are_applied_to_the_arguments_of_their_forward():
-    """torch types `apply` as any call, so a type checker does not compare them. Some calls run on a GPU only."""
+    """torch types `apply` as any call, so a type checker does not compare the arguments. Some calls run on a GPU
+    only."""
     counts, calls = functions_and_calls(Path(rl_kernel.__file__).parent)
     known = [(place, name, given) for place, name, given in calls if name in counts]
     assert {"Swiglu", "Rotary", "_Linear"} <= {name for _, name, _ in known}

@@ -1,4 +1,4 @@
-"""The switch and the choice of implementation: every branch, with its reason."""
+"""The mode and the choice of the implementation: every branch, with its reason."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ ON_HOST = "the tensors are on cpu and the kernels need a CUDA device"
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A machine with a GPU of compute capability 9.0 and compiled kernels."""
+    """Simulates a machine with a GPU of compute capability 9.0 and compiled kernels."""
     monkeypatch.setattr(dispatch, "machine_refusal", lambda kind: None if kind == "cuda" else ON_HOST)
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
 
@@ -137,7 +137,7 @@ def test_interpreted_by_the_environment(monkeypatch, value, on):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine to describe: whether Triton is there, and the GPU's compute capability."""
+    """Simulates a machine with or without Triton, and with a compute capability."""
     machine_refusal.cache_clear()
 
     def describe(triton=True, capability=(9, 0)):

@@ -48,7 +48,7 @@ def test_mask_of_a_shard_and_of_some_rows():
     tile = torch.arange(6.0).view(3, 2)
     middle = VocabShard(2, 2, None, None, 6)
     assert kept_logits(tile, KEPT.rows(slice(1, 4)), middle).tolist() == [[0, 1], [NONE, 3], [4, NONE]]
-    # Token 0 kept ids 4 and 0 only: nothing of it is in columns 2 and 3.
+    # Token 0 kept only ids 4 and 0, so columns 2 and 3 have no kept id.
     assert kept_logits(torch.zeros(1, 2), KEPT.rows(slice(0, 1)), middle).tolist() == [[NONE, NONE]]
 
 
@@ -62,7 +62,7 @@ def test_nothing_to_mask():
 
 def test_truncated():
     assert KEPT.truncated.tolist() == [True, False, True, True]
-    # Of a wrong end only what there is counts.
+    # If an end is wrong, only the existing ids count.
     assert KeptTokens(KEPT.ids, torch.tensor([0, 6, 9])).truncated.tolist() == [True, False]
 
 
@@ -71,12 +71,12 @@ def test_repeated():
     assert repeated(kept, 5).tolist() == [False, True, False, True, False, False, False, True]
     assert not repeated(KEPT, 6).any()
     assert repeated(KeptTokens.from_lists([[], []]), 6).shape == (0,)
-    # Ids that do not exist are repeats of each other, and of nothing else.
+    # Ids outside the vocabulary repeat one another, and no valid id.
     assert (
         repeated(KeptTokens.from_lists([[7, 1, -3], [0, 1]]), 5).tolist()
         == [False] * 2 + [True] + [False] * 2
     )
-    # Those of the tokens of other blocks do not matter, but stay in the list.
+    # The ids of other blocks' tokens stay in the list and have no effect.
     assert repeated(kept.rows(slice(3, 4)), 5).tolist()[5:] == [False, False, True]
 
 

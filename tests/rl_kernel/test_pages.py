@@ -1,4 +1,4 @@
-"""The examples of docs/operators run as they are printed. Blocks without an import are definitions."""
+"""The examples of docs/operators run as printed. Blocks without an import are definitions."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The memory plan of the linear operators, by hand-computed numbers."""
+"""The memory plan of the linear operators, with hand-computed numbers."""
 
 import pytest
 
@@ -12,7 +12,7 @@ BOTH = pytest.mark.parametrize("costs", [EXP, PLAIN], ids=["no scratch", "scratc
 
 
 def workspace(tokens, columns, costs):
-    """Bytes in which exactly these columns of all tokens fit."""
+    """Returns the bytes in which exactly these columns of all tokens fit."""
     return tokens * (costs.row + columns * costs.element)
 
 
@@ -25,7 +25,7 @@ def test_all_columns_are_kept_where_they_fit(costs):
 
 
 def test_a_tile_without_scratch_is_kept_and_serves_the_others():
-    # 5.2 MB - 1 MB leave 42,000 bytes a token: 21,000 columns, 82 blocks of 256.
+    # 5.2 MB - 1 MB leave 42,000 bytes per token: 21,000 columns, 82 blocks of 256.
     assert plan(100, 100_000, EXP, 5_200_000) == Budget(20_992, 20_992)
 
 
@@ -58,7 +58,7 @@ def test_no_tokens_need_no_workspace(costs):
 
 
 def test_too_little_workspace_names_what_is_needed():
-    # 1,000 tokens x (10,000 + 1,024 columns x 2) = 12,048,000 bytes = 11.49 MiB; with scratch 1,024 columns more.
+    # 1,000 tokens x (10,000 + 1,024 columns x 2) = 12,048,000 bytes = 11.49 MiB; scratch needs 1,024 columns more.
     with pytest.raises(ValueError) as error:
         plan(1000, 100_000, EXP, 12_047_999)
     assert str(error.value) == (
@@ -72,7 +72,7 @@ def test_too_little_workspace_names_what_is_needed():
 
 
 def test_a_small_vocabulary_needs_all_its_columns():
-    # Fewer than 1,024 columns: 10 x (10,000 + 300 x 2).
+    # The vocabulary has fewer than 1,024 columns: 10 x (10,000 + 300 x 2).
     assert plan(10, 300, EXP, 106_000) == Budget(300, 300)
     with pytest.raises(ValueError, match="must be >= 106000"):
         plan(10, 300, EXP, 105_999)
@@ -86,34 +86,37 @@ def test_one_block_where_all_logits_fit():
 
 
 def test_blocks_where_recomputing_would_cost_more():
-    """100,000 tokens, of which a third's logits fit: two thirds again (0.7 products) against two more blocks (0.02)."""
+    """A third of the logits of 100,000 tokens fit. Recomputing two thirds (0.7 products) costs more than two more
+    blocks (0.02)."""
     tokens, columns = 100_000, 50_000
-    # 33,334 rows, the next multiple of 512.
+    # 33,334 rows are rounded up to the next multiple of 512.
     third = 66 * 512
     assert block_rows(tokens, columns, EXP, workspace(third, columns, EXP)) == third
-    # 200 columns fewer: 0.0042 products again, less than the 0.006 of a fourth block; 600 fewer: more.
+    # With 200 columns fewer, recomputing costs 0.0042 products, less than the 0.006 of a fourth block. With 600
+    # fewer, it costs more.
     assert block_rows(tokens, columns, EXP, workspace(third, columns - 200, EXP)) == third
     assert block_rows(tokens, columns, EXP, workspace(third, columns - 600, EXP)) == 49 * 512
 
 
 def test_recomputing_where_blocks_would_cost_more():
-    """1,000 tokens, of which nine tenths of the logits fit: 0.1 products again against one product a block."""
+    """Nine tenths of the logits of 1,000 tokens fit. Recomputing costs 0.1 products, and a block costs one product."""
     tokens, columns = 1000, 50_000
     assert block_rows(tokens, columns, EXP, workspace(tokens, 45_000, EXP)) == tokens
-    # A tenth fits: 0.9 x 1.05 products again, still less than the next block.
+    # A tenth fits: recomputing costs 0.9 x 1.05 products, still less than the next block.
     assert block_rows(tokens, columns, EXP, workspace(tokens, 5_000, EXP)) == tokens
 
 
 def test_the_sum_of_the_weight_gradient_is_paid_by_more_than_one_block():
     tokens, columns = 100_000, 50_000
     third = workspace(66 * 512, columns, EXP)
-    # The sum leaves nothing: all tokens at once.
+    # The sum leaves no room for a block, so all tokens are in one block.
     assert block_rows(tokens, columns, EXP, third, sum_bytes=third) == tokens
     assert block_rows(tokens, columns, EXP, third + 2**32, sum_bytes=2**32) == 66 * 512
 
 
 def test_blocks_are_nearly_equal_and_whole():
-    # Only 640 tokens have room for the narrowest tile: of 11 units not two blocks of 6 and 5, but three of 4, 4 and 3.
+    # Only 640 tokens have room for the narrowest tile: 11 units become three blocks of 4, 4 and 3, not two of 6 and
+    # 5.
     assert block_rows(1300, 50_000, EXP, workspace(640, 1024, EXP)) == 4 * 128
 
 
@@ -126,7 +129,7 @@ def test_no_choice_fits_names_what_is_needed(costs):
     ):
         block_rows(1000, 50_000, costs, need - 1)
     assert block_rows(1000, 50_000, costs, need) == 128
-    # Fewer tokens than a block need less.
+    # A call with fewer tokens than a block needs less.
     need = workspace(5, least, costs)
     with pytest.raises(ValueError, match=f"must be >= {need}, .* give 5 tokens at least 1 MiB"):
         block_rows(5, 50_000, costs, need - 1)
@@ -137,7 +140,7 @@ def test_no_choice_fits_names_what_is_needed(costs):
 @pytest.mark.parametrize("columns", [1, 300, 1024, 1500, 2048, 50_000])
 @pytest.mark.parametrize("tokens", [1, 100, 128, 1000])
 def test_a_forward_has_a_block_of_rows_or_an_error(tokens, columns, costs):
-    """Every workspace from too small to more than enough: at least a row, and no block that `plan` refuses."""
+    """Workspaces go from too small to more than enough. A block has at least a row, and `plan` accepts every block."""
     least = min(1024 * (2 if costs.scratch else 1), columns)
     need = workspace(min(tokens, 128), least, costs)
     for size in (need - 1, need, need + 1, workspace(min(tokens, 128), columns, costs), 2 * need, 2**40):

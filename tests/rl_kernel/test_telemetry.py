@@ -76,10 +76,10 @@ def test_an_operator_says_what_it_did():
     counts = telemetry()
     assert counts["logp"]["calls"] == 5 and counts["logp"]["tokens"] == 10
     assert counts["logp"]["implementations"] == {"reference": 5}
-    # Only what ran slowly against the wish of the mode is a fallback.
+    # A call is a fallback only if the mode asked for a fast implementation and the reference ran.
     assert counts["logp"]["fallbacks"] == {ON_HOST: 2}
     assert counts["linear_logp"]["tokens"] == 6 and counts["linear_logp"]["fallbacks"] == {ON_HOST: 1}
-    # Rewards live on the host: there the reference is what is meant to run.
+    # Rewards are on the host, where the reference is the intended implementation.
     assert counts["masked_sum"]["fallbacks"] == {} and counts["masked_sum"]["tokens"] == 8
 
 
@@ -114,7 +114,7 @@ def test_milliseconds_on_the_host():
 
 
 def test_milliseconds_on_a_device(monkeypatch):
-    """Two events a span, read when somebody asks; a stand-in that counts as the device would."""
+    """A span has two events, which are read on request. A stand-in counts time as the device would."""
     waited = []
 
     class Event:

@@ -1,4 +1,4 @@
-"""Operators over two gloo processes, vocabulary- and data-parallel, against the same call in one process."""
+"""Operators over two gloo processes, vocabulary- and data-parallel, compared with the same call in one process."""
 
 import math
 
@@ -27,7 +27,7 @@ IMPLS = ["reference", "triton"] if interpreted() else ["reference"]
 def problem(split, dtype, tokens=TOKENS):
     _, end, vocab_size = SPLITS[split]
     hidden, weight, targets = LinearCase(split, tokens, 5, end, vocab_size).inputs(dtype, seed=end)
-    # Logits near -200: a rank without real columns must not pull the common maximum up to 0.
+    # Logits are near -200: a rank without real columns must not raise the common maximum to 0.
     low = 200 if split == "second shard all padding" else 0
     bias = (torch.linspace(-1, 1, end) - low).to(dtype)
     temperature = torch.linspace(0.5, 2.0, tokens)
@@ -40,7 +40,7 @@ def backward(outputs):
 
 
 def both_ops(split, dtype, first, last, group, tokens=TOKENS):
-    """Outputs and gradients of linear_logp and of logp on the columns [first, last)."""
+    """Returns outputs and gradients of linear_logp and of logp on the columns [first, last)."""
     hidden, weight, bias, targets, temperature = problem(split, dtype, tokens)
     kwargs = {"temperature": temperature, "tp_group": group, "return_entropy": True}
     kwargs |= {"vocab_size": SPLITS[split][2], "vocab_start": first}
@@ -63,7 +63,7 @@ def both_ops(split, dtype, first, last, group, tokens=TOKENS):
 
 
 def kept_of(targets, split):
-    """Of the tokens' ids one side of the split or both, or none at all; the target is always among them."""
+    """Returns kept ids from one side of the split, from both sides, or no ids; the target is always among kept ids."""
     (_, middle), end, vocab_size = SPLITS[split]
     last = (vocab_size or end) - 1
     others = [[], [0], [last], [0, min(middle, last), last]]
@@ -72,7 +72,7 @@ def kept_of(targets, split):
 
 
 def logp_calls(split, first, last, group, tokens=TOKENS):
-    """Outputs and gradients of logp, by implementation and kept set, on the columns [first, last)."""
+    """Returns outputs and gradients of logp, by implementation and kept set, on the columns [first, last)."""
     hidden, weight, _, targets, temperature = problem(split, torch.float32, tokens)
     kwargs = {"temperature": temperature, "tp_group": group, "vocab_size": SPLITS[split][2]}
     results = {}
@@ -96,7 +96,7 @@ def logp_calls(split, first, last, group, tokens=TOKENS):
 
 
 def linear_calls(split, first, last, group):
-    """Outputs and gradients of linear_logp with a kept set, by implementation, on the columns [first, last)."""
+    """Returns outputs and gradients of linear_logp with a kept set, by implementation, on the columns [first, last)."""
     hidden, weight, bias, targets, temperature = problem(split, torch.float32)
     results = {}
     for impl in IMPLS:
@@ -119,7 +119,8 @@ def linear_calls(split, first, last, group):
 
 
 def unread_calls(rank):
-    """What a call on a device does in auto mode: collectives of four calls, and what unchecked values give."""
+    """Runs calls as a device does in auto mode, and returns the collectives of four calls and the results of
+    unchecked values."""
     counts, gather = [], vocab.gather_stack
     before = vocab.reads_values, vocab.gather_stack
 
@@ -130,7 +131,7 @@ def unread_calls(rank):
     vocab.reads_values, vocab.gather_stack = lambda tensor: False, counting
     try:
         targets = torch.tensor([0, 8, -1])
-        # A layout that no other test uses, so that its first call is here.
+        # No other test uses this layout, so its first call is here.
         out = [
             logp(torch.zeros(3, 3 + rank), targets, vocab_start=3 * rank, tp_group=dist.group.WORLD)
             for _ in range(3)
@@ -151,7 +152,7 @@ def unread_calls(rank):
 
 
 def on_rank(rank, folder):
-    """What one process contributes; saved for the parent to compare."""
+    """Computes one process's results and saves them for the parent to compare."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
     results = {}
     for split, (starts, end, _) in SPLITS.items():
@@ -176,7 +177,7 @@ def on_rank(rank, folder):
 
 
 def bad_shards(rank):
-    """Shards that overlap, leave a gap, miss the start; too many columns asked for; a target nowhere."""
+    """Shards overlap, leave a gap, or miss the start; a call wants too many columns; a target is in no shard."""
     weight, target = torch.zeros(4, 2), torch.zeros(1).long()
     yield weight, target, {"vocab_start": 3 * rank}
     yield weight, target, {"vocab_start": 5 * rank}
@@ -195,7 +196,7 @@ def error_of(weight, target, kwargs):
 
 
 def part(rank):
-    """Ragged data-parallel parts; uncounted entries hold NaN."""
+    """Returns ragged data-parallel parts; uncounted entries hold NaN."""
     values = [torch.tensor([1.0, torch.nan, 3.0]), torch.tensor([8.0])][rank]
     return values, (~torch.isnan(values)).int()
 
@@ -213,7 +214,7 @@ def test_vocabulary_parallel_equals_one_process(ranks, split, dtype):
     whole = both_ops(split, dtype, 0, SPLITS[split][1], None)
     parts = [rank[split, dtype] for rank in ranks]
     assert parts[0].keys() == whole.keys()
-    # A gradient is rounded to bfloat16 once, from float32 sums in another order: half a unit apart at most.
+    # A gradient is rounded to bfloat16 once, from float32 sums in another order: they differ by half a unit at most.
     tolerance = {torch.float32: (1e-5, 1e-6), torch.float64: (1e-12, 1e-13), torch.bfloat16: (2**-7, 1e-6)}
     rtol, atol = tolerance[dtype]
     for name, want in whole.items():
@@ -257,7 +258,7 @@ def test_kept_tokens_of_linear_logp_over_two_processes(ranks, split, impl):
     parts = [rank[split, "linear"][impl] for rank in ranks]
     assert all(torch.equal(a, b) for a, b in zip(parts[0][:3], parts[1][:3], strict=True))
     got = [*parts[0][:3], *(torch.cat([p[i] for p in parts]) for i in (3, 4))]
-    # The logits of one split are near -200, where float32 has 1.5e-5 between neighbours.
+    # One split's logits are near -200, where float32 has 1.5e-5 between neighbours.
     atol = 4e-5 if split == "second shard all padding" else 2e-6
     for actual, truth in zip(got, [*want, *(leaf.grad for leaf in leaves)], strict=True):
         torch.testing.assert_close(actual.double(), truth.detach(), rtol=1e-5, atol=atol)
@@ -265,7 +266,8 @@ def test_kept_tokens_of_linear_logp_over_two_processes(ranks, split, impl):
 
 def test_shards_are_compared_once_where_values_are_not_read(ranks):
     for counts, outputs in (rank["unread"] for rank in ranks):
-        # First call: places and statistics; two more: statistics. The wrong size: nothing; the wrong shards: places.
+        # The first call sends shard positions and statistics, two more calls send statistics. The wrong size sends
+        # nothing; the wrong shards send positions.
         assert counts == [torch.int64] + [torch.float32] * 3 + [torch.int64]
         for out in outputs:
             assert out.isnan().tolist() == [False, True, True]

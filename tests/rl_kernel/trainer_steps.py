@@ -1,6 +1,6 @@
-"""What a trainer or an engine calls of rl_kernel in each step, for any number of tokens.
+"""The calls of a trainer or an engine to rl_kernel in each step, for any number of tokens.
 
-All kernels of rl_kernel run in one of the steps. The values mean nothing.
+Each kernel of rl_kernel runs in one of the steps. The values have no meaning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rl_kernel.ops.rotary.kernels import rotate
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP32 = torch.bfloat16, torch.float32
 HIDDEN, VOCAB, REAL = 32, 4880, 4875
-"""The last columns of the layer are padding."""
+"""Sizes of the layer; its last columns are padding."""
 MIB = 2**20
 SIZES = (300, 32, 1, 15, 16, 17, 33, 128, 301, 1999, 2100)
 LONG = (5000, 4100, 8193, 16_384, 65_536)
@@ -41,18 +41,18 @@ STARTS = (0, 1, 3)
 
 
 class Batch:
-    """Of a step: `tokens`, whose columns are views that begin after `start` other tokens."""
+    """The inputs of a step with `tokens` tokens. Its columns are views that begin after `start` other tokens."""
 
     def __init__(self, tokens: int, start: int) -> None:
         self.tokens, self.start = tokens, start
 
     def column(self, *shape: int, dtype: torch.dtype = FP32, leaf: bool = False) -> Tensor:
-        """[tokens, *shape] of ones."""
+        """Returns ones with the shape [tokens, *shape]."""
         whole = torch.ones(self.start + self.tokens, *shape, dtype=dtype, device=DEVICE)
         return whole[self.start :].requires_grad_(leaf)
 
     def kept(self) -> KeptTokens:
-        """Every token but the last kept some ids."""
+        """Returns a kept set in which every token but the last has some ids."""
         found = KeptTokens.from_lists([[1, 2, 5]] * (self.tokens - 1) + [[]], DEVICE)
         ids, offsets = (
             torch.cat([x.new_zeros(self.start), x])[self.start :] for x in (found.ids, found.offsets)
@@ -70,7 +70,7 @@ def backward(outputs: object, *upstream: Tensor) -> None:
 
 
 def layer(dtype: torch.dtype, **options: object) -> Callable[[Batch], None]:
-    """`linear_logp`, without a gradient and with one. The options are made for each batch."""
+    """Returns a step that calls `linear_logp`, without a gradient and with one. The options are made for each batch."""
 
     def step(batch: Batch) -> None:
         hidden, targets = batch.column(HIDDEN, dtype=dtype, leaf=True), batch.column(dtype=torch.int64)
@@ -89,7 +89,7 @@ def layer(dtype: torch.dtype, **options: object) -> Callable[[Batch], None]:
 
 
 def room(fixed: int, per_token: int) -> Callable[[Batch], int]:
-    """A workspace with all columns of few tokens, and of more tokens with narrower and narrower tiles."""
+    """Returns the size of a workspace with all columns of a few tokens. With more tokens, its tiles become narrower."""
     return lambda batch: fixed + per_token * batch.tokens
 
 
@@ -133,7 +133,8 @@ def logits(batch: Batch) -> None:
         out = logp(given, targets, vocab_size=REAL, return_entropy=True, impl="triton", **options)
         backward(out, batch.column(), batch.column())
         if batch.tokens > 1:
-            turned = given.detach().t().contiguous().t().requires_grad_()  # neighbours are of one column
+            # Neighbours in memory belong to one column.
+            turned = given.detach().t().contiguous().t().requires_grad_()
             backward(logp(turned, targets, vocab_size=REAL, impl="triton", **options), batch.column())
 
 
@@ -175,7 +176,7 @@ def decoder_layer(batch: Batch) -> None:
 
 
 def experts(batch: Batch) -> None:
-    """All tokens have the same two experts, one of them on another rank."""
+    """All tokens have the same two experts; one expert is on another rank."""
     x, weights = batch.column(HIDDEN, dtype=BF16, leaf=True), batch.column(2, leaf=True)
     rows = batch.column(2, dtype=torch.int32).cumsum(0, dtype=torch.int32) - 1
     rows[:, 1] = -1
@@ -197,7 +198,7 @@ def bitwise_layer(batch: Batch) -> None:
 
 
 def bitwise_attention(batch: Batch) -> None:
-    """Packed: two sequences. Paged: a query of each of `tokens` sequences."""
+    """Packed queries are two sequences. Paged queries are one query for each of `tokens` sequences."""
     rows = batch.column(6, HIDDEN, dtype=BF16)
     query, key, value = rows.split([4, 1, 1], 1)
     tokens = batch.tokens
@@ -205,7 +206,7 @@ def bitwise_attention(batch: Batch) -> None:
     bounds = bounds[batch.start :]
     lse = torch.empty(4, tokens, device=DEVICE)
     out = torch.empty(query.shape, dtype=BF16, device=DEVICE)
-    longest = max(8, tokens)  # fewer rows have a kernel of their own
+    longest = max(8, tokens)  # fewer rows use a separate kernel
     invariant.attention(
         query, key, value, out, bounds, bounds.diff(), longest, 0.1, first_key=bounds, lse=lse
     )
@@ -239,4 +240,4 @@ STEPS: dict[str, Callable[[Batch], None]] = {
     "bitwise layer": bitwise_layer,
     "bitwise attention": bitwise_attention,
 }
-"""What a trainer or an engine calls in each step, always with the same options."""
+"""Steps of a trainer or an engine, each with fixed options."""

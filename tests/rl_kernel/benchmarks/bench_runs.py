@@ -1,4 +1,4 @@
-"""Runs of `python -m rl_kernel.bench` on tiny shapes of the CPU, as tests want their results."""
+"""Runs `python -m rl_kernel.bench` on tiny shapes of the CPU and returns the results for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark: its command line on tiny shapes, and its arithmetic on timings that are known."""
+"""The benchmark: its command line on tiny shapes, and its arithmetic on known timings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_operators_that_move_bytes(tmp_path: Path, capsys: pytest.CaptureFixture
     rows = rows_of(result["elementwise"])
     for name, row in rows.items():
         assert "skipped" not in row, (name, row.get("skipped"))
-        # what a layer's operators return is rounded to bfloat16, twice or thrice
+        # The results of a layer's operators are rounded to bfloat16, two or three times.
         assert row["error"] < (4 * 2**-8 if row["operator"] in ("swiglu", "rotary") else 1e-5)
         assert row["gbs"] == pytest.approx(row["moved_bytes"] / row["ms"]["median"] / 1e6, rel=0.5, abs=0.1)
     tokens = 2**12
@@ -154,7 +154,7 @@ def test_workspaces_replace_the_standard_ones() -> None:
 
 
 class FakeClock:
-    """Time passes only where a call says so."""
+    """A clock whose time passes only when a test advances it."""
 
     fill_ms = 7.0
 

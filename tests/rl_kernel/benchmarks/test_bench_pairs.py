@@ -1,4 +1,4 @@
-"""Which rows of rl_kernel.bench are compared, what may be said of them, and how a result reads."""
+"""Tests which rows of rl_kernel.bench are compared, the allowed verdicts, and the text of a result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KERNEL = {"linear_logp": "triton"}
 
 
 def old_times(median: float, least: float, most: float, calls: int = 11) -> dict[str, Any]:
-    """As records kept them before single calls."""
+    """Returns times as older records store them, without single calls."""
     return {"median": median, "min": least, "max": most, "calls": calls}
 
 
@@ -43,7 +43,8 @@ def calls(*ms: float) -> dict[str, Any]:
 
 
 def test_the_interval_is_between_the_ranks_of_the_sign_test() -> None:
-    # P(Binomial(11, 1/2) < 2) = 12/2048: 98.8 % between second least and second largest; with 5 not even the ends do
+    # P(Binomial(11, 1/2) < 2) = 12/2048: the second smallest and second largest value enclose 98.8 %. For 5 values,
+    # even the smallest and largest enclose too little.
     assert [sign_rank(rounds) for rounds in (1, 5, 6, 8, 9, 11, 12)] == [None, None, 1, 1, 2, 2, 3]
     ratios = [0.9, 0.5, 0.8, 0.6, 0.7, 0.65, 0.55, 0.75, 0.85, 0.95, 9.0]
     found = median_ratio([2 * ratio for ratio in ratios], [2.0] * 11)
@@ -54,7 +55,7 @@ def test_the_interval_is_between_the_ranks_of_the_sign_test() -> None:
 
 
 def test_equal_contenders_are_seldom_called_different() -> None:
-    """Times that drift together, with spikes: of 2,000 pairs without a difference at most 5 % may have one shown."""
+    """The times drift together and have spikes. At most 5 % of 2,000 pairs without a difference may show one."""
     random = np.random.default_rng(7)
     shown = 0
     for _ in range(2000):
@@ -106,7 +107,8 @@ def test_each_operator_is_compared_with_what_does_the_same() -> None:
         {"name": "lost", "operator": "rival", "skipped": "out of memory"},
     ]
     pairs, unmatched = linear_pairs(rows)
-    # The default workspace although others were faster, the same use of the entropy, both places of the gradient.
+    # The comparison uses the default workspace although others were faster, the same use of the entropy, and both
+    # places of the gradient.
     assert [(pair.ours["name"], pair.rival["name"]) for pair in pairs] == [
         ("logp 1536", "native"),
         ("loss entropy", "native entropy"),
@@ -148,7 +150,7 @@ def test_operators_that_move_bytes_are_compared_with_their_own_rivals() -> None:
 
 @pytest.mark.slow
 def test_references_stand_beside_the_operators(tmp_path: Path) -> None:
-    """A run on a CPU with references and compiled references, its rows, and its whole report."""
+    """Runs references and compiled references on a CPU, and checks the rows and the whole report."""
     from torch._dynamo.utils import counters
 
     counters.clear()

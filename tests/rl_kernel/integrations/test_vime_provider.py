@@ -1,4 +1,4 @@
-"""Our operators behind upstream vime's interface, with records of the test's own that have the same fields."""
+"""Our operators behind upstream vime's interface; the test has its own records with the same fields."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Request:
 
 @dataclass(frozen=True)
 class OldRequest:
-    """Those of the record's first version, which has no hidden states."""
+    """The fields of the record's first version, which has no hidden states."""
 
     logits: torch.Tensor
     target_ids: torch.Tensor
@@ -74,7 +74,8 @@ TEMPERATURE = torch.linspace(0.5, 2, T, dtype=torch.float64)
 
 
 def formula(hidden, weight, bias, targets, temperature, keep=None):
-    """In float64: log-probs [T, 1] over the kept columns, entropy [T] over all that are not padding."""
+    """Returns, in float64, log-probs [T, 1] over the kept columns and entropy [T] over all columns that are not
+    padding."""
     logits = ((hidden @ weight.T + bias) / torch.as_tensor(temperature).reshape(-1, 1))[:, :REAL]
     kept = logits if keep is None else logits.masked_fill(~keep[:, :REAL], -torch.inf)
     log_p = logits.log_softmax(-1)
@@ -116,7 +117,7 @@ def test_log_probs_and_entropy_with_their_gradients(temperature, inputs):
 
 
 def test_hidden_states_need_no_logits():
-    """Logits without values: no number of them is read."""
+    """The logits have no values, so the test fails if a number is read."""
     *leaves, targets = tensors()
     request = replace(asked(*leaves, targets, 1.0), logits=torch.full((T, V), torch.nan, dtype=torch.float64))
     result = provider(request)
@@ -176,7 +177,7 @@ def test_the_first_version_of_the_record():
 
 
 def test_no_rows():
-    """A context-parallel rank may have none."""
+    """A context-parallel rank may have no rows."""
     *leaves, targets = tensors(rows=0)
     result = provider(asked(*leaves, targets, 0.7, context_parallel=Layout(2, 1, "zigzag")))
     assert result.selected_logprobs.shape == (0, 1) and result.entropy.shape == (0,)
@@ -223,7 +224,7 @@ def test_wrong_inputs_are_errors_and_no_reason_to_fall_back():
 
 
 def of_a_rank(rank: int, folder: str) -> None:
-    """Two tensor-parallel ranks, each with half of the columns; the second shard is padded."""
+    """Runs one of two tensor-parallel ranks, each with half of the columns; the second shard is padded."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     *leaves, targets = tensors()
     wanted = formula(*leaves, targets, TEMPERATURE)
@@ -243,12 +244,12 @@ def of_a_rank(rank: int, folder: str) -> None:
         torch.testing.assert_close(result.selected_logprobs, wanted[0])
         torch.testing.assert_close(result.entropy, wanted[1])
         found = list(gradients((result.selected_logprobs, result.entropy), own))
-        if mask is not None:  # logits: the caller's product gives each rank its own part
+        if mask is not None:  # for logits, the caller's product gives each rank its own part
             dist.all_reduce(found[0])
         for a, b in zip(found, (true[0], true[1][half], true[2][half]), strict=True):
             torch.testing.assert_close(a, b)
         assert result.provenance["tensor_parallel_size"] == 2
-    # a record without sizes: equal shards, in the order of the ranks
+    # A record without sizes means equal shards, in the order of the ranks.
     logits = ((leaves[0] @ leaves[1].T)[:, half]).detach()
     first = provider(OldRequest(logits, targets, group))
     whole = (leaves[0] @ leaves[1].T).log_softmax(-1).gather(1, targets[:, None])

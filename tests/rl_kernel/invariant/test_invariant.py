@@ -1,4 +1,5 @@
-"""The operators of rl_kernel.invariant on a host: against float64, alone and among other rows, and their gradients."""
+"""The operators of rl_kernel.invariant on a host: compared with float64, alone and among other rows, and their
+gradients."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def test_functions_at_their_ends():
 
 
 def operators() -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]]:
-    """Name -> (ours, plain PyTorch, inputs; the first has rows)."""
+    """Returns name -> (ours, plain PyTorch, inputs); the first input has rows."""
     weight, bias, gain = torch.randn(OUTPUTS, WIDTH), torch.randn(OUTPUTS), torch.randn(WIDTH)
     rows = torch.randn(ROWS, WIDTH) * torch.randn(ROWS, 1).exp()
     return {
@@ -105,7 +106,7 @@ def test_a_frozen_weight_gets_no_gradient():
 
 @pytest.mark.parametrize("length", [1, 7, 40])
 def test_a_query_has_the_same_bits_with_any_padding(length, threads):
-    """A whole padded prompt, and one query over its own keys, as an engine decodes."""
+    """The queries are a whole padded prompt, and one query over its own keys as in an engine's decode."""
     query, keys = torch.randn(2, 4, 40, SIZE), torch.randn(2, 2, 2, 40, SIZE)
     place = torch.arange(40)
     seen = (place[:, None] >= place).expand(2, 1, 40, 40)

@@ -1,7 +1,7 @@
-"""The Triton kernels of rl_kernel.invariant (in the interpreter where there is no GPU), and their code for Hopper GPUs.
+"""The Triton kernels of rl_kernel.invariant (in the interpreter without a GPU), and their code for Hopper GPUs.
 
-The interpreter multiplies tiles with numpy, whose sums depend on the row, and does not know bfloat16. Here it
-multiplies in float64, so that its bits follow from the kernel alone.
+The interpreter multiplies tiles with numpy, whose sums depend on the row, and has no bfloat16. Here it multiplies in
+float64, so that its bits follow from the kernel alone.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_a_row_of_a_product_alone_and_among_others(tile, monkeypatch):
 
 
 def test_rows_of_a_product_that_a_tile_cannot_copy():
-    """Every second column, 7 columns, and rows that begin at odd elements."""
+    """The rows have every second column, 7 columns, or begin at odd elements."""
     x, weight = torch.randn(9, 97).half(), torch.randn(21, 97).half()
     for part in (slice(None, None, 2), slice(7), slice(1, 97)):
         found = kernels.linear(x[:, part], weight[:, part], None)
@@ -72,10 +72,10 @@ def test_rows_of_a_product_that_a_tile_cannot_copy():
 
 
 def test_the_tile_follows_the_shape():
-    """On a GPU with 132 processors: decoding, a batch of prompts, training."""
+    """The shapes are those of decoding, a batch of prompts and training, on a GPU with 132 processors."""
     chosen = [product.tile_of(rows, 6144, 132)[:2] for rows in (8, 64, 128, 8192)]
     assert chosen == [(16, 32), (64, 64), (64, 128), (128, 256)]
-    assert product.tile_of(8192, 6144, 132, 4)[:2] == (128, 128)  # of float32, a larger part is too large
+    assert product.tile_of(8192, 6144, 132, 4)[:2] == (128, 128)  # in float32, a larger tile is too large
 
 
 def test_rms_norm():
@@ -87,7 +87,7 @@ def test_rms_norm():
 
 
 def test_rms_norm_of_heads_in_place():
-    """Heads that are a part of wider rows, as an engine has them."""
+    """The heads are a part of wider rows, as in an engine."""
     x, weight = torch.randn(5, 3 * 96).half(), torch.randn(32).half()
     heads = x[:, 96:192].view(5, 3, 32)
     found, _ = kernels.rms_norm(heads, weight, 1e-6)
@@ -159,7 +159,7 @@ def test_paged_queries_have_the_bits_of_packed_ones(packed, queries):
     page, cache = (
         16,
         torch.full((40, 2, 16, 2 * SIZE), torch.nan).half(),
-    )  # what no sequence has must not matter
+    )  # entries of no sequence must not matter
     order, table, used = torch.randperm(40).int(), torch.zeros(3, 12, dtype=torch.int32), 0
     for s, length in enumerate(LENGTHS):
         pages = -(-length // page)
@@ -207,7 +207,7 @@ for page in (0, 16):
 
 @pytest.mark.slow
 def test_the_code_for_a_hopper_gpu_computes_packed_and_paged_queries_alike():
-    """Only the addresses differ: the float32 instructions are the same, in the same order."""
+    """Only the addresses differ: both have the same float32 instructions in the same order."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, timeout=200

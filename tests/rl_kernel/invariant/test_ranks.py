@@ -1,4 +1,4 @@
-"""Products that two gloo processes share: bits of the forward, and gradients against one product of the whole."""
+"""Two gloo processes share a product: bits of the forward, and gradients compared with the whole product."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANKS, ROWS, INNER, OUTPUTS = 2, 10, 72, 34
 
 
 def problem() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [ROWS, 1, INNER] as in Megatron, a weight of all ranks, its bias, and the gradient of the output."""
+    """Returns x [ROWS, 1, INNER] as in Megatron, the whole weight, its bias, and the gradient of the output."""
     generator = torch.Generator().manual_seed(3)
     shapes = (ROWS, 1, INNER), (OUTPUTS, INNER), (OUTPUTS,), (ROWS, 1, OUTPUTS)
     x, weight, bias, upstream = (torch.randn(shape, generator=generator) for shape in shapes)
@@ -27,7 +27,7 @@ def problem() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def results(rank: int, ranks: int, group: Any) -> dict[str, list[Tensor]]:
-    """Of each kind: output, and gradients of x, weight and bias, as far as this rank has them."""
+    """Returns, per kind, the output and the gradients of x, weight and bias that this rank has."""
     x, weight, bias, upstream = problem()
     own = {size: slice(rank * size // ranks, (rank + 1) * size // ranks) for size in (ROWS, INNER, OUTPUTS)}
 
@@ -72,7 +72,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def plain() -> list[Tensor]:
-    """Output and gradients of the whole product, in float64."""
+    """Returns output and gradients of the whole product, in float64."""
     x, weight, bias, upstream = (tensor.double() for tensor in problem())
     leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
     out = torch.nn.functional.linear(*leaves)
@@ -123,7 +123,7 @@ def test_rows_that_do_not_fit_the_ranks_are_an_error(two):
 
 
 def test_parts_are_added_in_rank_order_and_rounded_once():
-    """Of four ranks. In another order the small part is lost, and so it is in the dtype of the input."""
+    """Four ranks add their parts. In another order, or in the dtype of the input, the small part would be lost."""
     x, weight = torch.ones(1, 1), torch.ones(1, 1)
     for parts, wanted in (([1e30, -1e30, 1.0, 0.0], 1.0), ([1.0, 1e30, -1e30, 0.0], 0.0)):
         gathered = torch.tensor(parts, dtype=torch.float64).view(4, 1, 1)

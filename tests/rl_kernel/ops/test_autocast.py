@@ -1,4 +1,4 @@
-"""An operator computes in the dtypes of its inputs, also inside of a caller's autocast."""
+"""An operator computes in the dtypes of its inputs, even inside a caller's autocast."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`expert_rows`, `expert_dispatch` and `expert_combine` against hand-worked rows, the float64 formulas and derivatives,
-by the reference and by the kernels (in Triton's interpreter where there is no GPU)."""
+"""`expert_rows`, `expert_dispatch` and `expert_combine` compared with hand-worked rows, the float64 formulas and
+derivatives, in the reference and the kernels (in Triton's interpreter without a GPU)."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def impl(request):
 
 
 def test_rows_by_hand():
-    """Tokens 0 and 2 go to expert 1, tokens 0 and 1 to expert 2, token 1 to expert 0, which is elsewhere."""
+    """Tokens 0 and 2 go to expert 1, tokens 0 and 1 to expert 2, and token 1 to expert 0, which is on another rank."""
     ids = torch.tensor([[2, 1], [0, 2], [1, 3]])
     rows, counts = expert_rows(ids, 1, 2)
     assert rows.tolist() == [[2, 0], [-1, 3], [1, -1]] and counts.tolist() == [2, 2]
@@ -94,7 +94,7 @@ def test_gradcheck():
 
 
 def test_a_layer_of_experts_is_the_weighted_sum(impl):
-    """Experts that multiply by their number: the layer is x times the sum of weight x number."""
+    """Experts multiply by their number, so the layer is x times the sum of weight x number."""
     case = ExpertRowsCase("layer", 6, 5, 4, 2)
     ids, (x, weights) = case.ids(DEVICE), case.inputs(device=DEVICE)
     rows, counts = expert_rows(ids, 0, 4)
@@ -116,7 +116,7 @@ def test_strided_inputs_and_gradients(impl):
             expert_dispatch(same, weights, rows.t().contiguous().t(), 15, impl=impl)[0], wanted
         )
     leaf = x.requires_grad_()
-    expert_dispatch(leaf, weights, rows, 15, impl=impl)[0].sum().backward()  # an expanded gradient
+    expert_dispatch(leaf, weights, rows, 15, impl=impl)[0].sum().backward()  # the gradient is expanded
     assert torch.equal(leaf.grad, torch.full_like(leaf, 3.0))
 
 

@@ -1,4 +1,4 @@
-"""Values and gradients of the operators of log-probs where these are extreme, in tokens that count and in others."""
+"""Values and gradients of operators at extreme log-probs, in tokens that count and in masked tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tensor(*values: float) -> Tensor:
 
 
 def kl_of(new: float, old: float, ref: float, impl: str, **flags: Any) -> tuple[float, float, float]:
-    """ratio, KL and the gradient of the KL of one token."""
+    """Returns ratio, KL and the gradient of the KL for one token."""
     leaf = tensor(new).requires_grad_()
     ratio, kl = ratio_kl(leaf, tensor(old), tensor(ref), None, impl=impl, **flags)
     kl.sum().backward()
@@ -49,7 +49,7 @@ def kl_of(new: float, old: float, ref: float, impl: str, **flags: Any) -> tuple[
 @IMPLS
 @pytest.mark.parametrize("new", [-INF, -1e30, -9999.0, -100.0])
 def test_k3_of_a_policy_without_probability_is_large_and_positive(impl, new):
-    """And it has no gradient there, as the ratio. Without a bound of both terms it would be -inf."""
+    """It has no gradient there, like the ratio. If both terms had no bound, it would be -inf."""
     _, kl, slope = kl_of(new, new if new > -INF else 0.0, 0.0, impl, kl_type="k3")
     assert kl == pytest.approx(TOP, rel=1e-5) and slope == 0
     assert kl_of(new, 0.0, 0.0, impl, kl_type="low_var_kl")[1:] == (10.0, 0.0)
@@ -67,7 +67,7 @@ def test_the_weight_of_a_policy_without_probability_takes_the_kl_away(impl, kl_t
 @pytest.mark.parametrize("kl_type", KL_TYPES)
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_a_masked_token_changes_no_other(impl, kl_type, unbiased):
-    """Every pair of extremes in the place of a token that does not count."""
+    """The masked token takes every pair of extreme values."""
     pairs = [(new, base) for new in EXTREMES for base in EXTREMES]
     new = tensor(*(x for x, _ in pairs), -1.0).requires_grad_()
     base = tensor(*(x for _, x in pairs), -1.5)
@@ -108,7 +108,7 @@ def test_a_masked_token_is_in_no_loss(impl, options):
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("log_ratio", [-INF, -9999.0, -88.8, 79.0, 88.8, 9999.0, INF])
 def test_a_counted_token_with_an_extreme_ratio(impl, advantage, log_ratio):
-    """PPO's loss by hand: the ratio is at most exp(80), without a gradient beyond."""
+    """PPO's loss by hand: the ratio is at most exp(80), and has no gradient above."""
     new = tensor(log_ratio).requires_grad_()
     loss, _ = grpo_loss(new, tensor(0.0), tensor(advantage), tensor(1.0), 1.0, impl=impl)
     loss.backward()

@@ -1,4 +1,4 @@
-"""`group_advantage` against hand-worked numbers and the per-group formula."""
+"""`group_advantage` compared with hand-worked numbers and the per-group formula."""
 
 import math
 
@@ -43,7 +43,7 @@ def test_siblings_of_one_rollout_count_once():
     ids = torch.zeros(5, dtype=torch.int64)
     out = group_advantage(rewards, ids, rollout_ids=rollouts)
     assert out.tolist() == pytest.approx([0.0, -1.0, 0.0, 0.0, 1.0], abs=2e-6)
-    # Without rollout ids the three siblings weigh three times: deviation of 1, 0, 1, 1, 2 is sqrt(1/2).
+    # Without rollout ids the three siblings weigh three times: the deviation of 1, 0, 1, 1, 2 is sqrt(1/2).
     assert group_advantage(rewards, ids)[4].item() == pytest.approx(math.sqrt(2), rel=1e-5)
 
 

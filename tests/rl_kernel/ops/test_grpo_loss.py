@@ -1,4 +1,4 @@
-"""`grpo_loss` against hand-worked numbers, the float64 formula and numerical derivatives."""
+"""`grpo_loss` compared with hand-worked numbers, the float64 formula and numerical derivatives."""
 
 import math
 
@@ -21,7 +21,7 @@ TERMS = {
 
 
 def inputs(tokens, dtype=torch.float32):
-    """Three samples of different lengths; their mask sums as denominators."""
+    """Returns three samples of different lengths; their mask sums are the denominators."""
     generator = torch.Generator().manual_seed(1)
     new = -3 * torch.rand(tokens, generator=generator)
     noise = torch.randn(4, tokens, generator=generator)
@@ -43,7 +43,7 @@ def inputs(tokens, dtype=torch.float32):
 def formula(
     c, *, eps_clip=0.2, eps_clip_high=None, eps_clip_c=None, kl_coef=0.0, entropy_coef=0.0, **kl_kwargs
 ):
-    """The published objective in float64, token by token."""
+    """Computes the published objective in float64, token by token."""
     high = eps_clip if eps_clip_high is None else eps_clip_high
     d = {name: value.double() for name, value in c.items()}
     ratio, advantages = (d["log_probs"] - d["old_log_probs"]).exp(), d["advantages"]
@@ -81,7 +81,7 @@ def test_clip_by_hand():
 
 
 def test_dual_clip_by_hand():
-    # Ratio 5, A = -1: max(5, 1.2) = 5, bounded by 3; the positive advantage is not touched: -min(5, 1.2).
+    # Ratio 5, A = -1: max(5, 1.2) = 5, bounded by 3. The positive advantage is unchanged: -min(5, 1.2).
     new = torch.full((2,), math.log(5), requires_grad=True)
     advantages = torch.tensor([-1.0, 1.0])
     loss, metrics = grpo_loss(new, torch.zeros(2), advantages, torch.ones(2), 1.0, eps_clip_c=3.0)

@@ -16,12 +16,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONTRACT = CONTRACTS["grpo_loss"]
 LEAVES = ("log_probs", "entropy")
-# The interpreter cuts a float32 down to bfloat16 instead of rounding it: twice the error.
+# The interpreter truncates float32 to bfloat16 instead of rounding: twice the error.
 SLACK = {torch.bfloat16: 1 if DEVICE == "cuda" else 2}
 
 
 def run(op, columns, options, scale=1.0):
-    """Loss, metrics, and the gradients of `scale * loss` in log_probs and entropy."""
+    """Returns loss, metrics, and the gradients of `scale * loss` for log_probs and entropy."""
     leaves = {name: columns[name].detach().clone().requires_grad_() for name in LEAVES if name in columns}
     loss, metrics = op({**columns, **leaves}, **options)
     grads = torch.autograd.grad(scale * loss, list(leaves.values()), allow_unused=True)

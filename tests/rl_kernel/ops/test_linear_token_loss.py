@@ -1,4 +1,4 @@
-"""`linear_token_loss` by its meaning: what both implementations owe the caller, and the reference in float64."""
+"""The contract of `linear_token_loss` for both implementations, and the reference in float64."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ both_impls = pytest.mark.parametrize("impl", IMPLS)
 
 
 def weighted(tokens, entropy=True):
-    """(g * log_probs + h * entropy).sum(), with two metrics."""
+    """Returns (g * log_probs + h * entropy).sum(), with two metrics."""
     g, h = upstream(tokens, DEVICE)
 
     def token_loss(log_probs, entropies, rows):
@@ -45,7 +45,7 @@ def leaves_of(case, dtype=FP32, bias=False):
 
 
 def expected(leaves, targets, token_loss, entropy=True, **options):
-    """Loss and gradients by `linear_logp`'s formula in float64 and autograd."""
+    """Returns loss and gradients from `linear_logp`'s formula in float64 and autograd."""
     wide = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
     log_probs, entropies = formula(**wide, targets=targets, **options)
     loss, _ = token_loss(log_probs, entropies if entropy else None, slice(0, len(targets)))
@@ -172,7 +172,7 @@ def test_without_gradients_nothing_is_computed_for_them(impl, how):
 @both_impls
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_the_weight_gradient_is_added_to_a_buffer_in_the_call(impl, dtype):
-    """Two micro-batches: both gradients in float32, whatever the dtype; autograd gets none, whatever comes later."""
+    """Two micro-batches add their gradients in float32, whatever the dtype; autograd gets no gradient at any time."""
     cases = [LinearCase("first", 6, 8, 11), LinearCase("second", 3, 8, 11)]
     buffer = torch.full((11, 8), 0.5, device=DEVICE)
     weight = cases[0].inputs(dtype, DEVICE)[1].requires_grad_()

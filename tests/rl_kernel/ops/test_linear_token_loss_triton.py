@@ -1,5 +1,5 @@
-"""`linear_token_loss` over the kernels: blocks of tokens, where the weight gradient is summed, tiles computed again,
-`grpo_loss` with all its terms inside; against the float64 formula."""
+"""`linear_token_loss` over the kernels, compared with the float64 formula: blocks of tokens, the buffer of the weight
+gradient, tiles that are computed again, and `grpo_loss` with all its terms inside."""
 
 from dataclasses import dataclass
 
@@ -32,14 +32,14 @@ pytestmark = [
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BLOCKS = LinearCase("blocks", 260, 16, 100, vocab_size=90)
-"""Three blocks of at most 128 tokens where the workspace holds no more."""
+"""A case with three blocks of at most 128 tokens, because the workspace holds no more."""
 TILES = LinearCase("tiles", 140, 16, 1500, vocab_size=1490)
-"""More columns than the narrowest tile."""
+"""A case with more columns than the narrowest tile."""
 
 
 @dataclass
 class Recorder:
-    """A loss that keeps what it was called with, and the plans of the heads that made its arguments."""
+    """A loss that records its arguments, and the plans of the heads that computed them."""
 
     tokens: int
     entropy: bool = True
@@ -59,7 +59,7 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch):
-    """Makes a Recorder that also sees the budget of each block."""
+    """Makes a Recorder that also records each block's budget."""
 
     def make(tokens, **kwargs):
         made = Recorder(tokens, **kwargs)
@@ -90,13 +90,13 @@ def problem_of(layer, targets):
 
 
 def workspace(layer, targets, rows, columns, entropy=True):
-    """Bytes in which so many columns of so many rows fit."""
+    """Returns the bytes in which `columns` columns of `rows` rows fit."""
     costs = make_head(problem_of(layer, targets)).costs(entropy)
     return rows * (costs.row + columns * costs.element)
 
 
 def run(loss, layer, targets, **options):
-    """Outputs and gradients, as `evaluate` gives them, and the result itself."""
+    """Returns outputs and gradients as `evaluate` does, and the result itself."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in layer.items()}
     result = linear_token_loss(
         **leaves, targets=targets, token_loss=loss, return_entropy=True, impl="triton", **options
@@ -120,7 +120,8 @@ def by_autograd(op, loss, layer, targets, dtype=None, **options):
 @pytest.mark.parametrize("blocks", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.slow), FP32], ids=str)
 def test_blocks_of_tokens(recorder, dtype, blocks, where):
-    """Without `weight_grad` the gradient of several blocks is summed in float32, which the workspace must hold."""
+    """Without `weight_grad`, the gradient of several blocks is summed in float32, and the workspace must hold this
+    sum."""
     layer, targets = layer_of(BLOCKS, dtype)
     loss = recorder(260)
     temperature = torch.linspace(0.5, 1.5, 260, device=DEVICE)
@@ -161,7 +162,7 @@ def test_blocks_and_one_block_give_the_same_numbers(recorder):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_tiles_are_computed_again_where_a_sum_would_not_fit(recorder, dtype):
-    """All tokens at once: no second block, which would need the float32 sum."""
+    """All tokens are in one block, because a second block would need the float32 sum."""
     columns = 1500 if dtype == BF16 else 2600
     case = LinearCase("tiles", 140, 16, columns, vocab_size=columns - 10)
     layer, targets = layer_of(case, dtype)
@@ -188,7 +189,7 @@ def test_too_little_workspace_names_what_is_needed(recorder):
 
 
 def test_the_sum_and_its_blocks_fit_together(recorder, monkeypatch):
-    """What is live at once: the float32 sum, and one block's tile."""
+    """The float32 sum and one block's tile are in memory at the same time."""
     layer, targets = layer_of(BLOCKS, BF16)
     loss = recorder(260)
     size = workspace(layer, targets, 130, 100) + 100 * 16 * 4
@@ -199,7 +200,7 @@ def test_the_sum_and_its_blocks_fit_together(recorder, monkeypatch):
     )
     run(loss, layer, targets, workspace_bytes=size)
     assert len(loss.rows) == 3 and max(taken) == 128 * 100
-    # One byte less for the blocks: not even one of 128 tokens fits beside the sum.
+    # With one byte less for the blocks, not even a block of 128 tokens fits next to the sum.
     loss.rows.clear()
     with pytest.raises(ValueError, match="give 260 tokens at least"):
         run(loss, layer, targets, workspace_bytes=workspace(layer, targets, 128, 100) + 100 * 16 * 4 - 1)
@@ -208,7 +209,7 @@ def test_the_sum_and_its_blocks_fit_together(recorder, monkeypatch):
 
 @pytest.mark.parametrize("entropy", [False, True], ids=["log_probs", "both"])
 def test_the_same_as_linear_logp_and_autograd(recorder, entropy):
-    """Bit for bit, in one block: the same kernels in the same order."""
+    """One block gives the same bits, because the same kernels run in the same order."""
     layer, targets = layer_of(LinearCase("same", 20, 24, 150), BF16)
     loss = recorder(20, entropy=entropy)
     one_pass, _ = run(loss, layer, targets)
@@ -235,7 +236,7 @@ def test_same_bits_every_time(recorder, dtype):
 
 @pytest.mark.parametrize("options", grpo_cases.OPTIONS.values(), ids=grpo_cases.OPTIONS)
 def test_grpo_loss_inside(options):
-    """Every term, over two blocks of which masked-out tokens hold NaN, for logits that are not rounded: a log-prob
+    """Every term is on, over two blocks whose masked tokens hold NaN. The logits are not rounded, because a log-prob
     must not fall on the other side of a clip bound."""
     layer, targets = layer_of(LinearCase("grpo", 136, 16, 100, vocab_size=90), BF16)
     wide = {name: tensor.double() for name, tensor in layer.items()}
@@ -271,7 +272,7 @@ def test_grpo_loss_inside(options):
 
 
 def test_masked_tokens_with_targets_that_are_none(monkeypatch):
-    """Padding tokens carry a target of -100; their log-prob is NaN and a masked loss does not see it."""
+    """Padding tokens have a target of -100; their log-prob is NaN, and a masked loss ignores it."""
     monkeypatch.setattr("rl_kernel.vocab.reads_values", lambda tensor: False)
     layer, targets = layer_of(LinearCase("padding", 20, 16, 60), BF16)
     mask = torch.arange(20, device=DEVICE) % 4 > 0

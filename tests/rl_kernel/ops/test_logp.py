@@ -1,4 +1,4 @@
-"""`logp` against hand-worked numbers, the float64 formula, numerical derivatives and `linear_logp`."""
+"""`logp` compared with hand-worked numbers, the float64 formula, numerical derivatives and `linear_logp`."""
 
 import math
 
@@ -107,13 +107,13 @@ def test_columns_of_probability_zero_stay_out_of_the_entropy():
 
 
 def test_kept_tokens_by_hand():
-    # Of p ~ (1, 3, 4, 8) the second token's rollout kept (3, 8): p = 3/11.
+    # The second token's rollout kept (3, 8) from p ~ (1, 3, 4, 8): p = 3/11.
     row = [0.0, math.log(3), math.log(4), math.log(8)]
     logits = torch.tensor([row, row], requires_grad=True)
     kept = KeptTokens.from_lists([[], [3, 1]])
     log_probs, entropy = logp(logits, torch.tensor([1, 1]), keep_mask=kept, return_entropy=True)
     assert log_probs.tolist() == pytest.approx([math.log(3 / 16), math.log(3 / 11)], rel=1e-6)
-    # The entropy knows nothing of the kept set.
+    # The entropy ignores the kept set.
     whole = [1 / 16, 3 / 16, 4 / 16, 8 / 16]
     want = -sum(p * math.log(p) for p in whole)
     assert entropy.tolist() == pytest.approx([want, want], rel=1e-6)

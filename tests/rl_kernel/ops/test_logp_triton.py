@@ -20,7 +20,7 @@ from hardware_rounding import nearest  # noqa: E402, F401
 
 from rl_kernel.ops.logp import kept_kernels  # noqa: E402
 
-# The interpreter warns of what the kernels mean: a first maximum far below any logit, lanes without a row.
+# The interpreter warns of intended values: a first maximum far below any logit, lanes without a row.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
     pytest.mark.usefixtures("nearest"),
@@ -32,7 +32,7 @@ TINY = LogpCase("tiny", 7, 11)
 
 
 def run(op, logits, targets, weights=(1, 1), **kwargs):
-    """Outputs and gradient of `(g * log_probs + h * entropy).sum()`."""
+    """Returns the outputs, and the gradient of `(g * log_probs + h * entropy).sum()`."""
     leaf = logits.detach().clone().requires_grad_()
     log_probs, entropy = op(leaf, targets, **kwargs)
     g, h = torch.randn(2, len(targets), generator=torch.Generator().manual_seed(3)).to(logits.device)
@@ -80,7 +80,7 @@ def test_every_case_keeps_the_contract(case, dtype, truncated):
 @pytest.mark.parametrize("truncated", [False, True], ids=["whole", "kept"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7], ids=str)
 def test_each_gradient_alone(weights, temperature, truncated):
-    """None: that output takes no part in the loss, so that its gradient is not even zeros."""
+    """With None, the loss does not use that output, so its gradient is None instead of zeros."""
     logits, targets = TINY.inputs(device=DEVICE)
     kept = TINY.kept(targets) if truncated else None
 
@@ -182,7 +182,7 @@ def test_logits_that_are_no_numbers_spoil_their_token_only(value):
 
 @pytest.fixture
 def unread(monkeypatch):
-    """As on a device in auto mode: no check reads values."""
+    """Turns off all checks that read values, as on a device in auto mode."""
     for module in ("vocab", "kept"):
         monkeypatch.setattr(f"rl_kernel.{module}.reads_values", lambda tensor: False)
 
@@ -204,7 +204,7 @@ def test_unread_bad_kept_sets_stay_in_bounds(unread, impl):
     logits, _ = LogpCase("bad_kept", 4, 8).inputs(device=DEVICE)
     targets = torch.tensor([0, 1, 2, 3], device=DEVICE)
     ids = torch.tensor([0, -5, 99, 2**40, 2, 3, 5], device=DEVICE)
-    # A token of ids that exist nowhere but for one; one whose target was not kept; an end beyond the ids.
+    # The tokens have: ids outside the vocabulary except one, a target that was not kept, and an end beyond the ids.
     kept = KeptTokens(ids, torch.tensor([0, 4, 4, 6, 9], device=DEVICE))
     log_probs = logp(logits, targets, keep_mask=kept, impl=impl)
     want = formula(logits, targets)[0]
@@ -229,7 +229,8 @@ def test_same_bits_every_time():
 
 @pytest.mark.parametrize("width", [2, 50])
 def test_tiles_of_the_vocabulary_merge_to_the_whole(width):
-    """What `linear_logp` does: stats of column tiles, one merge, gradients of tiles, over up to 65 parts."""
+    """Like `linear_logp`, this computes statistics of column tiles, one merge and gradients of tiles, over up to 65
+    parts."""
     case = LogpCase("tiles", 3, 130, vocab_size=127)
     logits, targets = case.inputs(device=DEVICE)
     shard = VocabShard(0, 130, 127, None, 130)
@@ -251,7 +252,7 @@ def test_tiles_of_the_vocabulary_merge_to_the_whole(width):
 
 def test_stats_by_the_reference():
     logits, targets = LogpCase("stats", 5, 40).inputs(device=DEVICE)
-    logits[3] = -math.inf  # no column here, as in a shard without any of a token's kept ids
+    logits[3] = -math.inf  # no column is in this row, as in a shard without the token's kept ids
     for shard in (VocabShard(0, 40, None, None, 80), VocabShard(20, 40, 50, None, 80)):
         got = kernels.row_stats(logits, targets, 1.0, shard, True)
         want = reference_stats(logits[:, : shard.real], targets, shard, True)
@@ -284,7 +285,7 @@ def test_gradient_into_a_narrower_dtype():
 def test_logits_are_rounded_before_the_temperature():
     logits, targets = LogpCase("rounding", 4, 50).inputs(device=DEVICE)
     shard = VocabShard(0, 50, None, None, 50)
-    # float16, which the interpreter rounds as the hardware does.
+    # The dtype is float16, which the interpreter rounds as the hardware does.
     rounded = logits.half().float()
     for source, rounding in ((logits, torch.float16), (rounded, None)):
         stats = kernels.row_stats(source, targets, 0.5, shard, True, rounding)
@@ -315,7 +316,7 @@ def test_kept_tiles_of_a_shard_by_the_reference(dtype, start):
     want = kept_stats(scaled, targets, shard, False, kept)
     torch.testing.assert_close(stats[:, truncated], want[:, truncated])
     assert not stats[1, ~truncated].any() and truncated.any() and not truncated.all()
-    # Any normalisers will do, as long as a row without ids has one for both.
+    # Any normalisers are allowed if a row without ids has the same value for both.
     whole_lse, entropy = torch.full((2, 6), 9.0, device=DEVICE)
     lse = torch.where(truncated, 8.0, whole_lse)
     for g, h in ((inverse, entropy), (inverse, None), (None, inverse)):

@@ -1,4 +1,4 @@
-"""Masked reductions in one process, against hand-worked numbers and numerical derivatives."""
+"""Masked reductions in one process, compared with hand-worked numbers and numerical derivatives."""
 
 import math
 

@@ -22,12 +22,12 @@ OPERATORS = {
     "masked_whiten kept mean": (masked_whiten, {"shift_mean": False}),
 }
 every_operator = pytest.mark.parametrize(("op", "options"), OPERATORS.values(), ids=OPERATORS)
-# The interpreter cuts a float32 down to bfloat16 instead of rounding it: twice the error.
+# The interpreter truncates float32 to bfloat16 instead of rounding: twice the error.
 SLACK = {torch.bfloat16: 1 if DEVICE == "cuda" else 2}
 
 
 def run(op, values, *args, **kwargs):
-    """The result and the gradient of a weighted sum of it."""
+    """Returns the result and the gradient of its weighted sum."""
     leaf = values.detach().clone().requires_grad_()
     out = op(leaf, *args, **kwargs)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out.device)

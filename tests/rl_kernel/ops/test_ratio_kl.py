@@ -1,4 +1,4 @@
-"""`ratio_kl` against hand-worked numbers, the float64 formulas and numerical derivatives."""
+"""`ratio_kl` compared with hand-worked numbers, the float64 formulas and numerical derivatives."""
 
 import math
 
@@ -20,7 +20,7 @@ def columns(tokens, dtype=torch.float32, seed=0):
 
 
 def formula(log_probs, old, ref, kl_type, unbiased):
-    """Straight from the definition, in float64."""
+    """Computes the definition in float64."""
     log_probs, old, ref = log_probs.double(), old.double(), ref.double()
     ratio, lr = (log_probs - old).exp(), log_probs - ref
     kl = {"k1": lr, "k2": lr**2 / 2}.get(kl_type, (-lr).exp() - 1 + lr)

@@ -15,12 +15,12 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONTRACT = CONTRACTS["ratio_kl"]
-# The interpreter cuts a float32 down to bfloat16 instead of rounding it: twice the error.
+# The interpreter truncates float32 to bfloat16 instead of rounding: twice the error.
 SLACK = {torch.bfloat16: 1 if DEVICE == "cuda" else 2}
 
 
 def run(op, columns, **kwargs):
-    """ratio, kl and the gradient of `(ratio + 2 * kl).sum()`."""
+    """Returns ratio, kl and the gradient of `(ratio + 2 * kl).sum()`."""
     columns = dict(columns)
     leaf = columns.pop("log_probs").detach().clone().requires_grad_()
     ratio, kl = op(leaf, *columns.values(), **kwargs)

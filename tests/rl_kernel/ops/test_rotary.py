@@ -1,4 +1,4 @@
-"""`rotary` against hand-worked numbers, the float64 formula and numerical derivatives."""
+"""`rotary` compared with hand-worked numbers, the float64 formula and numerical derivatives."""
 
 import pytest
 import torch
@@ -12,12 +12,12 @@ CONTRACT = CONTRACTS["rotary"]
 
 
 def test_by_hand():
-    """Head (1, 2, 3, 4): its pairs are (1, 3), turned by 90 degrees to (-3, 1), and (2, 4), by 180 to (-2, -4)."""
+    """The pairs of head (1, 2, 3, 4) are (1, 3), turned by 90 degrees to (-3, 1), and (2, 4), by 180 to (-2, -4)."""
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0], [5.0, 0.0, 0.0, 1.0]]], requires_grad=True)
     cos, sin = torch.tensor([[[0.0, -1.0]]]), torch.tensor([[[1.0, 0.0]]])
     got = rotary(x, cos, sin)
     assert got.tolist() == [[[-3.0, -2.0, 1.0, -4.0], [0.0, 0.0, 5.0, -1.0]]]
-    # the gradient is turned back: (-3, 1) -> (1, 3), (-2, -4) -> (2, 4)
+    # The gradient is turned back: (-3, 1) -> (1, 3), (-2, -4) -> (2, 4).
     assert torch.equal(torch.autograd.grad(got, x, got.detach())[0], x)
 
 
@@ -36,7 +36,7 @@ def test_contract(case, dtype):
 
 
 def test_a_coarser_angle_breaks_the_contract():
-    """The tolerance tells float32 angles from those rounded to bfloat16."""
+    """The tolerance separates float32 angles from angles rounded to bfloat16."""
     x, cos, sin, _ = RotaryCase("many", 300, 8, 64).inputs()
     want = formula(x, cos, sin)
     coarse = rotary(x, cos.bfloat16(), sin.bfloat16())

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONTRACT = CONTRACTS["rotary"]
-# The interpreter cuts a float32 down to bfloat16 instead of rounding it, angles and result: twice the error.
+# The interpreter truncates float32 to bfloat16 instead of rounding, for angles and result: twice the error.
 SLACK = {torch.bfloat16: 1 if DEVICE == "cuda" else 2}
 
 
@@ -42,19 +42,20 @@ def test_rounds_once_where_the_reference_rounds_thrice(dtype):
     x, cos, sin, _ = RotaryCase("many", 40, 4, 32).inputs(dtype, DEVICE)
     want = formula(x, cos, sin)
     ours, theirs = (max_error(rotary(x, cos, sin, impl=i), want) for i in ("triton", "reference"))
-    # In float32 there is nothing finer to compute in.
+    # For float32 inputs, no finer dtype is in use.
     assert ours <= theirs + (2**-24 * want.abs().max().item() if dtype == torch.float32 else 0)
 
 
 def test_views_of_a_fused_row_are_read_in_place():
-    """Query, key and value of one row, as the layer cuts them: [T, groups, (A / G + 2) D]."""
+    """Query, key and value are views of a row with the layer's layout: [T, groups, (A / G + 2) D]."""
     _, cos, sin, _ = RotaryCase("fused", 6, 1, 8).inputs(device=DEVICE)
     row = torch.randn(6, 2, 5 * 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     query, key, _ = row.split([3 * 8, 8, 8], dim=2)
     for part in (key, query[..., :8]):
         assert not part.is_contiguous()
         assert torch.equal(triton(part, cos, sin), triton(part.contiguous(), cos, sin))
-    turned = row.transpose(1, 2)[:, :8].contiguous().transpose(1, 2)  # other strides altogether: copied
+    # The strides differ entirely, so it is copied.
+    turned = row.transpose(1, 2)[:, :8].contiguous().transpose(1, 2)
     assert torch.equal(triton(turned, cos, sin), triton(turned.contiguous(), cos, sin))
 
 
@@ -64,9 +65,9 @@ def test_strided_gradients_and_angles():
     (grad,) = torch.autograd.grad(triton(leaf, cos, sin), leaf, upstream)
     beside = torch.full_like(upstream, math.nan)
     strided = (
-        torch.cat((upstream, beside), 1)[:, :3],  # rows of wider ones
-        upstream.transpose(0, 1).contiguous().transpose(0, 1),  # heads outside
-        upstream.repeat_interleave(2, 2)[..., ::2],  # neither
+        torch.cat((upstream, beside), 1)[:, :3],  # rows of wider rows
+        upstream.transpose(0, 1).contiguous().transpose(0, 1),  # heads are the outer dimension
+        upstream.repeat_interleave(2, 2)[..., ::2],  # neither layout
     )
     for same in strided:
         assert not same.is_contiguous()
@@ -116,7 +117,7 @@ def test_calls_are_counted():
 
 
 def test_angles_from_a_table_have_the_bits_of_given_ones():
-    """Places in any order, as an engine has them."""
+    """Positions come in any order, as in an engine."""
     from rl_kernel.ops.rotary import kernels
 
     x = torch.randn(5, 3, 16, device=DEVICE)

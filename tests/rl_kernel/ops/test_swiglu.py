@@ -1,4 +1,4 @@
-"""`swiglu` against hand-worked numbers, the float64 formula and numerical derivatives."""
+"""`swiglu` compared with hand-worked numbers, the float64 formula and numerical derivatives."""
 
 import math
 

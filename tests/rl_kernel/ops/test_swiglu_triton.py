@@ -23,7 +23,7 @@ def triton(x):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_case_keeps_the_contract(case, dtype):
-    """Also in the interpreter, which cuts a float32 down to bfloat16: that is the error of two roundings."""
+    """The interpreter also keeps it: it truncates float32 to bfloat16, which is the error of two roundings."""
     name = str(dtype).removeprefix("torch.")
     x, upstream = case.inputs(dtype, DEVICE)
     leaf, wide = x.clone().requires_grad_(), x.double().requires_grad_()
@@ -38,7 +38,7 @@ def test_every_case_keeps_the_contract(case, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_no_worse_than_the_reference(dtype):
-    """What the kernel rounds once the reference rounds twice; in float32 both are within a few units."""
+    """The kernel rounds once where the reference rounds twice; in float32 both are within a few units."""
     x, upstream = SwigluCase("many", (40,), 300).inputs(dtype, DEVICE)
     wide = x.double().requires_grad_()
     want = formula(wide)
@@ -55,7 +55,7 @@ def test_no_worse_than_the_reference(dtype):
 
 @pytest.mark.parametrize("width", [1, 12, 2051])
 def test_strided_inputs_and_gradients(width):
-    """A row of a wider one is read in place; what has other strides, an expanded gradient too, is copied."""
+    """A part of a wider row is read without a copy. Inputs with other strides, and an expanded gradient, are copied."""
     x, upstream = SwigluCase("strided", (4,), width).inputs(device=DEVICE)
     beside = torch.full((4, 3), math.nan, device=DEVICE)
     part = torch.cat((beside, x, beside), 1)[:, 3:-3]
@@ -63,7 +63,7 @@ def test_strided_inputs_and_gradients(width):
     wanted = triton(x)
     for same in (part, spread, turned):
         assert torch.equal(triton(same), wanted)
-    batched = x.view(2, 2, -1).transpose(0, 1)  # rows that no one stride leads to
+    batched = x.view(2, 2, -1).transpose(0, 1)  # no single stride describes these rows
     assert torch.equal(triton(batched), wanted.view(2, 2, -1).transpose(0, 1))
     leaf = x.requires_grad_()
     (grad,) = torch.autograd.grad(triton(leaf), leaf, upstream)
@@ -75,7 +75,7 @@ def test_strided_inputs_and_gradients(width):
 
 
 def test_extreme_gates():
-    """Below -89, exp(-gate) is infinite in float32: the result is 0, as nothing else is."""
+    """Below -89, exp(-gate) is infinite in float32, and the result must be 0."""
     gate = torch.tensor([100.0, -100.0, -1e30, 3e38, 0.0], device=DEVICE)
     x = torch.cat((gate, torch.ones_like(gate))).requires_grad_()
     got = triton(x)

@@ -1,4 +1,4 @@
-"""`swiglu` with a factor for each row, by the reference and by the kernels (in Triton's interpreter without a GPU)."""
+"""`swiglu` with a factor for each row, in the reference and in the kernels (in Triton's interpreter without a GPU)."""
 
 import pytest
 import torch

@@ -37,7 +37,8 @@ TINY = CASES[3]
 
 
 def inputs(case, dtype=torch.float32):
-    """hidden, weight, targets, kept set (a third of the tokens not truncated, ids twice), bias and temperature."""
+    """Returns hidden, weight, targets, kept set (a third of the tokens not truncated, ids twice), bias and
+    temperature."""
     hidden, weight, targets = (x.to(DEVICE) for x in case.inputs(dtype))
     kept = materialised.LogpCase("", case.tokens, case.vocab, case.vocab_size).kept(targets)
     bias = torch.linspace(-1, 1, case.vocab).to(DEVICE, dtype)
@@ -49,7 +50,7 @@ def upstream(tokens):
 
 
 def formula(hidden, weight, bias, targets, temperature, case, kept, rounding=None):
-    """The definition in float64, with materialised logits."""
+    """Computes the definition in float64, with materialised logits."""
     logits = hidden.double() @ weight.double().t() + (0 if bias is None else bias.double())
     if rounding is not None:
         logits = logits + (logits.to(rounding).double() - logits).detach()
@@ -57,7 +58,7 @@ def formula(hidden, weight, bias, targets, temperature, case, kept, rounding=Non
 
 
 def with_grads(op, *layer, weights=(1, 1)):
-    """Outputs and gradients of `(g * log_probs + h * entropy).sum()`; a weight of None leaves that term out."""
+    """Returns outputs and gradients of `(g * log_probs + h * entropy).sum()`; a weight of None leaves that term out."""
     leaves = [None if x is None else x.detach().clone().requires_grad_() for x in layer]
     outputs = op(*leaves)
     terms = [
@@ -114,7 +115,7 @@ def test_every_case_keeps_the_contract(impl, case, with_bias):
 @pytest.mark.parametrize("logits_dtype", [None, "float32"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_narrow_dtypes(impl, dtype, logits_dtype):
-    """Rounded logits come from matrix products in another order, so some land on the next number."""
+    """Rounded logits come from matrix products in another order, so some are rounded to the next number."""
     hidden, weight, targets, kept, _, temperature = inputs(TINY, dtype)
     options = {"keep_mask": kept, "return_entropy": True, "logits_dtype": logits_dtype, "impl": impl}
     actual = with_grads(
@@ -135,7 +136,7 @@ def test_narrow_dtypes(impl, dtype, logits_dtype):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("weights", [(1, 0), (0, 1), (1, None), (None, 1)], ids=str)
 def test_each_gradient_alone(impl, weights):
-    """None: that output takes no part in the loss, so that its gradient is not even zeros."""
+    """With None, the loss does not use that output, so its gradient is None instead of zeros."""
     hidden, weight, targets, kept, _, temperature = inputs(TINY)
     options = {"temperature": temperature, "keep_mask": kept, "return_entropy": True, "impl": impl}
     actual = with_grads(lambda h, w: linear_logp(h, w, targets, **options), hidden, weight, weights=weights)
@@ -146,7 +147,8 @@ def test_each_gradient_alone(impl, weights):
 
 
 def test_by_hand():
-    # Of p ~ (1, 3, 4, 8) the rollout kept (3, 8): the log-prob is of 3/11, the entropy of all four.
+    # The rollout kept (3, 8) from p ~ (1, 3, 4, 8): the log-prob is over these two (sum 11), the entropy over all
+    # four.
     weight = torch.tensor([[0.0], [math.log(3)], [math.log(4)], [math.log(8)]], device=DEVICE)
     kept = KeptTokens.from_lists([[3, 1, 3]], DEVICE)
     p = [1 / 16, 3 / 16, 4 / 16, 8 / 16]
@@ -185,7 +187,7 @@ def test_gradcheck_of_kept_and_recomputed_tiles(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_tiles_of_a_small_workspace(dtype):
-    """Some columns kept, some computed again in several tiles: bits may differ, results do not."""
+    """Some columns are kept, and some are computed again in several tiles: bits may differ, results do not."""
     case = LinearCase("tiles", 6, 4, 7000, vocab_size=6990)
     hidden, weight, targets, kept, _, temperature = inputs(case, dtype)
     task = Task(targets, temperature, kept, VocabShard(0, 7000, 6990, None, 7000), None)

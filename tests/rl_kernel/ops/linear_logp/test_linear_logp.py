@@ -1,4 +1,4 @@
-"""`linear_logp` against hand-worked numbers, the float64 formula and derivatives; its memory promise."""
+"""`linear_logp` compared with hand-worked numbers, the float64 formula and derivatives, and its bound of memory."""
 
 import math
 
@@ -105,7 +105,7 @@ def test_every_case_keeps_the_contract(case, dtype, logits_dtype):
     rounding = {None: dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}[logits_dtype]
     assert not contract_violations(actual, truth, dtype, rounding)
     if logits_dtype == "float32":
-        # The reference computes in float32 throughout: one rounding at the end.
+        # The reference computes in float32 and rounds once at the end.
         once = CONTRACTS["logp"].gradients[str(dtype).removeprefix("torch.")]
         for name in ("d_hidden", "d_weight"):
             assert max_error(actual[name], truth[name]) <= once.bound(truth[name])
@@ -143,7 +143,7 @@ def test_the_violations_are_found():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logits_are_rounded_as_the_engine_rounds_them(dtype):
-    """By default to the dtype of the weight: the same bits as from logits that a product of that dtype gives."""
+    """By default logits are rounded to the dtype of the weight, with the bits of a product in that dtype."""
     layer, targets = inputs_of(LinearCase("rounding", 20, 16, 50), dtype)
     logits = (layer["hidden"].float() @ layer["weight"].float().t()).to(dtype).float()
     want = (torch.log_softmax(logits / 0.7, -1)).gather(1, targets[:, None])[:, 0]
@@ -263,7 +263,7 @@ def test_same_bits_every_time(case):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returned."""
+    """Records the number of elements of the largest tensor that any operation returned."""
 
     largest = 0
 

@@ -1,5 +1,5 @@
-"""The linear operators over two gloo processes, by the kernels (in Triton's interpreter): shards of any size, one of
-them all padding, rows that overflow on one side only, blocks of tokens; against the float64 formula of the whole."""
+"""The linear operators' kernels over two gloo processes (in Triton's interpreter), compared with the whole float64
+formula. Shards have any size, one is all padding, rows overflow on one side only, and tokens come in blocks."""
 
 from datetime import timedelta
 
@@ -24,7 +24,7 @@ from rl_kernel.ops.linear_logp.cases import (
 pytestmark = pytest.mark.skipif(not interpreted(), reason="two GPUs: tests/gpu/test_multi_gpu.py")
 BF16, FP32 = torch.bfloat16, torch.float32
 SPLITS = {
-    # First columns of the ranks' shards, end, real vocabulary.
+    # First columns of the ranks' shards, their end, the real vocabulary.
     "uneven": ([0, 152], 260, None),
     "padded": ([0, 136], 272, 250),
     "second shard all padding": ([0, 136], 272, 130),
@@ -33,16 +33,16 @@ SPLITS = {
 TOKENS = 11
 KINDS = {"exp head": BF16, "plain head": FP32}
 BLOCKS = LinearCase("blocks", 136, 16, 272, vocab_size=250)
-"""Two blocks of tokens where the workspace holds 128 rows of a shard."""
+"""A case with two blocks of tokens, because the workspace holds 128 rows of a shard."""
 UNEVEN = LinearCase("uneven", 136, 16, 1300)
-"""The workspace holds all rows of the small shard, and 128 of the large one."""
+"""A case whose workspace holds all rows of the small shard, and 128 rows of the large shard."""
 
 
 def problem(split, dtype, wild=False):
     _, end, vocab_size = SPLITS[split]
     hidden, weight, targets = LinearCase(split, TOKENS, 16, end, vocab_size).inputs(dtype, seed=end)
     if wild:
-        # The largest logit and the target may lie on different sides, up to hundreds of nats apart.
+        # The largest logit and the target may be in different shards, up to hundreds of nats from each other.
         hidden[::3] *= 150
     options = {"temperature": torch.linspace(0.5, 2.0, TOKENS), "vocab_size": vocab_size}
     return {"hidden": hidden, "weight": weight}, targets, options
@@ -88,7 +88,7 @@ def one_pass_truth(layer, targets, **options):
 
 
 def on_rank(rank, folder):
-    """What one process contributes; saved for the parent to compare."""
+    """Computes one process's results and saves them for the parent to compare."""
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
@@ -111,7 +111,7 @@ def on_rank(rank, folder):
         results["uneven blocks"] = gathered(UNEVEN, *[(0, 1104), (1104, 1300)][rank], 136 * (200 + 1060 * 2))
         layer, targets, options = problem("padded", BF16)
         part = shard(layer, 136 * rank, 136 * rank + 136)
-        if rank == 1:  # as in a flat buffer of parameters
+        if rank == 1:  # the weight starts at an odd element, as in a flat buffer of parameters
             part["weight"] = torch.cat([torch.zeros(1).bfloat16(), part["weight"].flatten()])[1:].view(
                 136, 16
             )
@@ -128,7 +128,7 @@ def on_rank(rank, folder):
 
 
 def gathered(case, first, last, size):
-    """A call that adds to a gradient which is there, and the shapes of what it gathered."""
+    """Runs a call that adds to an existing gradient, and returns its results with the shapes that it gathered."""
     hidden, weight, targets = case.inputs(BF16)
     layer = {"hidden": hidden, "weight": weight[first:last]}
     buffer = torch.ones(last - first, 16)
@@ -160,7 +160,7 @@ def ranks(tmp_path_factory):
 
 
 def of_both(ranks, key):
-    """Both processes' results as of one; what must be equal is."""
+    """Checks that values common to both processes are equal, and joins the results."""
     parts = [rank[key] for rank in ranks]
     for name in parts[0].keys() - {"d_weight", "gathered"}:
         assert torch.equal(parts[0][name], parts[1][name]), f"{name} differs between ranks"
@@ -187,7 +187,7 @@ def test_linear_token_loss_keeps_the_contract(ranks, split, kind):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_rows_that_overflow_in_one_shard(ranks, split):
-    """Each process raises the centers of its own rows only."""
+    """Each process raises the centers of its own rows and no others."""
     layer, targets, options = problem(split, BF16, wild=True)
     truth = truth_of(layer, targets, **options)
     assert truth["log_probs"].min() < -100
@@ -198,8 +198,9 @@ def test_rows_that_overflow_in_one_shard(ranks, split):
     ("key", "case", "rows"), [("blocks", BLOCKS, (128, 8)), ("uneven blocks", UNEVEN, (136,))]
 )
 def test_blocks_of_tokens_gather_block_by_block(ranks, key, case, rows):
-    """Where shards differ, one process might choose other blocks than the next, and wait for it: one block for all."""
-    # Shards are compared, then the statistics of each block.
+    """With uneven shards, the processes might choose different blocks and wait for each other, so there is
+    one block."""
+    # The first collective compares the shards, the others each block's statistics.
     shapes = [(2,), *((4, count) for count in rows)]
     assert [rank[key]["gathered"] for rank in ranks] == [shapes] * 2
     hidden, weight, targets = case.inputs(BF16)
@@ -215,7 +216,7 @@ def test_no_tokens(ranks):
 
 
 def test_memory_of_one_process_does_not_decide_the_form(ranks):
-    """The forms differ in their collectives: processes that took different ones would wait for each other."""
+    """The forms differ in their collectives, so processes with different forms would wait for each other."""
     for rank in ranks:
         assert rank["variants"] == {"exponentials": 1}
         for name, value in rank["padded", "exp head", "both"].items():

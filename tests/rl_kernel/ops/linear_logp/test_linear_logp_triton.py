@@ -1,5 +1,5 @@
-"""`linear_logp` over the kernels (in Triton's interpreter where there is no GPU): both heads, every gradient, every way
-to spend the workspace, against the float64 formula and against plain PyTorch in the same dtype."""
+"""`linear_logp` over the kernels (in Triton's interpreter without a GPU): both heads, every gradient, every use of
+the workspace, compared with the float64 formula and with plain PyTorch in the same dtype."""
 
 from functools import cache, partial
 
@@ -32,16 +32,16 @@ from rl_kernel.ops.linear_logp.plan import plan
 from rl_kernel.vocab import VocabShard
 
 pytestmark = [
-    # Lanes without a row or column compute with what lies in memory.
+    # Lanes without a row or column compute with uninitialised memory.
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
     pytest.mark.usefixtures("nearest"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HOPPER = interpreted() or torch.cuda.get_device_capability()[0] == 9
-"""Whether bfloat16 layers get the exponential head here."""
+"""True if bfloat16 layers get the exponential head on this device."""
 KINDS = {
-    # dtype, logits_dtype, what logits are rounded to
+    # Dtype, logits_dtype, dtype to which logits are rounded.
     "bf16": (BF16, None, BF16),
     "bf16 exact": (BF16, "float32", FP32),
     "fp16": (FP16, None, FP16),
@@ -49,7 +49,7 @@ KINDS = {
     "fp32 rounded": (FP32, "bfloat16", BF16),
 }
 SEEDS = {"one_token": 6, "blocks": 1}
-"""Few numbers say little about their rounding."""
+"""Number of seeds per case: a few values are too few to judge their rounding."""
 fast = partial(linear_logp, impl="triton", return_entropy=True)
 
 
@@ -70,7 +70,7 @@ def problem_of(layer, targets, rounding=BF16, temperature=1.0):
 
 
 def workspace_for(layer, targets, columns, rounding=BF16):
-    """Bytes in which so many columns fit, and the plan they lead to."""
+    """Returns the bytes of a workspace for `columns` columns, and the plan that follows."""
     costs = make_head(problem_of(layer, targets, rounding)).costs(True)
     size = len(targets) * (costs.row + columns * costs.element)
     return size, plan(len(targets), len(layer["weight"]), costs, size)
@@ -81,7 +81,8 @@ def workspace_for(layer, targets, columns, rounding=BF16):
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
 def test_every_case_keeps_contract_and_acceptance_rule(case, kind, bias):
     dtype, logits_dtype, rounding = KINDS[kind]
-    # Of the other kinds, `logp` tests each gradient alone over the same kernels. Blocks take the interpreter seconds.
+    # For the other kinds, the tests of `logp` cover each gradient alone over the same kernels. Blocks take the
+    # interpreter seconds.
     for used in (
         ("both",) if bias or dtype != BF16 or case.name == "blocks" else ("log_probs", "entropy", "both")
     ):
@@ -103,7 +104,7 @@ def test_every_case_keeps_contract_and_acceptance_rule(case, kind, bias):
 
 
 def unaligned(tensor):
-    """The same rows, each one element further than a multiple of 16 bytes."""
+    """Returns the same rows, each one element further than a multiple of 16 bytes."""
     wide = tensor.new_zeros(len(tensor), tensor.shape[1] + 8)
     wide[:, 1 : 1 + tensor.shape[1]] = tensor
     return wide[:, 1 : 1 + tensor.shape[1]]
@@ -131,7 +132,7 @@ def test_which_head_serves_what():
 
 @cache
 def dense():
-    """A layer, its targets, and the results of contiguous inputs."""
+    """Returns a layer, its targets, and the results of contiguous inputs."""
     layer, targets = layer_of(LinearCase("strided", 9, 16, 150), BF16)
     return layer, targets, evaluate(fast, layer, targets)
 
@@ -161,12 +162,12 @@ def test_strided_inputs(layout, which):
     truth = truth_of(layer, targets)
     strided = evaluate(fast, views, torch.stack([targets, targets], 1)[:, 1].int())
     assert not contract_violations(strided, truth, BF16, BF16)
-    if layout != "unaligned":  # that one goes to the other head
+    if layout != "unaligned":  # an unaligned layer goes to the other head
         assert all(torch.equal(strided[name], wanted[name]) for name in wanted)
 
 
 def test_an_expanded_hidden_state():
-    """The same row for every token: a stride of 0."""
+    """Every token has the same row, with a stride of 0."""
     layer, targets = layer_of(LinearCase("expanded", 6, 16, 40), BF16)
     row = layer["hidden"][:1]
     truth = truth_of(layer | {"hidden": row.repeat(6, 1)}, targets)
@@ -185,7 +186,7 @@ def test_narrow_and_wide_hidden_states(hidden):
 @pytest.mark.parametrize("temperature", [1, 2, 0.7, BF16, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_temperatures(dtype, temperature):
-    """A number, whole or not, or a tensor of any float dtype, any stride."""
+    """A temperature is a number, whole or not, or a tensor of any float dtype and any stride."""
     layer, targets = layer_of(LinearCase("temperature", 6, 16, 40), dtype)
     if isinstance(temperature, torch.dtype):
         temperature = torch.linspace(0.5, 2, 12, device=DEVICE).to(temperature)[::2]
@@ -195,7 +196,7 @@ def test_temperatures(dtype, temperature):
 
 
 WIDE = {
-    # Dtype, columns of the vocabulary, columns that fit, columns kept
+    # Dtype, columns of the vocabulary, columns that fit, columns kept.
     "exp head": (BF16, 1500, 1300, 1280),
     "plain head": (FP32, 2600, 2570, 1536),
 }
@@ -204,11 +205,12 @@ WIDE = {
 @pytest.mark.parametrize("uses", ["log_probs", "entropy", "both"])
 @pytest.mark.parametrize("head", WIDE)
 def test_tiles_that_do_not_fit_are_computed_again(head, uses):
-    """All kept, some kept, and none in a second backward, which finds the kept ones consumed."""
+    """The workspace keeps all tiles, some, or no tile in a second backward, because the first backward
+    consumed them."""
     dtype, columns, fits, kept = WIDE[head]
     case = LinearCase("tiles", 5, 16, columns, vocab_size=columns - 10)
     layer, targets = layer_of(case, dtype)
-    # A target in each tile.
+    # Each tile has a target.
     targets[:3] = torch.tensor([0, kept, columns - 11])
     options = {"temperature": 0.8, "vocab_size": case.vocab_size}
     truth = truth_of(layer, targets, uses, **options)
@@ -270,7 +272,8 @@ def test_only_what_is_needed_gets_a_gradient(dtype):
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("how", ["no_grad", "frozen"])
 def test_without_gradients_nothing_is_kept(dtype, how, monkeypatch):
-    """Reference and old log-probs: the exponential head needs no tile at all, the other one to pass through."""
+    """Reference and old log-probs need no gradient: the exponential head keeps no tile, the other head one to pass
+    through."""
     layer, targets = layer_of(LinearCase("forward", 5, 16, 1500), dtype)
     kind = type(make_head(problem_of(layer, targets)))
     memory, taken = kind.tile_memory, []
@@ -329,7 +332,7 @@ def test_the_reference_agrees_and_is_what_the_mode_falls_back_to():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_forward_alone_goes_in_blocks_where_the_workspace_is_small(dtype):
-    """What a backward would need more of is no bound of it; rows do not depend on their block."""
+    """A forward alone is not bounded by the memory of a backward; rows do not depend on their block."""
     case = LinearCase("blocks", 300, 16, 272, vocab_size=250)
     hidden, weight, targets = case.inputs(dtype, DEVICE)
     options = {"vocab_size": 250, "return_entropy": True, "impl": "triton"}

@@ -1,5 +1,5 @@
-"""`linear_logp` at the values where an exponential head could go wrong: sums that overflow, probabilities near 1 and 0,
-targets and temperatures that are none and that nobody looked at."""
+"""`linear_logp` at values where an exponential head could fail: sums that overflow, probabilities near 1 and 0, and
+invalid targets and temperatures that no check has read."""
 
 import math
 from functools import partial
@@ -24,7 +24,7 @@ from hardware_rounding import nearest  # noqa: F401
 from rl_kernel.ops.linear_logp.exp_head import ExpHead
 
 pytestmark = [
-    # Exponentials that overflow are what is tested.
+    # The test is about exponentials that overflow.
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
     pytest.mark.usefixtures("nearest"),
 ]
@@ -35,7 +35,7 @@ fast = partial(linear_logp, impl="triton", return_entropy=True)
 
 @pytest.fixture
 def flags(monkeypatch):
-    """The overflow flags of all calls, read when the test asks."""
+    """Collects the overflow flags of the calls; the test reads them."""
     seen, centers = [], ExpHead._centers
 
     def spy(self):
@@ -48,7 +48,7 @@ def flags(monkeypatch):
 
 
 def one_hot(logits):
-    """A layer whose logits are exactly these [N, V], which bfloat16 must hold."""
+    """Returns a layer whose logits are exactly these [N, V]; bfloat16 must hold them."""
     tokens, _ = logits.shape
     width = -(-tokens // 8) * 8
     hidden = torch.eye(tokens, width, device=DEVICE, dtype=BF16)
@@ -58,7 +58,7 @@ def one_hot(logits):
 
 
 def steep(gap, tokens=6, columns=300):
-    """Logits of which a token's target lies `gap` below the largest; the first token's target is the largest."""
+    """Returns logits whose target is `gap` below the largest; the first token's target is the largest."""
     logits = torch.randint(-8, 9, (tokens, columns), generator=torch.Generator().manual_seed(1)).float()
     targets = torch.arange(tokens) * 41 % columns
     peaks = (targets + 131) % columns
@@ -74,22 +74,22 @@ def steep(gap, tokens=6, columns=300):
 @pytest.mark.parametrize("logits_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("gap", "repaired"), [(16, 0), (32, 0), (48, 1), (80, 1), (104, 1), (512, 1)])
 def test_targets_far_below_the_largest_logit(flags, gap, repaired, logits_dtype, uses):
-    """Sums above 1e17, then above what float32 holds: log-probs down to -512, probabilities of 1 elsewhere."""
+    """Sums exceed 1e17, then the range of float32: log-probs go down to -512, and other columns have probability 1."""
     layer, targets = steep(gap)
     actual = evaluate(fast, layer, targets, uses, logits_dtype=logits_dtype)
     assert [flag.item() for flag in flags[:1]] == [repaired]
     truth = truth_of(layer, targets, uses)
     assert truth["log_probs"][1].item() == pytest.approx(-gap, abs=0.2)
     if uses == "entropy" and gap == 32:
-        # Gradients of 1e-8, from the difference of numbers that float32 holds to 2e-6.
+        # Gradients of 1e-8 come from the difference of numbers that float32 holds to 2e-6.
         for name in ("d_hidden", "d_weight"):
             assert (actual.pop(name) - truth.pop(name)).abs().max() < 4e-6 * gap
-    # The logits are whole numbers: whatever they are rounded to, results are as of exact logits.
+    # The logits are whole numbers, so results are those of exact logits in every rounding.
     assert not contract_violations(actual, truth, BF16, FP32)
 
 
 def test_logits_of_a_thousand(flags):
-    """+-1000: exp() of either is no float32 number."""
+    """float32 can hold exp() of neither +1000 nor -1000."""
     logits = torch.tensor([[1000.0, -1000, 0, 992], [-1000, 1000, 1000, 0], [-1000, -1000, -1000, -1000]])
     layer, targets = one_hot(logits), torch.tensor([1, 1, 2], device=DEVICE)
     actual = evaluate(fast, layer, targets)
@@ -132,7 +132,7 @@ def test_repairing_some_rows_changes_no_bit_of_the_others(flags):
 
 
 def test_repaired_tiles_are_computed_again_from_the_raised_center(flags):
-    """A workspace for 1,280 of 1,500 columns, and a second backward for which nothing is left."""
+    """The workspace is for 1,280 of 1,500 columns, and a second backward finds no kept tile."""
     layer, targets = steep(512, tokens=5, columns=1500)
     size = 5 * (64 + 13 * 2 * 4 + 1300 * 2) + 500
     leaves = {name: tensor.requires_grad_() for name, tensor in layer.items()}
@@ -151,7 +151,7 @@ def test_repaired_tiles_are_computed_again_from_the_raised_center(flags):
 @pytest.mark.parametrize("gap", [4, 8, 14, 24])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_gradients_of_nearly_certain_tokens(dtype, gap):
-    """1 - p down to 1e-9: what the others leave, to the 2**-24 with which float32 knows their sum."""
+    """1 - p goes down to 1e-9, the sum of the other probabilities, which float32 holds to 2**-24."""
     logits = torch.zeros(3, 40)
     logits[:, 7] = gap
     layer = {name: x.to(dtype) for name, x in one_hot(logits).items()}
@@ -166,8 +166,8 @@ def test_gradients_of_nearly_certain_tokens(dtype, gap):
 
 @pytest.mark.parametrize("gap", [8, 12, 16])
 def test_entropy_gradient_of_a_nearly_certain_column_that_is_not_the_target(gap):
-    """p (log p + H) of p up to 0.99 and more: the logarithm of a bfloat16 exponential would be off by up to half of it,
-    so that likely columns take their logit from a dot product."""
+    """The gradient is p (log p + H) for p up to 0.99 and more. The logarithm of a bfloat16 exponential would be wrong
+    by up to half its value, so likely columns take their logit from a dot product."""
     layer, targets = steep(gap)
     truth = truth_of(layer, targets, "entropy")
     for logits_dtype in ("bfloat16", "float32"):
@@ -180,7 +180,7 @@ def test_entropy_gradient_of_a_nearly_certain_column_that_is_not_the_target(gap)
 @pytest.mark.parametrize("spread", [3, 10])
 @pytest.mark.parametrize("uses", ["log_probs", "entropy", "both"])
 def test_peaked_distributions_with_sampled_targets(spread, uses):
-    """As in a rollout: largest probabilities of 0.3 and 0.8 on average, and mostly they are the target's."""
+    """As in a rollout, the largest probabilities are 0.3 and 0.8 on average, and mostly belong to the target."""
     hidden, weight, _ = LinearCase("peaked", 100, 64, 400).inputs(BF16, DEVICE, seed=3)
     hidden *= spread
     p = (hidden.double() @ weight.double().t()).softmax(1)
@@ -205,13 +205,14 @@ def test_hidden_states_that_are_no_numbers_spoil_their_token_only(dtype, value):
 
 @pytest.fixture
 def unread(monkeypatch):
-    """As on a device in auto mode: no check reads values."""
+    """Turns off all checks that read values, as on a device in auto mode."""
     for module in ("vocab", "kept"):
         monkeypatch.setattr(f"rl_kernel.{module}.reads_values", lambda tensor: False)
 
 
 BAD_TARGETS = (-1, -100, 60, 50, 2**31 - 1, 2**31, 2**32 + 5, 2**40, -(2**40))
-"""Below and above the vocabulary of 50, in the padding up to 60, and far enough to wrap around in 32 bits."""
+"""Targets below and above the vocabulary of 50, in the padding up to 60, and so far that they wrap around in
+32 bits."""
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
@@ -229,7 +230,7 @@ def test_unread_targets_that_are_no_tokens_give_nan_for_their_token(unread, dtyp
     assert torch.equal(log_probs[good], clean[good])
     assert log_probs.isnan().nonzero()[:, 0].tolist() == list(range(2, len(bad) - 1))
     assert entropy.isfinite().all()
-    # A loss that masks them trains on the others as if they were not there.
+    # A loss that masks these tokens trains the other tokens as if they were alone.
     log_probs[good].sum().backward()
     only = [x.clone().requires_grad_() for x in (hidden[good], weight)]
     op(*only, targets[good]).sum().backward()

@@ -1,5 +1,5 @@
-"""Soft cap and scale of logits in `logp`, `linear_logp` and `linear_token_loss`, by the reference and by the kernels,
-against the float64 formula and against plain PyTorch."""
+"""Soft cap and scale of logits in `logp`, `linear_logp` and `linear_token_loss`, in the reference and the kernels,
+compared with the float64 formula and with plain PyTorch."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_linear_logp_is_the_formula(dtype, kept, impl):
         return linear_logp(impl=impl, return_entropy=True, **kwargs)
 
     actual, truth = (f(layer, targets, **options) for f in (lambda *a, **k: evaluate(op, *a, **k), truth_of))
-    # in bfloat16, a cap rounds three times more
+    # In bfloat16, a cap rounds three times more.
     assert contract_violations(actual, truth, dtype, dtype, allowance=1 if dtype == FP32 else 3) == []
     plain = evaluate(cases.formula, {n: x.double() for n, x in layer.items()}, targets, vocab_size=33)
     assert (plain["log_probs"] - truth["log_probs"]).abs().max() > 0.1  # the cap matters
@@ -73,7 +73,7 @@ def test_logp_is_the_formula(case, impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_cap_is_computed_in_the_dtype_of_the_logits(impl):
-    """As vLLM computes it: divided, tanh and multiplied in bfloat16."""
+    """vLLM divides, applies tanh and multiplies in bfloat16."""
     layer, targets = layer_of(SMALL, BF16)
     logits = layer["hidden"] @ layer["weight"].T
     capped = 3.0 * torch.tanh(logits / 3.0)

@@ -1,4 +1,4 @@
-"""Log-probs of given ids, and `linear_top`: against all logits in float64, in one process and over two of them."""
+"""Log-probs of given ids, and `linear_top`: compared with all logits in float64, in one process and over two."""
 
 import math
 from datetime import timedelta
@@ -36,7 +36,7 @@ ALL = (1, 1, 1)
 
 
 def ids_of(case, targets, count=4):
-    """`count` different ids of each token, with the target in every second row; one token has two, one has none."""
+    """Returns `count` different ids per token (target in every second row); one token has two ids, one has no id."""
     count = min(count, case.real)
     random = torch.Generator().manual_seed(1)
     rows = []
@@ -77,7 +77,7 @@ def gains(tokens, count):
 
 
 def loss_of(outputs, ids, weights=ALL, rows=slice(None)):
-    """A sum of the outputs with random weights; a weight of None leaves a term out of the graph."""
+    """Returns a sum of the outputs with random weights; a weight of None leaves a term out of the graph."""
     g, h, k = (x[rows] for x in gains(len(ids), ids.shape[1]))
     some = ids[rows]
     of_ids = torch.where(some == NONE, 0, outputs[2])
@@ -177,7 +177,7 @@ def test_soft_cap(impl):
 
 
 def test_by_hand():
-    """Of p ~ (1, 3, 4, 8) / 16 the log-probs of ids 3 and 0 with the weights 2 and 5, of the target, id 3, with 7."""
+    """p ~ (1, 3, 4, 8) / 16. The log-probs of ids 3 and 0 have the weights 2 and 5, that of the target, id 3, has 7."""
     weight = torch.tensor([[0.0], [math.log(3)], [math.log(4)], [math.log(8)]], device=DEVICE)
     p = [1 / 16, 3 / 16, 4 / 16, 8 / 16]
     for impl in IMPLS:
@@ -198,7 +198,7 @@ def test_by_hand():
 def test_gradcheck_of_kept_and_recomputed_tiles(monkeypatch):
     hidden, weight, _, targets, _ = inputs(TINY, torch.float64)
     ids = ids_of(TINY, targets)
-    ids[ids == NONE] = 0  # a difference of infinities is no number
+    ids[ids == NONE] = 0  # a difference of infinities is NaN
     ids[3] = torch.tensor([1, 2, 3, 4])
     ids = ids[:, :2].contiguous()
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
@@ -284,7 +284,7 @@ def test_same_bits_every_time():
 )
 def test_bad_ids(change, message):
     if DEVICE == "cuda" and "values from" in message:
-        return  # the values of a GPU are not read
+        return  # checks do not read the values on a GPU
     hidden, weight, _, targets, _ = inputs(TINY)
     with pytest.raises(ValueError, match=message):
         linear_logp(hidden, weight, targets, ids=change(ids_of(TINY, targets)))
@@ -298,7 +298,7 @@ def test_not_with_a_kept_set():
 
 
 def by_rule(log_p, count):
-    """The largest first, of equal ones the lowest id."""
+    """Returns the largest log-probs first, and of equal values the lowest id first."""
     order = torch.sort(log_p, dim=1, descending=True, stable=True).indices[:, :count]
     return order, log_p.gather(1, order)
 
@@ -334,7 +334,7 @@ def test_top_in_tiles_and_blocks():
     torch.testing.assert_close(top.log_probs, whole[1].log_probs)
     assert (
         top.ids == whole[1].ids
-    ).float().mean() > 0.99  # two log-probs may be equal but for the last digit
+    ).float().mean() > 0.99  # two log-probs may be equal except for the last digit
     with pytest.raises(ValueError, match="count must be >= 1, got 0; use linear_logp for the targets alone"):
         linear_top(hidden, weight, targets, 0)
 
@@ -353,7 +353,7 @@ TOKENS = 11
 
 
 def part(split, impl, first, last, group):
-    """Outputs and gradients on the columns [first, last), and the top."""
+    """Returns outputs and gradients on the columns [first, last), and the top."""
     _, end, vocab_size = SPLITS[split]
     case = LinearCase(split, TOKENS, 5, end, vocab_size)
     hidden, weight, _, targets, temperature = inputs(case)
