@@ -1,4 +1,4 @@
-"""The distribution: command line, vLLM engines, plan, audit, benchmarks. Importing it installs `vime.alias`."""
+"""The distribution: command line, vLLM engines, plan, audit, benchmarks. Its import installs `vime.alias`."""
 
 from vime.alias import install
 

@@ -1,4 +1,4 @@
-"""`python -m vime` is the `vime` command."""
+"""Runs the `vime` command for `python -m vime`."""
 
 import os
 import sys

@@ -1,7 +1,8 @@
-"""The import paths of upstream vime, which is slime with `slime` renamed: `vime.utils.types` is `slime.utils.types`.
+"""Provides the import paths of upstream vime, which is slime with `slime` renamed: `vime.utils.types` is
+`slime.utils.types`.
 
-`import vime` installs one finder in each process. A module under two names is one module object, so that classes,
-singletons and pickles are the same under both names. vime's own modules are found as ever.
+`import vime` installs one finder in each process. A module under two names is one module object, so classes, singletons
+and pickles are the same under both names. vime's own modules are found by the normal finder.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 PACKAGES = ("agent", "backends", "observability", "ray", "rollout", "utils")
-"""The packages of slime that plug-ins import. Other names under `vime` are vime's own."""
+"""Packages of slime that plug-ins import. Other names under `vime` are vime's own."""
 
 RENAMED = {"rollout.vllm_rollout": "rollout.sglang_rollout"}
 """Modules that upstream vime names after its engine. slime's module has the names that plug-ins import."""
 
 
 class Alias:
-    """Finds and loads `vime.X` as `slime.X` for the packages above: an importlib.abc.MetaPathFinder and a Loader. That
-    module is not imported, because `python -m vime` would then look for `random` in the current folder."""
+    """Finds and loads `vime.X` as `slime.X` for the packages above. It implements importlib.abc.MetaPathFinder and
+    Loader.
+
+    Neither class is imported, because with `python -m vime` the import would look for `random` in the current folder.
+    """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of an alias; None for vime's own modules and where slime has no such module."""
+        """Returns the spec of an alias, or None for vime's own modules and for a module that slime does not have."""
         root, _, rest = name.partition(".")
         if root != "vime" or rest.partition(".")[0] not in PACKAGES:
             return None
@@ -37,13 +41,14 @@ class Alias:
             return None
         if importlib.util.find_spec(_real(name)) is None:
             return None
-        return ModuleSpec(name, self)  # type: ignore[arg-type]  # not of the abstract class, see above
+        # no instance of the abstract class, see above
+        return ModuleSpec(name, self)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """The import system makes an empty module, which `exec_module` replaces."""
+        """Does nothing. The import system makes an empty module, which `exec_module` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put slime's module under the alias. It keeps its own name and spec."""
+        """Registers slime's module under the alias. It keeps its own name and spec."""
         name = module.__name__
         sys.modules[name] = importlib.import_module(_real(name))
 
@@ -54,6 +59,6 @@ def _real(name: str) -> str:
 
 
 def install() -> None:
-    """Put the finder before the others, once."""
+    """Inserts the finder before the others, once."""
     if not any(isinstance(finder, Alias) for finder in sys.meta_path):
         sys.meta_path.insert(0, Alias())

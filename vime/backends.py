@@ -1,6 +1,6 @@
-"""The rollout backends, one line each, and the configuration of a command line with the flags of one of them.
+"""Lists the rollout backends, one per line, and parses a command line with the flags of its backend.
 
-`--rollout-backend` names a backend. What it implements is `slime.rollout_backend.RolloutBackend`.
+`--rollout-backend` names a backend, which implements `slime.rollout_backend.RolloutBackend`.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ __path__: list[str] = []  # an empty package for the plug-in paths vime.backends
 
 
 def backend_of(config: Config) -> RolloutBackend:
-    """The backend that runs the engines of this configuration."""
+    """Returns the backend that runs the engines of this configuration."""
     return BACKENDS[config.engine.rollout_backend]
 
 
 def models_of(config: Config) -> Iterator[tuple[ServedModel, RolloutBackend, Config]]:
-    """Each model that the run serves, its backend, and the configuration that its engines see."""
+    """Yields each model that the run serves, its backend, and the configuration of its engines."""
     for model in served_models(config):
         yield model, BACKENDS[model.backend], config_of(config, model, BACKENDS[model.backend])
 
 
 def make_pools(config: Config, placed: Placement, source: WeightSource | None) -> ServedModels:
-    """The engines of all models, not started yet. `source`: the trainer, where there is one."""
+    """Returns every model's engines, not started yet. `source`: the trainer, if the run has one."""
     policy: EnginePool = NoEngines()
     frozen: dict[str, EnginePool] = {}
     for model, backend, own in models_of(config):
@@ -60,7 +60,7 @@ def make_pools(config: Config, placed: Placement, source: WeightSource | None) -
 
 
 def require_reachable(config: Config) -> None:
-    """What the engines of all models need is there: see `RolloutBackend.require_reachable`."""
+    """Checks that every model's engines are reachable: see `RolloutBackend.require_reachable`."""
     if config.engine.prefill_num_servers:
         raise ValueError(
             f"--prefill-num-servers must be left out of a run in this version, got "
@@ -75,7 +75,7 @@ def require_reachable(config: Config) -> None:
 
 
 def check_served(config: Config) -> None:
-    """The engines of each frozen model fit their model and their devices."""
+    """Checks that each frozen model's engines fit the model and their devices."""
     for model in served_models(config):
         if not model.frozen:
             continue
@@ -89,7 +89,8 @@ def check_served(config: Config) -> None:
 
 
 def parse_config(argv: Sequence[str], rules: Sequence[Rule] = (), *, download: bool = False) -> Config:
-    """The resolved, validated configuration of a command line and of vime.switch's variables. ValueError when wrong.
+    """Returns the resolved, validated configuration of a command line and of vime.switch's variables. Raises ValueError
+    for an invalid one.
 
     `rules` are more checks, whose errors are in the same report. `download`: fetch --hf-checkpoint and --ref-load if
     they name models of the Hugging Face hub.
@@ -100,8 +101,10 @@ def parse_config(argv: Sequence[str], rules: Sequence[Rule] = (), *, download: b
 
 
 def _within_teachers(config: Config) -> Config:
-    """The configuration with a context in which every served teacher can score a whole sample. An engine that scores a
-    sequence makes one token more."""
+    """Returns the configuration with a context in which every served teacher can score a whole sample.
+
+    An engine that scores a sequence generates one more token.
+    """
     if not (scoring := {model.name for model in teachers(config).values()}):
         return config
     facts = config.engine.engine_facts
@@ -117,12 +120,12 @@ def _within_teachers(config: Config) -> Config:
 
 
 def check_each(argv: Sequence[str]) -> None:
-    """Check each flag of a command line by itself. One ValueError with every problem."""
+    """Checks each flag of a command line separately. Raises one ValueError with every problem."""
     check_flags(argv, BACKENDS, _from_environment)
 
 
 def public_rows() -> Iterator[Row]:
-    """The flags that this project acts on, accepts at their default, or accepts without effect."""
+    """Returns rows of the flags that this project implements, accepts at their default, or accepts without effect."""
     return own_rows(BACKENDS)
 
 

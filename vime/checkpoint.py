@@ -12,7 +12,8 @@ from slime.checkpoints.checkpoint_files import damage, iterations, read_sums
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print one line per iteration. Exit code 1 unless every one is whole. ValueError if DIR holds no checkpoint."""
+    """Prints one line per iteration. Returns exit code 1 unless all are intact. Raises ValueError if DIR holds no
+    checkpoint."""
     parser = argparse.ArgumentParser(prog="vime checkpoint", allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", required=True)
     verify = actions.add_parser("verify", help="compare the files of checkpoints with their checksums")

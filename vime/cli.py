@@ -1,6 +1,6 @@
-"""The `vime` command. An error that the user can fix is one line with exit code 2, without a traceback.
+"""Runs the `vime` command. An error that the user can fix is one line with exit code 2, without a traceback.
 
-Imports the standard library only, so that it can print such a line where no other package is installed.
+Imports the standard library only, so that it can print such a line if no other package is installed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from vime.run.surroundings import use_utf8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. The exit code is 0, or 2 for a ValueError, whose text goes to stderr, or 128 + the number of
-    the signal that ended it.
+    """Runs one subcommand.
 
-    Without `argv` the process is this command, so its modules are kept from the garbage collector.
+    The exit code is 0, or 2 for a ValueError, whose text goes to stderr, or 128 + the number of the signal that ended
+    the command. Without `argv`, this command is the whole process, so its modules are kept from the garbage collector.
     """
     if argv is None:
         show_packages(os.environ)
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(command: str, argv: list[str], *, freeze: bool) -> int:
-    """Import the subcommand's module and call its `main(argv)`."""
+    """Imports the subcommand's module and calls its `main(argv)`."""
     if command in ("-h", "--help", "help"):
         print(usage(), flush=True)
         return 0
@@ -82,14 +82,14 @@ def run(command: str, argv: list[str], *, freeze: bool) -> int:
 
 
 def _elsewhere(platform: str) -> str:
-    """The line for a system on which vime does not run."""
+    """Returns the line for a system on which vime does not run."""
     name = {"darwin": "macOS", "win32": "Windows"}.get(platform, platform)
     instead = "WSL 2" if platform == "win32" else "a Linux machine"
     return f"vime must run on Linux, got {name}; use {instead} or a Linux container"
 
 
 def usage() -> str:
-    """The text of `vime --help`."""
+    """Returns the text of `vime --help`."""
     lines = [f"  vime {name:<10} {what}" for name, what in COMMANDS.items()]
     return "\n".join(
         [

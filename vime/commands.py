@@ -1,4 +1,4 @@
-"""The subcommands of `vime`: names, descriptions and modules. Imports nothing."""
+"""Lists the subcommands of `vime`: names, descriptions and modules. Imports nothing."""
 
 COMMANDS = {
     "train": "run a training job from the flags of a launch script",
@@ -23,7 +23,7 @@ COMMANDS = {
 }
 
 WORK = {"train", "engines", "serve", "export", "audit", "trace", "plot", "ui", "bench"}
-"""Subcommands whose purpose is more than what they print."""
+"""Subcommands that do more than print."""
 
 MODULES = {
     "bench": "vime.bench.command",
@@ -37,4 +37,4 @@ MODULES = {
     "ui": "vime.view.page.command",
     "watch": "vime.view.watch",
 }
-"""Subcommand -> its module, if that is not vime.NAME."""
+"""Maps a subcommand to its module, if that is not vime.NAME."""

@@ -1,4 +1,4 @@
-"""`vime completion bash|zsh`: a shell script that completes commands, flags, choices and file names.
+"""`vime completion bash|zsh`: prints a shell script that completes commands, flags, choices and file names.
 
 The script contains all names, so TAB does not start Python.
 """
@@ -16,7 +16,7 @@ FLAG_COMMANDS = ("train", "plan", "config")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the script of a shell. ValueError for an unknown shell."""
+    """Prints the script of a shell. Raises ValueError for an unknown shell."""
     if list(argv) in (["-h"], ["--help"]):
         print("usage: vime completion bash|zsh      bash: source <(vime completion bash)")
         return 0
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def script(shell: str) -> str:
-    """The completion script. zsh runs the bash function through bashcompinit."""
+    """Returns the completion script. zsh runs the bash function through bashcompinit."""
     head = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n" if shell == "zsh" else ""
     return head + BODY.format(
         commands=" ".join(COMMANDS),
@@ -41,12 +41,12 @@ def script(shell: str) -> str:
 
 
 def flags() -> list[str]:
-    """This project's flags. Megatron's and vLLM's flags are left out, because listing them takes seconds."""
+    """Returns this project's flags. Megatron's and vLLM's flags are left out, because listing them takes seconds."""
     return [spelled(name) for name in own_flags()]
 
 
 def choices() -> list[tuple[str, list[str]]]:
-    """Flags with a fixed set of values."""
+    """Returns flags with a fixed set of values."""
     return [
         (spelled(name), [str(value) for value in spec.choices])
         for name, spec in own_flags().items()

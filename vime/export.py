@@ -1,5 +1,5 @@
-"""`vime export`: a checkpoint as a Hugging Face directory, as a torch_dist folder that slime and Megatron load, or its
-adapters as a PEFT directory."""
+"""`vime export`: writes a checkpoint as a Hugging Face directory, as a torch_dist folder that slime and Megatron load,
+or its adapters as a PEFT directory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from vime.backends import parse_config
 
 
 def main(argv: Sequence[str]) -> int:
-    """Read --load, or --hf-checkpoint, and write --output-dir. ValueError if the checkpoint is missing or does not fit
-    --hf-checkpoint."""
+    """Reads --load, or --hf-checkpoint, and writes --output-dir. Raises ValueError if the checkpoint is missing or does
+    not fit --hf-checkpoint."""
     parser = argparse.ArgumentParser(prog="vime export", allow_abbrev=False)
     parser.add_argument(
         "--load",
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
             "--load must be given unless --to torch_dist converts --hf-checkpoint, got none; name the folder of "
             "checkpoints"
         )
-    # One rank without data or engines: the smallest complete configuration.
+    # One rank without data or engines is the smallest complete configuration.
     step = () if given.iteration is None else ("--ckpt-step", str(given.iteration))
     load = () if given.load is None else ("--load", given.load)
     config = parse_config(

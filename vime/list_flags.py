@@ -1,4 +1,4 @@
-"""`vime flags`: lists every flag by section, flags that contain a word, or all flags as JSON. Also `vime train
+"""`vime flags`: lists every flag by section, flags that contain a word, or all flags as JSON. Also prints `vime train
 --help`."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TITLES = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """List flags. Returns 1 if no flag has the given words. ValueError for an unknown option."""
+    """Lists flags. Returns 1 if no flag has the given words. Raises ValueError for an unknown option."""
     words = [word for word in argv if not word.startswith("--")]
     options = [word for word in argv if word.startswith("--")]
     if options == ["--json"] and not words:
@@ -55,18 +55,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def all_rows() -> Iterator[Row]:
-    """Every flag that a run accepts, with its owner. Imports Megatron and vLLM, which takes seconds."""
+    """Yields every flag that a run accepts, with its owner. Imports Megatron and vLLM, which takes seconds."""
     seen: set[str] = set()
     for row in itertools.chain(
         public_rows(), megatron_rows(), *(backend.rows() for backend in BACKENDS.values())
     ):
-        if row["flag"] not in seen:  # two backends may have a flag of the same name
+        if row["flag"] not in seen:  # two backends may have a flag with the same name
             seen.add(row["flag"])
             yield row
 
 
 def search(words: Sequence[str]) -> int:
-    """Print the flags whose name or help contains every word."""
+    """Prints the flags whose name or help contains every word."""
     rows = list(all_rows())
     wanted = [word.lower().replace("_", "-") for word in words]
     found = [r for r in rows if all(word in f"{r['flag']} {r['help']}".lower() for word in wanted)]
@@ -79,7 +79,7 @@ def search(words: Sequence[str]) -> int:
 
 
 def listing(rows: Iterator[Row] | Sequence[Row]) -> str:
-    """Flags under a title for each owner, with choices and defaults."""
+    """Formats flags under a title for each owner, with choices and defaults."""
     lines, owner = list[str](), None
     for entry in rows:
         if entry["owner"] != owner:
@@ -123,11 +123,11 @@ FIRST = {
     "Training": ("num_rollout", "lr", "advantage_estimator", "loss_type", "lora_rank"),
     "Evaluation and records": ("eval_prompt_data", "eval_interval", "save", "save_interval", "run_dir"),
 }
-"""The flags that people set first, as the sections of `vime train --help`."""
+"""The flags that users set first, as the sections of `vime train --help`."""
 
 
 def help_text(command: str, what: str, *, everything: bool = False) -> str:
-    """The text of `vime train --help` and `vime plan --help`; with `everything`, of --help-all."""
+    """Returns the text of `vime train --help` and `vime plan --help`; with `everything`, of --help-all."""
     options = {
         "train": "",
         "plan": (
@@ -147,7 +147,7 @@ def help_text(command: str, what: str, *, everything: bool = False) -> str:
 
 
 def first_rows(rows: Sequence[Row]) -> Iterator[Row]:
-    """The flags of FIRST, with their section as owner."""
+    """Yields the flags of FIRST, with their section as owner."""
     by_flag = {row["flag"]: row for row in rows}
     for section, names in FIRST.items():
         for name in names:

@@ -1,4 +1,4 @@
-"""`vime models`: the model families with what was run of each."""
+"""`vime models`: prints the model families with their status on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEAD = ("model_type", "family", "models", "run on a CPU", "run on a GPU", "examp
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print one line per family."""
+    """Prints one line per family."""
     parser = argparse.ArgumentParser(
         prog="vime models", description="The model families that vime trains, by model_type of config.json."
     )
@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def rows() -> list[tuple[str, ...]]:
-    """The cells of the table, one row per family."""
+    """Returns the cells of the table, one row per family."""
     found: list[tuple[str, ...]] = []
     for name, family in FAMILIES.items():
         status = STATUS[name]
@@ -31,7 +31,7 @@ def rows() -> list[tuple[str, ...]]:
 
 
 def lines() -> Iterator[str]:
-    """The table as text, and where to read more."""
+    """Yields the table as text, and references to the documentation."""
     table = [HEAD, *rows()]
     widths = [max(len(row[i]) for row in table) for i in range(len(HEAD))]
     for row in table:

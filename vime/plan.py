@@ -44,14 +44,14 @@ from vime.start.first_prompt import FirstPrompt
 
 
 def routed(shape: Shape) -> str:
-    """The text about experts after the number of parameters."""
+    """Returns the text about experts after the number of parameters."""
     if not any(kind.sparse for kind in shape.kinds):
         return ""
     return f", of the layers' {count(shape.active)} for a token ({shape.topk} of {shape.experts} experts)"
 
 
 def topology(c: Config) -> Iterator[str]:
-    """The processes of the run and their devices."""
+    """Yields the processes of the run and their devices."""
     trains, generates = not c.debug.debug_rollout_only, c.num_engines > 0
     if trains:
         groups = groups_of(c)
@@ -75,7 +75,7 @@ def topology(c: Config) -> Iterator[str]:
 
 
 def _trainer_line(group: Group) -> str:
-    """The ranks of a group of the trainer's, and what they split."""
+    """Describes the ranks of a group of the trainer, and their parallel sizes."""
     c = group.config
     sizes = {
         "tensor parallel": c.megatron.tensor_model_parallel_size,
@@ -95,7 +95,7 @@ def _trainer_line(group: Group) -> str:
 
 
 def _engines_line(c: Config, model: ServedModel) -> str:
-    """The servers of a model's engines, and their router."""
+    """Describes the servers of a model's engines, and their router."""
     each = c.cluster.rollout_num_gpus_per_engine
     facts, name = c.engine.engine_facts, model.name if model.frozen else "engines"
     spread = f", each {c.nodes_per_engine} processes on {c.nodes_per_engine} nodes of {c.cluster.num_gpus_per_node}"
@@ -108,13 +108,13 @@ def _engines_line(c: Config, model: ServedModel) -> str:
 
 
 def _split(c: Config) -> str:
-    """The number of engines of each kind, where there are two."""
+    """Returns the number of prefill and decode engines, if the policy's engines are split."""
     prefill = c.engine.prefill_num_servers
     return f", {prefill} for prefill and {c.num_engines - prefill} for decode" if prefill else ""
 
 
 def _places(c: Config, trains: bool) -> int:
-    """GPUs, or places on a CPU, that the run takes."""
+    """Returns the number of GPUs, or of slots on a CPU, that the run takes."""
     rollout_gpus, frozen = c.cluster.rollout_num_gpus, frozen_devices(c)
     if c.cluster.colocate and trains:
         return max(c.world_size, rollout_gpus) + trainer_ranks(c) - c.world_size + frozen
@@ -123,7 +123,7 @@ def _places(c: Config, trains: bool) -> int:
 
 
 def pipeline(c: Config) -> Iterator[str]:
-    """The layers of each pipeline rank, for more than one rank."""
+    """Yields each pipeline rank's layers, for more than one rank."""
     layers = Shape.of(hf_config_of(c)).layers
     stages = stages_of(c.megatron, layers)
     if stages.ranks == 1:
@@ -137,7 +137,7 @@ def pipeline(c: Config) -> Iterator[str]:
 
 
 def kernels(c: Config) -> Iterator[str]:
-    """The implementation of each operator of rl_kernel, as far as this machine can decide. ValueError if strict
+    """Yields each rl_kernel operator's implementation, as far as this machine can decide. Raises ValueError if strict
     fails."""
     import torch
 
@@ -150,7 +150,7 @@ def kernels(c: Config) -> Iterator[str]:
 
 
 def watched(c: Config) -> Iterator[str]:
-    """The checks and traces that the flags enable."""
+    """Yields the checks and traces that the flags enable."""
     run_dir = c.logging.run_dir
     if (how := c.kernels.rlk_consistency) != "off":
         yield f"every rollout compared with the engine, --rlk-consistency {how}: {run_dir}/audit.jsonl"
@@ -161,7 +161,7 @@ def watched(c: Config) -> Iterator[str]:
 
 
 def batches(c: Config) -> Iterator[str]:
-    """The batch equation and the numbers that follow from it."""
+    """Yields the batch equation and the numbers that follow from it."""
     batch, size, steps = c.data.rollout_batch_size, c.data.global_batch_size, c.data.num_steps_per_rollout
     submitted = c.rollout.over_sampling_batch_size
     samples = batch * c.data.n_samples_per_prompt
@@ -184,19 +184,19 @@ def batches(c: Config) -> Iterator[str]:
 
 
 def hf_config_of(c: Config) -> dict[str, object]:
-    """The description of the model of --hf-checkpoint."""
+    """Returns the content of config.json of --hf-checkpoint."""
     return read_hf_config(c.rollout.hf_checkpoint)
 
 
 def transport(c: Config) -> str:
-    """How published weights travel, and the directory of their files."""
+    """Describes how published weights reach the engines, and the directory of their files."""
     where = c.weight_update.weight_dir or "a new directory in shared memory"
     name = c.weight_update.update_weight_transport
     return f"{CHANNELS[name].plan.format(weight_dir=where)} ({name})"
 
 
 def describe(c: Config, machine: MachineSizes | None = None, data: Sequence[str] | None = None) -> str:
-    """The whole plan as text, for `machine` or for this machine. `data`: lines of `prompts`."""
+    """Returns the whole plan as text, for `machine` or for this machine. `data`: lines of `prompts`."""
     machine = machine or machine_of(c)
     gpu_bytes = machine.device
     hf = hf_config_of(c)
@@ -244,8 +244,11 @@ def describe(c: Config, machine: MachineSizes | None = None, data: Sequence[str]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan of these flags, or with COMPARE next to what a run measured. Returns 1 if the run does not fit the
-    machine that was asked for. ValueError for what `vime train` would not start."""
+    """Prints the plan of these flags, or with COMPARE next to a run's measurements.
+
+    Returns 1 if the run does not fit the requested machine. Raises ValueError for a run that `vime train` would not
+    start.
+    """
     if argv and argv[0] == COMPARE:
         return compare_run(argv[1:])
     flags, sizes = take_sizes(argv)

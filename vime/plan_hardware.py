@@ -1,4 +1,4 @@
-"""What a plan says of hardware: this machine, the data of --gpu, lower bounds of times from its peak speeds."""
+"""Adds hardware to a plan: this machine, the data of --gpu, and lower bounds of times from its peak speeds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from vime.run.prompts import plural
 
 
 def machine() -> str:
-    """Cores and GPUs of this machine."""
+    """Returns the number of cores and GPUs of this machine."""
     import torch
 
     return f"{os.cpu_count()} CPU cores and {plural(torch.cuda.device_count(), 'GPU')}"
 
 
 def hardware(c: Config, hf: dict[str, object]) -> Iterator[str]:
-    """Memory, speeds and layout of the GPU, then lower bounds. Nothing without --gpu."""
+    """Yields memory, speeds and layout of the GPU, then lower bounds. Yields nothing without --gpu."""
     if c.cluster.gpu is None:
         return
     gpu = HARDWARE[c.cluster.gpu]
@@ -45,7 +45,7 @@ def hardware(c: Config, hf: dict[str, object]) -> Iterator[str]:
 
 
 def _bounds(c: Config, hf: dict[str, object], gpu: Hardware, domain: int) -> Iterator[str]:
-    """Lower bounds of times from published peak speeds. A run is slower."""
+    """Yields lower bounds of times from published peak speeds. A run is slower."""
     if (
         c.num_engines
         and not c.debug.debug_rollout_only
@@ -66,8 +66,11 @@ def _bounds(c: Config, hf: dict[str, object], gpu: Hardware, domain: int) -> Ite
 
 
 def update(groups: Sequence[Group], shape: Shape) -> Iterator[str]:
-    """What a rank of the first group, which has the policy, gives to the engines. With --gpu: also how long it takes,
-    over the link that an update crosses, or, for files, that between a node and a shared folder."""
+    """Yields the bytes that a rank of the first group, which holds the policy, sends to the engines.
+
+    With --gpu, also yields the time over the link of an update. For files, this is the link between a node and a shared
+    folder.
+    """
     for c in (group.config for group in groups[:1]):
         link = None
         if c.cluster.gpu is not None:
@@ -78,10 +81,11 @@ def update(groups: Sequence[Group], shape: Shape) -> Iterator[str]:
 
 
 def _weight_link(c: Config, gpu: Hardware, domain: int) -> tuple[str, float] | None:
-    """The link through which all weights reach the engines. None for files, because the table has no speed for them."""
+    """Returns the link through which all weights reach the engines, or None for files, for which the table has no
+    speed."""
     transport, rollout_gpus = c.weight_update.update_weight_transport, c.cluster.rollout_num_gpus
     gpus = CHANNELS[transport].gpus
-    if gpus == "shared":  # each rank packs all weights into buckets of its own GPU
+    if gpus == "shared":  # each rank packs all weights into buckets on its GPU
         return "the GPU's memory", gpu.memory_bytes_s
     if gpus == "apart":  # all weights reach each GPU of the engines
         inside = gpu.nvlink_bytes_s > 0 and trainer_ranks(c) + rollout_gpus <= domain

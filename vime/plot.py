@@ -1,4 +1,4 @@
-"""`vime plot RUN_DIR [RUN_DIR ...] [--out DIR]`: metrics.jsonl -> one PNG per picture and overview.png.
+"""`vime plot RUN_DIR [RUN_DIR ...] [--out DIR]`: draws metrics.jsonl as one PNG per picture and overview.png.
 
 Owns the look of the pictures. If a run did not record a metric, a note names it and the metric is not drawn; it is
 never shown as zero. Several runs share each picture, with one colour per run.
@@ -62,7 +62,7 @@ PART_COLOURS = dict(
 LINES: tuple[Any, ...] = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 PARTS = ("rollout/raw_reward/", "rollout/reward/")
-"""Before the names of data sets and of roles of a plug-in, and of the parts of a reward."""
+"""Prefixes of the names of data sets, of a plug-in's roles, and of the parts of a reward."""
 MAX_BARS = 60
 LONG = 150  # a line with at least this many points is smoothed
 KL_LINES = (
@@ -82,7 +82,7 @@ class Panel:
     any_of: tuple[str, ...] = ()
 
     def metrics(self, run: RunMetrics) -> tuple[str, ...]:
-        """The metrics of the panel that `run` recorded."""
+        """Returns the metrics of the panel that `run` recorded."""
         return tuple(name for name in (*self.expected, *self.any_of) if name in run.series)
 
     def missing(self, run: RunMetrics) -> list[str]:
@@ -93,22 +93,22 @@ class Panel:
 
 
 def _colour(runs: Sequence[RunMetrics], run: int, line: int) -> str:
-    """With one run: one colour per metric. With several runs: one colour per run and one legend for the figure."""
+    """Returns a line's colour: by metric for one run; by run, with one legend per figure, for several runs."""
     return COLOURS[(line if len(runs) == 1 else run) % len(COLOURS)]
 
 
 def _under(runs: Sequence[RunMetrics], run: int) -> float:
-    """Points by which a run's line is wider than the last run's line, so that equal curves are all visible."""
+    """Returns the points by which a run's line is wider than the last run's, so that equal curves are all visible."""
     return min(1.4, 4.2 / max(1, len(runs) - 1)) * (len(runs) - 1 - run)
 
 
 def _proxy(runs: Sequence[RunMetrics], colour: str) -> str:
-    """The colour of a legend entry for the lines of all runs."""
+    """Returns the colour of a legend entry for every run's lines."""
     return colour if len(runs) == 1 else "black"
 
 
 def legend(axes: Axes, handles: Sequence[Artist], columns: int) -> None:
-    """Draw the legend above the axes next to the title, so that it hides no data."""
+    """Draws the legend above the axes next to the title, so that it hides no data."""
     axes.legend(
         handles=handles,
         frameon=False,
@@ -123,7 +123,7 @@ def legend(axes: Axes, handles: Sequence[Artist], columns: int) -> None:
 
 
 def draw_lines(axes: Axes, runs: Sequence[RunMetrics], lines: Sequence[tuple[str, str]], ylabel: str) -> None:
-    """Draw each recorded (metric, label). A long line is drawn faintly under its running mean."""
+    """Draws each recorded (metric, label). A long line is drawn faintly under its running mean."""
     drawn: dict[int, Artist] = {}
     for r, run in enumerate(runs):
         for i, (metric, label) in enumerate(lines):
@@ -191,7 +191,7 @@ def draw_logprob_diff(axes: Axes, runs: Sequence[RunMetrics]) -> None:
 
 
 def decades(axes: Axes, values: np.ndarray) -> None:
-    """A logarithmic y-axis of whole decades around `values`, which are not negative. NaNs are ignored."""
+    """Sets a logarithmic y-axis of whole decades around `values`, which are not negative. NaNs are ignored."""
     positive = values[(values > 0) & np.isfinite(values)]
     if not len(positive):
         return
@@ -224,7 +224,7 @@ def _draw_grad_norm(axes: Axes, runs: Sequence[RunMetrics]) -> None:
 
 
 def _draw_times(axes: Axes, runs: Sequence[RunMetrics]) -> None:
-    """With one run: stacked bars over the steps. With several runs: one bar per run, mean seconds per step."""
+    """Draws stacked bars over the steps for one run. For several runs, draws each run's mean seconds per step."""
     timed = [(run.name, times) for run in runs if (times := step_times(run)) is not None]
     if len(runs) == 1:
         _draw_time_bars(axes, timed[0][1])
@@ -289,7 +289,7 @@ PANELS = (
 
 
 def dress(axes: Axes, title: str) -> None:
-    """Title and grid of a picture. With horizontal bars (an inverted y-axis), the grid lines are vertical."""
+    """Sets title and grid of a picture. With horizontal bars (an inverted y-axis), the grid lines are vertical."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
@@ -323,7 +323,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def plot_runs(runs: Sequence[RunMetrics], out: Path) -> tuple[list[Path], list[str]]:
-    """Write one PNG per panel and overview.png to `out`. Returns (written paths, notes about missing metrics)."""
+    """Writes one PNG per panel and overview.png to `out`. Returns (written paths, notes about missing metrics)."""
     notes = [
         f"{run.name} did not record {name}" for panel in PANELS for run in runs for name in panel.missing(run)
     ]
@@ -349,7 +349,7 @@ def plot_runs(runs: Sequence[RunMetrics], out: Path) -> tuple[list[Path], list[s
 
 
 def _overview(panels: Sequence[Panel], runs: Sequence[RunMetrics], notes: Sequence[str]) -> Figure:
-    """All panels on one page: reward and times over the full width, the others in pairs, notes below."""
+    """Draws all panels on one page: reward and times over the full width, the others in pairs, notes below."""
     wide = [panel for panel in panels if panel.draw in (draw_reward, _draw_times)]
     pairs = [panel for panel in panels if panel not in wide]
     heights = [len(wide), -(-len(pairs) // 2)]
@@ -372,7 +372,7 @@ def _overview(panels: Sequence[Panel], runs: Sequence[RunMetrics], notes: Sequen
 
 
 def main(argv: Sequence[str]) -> int:
-    """Entry of `vime plot`; ValueError for a directory without metrics."""
+    """Runs `vime plot`. Raises ValueError for a directory without metrics."""
     parser = argparse.ArgumentParser(
         prog="vime plot", description="Draw the metrics of one or several runs as PNGs."
     )

@@ -1,4 +1,4 @@
-"""A run's metrics.jsonl as arrays, and the values that pictures need. Draws nothing."""
+"""Reads a run's metrics.jsonl as arrays, and computes the values for pictures. Draws nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from slime.tracking.trackers import METRICS_FILE, RESERVED, MetricLines
 
 UNITS = {"rollout/step": "rollout", "train/step": "optimizer step", "eval/step": "rollout"}
 
-# The parts of a step in order: a part of the picture -> the times (perf/{name}_time) that it adds up. No time here
-# contains another, and their sum is the step. docs/profile.md describes each time. `save_model` follows the step.
+# The parts of a step in order: a part of the picture -> the times (perf/{name}_time) that it adds up. The times do not
+# overlap, and their sum is the step. docs/profile.md describes each time. `save_model` follows the step.
 TIME_PARTS: dict[str, tuple[str, ...]] = {
     "waiting for the rollout": ("train_wait",),
     "taking turns": ("sleep", "wake_up", "onload", "offload"),
@@ -37,7 +37,7 @@ _TOLERANCE = 0.02  # share of a step by which the sum of its parts may differ fr
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of one run: `steps` [N] int, `values` [N] float64 (NaN if not finite), and the unit of the x-axis."""
+    """A run's metric: `steps` [N] int, `values` [N] float64 (NaN if not finite), and the unit of the x-axis."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -49,10 +49,10 @@ class RunMetrics:
     name: str
     series: dict[str, Series]
     damaged: int = 0
-    """Lines that cannot be read, and are left out."""
+    """Number of unreadable lines, which are left out."""
 
     def eval_names(self) -> list[str]:
-        """The score of each evaluation set, `eval/{name}`, without the metrics derived from it."""
+        """Returns each evaluation set's score, `eval/{name}`, without the metrics derived from it."""
         return sorted(name for name in self.series if is_score(name, self.series))
 
 
@@ -66,8 +66,8 @@ class StepTimes:
 
 
 def load_run(run_dir: Path) -> RunMetrics:
-    """Read `run_dir`/metrics.jsonl. Damaged lines are counted. ValueError if it is missing, has no metric, or cannot be
-    read."""
+    """Reads `run_dir`/metrics.jsonl. Damaged lines are counted. Raises ValueError if the file is missing, has no
+    metric, or cannot be read."""
     path = Path(run_dir) / METRICS_FILE
     if not is_there(run_dir, METRICS_FILE):
         raise ValueError(
@@ -93,7 +93,8 @@ def _sorted_series(steps: list[int], values: list[float], unit: str) -> Series:
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean over the `window` (odd) values around each value, without NaNs. Fewer values at the ends. [N] -> [N]"""
+    """Returns the mean over the `window` (odd) values around each value, without NaNs. The window is smaller at the
+    ends. [N] -> [N]"""
     half = window // 2
     out = np.full(len(values), np.nan)
     for i in range(len(values)):
@@ -104,15 +105,15 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def smoothing_window(count: int) -> int:
-    """An odd window of about a tenth of `count` steps, at least 3."""
+    """Returns an odd window of about a tenth of `count` steps, at least 3."""
     return max(3, count // 10 // 2 * 2 + 1)
 
 
 def step_times(run: RunMetrics) -> StepTimes | None:
-    """The parts of each step's time, or None if the run timed none of them.
+    """Returns the parts of the steps' times, or None if the run timed no part.
 
     A part that was timed in some steps counts as 0 in the others (a reference model update). UNMEASURED is the rest of
-    each step's time, present if the rest is more than 2 % in at least one step.
+    a step's time. It is present if the rest is more than 2 % in at least one step.
     """
     present = [run.series[name] for name in TIME_METRICS if name in run.series]
     if not present:

@@ -1,4 +1,4 @@
-"""`vime serve engine|router HOST:PORT FLAGS`: one engine or router that runs use by its address, until Ctrl-C.
+"""`vime serve engine|router HOST:PORT FLAGS`: serves one engine or router that runs use by its address, until Ctrl-C.
 
 FLAGS are those of `vime train`. The key comes from VIME_RUN_KEY. The log is in `serve/` of the run directory.
 """
@@ -20,13 +20,15 @@ from vime.vllm.server import VllmServer, VllmSpec
 
 KINDS = ("engine", "router")
 _KEEP_PORT_S = 5.0
-"""Nobody else gets the port of a server that has ended until its runs have noticed, so that no request with their key
-goes to a stranger."""
+"""Seconds for which the port of a server that has ended stays reserved.
+
+Its runs then notice the end before another program can get the port, so no request with their key reaches a stranger.
+"""
 USAGE = "usage: vime serve engine|router HOST:PORT FLAGS, with the flags of vime train"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until interrupted. Exit code 0 then, 1 if the server ended by itself."""
+    """Serves until interrupted. Returns exit code 0 then, and 1 if the server ended unasked."""
     if argv and argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0
@@ -62,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make(kind: str, config: Config, key: str, host: str, port: int) -> VllmServer | VllmRouter:
-    """The server, not started yet. A router's callers reach it through its gateway, which can prove itself."""
+    """Returns the server, not started yet. A router's callers reach it through its gateway, which can prove that it has
+    the key."""
     log = str(Path(config.logging.run_dir).resolve() / "serve" / f"{kind}-{host}-{port}.log")
     if kind == "router":
         timeout_s = config.rollout.rollout_deadline_s

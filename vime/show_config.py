@@ -34,7 +34,8 @@ Print the flags that a run would use: those of the files, replaced by those of t
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the flags. ValueError for an unknown flag, and with --all also for flags that contradict each other."""
+    """Prints the flags. Raises ValueError for an unknown flag, and with --all also for flags that contradict each
+    other."""
     if not argv or any(token in ("-h", "--help") for token in argv):
         print(USAGE)
         return 0
@@ -57,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def defaults(config: Config) -> Iterator[FlagGroup]:
-    """Every flag of this project with a resolved value, except the run directory, whose name contains the time."""
+    """Yields every flag of this project with a resolved value, except the run directory, whose name contains the
+    time."""
     for name, spec in own_flags().items():
         value = config.value_of(name)
         if (
@@ -71,13 +73,13 @@ def defaults(config: Config) -> Iterator[FlagGroup]:
 
 
 def as_shell(groups: Sequence[FlagGroup]) -> str:
-    """A bash array with one flag per line."""
+    """Formats the flags as a bash array with one flag per line."""
     lines = ["    " + " ".join(shlex.quote(token) for token in group.tokens) for group in groups]
     return "\n".join([f"{ARRAY}=(", *lines, ")", ""])
 
 
 def as_yaml(groups: Sequence[FlagGroup]) -> str:
-    """A mapping that `--config` reads. A repeated flag has one list of values."""
+    """Formats the flags as a mapping that `--config` reads. A repeated flag has one list of values."""
     content: dict[str, object] = {}
     for group in groups:
         off = group.name != group.positive and not group.values
@@ -96,7 +98,8 @@ def as_yaml(groups: Sequence[FlagGroup]) -> str:
 
 
 def _plain(text: str) -> str | int | float:
-    """The value that YAML reads from `text`, if YAML writes the same text for it. Otherwise the text itself."""
+    """Returns the value that YAML reads from `text`, if YAML writes the same text for it. Otherwise returns the
+    text."""
     try:
         value = yaml.load(text, Loader=YamlLoader)
     except YAML_ERRORS:

@@ -1,12 +1,13 @@
-"""The rl_kernel switch as environment variables, for launch scripts that cannot be edited. Only this file reads them.
+"""Reads the rl_kernel switch from environment variables, for launch scripts that cannot be edited. Only this file reads
+them.
 
     VIME_RL_KERNEL=0|1            --rlk-fast off|auto
     VIME_RLK_FAST=MODE            --rlk-fast MODE
     VIME_RLK_CONSISTENCY=MODE     --rlk-consistency MODE
     VIME_RL_KERNEL_OPS=A,B        --rl-kernel-ops A,B
 
-A flag for the same setting has priority. Upstream vime's launcher has two variables of its own. A flag or a variable
-above that says otherwise is an error, because upstream has no order between them:
+A flag for the same setting has priority. Upstream vime's launcher has two more variables. A flag or a variable above
+that contradicts them is an error, because upstream defines no priority:
 
     RL_KERNEL_MODE=off|auto|strict    --rlk-fast off|auto|strict
     RL_KERNEL_MODE=audit              --rlk-fast strict --rlk-consistency audit
@@ -32,9 +33,10 @@ MODES: dict[str, dict[str, str]] = {
     "audit": {"rlk_fast": "strict", "rlk_consistency": "audit"},
     "strict": {"rlk_fast": "strict"},
 }
-"""RL_KERNEL_MODE of upstream's launcher -> the flags that mean the same. Both strict and audit run without fallback."""
+"""Maps RL_KERNEL_MODE of upstream's launcher to the flags with the same meaning. Both strict and audit run without
+fallback."""
 ALIGNED: dict[str, dict[str, str]] = {"0": {}, "1": {"rlk_bitwise": "", "rlk_consistency": "strict"}}
-"""RL_KERNEL_ALIGNED of that launcher: whether the engine's arithmetic is the trainer's."""
+"""Maps the launcher's RL_KERNEL_ALIGNED to flags: 1 makes the engine's arithmetic equal to the trainer's."""
 SAME = {"enable_rl_kernel": "rlk_fast", "rl_kernel_strict": "rlk_fast"}
 """Other spellings of a flag."""
 MEANS = {"enable_rl_kernel": "auto", "rl_kernel_strict": "strict"}
@@ -44,10 +46,10 @@ MEANS = {"enable_rl_kernel": "auto", "rl_kernel_strict": "strict"}
 def from_environment(
     groups: list[FlagGroup], environ: Mapping[str, str]
 ) -> tuple[list[FlagGroup], list[str]]:
-    """`groups` with the flags from the environment, and a note for each variable.
+    """Returns the flags to add to `groups` from the environment, and a note for each variable.
 
-    ValueError if two variables contradict each other, or upstream's variable contradicts a flag, or VIME_RL_KERNEL is
-    neither yes nor no. The flag's own check covers other values. Its error then names the variable.
+    Raises ValueError if two variables contradict each other, if upstream's variable contradicts a flag, or if
+    VIME_RL_KERNEL is neither yes nor no. The flag's own check covers other values. Its error then names the variable.
     """
     typed = {SAME.get(group.name, group.name): group.typed for group in groups}
     added: dict[str, FlagGroup] = {}
@@ -72,7 +74,7 @@ def from_environment(
 def _add_upstreams(
     groups: list[FlagGroup], environ: Mapping[str, str], added: dict[str, FlagGroup], remarks: dict[str, str]
 ) -> None:
-    """Add the flags of upstream's variables to `added`, and their notes to `remarks`."""
+    """Adds the flags of upstream's variables to `added`, and their notes to `remarks`."""
     for variable, settings in (("RL_KERNEL_MODE", MODES), ("RL_KERNEL_ALIGNED", ALIGNED)):
         mode = environ.get(variable)
         if not mode:

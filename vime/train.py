@@ -1,11 +1,12 @@
-"""`vime train`: argv -> configuration -> actors -> slime.loop. Owns the order in which a run starts and ends.
+"""`vime train`: turns argv into a configuration, starts the actors and runs slime.loop. Owns the order in which a run
+starts and ends.
 
     driver (this process)      reads the flags, runs the loop, watches the engines
     rollout manager            prompts, generation, rewards, train data          one Ray actor
     trainer ranks              Megatron                                          one Ray actor each
     engine servers             the rollout backend's, behind a router            one subprocess each
 
-Whatever was started ends with the driver, in reverse order, also on Ctrl-C, SIGTERM and SIGHUP (which nohup ignores).
+All parts end with the driver, in reverse order, also on Ctrl-C, SIGTERM and SIGHUP (which nohup ignores).
 """
 
 from __future__ import annotations
@@ -64,12 +65,16 @@ from vime.vllm.cpu.engine import WAIT_VARIABLE
 
 LOG_LINES = 15
 BEFORE_RAY = 0.01
-"""In a cluster that the run has joined, Ray kills workers from its threshold on. vime ends the run before that."""
+"""Share of a host's memory. In a cluster that the run has joined, Ray kills workers above its threshold. vime ends the
+run this share earlier."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one training job. Exit code 0, 1 for a failure, whose last line says what happened, or 128 + the
-    number of the signal that interrupted it; ValueError for what the user can put right before anything runs."""
+    """Runs one training job.
+
+    Returns exit code 0, or 1 for a failure, whose last line is the error, or 128 + the number of the signal that
+    interrupted the run. Raises ValueError for an error that the user can correct before anything runs.
+    """
     catch_signals()
     surroundings.prepare(os.environ)
     config = check_run(argv, _read, download=True)
@@ -82,17 +87,18 @@ def main(argv: Sequence[str]) -> int:
         print(f"all {config.data.num_rollout} rollouts are done; --num-rollout or --num-epoch adds more")
         return 0
     if config.cluster.device == "cpu":
-        # For trainers and engines, which share the cores: threads that wait for work sleep instead of spinning.
+        # For trainers and engines, which share the cores: idle threads sleep instead of spinning.
         os.environ.setdefault(WAIT_VARIABLE, "passive")
     try:
         run(config, argv)
     except KeyboardInterrupt as interrupt:
         line = f"interrupted{by(interrupt)}: everything that was started has been stopped{_resumes(config, argv)}"
-        with contextlib.suppress(OSError):  # after SIGHUP no terminal is there
+        with contextlib.suppress(OSError):  # after SIGHUP, the terminal is closed
             _record(line, Path(run_dir).resolve() / "logs" / "driver.log")
         print(line, file=sys.stderr)
         return leave(exit_code(interrupt))
-    except Exception as error:  # the border of the run: recorded beside it, told in one line
+    # border of the run: the error is recorded in the run directory and printed in one line
+    except Exception as error:
         if isinstance(error, ValueError) and not isinstance(error, RayTaskError):
             raise
         print(_told(error, Path(run_dir).resolve() / "logs"), file=sys.stderr)
@@ -101,11 +107,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _resumes(config: Config, argv: Sequence[str]) -> str:
-    """The command that resumes the run, for the last line of a run that its user has ended."""
-    with contextlib.suppress(OSError, ValueError):  # the folder of checkpoints may be gone, or damaged
+    """Returns the command that resumes the run, for the last line of a run that its user has ended."""
+    with contextlib.suppress(OSError, ValueError):  # the folder of checkpoints may be gone or damaged
         added = resume_flags(config)
         replaced = config.checkpoint.overwrite and run_summary(Path(config.logging.run_dir)).saved is None
-        if added is None or replaced:  # the checkpoint is of an earlier run
+        if added is None or replaced:  # the checkpoint belongs to an earlier run
             return ""
         command = shlex.join(["vime", "train", *argv, *added])
         if mask_command(argv) != list(argv):
@@ -115,26 +121,27 @@ def _resumes(config: Config, argv: Sequence[str]) -> str:
 
 
 def _starting(config: Config) -> str:
-    """The parts of a run that start together."""
+    """Describes the parts of a run that start together."""
     parts = [] if config.debug.debug_rollout_only else ["the trainer"]
     parts += ["the rollout manager", *(["the engines"] if config.num_engines else [])]
     return f"starting {', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else f"starting {parts[0]}"
 
 
 def _read(config: Config) -> Inputs:
-    """Read all data, as a run does."""
+    """Reads all data, as a run does."""
 
     def read() -> Inputs:
         return read_inputs(
             config, lambda c: with_data(c, check_reward).data.num_rollout, tokenizer=not lacks_gpu(config)
         )
 
-    with said("reading the prompts"):  # by what the driver never needs again: transformers, datasets, pandas
+    # in a separate process, because the driver does not need the imports later: transformers, datasets, pandas
+    with said("reading the prompts"):
         return apart(read, "reading the prompts")
 
 
 def _told(error: Exception, logs: Path) -> str:
-    """What happened, for a person: an actor's last log lines first, and where the traceback was put."""
+    """Describes an error for a person: an actor's last log lines first, and the file with the traceback."""
     shown = ""
     if isinstance(error, calls.ActorError):
         log, details, said = error.log, error.details, str(error)
@@ -143,12 +150,13 @@ def _told(error: Exception, logs: Path) -> str:
     else:
         cause = error.cause if isinstance(error, RayTaskError) else error
         log, details, said = logs / "driver.log", "".join(traceback.format_exception(error)), str(cause)
-        if not isinstance(cause, ValueError | RuntimeError):  # the text of others may mean little by itself
+        # the text of other types may be unclear without the type
+        if not isinstance(cause, ValueError | RuntimeError):
             said = f"{type(cause).__name__}: {said}"
         said = with_place(said, str(error)) if isinstance(error, RayTaskError) else said
     try:
         _record(details, log)
-    except OSError as full:  # a full disk may be what ended the run
+    except OSError as full:  # a full disk may have ended the run
         return f"{shown}{details}\nvime train: {said}\n{log} cannot be written: {full.strerror}"
     return f"{shown}vime train: {said}\nmore in {log}"
 
@@ -160,13 +168,13 @@ def _record(text: str, log: Path) -> None:
 
 
 def _inputs(config: Config) -> list[Path]:
-    """The files whose content decides what a run learns, but for the weights, which are too large to read twice."""
+    """Returns the files whose content affects the training, except the weights, which are too large to read twice."""
     data = [file for one in data_sets(config.data) for file in prompt_files(one.path)]
     return [*data, Path(config.rollout.hf_checkpoint) / "config.json"]
 
 
 def run(config: Config, argv: Sequence[str]) -> None:
-    """Start everything, train, stop everything."""
+    """Starts everything, trains, and stops everything."""
     run_dir = Path(config.logging.run_dir)
     with ExitStack() as stack:
         lock_all(folders_of(config), stack)
@@ -188,7 +196,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         with said("starting or joining Ray"):
             allow = config.cluster.allow_unauthenticated_ray
             ray_start.connect(allow_unauthenticated=allow, temporary=temporary)
-        catch_signals()  # Ray has put a handler of its own there, which ends the process
+        catch_signals()  # Ray has installed a handler that ends the process
         watch = stack.enter_context(RayWatch(watchdog, functools.partial(_gives_up, journal, logs)))
         watch.watch(parts())
         placed = placement.place(config)
@@ -225,7 +233,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
 
 
 def _watch_memory(config: Config, stack: ExitStack) -> MemoryWatch:
-    """Measure memory until `stack` ends, and explain its errors that memory may have caused."""
+    """Measures memory until `stack` ends, and explains errors that lack of memory may have caused."""
     threshold = RAY_THRESHOLD - (BEFORE_RAY if os.environ.get("RAY_ADDRESS") else 0)
     watch = stack.enter_context(MemoryWatch(config.logging.run_dir, full_host(config), threshold=threshold))
     stack.enter_context(explained(config, watch))
@@ -233,13 +241,14 @@ def _watch_memory(config: Config, stack: ExitStack) -> MemoryWatch:
 
 
 def _gives_up(journal: Events, logs: Path, lost: Exception) -> None:
-    """The process ends after this, without the rest of the run."""
+    """Records the error. The process ends after this call, without the rest of the run."""
     record_error(journal, logs.parent, lost)
     print(_told(lost, logs), file=sys.stderr, flush=True)
 
 
 def _saved_first(config: Config) -> Iterator[signal.Signals]:
-    """The signals after which the run saves before it ends: Ctrl-C with --save, SIGTERM with --exit-signal-handler."""
+    """Yields the signals after which the run saves before it ends: Ctrl-C with --save, SIGTERM with
+    --exit-signal-handler."""
     if config.checkpoint.save is not None:
         yield signal.SIGINT
     if config.checkpoint.exit_signal_handler:
@@ -247,7 +256,7 @@ def _saved_first(config: Config) -> Iterator[signal.Signals]:
 
 
 def _end_by_signal(config: Config, start: int, first: int) -> None:
-    """KeyboardInterrupt if rollout `first` was not trained, because a signal asked for the end."""
+    """Raises KeyboardInterrupt if rollout `first` was not trained because a signal requested the end."""
     if first < config.rollouts:
         done = f"saved the checkpoint of rollout {first - 1}" if first > start else "no rollout was trained"
         print(f"{done}, rollout {first} is the next", flush=True)
@@ -255,10 +264,10 @@ def _end_by_signal(config: Config, start: int, first: int) -> None:
 
 
 def _close(report: Reporter, kind: type[BaseException] | None, error: object, trace: object) -> None:
-    """Trackers show whether the run finished."""
+    """Closes the trackers with the state of the run: failed, finished or interrupted."""
     failed = kind is not None and issubclass(kind, Exception)
     if not failed:
-        with contextlib.suppress(OSError):  # after SIGHUP no terminal is there
+        with contextlib.suppress(OSError):  # after SIGHUP, the terminal is closed
             report.conclude()
     report.close("failed" if failed else "finished" if kind is None else "interrupted")
 
@@ -266,14 +275,15 @@ def _close(report: Reporter, kind: type[BaseException] | None, error: object, tr
 def _keep_ray_logs(
     temporary: Path, to: Path, kind: type[BaseException] | None, error: object, trace: object
 ) -> None:
-    """For an end that Ray's logs may explain: they are in the folder that the run removes."""
+    """Copies Ray's logs out of the folder that the run removes, for an end that they may explain."""
     if kind is not None and issubclass(kind, Exception) and not issubclass(kind, ValueError):
-        with contextlib.suppress(OSError):  # a full disk may be what ended the run
+        with contextlib.suppress(OSError):  # a full disk may have ended the run
             keep_ray_logs(temporary, to)
 
 
 def _private_weight_dir(config: Config, stack: ExitStack) -> Path | None:
-    """Where weights are published when --weight-dir says nothing: a directory of this run, removed at the end."""
+    """Returns the folder for published weights if --weight-dir is not given: a directory of this run, removed at the
+    end."""
     if config.weight_update.weight_dir is not None:
         return None
     run_dir = Path(config.logging.run_dir)
@@ -289,7 +299,8 @@ def _start_engines(
     trainer: trainers.Trainers | None,
     wait: Wait,
 ) -> tuple[EnginePool, rollout_actor.RolloutGroup]:
-    """The engines, and the rollout manager that sends them requests. It reads its data while they start."""
+    """Starts the engines, and the rollout manager that sends them requests. The manager reads its data while they
+    start."""
     pool = make_pools(config, placed, trainer)
     watch.callback(pool.stop)
     lives = {} if trainer is None else trainer.lives

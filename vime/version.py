@@ -1,4 +1,4 @@
-"""`vime --version`: the version, the commit, and the versions of the packages that affect a run.
+"""`vime --version`: prints the version, the commit, and the versions of the packages that affect a run.
 
 The commit comes from the checkout, or from the file that setup.py wrote into an installed wheel.
 """
@@ -17,7 +17,7 @@ COMMIT_FILE = "COMMIT"
 
 
 def commit(package: Path = PACKAGE) -> str:
-    """The commit of the package in the directory `package`, as text to print."""
+    """Returns the commit of the package in the directory `package`, as text to print."""
     if (state := git_state(package.parent)) is not None:
         return f"{state['commit']}{' (with local changes)' if state['modified'] else ''}"
     recorded = package / COMMIT_FILE
@@ -25,7 +25,7 @@ def commit(package: Path = PACKAGE) -> str:
 
 
 def version_lines() -> list[str]:
-    """One line per fact, with the name first."""
+    """Returns one line per fact, with the name first."""
     installed = {name.lower(): version for name, version in installed_packages().items()}
     facts = {
         "vime": installed.get("vime", "not installed"),

@@ -1,4 +1,4 @@
-"""`vime audit RUN_DIR`: where the difference between a trainer's and an engine's log-probs comes from."""
+"""`vime audit RUN_DIR`: finds the source of the difference between a trainer's and an engine's log-probs."""
 
 from vime.audit.command import main
 

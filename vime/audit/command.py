@@ -1,9 +1,9 @@
 """`vime audit`: runs a saved rollout through the trainer and a real engine, and splits the difference into its parts.
 
-trainer, training rows - engine decode   what training sees
+trainer, training rows - engine decode   difference in training
   = trainer - engine prefill             two programs, the same tokens at once
   + engine prefill - engine decode       one program, all tokens at once or one by one
-trainer, engine: other batch layouts     one program, the same tokens in other company
+trainer, engine: other batch layouts     one program, the same tokens in another batch
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ PREFILL, ALONE = "engine prefill", "engine prefill, one by one"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Audit one rollout. Prints a table and writes RUN_DIR/audit/rollout_N.json and .png. ValueError for bad input."""
+    """Audits one rollout. Prints a table and writes RUN_DIR/audit/rollout_N.json and .png. Raises ValueError for bad
+    input."""
     parser = argparse.ArgumentParser(prog="vime audit", allow_abbrev=False)
     parser.add_argument("run_dir", type=Path, help="a run directory with saved rollouts")
     parser.add_argument("--rollout", type=int, help="which saved rollout (default: the first)")
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def audit(config: Config, source: AuditSource, weights: str, scratch: Path) -> list[LogProbDifference]:
-    """Run the engine, then the trainer (the engine has freed its device by then), and compare."""
+    """Runs the engine, then the trainer (the engine has then freed its device), and compares their log-probs."""
     from slime.megatron_backend.step.replay import replay_log_probs
 
     masks = [s.loss_mask for s in source.samples]
@@ -76,7 +77,8 @@ def audit(config: Config, source: AuditSource, weights: str, scratch: Path) -> l
 def pairs_of(
     trainer: dict[str, Tensor], engine: dict[str, Tensor], decode: Tensor
 ) -> list[LogProbDifference]:
-    """The lines of the table. Without engine prefill (a temperature other than 1), lines that need it are left out."""
+    """Returns the lines of the table. Without engine prefill (a temperature other than 1), lines that need it are left
+    out."""
     mine = (TRAINING, trainer[TRAINING])
     pairs = [compare("what training sees", mine, (DECODE, decode))]
     if engine:
@@ -94,8 +96,11 @@ def pairs_of(
 
 
 def trainer_layouts(rows: list[list[int]]) -> dict[str, list[list[int]]]:
-    """Ways to pack the same samples: as in training; each sample alone; reversed within its row; with samples of other
-    rows (drawn with a fixed seed, rows as long as before); and rows split in half."""
+    """Returns ways to pack the same samples.
+
+    They are: as in training; each sample alone; reversed within its row; mixed with samples from other rows (drawn with
+    a fixed seed, rows of the same lengths); and rows split in half.
+    """
     places = [i for row in rows for i in row]
     random.Random(0).shuffle(places)
     mixed, start = [], 0
@@ -115,7 +120,7 @@ def trainer_layouts(rows: list[list[int]]) -> dict[str, list[list[int]]]:
 def report(
     run_dir: Path, config: Config, source: AuditSource, weights: str, pairs: list[LogProbDifference]
 ) -> None:
-    """Print the table, and write the JSON file and the picture."""
+    """Prints the table, and writes the JSON file and the picture."""
     left_out = ", ".join(f"{reason}: {n}" for reason, n in source.left_out.most_common())
     print(
         f"rollout {source.rollout_id}, weights version {source.version} ({weights}), {len(source.samples)} samples in "

@@ -1,4 +1,5 @@
-"""Log-probs of given tokens from a real engine, computed all at once as a prompt (prefill), not one by one (decode).
+"""Gets log-probs of given tokens from a real engine, computed all at once as a prompt (prefill), not one by one
+(decode).
 
 vLLM computes prompt log-probs from the unchanged logits: at temperature 1, over the whole vocabulary.
 """
@@ -24,7 +25,8 @@ _REQUEST_S = 600.0
 
 
 class PrefillEngine:
-    """One engine without a router that serves `weights` as the run's engines did. A context manager."""
+    """A context manager that runs one engine without a router. It serves `weights` with the settings of the run's
+    engines."""
 
     def __init__(self, config: Config, weights: str, scratch: Path) -> None:
         settings = engine_settings(config) | {
@@ -49,7 +51,8 @@ class PrefillEngine:
         self._server.stop()
 
     def log_probs(self, samples: list[Sample], *, side_by_side: bool) -> list[Tensor]:
-        """One fp32 tensor [response length] per sample. `side_by_side`: many concurrent requests, else one by one."""
+        """Returns one fp32 tensor [response length] per sample. `side_by_side`: many concurrent requests, else one by
+        one."""
         return asyncio.run(self._scored(samples, _SIDE_BY_SIDE if side_by_side else 1))
 
     async def _scored(self, samples: list[Sample], at_once: int) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Pairs of log-probs -> a table, a JSON record and a picture."""
+"""Turns pairs of log-probs into a table, a JSON record and a picture."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LogProbDifference:
 
 
 def compare(part: str, first: tuple[str, Tensor], second: tuple[str, Tensor]) -> LogProbDifference:
-    """Compare two named tensors [N] fp32 of the same N >= 1 tokens."""
+    """Compares two named tensors [N] fp32 of the same N >= 1 tokens."""
     a, b = first[1], second[1]
     sums = token_sums(a, b, eps_clip=0.2, eps_clip_high=0.2)
     n = a.numel()
@@ -43,7 +43,7 @@ def compare(part: str, first: tuple[str, Tensor], second: tuple[str, Tensor]) ->
 
 
 def table(pairs: Sequence[LogProbDifference]) -> str:
-    """The pairs as a table, grouped by the part of the difference that they measure."""
+    """Formats the pairs as a table, grouped by the part of the difference that they measure."""
     names = [f"  {pair.first} - {pair.second}" for pair in pairs]
     width = max(len(name) for name in names) + 2
     lines = [
@@ -65,7 +65,7 @@ def as_json(pairs: Sequence[LogProbDifference], **head: object) -> dict[str, obj
 
 
 def draw(pairs: Sequence[LogProbDifference], title: str, path: Path) -> None:
-    """Draw mean, p99 and maximum of each pair on a logarithmic axis. Values of exactly 0 are text at the left edge."""
+    """Draws each pair's mean, p99 and maximum on a logarithmic axis. Values of exactly 0 are text at the left edge."""
     figure = Figure(figsize=(9.0, 1.2 + 0.42 * len(pairs)), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -92,6 +92,6 @@ def draw(pairs: Sequence[LogProbDifference], title: str, path: Path) -> None:
 
 
 def active(values: Sequence[Tensor], masks: Sequence[Sequence[int] | None]) -> Tensor:
-    """The active tokens of all samples in one row: [N] fp32."""
+    """Concatenates the active tokens of the samples: [N] fp32."""
     parts = [x if mask is None else x[torch.tensor(mask) != 0] for x, mask in zip(values, masks, strict=True)]
     return torch.cat(parts).float()

@@ -1,4 +1,4 @@
-"""The input of an audit: a saved rollout of a run, its comparable samples, and their weights.
+"""Reads the input of an audit: a saved rollout of a run, its comparable samples, and their weights.
 
 Log-probs are compared only with the weights that sampled the tokens. This file owns that check.
 """
@@ -27,8 +27,8 @@ from vime.vllm.server_flags import engine_dtype
 class AuditSource:
     """Comparable samples, all drawn from weights `version`. `micro_batches` are the micro-batches of training.
 
-    `left_out`: number of active tokens of other samples in these micro-batches, by reason
-    (slime.rollout.facts.REASONS).
+    `left_out`: number of active tokens by reason (slime.rollout.facts.REASONS), for the samples in these micro-batches
+    that are not comparable.
     """
 
     rollout_id: int
@@ -39,7 +39,7 @@ class AuditSource:
 
 
 def read_config(run_dir: Path) -> Config:
-    """The configuration that the run saved. ValueError if there is none."""
+    """Returns the configuration that the run saved. Raises ValueError if the run saved none."""
     path = run_dir / "config.json"
     if not path.is_file():
         raise ValueError(f"RUN_DIR must be a run directory of vime train, got no {path}; see --run-dir")
@@ -47,8 +47,8 @@ def read_config(run_dir: Path) -> Config:
 
 
 def saved_rollouts(run_dir: Path, config: Config) -> dict[int, str]:
-    """Rollout -> path template of its file, for rollouts that the run saved or loaded, or that a stopped audit
-    saved."""
+    """Maps each rollout to the path template of its file, for rollouts that the run saved or loaded, or that a stopped
+    audit saved."""
     of_audit = replay_template(config.with_values(run_dir=str(run_dir)))
     given = (of_audit, config.debug.load_debug_rollout_data, config.debug.save_debug_rollout_data)
     templates = [template for template in given if template is not None]
@@ -68,8 +68,11 @@ def saved_rollouts(run_dir: Path, config: Config) -> dict[int, str]:
 
 
 def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int) -> AuditSource:
-    """The first micro-batches of a saved rollout (None: the first saved rollout): at least two, until there are `most`
-    samples. ValueError if the rollout has no comparable sample."""
+    """Reads the first micro-batches of a saved rollout (None: the first one): at least two, until there are `most`
+    samples.
+
+    Raises ValueError if the rollout has no comparable sample.
+    """
     checkpoint = config.rollout.hf_checkpoint
     saved = saved_rollouts(run_dir, config)
     rollout_id = min(saved) if rollout_id is None else rollout_id
@@ -88,7 +91,7 @@ def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int
         "top_p": 1.0,
         "top_k": -1,
         "sampling": {},
-        # of a quantised engine, the audit measures what its precision costs
+        # for a quantised engine, the audit measures the effect of its precision
         "dtype": engine_dtype(config)
         if quantises(config.engine.backend_args)
         else config.megatron.params_dtype,
@@ -120,7 +123,7 @@ def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int
 
 
 def micro_batches(config: Config, samples: list[Sample]) -> list[list[int]]:
-    """Indices in `samples` for every micro-batch of every rank, as training packs them."""
+    """Returns indices in `samples` for every micro-batch of every rank, as training packs them."""
     checkpoint = config.rollout.hf_checkpoint
     ranks = make_rank_data(
         config, config.namespace(), samples, config.data_parallel_size, read_hf_config(checkpoint)
@@ -129,9 +132,10 @@ def micro_batches(config: Config, samples: list[Sample]) -> list[list[int]]:
 
 
 def weights_of(config: Config, version: int, scratch: Path) -> str:
-    """An HF directory with the weights after `version` rollouts. If needed, a checkpoint is exported into `scratch`.
+    """Returns an HF directory with the weights after `version` rollouts. If needed, exports a checkpoint into
+    `scratch`.
 
-    ValueError if these weights do not exist. The error names the flags to add to the run.
+    Raises ValueError if these weights do not exist. The error names the flags to add to the run.
     """
     from slime.megatron_backend.checkpoint.export import export_checkpoint
 
@@ -167,7 +171,7 @@ def weights_of(config: Config, version: int, scratch: Path) -> str:
 
 
 def one_rank(config: Config) -> Config:
-    """The configuration of a single trainer rank with the whole model."""
+    """Returns the configuration of a single trainer rank with the whole model."""
     return config.with_values(
         actor_num_nodes=1,
         actor_num_gpus_per_node=1,

@@ -1,7 +1,7 @@
-"""`vime engines list|add|remove RUN_DIR`: shows the engines of a run, and changes them while it goes on.
+"""`vime engines list|add|remove RUN_DIR`: shows the engines of a run, and changes them while the run is running.
 
-`list` reads the run's events, also of a run that has ended or is on another host. `add` and `remove` ask the run's
-driver at its socket (vime.members.control_socket), so they run on the driver's host, as its user.
+`list` reads the run's events, also for a run that has ended or is on another host. `add` and `remove` send a request to
+the socket of the run's driver (vime.members.control_socket), so they must run on the driver's host, as its user.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from vime.members.table import read_fleet, table
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0, or 1 if the run could not do what it was asked. ValueError for what the user can put right."""
+    """Returns exit code 0, or 1 if the run could not serve the request. Raises ValueError for an error that the user
+    can correct."""
     args = _parser().parse_args(argv)
     fleet = read_fleet(args.run_dir)
     if args.action == "list":
@@ -71,7 +72,7 @@ def _list(fleet: RunEngines) -> int:
 
 
 def _connect(fleet: RunEngines) -> socket.socket | None:
-    """A connection to the run's driver; None if the run has ended."""
+    """Returns a connection to the run's driver, or None if the run has ended."""
     control = socket.socket(socket.AF_UNIX)
     try:
         control.connect(fleet.socket)

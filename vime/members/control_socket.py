@@ -1,8 +1,8 @@
-"""Where `vime engines` reaches a run: a unix socket in the run's temporary folder, which only its user can enter.
+"""Serves the requests of `vime engines` on a unix socket in the run's temporary folder, which only its user can enter.
 
-The client sends one line of JSON, {"do": "add" | "remove", ...}. The answer is lines {"say": text} while the work goes
-on, and at the end {"done": text}, {"refused": text} for what the user can put right, or {"failed": text}. The driver
-does the work, one request after the other, while the loop goes on. The run's events say where the socket is.
+The client sends one line of JSON, {"do": "add" | "remove", ...}. The answer is lines {"say": text} during the work, and
+at the end {"done": text}, {"refused": text} for an error that the user can correct, or {"failed": text}. The driver
+serves one request after the other, while the training loop continues. The run's events contain the path of the socket.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SEND_S = 5.0
 
 
 class Asked(TypedDict, total=False):
-    """What the command asks for. `model`: the served model that gets engines."""
+    """The request of the command. `model`: the served model that gets engines."""
 
     do: str
     model: str
@@ -41,8 +41,10 @@ class Asked(TypedDict, total=False):
 
 
 class ControlSocket:
-    """Takes requests from now on, and does them after `start`. `tell` hears how many of the policy's engines take
-    new requests, whenever that changes."""
+    """Accepts requests from its creation on, and serves them after `start`.
+
+    `tell` is called with the number of the policy's engines that take new requests, whenever that number changes.
+    """
 
     def __init__(
         self, run_dir: str | None, pools: Mapping[str, EnginePool], tell: Callable[[int], None]
@@ -63,11 +65,11 @@ class ControlSocket:
         threading.Thread(target=self._listen, name="engines-control", daemon=True).start()
 
     def start(self) -> None:
-        """The engines serve: they may change."""
+        """Allows changes, because the engines now serve."""
         self._is_started = True
 
     def close(self) -> None:
-        """Take no more requests. What is being done ends with the pools."""
+        """Stops accepting requests. A running request ends with the pools."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -87,14 +89,14 @@ class ControlSocket:
             ).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """One request. A client that leaves does not stop what it has asked for."""
+        """Serves one request. A client that disconnects does not stop its request."""
         with connection, contextlib.suppress(OSError):
             if _user_of(connection) not in (os.getuid(), 0):
                 return
             connection.settimeout(_SEND_S)
             with connection.makefile("rb") as lines:
                 line = lines.readline(_LONGEST)
-            if not line:  # the client only looked whether the run goes on
+            if not line:  # the client only checked whether the run is running
                 return
 
             def send(kind: str, text: str) -> None:
@@ -106,7 +108,7 @@ class ControlSocket:
                     done = self._do(json.loads(line), lambda text: send("say", text))
             except ValueError as error:
                 send("refused", str(error))
-            except Exception as error:  # the border of this thread: the client tells the user
+            except Exception as error:  # border of this thread: the client prints the error
                 logger.warning("vime engines failed: %s", error)
                 send("failed", f"{error}")
             else:
@@ -129,7 +131,8 @@ class ControlSocket:
         return f"{' and '.join(titles)} joined; a run that resumes has its configured engines alone"
 
     def _model_of(self, engine: str) -> str:
-        """The model of an engine. The policy for an unknown one: its pool says so."""
+        """Returns the model of an engine, or the policy for an unknown engine, because the policy's pool then reports
+        the error."""
         for name, pool in self._pools.items():
             if pool.changes.has(engine):
                 return name
@@ -137,7 +140,7 @@ class ControlSocket:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """The user of the process at the other end."""
+    """Returns the user id of the process at the other end."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     user: int = struct.unpack("3i", raw)[1]
     return user

@@ -1,4 +1,4 @@
-"""The engines of a run as a table, `slime.tracking.run_engines` for a person."""
+"""Formats the engines of a run (`slime.tracking.run_engines`) as a table."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _LONGEST = 120
 
 
 def read_fleet(run_dir: Path) -> RunEngines:
-    """The engines of a run that has ended or goes on. ValueError for a directory without a run, or a run without
-    engines."""
+    """Reads the engines of a run that has ended or is running. Raises ValueError for a directory without a run, or a
+    run without engines."""
     if not run_dir.is_dir():
         raise ValueError(f"RUN_DIR must be a directory, got {run_dir}; name the --run-dir of a run")
     fleet = RunEngines()
@@ -32,7 +32,7 @@ def read_fleet(run_dir: Path) -> RunEngines:
 
 
 def table(fleet: RunEngines, *, ended: bool) -> list[str]:
-    """Lines for a person. `ended`: the run has ended, and its engines with it."""
+    """Returns the lines of the table. `ended`: the run and its engines have ended."""
     rows: list[tuple[str, ...]] = [("engine", "model", "state", "weights", "address", "started", "place")]
     for engine in fleet.engines.values():
         state = ENDED if ended and engine.state not in GONE else engine.state

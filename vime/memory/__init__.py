@@ -1,1 +1,2 @@
-"""The memory of a run as commands show it: the plan by phase, what would make a run fit, and the plan next to a run."""
+"""Shows the memory of a run: the plan by phase, the flags that would make a run fit, and the plan next to a run's
+measurements."""

@@ -1,10 +1,11 @@
 """Chooses the flags of a launcher that decide whether a run fits: `python -m vime.memory.choose --run FLAGS -- USER'S`.
 
 Prints on standard output the flags to add, and on standard error one line for each with its reason. Flags of the user
-are not changed. Exit status 2 with what is missing if no choice fits. The same machine and flags give the same choice:
+are not changed. If no choice fits, the exit status is 2, and the missing memory is printed. The same machine and flags
+give the same choice:
 
     0. no recomputation of the layers and no --offload-train against the layout, unless nothing fits without
-    1. the smallest part of Adam on the host with which the run fits at all, as it costs the most time
+    1. the smallest part of Adam on the host with which the run fits at all, because this part costs the most time
     2. the most tokens in a micro-batch, of 8192 or more if possible
     3. the largest workspace of the LM head
     4. the largest share for the engine, up to that of the layout
@@ -34,7 +35,8 @@ from vime.vllm.backend import engine_facts
 from vime.vllm.memory import engine_need
 
 PLAN, RUN = "--plan", "--run"
-"""First argument: a plan starts nothing. There, nothing is an error: without a choice that fits, the plan says why."""
+"""First argument. With --plan, nothing is started and nothing is an error: without a choice that fits, the plan shows
+why."""
 _TOKENS = (32768, 24576, 20480, 16384, 12288, 8192, 6144, 4096, 2048, 1024)
 _USUAL_TOKENS = 8192
 _OF_ENGINE: dict[str, Callable[[str], float | str]] = {
@@ -45,9 +47,9 @@ _OF_ENGINE: dict[str, Callable[[str], float | str]] = {
     "pipeline_parallel_size": int,
     "dtype": str,
 }
-"""vLLM's flags for the memory of an engine."""
+"""vLLM's flags for the memory of an engine, with the types of their values."""
 CARD = 0.97
-"""The part of a card that a choice fills: measured peaks were up to 2% above the plan."""
+"""Part of a card that a choice fills. Measured peaks were up to 2% above the plan."""
 _OFFLOAD = {"offload", "offload_train", "no_offload_train", "offload_train_parts"}
 _RECOMPUTATION = {
     f"recompute_{what}" for what in ("activations", "granularity", "method", "modules", "num_layers")
@@ -58,7 +60,7 @@ _TENTHS = tuple(n / 10 for n in range(11))
 
 @dataclass(frozen=True)
 class Knob:
-    """A flag that may be chosen, and its values from the best to the one that needs least."""
+    """A flag that may be chosen, and its values from the best to the one that needs the least memory."""
 
     values: tuple[float, ...]
     set: Callable[[Config, float], Config]
@@ -67,15 +69,17 @@ class Knob:
 
 @dataclass(frozen=True)
 class Chosen:
-    """One flag with its value, as typed, and why."""
+    """One flag with its value, as typed, and the reason."""
 
     flag: str
     why: str
 
 
 def choose(c: Config, hf: Hf, machine: MachineSizes, given: set[str]) -> list[Chosen]:
-    """The flags that make a run fit; empty if it fits as it is. `given`: names of the flags that the user set.
-    ValueError if no choice fits."""
+    """Returns the flags that make a run fit. The list is empty if the run fits unchanged.
+
+    `given`: names of the flags that the user set. Raises ValueError if no choice fits.
+    """
     if machine.device is None or c.cluster.device != "cuda":
         return []
     card = CARD * machine.device
@@ -97,7 +101,8 @@ def choose(c: Config, hf: Hf, machine: MachineSizes, given: set[str]) -> list[Ch
 
 
 def _choice(c: Config, hf: Hf, machine: MachineSizes, knobs: Sequence[Knob]) -> list[Chosen] | None:
-    """The best values, knob after knob, where those after it have the values that need least. None if none fits."""
+    """Returns the best values, chosen knob after knob, while later knobs have the values that need least. None if
+    nothing fits."""
     least = [knob.values[-1] for knob in knobs]
     picked: list[float] = []
     why: list[str] = []
@@ -129,7 +134,8 @@ def _with(c: Config, knobs: Sequence[Knob], values: Sequence[float]) -> Config:
 
 
 def last_resorts(c: Config, given: set[str]) -> Iterator[Knob]:
-    """What each step pays for: the trainer's state moved to the host and back, and the layers computed twice."""
+    """Yields the knobs that cost time in each step: offload of the trainer's state to the host, and recomputation of
+    the layers."""
     if not _OFFLOAD & given and offloading(c):
         parts = f" --offload-train-parts {' '.join(PARTS)}" if c.cluster.offload_train_parts else ""
         yield Knob((0, 1), lambda c, _: offloading(c)[0].config, lambda _: f"--offload-train{parts}")
@@ -138,7 +144,7 @@ def last_resorts(c: Config, given: set[str]) -> Iterator[Knob]:
 
 
 def knobs_of(c: Config, given: set[str], least_tokens: int) -> Iterator[Knob]:
-    """Those that the user left to the launcher. The first value of each is that of the layout."""
+    """Yields the knobs that the user did not set. The first value of a knob is the layout's value."""
     adam = {"optimizer_cpu_offload", "no_optimizer_cpu_offload", "optimizer_offload_fraction"}
     if not adam & given and c.megatron.use_distributed_optimizer and not c.megatron.optimizer_cpu_offload:
         yield Knob(
@@ -164,7 +170,7 @@ def knobs_of(c: Config, given: set[str], least_tokens: int) -> Iterator[Knob]:
 
 
 def share_of(c: Config, hf: Hf, device: float, given: set[str]) -> Iterator[Knob]:
-    """The engine's share of a card, from which its weights and one sequence leave something."""
+    """Yields the engine's share of a card. Its weights and one sequence must fit in the share."""
     facts = c.engine.engine_facts
     flag, share = facts.flag("memory_share"), facts.memory_share
     if flag.removeprefix("--").replace("-", "_") in given or facts.cache_bytes or not c.num_engines:
@@ -182,8 +188,10 @@ def share_of(c: Config, hf: Hf, device: float, given: set[str]) -> Iterator[Knob
 
 
 def light_config(argv: Sequence[str]) -> Config:
-    """The configuration without the parser of the engine, whose import takes seconds: of the engine's flags, those that
-    its memory depends on. `vime train` parses them all."""
+    """Returns the configuration without the engine's parser, whose import takes seconds.
+
+    It reads only those engine flags that affect the engine's memory. `vime train` parses all flags.
+    """
     own, engine = list[str](), dict[str, float | str]()
     for group in with_config_files(split_argv(argv)):
         prefix, _, name = group.name.partition("_")
@@ -206,7 +214,7 @@ def main(argv: Sequence[str]) -> int:
         given = {group.name for group in with_config_files(split_argv(take_sizes(user)[0]))}
         machine = machine_of(c, sizes)
         if not plans and sizes.gpu is None:
-            # A layout names the GPU that it was made for with --gpu. The run starts on the GPUs that are here.
+            # A layout names the GPU for which it was made with --gpu. The run starts on the GPUs of this machine.
             here = machine_of(c, sizes, here_only=True)
             machine = machine if here.device is None else here
         found = choose(c, read_hf_config(c.rollout.hf_checkpoint), machine, given)

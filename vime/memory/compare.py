@@ -1,4 +1,5 @@
-"""`vime plan --compare RUN_DIR`: the plan of a run next to what it measured, by phase, for its cards and its host."""
+"""`vime plan --compare RUN_DIR`: compares the plan of a run with its measurements, by phase, for its cards and its
+host."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ from vime.memory.lines import whole_fit
 
 COMPARE = "--compare"
 CLOSE = 0.05
-"""A plan is good that is so near to what was measured."""
+"""A plan is good if it differs from the measurement by at most this share."""
 
 
 def compare_run(argv: Sequence[str]) -> int:
-    """Print the tables. Returns 1 if a card or the host had over 5% more than the plan in some phase: such a plan may
-    promise a run that dies."""
+    """Prints the tables. Returns 1 if a card or the host used over 5% more than the plan in some phase.
+
+    Such a plan may accept a run that runs out of memory.
+    """
     if len(argv) != 1:
         raise ValueError(
             f"{COMPARE} must have one run directory, got {len(argv)}; name the --run-dir of a run and no other flag"
@@ -43,7 +46,7 @@ def compare_run(argv: Sequence[str]) -> int:
 
 
 def read_run_config(run_dir: Path) -> Config:
-    """The configuration that a run saved. ValueError if there is none."""
+    """Returns the configuration that a run saved. Raises ValueError if the run saved none."""
     saved = read_object(run_dir, "config.json")
     if not saved:
         raise ValueError(
@@ -53,7 +56,7 @@ def read_run_config(run_dir: Path) -> Config:
 
 
 def plan_of(config: Config, found: Mapping[str, Measured]) -> Fit:
-    """The plan for the machine on which the run was measured."""
+    """Returns the plan for the machine on which the run was measured."""
     card = next((each.card_total for each in found.values() if each.card_total is not None), None)
     host = next((each.host_total for each in found.values() if each.host_total is not None), None)
     before = next((each.before for each in found.values() if each.before is not None), None)
@@ -63,7 +66,7 @@ def plan_of(config: Config, found: Mapping[str, Measured]) -> Fit:
 
 
 def ratios(planned: Fit, found: Mapping[str, Measured]) -> dict[str, float]:
-    """ "card, training" -> measured / planned, for what both have."""
+    """Maps "card, training" and the like to measured / planned, for the values that both have."""
     values: dict[str, float] = {}
     for phase, seen in found.items():
         card, host = planned_card(planned, phase), planned_host(planned, phase)
@@ -75,7 +78,7 @@ def ratios(planned: Fit, found: Mapping[str, Measured]) -> dict[str, float]:
 
 
 def planned_card(planned: Fit, phase: str) -> float | None:
-    """GiB on the fullest card of the trainer ranks."""
+    """Returns the planned GiB on the fullest card of the trainer ranks."""
     return max((card[phase] / GIB for card in planned.cards.values() if phase in card), default=None)
 
 
@@ -84,7 +87,7 @@ def planned_host(planned: Fit, phase: str) -> float | None:
 
 
 def lines(planned: Fit, found: Mapping[str, Measured]) -> Iterator[str]:
-    """Two tables: the sums by phase, and the processes of each phase."""
+    """Yields two tables: the sums by phase, and each phase's processes."""
     yield f"{'GiB':<14}{'card: plan':>12}{'measured':>10}{'of plan':>9}{'host: plan':>14}{'measured':>10}{'of plan':>9}"
     for phase, seen in found.items():
         card, host = planned_card(planned, phase), planned_host(planned, phase)
@@ -100,7 +103,8 @@ def lines(planned: Fit, found: Mapping[str, Measured]) -> Iterator[str]:
 
 
 def _allocator(run_dir: Path) -> Iterator[str]:
-    """What rank 0 of the trainer counted itself in the newest step. A container may hide the processes on a card."""
+    """Yields the numbers that rank 0 of the trainer counted in the newest step. A container may hide the processes on a
+    card."""
     newest = run_summary(run_dir).metrics
     names = {
         "perf/trainer_peak_gib": "tensors",

@@ -1,4 +1,5 @@
-"""What a run says when memory has ended it: the phase, who had the memory, and which flag to change, with numbers."""
+"""Explains the end of a run by lack of memory: the phase, the processes that used the memory, and the flags to change,
+with numbers."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ OF_MEMORY = re.compile(
     r"Cuda failure 2|killed",
     re.IGNORECASE,
 )
-"""In the text of an error that memory may have caused."""
+"""Matches the text of an error that lack of memory may have caused."""
 _MISSING = 0.05
-"""The part of a host that flags should give, where it is not known how much was missing."""
+"""Part of a host's memory that flags should free if the missing amount is unknown."""
 _SHOWN = 5
 
 
 def full_host(config: Config) -> Callable[[Peaks, HostMemory], str]:
-    """For the watch: why it ends the run."""
+    """Returns the function with which the memory watch explains why it ends the run."""
 
     def explain(peaks: Peaks, host: HostMemory) -> str:
         first = (
@@ -44,8 +45,10 @@ def full_host(config: Config) -> Callable[[Peaks, HostMemory], str]:
 
 @contextmanager
 def explained(config: Config, watch: MemoryWatch) -> Iterator[None]:
-    """Add to an error of the block that memory may have caused: what was measured last, and whether the kernel has
-    killed a process for memory since the run began."""
+    """Adds memory facts to an error of the block that lack of memory may have caused.
+
+    The facts are the last measurements, and whether the kernel has killed a process for memory since the run began.
+    """
     before = kills()
     try:
         yield
@@ -75,7 +78,7 @@ def _report(config: Config, watch: MemoryWatch, killed: int) -> Iterator[str]:
 
 
 def _of_host(peaks: Peaks) -> Iterator[str]:
-    """The processes with the most memory of their own."""
+    """Yields the processes with the most private memory."""
     by_size = sorted(peaks.processes.items(), key=lambda pair: -pair[1].anonymous)[:_SHOWN]
     shown = [f"{role} {amount(memory.anonymous)}" for role, memory in by_size]
     if shown:
@@ -83,7 +86,8 @@ def _of_host(peaks: Peaks) -> Iterator[str]:
 
 
 def _host_flags(config: Config, host: HostMemory) -> Iterator[str]:
-    """The flags that would give a part of the host, as the plan computes it for a host that is too small by it."""
+    """Yields the flags that would free a part of the host, as the plan computes it for a host that is too small by this
+    part."""
     hf = read_hf_config(config.rollout.hf_checkpoint)
     planned = fit(config, hf, MachineSizes()).host
     if planned is None:

@@ -1,4 +1,5 @@
-"""The parts of a plan about memory, as lines: a trainer rank, an engine, a host, and what would make them fit."""
+"""Formats the parts of a plan about memory as lines: a trainer rank, an engine, a host, and changes that would make
+them fit."""
 
 from __future__ import annotations
 
@@ -23,14 +24,18 @@ from vime.vllm.memory import engine_memory, engine_need, engine_verdict, scored_
 
 
 def memory_lines(items: Sequence[Item]) -> Iterator[str]:
-    """Aligned lines of an estimate."""
+    """Yields aligned lines of an estimate."""
     for item in items:
         yield f"{item.name:<20} {amount(item.bytes):>11}   {item.arithmetic}"
 
 
 def trainer_memory(c: Config, hf: Hf, gpu_bytes: float | None) -> Iterator[str]:
-    """The memory that a rank keeps, the memory that a step adds, and their sum at the peak; the parts that are
-    offloaded for the engines; and whether the GPU is large enough, if its size is known."""
+    """Yields the lines of a trainer rank: the memory that it keeps, the memory that a step adds, and their sum at the
+    peak.
+
+    Also yields the parts that are offloaded for the engines, and, if the GPU's size is known, whether the GPU is large
+    enough.
+    """
     e = estimate(c, hf)
     yield from memory_lines(e.kept)
     yield "and one at a time, in a step:"
@@ -43,8 +48,8 @@ def trainer_memory(c: Config, hf: Hf, gpu_bytes: float | None) -> Iterator[str]:
 
 
 def memory_of_engine(c: Config, hf: Hf, gpu_bytes: float | None, *, scores: bool = False) -> Iterator[str]:
-    """Weights and KV cache, and whether the GPU is large enough, if its size is known. `scores`: also the logits of
-    given tokens."""
+    """Yields weights and KV cache, and, if the GPU's size is known, whether the GPU is large enough. `scores`: also the
+    logits of given tokens."""
     yield from memory_lines(engine_memory(c, Shape.of(hf)))
     if scores and c.cluster.device == "cuda" and c.engine.rollout_backend == "vllm":
         yield from memory_lines([scored_logits(c, Shape.of(hf))])
@@ -53,14 +58,14 @@ def memory_of_engine(c: Config, hf: Hf, gpu_bytes: float | None, *, scores: bool
 
 
 def frozen_models(c: Config, gpu_bytes: float | None) -> dict[str, list[str]]:
-    """Title -> lines: the memory of each frozen model's engines, and the flags that are given for them."""
+    """Returns title -> lines: each frozen model's engine memory, and the flags that are given for the model."""
     parts: dict[str, list[str]] = {}
     for model, _, own in models_of(c):
         if model.frozen:
             try:
                 hf = read_hf_config(own.rollout.hf_checkpoint)
                 lines = list(memory_of_engine(own, hf, gpu_bytes, scores=True))
-            except ValueError as error:  # a family that the engine knows, and the trainer does not
+            except ValueError as error:  # a family that only the engine supports
                 lines = [f"not estimated: {error}"]
             title = f"Memory of an engine of {model.name}, per GPU"
             parts[title] = [in_own_flags(line, model) for line in lines]
@@ -68,7 +73,7 @@ def frozen_models(c: Config, gpu_bytes: float | None) -> dict[str, list[str]]:
 
 
 def host_lines(found: Fit, machine: MachineSizes) -> Iterator[str]:
-    """What the processes of one host hold together, and the verdict, if the host's size is known."""
+    """Yields the memory of a host's processes, and the verdict, if the host's size is known."""
     if found.host is None:
         return
     phase = found.host.worst
@@ -87,7 +92,7 @@ def host_lines(found: Fit, machine: MachineSizes) -> Iterator[str]:
 
 
 def phase_lines(found: Fit) -> Iterator[str]:
-    """A table: each phase, a card of each group of trainer ranks, and the host."""
+    """Yields a table: each phase, a card per group of trainer ranks, and the host."""
     if found.host is None:
         return
     names = [f"card of a {name} rank" for name in found.cards]
@@ -99,7 +104,7 @@ def phase_lines(found: Fit) -> Iterator[str]:
 
 
 def needs_of_engine(hf: Hf, machine: MachineSizes) -> Also:
-    """What the policy's engine needs in its share, for `slime.plan.fit`."""
+    """Returns the needs of the policy's engine in its share, for `slime.plan.fit`."""
 
     def needs(c: Config) -> Iterable[Need]:
         if machine.device is None or not c.num_engines or c.rollout.rollout_external_engine_addrs:
@@ -110,17 +115,18 @@ def needs_of_engine(hf: Hf, machine: MachineSizes) -> Also:
 
 
 def whole_fit(c: Config, hf: Hf, machine: MachineSizes) -> Fit:
-    """The needs of trainer, engines and host."""
+    """Returns the needs of trainer, engines and host."""
     return fit(c, hf, machine, needs_of_engine(hf, machine))
 
 
 def remedies(c: Config, hf: Hf, machine: MachineSizes) -> list[str]:
-    """What would make a run fit; empty if it fits."""
+    """Returns changes that would make a run fit. The list is empty if it fits."""
     return advice_lines(c, hf, machine, needs_of_engine(hf, machine))
 
 
 def require_fit(c: Config, hf: Hf, machine: MachineSizes) -> None:
-    """ValueError for a run that would certainly run out of memory, also without gaps of the allocator."""
+    """Raises ValueError for a run that would certainly run out of memory, even without fragmentation in the
+    allocator."""
     found = whole_fit(c, hf, machine)
     certain = [need for need in found.needs if need.least > need.limit]
     if certain:
@@ -132,7 +138,7 @@ def require_fit(c: Config, hf: Hf, machine: MachineSizes) -> None:
 
 
 def memory_in_short(c: Config, machine: MachineSizes | None = None) -> Iterator[str]:
-    """The estimates in one line, then the decisions from them, for `machine` or this machine."""
+    """Yields the estimates in one line, then the decisions from them, for `machine` or this machine."""
     machine = machine or machine_of(c)
     hf, gpu_bytes = read_hf_config(c.rollout.hf_checkpoint), machine.device
     estimates, decisions = [], list[str]()

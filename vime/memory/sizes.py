@@ -1,4 +1,4 @@
-"""The sizes of the machine that a plan is for: options of `vime plan`, the table of --gpu, or this machine."""
+"""Determines the sizes of the machine for a plan: options of `vime plan`, the table of --gpu, or this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime.plan.host_phases import SYSTEM
 from slime.plan.units import GIB
 
 GPU_MEMORY, HOST_MEMORY = "--gpu-memory-gib", "--host-memory-gib"
-"""Options of `vime plan` that are no flags of a run."""
+"""Options of `vime plan` that are not flags of a run."""
 _OF = {
     GPU_MEMORY: "memory of one GPU",
     HOST_MEMORY: "memory of one host, or the limit of its container",
@@ -32,8 +32,10 @@ class GivenSizes:
 
 
 def take_sizes(argv: Sequence[str]) -> tuple[list[str], GivenSizes]:
-    """Split the two options off the flags of a run: (the flags, their values). The last use counts. ValueError unless a
-    value is a number above 0."""
+    """Splits the two options off the flags of a run: (the flags, their values). The last use counts.
+
+    Raises ValueError unless a value is a number above 0.
+    """
     flags, given = list[str](), dict[str, float]()
     tokens = iter(argv)
     for token in tokens:
@@ -47,7 +49,7 @@ def take_sizes(argv: Sequence[str]) -> tuple[list[str], GivenSizes]:
 
 
 def gib(given: str, name: str = GPU_MEMORY) -> float:
-    """The value of an option in GiB. ValueError unless it is a number above 0."""
+    """Returns the value of an option in GiB. Raises ValueError unless it is a number above 0."""
     try:
         size = float(given)
     except ValueError:
@@ -60,13 +62,14 @@ def gib(given: str, name: str = GPU_MEMORY) -> float:
 
 
 def for_gpus(flags: Sequence[str], size: float | None) -> list[str]:
-    """`flags`, with --device cuda added if `size` is given and they have no device."""
+    """Returns `flags`, with --device cuda added if `size` is given and the flags have no device."""
     named = any(group.name == "device" for group in with_config_files(split_argv(flags)))
     return [*flags, *(() if size is None or named else ("--device", "cuda"))]
 
 
 def asked_bytes(c: Config, size: float | None) -> float | None:
-    """Bytes of GPUs of `size` GiB, or of the GPU of --gpu, or None without both. ValueError for a run without GPUs."""
+    """Returns the bytes of GPUs of `size` GiB, or of the GPU of --gpu, or None without both. Raises ValueError for a
+    run without GPUs."""
     if size is None:
         return None if c.cluster.gpu is None else HARDWARE[c.cluster.gpu].memory_gib * GIB
     if c.cluster.device != "cuda":
@@ -77,14 +80,15 @@ def asked_bytes(c: Config, size: float | None) -> float | None:
 
 
 def device_memory(c: Config) -> int | None:
-    """Bytes of the smallest of this machine's GPUs, or None without one. Makes no CUDA context."""
+    """Returns the bytes of the smallest GPU of this machine, or None without a GPU. Makes no CUDA context."""
     if c.cluster.device != "cuda":
         return None
     return min((card.total for card in Cards().read()), default=None)
 
 
 def machine_of(c: Config, sizes: GivenSizes | None = None, *, here_only: bool = False) -> MachineSizes:
-    """The sizes that were asked for. Without them, or with `here_only`: those of this machine, if it has a GPU."""
+    """Returns the requested sizes. Without them, or with `here_only`, returns the sizes of this machine, if it has a
+    GPU."""
     sizes = sizes or GivenSizes()
     asked, here = None if here_only else asked_bytes(c, sizes.gpu), device_memory(c)
     if sizes.host is not None:
