@@ -1,4 +1,4 @@
-"""Observing a run: timers, metrics, trackers, one console line per step, and a record of the environment."""
+"""Observes a run: timers, metrics, trackers, one console line per step, and a record of the environment."""
 
 from slime.config.secrets import mask_secrets
 from slime.tracking.console import StepLine, progress

@@ -1,7 +1,7 @@
-"""Warnings of a run that cannot learn, or is about to diverge: a table of conditions over the figures of a rollout.
+"""Warns about a run that cannot learn, or is about to diverge: a table of conditions over the figures of a rollout.
 
-A condition that holds in IN_A_ROW rollouts in a row is a concern, where the table has no other number. The driver
-prints it and records it in the journal, and `vime doctor RUN_DIR` reports it. One line of the table is one condition.
+A condition that holds in `Condition.in_a_row` consecutive rollouts is a concern. The driver prints it and records it in
+the journal, and `vime doctor RUN_DIR` reports it. Each line of the table is one condition.
 """
 
 from __future__ import annotations
@@ -17,35 +17,43 @@ from slime.tracking.events import Events
 from slime.tracking.journal import Tail
 
 IN_A_ROW = 3
-"""One rollout without spread is common where a batch has few groups. Three in a row are rare in a run that learns: with
-4 groups and an even chance for each, one run in 4096."""
+"""Default number of consecutive rollouts before a condition is a concern.
+
+One rollout without spread is common if a batch has few groups. Three in a row are rare in a run that learns: with 4
+groups and an even chance for each, one run in 4096.
+"""
 AGAIN_EVERY = 20
-"""Rollouts until a concern that goes on is printed again, as often as the header of the lines."""
+"""Number of rollouts until a lasting concern is printed again. The header of the lines is printed as often."""
 FAR_FROM_REFERENCE = 5.0
 """Nats per token of `train/kl_loss`. A sampled token is then e^5 = 148 times as likely as in the reference, so the
-reference bounds nothing. Runs that learn stay below 1."""
+reference no longer limits the policy. Runs that learn stay below 1."""
 FAR_IN_A_STEP = 1.0
-"""Nats per token of `train/ppo_kl`, between the policy that sampled and the one that is trained. A ratio of e is far
-outside each usual --eps-clip (0.2), so most tokens are clipped. Runs that learn stay below 0.1."""
+"""Nats per token of `train/ppo_kl`, between the sampling policy and the trained one. A ratio of e is far outside each
+usual --eps-clip (0.2), so most tokens are clipped. Runs that learn stay below 0.1."""
 ENTROPY_TIMES, ENTROPY_LEAST = 3.0, 2.0
-"""The entropy has exploded if it is so many times its lowest value so far, and at least so many nats per token. 2 nats
-are an even choice among 7 tokens at each place, which is noise in most texts. Policies that learn keep or lose
-entropy."""
+"""The entropy has exploded if it is at least this multiple of its lowest value so far, and at least this number of nats
+per token.
+
+2 nats are an even choice among 7 tokens at each position, which is noise in most texts. Policies that learn keep or
+lose entropy.
+"""
 ENTROPY_NOTHING, ENTROPY_SHARE = 0.01, 0.05
 """The entropy has collapsed if it is at most this number of nats per token, and this share of its highest value so far.
 At 0.01 nats, the likeliest token has a probability of about 0.998, so the samples of a group are equal."""
 MANY_SESSIONS = 0.1
-"""The share of sessions that nothing is trained on. Some fail in many runs, such as those whose answer no parser can
-read."""
+"""Share of sessions that nothing is trained on. Some sessions fail in many runs, such as those whose answer no parser
+can read."""
 
 LOOK_EVERY_S = 5.0
 BEGINS, ENDS = "concern_begin", "concern_end"
-"""The kinds of events in the journal."""
+"""Kinds of the events in the journal."""
 
 Figures = Mapping[str, float]
-"""Those of `slime.rollout.learning`, and of the optimizer steps: grad_norm, learning_rate and ppo_kl (the largest),
-kl_loss and entropy (the last), lowest_entropy and highest_entropy (of the earlier rollouts). text_labels is 1 if each
-label is a text."""
+"""The figures of a rollout: those of `slime.rollout.learning`, and those of the optimizer steps.
+
+The figures of the steps are grad_norm, learning_rate and ppo_kl (the largest), kl_loss and entropy (the last),
+lowest_entropy and highest_entropy (over the earlier rollouts). text_labels is 1 if each label is a text.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,39 +62,39 @@ class Condition:
 
     name: str
     holds: Callable[[Figures], bool]
-    """KeyError where a figure is not there: then the rollout does not count."""
+    """Returns True if the condition holds. Raises KeyError if a figure is missing; then the rollout does not count."""
     text: str
-    """What is so, with figures in braces."""
+    """Description of the condition, with figures in braces."""
     remedy: str
-    """What to look at, with {run_dir} and {labels} in braces."""
+    """Advice to the user, with {run_dir} and {labels} in braces."""
     told_by: tuple[str, ...] = ()
-    """Conditions that say the same and more: while one of them is a concern, this one is not printed."""
+    """Conditions that include this one. While such a condition is a concern, this condition is not printed."""
     stops_learning: bool = True
-    """Nothing is learned while it holds."""
+    """True if nothing is learned while the condition holds."""
     in_a_row: int = IN_A_ROW
-    """Rollouts in which it holds before it is a concern."""
+    """Number of consecutive rollouts in which the condition must hold before it is a concern."""
 
 
 @dataclass(frozen=True)
 class Concern:
-    """A condition that has begun to hold in its number of rollouts, goes on, or has ended."""
+    """A condition that has begun to hold for its number of rollouts, still holds, or has ended."""
 
     condition: Condition
     rollout: int
-    """The last rollout that it is about."""
+    """Last rollout that the concern is about."""
     state: str
-    """begins, goes on, or ends."""
+    """One of: begins, goes on, ends."""
     text: str
 
     @property
     def line(self) -> str:
-        """For the console."""
+        """Text of the concern for the console."""
         if self.state == "ends":
             return f"{self.condition.name}: no longer so in rollout {self.rollout}"
         return f"{self.condition.name}: {self.text}; {self.condition.remedy}"
 
     def record(self, events: Events) -> None:
-        """Add it to the journal, unless it only goes on."""
+        """Adds the concern to the journal, unless it only continues."""
         if self.state == "goes on":
             return
         fields = {"name": self.condition.name, "text": self.text, "remedy": self.condition.remedy}
@@ -104,7 +112,7 @@ CONDITIONS: tuple[Condition, ...] = (
         "{failed_sessions:.0%} of the sessions of {span} are not trained on; sessions ended {session_ends}",
         'look at metadata["session"] of their samples (vime ui {run_dir}); docs/agents.md has the reasons',
         stops_learning=False,
-        in_a_row=1,  # the error of an agent is the same in the next rollout
+        in_a_row=1,  # an agent's error usually repeats in the next rollout
     ),
     Condition(
         "entropy collapses",
@@ -186,25 +194,26 @@ DROPPED = Condition(
     "look at the reasons (rollout/dynamic_filter/*), at the difficulty of the prompts, and at "
     "--dynamic-sampling-filter-path",
 )
-"""While a rollout is generated: `slime.rollout.stream.stream` observes it after each dropped group."""
+"""The condition during generation: `slime.rollout.stream.stream` checks it after each dropped group."""
 STOPS_LEARNING = {one.name for one in (*CONDITIONS, DROPPED) if one.stops_learning}
 
 
 @dataclass
 class Concerns:
-    """The conditions of a run, rollout by rollout."""
+    """Evaluates the conditions of a run, rollout by rollout."""
 
     run_dir: str = "RUN_DIR"
     counts: dict[str, int] = field(default_factory=dict)
-    """How many rollouts in a row each condition has held."""
+    """Number of consecutive rollouts in which each condition has held."""
     going_on: dict[str, Concern] = field(default_factory=dict)
     entropies: list[float] = field(default_factory=list)
-    """The lowest and the highest of the earlier rollouts."""
+    """Lowest and highest entropy over the earlier rollouts."""
 
     def observe(
         self, rollout: int, figures: Figures, texts: Mapping[str, str] = MappingProxyType({})
     ) -> list[Concern]:
-        """The concerns that begin, end, or are printed again with this rollout. `texts`: words in the text of some."""
+        """Returns the concerns that begin, end, or are printed again with this rollout. `texts`: values for the
+        placeholders in some conditions' texts."""
         seen = dict(figures)
         if self.entropies:
             seen["lowest_entropy"], seen["highest_entropy"] = self.entropies
@@ -243,7 +252,7 @@ class Concerns:
 
 
 class ConcernsOfOthers:
-    """The concerns that other processes of the run record from now on."""
+    """Reads the concerns that other processes of the run record from now on."""
 
     def __init__(self, run_dir: str | None, source: str) -> None:
         self._run_dir, self._source = run_dir, source
@@ -251,12 +260,12 @@ class ConcernsOfOthers:
         self._next_s = 0.0
 
     def new_lines(self) -> Iterator[str]:
-        """What the console shows. Reads the journal every LOOK_EVERY_S seconds, however often it is called."""
+        """Yields lines for the console. Reads the journal at most every LOOK_EVERY_S seconds."""
         if self._run_dir is None or time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + LOOK_EVERY_S
         if self._tail is None:
-            with contextlib.suppress(ValueError):  # without a journal so far
+            with contextlib.suppress(ValueError):  # the journal does not exist yet
                 self._tail = Tail(Path(self._run_dir), kinds=(BEGINS,))
                 self._tail.skip()
             return
@@ -266,8 +275,10 @@ class ConcernsOfOthers:
 
 
 def dropped_groups(rollout: int, dropped: int, batch: int) -> Concern | None:
-    """The concern that begins with a group of a rollout that is dropped. `dropped`: how many in a row, `batch`:
-    --rollout-batch-size."""
+    """Returns the concern that begins with a dropped group of a rollout, or None.
+
+    `dropped`: number of groups dropped in a row. `batch`: --rollout-batch-size.
+    """
     figures = {"dropped": float(dropped), "batch": float(batch)}
     if not DROPPED.holds(figures) or dropped > IN_A_ROW * batch:
         return None
@@ -275,7 +286,7 @@ def dropped_groups(rollout: int, dropped: int, batch: int) -> Concern | None:
 
 
 def kept_group(rollout: int, dropped: int, batch: int) -> Concern | None:
-    """The concern that ends with a group that is kept after so many that were dropped in a row."""
+    """Returns the concern that ends with a kept group after `dropped` groups that were dropped in a row, or None."""
     figures = {"dropped": float(dropped), "batch": float(batch)}
     return (
         Concern(DROPPED, rollout, "ends", DROPPED.text.format(**figures)) if DROPPED.holds(figures) else None
@@ -283,7 +294,7 @@ def kept_group(rollout: int, dropped: int, batch: int) -> Concern | None:
 
 
 def step_figures(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The figures of a rollout's optimizer steps."""
+    """Returns the figures of a rollout's optimizer steps."""
     figures: dict[str, float] = {}
     for name, metric in (("grad_norm", "train/grad_norm"), ("ppo_kl", "train/ppo_kl")):
         if values := [step[metric] for step in steps if metric in step]:

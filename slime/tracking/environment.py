@@ -1,6 +1,6 @@
 """Writes environment.json next to the metrics: a run's machine, code and files.
 
-Starts no CUDA context: GPU facts come from nvidia-smi. Never fails a run: values that cannot be found are null.
+Starts no CUDA context: GPU facts come from nvidia-smi. It never fails a run: values that cannot be found are null.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _ENV_NAMES = (
 def collect_environment(
     argv: Sequence[str], environ: Mapping[str, str], files: Sequence[str | Path] = ()
 ) -> dict[str, object]:
-    """JSON-able facts: time, command line, checkout, Python, packages, host, CPUs, GPUs, variables, and size and
-    SHA-256 of those of `files` that exist.
+    """Collects facts as JSON values: time, command line, checkout, Python, packages, host, CPUs, GPUs, variables, and
+    size and SHA-256 of the existing files in `files`.
 
     The value of a secret variable in `environ` is masked everywhere, even under another name.
     """
@@ -80,7 +80,7 @@ def write_environment(
     environ: Mapping[str, str] | None = None,
     files: Sequence[str | Path] = (),
 ) -> Path:
-    """Write `run_dir`/environment.json and return its path. An existing file is renamed to environment.N.json."""
+    """Writes `run_dir`/environment.json and returns its path. An existing file is renamed to environment.N.json."""
     path = Path(run_dir) / ENVIRONMENT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
@@ -97,7 +97,7 @@ def _digest(path: Path) -> dict[str, object]:
 
 
 def installed_packages() -> dict[str, str]:
-    """Distribution -> version of every package that this environment can import."""
+    """Maps distribution to version for every package that this environment can import."""
     # setuptools and Ray add their bundled packages to sys.path; these do not belong to this environment
     paths = [path for path in sys.path if not _is_in_a_package(Path(path))]
     distributions = [d for d in importlib.metadata.distributions(path=paths) if d.metadata["Name"]]
@@ -108,7 +108,7 @@ def installed_packages() -> dict[str, str]:
 
 
 def _is_in_a_package(path: Path) -> bool:
-    """Whether an entry of sys.path is inside a package of another entry."""
+    """Returns True if an entry of sys.path is inside a package of another entry."""
     inner = (
         path.relative_to(base) for base in map(Path, sys.path) if path != base and path.is_relative_to(base)
     )
@@ -136,7 +136,7 @@ def _cpu() -> dict[str, object]:
 
 
 def _gpus() -> list[dict[str, object]] | None:
-    """One record per GPU, or None if nvidia-smi is missing or fails."""
+    """Returns one record per GPU, or None if nvidia-smi is missing or fails."""
     rows = gpu_rows(("name", "driver_version", "memory.total"))
     if rows is None:
         return None

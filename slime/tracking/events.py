@@ -1,6 +1,6 @@
-"""Writes events.jsonl of a run, the journal: what happened, one JSON object per line, appended by every process.
+"""Writes events.jsonl of a run, the journal: one JSON object per line, appended by every process.
 
-`slime.tracking.kinds` has the kinds of events, `slime.tracking.journal` reads them.
+`slime.tracking.kinds` defines the kinds of events, and `slime.tracking.journal` reads them.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from slime.tracking.kinds import EVENTS_FILE, KINDS, OLDER, PHASES, VERSION
 
 logger = logging.getLogger(__name__)
 FILE_BYTES = 64 * 2**20
-"""A file that has them is renamed to events-N.jsonl, and a new one begins."""
+"""Size in bytes at which a file is renamed to events-N.jsonl, and a new file begins."""
 _EVERY_S = 0.5
 _MOST_WAITING = 10_000
-"""Events that wait for a disk that is full."""
+"""Maximum number of events that wait while the disk is full."""
 
 
 class Events:
-    """Appends to the file of `run_dir`; without one, nothing is written. Thread-safe.
+    """Appends to the file in `run_dir`, or writes nothing without one. The class is thread-safe.
 
-    Events of durable kinds are in the file when `add` returns. The others wait in memory for a thread, which writes
-    them every half second, or for the next durable event of this object: so its events stay in their order. A process
-    that is killed loses those that wait.
+    Events of durable kinds are in the file when `add` returns. Other events wait in memory, until a thread writes them
+    every half second, or until the next durable event of this object. So the events of an object stay in order. A
+    killed process loses its waiting events.
 
-    A write appends whole lines, with the file locked against other processes. Where the file system has no flock, only
-    the append keeps lines apart, and no new file begins. A process that is killed, or a disk that is full, leaves a
-    line that is cut, to which the next line is appended.
+    A write appends whole lines, with the file locked against other processes. On a file system without flock, only the
+    append mode keeps lines separate, and no new file begins. A killed process or a full disk may leave a cut line, to
+    which the next line is appended.
     """
 
     def __init__(self, source: str, run_dir: str | None, file_bytes: int = FILE_BYTES) -> None:
@@ -52,8 +52,8 @@ class Events:
         self._thread: threading.Thread | None = None
 
     def add(self, kind: str, **fields: object) -> None:
-        """Record that something happened now. For a durable kind, ValueError if the disk is full, or if the run
-        directory is no longer there."""
+        """Records an event now. For a durable kind, raises ValueError if the disk is full, or if the run directory no
+        longer exists."""
         if self._path is None:
             return
         wanted = KINDS[kind]
@@ -74,7 +74,7 @@ class Events:
 
     @contextmanager
     def phase(self, name: str, **fields: object) -> Iterator[None]:
-        """Record the begin and the end of a block. `fields`: device, rollout."""
+        """Records the begin and the end of a block. `fields`: device, rollout."""
         self.add("phase_begin", phase=name, **fields)
         began = time.perf_counter()
         try:
@@ -83,7 +83,7 @@ class Events:
             self.add("phase_end", phase=name, seconds=round(time.perf_counter() - began, 4), **fields)
 
     def close(self) -> None:
-        """Write what waits. A later `add` opens the file again."""
+        """Writes the waiting events. A later `add` opens the file again."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._closing.set()
@@ -100,7 +100,8 @@ class Events:
             self._flush_quietly()
 
     def _flush_quietly(self) -> None:
-        """Without an error: a disk that is full is named by the next durable event, which ends the run."""
+        """Writes the waiting events without an error. The next durable event raises the error of a full disk, which
+        ends the run."""
         try:
             self._flush()
         except (OSError, ValueError) as error:
@@ -112,7 +113,7 @@ class Events:
                 logger.warning("events of the run are lost: %s", error)
 
     def _flush(self, durable: bytes = b"") -> None:
-        """Write the events that wait, and then this one. Those that could not be written wait again."""
+        """Writes the waiting events, and then `durable`. Events that could not be written wait again."""
         with self._of_file:
             with self._of_waiting:
                 lines, self._waiting = self._waiting, []
@@ -130,7 +131,7 @@ class Events:
                 raise
 
     def _append(self, data: bytes, written: list[int]) -> None:
-        """`written[0]`: how many bytes of `data` are in the file, also if the disk is full then."""
+        """Appends `data`. `written[0]` is the number of bytes of `data` in the file, even if the disk becomes full."""
         while True:
             self._open_file()
             with _locked(self._file) as is_locked:
@@ -144,7 +145,7 @@ class Events:
                 if size == 0:
                     _write_all(self._file, _line(self._source, "journal", {"version": VERSION}))
                 while written[0] < len(data):
-                    # The write that fills the disk writes a part and fails not; the next one fails.
+                    # The write that fills the disk writes a part without an error; the next write fails.
                     written[0] += os.write(self._file, data[written[0] :])
                 return
 
@@ -153,14 +154,14 @@ class Events:
             assert self._path is not None
             if self._folder < 0:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                # Held open, so that no other directory gets its number.
+                # The folder stays open, so that its inode number cannot be reused.
                 self._folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self._require_folder()
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
             self._file = os.open(self._path, flags, 0o644)
 
     def _require_folder(self) -> None:
-        """ValueError if the run directory was removed, or another one has its name."""
+        """Raises ValueError if the run directory was removed or replaced."""
         assert self._path is not None
         try:
             if os.path.samestat(os.fstat(self._folder), self._path.parent.stat()):
@@ -183,7 +184,7 @@ class Events:
             self._folder = -1
 
     def _is_current(self) -> bool:
-        """False if another process has begun a new file."""
+        """Returns False if another process has begun a new file."""
         assert self._path is not None
         try:
             return os.path.samestat(os.fstat(self._file), self._path.stat())
@@ -199,7 +200,7 @@ class Events:
 
 
 class Spans:
-    """The observer of a `Timers`: its spans that are phases of a run, of the rollout that is set here."""
+    """Observer of a `Timers`. It records the spans that are phases of a run, with the rollout that was set here."""
 
     def __init__(self, events: Events, device: str = "") -> None:
         self._events, self._began = events, dict[str, float]()
@@ -230,7 +231,7 @@ def _write_all(file: int, data: bytes) -> None:
 
 @contextmanager
 def _locked(file: int) -> Iterator[bool]:
-    """Hold the lock of an open file. False where the file system has none. The lock ends with the process."""
+    """Holds the lock of an open file. Yields False on a file system without locks. The lock ends with the process."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Reads the journal of a run, events.jsonl, while the run goes on or after its end.
+"""Reads the journal of a run, events.jsonl, while the run is running or after its end.
 
     read_events(run_dir, kinds=("step",), since=time)    the events so far, in the order of the files
     follow(run_dir)                                      these, and then each new one
@@ -6,7 +6,8 @@
     slime.tracking.run_summary.run_summary(run_dir)      the state of the run
     slime.tracking.samples.read_samples(run_dir, 3)      samples of a rollout
 
-The events of one process are in their order. Those of several may be half a second out of order; `time` says when.
+Events of a process are in order. Events of several processes may be half a second out of order; `time` has the exact
+time.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from slime.tracking.kinds import DAMAGED, EVENTS_FILE, KINDS, VERSION
 from slime.tracking.run_files import MOST_OF_LINE, Line, is_number, is_there, lines_of, open_file, parse
 
 _BEGIN = b'{"time": '
-"""Of each line. No field of an event has it: quotes in text are escaped."""
+"""First bytes of every line. No field of an event contains them, because quotes in text are escaped."""
 _LAST = 1e11
-"""Seconds since the epoch that are no time of a run."""
+"""Seconds since the epoch that are too large for the time of a run."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One event. `event["rollout"]` is a field; `slime.tracking.kinds` has those of each kind."""
+    """One event. `event["rollout"]` is a field; `slime.tracking.kinds` lists the kinds' fields."""
 
     time: float
     """Seconds since the epoch."""
     source: str
-    """The process: driver, rollout, engines, trainer-0, ..."""
+    """Process that wrote the event: driver, rollout, engines, trainer-0, ..."""
     kind: str
     fields: Line = field(default_factory=dict)
 
@@ -48,11 +49,11 @@ class Event:
 def read_events(
     run_dir: Path, kinds: Collection[str] | None = None, since: float | None = None
 ) -> Iterator[Event]:
-    """The events of a run so far: those of `kinds`, and of the time `since` or later.
+    """Yields the events of a run so far: those of `kinds`, from time `since` on.
 
-    Lines that a killed process or a full disk has cut, and those that are no event of `slime.tracking.kinds`, are left
-    out, unless `kinds` has `damaged`. Files of older versions are read, also those without a first line. ValueError for
-    a directory without a journal, for one that may not be read, and for a journal of a newer version.
+    Lines that a killed process or a full disk has cut, and lines that match no kind in `slime.tracking.kinds`, are left
+    out, unless `kinds` has `damaged`. Files of older versions are read, even without a first line. Raises ValueError
+    for a directory without a journal, for an unreadable one, and for a journal of a newer version.
     """
     yield from Tail(run_dir, kinds, since).new(last=True)
 
@@ -65,7 +66,8 @@ def follow(
     every_s: float = 0.5,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Event]:
-    """The events so far, and then each new one. Looks every `every_s` seconds, until `stop()`."""
+    """Yields the events so far, and then each new event. Checks for new events every `every_s` seconds, until
+    `stop()`."""
     tail = Tail(run_dir, kinds, since)
     while True:
         yield from tail.new()
@@ -75,7 +77,7 @@ def follow(
 
 
 class Tail:
-    """A place in the journal of a run. Each `new` gives what came after the one before."""
+    """A position in the journal of a run. Each call of `new` yields the events after the previous call."""
 
     def __init__(
         self, run_dir: Path, kinds: Collection[str] | None = None, since: float | None = None
@@ -84,17 +86,18 @@ class Tail:
         self._file: BinaryIO | None = None
         self._number = 1
         self.damaged = 0
-        """Lines so far that cannot be read."""
+        """Number of unreadable lines so far."""
         if not (is_there(self._dir, EVENTS_FILE) or is_there(self._dir, self._older())):
             raise ValueError(
                 f"RUN_DIR must have {EVENTS_FILE}, got none in {run_dir}; name the --run-dir of a run"
             )
 
     def new(self, *, last: bool = False) -> Iterator[Event]:
-        """The new events. A line without its end waits for the next call; it is damaged if this call is the `last`."""
+        """Yields the new events. A line without its end waits for the next call; it is damaged if this call is the
+        `last`."""
         while self._open():
             assert self._file is not None
-            is_over = self._is_over()  # before the last line is read
+            is_over = self._is_over()  # checked before the last line is read
             yield from self._lines(self._file, last=last or is_over)
             if not is_over:
                 break
@@ -104,7 +107,7 @@ class Tail:
             self.close()
 
     def skip(self) -> None:
-        """Go to the end of the journal, so that `new` gives what comes after this call."""
+        """Moves to the end of the journal, so that `new` yields only later events."""
         while is_there(self._dir, self._older()):
             self._number += 1
         if self._open():
@@ -120,19 +123,19 @@ class Tail:
         return f"events-{self._number}.jsonl"
 
     def _open(self) -> bool:
-        """Open the file of this number. False if it is not there yet."""
+        """Opens the file with this number. Returns False if it does not exist yet."""
         while self._file is None:
             file = open_file(self._dir, self._older() if is_there(self._dir, self._older()) else EVENTS_FILE)
             if file is None:
                 return False
             if is_there(self._dir, self._older()) and not self._is(file, self._older()):
-                file.close()  # it was renamed meanwhile, and this is the next one
+                file.close()  # the file was renamed in between; this is the next file
                 continue
             self._file = file
         return True
 
     def _is_over(self) -> bool:
-        """Whether the file was full, and another one goes on."""
+        """Returns True if the file was full, and the journal continues in another file."""
         assert self._file is not None
         try:
             return not self._is(self._file, EVENTS_FILE)
@@ -169,7 +172,7 @@ class Tail:
 
 
 def _events(line: bytes) -> Iterator[Event]:
-    """The events of a line. A line that was cut has the next event behind it."""
+    """Yields the events of a line. In a cut line, the next event follows the cut one."""
     begins = max(line.rfind(_BEGIN), 0)
     if begins:
         yield Event(0.0, "", DAMAGED)
@@ -186,8 +189,8 @@ def _events(line: bytes) -> Iterator[Event]:
 
 @dataclass(frozen=True)
 class Phase:
-    """What one process, and one of its devices, did from `begin` to `end` (None: it has not ended), in seconds since
-    the epoch."""
+    """A phase of a process, or of a device of the process, from `begin` to `end` in seconds since the epoch. `end` is
+    None while the phase is running."""
 
     source: str
     device: str
@@ -198,21 +201,23 @@ class Phase:
 
 
 class OpenPhases:
-    """The phases of a run that have begun and not ended, while its events are read."""
+    """Tracks the phases of a run that have begun and not ended, while its events are read."""
 
     def __init__(self) -> None:
         self._running: dict[tuple[str, str, str], list[Event]] = {}
         self._last: dict[str, float] = {}
 
     def add(self, event: Event) -> list[Phase]:
-        """The phases that end with this event. A phase whose process was killed ends with the last event of its source
-        before the end, or the next start, of the run."""
+        """Returns the phases that end with this event.
+
+        A phase of a killed process ends with the last event of its source before the run's end or next start.
+        """
         ended: list[Phase] = []
         if event.kind in ("run", "end", "error"):
             running = (begin for begins in self._running.values() for begin in begins)
             ended += [_phase(begin, self._last[begin.source]) for begin in running]
             self._running.clear()
-        if event.kind == "journal":  # its time is that of the first write
+        if event.kind == "journal":  # its time is the time of the first write
             return ended
         self._last[event.source] = max(event.time, self._last.get(event.source, 0.0))
         if event.kind not in ("phase_begin", "phase_end"):
@@ -228,13 +233,13 @@ class OpenPhases:
         return ended
 
     def going_on(self) -> list[Phase]:
-        """By their begin."""
+        """Returns the running phases, sorted by begin."""
         running = (_phase(begin, None) for begins in self._running.values() for begin in begins)
         return sorted(running, key=lambda phase: phase.begin)
 
 
 def phases(events: Iterable[Event]) -> list[Phase]:
-    """The phases of a run by their begin; without an end if they go on."""
+    """Returns the phases of a run, sorted by begin. A running phase has no end."""
     running = OpenPhases()
     found = [phase for event in events for phase in running.add(event)]
     return sorted([*found, *running.going_on()], key=lambda phase: phase.begin)

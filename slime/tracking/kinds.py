@@ -1,10 +1,11 @@
-"""The kinds of events of a run: what each says, who writes it, and whether it is on the disk when `add` returns.
+"""Defines the kinds of events of a run: their fields, the process that writes them, and whether they are on the disk
+when `add` returns.
 
-A line of events.jsonl is one JSON object, and the fields of the kind follow its first three:
+A line of events.jsonl is one JSON object. Three common fields come first, then the fields of the kind:
 
     {"time": 1767225600.0, "source": "rollout", "kind": "drawn", "groups": [8, 9], "version": 2}
 
-The first line of each file has the kind `journal` and the version of the format. Another kind is one line here.
+The first line of each file has the kind `journal` and the version of the format. Each kind is one entry here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from slime.tracking.run_files import is_number, is_whole_number
 
 EVENTS_FILE = "events.jsonl"
 OLDER = "events-*.jsonl"
-"""Files that were full, numbered from 1. events.jsonl goes on after the last of them."""
+"""Files that were full, numbered from 1. events.jsonl continues after the last one."""
 VERSION = 1
 STEP_PARTS = ("train_wait", "train", "update_weights")
 DAMAGED = "damaged"
@@ -32,8 +33,8 @@ PHASES = {
     **{name: name for name in ("sleep", "train", "onload", "offload", "data_preprocess", "ref_log_probs")},
     **{name: name for name in ("log_probs", "values", "actor_train", "critic_train", "consistency")},
 }
-"""The times of `slime.tracking.timers` that are phases of a run, and their names there. Those of parts of a micro-batch
-are too many."""
+"""Times of `slime.tracking.timers` that are phases of a run, and their names in the journal. The parts of a micro-batch
+are not phases, because they are too many."""
 
 
 def _is_text(value: object) -> bool:
@@ -59,14 +60,14 @@ def _are_texts(value: object) -> bool:
 
 
 def _are_places(value: object) -> bool:
-    """Data set, first and last visit, prompt; None for a group without a new prompt."""
+    """Returns True for a list of (data set, first and last visit, prompt), or None for a group without a new prompt."""
     return isinstance(value, list) and all(
         place is None or (_are_numbers(place) and len(place) == 4) for place in value
     )
 
 
 def _are_scores(value: object) -> bool:
-    """A score that is not finite is a float, too."""
+    """Returns True for a dictionary of scores. A score that is not finite is a float, too."""
     return isinstance(value, dict) and all(type(score) in (int, float) for score in value.values())
 
 
@@ -88,23 +89,24 @@ CHECKS: Mapping[str, Callable[[object], bool]] = {
     "cards": lambda value: isinstance(value, list) and all(isinstance(card, dict) for card in value),
     "memory.host": lambda value: isinstance(value, dict),
 }
-"""What a field of an event is: under its name, or under the name of a kind in which it is something else."""
+"""Checks of the fields of an event by name, or by KIND.NAME if the field has another type in that kind."""
 
 
 @dataclass(frozen=True)
 class EventKind:
-    """One kind of event. `fields`: names, those after a `?` only of some events."""
+    """One kind of event. `fields`: names; those after a `?` are optional."""
 
     name: str
     source: str
     fields: str
     about: str
     durable: bool = True
-    """Written before `add` returns. Otherwise at most half a second later, without waiting for the disk."""
+    """True if the event is written before `add` returns. Otherwise it is written at most half a second later, and `add`
+    does not wait for the disk."""
     given: str = ""
-    """A field that is never None here, although it may be in other kinds."""
+    """Name of a field that is never None in this kind, although it may be None in other kinds."""
     words: frozenset[str] = frozenset()
-    """All values of `state`, where readers know them."""
+    """All values of `state`, for a kind whose readers depend on them."""
 
     @cached_property
     def allowed(self) -> frozenset[str]:
@@ -119,8 +121,8 @@ class EventKind:
         return {name: CHECKS.get(f"{self.name}.{name}") or CHECKS[name] for name in self.allowed}
 
     def read(self, fields: Mapping[str, object]) -> dict[str, object] | None:
-        """The fields of an event of this kind, without those that it does not have. None if one is missing or is not
-        what it should be: the line is damaged."""
+        """Returns the known fields of an event of this kind, or None if a field is missing or invalid: the line is then
+        damaged."""
         known = {}
         for name, value in fields.items():
             if name not in self.allowed:

@@ -1,13 +1,13 @@
-"""The ledger of a run: what became of each group, from the events of the run.
+"""Builds the ledger of a run from its events: every group's fate.
 
     drawn -> in the batch of a rollout -> trained
                                  -> left out, if its samples fill no optimizer step
           -> dropped, with the reason
           -> put back, and drawn again
 
-Each group is drawn, and then trained or dropped, exactly once. A run that resumes after rollout r undoes what came
-after its checkpoint: those groups are drawn again, with the same prompts. The prompts of a data set come one after the
-other, and none is left out.
+Each group is drawn, and then trained or dropped, exactly once. A run that resumes after rollout r undoes the rollouts
+after its checkpoint: their groups are drawn again, with the same prompts. The prompts of a data set come in order
+without gaps.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ _KINDS = ("start", "step", "drawn", "batch", "left_out", "dropped", "put_back", 
 
 @dataclass
 class Ledger:
-    """Groups by `Sample.group_index`."""
+    """Every group's fate, by `Sample.group_index`."""
 
     running: set[int] = field(default_factory=set)
-    """Drawn, and in no batch."""
+    """Groups that were drawn and are in no batch."""
     batches: dict[int, list[int]] = field(default_factory=dict)
-    """The groups of each rollout."""
+    """Groups by rollout."""
     left_out: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
-    """Of each rollout with such samples: how many fill no optimizer step, and the groups without another sample."""
+    """Rollout -> (number of samples that fill no optimizer step, groups with only such samples)."""
     trained: set[int] = field(default_factory=set)
-    """The rollouts that were trained."""
+    """Rollouts that were trained."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Groups by reason. Those that a resumed run has drawn again do not count."""
+    """Number of dropped groups by reason, without groups that a resumed run has drawn again."""
     undone: set[int] = field(default_factory=set)
-    """Groups that a run that resumed has to draw again."""
+    """Groups that a resumed run must draw again."""
     again: int = 0
-    """Groups that it has drawn again."""
+    """Number of groups that resumed runs have drawn again."""
     twice: set[int] = field(default_factory=set)
     """Groups that are in two batches."""
     over_limit: int = 0
-    """Samples in batches that were older than --max-staleness."""
+    """Number of samples in batches that were older than --max-staleness."""
     starts: int = 0
     damaged: int = 0
-    """Lines that cannot be read."""
+    """Number of unreadable lines."""
     prompts: dict[int, Sequence[int]] = field(default_factory=dict)
-    """Where the prompt of each group is in the data: data set, first and last visit, prompt (`slime.data.source`)."""
+    """Position of each group's prompt in the data: data set, first and last visit, prompt (`slime.data.source`)."""
     moved: set[int] = field(default_factory=set)
     """Groups that were drawn again with another prompt."""
     _reasons: dict[int, str] = field(default_factory=dict)
@@ -60,19 +60,19 @@ class Ledger:
 
     @property
     def lost(self) -> list[int]:
-        """Groups that should have been drawn again: a later group was."""
+        """Returns the groups that should have been drawn again, because a later group was."""
         return sorted(group for group in self.undone if group < self._highest)
 
     @property
     def jumps(self) -> list[tuple[int, int]]:
-        """(group, prompts) where the order of a data set goes on at another place than the one before ended: prompts
-        that were left out, or came again if below 0."""
+        """Returns (group, prompts) for each gap in the order of a data set. `prompts` is the number of skipped prompts,
+        or negative if prompts came again."""
         found: list[tuple[int, int]] = []
         before: dict[int, tuple[int, int]] = {}
         for group in sorted(self.prompts):
             data_set, first, last, _ = self.prompts[group]
             number, end = before.get(data_set, (group - 1, first))
-            # Between two groups of a data set may lie those of others, but no group without a place.
+            # Other data sets' groups may come between two groups of a data set, but each must have a position.
             if first != end and all(other in self.prompts for other in range(number + 1, group)):
                 found.append((group, first - end))
             before[data_set] = group, last + 1
@@ -87,12 +87,12 @@ class Ledger:
 
     @property
     def samples_left_out(self) -> int:
-        """Samples of trained rollouts that fill no optimizer step."""
+        """Returns the number of samples of trained rollouts that fill no optimizer step."""
         return sum(samples for rollout, (samples, _) in self.left_out.items() if rollout in self.trained)
 
     @property
     def is_exact(self) -> bool:
-        """Whether no group was lost or trained twice, and no prompt left out."""
+        """Returns True if no group was lost or trained twice, and no prompt was left out."""
         return not (self.lost or self.twice or self.moved or self.jumps)
 
     def add(
@@ -105,7 +105,7 @@ class Ledger:
         samples: int = 0,
         prompts: Sequence[Sequence[int] | None] = (),
     ) -> None:
-        """One event."""
+        """Adds one event."""
         match kind:
             case "start":
                 self._start(rollout)
@@ -128,9 +128,9 @@ class Ledger:
                 self.running -= set(groups)
 
     def _start(self, rollout: int) -> None:
-        """What came after the checkpoint before `rollout` is undone."""
+        """Undoes the rollouts after the checkpoint before `rollout`."""
         self.starts += 1
-        if rollout == 0:  # the data starts anew
+        if rollout == 0:  # the data starts again
             self.prompts.clear()
             self._earlier.clear()
             self._newest = -1
@@ -153,13 +153,14 @@ class Ledger:
         self._highest = max([self._highest, *groups])
 
     def _place(self, group: int, place: Sequence[int]) -> None:
-        """A run that resumed draws new groups from its checkpoint on. The places of later groups are from before it."""
+        """Stores the position of a group. A resumed run draws new groups from its checkpoint on, so positions of later
+        groups are from before the resume."""
         if group <= self._newest:
             later = [number for number in self.prompts if number >= group]
             self._earlier |= {number: self.prompts.pop(number) for number in later}
         self._newest = group
         _, first, last, _ = place
-        self._passes_over |= first != last  # what rewards decide may be otherwise the next time
+        self._passes_over |= first != last  # the rewards of a repeated run may decide differently
         if self._earlier.get(group, place) != place and not self._passes_over:
             self.moved.add(group)
         self.prompts[group] = place
@@ -173,7 +174,7 @@ class Ledger:
 
 
 def read_ledger(run_dir: Path) -> Ledger:
-    """The ledger of a run that has ended or goes on. ValueError without its events."""
+    """Returns the ledger of a run that has ended or is running. Raises ValueError without its events."""
     ledger = Ledger()
     for event in read_events(run_dir, _KINDS):
         ledger.damaged += event.kind == DAMAGED

@@ -1,4 +1,4 @@
-"""Memory of a process: its resident set, and the peak of each phase on a GPU."""
+"""Measures the memory of a process: its resident set, and each phase's peak on a GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ STATUS = Path("/proc/self/status")
 
 
 def resident_peak_gib() -> float | None:
-    """Largest resident set of this process since its start, in GiB. None without /proc.
+    """Returns the largest resident set of this process since its start, in GiB, or None without /proc.
 
-    Pages that it shares with other processes (libraries, Ray's object store) count in full. The value is VmHWM,
-    because a process inherits the value of `getrusage` from its parent.
+    Pages that it shares with other processes (libraries, Ray's object store) count in full. The value is VmHWM, because
+    a process inherits the value of `getrusage` from its parent.
     """
     if not STATUS.exists():
         return None
@@ -25,7 +25,7 @@ def resident_peak_gib() -> float | None:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Total bytes of memory of a GPU, or None for another device."""
+    """Returns the total bytes of memory of a GPU, or None for another device."""
     if device.type != "cuda":
         return None
     import torch
@@ -34,7 +34,8 @@ def device_memory(device: torch.device) -> int | None:
 
 
 def reserved_gib(device: torch.device) -> dict[str, float]:
-    """The metric of what PyTorch's allocator has taken from a GPU, with its cached blocks. Empty for other devices."""
+    """Returns the metric of the memory that PyTorch's allocator holds on a GPU, with cached blocks. Empty for other
+    devices."""
     if device.type != "cuda":
         return {}
     import torch
@@ -43,11 +44,11 @@ def reserved_gib(device: torch.device) -> dict[str, float]:
 
 
 def leave_free(device: torch.device, least: float) -> None:
-    """Keep PyTorch's allocator from the last `least` bytes of a GPU.
+    """Keeps PyTorch's allocator from the last `least` bytes of a GPU. Has no effect on other devices.
 
-    Without a limit its cached blocks take the whole GPU, and what others allocate later fails: on an 80 GiB card,
-    NCCL could not make the communicator of the first gradient norm. At the limit, the allocator gives back its cached
-    blocks and tries again. No effect on other devices.
+    Without a limit, its cached blocks fill the whole GPU, and later allocations by other code fail: on an 80 GiB card,
+    NCCL could not make the communicator of the first gradient norm. At the limit, the allocator releases its cached
+    blocks and tries again.
     """
     if (total := device_memory(device)) is not None:
         import torch
@@ -56,9 +57,9 @@ def leave_free(device: torch.device, least: float) -> None:
 
 
 class PeakMemory:
-    """Largest number of bytes allocated at once during each phase. Phases may be nested.
+    """Measures the largest number of bytes allocated at once during each phase. Phases may be nested.
 
-    `read()` is the peak since the last `reset()`. Both read the bookkeeping of PyTorch's allocator on the host, so
+    `read()` returns the peak since the last `reset()`. Both read the bookkeeping of PyTorch's allocator on the host, so
     neither waits for the GPU. Other code of this process that reads `torch.cuda.max_memory_allocated` gets the peak
     since the last start or end of a phase.
     """
@@ -70,7 +71,8 @@ class PeakMemory:
 
     @classmethod
     def of_cuda(cls, device: torch.device) -> PeakMemory:
-        """Bytes in tensors that PyTorch allocated on `device`, without cached blocks, NCCL and the CUDA context."""
+        """Measures bytes in tensors that PyTorch allocated on `device`, without cached blocks, NCCL and the CUDA
+        context."""
         import torch
 
         def read() -> int:
@@ -89,7 +91,7 @@ class PeakMemory:
         self._running.remove(name)
 
     def flush(self) -> dict[str, int]:
-        """{phase: peak bytes} of the phases that ran since the last call."""
+        """Returns {phase: peak bytes} of the phases that ran since the last call."""
         self._note()
         peaks, self._peaks = self._peaks, {}
         return peaks

@@ -1,7 +1,7 @@
-"""Metrics that a function of the user logs in a process that has no trackers.
+"""Collects metrics that a function of the user logs in a process without trackers.
 
-They wait here, and go to the driver, which has the trackers, in the answer of its next call: a rollout, an evaluation,
-a training.
+The metrics wait here. The answer of the process's next call (a rollout, an evaluation, a training) returns them to the
+driver, which has the trackers.
 
 `slime.utils.logging_utils.log` is `log`.
 """
@@ -19,23 +19,23 @@ from slime.tracking.metrics import as_floats, as_step_key
 
 _lock = threading.Lock()
 _waiting: list[Logged] | None = None
-"""None in a process whose answers no driver takes."""
+"""None in a process whose answers no driver reads."""
 _collected: ContextVar[list[Logged] | None] = ContextVar("collected", default=None)
 
 
 def begin() -> None:
-    """The driver takes what this process logs from now on. Forgets what waits."""
+    """Starts collecting: the driver reads the metrics that this process logs from now on. Discards waiting metrics."""
     global _waiting
     with _lock:
         _waiting = []
 
 
 def log(args: object, metrics: Mapping[str, SupportsFloat], step_key: str) -> None:
-    """Send numbers to metrics.jsonl and to the trackers of this run, at the step `metrics[step_key]`.
+    """Sends numbers to metrics.jsonl and to the trackers of this run, at the step `metrics[step_key]`.
 
-    `step_key`: rollout/step, train/step or eval/step. `args` has slime's place and is not read. Every thread of the
-    rollout manager and of a trainer rank may call it. ValueError for another step key, without a step, for a value that
-    is not one number, and in another process.
+    `step_key`: rollout/step, train/step or eval/step. `args` exists for slime's signature and is not read. Every thread
+    of the rollout manager and of a trainer rank may call it. Raises ValueError for another step key, without a step,
+    for a value that is not one number, and in another process.
     """
     key, numbers = as_step_key(step_key), as_floats(metrics)
     if key not in numbers:
@@ -57,7 +57,7 @@ def log(args: object, metrics: Mapping[str, SupportsFloat], step_key: str) -> No
 
 
 def take() -> list[Logged]:
-    """What was logged since the last call, outside `collected`."""
+    """Returns the metrics logged since the last call, outside `collected`."""
     global _waiting
     with _lock:
         taken = _waiting or []
@@ -68,7 +68,7 @@ def take() -> list[Logged]:
 
 @contextmanager
 def collected() -> Iterator[list[Logged]]:
-    """Yields a list that gets what the block logs in its own thread."""
+    """Yields a list that receives the metrics that the block logs in its own thread."""
     found: list[Logged] = []
     token = _collected.set(found)
     try:

@@ -1,4 +1,4 @@
-"""Percentiles of step time and throughput over a run."""
+"""Computes percentiles of step time and throughput over a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PERCENTILES = (50, 90, 99)
 
 
 class StepFigures:
-    """Step time and throughput of each step, and their percentiles over the steps so far.
+    """Computes each step's time and throughput, and their percentiles over the steps so far.
 
     The percentiles exclude the first step after each start of the run (it compiles, allocates and warms up) and steps
     with `count=False` (traced steps). A resumed run starts with no counted steps.
@@ -20,12 +20,12 @@ class StepFigures:
         self._counted: dict[str, list[float]] = {}
 
     def add(self, step_time_s: float, tokens: int, *, count: bool = True) -> dict[str, float]:
-        """perf/step_tokens_per_sec and perf/step_tokens_per_gpu_per_sec of one step, and _p50, _p90, _p99 of both and
-        of perf/step_time over the counted steps (absent before the first counted step).
+        """Returns perf/step_tokens_per_sec and perf/step_tokens_per_gpu_per_sec of a step, and _p50, _p90, _p99 of
+        these and of perf/step_time over the counted steps (absent before the first counted step).
 
-        `tokens`: prompt and response tokens of all samples that the step trained on. With 0, only times are returned.
-        NN % of the steps do not exceed pNN (linear between neighbours). High percentiles of a time are the slow
-        steps; high percentiles of a throughput are the fast steps.
+        `tokens`: prompt and response tokens of the samples that the step trained on. With 0, only times are returned.
+        NN % of the steps do not exceed pNN (linear between neighbours). High percentiles of a time are the slow steps;
+        high percentiles of a throughput are the fast steps.
         """
         figures = {"perf/step_time": step_time_s}
         if tokens:

@@ -1,4 +1,5 @@
-"""The phases of a run that its memory depends on. The plan adds up each, and a run measures each."""
+"""Defines the phases of a run on which its memory depends. The plan computes each phase's memory, and a run measures
+it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ HAND_OVER = "hand-over"
 TRAINING = "training"
 SAVING = "saving"
 PHASES = (LOADING, FIRST_WEIGHTS, GENERATING, HAND_OVER, TRAINING, SAVING)
-"""In the order in which a run first reaches them."""
+"""Phases in the order in which a run first reaches them."""
 
 PHASE_OF_TIMER = {
     "train_wait": GENERATING,
@@ -19,4 +20,4 @@ PHASE_OF_TIMER = {
     "train": TRAINING,
     "save_model": SAVING,
 }
-"""The driver's timers (`slime.tracking.timers`) that are such a phase."""
+"""Maps the driver's timers (`slime.tracking.timers`) to the phase that they measure."""

@@ -1,4 +1,4 @@
-"""--profile-steps: PyTorch traces of the training of selected rollouts, on every trainer rank.
+"""Implements --profile-steps: PyTorch traces of the training of selected rollouts, on every trainer rank.
 
 The ranges in a trace are the spans of the rank's `Timers`. A rollout without a trace costs one comparison.
 """
@@ -21,8 +21,8 @@ def trace_path(run_dir: str | Path, rank: str, rollout_id: int, part: str = "") 
 
 
 class StepProfiler:
-    """One per trainer rank, whose name is `rank`. `steps`: the rollouts to trace. `timers`: their spans become ranges
-    of the trace."""
+    """Traces the training of rollouts on a trainer rank with the name `rank`. `steps`: the rollouts to trace. The spans
+    of `timers` become ranges of the trace."""
 
     def __init__(
         self, steps: range, run_dir: str | Path, rank: str, timers: Timers, device: torch.device
@@ -32,11 +32,11 @@ class StepProfiler:
 
     @contextmanager
     def around(self, rollout_id: int, part: str = "") -> Iterator[None]:
-        """Trace the block if `rollout_id` is selected, and write the file if the block ends without an error. `part`:
-        of the rollout's training, in the name of the file.
+        """Traces the block if `rollout_id` is selected, and writes the file if the block ends without an error.
 
-        The profiler's own time to start, stop and write is measured as `profile`. A trace holds the host's operators
-        with the shapes of their tensors, and every GPU kernel.
+        `part`: name of a part of the rollout's training, for the name of the file. The profiler's own time to start,
+        stop and write is measured as `profile`. A trace holds the host's operators with the shapes of their tensors,
+        and every GPU kernel.
         """
         if rollout_id not in self._steps:
             yield

@@ -1,4 +1,4 @@
-"""Reports of the loop: metrics to the trackers, lines to the console. Owns the count of steps."""
+"""Reports the loop's progress: metrics to the trackers, lines to the console. Owns the count of steps."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from slime.tracking.trackers import Trackers
 from slime.tracking.trackers.record import State
 
 _STEPS = 10
-"""Newest steps that give the time until the end."""
+"""Number of newest steps from which the remaining time is estimated."""
 
 
 class PhaseWatch(Protocol):
-    """What follows the phases of a run: `slime.cluster.memory_watch.MemoryWatch`."""
+    """An observer of the phases of a run, such as `slime.cluster.memory_watch.MemoryWatch`."""
 
     def observe(self, timer: str, begins: bool) -> None: ...
 
@@ -43,8 +43,8 @@ class PhaseWatch(Protocol):
 
 
 class Reporter:
-    """One per run, in the driver. `timers` are the driver's own; the ranks' times arrive in their results. `watch`
-    follows the phases of the loop."""
+    """Reports the progress of a run in the driver. `timers` are the driver's own; the ranks' times arrive in their
+    results. `watch` observes the phases of the loop."""
 
     def __init__(
         self, config: Config, trackers: Trackers, line: StepLine, watch: PhaseWatch | None = None
@@ -61,17 +61,17 @@ class Reporter:
         apart = 0 if config.cluster.colocate else config.cluster.rollout_num_gpus
         self._figures = StepFigures(trainer_ranks(config) + apart)
         self._ends = deque[float](maxlen=_STEPS + 1)
-        """When the newest steps ended, in seconds."""
+        """End times of the newest steps, in seconds."""
         self._shown = 0
-        """Rollouts that have a line."""
+        """Number of rollouts that have a line."""
         self._evaluations: dict[int, dict[str, float]] = {}
         self._held_out: dict[str, float] = {}
-        """For the line, from the newest evaluation."""
+        """Values for the line, from the newest evaluation."""
         self._saved: int | None = None
         self._profiled = profiled_steps(config.debug.profile_steps)
 
     def start(self, rollout_id: int) -> None:
-        """The run starts or resumes at `rollout_id`."""
+        """Records that the run starts or resumes at `rollout_id`."""
         self.events.add("start", rollout=rollout_id)
         self._ends.append(time.monotonic())
 
@@ -82,14 +82,14 @@ class Reporter:
 
     @contextmanager
     def first_weights(self, version: int) -> Iterator[None]:
-        """The block gives the engines their first weights."""
+        """Context in which the engines get their first weights."""
         watched = nullcontext() if self._watch is None else self._watch.phase(FIRST_WEIGHTS)
         with self.events.phase("update", rollout=version), watched:
             yield
 
     @contextmanager
     def running(self, rollout_id: int) -> Iterator[None]:
-        """The block is a step of the loop: rollout `rollout_id`, its training and its update."""
+        """Context for a step of the loop: rollout `rollout_id`, its training and its update."""
         self.spans.set_rollout(rollout_id)
         if self._watch is not None:
             self._watch.set_rollout(rollout_id)
@@ -97,7 +97,7 @@ class Reporter:
             yield
 
     def step(self, rollout_id: int, batch: RolloutBatch, trained: TrainResult) -> None:
-        """Log one rollout and its optimizer steps, and print its line. `timers` have measured the rollout as
+        """Logs one rollout and its optimizer steps, and prints its line. `timers` have measured the rollout as
         `step`."""
         perf = {**trained.perf, **self.timers.flush(), **self._sent}
         self._sent = {}
@@ -106,7 +106,7 @@ class Reporter:
             names = ("trainer_time", "profile_time", "columns_wait_time")
             inside = sum(perf.get(f"perf/{name}", 0.0) for name in names)
             perf["perf/handover_time"] = perf["perf/train_time"] - inside
-        # Computed here, because a rank knows only its own samples.
+        # Computed here, because a rank has only its own samples.
         perf |= training_speed(
             perf,
             tokens=batch.tokens,
@@ -133,7 +133,7 @@ class Reporter:
         self._warn(rollout_id, batch.learning | step_figures(trained.steps), batch.learning_texts)
 
     def _show(self, rollout_id: int, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
-        """Print the line of a rollout with the time until the end, and now and then a sample (--log-sample)."""
+        """Prints the line of a rollout with the time until the end, and sometimes a sample (--log-sample)."""
         self._ends.append(time.monotonic())
         left: dict[str, float] = {}
         if len(self._ends) > 1 and (total := self.config.data.num_rollout) is not None:
@@ -147,13 +147,13 @@ class Reporter:
         self._shown += 1
 
     def _warn(self, rollout_id: int, figures: Mapping[str, float], texts: Mapping[str, str]) -> None:
-        """Print and record what stops the run from learning."""
+        """Prints and records concerns that stop the run from learning."""
         for concern in self._concerns.observe(rollout_id, figures, texts):
             self.line.show_warning(concern.line)
             concern.record(self.events)
 
     def _send(self, logged: Iterable[Logged]) -> dict[str, float]:
-        """Log what functions of the user have logged elsewhere, and return all of it."""
+        """Logs the metrics that functions of the user have logged in other processes, and returns them."""
         of_user: dict[str, float] = {}
         for one in logged:
             self.trackers.log(one.metrics, one.step, one.step_key)
@@ -162,7 +162,7 @@ class Reporter:
 
     @staticmethod
     def _difference(steps: list[dict[str, float]]) -> dict[str, float]:
-        """The difference between trainer and engine over all optimizer steps of the rollout, for its line."""
+        """Returns the difference between trainer and engine over all optimizer steps of the rollout, for its line."""
         seen = [step for step in steps if LOGPROB_DIFF_MAX in step]
         if not seen:
             return {}
@@ -172,11 +172,11 @@ class Reporter:
         }
 
     def sent(self, figures: Mapping[str, float]) -> None:
-        """Add the metrics of a weight update to the next step."""
+        """Adds the metrics of a weight update to the next step."""
         self._sent |= figures
 
     def saved(self, rollout_id: int) -> None:
-        """Log the time of the checkpoint after a rollout, as a second record of the same step."""
+        """Logs the time of the checkpoint after a rollout, as a second record of the same step."""
         self.trackers.log(self.timers.flush(), rollout_id, "rollout/step")
         self.events.add("checkpoint", rollout=rollout_id)
         self._saved = rollout_id
@@ -185,7 +185,8 @@ class Reporter:
     def bar(
         self, desc: str, unit: str, state: Callable[[], tuple[int, int]]
     ) -> Iterator[Callable[[], None] | None]:
-        """A progress bar. Yields a function that redraws it from `state()`, (done, total); None without a terminal."""
+        """Shows a progress bar. Yields a function that redraws the bar from `state()`, (done, total), or None without a
+        terminal."""
         with progress(desc=desc, unit=unit) as drawn:
 
             def redraw() -> None:
@@ -195,7 +196,7 @@ class Reporter:
             yield None if drawn.disable else redraw
 
     def rollout(self, rollout_id: int, batch: RolloutBatch) -> None:
-        """Log a rollout without training."""
+        """Logs a rollout without training."""
         of_user = self._send(batch.logged)
         self.trackers.log({**batch.metrics, "rollout/step": rollout_id}, rollout_id, "rollout/step")
         self._show(rollout_id, {**of_user, **batch.metrics}, batch)
@@ -220,13 +221,13 @@ class Reporter:
             self.line.show_eval(rollout_id, of_sets(metrics))
 
     def heed(self) -> None:
-        """Print what another process has recorded about the run, such as a rollout that drops all groups. A wait calls
-        it now and then."""
+        """Prints concerns that another process has recorded, such as a rollout that drops all groups. Waits call it
+        regularly."""
         for text in self._of_others.new_lines():
             self.line.show_warning(text)
 
     def conclude(self) -> None:
-        """Print the last lines of a run that ends without an error."""
+        """Prints the last lines of a run that ends without an error."""
         self.line.show_end(list(closing(self.config, self._evaluations, self._saved)))
 
     def close(self, state: State = "finished") -> None:
@@ -237,7 +238,8 @@ class Reporter:
 
 
 FORWARDS = {"ref_log_probs": 1, "actor_train": 3}
-"""Timer -> its work in forward passes over all samples. A backward costs two: for input and weight gradients."""
+"""Maps a timer to its work in forward passes over all samples. A backward pass costs two: for input and weight
+gradients."""
 
 
 def training_speed(
@@ -249,13 +251,12 @@ def training_speed(
     ranks: int,
     ahead_flops: float = 0.0,
 ) -> dict[str, float]:
-    """perf/{log_probs,ref_log_probs,actor_train}_tflops, in 1e12 FLOPs per second per trainer rank, and
-    perf/actor_train_tok_per_s over all ranks. Only for parts that were timed.
+    """Returns perf/{log_probs,ref_log_probs,actor_train}_tflops, in 1e12 FLOPs per second per trainer rank, and
+    perf/actor_train_tok_per_s over all ranks, for the parts that were timed.
 
-    `perf` holds the times of one rank in seconds. `tokens` and the FLOPs count the samples of all
-    ranks (as in RolloutBatch: shared prompts in `tokens` as often as samples have them), so the result is for a rank
-    with the mean share. Only the model's own FLOPs count: recomputation and padding take time and make the speed
-    smaller.
+    `perf` holds a rank's times in seconds. `tokens` and the FLOPs count every rank's samples (as in RolloutBatch: a
+    shared prompt counts in `tokens` once per sample), so the result is for a rank with the mean share. Only the model's
+    own FLOPs count: recomputation and padding take time and make the speed smaller.
     """
     work = {"log_probs": old_flops} | {part: forwards * forward_flops for part, forwards in FORWARDS.items()}
     work["actor_train"] += ahead_flops

@@ -1,9 +1,9 @@
-"""The engines of a run, from its events: `engine` events say what became of each, `weights` events what they loaded,
-`load` events what they have to do.
+"""Reads the engines of a run from its events: `engine` events have their states, `weights` events their weight
+versions, and `load` events their load.
 
     starting -> serving -> dead -> starting ...      a server that died is replaced
                 serving -> leaving -> removed        `vime engines remove`
-    starting -> failed                               `vime engines add`, and no server that serves
+    starting -> failed                               `vime engines add`, whose server did not start
 
 A `control_socket` event begins a run: engines of a run before it are gone.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from slime.tracking.journal import Event
 
 UNKNOWN = "unknown"
-"""The state of an engine whose start is not in the journal."""
+"""State of an engine whose start is not in the journal."""
 ENGINE_KINDS = ("control_socket", "engine", "weights", "load")
 
 
@@ -29,19 +29,19 @@ class EngineRecord:
     address: str = ""
     place: str = ""
     since: float = 0.0
-    """When its present server started, in seconds since the epoch."""
+    """Start time of its present server, in seconds since the epoch."""
     version: int | None = None
-    """Of its weights; None: those of its checkpoint."""
+    """Version of its weights. None means those of its checkpoint."""
     running: int | None = None
-    """Its requests that compute; None if it did not say."""
+    """Number of its running requests, or None if unknown."""
     waiting: int | None = None
     kv_cache: float | None = None
-    """Share of its memory for keys and values that is used, 0 to 1."""
+    """Used share of its memory for keys and values, 0 to 1."""
 
 
 @dataclass
 class RunEngines:
-    """The engines of the last run in a directory, and where its control socket is."""
+    """The engines of the last run in a directory, and the path of its control socket."""
 
     socket: str = ""
     host: str = ""
@@ -49,7 +49,7 @@ class RunEngines:
     engines: dict[str, EngineRecord] = field(default_factory=dict)
 
     def add(self, event: Event) -> None:
-        """One event; other kinds than those of engines change nothing."""
+        """Adds one event. Kinds that do not concern engines change nothing."""
         match event.kind:
             case "control_socket":
                 self.socket, self.host = str(event["socket"]), str(event["host"])
@@ -76,5 +76,6 @@ class RunEngines:
             engine.version = event.get("version")
 
     def _named(self, name: str, model: str) -> EngineRecord:
-        """The record of an engine. The line with its start may be lost, so it begins with what comes first."""
+        """Returns the record of an engine, and makes it if needed, because the line with the engine's start may be
+        lost."""
         return self.engines.setdefault(name, EngineRecord(name, model, UNKNOWN))

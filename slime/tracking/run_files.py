@@ -1,9 +1,9 @@
-"""Reads the files of a run directory. Every reader of a run opens them here: `vime ui`, `doctor`, `trace`, `compare`,
+"""Reads the files of a run directory. Every reader of a run opens files here: `vime ui`, `doctor`, `trace`, `compare`,
 `plot`, `watch`, `engines`, `bench`, and a run that resumes.
 
-Programs of a model, and other users of a shared folder, may change a run directory at any time. So a file is one of the
-directory also behind its links, a regular file, and not larger than a limit. Opening it never waits for a writer. What
-does not hold is a ValueError with the name of the file.
+Programs of a model, and other users of a shared folder, may change a run directory at any time. So a file must be
+inside the directory, also behind its links, must be a regular file, and must not be larger than a limit. Opening a file
+never waits for a writer. A file that breaks a rule raises ValueError with its name.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeGuard
 
 Line: TypeAlias = dict[str, Any]
-"""One line of a file, from JSON."""
+"""One line of a file, as a JSON object."""
 MOST_BYTES = 2**30
-"""Of one file."""
+"""Maximum size of a file in bytes."""
 MOST_OF_OBJECT = 2**26
-"""Of a file that is one JSON object."""
+"""Maximum size in bytes of a file that is one JSON object."""
 MOST_OF_LINE = 2**24
 MOST_DEEP = 64
-"""Levels of objects and lists in each other."""
+"""Maximum depth of nested objects and lists."""
 _GONE = (errno.ENOENT, errno.ENOTDIR)
 
 
 def open_file(run_dir: Path, name: str, most_bytes: int = MOST_BYTES) -> BinaryIO | None:
-    """A file of a run directory, by its name in it. None if it is not there."""
+    """Opens a file of a run directory by its name. Returns None if the file does not exist."""
     path = Path(run_dir) / name
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -51,7 +51,7 @@ def open_file(run_dir: Path, name: str, most_bytes: int = MOST_BYTES) -> BinaryI
 
 
 def _check(run_dir: Path, path: Path, file: int, most_bytes: int) -> None:
-    """The open file is asked, and not its path, which another process may change meanwhile."""
+    """Checks the open file. The path is not checked, because another process may change it in between."""
     status = os.fstat(file)
     place = Path(os.readlink(f"/proc/self/fd/{file}"))
     if stat.S_ISREG(status.st_mode) and not place.is_relative_to(run_dir.resolve()):
@@ -75,7 +75,7 @@ def _not_readable(path: Path | str) -> ValueError:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """The block looks at files of a run directory. ValueError in place of the kernel's refusal."""
+    """Context in which a refused access to a run directory raises ValueError."""
     try:
         yield
     except PermissionError as error:
@@ -83,7 +83,7 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def is_there(run_dir: Path, name: str) -> bool:
-    """Whether the run directory has a file of that name, of whatever kind: also a link that leads nowhere."""
+    """Returns True if the run directory has a file with that name, of any type, including a broken link."""
     with readable(path := Path(run_dir) / name):
         try:
             path.lstat()
@@ -93,8 +93,8 @@ def is_there(run_dir: Path, name: str) -> bool:
 
 
 def lines_of(file: BinaryIO, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
-    """The lines of an open file, with their ends. A line of more than MOST_OF_LINE bytes is cut there, and the rest of
-    it is left out."""
+    """Yields the lines of an open file, with their ends. A line of more than MOST_OF_LINE bytes is cut, and its rest is
+    left out."""
     left = most_bytes
     while left > 0 and (line := file.readline(MOST_OF_LINE)):
         left -= len(line)
@@ -108,7 +108,7 @@ def lines_of(file: BinaryIO, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
 
 
 def parse(line: bytes) -> Line | None:
-    """A line that is one JSON object of at most MOST_DEEP levels. None for any other."""
+    """Parses a line that is one JSON object of at most MOST_DEEP levels. Returns None for another line."""
     try:
         text = line.decode("utf-8")
         found = json.loads(text)
@@ -132,7 +132,7 @@ def _is_deep(value: object) -> bool:
 
 
 def read_object(run_dir: Path, name: str) -> Line:
-    """The JSON object in a file of a run directory; empty if the file is not there."""
+    """Returns the JSON object in a file of a run directory, or an empty one if the file does not exist."""
     file = open_file(run_dir, name, MOST_OF_OBJECT)
     if file is None:
         return {}
@@ -151,7 +151,7 @@ def is_whole_number(value: object) -> TypeGuard[int]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """A number that arithmetic takes: finite, and not too large for a float."""
+    """Returns True for a number that is finite and not too large for a float."""
     return (
         isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     )  # False for NaN

@@ -1,4 +1,4 @@
-"""What the journal has of a whole process: that a run began, how it ended, and the warnings of its log."""
+"""Records a whole process in the journal: that a run began, how it ended, and the warnings of its log."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from slime.tracking.events import Events
 from slime.user_code import with_place
 
 RESERVE = ".reserved"
-"""A file that gives its room to the last event of a run whose disk is full."""
+"""Name of a file that is deleted to make room for the last event of a run whose disk is full."""
 _RESERVE_BYTES = 64 * 1024
 _LONGEST = 4000
 _SAME = 20
-"""Warnings of one line of code that are recorded."""
+"""Maximum number of recorded warnings per line of code."""
 
 
 class WarningEvents(logging.Handler):
-    """Records the warnings and errors that a process logs; the first ones of each line of code."""
+    """Records the warnings and errors that a process logs, up to a maximum per line of code."""
 
     def __init__(self, events: Events | None) -> None:
-        """`events`: None where the process has no journal yet; `begin` gives it."""
+        """`events` is None if the process has no journal yet. Then `begin` sets it."""
         super().__init__(logging.WARNING)
         self._events, self._seen = events, Counter[tuple[str, int]]()
         self._early: list[tuple[str, str]] = []
 
     def begin(self, events: Events) -> None:
-        """Record to `events`, first what was logged before."""
+        """Starts recording to `events`, first the records that were logged before."""
         self._events, early = events, self._early
         for name, text in early:
             events.add("warning", logger=name, text=text)
@@ -50,10 +50,11 @@ class WarningEvents(logging.Handler):
 
 
 def record_warnings(events: Events | None = None) -> WarningEvents:
-    """Record the warnings of this process from now on. Returns the handler of the root logger that does so. Without
-    `events`, it keeps them until its `begin`.
+    """Records the warnings of this process from now on. Returns the handler of the root logger. Without `events`, the
+    handler keeps the warnings until its `begin`.
 
-    Without another handler, Python prints warnings by its last resort, which a handler turns off: so it is added, too.
+    Without another handler, Python prints warnings with its handler of last resort. Adding a handler disables that
+    handler, so it is added, too.
     """
     handler, root = WarningEvents(events), logging.getLogger()
     if not root.handlers and logging.lastResort is not None:
@@ -64,7 +65,8 @@ def record_warnings(events: Events | None = None) -> WarningEvents:
 
 @contextmanager
 def recorded(run_dir: str | Path, rollouts: int | None) -> Iterator[Events]:
-    """The block is a run, in its driver: its begin, its end or the error that ended it, and the driver's warnings."""
+    """Context of a run in its driver. It records the begin, the end or the error that ended the run, and the driver's
+    warnings."""
     events, folder = Events("driver", str(run_dir)), Path(run_dir)
     pid = os.getpid()
     events.add("run", host=socket.gethostname(), pid=pid, born=born(pid), rollouts=rollouts)
@@ -86,14 +88,14 @@ def recorded(run_dir: str | Path, rollouts: int | None) -> Iterator[Events]:
 
 
 def record_end(run_dir: Path) -> None:
-    """The end of a run that had done all its work when its driver was killed."""
+    """Records the end of a run that had finished all rollouts when its driver was killed."""
     events = Events("driver", str(run_dir))
     _last(events, run_dir, "end", state="finished")
     events.close()
 
 
 def record_error(events: Events, run_dir: Path, error: BaseException) -> None:
-    """The error that ends a run."""
+    """Records the error that ends a run."""
     cause = getattr(error, "cause", None)
     shown = cause if isinstance(cause, Exception) else error
     log = Path(getattr(error, "log", "driver.log")).name
@@ -104,13 +106,15 @@ def record_error(events: Events, run_dir: Path, error: BaseException) -> None:
 
 
 def _shown(text: str) -> str:
-    """A text as the journal keeps it: without secrets, and not too long."""
+    """Returns a text for the journal: without secrets, and not too long."""
     return str(mask_secrets(text[:_LONGEST]))
 
 
 def _last(events: Events, run_dir: Path, kind: str, **fields: object) -> None:
-    """Add an event for which the reserve makes room. A disk that is still full keeps no event, and the error of the run
-    is not replaced by its own."""
+    """Adds an event for which the reserve makes room.
+
+    If the disk is still full, the event is lost, and no error of writing replaces the error of the run.
+    """
     with suppress(OSError):
         (run_dir / RESERVE).unlink(missing_ok=True)
     with suppress(OSError, ValueError):
@@ -118,7 +122,7 @@ def _last(events: Events, run_dir: Path, kind: str, **fields: object) -> None:
 
 
 def born(pid: int) -> int | None:
-    """When a process of this host started, in clock ticks since the boot. None if it is not there."""
+    """Returns the start time of a process of this host, in clock ticks since the boot, or None if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -1,6 +1,6 @@
-"""The state of a run in a few lines, from its journal and the newest line of each metric.
+"""Summarises the state of a run from its journal and each metric's newest line.
 
-Reads what the run has written, so it works while the run goes on, after its end, and from another host.
+Reads files only, so it works while the run is running, after its end, and from another host.
 """
 
 from __future__ import annotations
@@ -24,51 +24,51 @@ from slime.tracking.trackers import METRICS_FILE, RESERVED, MetricLines
 
 RunState = Literal["running", "finished", "failed", "interrupted"]
 SILENT_S = 600.0
-"""A run of another host without an event for so long, and for three of its steps, has failed."""
+"""Seconds without an event, and at least three steps, after which a run on another host counts as failed."""
 _STEPS = 10
-"""Newest steps that give the time of a step."""
+"""Number of newest steps that give the time of a step."""
 
 
 @dataclass
 class RunSummary:
-    """What is known of a run. Times are seconds since the epoch."""
+    """The state of a run. Times are seconds since the epoch."""
 
     run_dir: Path
     state: RunState = "running"
     cause: str = ""
-    """Why it failed or was interrupted, in one line."""
+    """Reason of a failure or an interrupt, in one line."""
     error_type: str = ""
-    """The class of the error that ended it; "" without one."""
+    """Class of the error that ended the run, or ""."""
     started: float = 0.0
-    """When the present, or last, process of the run began."""
+    """Start time of the present, or last, process of the run."""
     updated: float = 0.0
-    """The time of the newest event."""
+    """Time of the newest event."""
     rollout: int | None = None
-    """The last rollout that was trained."""
+    """Last rollout that was trained."""
     saved: int | None = None
-    """The rollout of the newest checkpoint that the journal has."""
+    """Rollout of the newest checkpoint in the journal."""
     rollouts: int | None = None
-    """How many the run will have."""
+    """Total number of rollouts of the run."""
     step_s: float | None = None
     """Median seconds of the newest steps."""
     eta_s: float | None = None
-    """Seconds until the last step of a run that goes on."""
+    """Seconds until the last step of a running run."""
     engines: dict[str, EngineRecord] = field(default_factory=dict)
     doing: list[Phase] = field(default_factory=list)
-    """The phases that have begun and not ended."""
+    """Phases that have begun and not ended."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The newest value of each metric; NaN if it was not finite."""
+    """Each metric's newest value; NaN if it was not finite."""
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     """Scores by the number of trained rollouts."""
     warnings: list[Event] = field(default_factory=list)
     """Events of the kinds warning and concern_begin."""
     concerns: dict[str, Event] = field(default_factory=dict)
-    """The newest event of each concern, by its name: it goes on after a concern_begin."""
+    """Each concern's newest event, by its name. A concern lasts after a concern_begin."""
     deaths: Counter[str] = field(default_factory=Counter)
-    """How often each engine has died."""
+    """Number of deaths by engine."""
     starts: int = 0
     damaged: Counter[str] = field(default_factory=Counter)
-    """Lines of each file that cannot be read, and are left out."""
+    """Number of unreadable lines per file, which are left out."""
 
     @property
     def progress(self) -> float:
@@ -79,7 +79,7 @@ class RunSummary:
 
 
 def run_summary(run_dir: Path) -> RunSummary:
-    """ValueError for a directory without the journal of a run, or one that may not be read."""
+    """Returns the summary. Raises ValueError for a directory without a run's journal, or an unreadable one."""
     so_far, journal = SummaryOfEvents(run_dir), Tail(run_dir)
     for event in journal.new(last=True):
         so_far.add(event)
@@ -91,7 +91,7 @@ def run_summary(run_dir: Path) -> RunSummary:
 
 
 class SummaryOfEvents:
-    """The summary of a run, event by event, for a reader that stays."""
+    """Builds the summary of a run event by event, for a reader that follows the run."""
 
     def __init__(self, run_dir: Path) -> None:
         self._summary, self._engines, self._phases = RunSummary(Path(run_dir)), RunEngines(), OpenPhases()
@@ -111,7 +111,7 @@ class SummaryOfEvents:
         _add(self._summary, event)
 
     def summary(self) -> RunSummary:
-        """As it is now, without the metrics. Whether the run goes on is asked anew."""
+        """Returns the current summary without the metrics. Each call checks again whether the run is running."""
         summary = replace(self._summary, engines=self._engines.engines)
         if len(self._ends) > 1:
             summary.step_s = statistics.median(b - a for a, b in itertools.pairwise(self._ends))
@@ -124,12 +124,12 @@ class SummaryOfEvents:
 
 
 def _add(summary: RunSummary, event: Event) -> None:
-    """What one event says of the run as a whole."""
+    """Updates the summary of the whole run with one event."""
     match event.kind:
         case "run":
             summary.started, summary.rollouts = event.time, event["rollouts"]
             summary.state, summary.cause, summary.error_type = "running", "", ""
-            summary.concerns = {}  # the new process watches anew
+            summary.concerns = {}  # the new process observes its own concerns
         case "start":
             summary.starts += 1
             summary.started = summary.started or event.time
@@ -160,10 +160,10 @@ def _add_warning(summary: RunSummary, event: Event) -> None:
 
 
 def _judge(summary: RunSummary, run: Event | None) -> None:
-    """Whether a run that has not said that it ended goes on."""
+    """Decides whether a run without an end in its journal is still running."""
     if summary.state != "running":
         return
-    if run is None:  # a journal of an older version says less
+    if run is None:  # a journal of an older version has less information
         summary.rollouts = _rollouts(summary.run_dir)
         if summary.rollouts is not None and summary.rollout == summary.rollouts - 1:
             summary.state = "finished"
@@ -195,7 +195,7 @@ def _rollouts(run_dir: Path) -> int | None:
 
 
 def _newest(metrics: MetricLines) -> dict[str, float]:
-    """The newest value of each metric; empty before the first step."""
+    """Returns each metric's newest value. Empty before the first step."""
     newest: dict[str, float] = {}
     for row in metrics:
         values = {name: row[name] for name in row.keys() - RESERVED}

@@ -1,4 +1,4 @@
-"""Some samples of each rollout, for people who look at a run (--save-samples): samples/ROLLOUT.jsonl in its directory.
+"""Writes and reads some samples of each rollout for users (--save-samples): samples/ROLLOUT.jsonl in the run directory.
 
 The first line of a file is {"version": 1, "rollout": 3, "of": 64}. Each further line is a sample:
 
@@ -6,16 +6,16 @@ The first line of a file is {"version": 1, "rollout": 3, "of": 64}. Each further
      "reward": 1.0, "score": 1.0, "status": "completed", "versions": [2], "turns": 1, "metadata": {...},
      "tokens": [["The", 464, 1, -0.12, null], ...]}
 
-`tokens` are those of the response: text, id, loss mask, log-prob of the engine in nats (null: not known), and a place
-for the trainer's. `group_size` counts the samples of the group in the rollout, and `score` is the number of the
-reward, also for a reward that is a record. Older files lack both. `prompt` may be a list of chat messages. `read` is
-the text that the model read before the response, such as the rendered chat template or the messages of an agent; ""
-where that is `prompt`. After the training of the rollout, a rank writes what it knows of its own samples to
-samples/ROLLOUT.trainer-RANK.jsonl, one line each:
+`tokens` are those of the response: text, id, loss mask, log-prob of the engine in nats (null: unknown), and an empty
+field for the trainer's log-prob. `group_size` counts the samples of the group in the rollout, and `score` is the number
+of the reward, also for a reward that is a record. Older files lack these fields. `prompt` may be a list of chat
+messages. `read` is the text that the model read before the response, such as the rendered chat template or the messages
+of an agent. It is "" if the text equals `prompt`. After the training of the rollout, a rank writes its values of its
+own samples to samples/ROLLOUT.trainer-RANK.jsonl, one line each:
 
     {"place": 8, "advantage": 0.7, "log_probs": [-0.13, ...]}
 
-`log_probs` are of the policy before the rollout's updates. `read_samples` puts the two together.
+`log_probs` belong to the policy before the rollout's updates. `read_samples` joins the two files.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SAMPLES = "samples"
 VERSION = 1
 _SHOWN_CHARS = 2000
 MOST_TOKENS = 8192
-"""Tokens of a response that a file has: the first ones."""
+"""Number of first tokens of a response that a file has."""
 
 
 class Token(NamedTuple):
@@ -60,19 +60,19 @@ class Token(NamedTuple):
     text: str
     id: int
     mask: int
-    """1: the loss counts it."""
+    """1 if the loss counts the token."""
     engine: float | None
-    """Its log-prob in nats when it was sampled."""
+    """The engine's log-prob in nats when the token was sampled."""
     trainer: float | None
-    """Its log-prob of the trainer before the step."""
+    """The trainer's log-prob before the step, in nats."""
 
 
 @dataclass
 class SampleRecord:
-    """One sample of a rollout, as the loss saw it."""
+    """One sample of a rollout, as the loss uses it."""
 
     place: int
-    """In the rollout."""
+    """Index in the rollout."""
     index: int | None
     group: int | None
     prompt: str | list[Message]
@@ -81,23 +81,24 @@ class SampleRecord:
     reward: Reward | None
     status: str
     versions: list[int]
-    """Of the weights that produced it."""
+    """Versions of the weights that sampled it."""
     turns: int
-    """Runs of tokens that the model produced; what is between them came from tools."""
+    """Number of runs of tokens that the model sampled. Tokens between these runs came from tools."""
     advantage: float | None = None
-    """Mean over the tokens that the loss counts; None before the trainer has it."""
+    """Mean over the tokens that the loss counts. None until the trainer has computed it."""
     metadata: Metadata = field(default_factory=dict)
     tokens: list[Token] = field(default_factory=list)
     read: str = ""
-    """The text of the tokens before the response, if it is not `prompt`; the first ones of a long text."""
+    """Text of the tokens before the response, if it differs from `prompt`. A long text is cut at its end."""
     group_size: int | None = None
-    """The number of samples that the group has in the rollout. A file may have fewer. None in older files."""
+    """Number of the group's samples in the rollout. A file may have fewer. None in older files."""
     score: float | None = None
-    """The number of the reward, the entry --reward-key of a record. None if there is none, and in older files."""
+    """Number of the reward; for a record, its entry --reward-key. None if the reward has no number, and in older
+    files."""
 
 
 def shown_sample(groups: Sequence[SampleGroup]) -> ShownSample | None:
-    """The first sample of a rollout for the console."""
+    """Returns the first sample of a rollout for the console."""
     sample = next((sample for group in groups for sample in group), None)
     if sample is None:
         return None
@@ -113,8 +114,11 @@ def shown_sample(groups: Sequence[SampleGroup]) -> ShownSample | None:
 
 
 def question(prompt: str | list[Message]) -> str:
-    """A prompt for one line of a list: of a conversation the last message that the model did not write. The
-    conversations of SFT end with the response."""
+    """Returns a prompt for one line of a list. For a conversation, this is the last message that the model did not
+    write.
+
+    The conversations of SFT end with the response.
+    """
     if isinstance(prompt, str):
         return prompt
     asked = [message for message in prompt if message.get("role") != "assistant"]
@@ -122,12 +126,12 @@ def question(prompt: str | list[Message]) -> str:
 
 
 def sample_rollouts(run_dir: Path) -> list[int]:
-    """The rollouts that have samples, in order."""
+    """Returns the rollouts that have samples, in order."""
     return sorted(rollout for rollout, rank in _files(run_dir) if rank is None)
 
 
 def sample_files(run_dir: Path) -> dict[int, list[Path]]:
-    """The files of each rollout that has samples: its own, and those of trainer ranks."""
+    """Returns the files by rollout, for rollouts that have samples: its own file, and the files of trainer ranks."""
     found = _files(run_dir)
     own = {rollout for rollout, rank in found if rank is None}
     files: dict[int, list[Path]] = {rollout: [] for rollout in sorted(own)}
@@ -138,7 +142,7 @@ def sample_files(run_dir: Path) -> dict[int, list[Path]]:
 
 
 def _files(run_dir: Path) -> dict[tuple[int, int | None], Path]:
-    """(rollout, trainer rank or None) -> file."""
+    """Maps (rollout, trainer rank or None) to the file."""
     folder = Path(run_dir) / SAMPLES
     with readable(folder):
         paths = list(folder.glob("*.jsonl"))
@@ -149,10 +153,10 @@ def _files(run_dir: Path) -> dict[tuple[int, int | None], Path]:
 
 
 def read_samples(run_dir: Path, rollout: int, damaged: Counter[str] | None = None) -> Iterator[SampleRecord]:
-    """The samples of a rollout, with what the trainer knows of them after its training. Lines that are no sample are
-    left out, and counted in `damaged` by the name of their file.
+    """Yields the samples of a rollout, with the trainer's values after its training.
 
-    ValueError if there are none, for a file of a newer version, and for one that may not be read.
+    Lines that are not samples are left out, and counted in `damaged` by the name of their file. Raises ValueError if
+    the rollout has no samples, for a file of a newer version, and for an unreadable one.
     """
     counts: Counter[str] = Counter() if damaged is None else damaged
     files = sample_files(run_dir).get(int(rollout))
@@ -195,7 +199,7 @@ def _joined(found: Line, known: Line) -> SampleRecord:
 
 
 def _lines(run_dir: Path, name: str, damaged: Counter[str]) -> Iterator[Line]:
-    """The objects of a file. The last line of a file that is being written is not whole."""
+    """Yields the objects of a file. The last line may be incomplete while the file is being written."""
     file = open_file(run_dir, name)
     if file is None:
         return
@@ -208,7 +212,7 @@ def _lines(run_dir: Path, name: str, damaged: Counter[str]) -> Iterator[Line]:
 
 
 def _is_sample(line: Line) -> bool:
-    """Whether a line has the fields of a `SampleRecord`, each of its type."""
+    """Returns True if a line has the fields of a `SampleRecord` with the right types."""
     texts, whole = (line.get("response"), line.get("status")), (line.get("place"), line.get("turns"))
     numbered = (line.get("index"), line.get("group"), line.get("group_size"))
     score = line.get("score")
@@ -252,11 +256,12 @@ def _is_trained(line: Line) -> bool:
 
 
 def kept_places(groups: Sequence[SampleGroup], spreads: Sequence[float], keep: int) -> list[int]:
-    """The places in a rollout of at most `keep` samples that are whole groups. `spreads`: of the rewards of each group.
+    """Returns the indices in a rollout of at most `keep` samples in whole groups. `spreads`: the spread of each group's
+    rewards.
 
-    The group with the largest spread comes first, then the first group in which each sample has ended, then others, as
-    far from each other as the rollout allows. If the first of these has more than `keep` samples, its first `keep`
-    samples stay.
+    The group with the largest spread comes first, then the first group in which each sample has ended. Other groups
+    follow, as far from each other as the rollout allows. If the first group has more than `keep` samples, its first
+    `keep` samples stay.
     """
     begins = list(itertools.accumulate(map(len, groups), initial=0))
     kept: list[int] = []
@@ -270,7 +275,7 @@ def kept_places(groups: Sequence[SampleGroup], spreads: Sequence[float], keep: i
 
 
 def _by_interest(groups: Sequence[SampleGroup], spreads: Sequence[float], keep: int) -> Iterator[int]:
-    """The numbers of the groups that have samples, in the order in which they are kept."""
+    """Returns the indices of the groups that have samples, in the order in which they are kept."""
     numbers = [number for number, group in enumerate(groups) if group]
     if not numbers:
         return iter(())
@@ -297,8 +302,11 @@ def write_samples(
     *,
     reward_key: str | None = None,
 ) -> Path:
-    """Write what the rollout knows of the samples at these places. `text_of`: of a token. `decode`: of the tokens of a
-    prompt; without it, their texts are put together. `reward_key`: the entry of a reward that is a record."""
+    """Writes the rollout's values of the samples at these indices.
+
+    `text_of` returns the text of a token. `decode` returns the text of a prompt's tokens; without it, the tokens' texts
+    are joined. `reward_key`: the entry of a reward that is a record.
+    """
     head = {"version": VERSION, "rollout": rollout, "of": len(samples)}
     written = decode or (lambda ids: "".join(map(text_of, ids)))
     sizes = Counter(sample.group_index for sample in samples)
@@ -310,14 +318,15 @@ def write_samples(
 
 
 def number_of_reward(reward: object, key: str | None) -> float | None:
-    """The number of a reward, of its entry `key` if it is a record. None if that is no finite number."""
+    """Returns the number of a reward, or of its entry `key` if it is a record. Returns None if it is not a finite
+    number."""
     found = reward.get(key) if isinstance(reward, dict) else reward
     found = found.item() if isinstance(found, np.generic) else found
     return float(found) if isinstance(found, bool) or is_number(found) else None
 
 
 def write_trained(run_dir: Path, rollout: int, rank: int, lines: list[Line]) -> Path:
-    """Write what a trainer rank knows of its samples that are kept: {"place", "advantage", "log_probs"}."""
+    """Writes a trainer rank's values of its samples that are kept: {"place", "advantage", "log_probs"}."""
     return _write(run_dir, f"{rollout}.trainer-{rank}.jsonl", lines)
 
 
@@ -363,12 +372,13 @@ def _record(
 
 
 def _per_token(values: Iterable[V] | None, unknown: V, length: int) -> list[V]:
-    """Values per response token. A sample for a conversion hook may have none, or another number: they are not known
-    then."""
+    """Returns values per response token. A conversion hook may return a sample without values or with another number of
+    values; the values are then unknown."""
     found = [] if values is None else list(values)
     return found if len(found) == length else [unknown] * length
 
 
 def token_texts(decode: Callable[[list[int]], object]) -> Callable[[int], str]:
-    """The text of a token, remembered: the tokens of a run are few."""
+    """Returns a cached function from a token to its text. The cache works well, because a run uses few different
+    tokens."""
     return functools.lru_cache(65536)(lambda id_: str(decode([id_])))

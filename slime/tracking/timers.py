@@ -1,11 +1,11 @@
-"""Seconds and peak memory per name. The caller selects what to measure and its name.
+"""Measures seconds and peak memory per name. The caller chooses the measured block and its name.
 
     with timers.measure("forward"):      perf/forward_time       seconds
         ...                              perf/forward_peak_gib   on a GPU only
                                          a range "forward" in the trace, while a profiler is on
 
-On a GPU, a span is two CUDA events on the current stream. The time between them is GPU time, not the time that the
-host needs to queue the work. Only `flush` waits for the events.
+On a GPU, a span is two CUDA events on the current stream. The time between them is GPU time, not the time that the host
+needs to queue the work. Only `flush` waits for the events.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ def _difference(start: float, end: float) -> float:
 
 
 class Timers:
-    """Seconds per name since the last `flush`. One instance per thread, passed as an argument.
+    """Measures seconds per name since the last `flush`. Each thread has its own instance, which is passed as an
+    argument.
 
     Spans of different names may be nested, and each gets its full (inclusive) time: `train` contains `actor_train`. If
     a span of the same name starts while one runs (nested, or in overlapping coroutines), its time counts once.
-    `clock()` is called at both ends of a span, and `flush` calls `seconds(start, end)`. The defaults measure wall
-    time; `Timers.on(device)` uses CUDA events on a GPU. A `measure` costs 1.6 us on the host with wall time, and 10 us
-    as a range of a running profiler (CPython 3.11, torch 2.13, one core of an AMD EPYC).
+    `clock()` is called at both ends of a span, and `flush` calls `seconds(start, end)`. The defaults measure wall time;
+    `Timers.on(device)` uses CUDA events on a GPU. A `measure` costs 1.6 us on the host with wall time, and 10 us as a
+    range of a running profiler (CPython 3.11, torch 2.13, one core of an AMD EPYC).
     """
 
     def __init__(
@@ -42,9 +43,9 @@ class Timers:
         memory: PeakMemory | None = None,
     ) -> None:
         self.tracing = False
-        """Whether spans are ranges of a profiler. The code that starts a profiler sets it."""
+        """True if spans are ranges of a profiler. The code that starts a profiler sets it."""
         self.observer: Callable[[str, bool], None] | None = None
-        """Hears the name of a span when it begins (True) and when it ends."""
+        """Function that is called with the name of a span when it begins (True) and when it ends (False)."""
         self._clock, self._seconds, self._memory = clock, seconds, memory
         self._spans: list[tuple[str, object, object]] = []
         self._depth: dict[str, int] = {}
@@ -52,13 +53,13 @@ class Timers:
 
     @classmethod
     def on(cls, device: torch.device) -> Timers:
-        """Timers of work on `device`: CUDA events and peak memory on a GPU, wall time elsewhere."""
+        """Returns timers of work on `device`: CUDA events and peak memory on a GPU, wall time elsewhere."""
         if device.type != "cuda":
             return cls()
         return cls(cuda_event, cuda_seconds, PeakMemory.of_cuda(device))
 
     def measure(self, name: str) -> AbstractContextManager[None]:
-        """Add the seconds of the block to `name`, also if the block raises an error."""
+        """Adds the seconds of the block to `name`, even if the block raises an error."""
         return self._traced(name) if self.tracing else self._measured(name)
 
     @contextmanager
@@ -90,8 +91,8 @@ class Timers:
                     self.observer(name, False)
 
     def flush(self) -> dict[str, float]:
-        """`{perf/{name}_time: seconds}` of the spans that ended since the last call. On a GPU,
-        `{perf/{name}_peak_gib}` too.
+        """Returns `{perf/{name}_time: seconds}` of the spans that ended since the last call. On a GPU, also returns
+        `{perf/{name}_peak_gib}`.
 
         If both `step` and `train_wait` ended, adds `perf/wait_time_ratio` = train_wait / step in [0, 1]. Waits until
         the GPU reaches the end of the last span, so call it after the step's metrics have been read.
@@ -108,7 +109,7 @@ class Timers:
 
 
 def cuda_event() -> torch.cuda.Event:
-    """An event that records the time at which the current stream reaches this point."""
+    """Records an event with the time at which the current stream reaches this point."""
     import torch
 
     event = torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,5 @@
-"""Console output of a run: step lines, samples, progress bars, and the last lines. Prints metrics and computes none."""
+"""Prints a run's console output: step lines, samples, progress bars, and the last lines. Prints metrics and computes
+none."""
 
 from slime.tracking.console.columns import HELD_OUT, LEFT, columns_of
 from slime.tracking.console.line import HEADER_EVERY, StepLine, progress

@@ -1,4 +1,4 @@
-"""The last lines of a run: the best evaluation, where the weights are, and the next command."""
+"""Formats the last lines of a run: the best evaluation, the folder of the weights, and the next command."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from slime.config import Config
 from slime.tracking.metrics import is_held_out_loss
 
 _DATASETS = 4
-"""Evaluation sets that are listed."""
+"""Number of evaluation sets that are listed."""
 
 
 def closing(
     c: Config, evaluations: Mapping[int, Mapping[str, float]], saved: int | None
 ) -> Iterator[tuple[str, str]]:
-    """(title, text) of each line. `evaluations`: scores by the number of trained rollouts. `saved`: the rollout of the
-    newest checkpoint of this run."""
+    """Yields (title, text) per line.
+
+    `evaluations`: scores by the number of trained rollouts. `saved`: the rollout of the newest checkpoint of this run.
+    """
     names = list(dict.fromkeys(name for scores in evaluations.values() for name in scores))
     for name in names[:_DATASETS]:
         found = {count: scores[name] for count, scores in evaluations.items() if name in scores}
@@ -65,7 +67,7 @@ def closing(
 
 
 def _kept(c: Config, count: int) -> Path | None:
-    """The folder of the checkpoint after `count` rollouts, if the folder exists."""
+    """Returns the folder of the checkpoint after `count` rollouts, if the folder exists."""
     if c.checkpoint.save is None or count < 1:
         return None
     folder = iteration_path(Path(c.checkpoint.save), count - 1)

@@ -1,4 +1,4 @@
-"""The columns of the step line. The loss of a run chooses them, and the width of the terminal limits them."""
+"""Chooses the columns of the step line from the loss of a run and the width of the terminal."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from slime.config.schema import Config
 
 LEFT = "left"
-"""The metric of the time until the end of the run, in seconds. It exists in the line only."""
+"""Name of the remaining seconds of the run, which only the line shows."""
 HELD_OUT = {"held_out/loss": "/loss", "held_out/accuracy": "/rewards/accuracies"}
-"""Metrics that exist in the line only -> the end of the metric's name, whose newest value in the first held-out set is
-shown."""
+"""Maps names that only the line shows to the ending of a metric's name. The line shows the metric's newest value in the
+first held-out set."""
 GAP = "  "
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column. `metrics`: the first of them that the step has. `spec`: how a value is written."""
+    """One column. It shows the first entry of `metrics` that the step has. `spec`: the number format of a value."""
 
     title: str
     metrics: tuple[str, ...]
     spec: str
     width: int
     rank: int
-    """On a narrow terminal, columns of a low rank are shown first."""
+    """On a narrow terminal, columns with a low rank are shown first."""
 
 
 REWARD = Column("reward", ("rollout/raw_reward",), ".3f", 6, 1)
@@ -52,7 +52,7 @@ POLICY: tuple[Column, ...] = (
     _TRAIN_S,
     Column("sync_s", ("perf/update_weights_time",), ".1f", 6, 10),
 )
-"""For a loss on rewarded samples, and for a line without a configuration."""
+"""Columns for a loss on rewarded samples, and for a line without a configuration."""
 _CRITIC = (
     Column("v_loss", ("train/critic-value_loss",), ".1e", 8, 3),
     Column("expl_var", ("train/critic-explained_variance",), ".3f", 8, 3),
@@ -70,14 +70,14 @@ _GIVEN = (
     Column("tok/s", ("perf/step_tokens_per_sec",), ",.0f", 9, 6),
     _TRAIN_S,
 )
-"""For a loss on given responses, which are neither generated nor rewarded."""
+"""Columns for a loss on given responses, which are neither generated nor rewarded."""
 _HELD_LOSS = Column("held_out", ("held_out/loss",), ".2e", 9, 2)
 _HELD_ACCURACY = Column("held_acc", ("held_out/accuracy",), ".3f", 8, 3)
 _LEFT = Column(LEFT, (LEFT,), "", 6, 4)
 
 
 def columns_of(c: Config) -> tuple[Column, ...]:
-    """The columns of a run, in order."""
+    """Returns the columns of a run, in order."""
     loss = loss_of(c.algorithm)
     if c.debug.debug_rollout_only or loss.rewarded:
         first = POLICY
@@ -96,8 +96,8 @@ def columns_of(c: Config) -> tuple[Column, ...]:
 
 
 def fitting(columns: Sequence[Column], width: int | None) -> list[Column]:
-    """The columns that fit `width` characters, in their order: all of them without a width, and always the first by
-    rank."""
+    """Returns the columns that fit `width` characters, in their order. Without a width, all columns fit. The first
+    column by rank is always returned."""
     by_rank = sorted(columns, key=lambda column: column.rank)
     kept = by_rank[:1]
     left = 0 if width is None else width - kept[0].width - len(GAP)
@@ -111,7 +111,7 @@ def fitting(columns: Sequence[Column], width: int | None) -> list[Column]:
 
 
 def duration(seconds: float) -> str:
-    """A time in at most six characters: 45s, 12m05s, 3h20m, 2d04h, 120d."""
+    """Formats a time in at most six characters: 45s, 12m05s, 3h20m, 2d04h, 120d."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

@@ -1,4 +1,4 @@
-"""One line per rollout step, and progress bars.
+"""Prints one line per rollout step, and progress bars.
 
 Lines go to stdout in aligned columns, with colours on a terminal. Bars go to stderr, on a terminal only.
 """
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 HEADER_EVERY = 20
 _NARROWEST = 20
 _SHOWN_LINES = 3
-"""Lines of a prompt, and of a response, that a sample has on the screen."""
+"""Maximum number of screen lines for a prompt or a response of a sample."""
 
 
 class StepLine:
     """Prints one aligned line per rollout step, with a header every 20 lines.
 
-    On a terminal, a line has the columns that fit its width, which is read for each line. A file gets all columns.
-    length: response tokens. kl_ref: KL to the reference model. kl_old: KL to the policy that sampled. dlogp and max:
-    mean and largest absolute difference between the trainer's and the engine's log-probs (nats). grad: gradient norm.
-    fast: share of an operator's calls that ran its fast implementation, averaged over operators (0 on a CPU). roll_s,
-    train_s and sync_s are seconds; left is the time until the end. held_out and held_acc are the loss and the accuracy
-    of the first held-out set in the newest evaluation. `-` marks a metric that the step does not have. On a
-    terminal, the reward's colour shows its change (green or red), and values that are not finite are highlighted.
+    On a terminal, a line has the columns that fit the terminal's width, which is read for each line. A file gets all
+    columns. length: response tokens. kl_ref: KL to the reference model. kl_old: KL to the policy that sampled. dlogp
+    and max: mean and largest absolute difference between the trainer's and the engine's log-probs (nats). grad:
+    gradient norm. fast: share of an operator's calls that ran its fast implementation, averaged over operators (0 on a
+    CPU). roll_s, train_s and sync_s are seconds; left is the time until the end. held_out and held_acc are the loss and
+    the accuracy of the first held-out set in the newest evaluation. `-` marks a metric that the step does not have. On
+    a terminal, the reward's colour shows its change (green or red), and values that are not finite are highlighted.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StepLine:
         self._stream = sys.stdout if stream is None else stream
         self._columns = tuple(columns)
         self._header: list[Column] = []
-        """The columns of the last header."""
+        """Columns of the last header."""
         self._lines = 0
         self._last_reward: float | None = None
 
@@ -53,7 +53,8 @@ class StepLine:
         return self._stream.isatty()
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the line of rollout `step`, with its logged number. `metrics` may hold more metrics than are shown."""
+        """Prints the line of rollout `step`, with its logged number. `metrics` may hold more metrics than the line
+        shows."""
         position = f"{step}/{self._total}" if self._total is not None else str(step)
         first = max(5, 2 * len(str(self._total)) + 1 if self._total is not None else 0)
         width = self._width()
@@ -73,8 +74,8 @@ class StepLine:
         self._last_reward = metrics.get("rollout/raw_reward", self._last_reward)
 
     def show_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the eval/ metrics of `step` without the prefix of their names: in one line. On a terminal,
-        a long line is broken between two metrics."""
+        """Prints the eval/ metrics of `step` in one line, without the prefix of their names. On a terminal, a long line
+        is broken between two metrics."""
         begin, width = f"eval at step {step}:", self._width()
         lines = [[begin]]
         for name, value in metrics.items():
@@ -86,11 +87,11 @@ class StepLine:
             self._print([(head, "bold"), (GAP.join(values), "cyan")])
 
     def show_warning(self, text: str) -> None:
-        """Print a warning about the run, on a line of its own."""
+        """Prints a warning about the run on a separate line."""
         self._print([(f"warning: {text}", "bold yellow")])
 
     def show_sample(self, step: int, sample: ShownSample) -> None:
-        """Print the end of a prompt, the beginning of its response, the label and the reward."""
+        """Prints the end of a prompt, the beginning of its response, the label and the reward."""
         self._print(
             [(f"sample of rollout {step}:", "bold"), (f"reward {sample.reward}, {sample.status}", "")]
         )
@@ -108,19 +109,20 @@ class StepLine:
                     self._print([(f"  {name if at == 0 else '':<8}", "dim"), (part, "")])
 
     def show_end(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Print the last lines of a run: a title and a text each. Commands in them are not broken."""
+        """Prints the last lines of a run: a title and a text each. Commands in the texts are not broken."""
         for title, text in lines:
             self._print([(f"{title}:", "bold"), (text, "")], gap=" ")
 
     def _width(self) -> int | None:
-        """Characters of a line of the terminal; None for any other stream, and where nothing is known."""
+        """Returns the characters of a line of the terminal. Returns None for another stream, and if the width is
+        unknown."""
         if not self._stream.isatty():
             return None
         if (given := os.environ.get("COLUMNS", "")).isdecimal() and int(given) > 0:
             return max(_NARROWEST, int(given))
         try:
             width = os.get_terminal_size(self._stream.fileno()).columns
-        except (OSError, ValueError):  # no file descriptor, or none of a terminal
+        except (OSError, ValueError):  # no file descriptor, or not one of a terminal
             return None
         return max(_NARROWEST, width) if width else None
 
@@ -135,7 +137,7 @@ class StepLine:
         return "dim" if name.endswith("_s") else ""
 
     def _print(self, cells: list[tuple[str, str]], gap: str = GAP) -> None:
-        with tqdm.external_write_mode(file=self._stream):  # hides running bars meanwhile
+        with tqdm.external_write_mode(file=self._stream):  # hides running bars while it prints
             if self._stream.isatty():
                 _print_coloured(cells, self._stream, gap)
             else:
@@ -152,7 +154,7 @@ def _written(column: Column, value: float | None) -> str:
 
 
 def _on_one_line(text: str) -> str:
-    """Without line breaks, and without control characters, which would change the terminal."""
+    """Returns the text on one line without control characters, which would change the terminal."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())
 
 
@@ -165,7 +167,7 @@ def _print_coloured(cells: list[tuple[str, str]], stream: TextIO, gap: str) -> N
 
 
 def progress(desc: str, unit: str, stream: TextIO | None = None) -> tqdm:
-    """A progress bar as a context manager. The caller sets its `n` and `total`.
+    """Returns a progress bar as a context manager. The caller sets its `n` and `total`.
 
     The bar is cleared at the end, so that only the step lines stay. It prints nothing if `stream` (stderr) is not a
     terminal. Ray actors have no terminal, so bars belong in the driver.

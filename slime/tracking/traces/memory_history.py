@@ -1,7 +1,7 @@
-"""--record-memory-history: a snapshot of a trainer rank's GPU memory, with the call stack of each allocation.
+"""Implements --record-memory-history: a snapshot of a trainer rank's GPU memory, with each allocation's call stack.
 
-https://docs.pytorch.org/memory_viz shows the file. The history is PyTorch's own, so it has what tensors take, and not
-what NCCL or another process takes.
+https://docs.pytorch.org/memory_viz shows the file. PyTorch records the history, so it contains the memory of tensors,
+but not the memory of NCCL or another process.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from pathlib import Path
 from slime.config import Config
 
 ENTRIES = 100_000
-"""Newest allocations and frees that PyTorch keeps; with their stacks tens of MB."""
+"""Number of newest allocations and frees that PyTorch keeps. With their stacks, they take tens of MB."""
 
 
 class MemoryHistory:
-    """One per trainer rank, called `rank`. Records from its making until it has written the snapshot: when the rank is
-    out of memory, after --memory-snapshot-num-steps rollouts, or after the last one of the run."""
+    """Records the memory of the trainer rank with the name `rank`, from its creation until the snapshot is written.
+
+    The snapshot is written when the rank is out of memory, after --memory-snapshot-num-steps rollouts, or after the
+    last rollout of the run.
+    """
 
     def __init__(self, config: Config, rank: str) -> None:
         flags = config.debug
@@ -37,7 +40,7 @@ class MemoryHistory:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Write the snapshot if the block is out of memory."""
+        """Writes the snapshot if the block is out of memory."""
         import torch
 
         try:
@@ -47,13 +50,13 @@ class MemoryHistory:
             raise
 
     def trained(self, rollout_id: int) -> None:
-        """The rollout was trained."""
+        """Counts a trained rollout, and writes the snapshot if it is due."""
         self._trained += 1
         if self._trained == self._steps or rollout_id + 1 == self._rollouts:
             self._write()
 
     def _write(self) -> None:
-        """Write the snapshot, once, and record no more."""
+        """Writes the snapshot once and stops recording."""
         if not self._records:
             return
         from torch.cuda import memory

@@ -1,4 +1,4 @@
-"""How long each sample takes: the slowest one of a group for the journal, and a span of each one for OpenTelemetry.
+"""Measures every sample's time: the slowest sample of a group for the journal, and a span per sample for OpenTelemetry.
 
 --otlp-traces-endpoint URL sends the spans. A span "sample" begins when the sample may be generated, and ends when it
 has its reward, so it contains the wait for the engines. The variable OTEL_EXPORTER_OTLP_TRACES_PROTOCOL chooses the
@@ -23,11 +23,12 @@ Result: TypeAlias = "Sample | list[Sample]"
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 SERVICE = "vime-rollout"
 _EVERY_MS = 500
-"""A process that is killed loses the spans of that time."""
+"""Milliseconds between two transfers. A killed process loses the spans of that time."""
 
 
 class SampleSpans:
-    """One per rollout manager. `endpoint`: where spans go, such as http://localhost:4317; None for no spans."""
+    """Measures the samples of a rollout manager. `endpoint`: address for spans, such as http://localhost:4317, or None
+    for no spans."""
 
     def __init__(self, endpoint: str | None = None) -> None:
         self._provider = None if endpoint is None else _provider(endpoint)
@@ -37,7 +38,7 @@ class SampleSpans:
     def around(
         self, sample: Sample, rollout_id: int | None, evaluation: bool
     ) -> Iterator[Callable[[Result], None]]:
-        """The block generates and scores the sample. It calls what it gets with the result."""
+        """Context in which the sample is generated and scored. The block calls the yielded function with the result."""
         began_ns, began, made = time.time_ns(), time.perf_counter(), list[Sample]()
 
         def done(result: Result) -> None:
@@ -52,7 +53,7 @@ class SampleSpans:
                 self._send(sample, made, rollout_id, evaluation, began_ns)
 
     def slowest(self, group: SampleGroup) -> dict[str, object]:
-        """The fields of an `ended` event: the sample of the group that took longest. Forgets the group's times."""
+        """Returns the fields of an `ended` event, with the slowest sample of the group. Discards the group's times."""
         times = [self._seconds.pop(sample.session_id or "", -1.0) for sample in group]
         seconds = max(times, default=-1.0)
         if seconds < 0:
@@ -61,7 +62,7 @@ class SampleSpans:
         return {"sample": sample.index, "seconds": round(seconds, 3), "tokens": sample.response_length}
 
     def close(self) -> None:
-        """Send what waits. An endpoint that does not answer delays it by a few seconds."""
+        """Sends the waiting spans. An endpoint that does not answer delays the end by a few seconds."""
         if self._provider is not None:
             self._provider.shutdown()
 

@@ -1,6 +1,7 @@
-"""Where metrics go: `metrics.jsonl` always, and the trackers of TRACKERS on request: one file each and a line here.
+"""Sends metrics to `metrics.jsonl` always, and to the trackers of TRACKERS on request. A tracker is one file and a line
+here.
 
-A tracker shows slime's metric names as they are. Only characters that it refuses become `_` (`record.Names`).
+A tracker shows slime's metric names unchanged, but characters that it refuses become `_` (`record.Names`).
 """
 
 from __future__ import annotations
@@ -33,42 +34,43 @@ TRACKERS: tuple[TrackerKind, ...] = (TENSORBOARD, WANDB, MLFLOW, SWANLAB, TRACKI
 
 
 class Trackers:
-    """All trackers of a run. The loop calls one `log`, which checks names and numbers once."""
+    """The trackers of a run. The loop calls one `log`, which checks names and numbers once."""
 
     def __init__(self, trackers: list[Tracker], start: tuple[int, int] = (0, 0)) -> None:
         """`start`: the first rollout that is logged, and the number of its first optimizer step."""
         self._trackers, self._start = trackers, start
 
     def first_step(self, rollout_id: int, steps: int) -> int:
-        """The number of the first optimizer step of a rollout, in a run with `steps` per rollout."""
+        """Returns the number of the first optimizer step of a rollout, in a run with `steps` per rollout."""
         rollout, step = self._start
         return step + (rollout_id - rollout) * steps
 
     def log(self, metrics: Mapping[str, SupportsFloat], step: int, step_key: str) -> None:
-        """Send `metrics` to every tracker. ValueError for an unknown step key or a value that is not a number."""
+        """Sends `metrics` to every tracker. Raises ValueError for an unknown step key or a value that is not a
+        number."""
         key, numbers = as_step_key(step_key), as_floats(metrics)
         for tracker in self._trackers:
             tracker.log(numbers, int(step), key)
 
     def close(self, state: State = "finished") -> None:
-        """The run has ended so. Trackers that have states show it."""
+        """Closes the trackers with the final state of the run, which some trackers show."""
         for tracker in self._trackers:
             tracker.close(state)
 
 
 def check_trackers(config: Config) -> None:
-    """ValueError for a tracker that would not start on this host, before the models are loaded."""
+    """Raises ValueError for a tracker that would not start on this host, before the models are loaded."""
     for kind in TRACKERS:
         if kind.check is not None and kind.asked(config.logging):
             kind.check(config)
 
 
 def make_trackers(config: Config, run_dir: Path, resume_step: int) -> Trackers:
-    """The trackers that `config` selects, ready to log from rollout `resume_step` on (0 for a new run).
+    """Returns the trackers that `config` selects, ready to log from rollout `resume_step` on (0 for a new run).
 
     Records that an earlier process logged in this run directory for rollout `resume_step` and later are removed,
-    because they will be logged again. Optimizer steps go on from the last one before: a run may resume with another
-    number of them per rollout. In a new run directory, they begin at resume_step * --num-steps-per-rollout.
+    because they will be logged again. Optimizer steps continue from the last earlier one, because a run may resume with
+    another number of steps per rollout. In a new run directory, they begin at resume_step * --num-steps-per-rollout.
     """
     run_dir = Path(run_dir)
     resume = dict.fromkeys(STEP_KEYS, resume_step)

@@ -1,13 +1,13 @@
-"""metrics.jsonl, which every run writes.
+"""Writes and reads metrics.jsonl, which every run writes.
 
 It has one flat JSON object per `log` call, one per line, so `pandas.read_json(path, lines=True)` returns one column per
 metric:
 
     {"step_key": "train/step", "step": 3, "time": 1767225600.0, "train/loss": 0.01, "train/grad_norm": 0.5}
 
-`step` counts in the unit of `step_key` (rollouts for rollout/step and eval/step, optimizer steps for
-train/step). `time` is Unix seconds. JSON has no NaN, so a value that is not finite is null, and the extra entry
-`"nonfinite": {"train/loss": "nan"}` has the value.
+`step` counts in the unit of `step_key` (rollouts for rollout/step and eval/step, optimizer steps for train/step).
+`time` is Unix seconds. JSON has no NaN, so a value that is not finite is null, and the extra entry `"nonfinite":
+{"train/loss": "nan"}` has the value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DROPPED_FILE = "metrics.dropped.jsonl"
 class JsonlTracker:
     """Appends to `path` and flushes each line, so a killed run loses at most the line that it was writing.
 
-    `resume` maps a step key to the first step that will be logged again. Lines from that step on, and damaged ones,
+    `resume` maps a step key to the first step that will be logged again. Lines from that step on, and damaged lines,
     move to `metrics.dropped.jsonl` in the same directory, and the file is replaced atomically. An incomplete last line
     (the run was killed while writing) is removed.
     """
@@ -88,18 +88,19 @@ class JsonlTracker:
 
 @dataclass
 class MetricLines:
-    """The records of a metrics.jsonl, and how many of its lines are none."""
+    """Reads the records of a metrics.jsonl, and counts the lines that are not records."""
 
     path: Path
     damaged: int = 0
     torn: bool = field(default=False)
-    """Whether the file ends with a line that a killed run did not finish. It is not damaged."""
+    """True if the file ends with a line that a killed run did not finish. Such a line does not count as damaged."""
 
     def __iter__(self) -> Iterator[Line]:
         return (row for _, row in self.both() if row is not None)
 
     def both(self) -> Iterator[tuple[bytes, Line | None]]:
-        """Each line with its end, and its record, None for a damaged one. A file that is not there has none."""
+        """Yields each line with its end, and its record, or None for a damaged line. Yields nothing if the file does
+        not exist."""
         self.damaged, self.torn = 0, False
         file = open_file(self.path.parent, self.path.name)
         if file is None:
@@ -117,8 +118,11 @@ class MetricLines:
 
 
 def next_train_step(path: Path, rollout_id: int) -> int | None:
-    """The number after the last optimizer step that a metrics.jsonl has of rollouts before `rollout_id`; None without
-    one. The lines of a rollout's optimizer steps follow its own line."""
+    """Returns the number after the last optimizer step in a metrics.jsonl of rollouts before `rollout_id`, or None
+    without one.
+
+    The lines of a rollout's optimizer steps follow its own line.
+    """
     rollout, found = -1, None
     for row in MetricLines(path):
         step = row["step"]
@@ -131,8 +135,10 @@ def next_train_step(path: Path, rollout_id: int) -> int | None:
 
 
 def metric_record(line: bytes) -> Line | None:
-    """The record in a line. None unless it has a step in a known unit, and numbers under the names of metrics. A value
-    that is not finite is None, as `log` writes it."""
+    """Returns the record in a line, with None for a value that is not finite, as `log` writes it.
+
+    Returns None unless the line has a step in a known unit, and numbers under the names of metrics.
+    """
     if (row := parse(line)) is None:
         return None
     step = row.get("step")

@@ -1,7 +1,8 @@
-"""MLflow: --use-mlflow. Metrics keep their step, in the unit of their name (train/, rollout/, eval/).
+"""Implements --use-mlflow. Metrics keep their step, in the unit of their name (train/, rollout/, eval/).
 
-Metrics are sent in the background. What a server did not take is a warning at the end and does not end the run;
-metrics.jsonl has it. MLflow keeps everything that it has received, so with --mlflow-run-id replayed steps appear twice.
+Metrics are sent in the background. Metrics that a server refused give a warning at the end and do not end the run,
+because metrics.jsonl has them. MLflow keeps everything that it has received, so with --mlflow-run-id replayed steps
+appear twice.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 REFUSED = re.compile(r"[^/\w.\- :]")
-"""MLflow's names have letters, digits and these. A tag's value has at most MOST_OF_TAG characters, and a request
-at most MOST_TAGS of them."""
+"""Characters that MLflow's names may not contain. A tag's value has at most MOST_OF_TAG characters, and a request at
+most MOST_TAGS tags."""
 MOST_OF_TAG, MOST_TAGS = 5000, 100
 STATES: dict[State, str] = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 
@@ -90,7 +91,8 @@ class MlflowTracker:
         return created
 
     def _tag(self, config: Config) -> None:
-        """The configuration as tags: a parameter of MLflow refuses another value when a run is continued."""
+        """Sends the configuration as tags, because a parameter of MLflow refuses another value when a run is
+        continued."""
         from mlflow.entities import RunTag
 
         settings = mask_secrets(config.to_dict())

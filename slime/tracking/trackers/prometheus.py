@@ -1,7 +1,8 @@
-"""Prometheus: --use-prometheus. The newest value of each metric, at http://HOST:PORT/metrics of the driver.
+"""Implements --use-prometheus: serves each metric's newest value at http://HOST:PORT/metrics of the driver.
 
-A metric's name in Prometheus is `slime_` and slime's name, with `_` for each character but letters and digits. slime's
-own name is the label `metric`, so that two names that become equal stay apart. The step is the metric of its step key.
+A metric's name in Prometheus is `slime_` and slime's name, with `_` for each character except letters and digits.
+slime's own name is the label `metric`, so that two names that become equal stay separate. The step is the metric of its
+step key.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ LABELS = ("metric", "run_name")
 
 
 class PrometheusTracker:
-    """`address` is (host, port) of the server; port 0 is any free one."""
+    """Serves metrics at `address`, (host, port). Port 0 means a free port."""
 
     def __init__(self, host: str, port: int, run: str) -> None:
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-        # Of its own: the default registry has the metrics of everything else in this process.
+        # A separate registry, because the default one has all other metrics of this process.
         self._registry, self._gauge, self._run = CollectorRegistry(), Gauge, run
         self._gauges: dict[str, Gauge] = {}
         try:
@@ -62,10 +63,10 @@ def _taken(host: str, port: int, error: OSError) -> ValueError:
 
 
 def _check(config: Config) -> None:
-    """ValueError if the port is taken: said before the models are loaded, not after."""
+    """Raises ValueError if the port is taken, before the models are loaded."""
     host, port = config.logging.prometheus_host, config.logging.prometheus_port
     try:
-        # The type of address as in the server, which takes names and both kinds of numbers.
+        # The server, too, accepts names and both kinds of IP addresses.
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,5 @@
-"""What a tracker is, the record by which a run knows one, and the change of names that a tracker refuses."""
+"""Defines the interface of a tracker, the record that describes a tracker, and the replacement of characters that a
+tracker refuses."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
     from slime.config.sections.logging import LoggingConfig
 
 State = Literal["finished", "interrupted", "failed"]
-"""How a run ended."""
+"""Final state of a run."""
 
 
 class Tracker(Protocol):
-    """Receives metrics. `log` accepts floats that are not finite. Steps of one key never decrease."""
+    """Receives metrics. `log` accepts floats that are not finite. Steps with the same key never decrease."""
 
     def log(self, metrics: Mapping[str, float], step: int, step_key: StepKey) -> None: ...
 
@@ -28,11 +29,12 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class TrackerKind:
-    """A tracker that a flag switches on.
+    """Describes a tracker that a flag switches on.
 
     `make(config, run_dir, resume)`: `resume` maps a step key to the first step that will be logged again. `module`:
-    what it imports, of the package `package`. `optional`: a run without the package notes it and goes on, as in slime.
-    `check`: a quick check on the driver's host before anything starts; ValueError if `make` would fail.
+    name of the module that it imports from the package `package`. `optional`: without the package, a run prints a note
+    and continues, as in slime. `check`: a quick check on the driver's host before anything starts. It raises ValueError
+    if `make` would fail.
     """
 
     flag: str
@@ -46,9 +48,9 @@ class TrackerKind:
 
 @dataclass
 class Names:
-    """slime's name -> the name for a tracker that refuses some characters: each of them (`refused`) becomes `_`.
+    """Maps slime's name to a name for a tracker: each character that the tracker refuses (`refused`) becomes `_`.
 
-    If two names become equal, the one that was logged later ends in `_2`, the next in `_3`.
+    If two names become equal, the name that was logged later ends in `_2`, the next in `_3`.
     """
 
     refused: re.Pattern[str]
@@ -65,5 +67,5 @@ class Names:
 
 
 def run_name(given: str | None, config: Config, run_dir: Path) -> str:
-    """The name of a run where its tracker shows it: the flag's, else --wandb-group, else that of the run directory."""
+    """Returns the name of a run in its tracker: the flag's, else --wandb-group, else the name of the run directory."""
     return given or config.logging.wandb_group or Path(run_dir).resolve().name

@@ -1,6 +1,6 @@
-"""SwanLab: --use-swanlab. Metrics keep their names and their step, in the unit of their name.
+"""Implements --use-swanlab. Metrics keep their names and their step, in the unit of their name.
 
-Without --swanlab-mode, SwanLab's own setting counts (SWANLAB_MODE, else its server, which asks for SWANLAB_API_KEY).
+Without --swanlab-mode, SwanLab's own setting counts (SWANLAB_MODE, else its server, which requires SWANLAB_API_KEY).
 `offline` needs no account and no network. Files go to `run_dir`/swanlab. SwanLab keeps everything that it has received.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slime.config.schema import Config
 
 MODES = {"cloud": "online"}
-"""slime's word for a mode -> SwanLab's since 0.10."""
+"""Maps slime's name of a mode to SwanLab's name since 0.10."""
 STATES: dict[State, Literal["success", "crashed", "aborted"]] = {
     "finished": "success",
     "interrupted": "aborted",

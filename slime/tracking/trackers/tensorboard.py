@@ -1,4 +1,4 @@
-"""TensorBoard: --use-tensorboard. Files go to `run_dir`/tensorboard[/--tb-project-name][/--tb-experiment-name]."""
+"""Implements --use-tensorboard. Files go to `run_dir`/tensorboard[/--tb-project-name][/--tb-experiment-name]."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoardTracker:
-    """Scalars under their own names, in one sub-directory per step unit (rollout, train, eval).
+    """Writes scalars under their own names, in one sub-directory per step unit (rollout, train, eval).
 
     The directories are separate because TensorBoard removes replayed steps per directory and by one number, but a
     resumed run has a different first step in each unit.
@@ -50,7 +50,7 @@ class TensorBoardTracker:
         return self._log_dir / step_key.split("/")[0]
 
     def _writer(self, step_key: str) -> EventFileWriter:
-        """Not torch's writer, which imports torch: the driver has none."""
+        """Returns a writer of TensorBoard. torch's writer would import torch, which the driver does not have."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 

@@ -1,7 +1,7 @@
-"""Trackio: --use-trackio. Metrics keep their names and their step, in the unit of their name.
+"""Implements --use-trackio. Metrics keep their names and their step, in the unit of their name.
 
 Trackio keeps its data in TRACKIO_DIR (default: below the cache of Hugging Face) and `trackio show` draws them. It keeps
-everything that it has received, so replayed steps of a resumed run are in a run of their own or appear twice.
+everything that it has received, so replayed steps of a resumed run are in a separate run or appear twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights & Biases: --use-wandb."""
+"""Implements --use-wandb, for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class WandbTracker:
-    """Weights & Biases, imported here only. The x-axis of each metric is the step unit of its `log` call.
+    """Sends metrics to Weights & Biases, which only this file imports. A metric's x-axis is the step unit of its `log`
+    call.
 
     `--wandb-always-use-train-step` converts rollout and eval steps to optimizer steps. A resumed run with the same
     `--wandb-run-id` continues its curves. W&B keeps everything that it has received, so replayed steps appear twice
-    there. Keys and passwords in the uploaded config are masked. `--wandb-mode offline` needs no account and no
-    network.
+    there. Keys and passwords in the uploaded config are masked. `--wandb-mode offline` needs no account and no network.
     """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
@@ -64,8 +64,10 @@ class WandbTracker:
 
 
 def group_of(flags: LoggingConfig, run_dir: Path) -> str | None:
-    """--wandb-group, with a suffix unless --disable-wandb-random-suffix is given. It is the same for every start in a
-    run directory, so that a run that resumes keeps its name."""
+    """Returns --wandb-group, with a suffix unless --disable-wandb-random-suffix is given.
+
+    The suffix is the same for every start in a run directory, so that a resumed run keeps its name.
+    """
     if flags.wandb_group is None or flags.disable_wandb_random_suffix:
         return flags.wandb_group
     return f"{flags.wandb_group}_{hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]}"
