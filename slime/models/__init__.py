@@ -1,7 +1,7 @@
-"""Model families: one file each. To add a family, write its file and add it to `_ALL` (docs/adding-a-model.md).
+"""Model families, one file per family. To add a family, write its file and add it to `_ALL` (docs/adding-a-model.md).
 
-A family turns config.json into a `Decoder` and has the table of its weights. Trainer, planner and flag checks read the
-decoder, so no other file names a family. Imports neither torch nor Megatron.
+A family reads config.json into a `Decoder` and defines the table of its weights. Trainer, planner and flag checks read
+the decoder, so no other file names a family. The package imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ _ALL = (
 )
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
-"""`model_type` of config.json -> family."""
+"""Maps `model_type` of config.json to its family."""
 
 
 def family_for(hf: Hf) -> Family:
-    """The family of a parsed config.json. ValueError with the known families for any other model."""
+    """Returns the family of a parsed config.json. Raises ValueError, which lists the families, for any other model."""
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
@@ -79,8 +79,8 @@ def family_for(hf: Hf) -> Family:
 
 
 def decoder_of(hf: Hf) -> Decoder:
-    """What config.json describes. ValueError for a family, a shape or a setting that is not supported, and for a field
-    of a wrong type."""
+    """Returns the decoder that config.json describes. Raises ValueError for an unsupported family, shape or setting,
+    and for a field of a wrong type."""
     family = family_for(hf)
     for name, value in hf.items():
         least = 1 if name in _SIZES else 0 if name in _COUNTS else None

@@ -1,6 +1,7 @@
-"""What a decoder is: the record that a family reads from config.json, in one vocabulary for all families.
+"""The record of a decoder, which every family reads from its config.json in the same vocabulary.
 
-Trainer, planner and flag checks read this record and never ask for a family's name. Imports neither torch nor Megatron.
+Trainer, planner and flag checks read this record and never use a family's name. The module imports neither torch nor
+Megatron.
 """
 
 from __future__ import annotations
@@ -14,32 +15,32 @@ from slime.models.rope import Rope
 
 @dataclass(frozen=True)
 class Attention:
-    """The sizes of a layer's attention that memory and FLOPs depend on. Elements, not bytes."""
+    """Sizes of a layer's attention that determine memory and FLOPs, in elements, not bytes."""
 
     params: int
-    """Its matrices, which tensor-parallel ranks split."""
+    """Elements of the matrices that tensor-parallel ranks split."""
     kept: int
-    """What the backward needs per token (input and output included, split over ranks)."""
+    """Elements that the backward needs per token (input and output included, split over ranks)."""
     context: int
-    """Keys and values that context-parallel ranks gather per token."""
+    """Elements of keys and values that context-parallel ranks gather per token."""
     cache: int
-    """What an engine keeps per token."""
+    """Elements that an engine keeps per token."""
     pair_flops: int
     """Forward FLOPs per (query, key) pair."""
     whole: int = 0
-    """Further matrices that each rank has."""
+    """Elements of further matrices, which every rank holds completely."""
     token_flops: int = 0
-    """Forward FLOPs per token beside the matrices."""
+    """Forward FLOPs per token in addition to the matrices."""
     cache_whole: bool = False
-    """Each tensor-parallel rank has all of `cache`."""
+    """Every tensor-parallel rank has the whole `cache`."""
     state: int = 0
-    """What an engine keeps per sequence of any length."""
+    """Elements that an engine keeps per sequence, for any length."""
     newest: int = 0
-    """What it keeps more for a convolution."""
+    """Further elements per sequence that an engine keeps for a convolution."""
 
     @classmethod
     def grouped(cls, hidden: int, q: int, kv: int) -> Attention:
-        """Softmax attention with grouped heads. `q` and `kv` are heads times head size."""
+        """Returns softmax attention with grouped heads. `q` and `kv` are the number of heads times the head size."""
         return cls(
             params=hidden * (2 * q + 2 * kv),
             kept=4 * q + 4 * kv,
@@ -51,7 +52,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """The sizes of gated delta net layers. Neighbouring value heads share a key head."""
+    """Sizes of gated delta net layers. Neighbouring value heads share a key head."""
 
     keys: int
     """Number of heads of queries and keys."""
@@ -62,26 +63,27 @@ class DeltaNet:
     value_dim: int
     """Size of a head of values."""
     taps: int
-    """A convolution sees so many of the newest tokens."""
+    """Number of newest tokens that a convolution sees."""
 
     @property
     def of_key(self) -> int:
-        """Value heads per key head."""
+        """Returns the number of value heads per key head."""
         return self.values // self.keys
 
     @property
     def widths(self) -> tuple[int, int, int, int, int, int]:
-        """Rows of the input projection for one key head: query, key, values, their output gates, beta, decay."""
+        """Returns the rows of the input projection for one key head: query, key, values, their output gates, beta,
+        decay."""
         wide = self.of_key * self.value_dim
         return self.key_dim, self.key_dim, wide, wide, self.of_key, self.of_key
 
     def attention(self, hidden: int) -> Attention:
-        """What the layer costs. Its state [values, value_dim, key_dim] has a fixed size, so no token adds to
-        the cache of an engine. The convolution needs the inputs of `taps - 1` tokens.
+        """Returns the sizes of the layer. Its state [values, value_dim, key_dim] has a fixed size, so tokens do not add
+        to an engine's cache. The convolution needs the inputs of `taps - 1` tokens.
 
-        The least work per token is three products with the state [key_dim, value_dim] of each value head, and the
-        convolution. Kept are the projection, the convolution's output, the kernel's 64 x 64 matrices, its output, the
-        norm's and the layer's.
+        The least work per token is three products with each value head's state [key_dim, value_dim], and the
+        convolution. The backward keeps the projection, the convolution's output, the kernel's 64 x 64 matrices and
+        output, and the outputs of norm and layer.
         """
         q, k, v, gates, *one = (self.keys * width for width in self.widths)
         mixed, convolved = q + k + v + gates + sum(one), q + k + v
@@ -103,13 +105,13 @@ class Layer:
 
     attention: Attention
     kind: str = "full"
-    """The kind of its attention, a key of slime.megatron_backend.model.attention_kinds."""
+    """Kind of the attention, a key of slime.megatron_backend.model.attention_kinds."""
     window: int | None = None
-    """A token sees so many of the newest tokens up to itself. None: all of them."""
+    """Number of newest tokens, itself included, that a token sees. None means all tokens."""
     rope: int | None = 0
-    """The number of its rotary embedding in `Decoder.ropes`. None: the layer has none."""
+    """Index of the rotary embedding in `Decoder.ropes`. None means that the layer has no rotary embedding."""
     sparse: bool = False
-    """Experts take the place of the MLP."""
+    """Experts replace the MLP."""
 
 
 @dataclass(frozen=True)
@@ -118,28 +120,28 @@ class Experts:
 
     count: int
     topk: int
-    """Experts per token."""
+    """Number of experts per token."""
     width: int
     shared: int = 0
-    """The width of the shared expert, or 0."""
+    """Width of the shared expert, or 0."""
     score: str = "softmax"
     """"softmax" over the experts, or "sigmoid" per expert."""
     bias: bool = False
-    """A correction bias chooses the experts."""
+    """A correction bias is added to the scores when a token's experts are chosen."""
     normalised: bool = True
     """The weights of a token's experts sum up to `scale`."""
     groups: tuple[int, int] | None = None
     """Experts come from the best `groups[1]` of `groups[0]` groups."""
     scale: float | None = None
     shared_gate: bool = False
-    """A sigmoid of the token weighs the shared expert."""
+    """A sigmoid that depends on the token multiplies the shared expert's output."""
     biases: bool = False
-    """The router and both products of an expert have one."""
+    """The router and both products of an expert have biases."""
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder: sizes, layers, and what is particular about its parts."""
+    """A decoder: its sizes, its layers, and the options of its parts."""
 
     hidden: int
     ffn: int
@@ -155,43 +157,43 @@ class Decoder:
     experts: Experts | None = None
     qkv_bias: bool = False
     output_bias: bool = False
-    """A bias after the attention."""
+    """The attention's output projection has a bias."""
     qk_norm: str = ""
-    """"" (none), "head" (RMSNorm of each head) or "projection" (RMSNorm of all heads together)."""
+    """"" (no norm), "head" (RMSNorm per head) or "projection" (RMSNorm over all heads together)."""
     post_norms: bool = False
-    """Norms of the outputs of attention and MLP too."""
+    """The outputs of attention and MLP have norms too."""
     activation: str = "swiglu"
-    """Of the MLP or of the experts: a key of slime/megatron_backend/model."""
+    """Activation of the MLP or the experts, a key of slime/megatron_backend/model."""
     zero_centred: bool = False
     """Norms multiply by 1 + weight."""
     embedding_scale: float = 1.0
-    """Multiplies the embeddings."""
+    """Factor of the embeddings."""
     attention_scale: float | None = None
-    """Multiplies the scores of attention. None: 1 / sqrt(head)."""
+    """Factor of the attention scores. None means 1 / sqrt(head_dim)."""
     attention_cap: float | None = None
-    """Scores z become `cap * tanh(z / cap)`."""
+    """Cap of the attention scores: a score z becomes `cap * tanh(z / cap)`."""
     logit_cap: float | None = None
-    """Logits z become `cap * tanh(z / cap)`."""
+    """Cap of the logits: a logit z becomes `cap * tanh(z / cap)`."""
     sinks: bool = False
-    """Each head has a learned score, whose share of the softmax goes to no token."""
+    """Every head has a learned score, whose share of the softmax goes to no token."""
     output_gate: bool = False
-    """A sigmoid of the token weighs the output of attention."""
+    """A sigmoid that depends on the token multiplies the attention's output."""
     delta: DeltaNet | None = None
-    """The sizes of gated delta net layers."""
+    """Sizes of gated delta net layers."""
     state_dtype: str = ""
-    """The dtype of their state in an engine. "": that of the engine."""
+    """Dtype of the delta nets' state in an engine. "" means the engine's dtype."""
     predictions: tuple[Layer, ...] = ()
-    """The layers of multi-token prediction, which follow `layers`."""
+    """Layers of multi-token prediction, which follow `layers`."""
     core: Mapping[str, object] = field(default_factory=dict)
     """Further fields of megatron-core's TransformerConfig."""
 
     @property
     def sparse(self) -> tuple[bool, ...]:
-        """Whether each layer has experts in place of one MLP."""
+        """Returns, per layer, whether it has experts instead of an MLP."""
         return tuple(layer.sparse for layer in self.layers)
 
     @property
     def stateful(self) -> bool:
-        """Whether a layer has a state that runs through the tokens of a sample, which samples and context-parallel
-        ranks cannot share as they share keys and values."""
+        """Returns whether a layer has a state that runs through the tokens of a sample. Samples and context-parallel
+        ranks cannot share this state in the way that they share keys and values."""
         return self.delta is not None

@@ -1,4 +1,4 @@
-"""The record of a model family: how config.json is read, and the table of its weights."""
+"""The record of a model family: its reader of config.json, and the table of its weights."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Tensors(Protocol):
     def names(self) -> set[str]: ...
 
     def get(self, name: str) -> Stored:
-        """The tensor `name`. Its slices are read when it is indexed. Quantised weights are read whole and dequantised,
-        one tensor at a time."""
+        """Returns the tensor `name`. Indexing it reads slices from the file. Quantised weights are read whole and
+        dequantised, one tensor at a time."""
         ...
 
     def place(self, name: str) -> str:
-        """The file of a tensor, for messages."""
+        """Returns the file of a tensor, for messages."""
         ...
 
 
 @cache
 def _pattern(megatron: str) -> re.Pattern[str]:
-    """Matches the Megatron names of a row."""
+    """Returns a pattern that matches the Megatron names of a row."""
     pattern = re.escape(megatron)
     for letter in "ie":
         pattern = pattern.replace(re.escape(f"{{{letter}}}"), rf"(?P<{letter}>\d+)")
@@ -41,40 +41,40 @@ def _pattern(megatron: str) -> re.Pattern[str]:
 
 
 def as_stored(tensors: Tensors, hf: Hf) -> Tensors:
-    """The tensors of a checkpoint that stores its weights as they are."""
+    """Returns the tensors unchanged, for a checkpoint that stores its weights as they are."""
     return tensors
 
 
 @dataclass(frozen=True)
 class Written:
-    """A tensor of the weight table in the form of the files."""
+    """A tensor of the weight table in the form of the checkpoint's files."""
 
     name: str
     tensor: Tensor
     number: int | None = None
-    """Its place in a stack of `of` such tensors. None: it is alone."""
+    """Index in a stack of `of` such tensors. None means that the tensor is not in a stack."""
     of: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor in the files."""
+        """Returns the shape of the tensor in the files."""
         return (*(() if self.number is None else (self.of,)), *self.tensor.shape)
 
 
 def as_held(name: str, tensor: Tensor, hf: Hf) -> Written:
-    """A family whose files have tensors as the weight table does."""
+    """Returns the tensor unchanged, for a family whose files have the same tensors as the weight table."""
     return Written(name, tensor)
 
 
 def later_layers(hf: Hf) -> tuple[str, ...]:
-    """The usual place of multi-token prediction: the layers behind the last decoder layer."""
+    """Returns the usual name prefixes of multi-token prediction: the layers that follow the last decoder layer."""
     depth = hf["num_hidden_layers"]
     more = hf.get("num_nextn_predict_layers") or 0
     return tuple(f"model.layers.{number}." for number in range(depth, depth + more))
 
 
 def depth(hf: Hf) -> int:
-    """The number of decoder layers, which the layers of multi-token prediction follow."""
+    """Returns the number of decoder layers. The layers of multi-token prediction follow them."""
     return int(hf["num_hidden_layers"])
 
 
@@ -83,11 +83,12 @@ class Prediction:
     """The layers of multi-token prediction of a family that trains them (`Decoder.predictions`)."""
 
     rows: tuple[Row, ...]
-    """Their weight table. "{i}" in a name of the files is the number of the layer."""
+    """Weight table of the layers. "{i}" in a name of the files is the number of the layer."""
     first: Callable[[Hf], int] = depth
-    """The number of the first such layer."""
+    """Returns the number of the first such layer."""
     copies: tuple[tuple[str, str], ...] = ()
-    """Tensors of the decoder that a checkpoint may have once more in each layer: name there -> name in the decoder."""
+    """Tensors of the decoder that a checkpoint may repeat in every such layer: name in the layer -> name in the
+    decoder."""
 
 
 @dataclass(frozen=True)
@@ -95,39 +96,41 @@ class Family:
     """A model family."""
 
     model_type: str
-    """That of config.json."""
+    """`model_type` in config.json."""
     title: str
-    """For people."""
+    """Title of the family in pages and tables."""
     models: str
-    """For people: the sizes."""
+    """Model sizes in pages and tables."""
     rows: tuple[Row, ...]
-    """The weight table."""
+    """Weight table."""
     read: Callable[[Hf], Decoder]
-    """Turns config.json into a `Decoder`. Raises ValueError for what is not supported."""
+    """Reads config.json into a `Decoder`. Raises ValueError for unsupported settings."""
     ignored: tuple[str, ...] = ()
     """HF names that may be in a checkpoint but that the model does not use."""
     predicted: Callable[[Hf], tuple[str, ...]] = later_layers
-    """Gives the beginnings of the names of multi-token prediction, which loading skips and export copies if the run
-    does not train them."""
+    """Returns the name prefixes of multi-token prediction. Loading skips these tensors and export copies them if the
+    run does not train them."""
     prediction: Prediction | None = None
-    """How they are trained. None for a family that cannot."""
+    """Layers of multi-token prediction. None for a family that cannot train them."""
     stored: Callable[[Tensors, Hf], Tensors] = as_stored
-    """Presents the tensors of files that store them in another form, such as quantised."""
+    """Converts tensors that the files store in another form, such as quantised."""
     written: Callable[[str, Tensor, Hf], Written] = as_held
-    """Gives an exported tensor the form of files that engines and transformers read. A stack is filled by tensors of
-    rows without HF parts; of a tensor-parallel shard, it gives the shard of the same rank, cut along one axis."""
+    """Converts an exported tensor to the form of files that engines and transformers read. The tensors of rows without
+    HF parts fill a stack. For a tensor-parallel shard, the function returns the shard of the same rank, cut along one
+    axis."""
     flags: tuple[tuple[str, Callable[[Hf], object]], ...] = ()
-    """MODEL_ARGS whose value only this family knows: name -> value for a config.json."""
+    """MODEL_ARGS whose value only this family defines: name -> value for a config.json."""
 
     def find(self, parameter: str) -> tuple[Row, tuple[str, ...]]:
-        """The row of a Megatron parameter, and its HF names with the numbers filled in. KeyError without a row."""
+        """Returns the row of a Megatron parameter, and its HF names with the numbers filled in. Raises KeyError without
+        a row."""
         for row in self.rows + (self.prediction.rows if self.prediction else ()):
             if match := _pattern(row.megatron).fullmatch(parameter):
                 return row, tuple(name.format(**match.groupdict()) for name in row.hf)
         raise KeyError(f"{parameter} has no row in the {self.model_type} table")
 
     def exported(self, tensors: Iterable[tuple[str, Tensor]], hf: Hf) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of the weight table -> those of the files. Holds the stacks of one layer at a time."""
+        """Converts whole tensors of the weight table to those of the files. Holds one layer's stacks at a time."""
         stacks: dict[str, Tensor] = {}
         missing: dict[str, int] = {}
         for name, tensor in tensors:
@@ -148,21 +151,21 @@ class Family:
         )
 
     def prediction_names(self, names: Iterable[str], hf: Hf) -> list[str]:
-        """The tensor names in `names` that belong to multi-token prediction.
+        """Returns the tensor names in `names` that belong to multi-token prediction.
 
-        A token's log-prob does not depend on them. The trainer builds these layers only to train them, and an engine
-        only to speculate.
+        A token's log-prob does not depend on these tensors. The trainer builds these layers only to train them, and an
+        engine builds them only to speculate.
         """
         prefixes = self.predicted(hf)
         return [name for name in names if name.startswith(prefixes)]
 
     def first_prediction(self, hf: Hf) -> int:
-        """The number of the first layer of multi-token prediction in the names of files."""
+        """Returns the number of the first layer of multi-token prediction in the names of files."""
         assert self.prediction is not None
         return self.prediction.first(hf)
 
     def prediction_copies(self, names: set[str], hf: Hf) -> dict[str, str]:
-        """The tensors in `names` that are copies of tensors of the decoder: name of the copy -> name in the decoder."""
+        """Returns the tensors in `names` that copy tensors of the decoder: name of the copy -> name in the decoder."""
         if self.prediction is None:
             return {}
         first = self.first_prediction(hf)

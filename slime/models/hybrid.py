@@ -30,7 +30,7 @@ _DEFAULTS = {
     "linear_conv_kernel_dim": 4,
 }
 SHARED_WIDTH = {"shared_expert_intermediate_size": 512}
-"""What transformers and vLLM take for keys that config.json leaves out."""
+"""Default that transformers and vLLM use for a key that is missing in config.json."""
 
 FLAGS: tuple[tuple[str, Callable[[Hf], object]], ...] = (
     ("attention_output_gate", lambda hf: True),
@@ -41,13 +41,15 @@ FLAGS: tuple[tuple[str, Callable[[Hf], object]], ...] = (
 
 
 def rope(hf: Hf, head_dim: int) -> Rope:
-    """A quarter of a head is rotated. Text tokens have one position, so the sections of images change nothing."""
+    """Returns the rotary embedding, which rotates a quarter of a head. Text tokens have one position, so the sections
+    for images change nothing."""
     record = {key: value for key, value in rope_record(hf).items() if key != "mrope_interleaved"}
     return read_rope(hf, head_dim, fraction=0.25, record=record)
 
 
 def read_delta(hf: Hf) -> DeltaNet:
-    """The sizes of the gated delta net layers. ValueError for heads that do not divide, or sizes below 1."""
+    """Returns the sizes of the gated delta net layers. Raises ValueError for heads that do not divide, or sizes below
+    1."""
     sizes = {key: hf.get(key, default) for key, default in _DEFAULTS.items()}
     for key, value in sizes.items():
         if not isinstance(value, int) or value < 1:
@@ -70,8 +72,8 @@ def read_delta(hf: Hf) -> DeltaNet:
 
 
 def layer_types(hf: Hf) -> list[str]:
-    """The kind of each layer: `layer_types`, else every `full_attention_interval`-th layer has softmax attention.
-    ValueError for another length or another kind."""
+    """Returns the kind of every layer: `layer_types`, or otherwise softmax attention in every
+    `full_attention_interval`-th layer. Raises ValueError for another length or another kind."""
     depth, interval = hf["num_hidden_layers"], hf.get("full_attention_interval") or 4
     found = hf.get("layer_types") or [LINEAR if (i + 1) % interval else FULL for i in range(depth)]
     if len(found) != depth or set(found) - {FULL, LINEAR}:
@@ -83,8 +85,8 @@ def layer_types(hf: Hf) -> list[str]:
 
 
 def read_hybrid(hf: Hf, *, experts: Callable[[Hf], Experts] | None = None) -> Decoder:
-    """The decoder with gated delta net layers where config.json has them, gated attention in the others, and norms that
-    multiply by 1 + weight."""
+    """Returns a decoder with gated delta net layers, as config.json lists them, and gated attention in the other
+    layers. Its norms multiply by 1 + weight."""
     only(hf, attention_bias=False)
     decoder = read_decoder(hf, qk_norm="head", rope=rope, experts=experts)
     delta, hidden = read_delta(hf), decoder.hidden
@@ -103,8 +105,8 @@ def read_hybrid(hf: Hf, *, experts: Callable[[Hf], Experts] | None = None) -> De
 
 @dataclass(frozen=True)
 class GatedQkv(Direct):
-    """q [A, 2, D, H] with a gate behind each head, k and v [G*D, H]. In Megatron by group: (q heads, their gates, k, v
-    of group 0, ..)."""
+    """Layout of q [A, 2, D, H] with a gate after every head, and k and v [G*D, H]. Megatron orders the rows by group:
+    (q heads, their gates, k, v of group 0, ..)."""
 
     axis: int | None = 0
 
@@ -123,12 +125,12 @@ class GatedQkv(Direct):
 
 @dataclass(frozen=True)
 class ByKeyHead(Direct):
-    """The rows of a gated delta net, key head by key head in Megatron, in the order of `DeltaNet.widths`."""
+    """Layout of a gated delta net's rows. Megatron orders them by key head, in the order of `DeltaNet.widths`."""
 
     parts: tuple[tuple[int, ...], ...] = ()
-    """For each HF tensor, which of `widths` it holds."""
+    """For each HF tensor, the indices of `widths` that it holds."""
     by_head: bool = False
-    """HF holds a tensor's parts head by head. Otherwise one after the other for all heads."""
+    """HF orders a tensor's parts by head. Otherwise each part is stored for all heads before the next part."""
     axis: int | None = 0
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
@@ -170,14 +172,14 @@ DELTA_NET = (
     Row(MG_DELTA + "norm_weight", (HF_DELTA + "norm.weight",)),
     Row(MG_DELTA + "out_proj.weight", (HF_DELTA + "out_proj.weight",), Direct(axis=1)),
 )
-"""The rows of a gated delta net without its input projection, which files of each family hold in another form."""
+"""Rows of a gated delta net without its input projection, which every family's files hold in another form."""
 
 
 def hybrid_rows(
     names: Sequence[str], parts: tuple[tuple[int, ...], ...], *, by_head: bool = False
 ) -> tuple[Row, ...]:
-    """The rows of such a decoder without MLPs and experts. `names` are those of the input projection's tensors in
-    files, after "in_proj_"; `parts` and `by_head` say what they hold (`ByKeyHead`)."""
+    """Returns the rows of such a decoder without MLPs and experts. `names` are the names of the input projection's
+    tensors in files, after "in_proj_". `parts` and `by_head` describe their content (`ByKeyHead`)."""
     projection = Row(
         MG_DELTA + "in_proj.weight",
         tuple(f"{HF_DELTA}in_proj_{name}.weight" for name in names),

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, 2405.04434, part 2.1): its sizes, its rows and its reader of config.json.
 
-Keys and values of all heads come from one latent vector per token. Queries may come from a latent vector too. A part of
-each query and key has no position; the other part is rotated, and all heads share that part of the key.
+One latent vector per token produces the keys and values for all heads. Queries may come from a latent vector too. A
+part of every query and key has no position. The other part is rotated, and all heads share that part of the key.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ class Latent(Attention):
     """The sizes of latent attention."""
 
     q_rank: int | None = None
-    """The width of the latent vector of queries. None: queries come from the hidden states."""
+    """Width of the latent vector of queries. None means that queries come from the hidden states."""
     kv_rank: int = 0
-    """The width of the latent vector of keys and values."""
+    """Width of the latent vector of keys and values."""
     plain: int = 0
-    """Dimensions of query and key of a head without position."""
+    """Dimensions of a head's query and key without position."""
     turned: int = 0
-    """Rotated dimensions of query and key of a head."""
+    """Rotated dimensions of a head's query and key."""
     value: int = 0
-    """Dimensions of the value of a head."""
+    """Dimensions of a head's value."""
     scale: float = 0.0
-    """Multiplies the scores before the softmax."""
+    """Factor of the scores before the softmax."""
     bias: bool = False
-    """The products of the hidden states to latent vectors and of the output have biases."""
+    """The projections from hidden states to latent vectors and the output projection have biases."""
 
     @property
     def key(self) -> int:
-        """Dimensions of a query and of a key."""
+        """Returns the dimensions of a query and of a key."""
         return self.plain + self.turned
 
 
 def latent_attention(hf: Hf, rope: Rope) -> Latent:
-    """The attention of one layer."""
+    """Returns the attention of a layer."""
     hidden, heads, kv_rank = (hf[key] for key in ("hidden_size", "num_attention_heads", "kv_lora_rank"))
     q_rank = hf.get("q_lora_rank")
     plain, turned, value = (hf[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     key, widest = plain + turned, max(plain + turned, value)
     down = hidden * (kv_rank + turned) + hidden * (q_rank or 0)
-    # the output of the attention is copied where its heads were padded to the size of the keys
+    # the attention's output is copied if its heads were padded to the size of the keys
     copied = heads * value if value < widest else 0
     return Latent(
         params=(q_rank or hidden) * heads * key + kv_rank * heads * (plain + value) + heads * value * hidden,
@@ -71,14 +71,15 @@ def latent_attention(hf: Hf, rope: Rope) -> Latent:
 
 
 def softmax_scale(rope: Rope, size: int) -> float:
-    """`size ** -0.5`, multiplied by the square of YaRN's scale for `mscale_all_dim`, if config.json gives it."""
+    """Returns `size ** -0.5`, multiplied by the square of YaRN's scale for `mscale_all_dim`, if config.json has it."""
     weight = rope.settings.get("mscale_all_dim")
     factor = mscale(rope.settings["factor"], weight) if weight else 1.0
     return float(size**-0.5 * factor * factor)
 
 
 def read_latent(hf: Hf, sparse: Sequence[bool]) -> Decoder:
-    """The decoder of a family with latent attention and sigmoid experts. `sparse`: which layers have experts."""
+    """Returns the decoder of a family with latent attention and sigmoid experts. `sparse` marks the layers with
+    experts."""
     given = sizes(hf)
     need(hf, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     only(
@@ -119,7 +120,7 @@ LATENT = (
     Row(_MG + "linear_proj.weight", (_HF + "o_proj.weight",), Direct(axis=1)),
     OUTPUT_BIAS,
 )
-"""The names of Megatron are those of its own latent attention."""
+"""The Megatron names are those of Megatron's own latent attention."""
 
 LAYER = NORMS + LATENT + MLP + EXPERTS + (ROUTER_BIAS, *SHARED_EXPERT)
 LATENT_EXPERTS = ENDS + LAYER

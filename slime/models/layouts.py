@@ -1,6 +1,6 @@
 """The parts of a family's weight table: rows and layouts. torch is imported only when a layout runs.
 
-A `Row` connects one Megatron parameter with its HF tensors. Its `Layout` converts between them and splits the Megatron
+A `Row` connects a Megatron parameter with its HF tensors. Its `Layout` converts between them and splits the Megatron
 tensor over tensor-parallel ranks, so one table serves loading, export and every TP size.
 
 Shapes: H hidden, D head size, A query heads, G key/value groups, F feed-forward, V vocabulary.
@@ -23,15 +23,15 @@ class Sizes:
     """The sizes that layouts need."""
 
     groups: int
-    """G, heads of keys and values."""
+    """G, the number of heads of keys and values."""
     head_dim: int
-    """D."""
+    """D, the head size."""
     vocab: int
-    """The real V."""
+    """V without padding."""
     padded_vocab: int
     """V with padding."""
     delta: DeltaNet | None = None
-    """Those of gated delta net layers."""
+    """Sizes of gated delta net layers."""
 
 
 def cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -41,10 +41,12 @@ def cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 class Layout(Protocol):
-    """`join(split(full)) == full` and `merge(shard(full, 0..n-1)) == full`, bitwise. Works on meta tensors too.
+    """Conversion between HF tensors and a Megatron tensor: `join(split(full)) == full` and `merge(shard(full, 0..n-1))
+    == full`, bitwise. It works on meta tensors too.
 
-    `join` and `shard` move whole slices of `axis` (None: rows, and every rank has the whole tensor), and do not read
-    the other sizes. So loading finds the slices of a rank by moving their numbers (slime.models.slices).
+    `join` and `shard` move whole slices of `axis` and do not read the other sizes. With `axis` None, the slices are
+    rows, and every rank has the whole tensor. So loading finds the slices of a rank by moving slice numbers
+    (slime.models.slices).
     """
 
     @property
@@ -53,32 +55,32 @@ class Layout(Protocol):
     def __hash__(self) -> int: ...
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
-        """HF tensors -> the full Megatron tensor."""
+        """Joins HF tensors into the full Megatron tensor."""
         ...
 
     def split(self, full: Tensor, sizes: Sizes) -> list[Tensor]:
-        """The full Megatron tensor -> HF tensors, in the row's order."""
+        """Splits the full Megatron tensor into HF tensors, in the row's order."""
         ...
 
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
-        """The part of the full Megatron tensor that tensor-parallel rank `rank` of `size` holds."""
+        """Returns the part of the full Megatron tensor that tensor-parallel rank `rank` of `size` holds."""
         ...
 
     def merge(self, shards: Sequence[Tensor]) -> Tensor:
-        """The shards of all tensor-parallel ranks -> the full Megatron tensor."""
+        """Merges the shards of all tensor-parallel ranks into the full Megatron tensor."""
         ...
 
     def columns(self, rows: Tensor) -> Tensor:
-        """Rows of an HF tensor with their columns as in Megatron."""
+        """Returns rows of an HF tensor with their columns in Megatron's order."""
         ...
 
 
 @dataclass(frozen=True)
 class Direct:
-    """One HF tensor, same layout."""
+    """Layout with one HF tensor, which equals the Megatron tensor."""
 
     axis: int | None = None
-    """Split over tensor-parallel ranks. None: every rank has the whole tensor."""
+    """Axis that tensor-parallel ranks split. None means that every rank has the whole tensor."""
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
         return parts[0]
@@ -98,7 +100,7 @@ class Direct:
 
 @dataclass(frozen=True)
 class Vocab(Direct):
-    """[V, H] with zero rows appended up to the padded vocabulary, split by rows."""
+    """Layout of [V, H] with zero rows appended up to the padded vocabulary, split by rows."""
 
     axis: int | None = 0
 
@@ -113,7 +115,8 @@ class Vocab(Direct):
 
 @dataclass(frozen=True)
 class GroupedQkv(Direct):
-    """q [A*D, ...], k and v [G*D, ...] interleaved by group: (q heads of group 0, k 0, v 0, q heads of group 1, ..)."""
+    """Layout of q [A*D, ...], k and v [G*D, ...] interleaved by group: (q heads of group 0, k 0, v 0, q heads of group
+    1, ..)."""
 
     axis: int | None = 0
 
@@ -129,7 +132,7 @@ class GroupedQkv(Direct):
 
 @dataclass(frozen=True)
 class GateUp(Direct):
-    """gate [F, H] above up [F, H]. A rank has its part of gate above its part of up."""
+    """Layout of gate [F, H] above up [F, H]. A rank has its part of gate above its part of up."""
 
     axis: int | None = 0
 
@@ -157,8 +160,8 @@ class Row:
 
     @property
     def of_expert(self) -> bool:
-        """Whether expert-parallel ranks split the row's parameters. Megatron numbers only the experts of its own
-        rank."""
+        """Returns whether expert-parallel ranks split the row's parameters. Megatron numbers only the experts on its
+        own rank."""
         return "{e}" in self.megatron
 
 
@@ -172,8 +175,8 @@ class GateUpTensor(GateUp):
 
 @dataclass(frozen=True)
 class SwappedHalves(Direct):
-    """[H, 2 H] whose two halves of columns change places: files have the product of (state, embedding), and Megatron
-    that of (embedding, state)."""
+    """Layout that swaps the two column halves of [H, 2 H]: files have the product of (state, embedding), and Megatron
+    has the product of (embedding, state)."""
 
     axis: int | None = 0
 

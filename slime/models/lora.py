@@ -1,7 +1,7 @@
-"""Low-rank adapters without torch: which products of a model get one, and PEFT's adapter_config.json.
+"""Low-rank adapters without torch: the products of a model that get an adapter, and PEFT's adapter_config.json.
 
 An adapter belongs to a module of the Hugging Face model, as in PEFT: `y += scale * x @ A.T @ B.T` with A [rank, inputs]
-and B [outputs, rank]. Megatron fuses some of these modules. The rows of a family's weight table say how.
+and B [outputs, rank]. Megatron fuses some modules. The rows of a family's weight table define how.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from slime.models.layouts import Row
 
 ALL = "all-linear"
 PREFIX = "adapters."
-"""Begins the names of adapters among the model's parameters."""
+"""Prefix of the adapters' names among the model's parameters."""
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-"""Begins the names of tensors in a PEFT file."""
+"""Prefix of the tensors' names in a PEFT file."""
 
 _LINEAR = re.compile(r"decoder\.layers\.\{i\}\..*\b(linear_\w+|in_proj|out_proj)\.weight")
-"""The products of a layer. Not among them: routers, which a router replay reads, and gates of shared experts."""
+"""Matches the products of a layer. It does not match routers, which a router replay reads, and gates of shared
+experts."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM",),
@@ -55,16 +56,16 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "monteclora_config": (None,),
     "ensure_weight_tying": (False,),
 }
-"""Settings of PEFT that change what an adapter computes, where it is, or over which base, with the values that do not.
-An empty value, such as None, False or [], is accepted everywhere."""
+"""Settings of PEFT that could change the adapter's computation, its position or its base, with the values that change
+nothing. An empty value, such as None, False or [], is accepted for every setting."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of init_lora_weights with which PEFT subtracts the first adapter from the base."""
+"""Prefixes of init_lora_weights with which PEFT subtracts the first adapter from the base."""
 _READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "base_model_name_or_path")
 _NO_EFFECT = (
     *("auto_mapping", "peft_version", "revision", "inference_mode", "megatron_config", "megatron_core"),
     *("runtime_config", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
-"""Fields about how an adapter came to be or is loaded, and parts of settings above."""
+"""Fields about the origin or the loading of an adapter, and sub-fields of the settings above."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Lora:
 
     @classmethod
     def of(cls, config: Config) -> Lora | None:
-        """None for a run that trains the weights themselves."""
+        """Returns the adapters of a run, or None for a run that trains the model's weights."""
         flags = config.lora
         if not flags.lora_rank:
             return None
@@ -91,13 +92,14 @@ class Lora:
         return self.alpha / self.rank
 
     def adapts(self, module: str) -> bool:
-        """Whether the module, by its Hugging Face name, gets an adapter. Its row must be one of `linear_rows`."""
+        """Returns whether the module, given by its Hugging Face name, gets an adapter. Its row must be one of
+        `linear_rows`."""
         return self.targets == (ALL,) or any(
             module == target or module.endswith(f".{target}") for target in self.targets
         )
 
     def check(self, modules: Iterable[str]) -> None:
-        """ValueError unless each target matches one of the modules that can have an adapter."""
+        """Raises ValueError unless each target matches a module that can have an adapter."""
         modules = sorted(modules)
         known = sorted({module.rpartition(".")[2] for module in modules})
         for target in self.targets:
@@ -113,7 +115,7 @@ class Lora:
                 )
 
     def peft(self, base: str, modules: Iterable[str]) -> dict[str, Any]:
-        """The adapter_config.json of adapters of `modules` over the checkpoint `base`."""
+        """Returns the adapter_config.json for adapters of `modules` over the checkpoint `base`."""
         last = {module.rpartition(".")[2] for module in modules}
         return {
             "peft_type": "LORA",
@@ -136,25 +138,25 @@ class Lora:
 
 
 def sends_adapters(config: Config) -> bool:
-    """Whether updates bring adapters alone to the engines, which have the base."""
+    """Returns whether updates send only adapters to the engines, which have the base."""
     return bool(config.lora.lora_rank) and not config.lora.lora_merge
 
 
 def linear_rows(family: Family) -> Iterator[Row]:
-    """The rows of products that can have an adapter: those whose tensors are weights of modules in the files."""
+    """Yields the rows of products that can have an adapter: rows whose tensors are weights of modules in the files."""
     for row in family.rows:
         if _LINEAR.fullmatch(row.megatron) and all(name.endswith(".weight") for name in row.hf):
             yield row
 
 
 def module_of(hf_name: str) -> str:
-    """The module of a weight: its Hugging Face name without ".weight"."""
+    """Returns the module of a weight: its Hugging Face name without ".weight"."""
     return hf_name.removesuffix(".weight")
 
 
 def modules_of(family: Family, hf: Hf, experts: int) -> Iterator[str]:
-    """The names of all modules of a model that could have an adapter, and of some that other models of the family
-    have."""
+    """Yields the names of all modules of a model that could have an adapter, and some names that only other models of
+    the family have."""
     for row in linear_rows(family):
         for name in row.hf:
             for i in range(int(hf["num_hidden_layers"])):
@@ -163,8 +165,8 @@ def modules_of(family: Family, hf: Hf, experts: int) -> Iterator[str]:
 
 
 def read_peft(directory: str | Path) -> tuple[Lora, str | None]:
-    """The adapters that a PEFT directory describes, and the base that it names. ValueError for a directory that is
-    none, or for settings that this project does not have or does not know."""
+    """Returns the adapters that a PEFT directory describes, and the base that it names. Raises ValueError for a
+    directory without adapter_config.json, and for settings that this project does not support or recognise."""
     path = Path(directory) / CONFIG_FILE
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
@@ -202,7 +204,7 @@ def read_peft(directory: str | Path) -> tuple[Lora, str | None]:
 
 
 def _require_plain(given: dict[str, object], path: Path) -> None:
-    """ValueError unless the settings are those of LoRA over the base as its checkpoint holds it."""
+    """Raises ValueError unless the settings describe plain LoRA over the base as its checkpoint holds it."""
     kind = given.get("init_lora_weights")
     if isinstance(kind, str) and kind.lower().startswith(_CHANGE_THE_BASE):
         raise ValueError(

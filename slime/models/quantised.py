@@ -1,4 +1,5 @@
-"""Checkpoints that are published in fp8 or int4: their tensors in bfloat16, dequantised one by one while they are read.
+"""Checkpoints that are published in fp8 or int4. Their tensors are dequantised to bfloat16 while they are read, one by
+one.
 
 fp8: a weight in float8_e4m3fn, and `weight_scale_inv` with one number per block of 128 x 128 (DeepSeek-V3, 2412.19437,
 part 3.3.2). int4: `weight_packed` with eight numbers per int32, `weight_scale` with one number per group of a row, and
@@ -23,7 +24,7 @@ _BITS = 4
 
 
 def check_quantisation(hf: Hf) -> None:
-    """ValueError for a quantization_config that `dequantised` cannot read."""
+    """Raises ValueError for a quantization_config that `dequantised` cannot read."""
     said = hf.get("quantization_config")
     if said and not (_is_fp8(said) or _is_int4(said)):
         kind = " ".join(str(said[key]) for key in ("quant_method", "format") if said.get(key))
@@ -47,7 +48,7 @@ def _is_int4(said: Hf) -> bool:
 
 
 def dequantised(tensors: Tensors, hf: Hf) -> Tensors:
-    """`Family.stored`: the tensors of a checkpoint as its weight table has them."""
+    """Returns the tensors of a checkpoint in the form of its weight table. This is a value of `Family.stored`."""
     said = hf.get("quantization_config")
     if not said:
         return tensors
@@ -75,7 +76,7 @@ class BlockFp8:
 
 
 class _Unscaled:
-    """A tensor without scales, which is stored in more than one byte per element."""
+    """A tensor without scales. It must be stored in more than one byte per element."""
 
     def __init__(self, stored: Stored, scales: str, place: str) -> None:
         self._stored, self._scales, self._place = stored, scales, place
@@ -94,7 +95,7 @@ class _Unscaled:
 
 
 def from_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int], name: str) -> Tensor:
-    """`weight.float() * scales[row // block[0], column // block[1]]` in bfloat16: weight fp8 [O, I]."""
+    """Returns `weight.float() * scales[row // block[0], column // block[1]]` in bfloat16: weight fp8 [O, I]."""
     import torch
 
     rows, columns = weight.shape
@@ -108,7 +109,7 @@ def from_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int], name: st
 
 
 def spread(scales: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
-    """`scales[row // block[0], column // block[1]]` for each element of a weight of `shape`, in fp32."""
+    """Returns `scales[row // block[0], column // block[1]]` for each element of a weight of `shape`, in fp32."""
     rows = scales.float().repeat_interleave(block[0], 0)[: shape[0]]
     return rows.repeat_interleave(block[1], 1)[:, : shape[1]]
 
@@ -136,8 +137,8 @@ class PackedInt4:
 
 
 def from_packed(packed: Tensor, scales: Tensor, shape: list[int]) -> Tensor:
-    """`(code - 8) * scale of its group` in bfloat16. packed int32 [O, I / 8], the lowest four bits first; scales
-    [O, groups]."""
+    """Returns `(code - 8) * scale of its group` in bfloat16. packed int32 [O, I / 8], the lowest four bits first;
+    scales [O, groups]."""
     import torch
 
     columns = shape[1]

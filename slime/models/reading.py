@@ -1,4 +1,5 @@
-"""Readers of config.json that families share. Each raises ValueError for a missing key or an unsupported value."""
+"""Readers of config.json that families share. Each reader raises ValueError for a missing key or an unsupported
+value."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ SIZES = (
 
 
 def need(hf: Hf, *keys: str) -> None:
-    """ValueError for the first of `keys` that config.json does not give."""
+    """Raises ValueError for the first key in `keys` that is missing in config.json."""
     for key in keys:
         if hf.get(key) is None:
             raise ValueError(f"config.json must give {key}, got none; the checkpoint is incomplete")
 
 
 def only(hf: Hf, **wanted: object) -> None:
-    """ValueError for a key of config.json with another value. A key that is missing or null is accepted."""
+    """Raises ValueError for a key of config.json with another value. A key that is missing or null is accepted."""
     for key, value in wanted.items():
         got = hf.get(key)
         if got is not None and got != value:
@@ -35,8 +36,8 @@ def only(hf: Hf, **wanted: object) -> None:
 
 
 def head_dim(hf: Hf) -> int:
-    """Size of one attention head: `head_dim`, else hidden size divided by the number of heads. ValueError if the heads
-    do not divide the hidden size."""
+    """Returns the size of an attention head: `head_dim`, or otherwise the hidden size divided by the number of heads.
+    Raises ValueError if the heads do not divide the hidden size."""
     size, heads = hf.get("head_dim"), hf["num_attention_heads"]
     if size is None and hf["hidden_size"] % heads:
         raise ValueError(
@@ -47,14 +48,14 @@ def head_dim(hf: Hf) -> int:
 
 
 def expert_count(hf: Hf) -> int:
-    """Number of routed experts per layer, 0 for a dense model. Qwen's files have num_experts, transformers 5 writes
-    num_local_experts instead, and GLM's files have n_routed_experts."""
+    """Returns the number of routed experts per layer, 0 for a dense model. Qwen's files have num_experts, transformers
+    5 writes num_local_experts instead, and GLM's files have n_routed_experts."""
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((hf[key] for key in keys if hf.get(key)), 0)
 
 
 def sparse_layers(hf: Hf) -> tuple[bool, ...]:
-    """Whether each layer has experts in place of one MLP: every `decoder_sparse_step`-th layer, except
+    """Returns, per layer, whether it has experts instead of an MLP: every `decoder_sparse_step`-th layer, except
     `mlp_only_layers` and the first `first_k_dense_replace` layers."""
     step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
     first = hf.get("first_k_dense_replace", 0)
@@ -64,7 +65,7 @@ def sparse_layers(hf: Hf) -> tuple[bool, ...]:
 
 
 def softmax_experts(hf: Hf) -> Experts:
-    """Experts with softmax scores: no bias, no groups, no shared expert."""
+    """Returns experts with softmax scores: no bias, no groups, no shared expert."""
     need(hf, "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
     return Experts(
         count=expert_count(hf),
@@ -75,8 +76,8 @@ def softmax_experts(hf: Hf) -> Experts:
 
 
 def sigmoid_experts(hf: Hf) -> Experts:
-    """Experts with sigmoid scores and a correction bias, in groups, with shared experts. The `n_shared_experts` of a
-    layer are one MLP that is as wide as all of them together."""
+    """Returns experts with sigmoid scores and a correction bias, in groups, with shared experts. The `n_shared_experts`
+    of a layer are one MLP with the sum of their widths."""
     plain = softmax_experts(hf)
     need(hf, "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor")
     if hf["routed_scaling_factor"] <= 0:
@@ -95,7 +96,7 @@ def sigmoid_experts(hf: Hf) -> Experts:
 
 
 def sizes(hf: Hf) -> dict[str, Any]:
-    """The fields of `Decoder` that every family's config.json gives under the same keys."""
+    """Returns the fields of `Decoder` that every family's config.json has under the same keys."""
     need(hf, *SIZES)
     return {
         "hidden": hf["hidden_size"],
@@ -120,11 +121,11 @@ def read_decoder(
     windows: Sequence[int | None] | None = None,
     experts: Callable[[Hf], Experts] | None = None,
 ) -> Decoder:
-    """The decoder of a family with grouped softmax attention and gated MLPs.
+    """Returns the decoder of a family with grouped softmax attention and gated MLPs.
 
     `rope` reads the rotary embedding from config.json and the head size (None: whole heads). `windows` has the sliding
-    window of each layer (None: no layer has one). `experts` reads the experts of the sparse layers; a family without
-    it has none.
+    window per layer (None: no layer has a window). `experts` reads the experts of the sparse layers; a family without
+    it is dense.
     """
     given = sizes(hf)
     only(hf, mlp_bias=False, **({"hidden_act": "silu"} if activation == "swiglu" else {}))
@@ -158,7 +159,8 @@ def read_decoder(
 
 
 def check_experts(hf: Hf, experts: Callable[[Hf], Experts] | None) -> Experts | None:
-    """The experts in config.json. ValueError if a dense family has some, or a family with experts has none."""
+    """Returns the experts in config.json. Raises ValueError if a dense family's file has experts, or the file of a
+    family with experts has no experts."""
     count = expert_count(hf)
     if experts is None:
         if count:
@@ -184,7 +186,8 @@ def check_experts(hf: Hf, experts: Callable[[Hf], Experts] | None) -> Experts | 
 
 
 def _check_groups(count: int, topk: int, groups: int, chosen: int) -> None:
-    """ValueError if `count` experts are not in `groups` equal groups, or `chosen` of them have fewer than `topk`."""
+    """Raises ValueError if `count` experts do not form `groups` equal groups, or if `chosen` groups have fewer than
+    `topk` experts."""
     if count % groups:
         raise ValueError(
             f"n_group in config.json must divide the {count} experts, got {groups}: {count} / {groups} = "
@@ -198,7 +201,8 @@ def _check_groups(count: int, topk: int, groups: int, chosen: int) -> None:
 
 
 def sliding_windows(hf: Hf) -> list[int | None]:
-    """The window of each layer where `sliding_window` holds for all layers. ValueError for a window below 1."""
+    """Returns the window of every layer, for a family where `sliding_window` applies to all layers. Raises ValueError
+    for a window below 1."""
     window = hf.get("sliding_window")
     if window is not None and window < 1:
         raise ValueError(
@@ -208,8 +212,9 @@ def sliding_windows(hf: Hf) -> list[int | None]:
 
 
 def alternating_windows(hf: Hf, pattern: int) -> list[int | None]:
-    """The window of each layer where `layer_types` says which layers are sliding. Older files leave it out: then every
-    `pattern`-th layer sees all tokens. ValueError for another kind of layer, or a window below 1."""
+    """Returns the window of every layer, for a family where `layer_types` lists the sliding layers. Without
+    `layer_types`, as in older files, every `pattern`-th layer sees all tokens. Raises ValueError for another kind of
+    layer, or a window below 1."""
     need(hf, "sliding_window")
     depth = hf["num_hidden_layers"]
     usual = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(depth)]
@@ -225,5 +230,6 @@ def alternating_windows(hf: Hf, pattern: int) -> list[int | None]:
 
 
 def with_predictions(hf: Hf, decoder: Decoder) -> Decoder:
-    """`decoder` with its layers of multi-token prediction, `num_nextn_predict_layers` ones like its last layer."""
+    """Returns `decoder` with its layers of multi-token prediction: `num_nextn_predict_layers` copies of its last
+    layer."""
     return replace(decoder, predictions=decoder.layers[-1:] * (hf.get("num_nextn_predict_layers") or 0))

@@ -1,7 +1,8 @@
-"""Rotary position embeddings: settings of config.json, their checks, frequencies. Imports torch only to compute.
+"""Rotary position embeddings: settings of config.json, their checks, frequencies. The module imports torch only to
+compute.
 
-The kinds and their formulas are those of transformers' ROPE_INIT_FUNCTIONS, which the tests compare with:
-`default`, `linear` (Chen et al. 2306.15595), `llama3` and `yarn` (Peng et al. 2309.00071).
+The kinds and their formulas are those of transformers' ROPE_INIT_FUNCTIONS, against which the tests compare: `default`,
+`linear` (Chen et al. 2306.15595), `llama3` and `yarn` (Peng et al. 2309.00071).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 Hf: TypeAlias = Mapping[str, Any]
-"""A parsed config.json, or a table of it."""
+"""A parsed config.json, or a table in it."""
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -26,7 +27,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"),
     ),
 }
-"""Kind -> (settings it needs, settings it may have)."""
+"""Kind -> (required settings, optional settings)."""
 
 _COMMON = {
     "rope_type",
@@ -40,20 +41,20 @@ _COMMON = {
 
 @dataclass(frozen=True)
 class Rope:
-    """One rotary embedding. It turns the first `size` dimensions of a head by `position * frequency`. cos and sin
-    are multiplied by `amplitude`."""
+    """One rotary embedding. It rotates the first `size` dimensions of a head by `position * frequency`. cos and sin are
+    multiplied by `amplitude`."""
 
     theta: float
     size: int
     kind: str = "default"
     settings: Hf = field(default_factory=dict)
-    """Those of the kind."""
+    """Settings of this kind."""
     interleaved: bool = False
-    """Dimension 2 k is paired with dimension 2 k + 1. Otherwise k with k + size / 2."""
+    """Dimension 2 k is paired with dimension 2 k + 1. Otherwise k is paired with k + size / 2."""
 
     @property
     def amplitude(self) -> float:
-        """The factor of cos and sin: 1, except for YaRN (its "attention factor")."""
+        """Returns the factor of cos and sin: 1, except for YaRN (its "attention factor")."""
         if self.kind != "yarn":
             return 1.0
         if (given := self.settings.get("attention_factor")) is not None:
@@ -65,7 +66,7 @@ class Rope:
         return mscale(factor, 1.0)
 
     def frequencies(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Angle per position: fp32 [size / 2]."""
+        """Returns the angle per position: fp32 [size / 2]."""
         import torch
 
         steps = torch.arange(0, self.size, 2, dtype=torch.float32, device=device) / self.size
@@ -79,7 +80,8 @@ class Rope:
         return plain
 
     def _llama3(self, plain: torch.Tensor) -> torch.Tensor:
-        """Long waves are divided by the factor, short waves stay, and those between are interpolated."""
+        """Divides the frequencies of long waves by the factor, keeps those of short waves, and interpolates between the
+        two."""
         import torch
 
         factor, low, high, context = (self.settings[key] for key in KINDS["llama3"][0])
@@ -91,7 +93,7 @@ class Rope:
         )
 
     def _yarn(self, plain: torch.Tensor) -> torch.Tensor:
-        """A ramp over the dimensions from the plain frequencies to those divided by the factor."""
+        """Ramps over the dimensions from the plain frequencies to the frequencies divided by the factor."""
         import torch
 
         context = self.settings["original_max_position_embeddings"]
@@ -103,25 +105,25 @@ class Rope:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, self.size - 1)
         if first == last:
-            last += 0.001  # a step in place of a ramp
+            last += 0.001  # a step instead of a ramp
         place = torch.arange(self.size // 2, dtype=torch.float32, device=plain.device)
         ramp = ((place - first) / (last - first)).clamp(0, 1)
         ramped: torch.Tensor = plain / self.settings["factor"] * ramp + plain * (1 - ramp)
         return ramped
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [P] int64 -> (cos, sin), each fp32 [P, 1, size / 2]."""
+        """Maps positions [P] int64 to (cos, sin), each fp32 [P, 1, size / 2]."""
         turned = positions.float()[:, None, None] * self.frequencies(positions.device)
         return turned.cos() * self.amplitude, turned.sin() * self.amplitude
 
 
 def mscale(factor: float, weight: float) -> float:
-    """YaRN's factor for a context that is `factor` times as long."""
+    """Returns YaRN's factor for a context that is `factor` times longer."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rope_record(hf: Hf) -> Hf:
-    """The rotary settings. Older files have them at the top level and in `rope_scaling`, newer files in
+    """Returns the rotary settings. Older files have them at the top level and in `rope_scaling`, newer files in
     `rope_parameters`."""
     top = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if key in hf}
     context = {"max_position_embeddings": hf.get("max_position_embeddings")}
@@ -137,10 +139,10 @@ def read_rope(
     interleaved: bool = False,
     record: Hf | None = None,
 ) -> Rope:
-    """The rotary embedding in config.json (or in `record`, where a model has several).
+    """Returns the rotary embedding in config.json (or in `record`, for a model with several).
 
-    `fraction` is the rotated part of a head if config.json does not say it. `whole`: the family rotates whole heads
-    only. ValueError for a kind or a setting that nobody knows, a missing setting, or an odd part of a head.
+    `fraction` is the rotated part of a head if config.json does not have it. `whole`: the family rotates whole heads
+    only. Raises ValueError for an unknown kind or setting, a missing setting, or an odd part of a head.
     """
     settings = dict(rope_record(hf) if record is None else record)
     kind = settings.get("rope_type", settings.get("type", "default"))

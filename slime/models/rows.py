@@ -41,7 +41,8 @@ HEAD_NORMS = (
 def mlp_rows(
     megatron: str, hf: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[Row, ...]:
-    """A gated MLP whose parameters begin with `megatron` there and with `hf` in files."""
+    """Returns the rows of a gated MLP. `megatron` and `hf` are the prefixes of its parameters' names in Megatron and in
+    files."""
     return (
         Row(megatron + "linear_fc1.weight", (f"{hf}{gate}.weight", f"{hf}{up}.weight"), GateUp()),
         Row(megatron + "linear_fc2.weight", (f"{hf}{down}.weight",), Direct(axis=1)),
@@ -72,8 +73,8 @@ def prediction_rows(
     layer: Iterable[Row], hf: str, embedding: str, state: str, product: str, last: str, layout: Layout
 ) -> tuple[Row, ...]:
     """A layer of multi-token prediction. `layer` are the rows of a decoder layer like its own, and `hf` is the
-    beginning of its names in files. The other arguments name the norms of embedding and state, the product of both
-    with its layout, and the last norm."""
+    beginning of its names in files. The other arguments name the norms of embedding and state, their
+    product with its layout, and the last norm."""
     names = {"enorm": embedding, "hnorm": state, "final_layernorm": last}
     return (
         *(Row(f"{MTP}{megatron}.weight", (f"{hf}{name}.weight",)) for megatron, name in names.items()),

@@ -1,4 +1,5 @@
-"""Which parameters a run trains, by Megatron's names: --only-train-params-name-list and --freeze-params-name-list."""
+"""Selects the parameters that a run trains, by Megatron's names: --only-train-params-name-list and
+--freeze-params-name-list."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ ONLY, FROZEN = "only_train_params_name_list", "freeze_params_name_list"
 
 @dataclass(frozen=True)
 class Selection:
-    """Regular expressions, which are searched anywhere in a name (`re.search`). Layers and experts of the whole model
-    are numbered from 0, whatever rank has them."""
+    """Regular expressions that select parameters. `re.search` looks for each at any position in a name. Layers and
+    experts are numbered from 0 over the whole model, on every rank."""
 
     only: tuple[str, ...] = ()
-    """If any: what matches none of them is frozen."""
+    """If not empty: a parameter that matches no expression here is frozen."""
     frozen: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: Config) -> Selection:
-        """With --lora-rank: the adapters."""
+        """Returns the selection of a run. With --lora-rank, it selects the adapters."""
         if config.lora.lora_rank:
             return cls(only=(ADAPTERS,))
         return cls(
@@ -37,14 +38,14 @@ class Selection:
         return bool(self.only or self.frozen)
 
     def trains(self, name: str) -> bool:
-        """Whether the parameter `name` is trained."""
+        """Returns whether the parameter `name` is trained."""
         if self.only and not any(re.search(pattern, name) for pattern in self.only):
             return False
         return not any(re.search(pattern, name) for pattern in self.frozen)
 
     def check(self, names: Iterable[str]) -> None:
-        """ValueError unless each expression matches a name in `names`, all of the model, and the list matches some of
-        them but not all."""
+        """Raises ValueError unless each expression matches a name in `names`, and each list matches some of the names
+        but not all. `names` are all parameters of the model."""
         names = list(names)
         for flag, patterns in ((ONLY, self.only), (FROZEN, self.frozen)):
             for pattern in patterns:
@@ -61,7 +62,7 @@ class Selection:
 
 
 def check_selection(c: Config) -> None:
-    """The rules of the two lists that need no model."""
+    """Checks the rules of the two lists that need no model."""
     if c.train.only_train_params_name_list and c.train.freeze_params_name_list:
         raise ValueError(
             "--only-train-params-name-list must not be given with --freeze-params-name-list, got both; write what is "

@@ -1,4 +1,5 @@
-"""Which slices of HF tensors a rank needs. They follow from a row's layout: nothing is cut by a second rule.
+"""Computes the slices of HF tensors that a rank needs. They follow from a row's layout, so no second rule cuts a
+tensor.
 
 torch is imported only to compute.
 """
@@ -22,7 +23,7 @@ Where: TypeAlias = EllipsisType | int | slice | tuple[int | slice, ...]
 
 
 class Stored(Protocol):
-    """A tensor in a file. Only what is indexed is read: `stored[2:4]`, `stored[...]`. A `Tensor` is one, too."""
+    """A tensor in a file. Indexing reads only the indexed part: `stored[2:4]`, `stored[...]`. A `Tensor` also fits."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -32,43 +33,43 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows (or columns) of a rank's part, and where they are in a file. They lie together in the file. In the rank's
-    part they are `count` blocks at equal distances: the query heads of each group, for example."""
+    """Rows (or columns) of a rank's part, and their position in a file. They are contiguous in the file. In the rank's
+    part they form `count` blocks at equal distances: the query heads of each group, for example."""
 
     axis: int
-    """0: rows, 1: columns."""
+    """Axis: 0 for rows, 1 for columns."""
     target: int
-    """The first of them in the rank's part."""
+    """First row in the rank's part."""
     size: int
-    """Their number in a block."""
+    """Number of rows in a block."""
     part: int | None
-    """The number of the HF tensor. None: they are zero."""
+    """Index of the HF tensor. None means that the rows are zero."""
     source: int
-    """The first of them in the HF tensor."""
+    """First row in the HF tensor."""
     count: int = 1
-    """The number of blocks."""
+    """Number of blocks."""
     step: int = 0
-    """From the first row of a block to that of the next one."""
+    """Distance in rows from the start of a block to the start of the next block."""
 
     @property
     def length(self) -> int:
-        """The number of rows in all blocks."""
+        """Returns the number of rows in all blocks."""
         return self.count * self.size
 
     @property
     def where(self) -> tuple[slice, ...]:
-        """The index of the HF tensor."""
+        """Returns the index of the HF tensor."""
         return (*(slice(None),) * self.axis, slice(self.source, self.source + self.length))
 
     @property
     def targets(self) -> list[int]:
-        """The row of the rank's part that each row of the file becomes."""
+        """Returns, for each row of the file, its row in the rank's part."""
         blocks = (self.target + block * self.step for block in range(self.count))
         return [first + row for first in blocks for row in range(self.size)]
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The view of the rank's part. Of several blocks, `axis` becomes two axes [count, size]. So the view has the
-        order of the file's rows, and `reshape` converts between both shapes."""
+        """Returns the view of the rank's part. With several blocks, `axis` becomes two axes [count, size]. So the view
+        has the order of the file's rows, and `reshape` converts between both shapes."""
         rows = parameter.narrow(self.axis, self.target, (self.count - 1) * self.step + self.size)
         if self.count == 1:
             return rows
@@ -79,17 +80,17 @@ class Piece:
 def pieces(
     layout: Layout, shapes: tuple[tuple[int, ...], ...], sizes: Sizes, rank: int, ranks: int
 ) -> tuple[Piece, ...]:
-    """The slices of HF tensors of `shapes` that tensor-parallel rank `rank` of `ranks` holds, in the order of the first
-    row of each in its part.
+    """Returns the slices of HF tensors of `shapes` that tensor-parallel rank `rank` of `ranks` holds, ordered by their
+    first row in the rank's part.
 
-    The rows of all HF tensors are numbered, and `layout` joins and shards the numbers as if they were the rows.
+    The function numbers all rows of the HF tensors, and `layout` joins and shards the numbers as if they were the rows.
     """
     import torch
 
     axis = layout.axis or 0
     lengths = [shape[axis] for shape in shapes]
     ends = torch.tensor(lengths).cumsum(0)
-    numbers, first = [], 1  # 0 is a row of padding
+    numbers, first = [], 1  # 0 marks a row of padding
     for shape, length in zip(shapes, lengths, strict=True):
         alone = [1] * len(shape)
         alone[axis] = length
@@ -114,9 +115,9 @@ def _found(
 
 
 def _joined(found: Iterator[Piece]) -> list[Piece]:
-    """One piece in place of those whose rows follow each other in the file, at equal distances in the rank's part."""
+    """Merges pieces whose rows follow each other in the file, at equal distances in the rank's part, into one piece."""
     whole: list[Piece] = []
-    last: dict[int, int] = {}  # where the last piece of an HF tensor is in `whole`
+    last: dict[int, int] = {}  # index in `whole` of an HF tensor's last piece
     for piece in found:
         before = None if piece.part is None or piece.part not in last else whole[last[piece.part]]
         if before is not None and (step := _step(before, piece)):
@@ -130,7 +131,7 @@ def _joined(found: Iterator[Piece]) -> list[Piece]:
 
 
 def _step(before: Piece, piece: Piece) -> int:
-    """The distance of the blocks of `before` with `piece` as its next block. 0: it cannot be."""
+    """Returns the distance of `before`'s blocks if `piece` is its next block, or 0 if it cannot be."""
     step = piece.target - before.target - (before.count - 1) * before.step
     follows = piece.size == before.size and piece.source == before.source + before.length
     return step if follows and before.step in (0, step) else 0

@@ -1,7 +1,7 @@
-"""Where each family was run: one table. `vime models` prints it, and `python scripts/docs_models.py` writes its rows
-into README.md, docs/models.md and docs/status.md.
+"""The table of the machines on which each family was run. `vime models` prints it, and `python scripts/docs_models.py`
+writes its rows into README.md, docs/models.md and docs/status.md.
 
-Each family's trainer was compared with transformers on tiny models, in float32, on one rank and on two
+Tests compared each family's trainer with transformers on tiny models, in float32, on one rank and on two
 (`tests/slime/megatron_backend/model/test_families.py`).
 """
 
@@ -10,29 +10,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PLANNED = "planned"
-"""The flags are accepted, and the family was never run there."""
+"""The flags are accepted, and the family was never run on a GPU."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What was run of a family."""
+    """The runs of a family."""
 
     maker: str
-    """The row of README.md."""
+    """Maker of the models, the row of README.md."""
     example: str
-    """The folder of examples/ with configurations that a test plans."""
+    """Folder of examples/ with configurations that a test plans."""
     engine: str = "float32"
-    """The dtype of the vLLM engine whose log-probs were compared with the trainer's, on a CPU."""
+    """Dtype of the vLLM engine whose log-probs were compared with the trainer's, on a CPU."""
     steps: bool = True
-    """Whether a model ran GRPO steps through `vime train` on a CPU."""
+    """A model ran GRPO steps through `vime train` on a CPU."""
     larger: str = ""
-    """What ran on a CPU beyond tiny models."""
+    """Models beyond tiny models that ran on a CPU."""
     gpu: str = PLANNED
     """The model that ran on a GPU, and how."""
 
     @property
     def cpu(self) -> str:
-        """What ran on CPUs, in a few words."""
+        """Returns a short text about the runs on CPUs."""
         found = f"tiny model and {self.larger}" if self.larger else "tiny model"
         return found if self.engine == "float32" else f"{found}, engine in {self.engine}"
 
@@ -69,4 +69,4 @@ STATUS: dict[str, Status] = {
     "minimax_m2": Status("MiniMax", "minimax-m2", gpu=_TINY),
     "mimo": Status("MiMo", "mimo-7b", gpu=_TINY),
 }
-"""`model_type` -> status."""
+"""Maps `model_type` to its status."""

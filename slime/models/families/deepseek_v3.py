@@ -1,7 +1,8 @@
 """DeepSeek-V3 and the models of its architecture: DeepSeek-R1, Moonlight and Kimi K2.
 
-Latent attention, dense first layers, then experts: sigmoid scores with a correction bias, the best groups of experts, a
-shared expert, one layer of multi-token prediction.
+The models have latent attention, and dense first layers before the layers with experts. The experts have sigmoid scores
+with a correction bias, and a token's experts come from the best groups. The layers have a shared expert, and one layer
+of multi-token prediction follows.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Gemma 2: Gemma 3's layers with soft caps of attention scores and logits, without norms of queries and keys. A sliding
-window in every other layer, and one rotary embedding."""
+"""Gemma 2: Gemma 3's layers with soft caps of attention scores and logits, without norms of queries and keys. Every
+other layer has a sliding window, and all layers share one rotary embedding."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Gemma 3, text: GELU in the MLP, and norms that multiply by 1 + weight before and after attention and MLP. Five layers
-with a sliding window precede each layer that sees all tokens. Each of the two kinds has its own rotary embedding."""
+with a sliding window precede each layer that sees all tokens. Both kinds of layer have their own rotary embedding."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from slime.models.rows import ATTENTION, ENDS, HEAD_NORMS, HF, IGNORED, MG, MLP
 
 
 def ropes(hf: Hf, head_dim: int) -> tuple[Rope, Rope]:
-    """(layers that see all tokens, layers with a window). Newer files have two records in `rope_parameters`; in older
-    files, `rope_theta` and `rope_scaling` are those of the first and `rope_local_base_freq` is that of the second."""
+    """Returns the rotary embeddings of (layers that see all tokens, layers with a window). Newer files have two records
+    in `rope_parameters`. In older files, `rope_theta` and `rope_scaling` describe the first embedding and
+    `rope_local_base_freq` the second."""
     both = hf.get("rope_parameters") or {}
     old = {"rope_theta": hf.get("rope_theta", 1e6), **(hf.get("rope_scaling") or {})}
     full = {"rope_theta": 1e6, **(both.get("full_attention") or old)}
@@ -27,7 +28,8 @@ def ropes(hf: Hf, head_dim: int) -> tuple[Rope, Rope]:
 def gemma(
     hf: Hf, pattern: int, *, qk_norm: str = "", rope: Callable[[Hf, int], Rope] | None = None
 ) -> Decoder:
-    """What Gemma 2 and 3 share. ValueError for another activation, biases, or attention to later tokens."""
+    """Returns the decoder parts that Gemma 2 and 3 share. Raises ValueError for another activation, biases, or
+    attention to later tokens."""
     need(hf, "query_pre_attn_scalar", "head_dim")
     only(hf, hidden_activation="gelu_pytorch_tanh", attention_bias=False, use_bidirectional_attention=False)
     windows = alternating_windows(hf, hf.get("sliding_window_pattern") or pattern)

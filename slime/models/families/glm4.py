@@ -11,7 +11,7 @@ from slime.models.rows import ATTENTION, ENDS, HF, IGNORED, MG, NORMS
 
 
 def rope(hf: Hf, head_dim: int) -> Rope:
-    """Published files may leave out the rotated half."""
+    """Returns the rotary embedding. Published files may omit the rotated half."""
     return read_rope(hf, head_dim, fraction=0.5, interleaved=True)
 
 

@@ -21,7 +21,7 @@ from slime.models.rows import (
 
 
 def rope(hf: Hf, head_dim: int) -> Rope:
-    """Published files may leave out the rotated half."""
+    """Returns the rotary embedding. Published files may omit the rotated half."""
     return read_rope(hf, head_dim, fraction=0.5)
 
 

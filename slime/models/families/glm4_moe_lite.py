@@ -11,8 +11,8 @@ from slime.models.reading import sparse_layers, with_predictions
 
 
 def sparse(hf: Hf) -> tuple[bool, ...]:
-    """Which layers have experts. Published files give `first_k_dense_replace`, and transformers writes a list. Without
-    both, the first layer is dense."""
+    """Returns, per layer, whether it has experts. Published files have `first_k_dense_replace`, and transformers writes
+    a list. Without both, the first layer is dense."""
     kinds, depth = hf.get("mlp_layer_types"), hf["num_hidden_layers"]
     if kinds is None:
         return sparse_layers({"first_k_dense_replace": 1, **hf})

@@ -1,7 +1,7 @@
 """gpt-oss: experts with a clipped SwiGLU and biases, a sink per attention head, a window in every other layer.
 
 Its files stack the experts of a layer in one tensor, whose gate and up columns alternate. In the published files, the
-weights are in MXFP4 and are dequantised while they are read. Here, an expert has tensors of its own.
+weights are in MXFP4 and are dequantised while they are read. In the weight table, every expert has its own tensors.
 
 Shapes: E experts, H hidden, F width of an expert.
 """
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 def experts(hf: Hf) -> Experts:
-    """`intermediate_size` is the width of an expert."""
+    """Returns the experts. `intermediate_size` is the width of an expert."""
     need(hf, "num_experts_per_tok")
     return Experts(expert_count(hf), hf["num_experts_per_tok"], hf["intermediate_size"], biases=True)
 
 
 def read(hf: Hf) -> Decoder:
-    """ValueError for other settings than the published ones, of which vLLM does not read some, or for another
-    quantisation."""
+    """Returns the decoder. Raises ValueError for another quantisation and for settings that differ from the published
+    models, because vLLM does not read some of these settings."""
     only(hf, rms_norm_eps=1e-5, attention_bias=True, swiglu_alpha=1.702, swiglu_limit=7.0, hidden_act="silu")
     kind = (hf.get("quantization_config") or {}).get("quant_method", "mxfp4")
     if kind != "mxfp4":
@@ -71,7 +71,7 @@ _ONE = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(.*)")
 
 
 class OneByOne:
-    """The tensors of a checkpoint, with those of each expert under its number: `experts.3.gate_up_proj` [2 F, H] with
+    """The tensors of a checkpoint, with every expert's tensors under its number: `experts.3.gate_up_proj` [2 F, H] with
     gate above up, `experts.3.down_proj` [H, F], and their biases."""
 
     def __init__(self, files: Tensors, hf: Hf) -> None:
@@ -79,7 +79,8 @@ class OneByOne:
         self.quantised = any(name.endswith("_blocks") for name in files.names())
 
     def names(self) -> set[str]:
-        """A tensor in MXFP4 has one name here. Its scales must be there too, because `get` reads them."""
+        """Returns the names. A tensor in MXFP4 has one name here. Its scales must be in the files too, because `get`
+        reads them."""
         found = set()
         for name in self.files.names():
             if stacked := _STACKED.fullmatch(name):
@@ -105,7 +106,7 @@ class OneByOne:
 
 @dataclass(frozen=True)
 class OneExpert:
-    """One expert, [outputs, inputs] or [outputs], of a stack [E, inputs, outputs] or [E, outputs]."""
+    """One expert, [outputs, inputs] or [outputs], in a stack [E, inputs, outputs] or [E, outputs]."""
 
     stack: Stored
     expert: int
@@ -117,7 +118,7 @@ class OneExpert:
         return tuple(reversed(self.stack.shape[1:]))
 
     def __getitem__(self, where: Where) -> Tensor:
-        """`where` is `...` or a slice per axis, from the first axis on."""
+        """Returns the part at `where`, which is `...` or a slice per axis, from the first axis on."""
         slices = () if where is ... else cast("tuple[slice, ...]", where)
         rows, *rest = [*slices, *[slice(None)] * (len(self.shape) - len(slices))]
         start, end, _ = rows.indices(self.shape[0])
@@ -133,13 +134,13 @@ class OneExpert:
 
 
 def _turned(tensor: Tensor) -> Tensor:
-    """[inputs, outputs] -> [outputs, inputs]. A bias stays as it is."""
+    """Transposes [inputs, outputs] to [outputs, inputs]. A bias stays as it is."""
     return tensor.T if tensor.dim() == 2 else tensor
 
 
 def stacked(name: str, tensor: Tensor, hf: Hf) -> Written:
-    """What `OneByOne` took apart, as transformers and vLLM read it: weights [E, inputs, outputs] and biases
-    [E, outputs], gate and up next to each other."""
+    """Reverses `OneByOne` for transformers and vLLM: weights [E, inputs, outputs] and biases [E, outputs], with
+    alternating gate and up columns."""
     if not (one := _ONE.fullmatch(name)):
         return Written(name, tensor)
     if "gate_up" in name:

@@ -9,7 +9,7 @@ from slime.models.rows import DENSE, IGNORED, OUTPUT_BIAS
 
 
 def read(hf: Hf) -> Decoder:
-    """`attention_bias` is a bias of all four projections of the attention."""
+    """Returns the decoder. `attention_bias` means a bias in all four projections of the attention."""
     bias = bool(hf.get("attention_bias", False))
     return read_decoder(hf, qkv_bias=bias, output_bias=bias)
 

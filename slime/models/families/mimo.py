@@ -1,4 +1,4 @@
-"""MiMo, dense: Qwen2's layers, and layers of multi-token prediction with names of their own."""
+"""MiMo, dense: Qwen2's layers, and layers of multi-token prediction with their own names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read(hf: Hf) -> Decoder:
 
 
 def predicted(hf: Hf) -> tuple[str, ...]:
-    """All such layers have names of their own."""
+    """Returns the prefix of the prediction layers' names, which differ from the decoder's names."""
     return (LAYERS,) if hf.get("num_nextn_predict_layers") else ()
 
 

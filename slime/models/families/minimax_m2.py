@@ -1,5 +1,5 @@
-"""MiniMax-M2: experts in all layers with sigmoid scores and a correction bias, one norm for all heads of q and one for
-those of k, and a part of a head rotated."""
+"""MiniMax-M2: experts in all layers with sigmoid scores and a correction bias, one norm for all heads of q and one norm
+for all heads of k, and a part of a head rotated."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from slime.models.rows import ATTENTION, ENDS, HEAD_NORMS, HF, IGNORED, MG, NORM
 
 
 def rope(hf: Hf, head_dim: int) -> Rope:
-    """Published files give the rotated dimensions as `rotary_dim`, transformers writes the fraction."""
+    """Returns the rotary embedding. Published files have the rotated dimensions as `rotary_dim`, transformers writes
+    the fraction."""
     return read_rope(hf, head_dim, fraction=(hf.get("rotary_dim") or head_dim) / head_dim)
 
 
 def experts(hf: Hf) -> Experts:
-    """`intermediate_size` is the width of an expert."""
+    """Returns the experts. `intermediate_size` is the width of an expert."""
     need(hf, "num_experts_per_tok")
     width = hf["intermediate_size"]
     return Experts(expert_count(hf), hf["num_experts_per_tok"], width, score="sigmoid", bias=True)
 
 
 def read(hf: Hf) -> Decoder:
-    """ValueError for parts that the published models do not use: another score, shared experts, linear attention."""
+    """Returns the decoder. Raises ValueError for parts that the published models do not use: another score, shared
+    experts, linear attention."""
     only(hf, scoring_func="sigmoid", use_routing_bias=True, shared_intermediate_size=0)
     only(hf, use_qk_norm=True, qk_norm_type="per_layer")
     if any(kind != 1 for kind in hf.get("attn_type_list") or ()):
@@ -39,7 +41,7 @@ def read(hf: Hf) -> Decoder:
 
 
 def predicted(hf: Hf) -> tuple[str, ...]:
-    """The modules of multi-token prediction follow the last layer."""
+    """Returns the prefixes of the modules of multi-token prediction, which follow the last layer."""
     depth = hf["num_hidden_layers"]
     return tuple(f"model.layers.{n}." for n in range(depth, depth + (hf.get("num_mtp_modules") or 0)))
 

@@ -1,4 +1,4 @@
-"""Mistral, dense: Llama's layers with a sliding window in all layers, if config.json has one."""
+"""Mistral, dense: Llama's layers with a sliding window in all layers, if config.json has a window."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from slime.models.rows import DENSE, IGNORED
 
 
 def read(hf: Hf) -> Decoder:
-    """ValueError for sliding windows, which no published model of this family switches on."""
+    """Returns the decoder. Raises ValueError for sliding windows, which no published model of this family enables."""
     only(hf, use_sliding_window=False)
     return read_decoder(hf, qkv_bias=True)
 

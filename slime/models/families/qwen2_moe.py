@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: softmax experts, and a shared expert that a sigmoid of the token weighs."""
+"""Qwen1.5-MoE and Qwen2-MoE: softmax experts, and a shared expert with a sigmoid gate per token."""
 
 from __future__ import annotations
 

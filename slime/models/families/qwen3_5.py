@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TEXT = "model.language_model."
-"""The text model in multimodal checkpoints. Checkpoints of the text model alone have "model."."""
+"""Prefix of the text model in multimodal checkpoints. Checkpoints with only the text model have "model."."""
 
 
 def experts(hf: Hf) -> Experts:
-    """The weights of a token's experts are always normalised, and newer files do not say so."""
+    """Returns the experts. The weights of a token's experts are always normalised, and newer files omit this
+    setting."""
     only(hf, norm_topk_prob=True)
     return shared_experts({**SHARED_WIDTH, **hf, "norm_topk_prob": True})
 
@@ -38,7 +39,7 @@ def read(hf: Hf) -> Decoder:
 
 
 def text_model(hf: Hf, decoder: Decoder) -> Decoder:
-    """vLLM takes the dtype of the state from config.json."""
+    """Returns the decoder with the state's dtype from config.json, which vLLM reads too."""
     return replace(decoder, state_dtype=hf.get("mamba_ssm_dtype") or "")
 
 
@@ -47,22 +48,24 @@ def width(hf: Hf) -> int | None:
 
 
 def read_moe(hf: Hf) -> Decoder:
-    """No layer is dense, so files give the width of an expert only."""
+    """Returns the decoder. No layer is dense, so files have only the width of an expert."""
     only(hf, mlp_only_layers=[], decoder_sparse_step=1)
     need(hf, "moe_intermediate_size")
     return text_model(hf, read_hybrid({**hf, "intermediate_size": width(hf)}, experts=experts))
 
 
 def carried(hf: Hf) -> tuple[str, ...]:
-    """The layers of multi-token prediction and the vision tower: not trained, and copied to an export."""
+    """Returns the prefixes of the layers of multi-token prediction and the vision tower. These are not trained, and an
+    export copies them."""
     return "mtp.", "model.visual."
 
 
 class TextTensors:
     """The tensors of a checkpoint under the names of the weight table.
 
-    Files name the text model `model.` or `model.language_model.`; `prefix` is that of the table. Some hold the experts
-    of a layer in two tensors, gate_up_proj [E, 2 F, H] and down_proj [E, H, F]; the table has one tensor per expert.
+    Files name the text model `model.` or `model.language_model.`; `prefix` is the table's name. Some files hold the
+    experts of a layer in two tensors, gate_up_proj [E, 2 F, H] and down_proj [E, H, F]; the table has one tensor per
+    expert.
     """
 
     def __init__(self, tensors: Tensors, hf: Hf, prefix: str) -> None:
@@ -94,7 +97,7 @@ class TextTensors:
 
 @dataclass(frozen=True)
 class OneExpert:
-    """The tensor of one expert and projection in a stack, of down [E, H, F] or of gate above up [E, 2 F, H]."""
+    """The tensor of an expert and a projection in a stack of down [E, H, F], or of gate above up [E, 2 F, H]."""
 
     stack: Stored
     expert: int
@@ -106,7 +109,7 @@ class OneExpert:
         return (rows if self.part == "down_proj" else rows // 2), columns
 
     def __getitem__(self, where: Where) -> Tensor:
-        """`where` is `...` or a slice per axis, from the first axis on."""
+        """Returns the part at `where`, which is `...` or a slice per axis, from the first axis on."""
         rows, *rest = (slice(None),) if where is ... else cast("tuple[slice, ...]", where)
         first = self.shape[0] if self.part == "up_proj" else 0
         start, end, _ = rows.indices(self.shape[0])
@@ -118,7 +121,7 @@ def text_tensors(prefix: str) -> Callable[[Tensors, Hf], Tensors]:
 
 
 def under(prefix: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """`rows` with `prefix` in place of "model." in the names of files."""
+    """Returns `rows` with `prefix` instead of "model." in the names of files."""
     return tuple(replace(row, hf=tuple(re.sub(r"^model\.", prefix, name) for name in row.hf)) for row in rows)
 
 

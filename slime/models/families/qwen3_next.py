@@ -1,4 +1,5 @@
-"""Qwen3-Next, experts: three layers of gated delta net to one of gated attention, and a shared expert with a gate."""
+"""Qwen3-Next, experts: three layers of gated delta net per layer of gated attention, and a shared expert with a
+gate."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ def read(hf: Hf) -> Decoder:
 
 
 def predicted(hf: Hf) -> tuple[str, ...]:
-    """The published files have layers of multi-token prediction that config.json does not mention."""
+    """Returns the prefix of the layers of multi-token prediction, which the published files have but config.json does
+    not mention."""
     return ("mtp.",)
 
 
