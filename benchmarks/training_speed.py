@@ -81,7 +81,7 @@ def batch(
     """The rank's part of a step."""
     lengths = arguments.prompt_len, arguments.response_len
     samples = made_up(arguments.sequences, *lengths, hf_config["vocab_size"], step)
-    parts = make_rank_data(trainer.config, trainer.args, samples, trainer.info.dp_size, hf_config)
+    parts = make_rank_data(trainer.config, trainer.hooks, samples, trainer.info.dp_size, hf_config)
     return parts[trainer.info.dp_rank]
 
 

@@ -183,7 +183,8 @@ class Sample:
         self._check_appended(ids, values, trainable, columns or {})
         before, experts = self.response_length, None
         if ids and meta_info is not None:
-            experts = experts_of(meta_info, args, len(self.tokens) + len(ids))
+            shape = getattr(args, "num_layers", None), getattr(args, "moe_router_topk", None)
+            experts = experts_of(meta_info, len(self.tokens) + len(ids), *shape)
         if ids:
             self.columns = self.columns if before else {}
             for name in {**self.columns, **(columns or {})}:

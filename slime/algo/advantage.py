@@ -5,7 +5,6 @@ R_i response tokens of sample i. Each list has one entry per sample, and each te
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 
 import torch
@@ -14,10 +13,11 @@ from torch.distributed import ProcessGroup
 
 import rl_kernel
 from slime.algo.estimators import Response, estimator_of
+from slime.config.schema import Config
 
 
 def compute_advantages(
-    args: Namespace,
+    c: Config,
     responses: Sequence[Response],
     *,
     penalties: Sequence[Tensor] | None = None,
@@ -28,12 +28,12 @@ def compute_advantages(
     The estimator's record (`slime.algo.estimators`) computes both for one sample at a time. `penalties` are subtracted
     from the advantages alone. --normalize-advantages whitens them over all trained tokens of `dp_group`.
     """
-    estimate = estimator_of(args).estimate
-    found = [estimate(args, response) for response in responses]
+    estimate = estimator_of(c.algorithm).estimate
+    found = [estimate(c, response) for response in responses]
     advantages, returns = [a for a, _ in found], [r for _, r in found]
     if penalties is not None:
         advantages = [a - penalty for a, penalty in zip(advantages, penalties, strict=True)]
-    if not args.normalize_advantages:
+    if not c.algorithm.normalize_advantages:
         return advantages, returns
     masks = torch.cat([response.mask for response in responses])
     whitened = rl_kernel.masked_whiten(torch.cat(advantages), masks, group=dp_group)

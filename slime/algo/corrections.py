@@ -14,6 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from slime.config.schema import section_of
+from slime.config.sections.off_policy import OffPolicyConfig
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -136,21 +139,23 @@ def weigh(ratio: Tensor, mode: Mode, low: float, high: float) -> tuple[Tensor, d
     return weights, {"tis": ratio, "tis_clipfrac": (weights != ratio).float(), "tis_abs": (ratio - 1).abs()}
 
 
-def bounded(args: Namespace, ratio: Tensor) -> Tensor:
+def bounded(off_policy: OffPolicyConfig, ratio: Tensor) -> Tensor:
     """The weight of --tis-mode for each ratio, of any shape."""
-    return MODES[args.tis_mode].weights(ratio, args.tis_clip_low, args.tis_clip)
+    return MODES[off_policy.tis_mode].weights(ratio, off_policy.tis_clip_low, off_policy.tis_clip)
 
 
-def importance_weights(args: Namespace, t: TokenColumns, old: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def importance_weights(
+    off_policy: OffPolicyConfig, t: TokenColumns, old: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The weights of --tis-mode at --tis-level: `exp(old - rollout)` of each part, bounded or masked."""
     from slime.algo.importance import ratio_of
 
     d = old.detach().float() - t["rollout_log_probs"].float()
-    ratio = ratio_of(at_level(LEVELS[args.tis_level], d, t.mask, t.sample_of_row))
-    return weigh(ratio, MODES[args.tis_mode], args.tis_clip_low, args.tis_clip)
+    ratio = ratio_of(at_level(LEVELS[off_policy.tis_level], d, t.mask, t.sample_of_row))
+    return weigh(ratio, MODES[off_policy.tis_mode], off_policy.tis_clip_low, off_policy.tis_clip)
 
 
-def accepted(args: Namespace, t: TokenColumns, old: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def accepted(off_policy: OffPolicyConfig, t: TokenColumns, old: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """1.0 for the tokens that --use-rs keeps, else 0.0 [R], and the metric rs_dropped.
 
     A part is kept while its --rs-type lies within the bounds. --rs-veto-threshold also drops the whole sample of a
@@ -158,16 +163,16 @@ def accepted(args: Namespace, t: TokenColumns, old: Tensor) -> tuple[Tensor, dic
     """
     import torch
 
-    measure, level = MEASURES[args.rs_type], LEVELS[args.rs_level]
+    measure, level = MEASURES[off_policy.rs_type], LEVELS[off_policy.rs_level]
     d = old.detach().float() - t["rollout_log_probs"].float()
     found = at_level(level, measure.of(d), t.mask, t.sample_of_row)
     if measure.ratio:
         ratio = found.exp()
-        keep = (ratio >= args.rs_lower_bound) & (ratio <= args.rs_upper_bound)
+        keep = (ratio >= off_policy.rs_lower_bound) & (ratio <= off_policy.rs_upper_bound)
     else:
-        keep = found <= args.rs_upper_bound
-    if args.rs_veto_threshold is not None:
-        low = ((d.exp() < args.rs_veto_threshold) & (t.mask != 0)).float()
+        keep = found <= off_policy.rs_upper_bound
+    if off_policy.rs_veto_threshold is not None:
+        low = ((d.exp() < off_policy.rs_veto_threshold) & (t.mask != 0)).float()
         bad = torch.zeros(len(t.response_lengths), device=d.device).index_add(0, t.sample_of_row, low)
         keep &= (bad == 0)[t.sample_of_row]
     return keep.float(), {"rs_dropped": 1 - keep.float()}
@@ -184,7 +189,8 @@ def vanilla_tis_function(
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """For --custom-tis-function-path: truncated importance sampling per token, as --use-tis computes it without a
     function."""
-    return _weighted(args, "truncate", pg_loss, train_log_probs, rollout_log_probs, loss_masks)
+    off_policy = section_of(OffPolicyConfig, args)
+    return _weighted(off_policy, "truncate", pg_loss, train_log_probs, rollout_log_probs, loss_masks)
 
 
 def icepop_function(
@@ -197,11 +203,17 @@ def icepop_function(
     **_: object,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """For --custom-tis-function-path: IcePop per token, as --tis-mode mask computes it without a function."""
-    return _weighted(args, "mask", pg_loss, train_log_probs, rollout_log_probs, loss_masks)
+    off_policy = section_of(OffPolicyConfig, args)
+    return _weighted(off_policy, "mask", pg_loss, train_log_probs, rollout_log_probs, loss_masks)
 
 
 def _weighted(
-    args: Namespace, mode: str, pg: Tensor, train: list[Tensor], rollout: list[Tensor], masks: list[Tensor]
+    off_policy: OffPolicyConfig,
+    mode: str,
+    pg: Tensor,
+    train: list[Tensor],
+    rollout: list[Tensor],
+    masks: list[Tensor],
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     import torch
 
@@ -213,5 +225,5 @@ def _weighted(
     ):  # under context parallelism masks are whole, and d is a part
         d = torch.where(mask != 0, d, 0.0)
     ratio = ratio_of(d)
-    weights, metrics = weigh(ratio, MODES[mode], args.tis_clip_low, args.tis_clip)
+    weights, metrics = weigh(ratio, MODES[mode], off_policy.tis_clip_low, off_policy.tis_clip)
     return pg * weights, masks, metrics

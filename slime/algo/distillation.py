@@ -12,13 +12,11 @@ R_i response tokens of sample i, R of a micro-batch, K ids of a token.
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 
 import torch
 from torch import Tensor
 
 from slime.algo.token_columns import TokenColumns
-from slime.config.schema import section_of
 from slime.config.sections.distillation import DistillationConfig
 from slime.types import TrainData
 
@@ -47,9 +45,8 @@ def jensen_shannon(teacher: Tensor, policy: Tensor, beta: float) -> Tensor:
     return beta * forward_kl(teacher, middle) + (1 - beta) * forward_kl(policy, middle)
 
 
-def distillation_term(args: Namespace, t: TokenColumns) -> Tensor | None:
+def distillation_term(flags: DistillationConfig, t: TokenColumns) -> Tensor | None:
     """The divergence of each token by --opd-loss-type, [R] nats; None where the reverse KL is in the advantages."""
-    flags = section_of(DistillationConfig, args)
     if not flags.use_opd or flags.opd_loss_type == "reverse_kl":
         return None
     assert t.of_ids is not None, "every head computes them for a loss that reads ids"
@@ -60,14 +57,13 @@ def distillation_term(args: Namespace, t: TokenColumns) -> Tensor | None:
     return forward_kl(teacher, policy)
 
 
-def distillation_penalties(args: Namespace, data: TrainData) -> list[Tensor] | None:
+def distillation_penalties(flags: DistillationConfig, data: TrainData) -> list[Tensor] | None:
     """`opd_kl_coef * (old_log_probs - teacher_log_probs)` of each sample, [R_i] fp32; None without --use-opd
     and with another --opd-loss-type than reverse_kl.
 
     Sets the column `opd_reverse_kl`, the difference without its weight. ValueError for a log-prob of the teacher that
     is not finite in a trained token; in another token, the difference is 0 then.
     """
-    flags = section_of(DistillationConfig, args)
     if not flags.use_opd or flags.opd_loss_type != "reverse_kl":
         return None
     lengths = [len(x) for x in data["old_log_probs"]]
@@ -83,8 +79,8 @@ def distillation_penalties(args: Namespace, data: TrainData) -> list[Tensor] | N
     return list((flags.opd_kl_coef * reverse_kl).split(lengths))
 
 
-def subtract_penalties(args: Namespace, data: TrainData) -> None:
+def subtract_penalties(flags: DistillationConfig, data: TrainData) -> None:
     """The penalties, in advantages that a hook made."""
-    if (penalties := distillation_penalties(args, data)) is not None:
+    if (penalties := distillation_penalties(flags, data)) is not None:
         pairs = zip(data["advantages"], penalties, strict=True)
         data["advantages"] = [advantages - penalty for advantages, penalty in pairs]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -39,7 +38,7 @@ class Loss:
     """One value of --loss-type."""
 
     name: str
-    objective: Callable[[Namespace, TokenColumns], Losses] | None
+    objective: Callable[[Config, TokenColumns], Losses] | None
     """The loss from log-probs; None if --custom-loss-function-path computes it from logits."""
     rewarded: bool = True
     """It trains on rewarded samples of the policy, which have log-probs and advantages, at the temperature of the
@@ -67,28 +66,28 @@ class Loss:
         return f"--rollout-function-path {self.rollout} --debug-train-only"
 
 
-def _policy(args: Namespace, t: TokenColumns) -> Losses:
+def _policy(c: Config, t: TokenColumns) -> Losses:
     from slime.algo.policy_loss import policy_loss
 
-    return policy_loss(args, t)
+    return policy_loss(c, t)
 
 
-def _supervised(args: Namespace, t: TokenColumns) -> Losses:
+def _supervised(c: Config, t: TokenColumns) -> Losses:
     from slime.algo.policy_loss import sft_loss
 
-    return sft_loss(args, t)
+    return sft_loss(t)
 
 
-def _preference(args: Namespace, t: TokenColumns) -> Losses:
+def _preference(c: Config, t: TokenColumns) -> Losses:
     from slime.algo.preference import dpo_loss
 
-    return dpo_loss(args, t)
+    return dpo_loss(c.algorithm, t)
 
 
-def _rewards(args: Namespace, t: TokenColumns) -> Losses:
+def _rewards(c: Config, t: TokenColumns) -> Losses:
     from slime.algo.preference import reward_loss
 
-    return reward_loss(args, t)
+    return reward_loss(t)
 
 
 def _no_tokens_ahead(c: Config) -> None:
@@ -209,14 +208,14 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def loss_of(args: Namespace | AlgorithmConfig) -> Loss:
+def loss_of(algorithm: AlgorithmConfig) -> Loss:
     """The record that --loss-type names, of a configuration or a hook's namespace."""
-    if args.loss_type not in LOSSES:
+    if algorithm.loss_type not in LOSSES:
         raise ValueError(
-            f"--loss-type must be one of {', '.join(LOSSES)}, got {args.loss_type}"
-            f"{instead('loss_type', args.loss_type, LOSSES)}"
+            f"--loss-type must be one of {', '.join(LOSSES)}, got {algorithm.loss_type}"
+            f"{instead('loss_type', algorithm.loss_type, LOSSES)}"
         )
-    return LOSSES[args.loss_type]
+    return LOSSES[algorithm.loss_type]
 
 
 def held_out(c: Config) -> bool:

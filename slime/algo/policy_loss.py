@@ -6,8 +6,6 @@ the sample and over the batch. Losses and metrics of micro-batches and ranks are
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -18,16 +16,18 @@ from slime.algo.distillation import distillation_term
 from slime.algo.estimators import surrogate_of
 from slime.algo.importance import opsm_mask, ratio_of, sequence_mean, weighted
 from slime.algo.token_columns import HookView, Losses, TokenColumns
+from slime.config.schema import Config
+from slime.config.sections.off_policy import OffPolicyConfig
 from slime.hooks import load_function
 
 
-def sft_loss(args: Namespace, t: TokenColumns) -> Losses:
+def sft_loss(t: TokenColumns) -> Losses:
     """`-(mask / denominators * log_probs).sum()`."""
     loss = -t.mean(t.log_probs)
     return loss, {"loss": loss.detach()}, {}
 
 
-def policy_loss(args: Namespace, t: TokenColumns) -> Losses:
+def policy_loss(c: Config, t: TokenColumns) -> Losses:
     """`(mask / denominators * (pg - entropy_coef * entropy + kl_loss_coef * kl + opd_loss_coef * d)).sum()`, pg by
     --pg-loss-type, d by --opd-loss-type.
 
@@ -35,30 +35,35 @@ def policy_loss(args: Namespace, t: TokenColumns) -> Losses:
     importance weight of --use-tis, and by 0 for tokens that --use-rs and samples that --use-opsm drop. The entropy
     carries a gradient only when its coefficient is not 0.
     """
-    t = t.of_trained()
+    t, algorithm = t.of_trained(), c.algorithm
     old, rollout = t.old_log_probs, t.get("rollout_log_probs")
-    factor, per_token = pg_factor(args, t, old)
-    pg_loss, terms = pg_loss_of(args, t, old, factor)
+    factor, per_token = pg_factor(c.off_policy, t, old)
+    pg_loss, terms = pg_loss_of(c, t, old, factor)
     assert t.entropy is not None, "every head computes it for a loss that reads it"
     entropy_loss = t.mean(t.entropy)
     sums = {"pg_loss": pg_loss, "entropy_loss": entropy_loss}
     loss = pg_loss
-    if args.entropy_coef != 0:
-        loss = loss - args.entropy_coef * entropy_loss
-    if args.use_kl_loss:
+    if algorithm.entropy_coef != 0:
+        loss = loss - algorithm.entropy_coef * entropy_loss
+    if algorithm.use_kl_loss:
         _, kl = rl_kernel.ratio_kl(
-            t.log_probs, old, t["ref_log_probs"], t.mask, args.kl_loss_type, unbiased=args.use_unbiased_kl
+            t.log_probs,
+            old,
+            t["ref_log_probs"],
+            t.mask,
+            algorithm.kl_loss_type,
+            unbiased=algorithm.use_unbiased_kl,
         )
         sums["kl_loss"] = t.mean(kl)
-        loss = loss + args.kl_loss_coef * sums["kl_loss"]
-    if (divergence := distillation_term(args, t)) is not None:
+        loss = loss + algorithm.kl_loss_coef * sums["kl_loss"]
+    if (divergence := distillation_term(c.distillation, t)) is not None:
         sums["opd_loss"] = t.mean(divergence)
-        loss = loss + args.opd_loss_coef * sums["opd_loss"]
+        loss = loss + c.distillation.opd_loss_coef * sums["opd_loss"]
     per_token |= {**terms, "log_probs": t.log_probs}
     maxima = {}
     if rollout is not None:
         # With --use-rollout-logprobs, old is the engine's own: compare with the present policy instead.
-        trainer_side = t.log_probs.detach() if args.use_rollout_logprobs else old
+        trainer_side = t.log_probs.detach() if c.off_policy.use_rollout_logprobs else old
         difference = (trainer_side - rollout).abs()
         per_token["train_rollout_logprob_abs_diff"] = difference
         # pad: a context-parallel rank may have no token of the micro-batch, and max() of nothing is an error
@@ -67,33 +72,35 @@ def policy_loss(args: Namespace, t: TokenColumns) -> Losses:
     return loss, {"loss": loss, **sums}, maxima
 
 
-def pg_factor(args: Namespace, t: TokenColumns, old: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+def pg_factor(
+    off_policy: OffPolicyConfig, t: TokenColumns, old: Tensor
+) -> tuple[Tensor | None, dict[str, Tensor]]:
     """The constant factor of each token's policy-gradient term ([R]; None for 1), and its metrics."""
     factor, metrics = None, {}
-    if args.use_opsm:
+    if off_policy.use_opsm:
         seq_kl = sequence_mean(old - t.log_probs.detach(), t.mask, t.sample_of_row, len(t.response_lengths))
         factor, metrics["opsm_clipfrac"] = opsm_mask(
-            t["advantages"], seq_kl, t.sample_of_row, delta=args.opsm_delta
+            t["advantages"], seq_kl, t.sample_of_row, delta=off_policy.opsm_delta
         )
-    if args.use_tis or args.get_mismatch_metrics:
+    if off_policy.use_tis or off_policy.get_mismatch_metrics:
         metrics["ois"] = ratio_of(t.log_probs.detach() - old)
-        if not args.custom_tis_function_path:
-            weights, extra = importance_weights(args, t, old)
+        if not off_policy.custom_tis_function_path:
+            weights, extra = importance_weights(off_policy, t, old)
             metrics |= extra
-            if args.use_tis:
+            if off_policy.use_tis:
                 factor = weights if factor is None else factor * weights
-    if args.use_rs and not args.custom_tis_function_path:
-        keep, extra = accepted(args, t, old)
+    if off_policy.use_rs and not off_policy.custom_tis_function_path:
+        keep, extra = accepted(off_policy, t, old)
         factor, metrics = keep if factor is None else factor * keep, metrics | extra
     return factor, metrics
 
 
 def pg_loss_of(
-    args: Namespace, t: TokenColumns, old: Tensor, factor: Tensor | None
+    c: Config, t: TokenColumns, old: Tensor, factor: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The sum of the policy-gradient terms, and metrics per token (pg_clipfrac, ppo_kl and those of hooks)."""
-    new, base = t.log_probs, old
-    surrogate = surrogate_of(args)
+    algorithm, new, base = c.algorithm, t.log_probs, old
+    surrogate = surrogate_of(algorithm)
     if surrogate.ratio != "token":
         log_ratio = sequence_mean(new - old, t.mask, t.sample_of_row, len(t.response_lengths))[
             t.sample_of_row
@@ -101,7 +108,7 @@ def pg_loss_of(
         if surrogate.ratio == "sequence_token":
             log_ratio = log_ratio.detach() + (new - new.detach())
         new, base = log_ratio, torch.zeros_like(old)
-    hooked = args.custom_tis_function_path or args.custom_pg_loss_reducer_function_path
+    hooked = c.off_policy.custom_tis_function_path or algorithm.custom_pg_loss_reducer_function_path
     if surrogate.fused and not hooked:
         loss, terms = rl_kernel.grpo_loss(
             new,
@@ -109,24 +116,24 @@ def pg_loss_of(
             t["advantages"],
             t.mask,
             t.denominators,
-            eps_clip=args.eps_clip,
-            eps_clip_high=args.eps_clip_high,
-            eps_clip_c=args.eps_clip_c,
+            eps_clip=algorithm.eps_clip,
+            eps_clip_high=algorithm.eps_clip_high,
+            eps_clip_c=algorithm.eps_clip_c,
             tis_weights=factor,
         )
         return loss, {name: terms[name] for name in ("pg_clipfrac", "ppo_kl")}
     ppo_kl = base - new
-    pg, clipped = surrogate.per_token(args, t, new, ppo_kl)
+    pg, clipped = surrogate.per_token(c, t, new, ppo_kl)
     if factor is not None and not surrogate.weighs:
         pg = pg * factor
     if not hooked:  # `t` may be a block of tokens, which hooks never see
         return t.mean(pg), {"pg_clipfrac": clipped, "ppo_kl": ppo_kl}
-    loss, extra = reduce_with_hooks(args, t, pg, old)
+    loss, extra = reduce_with_hooks(c, t, pg, old)
     return loss, {"pg_clipfrac": clipped, "ppo_kl": ppo_kl, **extra}
 
 
 def reduce_with_hooks(
-    args: Namespace, t: TokenColumns, pg: Tensor, old: Tensor
+    c: Config, t: TokenColumns, pg: Tensor, old: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Reduce the losses of the tokens, with --custom-tis-function-path and --custom-pg-loss-reducer-function-path.
 
@@ -134,13 +141,13 @@ def reduce_with_hooks(
     leave the denominators as they are. The second is fn(total_lengths, response_lengths, loss_masks,
     calculate_per_token_loss) -> callable(pg) -> sum of sample means.
     """
-    view = t.view or HookView(t.response_lengths)
+    off_policy, view = c.off_policy, t.view or HookView(t.response_lengths)
     masks, metrics = t.per_sample(t.mask), {}
     pg = view.local(pg)
-    if args.custom_tis_function_path and (args.use_tis or args.get_mismatch_metrics):
-        hook = load_function(args.custom_tis_function_path, flag="--custom-tis-function-path")
+    if off_policy.custom_tis_function_path and (off_policy.use_tis or off_policy.get_mismatch_metrics):
+        hook = load_function(off_policy.custom_tis_function_path, flag="--custom-tis-function-path")
         corrected, new_masks, found = hook(
-            args=args,
+            args=view.args or c.namespace(),
             pg_loss=pg,
             train_log_probs=view.split(old),
             rollout_log_probs=view.split(t["rollout_log_probs"]),
@@ -149,14 +156,14 @@ def reduce_with_hooks(
             response_lengths=t.response_lengths,
         )
         metrics = {name: _per_token(name, value, view) for name, value in found.items()}
-        if args.use_tis:
+        if off_policy.use_tis:
             _check_corrected(corrected, list(new_masks), pg, masks)
             pg, masks = corrected, list(new_masks)
-    path = args.custom_pg_loss_reducer_function_path
+    path = c.algorithm.custom_pg_loss_reducer_function_path
     if path is None:
         return weighted(view.whole(pg), torch.cat(masks) / t.denominators).sum(), metrics
     make = load_function(path, flag="--custom-pg-loss-reducer-function-path")
-    reducer = make(t.total_lengths, t.response_lengths, masks, args.calculate_per_token_loss)
+    reducer = make(t.total_lengths, t.response_lengths, masks, c.algorithm.calculate_per_token_loss)
     return view.total(reducer(pg)) / t.normaliser, metrics
 
 

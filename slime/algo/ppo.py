@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from slime.algo.distillation import distillation_penalties
 from slime.algo.estimators import Response, estimator_of, surrogate_of
 from slime.algo.losses import loss_of
 from slime.algo.returns import discounted_returns, discounted_sum, gae
+from slime.config.schema import Config
 from slime.types import TrainData
 
 
@@ -36,35 +36,36 @@ def compute_approx_kl(
 
 
 def compute_advantages_and_returns(
-    args: Namespace, data: TrainData, *, dp_group: torch.distributed.ProcessGroup | None = None
+    c: Config, data: TrainData, *, dp_group: torch.distributed.ProcessGroup | None = None
 ) -> None:
     """Set `advantages`, `returns` and `kl` of `data`: lists with one tensor [R_i] per sample. Reads rewards and masks,
     with --kl-coef old_log_probs and ref_log_probs, with --use-opd old_log_probs and teacher_log_probs, and the columns
     that the estimator's record names. A surrogate that treats some tokens apart gets `chosen_tokens`, too."""
-    hooked = getattr(args, "custom_advantage_function_path", None) is not None
-    if args.kl_coef != 0 and (hooked or "kl_coef" in estimator_of(args).flags):
+    algorithm = c.algorithm
+    estimator, hooked = estimator_of(algorithm), algorithm.custom_advantage_function_path is not None
+    if algorithm.kl_coef != 0 and (hooked or "kl_coef" in estimator.flags):
         old, ref, mask = (torch.cat(data[name]) for name in ("old_log_probs", "ref_log_probs", "loss_masks"))
-        _, kl = rl_kernel.ratio_kl(old, ref, ref, mask, args.kl_loss_type)
+        _, kl = rl_kernel.ratio_kl(old, ref, ref, mask, algorithm.kl_loss_type)
         data["kl"] = list(kl.split([len(x) for x in data["old_log_probs"]]))
     else:
         data["kl"] = [torch.zeros_like(mask, dtype=torch.float32) for mask in data["loss_masks"]]
-    read = [name for name in sorted(estimator_of(args).reads) if name in data]
+    read = [name for name in sorted(estimator.reads) if name in data]
     responses = [
         Response(reward, mask, kl, {name: torch.as_tensor(data[name][i]) for name in read})
         for i, (reward, mask, kl) in enumerate(
             zip(data["rewards"], data["loss_masks"], data["kl"], strict=True)
         )
     ]
-    penalties = distillation_penalties(args, data)
+    penalties = distillation_penalties(c.distillation, data)
     data["advantages"], data["returns"] = compute_advantages(
-        args, responses, penalties=penalties, dp_group=dp_group
+        c, responses, penalties=penalties, dp_group=dp_group
     )
-    choose = surrogate_of(args).choose
-    if choose is not None and loss_of(args).surrogate:
+    choose = surrogate_of(algorithm).choose
+    if choose is not None and loss_of(algorithm).surrogate:
         trained = torch.cat(data["loss_masks"]) != 0
         advantages, old = (torch.cat(data[name])[trained] for name in ("advantages", "old_log_probs"))
         chosen = torch.zeros(len(trained), device=trained.device)
-        chosen[trained] = choose(args, advantages, old, _token_keys(data)[trained], dp_group)
+        chosen[trained] = choose(algorithm, advantages, old, _token_keys(data)[trained], dp_group)
         data["chosen_tokens"] = list(chosen.split([len(mask) for mask in data["loss_masks"]]))
 
 

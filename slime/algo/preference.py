@@ -5,17 +5,16 @@ Pure functions of tensors. R response tokens of the micro-batch, of 2 B samples:
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from slime.algo.importance import weighted
 from slime.algo.token_columns import Losses, TokenColumns
+from slime.config.sections.algorithm import AlgorithmConfig
 
 
-def dpo_loss(args: Namespace, t: TokenColumns) -> Losses:
+def dpo_loss(algorithm: AlgorithmConfig, t: TokenColumns) -> Losses:
     """`-(1 - eps) * logsigmoid(z) - eps * logsigmoid(-z)`, the mean over pairs: direct preference optimization
     (2305.18290), with label smoothing eps.
 
@@ -23,11 +22,13 @@ def dpo_loss(args: Namespace, t: TokenColumns) -> Losses:
     Metrics under TRL's names: rewards/chosen and rewards/rejected are the two terms of z.
     """
     chosen, rejected = pairs_of(t, weighted(t.log_probs - t["ref_log_probs"], t.mask))
-    chosen, rejected = args.dpo_beta * chosen, args.dpo_beta * rejected
-    return _preference(args, t, chosen, rejected)
+    chosen, rejected = algorithm.dpo_beta * chosen, algorithm.dpo_beta * rejected
+    smoothing = algorithm.dpo_label_smoothing
+    loss, sums = preference_loss(chosen, rejected, t.normaliser, label_smoothing=smoothing)
+    return loss, sums, {}
 
 
-def reward_loss(args: Namespace, t: TokenColumns) -> Losses:
+def reward_loss(t: TokenColumns) -> Losses:
     """`-logsigmoid(score of chosen - score of rejected)`, the mean over pairs: Bradley-Terry (2203.02155, section 3.5).
 
     `t.log_probs` are values per response token, and the score of a sample is that of its last one.
@@ -36,12 +37,6 @@ def reward_loss(args: Namespace, t: TokenColumns) -> Losses:
     scores = t.log_probs[last]
     require_pairs(t["preference"], t.sample_of_row, len(last))
     loss, sums = preference_loss(scores[0::2], scores[1::2], t.normaliser, label_smoothing=0.0)
-    return loss, sums, {}
-
-
-def _preference(args: Namespace, t: TokenColumns, chosen: Tensor, rejected: Tensor) -> Losses:
-    """The loss of the scores [B] of each pair, and its metrics."""
-    loss, sums = preference_loss(chosen, rejected, t.normaliser, label_smoothing=args.dpo_label_smoothing)
     return loss, sums, {}
 
 

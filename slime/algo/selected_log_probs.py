@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from slime.config.schema import section_of
+from slime.config.sections.kernels import KernelsConfig
 from slime.hooks import Hook, MissingHookError, load_function
 from slime.records.once import warn_once
 
@@ -174,11 +176,17 @@ Pair = tuple[Tensor, Tensor | None]
 def compute_selected_logprobs(
     *, args: object, request: SelectedLogprobRequest, native: Callable[..., Pair]
 ) -> Pair:
-    """Log-probs [T, 1] and entropy [T] or None, from the provider that `args` names, otherwise from `native`.
+    """Calls `selected_log_probs` with the flags in `args`. This is upstream vime's function."""
+    return selected_log_probs(section_of(KernelsConfig, args), request, native)
 
-    `args` has `selected_logprob_provider` (a path, None for none) and `selected_logprob_provider_mode`. In mode auto,
-    `native` runs if the provider cannot be imported or says that it is unavailable. Every other error passes.
-    `native(logits, target_ids, tensor_parallel_group, with_entropy=, with_entropy_grad=, chunk_size=,
+
+def selected_log_probs(
+    kernels: KernelsConfig, request: SelectedLogprobRequest, native: Callable[..., Pair]
+) -> Pair:
+    """Returns log-probs [T, 1] and entropy [T] or None, from the provider of `kernels`, otherwise from `native`.
+
+    In mode auto, `native` runs if the provider cannot be imported or raises that it is unavailable. Every other error
+    passes. `native(logits, target_ids, tensor_parallel_group, with_entropy=, with_entropy_grad=, chunk_size=,
     log_prob_keep_mask=)` returns the same pair.
 
     Raises:
@@ -186,8 +194,8 @@ def compute_selected_logprobs(
         ValueError: an unknown mode; a result with a wrong name, shape, dtype or device; in mode strict also an empty
             identity, or a result without the gradient that the request needs.
     """
-    path = (getattr(args, "selected_logprob_provider", None) or "").strip()
-    mode = getattr(args, "selected_logprob_provider_mode", None) or "auto"
+    path = (kernels.selected_logprob_provider or "").strip()
+    mode = kernels.selected_logprob_provider_mode or "auto"
     if mode not in MODES:
         raise _must(f"{FLAG}-mode", f"be one of {', '.join(MODES)}", repr(mode), "check the spelling")
     if not path:

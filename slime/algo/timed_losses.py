@@ -7,7 +7,6 @@ Each is what the trainer calls inside the operator (`slime.algo.policy_loss.pg_l
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 
@@ -17,8 +16,7 @@ from torch import Tensor
 from slime.algo.policy_loss import pg_loss_of
 from slime.algo.surrogates import SURROGATES
 from slime.algo.token_columns import TokenColumns
-from slime.config.sections.algorithm import AlgorithmConfig
-from slime.config.sections.off_policy import OffPolicyConfig
+from slime.config.schema import Config
 
 BlockLoss = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 """`loss(log_probs, rows)` of a block of tokens."""
@@ -26,8 +24,7 @@ BlockLoss = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 
 def make_loss(name: str, old: Tensor, advantages: Tensor, mask: Tensor, denominator: float) -> BlockLoss:
     """The loss of --pg-loss-type `name` over tokens with these columns, [N] each. One token in 100 is chosen."""
-    flags = {**vars(AlgorithmConfig()), **vars(OffPolicyConfig()), "pg_loss_type": name}
-    args = Namespace(**flags | {"eps_clip_high": 0.28})
+    c = Config.from_flat({"pg_loss_type": name, "eps_clip_high": 0.28})
     columns = {
         "old_log_probs": old,
         "advantages": advantages,
@@ -40,7 +37,7 @@ def make_loss(name: str, old: Tensor, advantages: Tensor, mask: Tensor, denomina
     def loss(log_probs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         of_rows = {column: values[rows] for column, values in columns.items()}
         t = TokenColumns(log_probs, None, of_rows, of_rows.pop("sample_of_row"), [], [], 1.0)
-        return pg_loss_of(args, t, t["old_log_probs"], None)
+        return pg_loss_of(c, t, t["old_log_probs"], None)
 
     return loss
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,6 +31,8 @@ class HookView:
     local: Callable[[Tensor], Tensor] = _same
     whole: Callable[[Tensor], Tensor] = _same
     total: Callable[[Tensor], Tensor] = _same
+    args: Namespace | None = None
+    """Flat flags of the run, which each function of the user gets. None for those of the configuration."""
 
     def split(self, column: Tensor) -> list[Tensor]:
         """[R] -> one tensor [r_i] per sample."""

@@ -1,4 +1,5 @@
-"""How a run calls the function of each flag that takes one, and the check that a function can be called so.
+"""How a run calls the function of each flag that takes one, the `args` that it gets, and the check that a function can
+be called so.
 
 A function that was written for another trainer is named as such. Another hook, or another trainer, is one line.
 """
@@ -6,10 +7,15 @@ A function that was written for another trainer is named as such. Another hook, 
 from __future__ import annotations
 
 import inspect
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from slime.config.fields import spelled
 from slime.config.foreign_rewards import description, expression
+from slime.config.schema import Config
+from slime.hooks import load_function
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,40 @@ CALLS: Mapping[str, Call] = {
     "selected_logprob_provider": Call("request"),
 }
 """The field of a flag -> how its function is called."""
+
+
+class Hooks:
+    """The functions of the user in one process, and the flat `args` that each of them gets.
+
+    `args` are built once, with the run-time values `facts` (see `Config.namespace`). A function may leave values in
+    them for the next function, and may change a flag: `config` has the changed value.
+    """
+
+    def __init__(self, config: Config, **facts: object) -> None:
+        self._config, self._facts = config, facts
+        self._args: Namespace | None = None
+        self._given = False
+
+    @property
+    def args(self) -> Namespace:
+        """The flat `args`. The next read of `config` looks for flags that the caller has changed in them."""
+        if self._args is None:
+            self._args = self._config.namespace(**self._facts)
+        self._given = True
+        return self._args
+
+    @property
+    def config(self) -> Config:
+        """The configuration, with the values that functions of the user have set in `args`."""
+        if self._given:
+            self._config, self._given = Config.of_args(self._args), False
+        return self._config
+
+    def call(self, name: str, *inputs: object) -> Any:
+        """Calls the function of the flag with the field `name` as f(args, *inputs), and returns its result. Returns
+        None if the flag names no function."""
+        path = self._config.value_of(name) if self._args is None else getattr(self._args, name)
+        return load_function(path, flag=spelled(name))(self.args, *inputs) if path else None
 
 
 def check_call(

@@ -7,7 +7,6 @@ Shapes: S samples, R response tokens of one sample, L prompt + response tokens o
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import cast
@@ -19,6 +18,7 @@ import rl_kernel
 from slime.algo.estimators import estimator_of
 from slime.algo.losses import loss_of
 from slime.algo.needs import needs_sampled_log_probs
+from slime.config.hook_calls import Hooks
 from slime.config.schema import Config
 from slime.data import kept_tokens, routed_experts, top_tokens
 from slime.data.agents.turn_rewards import turn_advantages
@@ -27,7 +27,6 @@ from slime.data.packing import Schedule, plan_steps
 from slime.data.rank_data import RankData
 from slime.data.siblings import plan_held_out, plan_together
 from slime.data.trajectories import Key, trajectory_keys
-from slime.hooks import load_function
 from slime.models.decoder import Hf
 from slime.records.once import warn_once
 from slime.types import Sample, TrainData
@@ -36,18 +35,17 @@ logger = logging.getLogger(__name__)
 
 
 def post_process_rewards(
-    config: Config, args: Namespace, samples: list[Sample]
+    config: Config, hooks: Hooks, samples: list[Sample]
 ) -> tuple[list[float], list[float]]:
-    """Raw rewards and the rewards to train on. `args` go to --custom-reward-post-process-path.
+    """Raw rewards and the rewards to train on. --custom-reward-post-process-path replaces both.
 
     Maths: `(r - r[group].mean()) / (r[group].std() + 1e-6)` where the estimator's record says `group="mean and std"`;
     without the division for "mean" or --disable-grpo-std-normalization; `r` for "none" or
     --disable-rewards-normalization. `r` is the raw reward plus its `overlong_penalty`. Groups are `Sample.group_index`;
     the siblings of one `rollout_id` count once.
     """
-    if path := config.reward.custom_reward_post_process_path:
-        hook = load_function(path, flag="--custom-reward-post-process-path")
-        raw, rewards = hook(args, samples)
+    if config.reward.custom_reward_post_process_path:
+        raw, rewards = hooks.call("custom_reward_post_process_path", samples)
         return raw, rewards
     raw = [sample.reward_value(config.reward.reward_key) for sample in samples]
     shaped = [reward + overlong_penalty(config, sample) for reward, sample in zip(raw, samples, strict=True)]
@@ -107,24 +105,23 @@ def _group_key(sample: Sample) -> int:
     return sample.group_index
 
 
-def convert_samples_to_train_data(config: Config, args: Namespace, samples: list[Sample]) -> TrainData:
-    """One column per field, one entry per sample (SLIME contract 2b). Checks every sample on the way. `args` go to
-    hooks.
+def convert_samples_to_train_data(config: Config, hooks: Hooks, samples: list[Sample]) -> TrainData:
+    """One column per field, one entry per sample (SLIME contract 2b). Checks every sample on the way.
+    --custom-convert-samples-to-train-data-path makes all columns instead.
 
     A missing loss mask becomes ones; `remove_sample` zeroes it, and so does --use-overlong-filtering for a truncated
     sample (DAPO, 2503.14476, section 3.4). `rollout_mask_sums[i]` is the number of trained
     tokens of all siblings of sample i, so that a rollout with several samples has the weight of one with a single
     sample.
     """
-    if path := config.reward.custom_convert_samples_to_train_data_path:
-        hook = load_function(path, flag="--custom-convert-samples-to-train-data-path")
-        made: TrainData = hook(args, samples)
+    if config.reward.custom_convert_samples_to_train_data_path:
+        made: TrainData = hooks.call("custom_convert_samples_to_train_data_path", samples)
         return made
     check_samples(config, samples)
     on_policy = loss_of(config.algorithm).rewarded
     raw, rewards = [0.0] * len(samples), [0.0] * len(samples)
     if on_policy:
-        raw, rewards = post_process_rewards(config, args, samples)
+        raw, rewards = post_process_rewards(config, hooks, samples)
     data: TrainData = {"rewards": rewards, "raw_reward": raw}
     if on_policy:
         data |= _for_estimator(config, samples, raw)
@@ -247,15 +244,15 @@ def _host_tensors(column: Sequence[object], name: str, dtype: type[np.generic]) 
 
 
 def make_rank_data(
-    config: Config, args: Namespace, samples: list[Sample], dp_size: int, hf_config: Hf
+    config: Config, hooks: Hooks, samples: list[Sample], dp_size: int, hf_config: Hf
 ) -> list[RankData]:
-    """Samples of a rollout -> one dict per data-parallel rank: convert, schedule, split. `args` go to hooks."""
-    return scheduled(config, checked_data(config, args, samples, hf_config), dp_size, hf_config)
+    """Samples of a rollout -> one dict per data-parallel rank: convert, schedule, split."""
+    return scheduled(config, checked_data(config, hooks, samples, hf_config), dp_size, hf_config)
 
 
-def checked_data(config: Config, args: Namespace, samples: list[Sample], hf_config: Hf) -> TrainData:
-    """The train data of a rollout, before it is split. `args` go to hooks."""
-    data = convert_samples_to_train_data(config, args, samples)
+def checked_data(config: Config, hooks: Hooks, samples: list[Sample], hf_config: Hf) -> TrainData:
+    """The train data of a rollout, before it is split."""
+    data = convert_samples_to_train_data(config, hooks, samples)
     data.setdefault("total_lengths", [len(tokens) for tokens in data["tokens"]])
     if config.off_policy.use_rollout_routing_replay:  # here, as a hook may have made the columns
         routed_experts.check_column(data, hf_config)

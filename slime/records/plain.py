@@ -60,21 +60,23 @@ def grown(values: list[T], added: list[T]) -> list[T]:
     return values
 
 
-def experts_of(meta_info: Mapping[str, object], args: object, tokens: int) -> tuple[int, np.ndarray] | None:
-    """The experts [tokens - 1 - before, layers, K] that an answer of /generate has with `return_routed_experts`, and
-    `before`, the number of tokens before the first row. `tokens`: the number of tokens of the sample with the answer.
+def experts_of(
+    meta_info: Mapping[str, object], tokens: int, layers: int | None = None, experts: int | None = None
+) -> tuple[int, np.ndarray] | None:
+    """Returns `before`, the number of tokens before the first row, and the experts [tokens - 1 - before, layers, K]
+    that an answer of /generate has with `return_routed_experts`. `tokens`: number of tokens of the sample with the
+    answer.
 
-    Layers and K are those of `routed_experts_shape`, which our engines add, or of the flags in `args`. None where the
-    answer has no experts, or where nothing has their shape: the plug-in fills the record.
+    `layers` and `experts`, which is K, are for an answer without the `routed_experts_shape` that our engines add.
+    Returns None if the answer has no experts, or if their shape is not known: then the plug-in fills the record.
     """
-    flags = getattr(args, "num_layers", None), getattr(args, "moe_router_topk", None)
-    text, of_layer = meta_info.get("routed_experts"), flags
+    text = meta_info.get("routed_experts")
     if isinstance(given := meta_info.get("routed_experts_shape"), list):
-        of_layer = given[1], given[2]
-    if not isinstance(text, str) or None in of_layer:
+        layers, experts = given[1], given[2]
+    if not isinstance(text, str) or layers is None or experts is None:
         return None
     before = int(cast("int | None", meta_info.get("routed_experts_start_len")) or 0)
-    shape = (tokens - 1 - before, *cast("tuple[int, int]", of_layer))
+    shape = (tokens - 1 - before, layers, experts)
     flat = np.frombuffer(base64.b64decode(text), np.int32)
     if flat.size != math.prod(shape):
         raise ValueError(

@@ -21,6 +21,7 @@ from slime.algo.losses import loss_of
 from slime.algo.needs import before_first_step
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
+from slime.config.hook_calls import Hooks
 from slime.data import columns
 from slime.data.drawing.position import state_path
 from slime.data.packing import forward_flops, prediction_flops, shares_prompts
@@ -76,7 +77,8 @@ class RolloutManager:
         http.set_own_servers(*(http.OwnServers(**fields) for fields in facts.get("own_servers", ())))
         others: Mapping[str, RolloutEngine] = facts.get("frozen_engines", {})
         hidden = ("own_servers", "frozen_engines")
-        self.args = config.namespace(**{name: value for name, value in facts.items() if name not in hidden})
+        self.hooks = Hooks(config, **{name: value for name, value in facts.items() if name not in hidden})
+        self.args = self.hooks.args
         operators.install(config)
         checkpoint = config.rollout.hf_checkpoint
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.train.trust_remote_code)
@@ -259,7 +261,7 @@ class RolloutManager:
         """
         samples = [sample for group in groups for sample in group]
         with self._refused_is_saved(rollout_id, groups, facts):
-            data = checked_data(config := self._with_hooks(), self.args, samples, self.hf_config)
+            data = checked_data(config := self._with_hooks(), self.hooks, samples, self.hf_config)
             found = {size: scheduled(config, data, size, self.hf_config) for size in self.dp_sizes}
         if self._audited:
             attach(found[self.dp_sizes[0]], samples, facts)
@@ -344,7 +346,7 @@ class RolloutManager:
                 f"--eval-function-path must return rewards with --loss-type {config.algorithm.loss_type}, got samples "
                 f"alone for dataset {name}; held-out losses are for sft_loss, dpo and reward_model"
             )
-        data = checked_data(config, self.args, samples, self.hf_config)
+        data = checked_data(config, self.hooks, samples, self.hf_config)
         ranks = held_out_data(config, data, self.dp_sizes[0], self.hf_config)
         return [self.put(of_rank) for of_rank in ranks]
 

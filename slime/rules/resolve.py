@@ -15,7 +15,8 @@ from typing import Literal
 from slime import megatron_versions
 from slime.algo.losses import MASKED_ROLLOUTS, SFT_ROLLOUT, held_out, loss_of, sampled
 from slime.config.fields import Values, spelled
-from slime.config.schema import SECTIONS, Config
+from slime.config.schema import SECTIONS, Config, section_of
+from slime.config.sections.algorithm import AlgorithmConfig
 from slime.config.sections.kernels import BITWISE_OPERATORS, OPERATORS
 from slime.config.sections.lora import LoraConfig
 from slime.config.sections.reward import reward_names
@@ -248,7 +249,7 @@ def _evaluation(c: argparse.Namespace) -> None:
         name = "aime" if "aime" in stem.lower() else stem
         c.notes.append(f"--eval-prompt-data {c.eval_prompt_data[0]} has no name; it is called {name}")
         c.eval_prompt_data = [name, *c.eval_prompt_data]
-    own = c.rollout_function_path in MASKED_ROLLOUTS and not loss_of(c).rewarded
+    own = c.rollout_function_path in MASKED_ROLLOUTS and not loss_of(section_of(AlgorithmConfig, c)).rewarded
     if c.debug_train_only and c.eval_interval is not None and c.eval_function_path is None and not own:
         c.notes.append(
             f"--eval-interval {c.eval_interval} has no effect: without engines nothing is evaluated"

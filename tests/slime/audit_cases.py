@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from trainer_cases import make_samples
 
 from slime.checkpoints.hf_config import read_hf_config
+from slime.config.hook_calls import Hooks
 from slime.config.schema import Config
 from slime.data.train_data import make_rank_data
 from slime.rollout.facts import Facts, attach, run_facts
@@ -48,7 +48,7 @@ def with_facts(
     config: Config, samples: list[Sample], rank: int = 0, ranks: int = 1, facts: Facts | None = None
 ) -> TrainData:
     """The data that the rollout manager sends to one data-parallel rank."""
-    args: Any = config.namespace()
-    data = make_rank_data(config, args, samples, ranks, read_hf_config(config.rollout.hf_checkpoint))
+    hf_config = read_hf_config(config.rollout.hf_checkpoint)
+    data = make_rank_data(config, Hooks(config), samples, ranks, hf_config)
     attach(data, samples, run_facts(config) if facts is None else facts)
     return data[rank]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from slime.config.hook_calls import Hooks
 from slime.config.schema import Config
 from slime.config.sections.megatron import MegatronConfig
 from slime.types import Sample
@@ -34,10 +35,10 @@ def make_args(**flags) -> SimpleNamespace:
     return SimpleNamespace(**{**defaults, **flags})
 
 
-def border(**flags) -> tuple[Config, SimpleNamespace]:
-    """The configuration of these flags, and the `args` of hooks."""
-    args = make_args(**flags)
-    return Config.of_args(args), args
+def border(**flags) -> tuple[Config, Hooks]:
+    """The configuration of these flags, and its functions of the user."""
+    config = Config.of_args(make_args(**flags))
+    return config, Hooks(config)
 
 
 def sample(index: int, group: int | None, reward: float | None, response: int = 2, **fields) -> Sample:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 from slime.checkpoints.hf_config import read_hf_config
+from slime.config.hook_calls import Hooks
 from slime.config.schema import Config
 from slime.data.train_data import make_rank_data
 from slime.megatron_backend.checkpoint.weights import export_hf
@@ -96,7 +97,7 @@ def make_samples(seed: int = 0) -> list[Sample]:
 def rank_data(config: Config, samples: list[Sample], rank: int = 0, ranks: int = 1) -> TrainData:
     """New train data of one data-parallel rank (training adds columns to its input)."""
     return make_rank_data(
-        config, config.namespace(), samples, ranks, read_hf_config(config.rollout.hf_checkpoint)
+        config, Hooks(config), samples, ranks, read_hf_config(config.rollout.hf_checkpoint)
     )[rank]
 
 
@@ -127,6 +128,11 @@ def step_hook(
     args: Any, rollout_id: int, step_id: int, model: list[Any], optimizer: Any, scheduler: Any
 ) -> None:
     CALLS.append(("step", args, rollout_id, step_id, model, optimizer, scheduler))
+
+
+def kl_hook(args: Any, rollout_id: int, step_id: int, *_: Any) -> None:
+    """Anneals a flag, as plug-ins of slime do."""
+    args.kl_loss_coef = 0.5 - 0.25 * step_id
 
 
 def advantage_hook(args: Any, data: TrainData) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from slime.checkpoints.checkpoint_dir import start_directory
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
+from slime.config.hook_calls import Hooks
 from slime.data.tokenizer import tokenizer_fingerprint
 from slime.data.train_data import make_rank_data
 from slime.rollout.debug_data import load_with_facts
@@ -126,7 +127,7 @@ def micro_batches(config: Config, samples: list[Sample]) -> list[list[int]]:
     """Returns indices in `samples` for every micro-batch of every rank, as training packs them."""
     checkpoint = config.rollout.hf_checkpoint
     ranks = make_rank_data(
-        config, config.namespace(), samples, config.data_parallel_size, read_hf_config(checkpoint)
+        config, Hooks(config), samples, config.data_parallel_size, read_hf_config(checkpoint)
     )
     return [[data["partition"][i] for i in row] for data in ranks for row in data["micro_batch_indices"]]
 

@@ -6,7 +6,7 @@ Light to import: SGLang, Ray and torch are loaded by the functions that need the
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slime.config import Config, FlagGroup
@@ -109,13 +109,13 @@ class SglangBackend:
         return make_pool(SglangEnginePool, config, placed, source, model, make_spec, dtype=dtype)
 
 
-def _facts(args: dict[str, Any]) -> EngineFacts:
+def _facts(backend_args: Mapping[str, Any]) -> EngineFacts:
     return EngineFacts(
         project="SGLang",
         router="sglang-router",
-        memory_share=_share(args.get("mem_fraction_static", EngineFacts.memory_share)),
-        dtype=args.get("dtype"),
-        context=_context(args.get("context_length")),
+        memory_share=_share(backend_args.get("mem_fraction_static", EngineFacts.memory_share)),
+        dtype=backend_args.get("dtype"),
+        context=_context(backend_args.get("context_length")),
         flag_of={"memory_share": "--sglang-mem-fraction-static", "context": "--sglang-context-length"},
     )
 

@@ -79,19 +79,22 @@ class _AsTheyStand:
     prefix = "sglang_"
 
     def parse(self, groups: list[FlagGroup]) -> dict[str, object]:
-        args: dict[str, object] = {}
+        values: dict[str, object] = {}
         argv: dict[str, list[str]] = {}
         problems = Problems()
         for group in groups:
-            problems.check(self._take, group, args, argv, origin=group.origin)
+            problems.check(self._take, group, values, argv, origin=group.origin)
         problems.report()
-        return {"backend_args": args, "backend_argv": [token for tokens in argv.values() for token in tokens]}
+        return {
+            "backend_args": values,
+            "backend_argv": [token for tokens in argv.values() for token in tokens],
+        }
 
-    def _take(self, group: FlagGroup, args: dict[str, object], argv: dict[str, list[str]]) -> None:
+    def _take(self, group: FlagGroup, values: dict[str, object], argv: dict[str, list[str]]) -> None:
         name = group.name.removeprefix(self.prefix)
         if name in RESERVED:
             raise ValueError(f"{group.typed} must be left out; {RESERVED[name]}")
-        args[name] = group.values[0] if len(group.values) == 1 else group.values or True
+        values[name] = group.values[0] if len(group.values) == 1 else group.values or True
         argv[name] = [f"--{name.replace('_', '-')}", *group.values]
 
 

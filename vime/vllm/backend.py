@@ -6,7 +6,7 @@ The import is light: the functions that need vLLM, Ray or torch import them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slime.config import Config, FlagGroup
@@ -99,22 +99,22 @@ FLAG_OF = {
 _CONTEXT_PARALLEL = ("prefill_context_parallel_size", "decode_context_parallel_size")
 
 
-def engine_facts(args: dict[str, Any]) -> EngineFacts:
-    """Returns the facts about engines with these arguments (vLLM's names) that slime needs."""
+def engine_facts(backend_args: Mapping[str, Any]) -> EngineFacts:
+    """Returns the facts that slime needs about engines with these flags of vLLM (`EngineConfig.backend_args`)."""
     return EngineFacts(
         project="vLLM",
         router="vllm-router",
-        memory_share=args.get("gpu_memory_utilization", ENGINE_SHARE),
-        cache_bytes=args.get("kv_cache_memory_bytes"),
-        dtype=args.get("dtype"),
-        weight_bytes=fp8.WEIGHT_BYTES if fp8.quantises(args) else None,
-        invariant=not fp8.quantises(args)
-        and not args.get("speculative_config")
-        and all((args.get(name) or 1) == 1 for name in _CONTEXT_PARALLEL),
-        drafts=(args.get("speculative_config") or {}).get("method") == "mtp",
-        context=_context(args.get("max_model_len")),
-        data_parallel_size=args.get("data_parallel_size") or 1,
-        pipeline_parallel_size=args.get("pipeline_parallel_size") or 1,
+        memory_share=backend_args.get("gpu_memory_utilization", ENGINE_SHARE),
+        cache_bytes=backend_args.get("kv_cache_memory_bytes"),
+        dtype=backend_args.get("dtype"),
+        weight_bytes=fp8.WEIGHT_BYTES if fp8.quantises(backend_args) else None,
+        invariant=not fp8.quantises(backend_args)
+        and not backend_args.get("speculative_config")
+        and all((backend_args.get(name) or 1) == 1 for name in _CONTEXT_PARALLEL),
+        drafts=(backend_args.get("speculative_config") or {}).get("method") == "mtp",
+        context=_context(backend_args.get("max_model_len")),
+        data_parallel_size=backend_args.get("data_parallel_size") or 1,
+        pipeline_parallel_size=backend_args.get("pipeline_parallel_size") or 1,
         flag_of=FLAG_OF,
     )
 

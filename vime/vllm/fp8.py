@@ -22,9 +22,9 @@ WEIGHT_BYTES = 1 + 4 / 128**2
 _DTYPES = ("bfloat16", "float16", "half", "auto")
 
 
-def quantises(args: Mapping[str, object]) -> bool:
-    """Returns True if engines with these arguments (vLLM's names) quantise their weights."""
-    return args.get("quantization") is not None
+def quantises(backend_args: Mapping[str, object]) -> bool:
+    """Returns true if engines with these flags of vLLM (`EngineConfig.backend_args`) quantise their weights."""
+    return backend_args.get("quantization") is not None
 
 
 def in_blocks(argv: Sequence[str]) -> list[str]:

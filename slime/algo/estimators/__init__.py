@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from slime.algo.estimators.cispo import CISPO
@@ -36,29 +35,29 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
-def estimator_of(args: Namespace | AlgorithmConfig) -> Estimator:
+def estimator_of(algorithm: AlgorithmConfig) -> Estimator:
     """The record that --advantage-estimator names, of a configuration or a hook's namespace."""
-    if args.advantage_estimator not in ESTIMATORS:
+    if algorithm.advantage_estimator not in ESTIMATORS:
         raise ValueError(
-            f"--advantage-estimator must be one of {', '.join(ESTIMATORS)}, got {args.advantage_estimator}"
-            f"{instead('advantage_estimator', args.advantage_estimator, ESTIMATORS)}"
+            f"--advantage-estimator must be one of {', '.join(ESTIMATORS)}, got {algorithm.advantage_estimator}"
+            f"{instead('advantage_estimator', algorithm.advantage_estimator, ESTIMATORS)}"
         )
-    return ESTIMATORS[args.advantage_estimator]
+    return ESTIMATORS[algorithm.advantage_estimator]
 
 
-def surrogate_of(args: Namespace | AlgorithmConfig) -> Surrogate:
+def surrogate_of(algorithm: AlgorithmConfig) -> Surrogate:
     """The record of the policy loss: that of --pg-loss-type, else the estimator's own; with --use-score-centering the
     centred one. Of a configuration or a hook's namespace."""
-    if getattr(args, "use_score_centering", False):  # a hook's namespace may lack it
+    if algorithm.use_score_centering:
         return CENTRED
-    if args.pg_loss_type is None:
-        return estimator_of(args).surrogate
-    if args.pg_loss_type not in SURROGATES:
+    if algorithm.pg_loss_type is None:
+        return estimator_of(algorithm).surrogate
+    if algorithm.pg_loss_type not in SURROGATES:
         raise ValueError(
-            f"--pg-loss-type must be one of {', '.join(SURROGATES)}, got {args.pg_loss_type}"
-            f"{instead('pg_loss_type', args.pg_loss_type, SURROGATES)}"
+            f"--pg-loss-type must be one of {', '.join(SURROGATES)}, got {algorithm.pg_loss_type}"
+            f"{instead('pg_loss_type', algorithm.pg_loss_type, SURROGATES)}"
         )
-    return SURROGATES[args.pg_loss_type]
+    return SURROGATES[algorithm.pg_loss_type]
 
 
 __all__ = [

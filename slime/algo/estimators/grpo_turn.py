@@ -6,7 +6,6 @@ Both are normalized in the same way, so that --use-dr-grpo, --disable-grpo-std-n
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from slime.algo.estimators.record import Estimator, Response, same_for_all_tokens
@@ -15,10 +14,12 @@ from slime.algo.surrogates import CLIPPED
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slime.config.schema import Config
 
-def _response_and_turn(args: Namespace, response: Response) -> tuple[Tensor, Tensor]:
+
+def _response_and_turn(c: Config, response: Response) -> tuple[Tensor, Tensor]:
     """`A_t = r + turn_advantages_t`, fp32 (`slime.data.agents.turn_rewards`)."""
-    same, _ = same_for_all_tokens(args, response)
+    same, _ = same_for_all_tokens(c, response)
     found = same + response.columns["turn_advantages"].to(same)
     return found, found
 

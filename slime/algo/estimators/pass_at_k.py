@@ -7,7 +7,6 @@ grpo_passk).
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -38,16 +37,16 @@ def contribution(reward: float, others: Sequence[float], k: int) -> float:
     )
 
 
-def _raises_the_best(args: Namespace, response: Response) -> tuple[Tensor, Tensor]:
+def _raises_the_best(c: Config, response: Response) -> tuple[Tensor, Tensor]:
     group = response.columns["group_rewards"].tolist()  # its own reward first
-    k = args.pass_at_k or len(group)
+    k = c.algorithm.pass_at_k or len(group)
     if not 2 <= k <= len(group):
         raise ValueError(
             f"--pass-at-k must be from 2 to the rollouts of a group, got {k} for a group of {len(group)}; raise "
             "--n-samples-per-prompt, or keep whole groups in your hooks"
         )
     found = contribution(group[0], group[1:], k)
-    return same_for_all_tokens(args, replace(response, reward=found))
+    return same_for_all_tokens(c, replace(response, reward=found))
 
 
 def _group_holds_k(c: Config) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from slime.algo.estimators.record import Estimator, Response
@@ -11,8 +10,10 @@ from slime.algo.surrogates import CLIPPED
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slime.config.schema import Config
 
-def _generalised(args: Namespace, response: Response) -> tuple[Tensor, Tensor]:
+
+def _generalised(c: Config, response: Response) -> tuple[Tensor, Tensor]:
     """GAE over the trained tokens: `x = -kl_coef * kl`, and `reward` added at the last of them.
 
     The tokens of tools are no actions: a trained token is followed by the next trained token, and advantages and
@@ -23,8 +24,8 @@ def _generalised(args: Namespace, response: Response) -> tuple[Tensor, Tensor]:
     from slime.algo.returns import gae, penalised
 
     values = response.columns["values"].float()
-    trained, x = penalised(response.reward, response.mask, response.kl, kl_coef=args.kl_coef)
-    found, _ = gae(x, values[trained], args.gamma, args.lambd)
+    trained, x = penalised(response.reward, response.mask, response.kl, kl_coef=c.algorithm.kl_coef)
+    found, _ = gae(x, values[trained], c.algorithm.gamma, c.critic.lambd)
     advantages = torch.zeros_like(values).index_copy(0, trained, found)
     return advantages, advantages + values
 

@@ -8,7 +8,6 @@ Shapes: R_i response tokens of sample i.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -45,8 +44,8 @@ class Estimator:
     """Describes the advantages in docs/algorithms.md."""
     surrogate: Surrogate
     """Its policy loss, unless --pg-loss-type names another."""
-    estimate: Callable[[Namespace, Response], tuple[Tensor, Tensor]]
-    """`estimate(args, response)`: the advantages of a sample before --normalize-advantages, and its returns, [R_i] fp32
+    estimate: Callable[[Config, Response], tuple[Tensor, Tensor]]
+    """`estimate(c, response)`: the advantages of a sample before --normalize-advantages, and its returns, [R_i] fp32
     each."""
     group: Literal["none", "mean", "mean and std"] = "none"
     """Which statistics of its group normalize a reward."""
@@ -80,7 +79,7 @@ class Estimator:
 _OF_MEAN = frozenset({"disable_rewards_normalization"})
 
 
-def same_for_all_tokens(args: Namespace, response: Response) -> tuple[Tensor, Tensor]:
+def same_for_all_tokens(c: Config, response: Response) -> tuple[Tensor, Tensor]:
     """`A_t = r`, fp32; the returns are the same."""
     import torch
 

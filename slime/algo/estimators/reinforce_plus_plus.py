@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from slime.algo.estimators.record import Estimator, Response
@@ -14,17 +13,17 @@ if TYPE_CHECKING:
     from slime.config.schema import Config
 
 
-def _discounted(args: Namespace, response: Response) -> tuple[Tensor, Tensor]:
+def _discounted(c: Config, response: Response) -> tuple[Tensor, Tensor]:
     from slime.algo.returns import discounted_returns
 
     returns = discounted_returns(
-        response.reward, response.mask, response.kl, kl_coef=args.kl_coef, gamma=args.gamma
+        response.reward, response.mask, response.kl, kl_coef=c.algorithm.kl_coef, gamma=c.algorithm.gamma
     )
     return returns, returns
 
 
-def _less_kl(args: Namespace, response: Response) -> tuple[Tensor, Tensor]:
-    penalty: Tensor = args.kl_coef * response.kl.float()
+def _less_kl(c: Config, response: Response) -> tuple[Tensor, Tensor]:
+    penalty: Tensor = c.algorithm.kl_coef * response.kl.float()
     returns = response.reward - penalty
     return returns, returns
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from slime.config.schema import Config
 
 
-def _less_the_others(args: Namespace, response: Response) -> tuple[Tensor, Tensor]:
+def _less_the_others(c: Config, response: Response) -> tuple[Tensor, Tensor]:
     """`A_t = r_i - mean(r_j, j != i) = n / (n - 1) * (r_i - mean(r))`, n rollouts in the group; fp32."""
     rollouts = len(response.columns["group_rewards"])
     if rollouts < 2:
@@ -23,7 +22,7 @@ def _less_the_others(args: Namespace, response: Response) -> tuple[Tensor, Tenso
             "--advantage-estimator rloo must have at least 2 rollouts in each group, got 1; the baseline of an answer "
             "is the mean of the other answers: raise --n-samples-per-prompt, or keep whole groups in your hooks"
         )
-    return same_for_all_tokens(args, replace(response, reward=response.reward * rollouts / (rollouts - 1)))
+    return same_for_all_tokens(c, replace(response, reward=response.reward * rollouts / (rollouts - 1)))
 
 
 def _centred(c: Config) -> None:

@@ -5,7 +5,6 @@ The paper has no lower clip: --eps-clip 1 or more.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from slime.algo.surrogates.record import Surrogate
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slime.algo.token_columns import TokenColumns
+    from slime.config.schema import Config
 
 
 def compute_cispo_loss(
@@ -28,9 +28,9 @@ def compute_cispo_loss(
 
 
 def _weighted_log_prob(
-    args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor
+    c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor
 ) -> tuple[Tensor, Tensor]:
-    clips = args.eps_clip, args.eps_clip_high
+    clips = c.algorithm.eps_clip, c.algorithm.eps_clip_high
     return compute_cispo_loss(ppo_kl, log_probs, t["advantages"], *clips)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from slime.algo.surrogates.record import Surrogate
@@ -40,9 +39,9 @@ def compute_policy_loss(
     return loss, active
 
 
-def clipped(args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
+def clipped(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
     """`compute_policy_loss` with the clips of the flags."""
-    clips = args.eps_clip, args.eps_clip_high, args.eps_clip_c
+    clips = c.algorithm.eps_clip, c.algorithm.eps_clip_high, c.algorithm.eps_clip_c
     return compute_policy_loss(ppo_kl, t["advantages"], *clips)
 
 

@@ -7,7 +7,6 @@ depend on micro-batches or ranks. It is made once per rollout, in the column cho
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from slime.algo.surrogates.clip import CLIPS, below_one, clipped
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
     from slime.algo.token_columns import TokenColumns
     from slime.config.schema import Config
+    from slime.config.sections.algorithm import AlgorithmConfig
 
 
 def covariance(advantages: Tensor, old_log_probs: Tensor, group: ProcessGroup | None) -> tuple[Tensor, int]:
@@ -53,19 +53,19 @@ def at_most(count: int, values: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _of_band(
-    args: Namespace, advantages: Tensor, old: Tensor, keys: Tensor, group: ProcessGroup | None
+    algorithm: AlgorithmConfig, advantages: Tensor, old: Tensor, keys: Tensor, group: ProcessGroup | None
 ) -> Tensor:
     """Clip-Cov: of the tokens between the bounds, max(1, ratio * N) of the rollout's N at random."""
     import torch
 
     found, count = covariance(advantages, old, group)
-    inside = (found > args.clip_cov_lb) & (found < args.clip_cov_ub)
+    inside = (found > algorithm.clip_cov_lb) & (found < algorithm.clip_cov_ub)
     draws = torch.where(inside, uniform(keys), torch.inf)
-    return at_most(max(1, int(args.clip_cov_ratio * count)), draws, group)
+    return at_most(max(1, int(algorithm.clip_cov_ratio * count)), draws, group)
 
 
 def _largest(
-    args: Namespace, advantages: Tensor, old: Tensor, keys: Tensor, group: ProcessGroup | None
+    algorithm: AlgorithmConfig, advantages: Tensor, old: Tensor, keys: Tensor, group: ProcessGroup | None
 ) -> Tensor:
     """KL-Cov: the max(1, ratio * N) tokens of the largest covariance, of those above 0."""
     import torch
@@ -73,26 +73,26 @@ def _largest(
     found, count = covariance(advantages, old, group)
     # 1 / x turns the order round, and keeps it: x is positive
     smallest = torch.where(found > 0, found.reciprocal(), torch.inf)
-    return at_most(max(1, int(args.kl_cov_ratio * count)), smallest, group)
+    return at_most(max(1, int(algorithm.kl_cov_ratio * count)), smallest, group)
 
 
-def _without_chosen(
-    args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor
-) -> tuple[Tensor, Tensor]:
+def _without_chosen(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
     """PPO's clipped term, and 0 for chosen tokens (Clip-Cov)."""
-    loss, active = clipped(args, t, log_probs, ppo_kl)
+    loss, active = clipped(c, t, log_probs, ppo_kl)
     keep = 1 - t["chosen_tokens"]
     return loss * keep, active * keep + t["chosen_tokens"]
 
 
-def _held_back(args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
+def _held_back(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
     """`-ratio * A`, and `+ kl_cov_coef * abs(log_ratio)` for chosen tokens (KL-Cov). Nothing is clipped."""
     import torch
 
     from slime.algo.importance import ratio_of, weighted
 
     loss = -ratio_of(-ppo_kl) * t["advantages"]
-    return loss + args.kl_cov_coef * weighted(ppo_kl.abs(), t["chosen_tokens"]), torch.zeros_like(ppo_kl)
+    return loss + c.algorithm.kl_cov_coef * weighted(ppo_kl.abs(), t["chosen_tokens"]), torch.zeros_like(
+        ppo_kl
+    )
 
 
 def _summed(values: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from slime.algo.surrogates.clip import below_one
@@ -13,11 +12,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slime.algo.token_columns import TokenColumns
+    from slime.config.schema import Config
 
 
-def _geometric_mean(
-    args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor
-) -> tuple[Tensor, Tensor]:
+def _geometric_mean(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
     """`-A * exp((mask * d).sum() / mask.sum())` per sequence, `d` the log-ratio, clipped token by token.
 
     Where A > 0, `d = min(log_ratio, log_ratio.clamp(log(1 - eps_clip), log(1 + eps_clip_high)))`; where A < 0, the
@@ -27,7 +25,7 @@ def _geometric_mean(
 
     from slime.algo.importance import ratio_of, sequence_mean
 
-    low, high = math.log(1 - args.eps_clip), math.log(1 + args.eps_clip_high)
+    low, high = math.log(1 - c.algorithm.eps_clip), math.log(1 + c.algorithm.eps_clip_high)
     log_ratio, advantages = -ppo_kl, t["advantages"]
     bounded = log_ratio.clamp(low, high)
     pessimistic = torch.where(

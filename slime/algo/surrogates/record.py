@@ -8,7 +8,6 @@ Shapes: R response tokens of a micro-batch, N trained tokens of a rank.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
     from slime.algo.token_columns import TokenColumns
     from slime.config.schema import Config
+    from slime.config.sections.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Surrogate:
     name: str
     policy: str
     """Describes the term in docs/algorithms.md."""
-    per_token: Callable[[Namespace, TokenColumns, Tensor, Tensor], tuple[Tensor, Tensor]]
-    """`per_token(args, t, log_probs, ppo_kl)`: the loss of each token, and 1.0 where a clip was active, [R] each. The
+    per_token: Callable[[Config, TokenColumns, Tensor, Tensor], tuple[Tensor, Tensor]]
+    """`per_token(c, t, log_probs, ppo_kl)`: the loss of each token, and 1.0 where a clip was active, [R] each. The
     ratio is `exp(-ppo_kl)`, with `ppo_kl = old - log_probs`. `t` has all columns."""
     source: str = ""
     """The paper."""
@@ -44,10 +44,10 @@ class Surrogate:
     """The columns that it needs before the first step, as in an estimator's record."""
     flags: frozenset[str] = frozenset()
     """The fields of the configuration that `per_token` and `choose` read."""
-    choose: Callable[[Namespace, Tensor, Tensor, Tensor, ProcessGroup | None], Tensor] | None = None
-    """`choose(args, advantages, old_log_probs, keys, group)` makes the column chosen_tokens from all trained tokens of
-    a rollout, [N] each: 1.0 for the tokens that the surrogate treats apart. `keys` int64 tells tokens apart, whichever
-    rank has them. Collective over `group`."""
+    choose: Callable[[AlgorithmConfig, Tensor, Tensor, Tensor, ProcessGroup | None], Tensor] | None = None
+    """`choose(algorithm, advantages, old_log_probs, keys, group)` makes the column chosen_tokens from all trained
+    tokens of a rollout, [N] each: 1.0 for each chosen token, which the surrogate treats differently. `keys` int64
+    identify the tokens on every rank. Collective over `group`."""
     aliases: tuple[str, ...] = ()
     """Names that TRL, verl and others give it."""
     weighs: bool = False

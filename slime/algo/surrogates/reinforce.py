@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from slime.algo.surrogates.record import Surrogate
@@ -12,19 +11,20 @@ if TYPE_CHECKING:
 
     from slime.algo.token_columns import TokenColumns
     from slime.config.schema import Config
+    from slime.config.sections.off_policy import OffPolicyConfig
 
 LEAST_TAIL = 1e-6
 """Least probability outside of the top-k, on both sides (2609.20807, appendix A.3)."""
 
 
-def _log_prob(args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
+def _log_prob(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
     """`-A * log_probs`. Nothing is clipped."""
     import torch
 
     return -t["advantages"] * log_probs, torch.zeros_like(ppo_kl)
 
 
-def centering(args: Namespace, log_p: Tensor, log_q: Tensor, known: Tensor) -> Tensor:
+def centering(off_policy: OffPolicyConfig, log_p: Tensor, log_q: Tensor, known: Tensor) -> Tensor:
     """The centering term of each token, [R], from log-probs [R, K] of the policy p and the sampler q at the sampler's
     top-k ids, where `known`.
 
@@ -43,14 +43,14 @@ def centering(args: Namespace, log_p: Tensor, log_q: Tensor, known: Tensor) -> T
         tails = [(1 - x.sum(1)).clamp(min=LEAST_TAIL) for x in (q, p)]
         rho = tails[0] / tails[1]
         weights, of_tail = torch.ones_like(q), torch.ones_like(rho)
-        if args.use_tis:
+        if off_policy.use_tis:
             ratio = torch.where(known, ratio_of(log_p - log_q), 0)
-            weights, of_tail = bounded(args, ratio), bounded(args, 1 / rho)
+            weights, of_tail = bounded(off_policy, ratio), bounded(off_policy, 1 / rho)
         coefficients = weights * q - (rho * of_tail)[:, None] * p
     return (torch.where(known, coefficients, 0) * torch.where(known, log_p, 0)).sum(1)
 
 
-def _centred(args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
+def _centred(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
     """`-A * (w * log_probs - centering)`, with the weight w of --use-tis (else 1) of the sampled token. The caller
     multiplies by no weight."""
     import torch
@@ -60,10 +60,10 @@ def _centred(args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor
 
     advantages = t["advantages"]
     assert t.of_ids is not None, "every head computes them for a loss that reads ids"
-    term = centering(args, t.of_ids, t["rollout_top_log_probs"], t["rollout_top_ids"] >= 0)
+    term = centering(c.off_policy, t.of_ids, t["rollout_top_log_probs"], t["rollout_top_ids"] >= 0)
     weighted = log_probs
-    if args.use_tis:
-        weighted = bounded(args, ratio_of(log_probs.detach() - t["rollout_log_probs"])) * log_probs
+    if c.off_policy.use_tis:
+        weighted = bounded(c.off_policy, ratio_of(log_probs.detach() - t["rollout_log_probs"])) * log_probs
     return -advantages * (weighted - term), torch.zeros_like(ppo_kl)
 
 

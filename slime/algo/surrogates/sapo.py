@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from slime.algo.surrogates.record import Surrogate
@@ -11,9 +10,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slime.algo.token_columns import TokenColumns
+    from slime.config.schema import Config
 
 
-def _soft_gate(args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
+def _soft_gate(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
     """`-(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * A`, `tau` by the sign of A.
 
     Its gradient in the log-prob is `-w * ratio * A`, with `w = 4 p (1 - p)` and p the sigmoid: 1 at ratio 1, smaller on
@@ -24,7 +24,7 @@ def _soft_gate(args: Namespace, t: TokenColumns, log_probs: Tensor, ppo_kl: Tens
     from slime.algo.importance import ratio_of
 
     advantages = t["advantages"]
-    tau = torch.where(advantages > 0, args.sapo_tau_pos, args.sapo_tau_neg)
+    tau = torch.where(advantages > 0, c.algorithm.sapo_tau_pos, c.algorithm.sapo_tau_neg)
     gate = torch.sigmoid(tau * (ratio_of(-ppo_kl) - 1)) * 4 / tau
     return -gate * advantages, torch.zeros_like(ppo_kl)
 

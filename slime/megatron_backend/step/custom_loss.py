@@ -19,8 +19,10 @@ from slime.algo.selected_log_probs import (
     ContextParallelLayout,
     Pair,
     SelectedLogprobRequest,
-    compute_selected_logprobs,
+    selected_log_probs,
 )
+from slime.config.schema import Config, section_of
+from slime.config.sections.kernels import KernelsConfig
 from slime.megatron_backend.step.context_parallel import response_bounds
 from slime.types import TrainData
 
@@ -28,7 +30,6 @@ from slime.types import TrainData
 def get_responses(
     logits: Tensor,
     *,
-    args: Namespace,
     unconcat_tokens: list[Tensor],
     total_lengths: list[int],
     response_lengths: list[int],
@@ -36,7 +37,7 @@ def get_responses(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(logits [r_i, V_local], their tokens [r_i]) of each sample. `logits` are those that a custom loss gets.
 
-    The logits are divided by the temperature already. `args` and further arguments are not read.
+    The logits are divided by the temperature already. Further arguments, such as `args`, are not read.
     """
     bounds = [
         response_bounds(total, response)
@@ -73,7 +74,6 @@ def get_log_probs_and_entropy(
     chunks = list(
         get_responses(
             logits,
-            args=args,
             unconcat_tokens=unconcat_tokens,
             total_lengths=total_lengths,
             response_lengths=response_lengths,
@@ -90,7 +90,7 @@ def get_log_probs_and_entropy(
         with_entropy_grad=with_entropy,
         chunk_size=-1,
     )
-    log_probs, entropy = compute_selected_logprobs(args=args, request=request, native=_by_logp)
+    log_probs, entropy = selected_log_probs(section_of(KernelsConfig, args), request, _by_logp)
     rows = [len(of_sample) for _, of_sample in chunks]
     out = {"log_probs": list(log_probs[:, 0].split(rows))}
     if entropy is not None:
@@ -105,4 +105,5 @@ def _by_logp(logits: Tensor, tokens: Tensor, group: object, *, with_entropy: boo
 
 def compute_advantages_and_returns(args: Namespace, rollout_data: TrainData) -> None:
     """Set `advantages`, `returns` and `kl` of `rollout_data` by --advantage-estimator, as without a hook."""
-    ppo.compute_advantages_and_returns(args, rollout_data, dp_group=parallel_state.get_data_parallel_group())
+    group = parallel_state.get_data_parallel_group()
+    ppo.compute_advantages_and_returns(Config.of_args(args), rollout_data, dp_group=group)

@@ -7,7 +7,6 @@ Changes no weight, no optimizer and no random state: the passes run in evaluatio
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from slime import operators
 from slime.algo.losses import loss_of
 from slime.config import Config
+from slime.config.hook_calls import Hooks
 from slime.data.packing import MicroBatch
 from slime.data.rank_data import RankData
 from slime.megatron_backend.step.batches import Batches
@@ -35,19 +35,19 @@ class HeldOut:
     def __init__(
         self,
         config: Config,
-        args: Namespace,
+        hooks: Hooks,
         learner: Learner,
         models: Mapping[str, nn.Module],
         batches: Batches,
     ) -> None:
         self.config, self.learner, self.batches = config, learner, batches
         self.timers = Timers()
-        self.scorers = scorers_of(config, args, models, learner.info, batches, self.timers)
+        self.scorers = scorers_of(config, hooks, models, learner.info, batches, self.timers)
         # The one-pass head of training computes gradients in its forward, so a head for passes is used.
         value = loss_of(config.algorithm).head == "value"
         kind = operators.VALUES if value else operators.pass_head(config)
         self.head = head_of(config, kind, learner.model, learner.info)
-        self.setup = LossSetup(config, args, self.head, self.timers)
+        self.setup = LossSetup(config, hooks, self.head, self.timers)
 
     @torch.no_grad()
     def means(self, data: RankData) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -15,9 +14,9 @@ from slime.algo.losses import loss_of
 from slime.algo.needs import ids_read
 from slime.algo.token_columns import HookView, Losses, TokenColumns
 from slime.config import Config
+from slime.config.hook_calls import Hooks
 from slime.data.columns import present
 from slime.data.packing import MicroBatch
-from slime.hooks import load_function
 from slime.megatron_backend.step.context_parallel import hook_view
 from slime.megatron_backend.step.heads.head import LmHead, MicroBatchLoss
 from slime.megatron_backend.step.native import EntropyUse
@@ -28,11 +27,11 @@ from slime.types import TrainData
 
 @dataclass(frozen=True)
 class LossSetup:
-    """What the losses of all micro-batches share. `args` is the flat namespace that objectives and hooks read.
+    """What the losses of all micro-batches share. `hooks.config` has the flags that objectives read.
     `predictions`: multi-token prediction, None if the run does not train it."""
 
     config: Config
-    args: Namespace
+    hooks: Hooks
     head: LmHead
     timers: Timers
     predictions: Predictions | None = None
@@ -62,7 +61,9 @@ def objective_loss(
         return custom_loss(setup, data, batch, output, normaliser)
     total_lengths = [data["total_lengths"][i] for i in batch.samples]
     response_lengths = [data["response_lengths"][i] for i in batch.samples]
-    view = hook_view(batch, total_lengths, response_lengths, head.ranks)
+    view, flags = hook_view(batch, total_lengths, response_lengths, head.ranks), setup.hooks.config
+    if flags.off_policy.custom_tis_function_path:
+        view = replace(view, args=setup.hooks.args)
     per_token = {"sample_of_row": batch.sample_of_row, **batch.columns}
     per_token = {name: head.loss_rows(batch, x) for name, x in per_token.items()}
 
@@ -73,7 +74,7 @@ def objective_loss(
         sample_of_row = of_rows.pop("sample_of_row")
         lengths = total_lengths, response_lengths
         columns = TokenColumns(log_probs, entropy, of_rows, sample_of_row, *lengths, normaliser, view, of_ids)
-        return objective(setup.args, columns)
+        return objective(flags, columns)
 
     use: EntropyUse = "loss" if config.algorithm.entropy_coef != 0 else "metric"
     ids = None if (column := ids_read(config)) is None else batch.columns[column]
@@ -97,13 +98,10 @@ def custom_loss(
     def sum_of_sample_mean(per_token: Tensor) -> Tensor:
         return weighted(per_token, weights).sum()
 
-    path = setup.config.algorithm.custom_loss_function_path
-    assert path is not None  # otherwise this loss is not chosen
-    hook = load_function(path, flag="--custom-loss-function-path")
     with setup.timers.measure("forward"):
         logits = setup.head.logits(batch, output)
     with setup.timers.measure("policy_loss"):
-        loss, metrics = hook(setup.args, columns, logits, sum_of_sample_mean)
+        loss, metrics = setup.hooks.call("custom_loss_function_path", columns, logits, sum_of_sample_mean)
     loss = view.total(loss)
     parts = {name: view.total(x.detach()) for name, x in metrics.items() if isinstance(x, Tensor)}
     sums = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from slime.config import Config
-from slime.hooks import load_function
+from slime.config.hook_calls import Hooks
 from slime.megatron_backend.checkpoint.background import BackgroundSaves
 from slime.megatron_backend.checkpoint.merged import merged
 from slime.megatron_backend.checkpoint.own_slices import OwnSlices
@@ -34,12 +34,14 @@ class Outputs:
     def __init__(
         self,
         config: Config,
+        hooks: Hooks,
         models: Models,
         device: torch.device,
         version: int,
         explained: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self.config, self.models, self.version, self._explained = config, models, version, explained
+        self._hooks = hooks
         # half: the error that names an engine that hangs comes before those of the other ranks, which wait for rank 0
         timeout_s = 30.0 * config.cluster.distributed_timeout_minutes
         minutes = config.cluster.distributed_timeout_minutes
@@ -112,12 +114,10 @@ class Outputs:
         return Snapshot(flags.update_weight_delta_encoding, flags.update_weight_delta_checksum)
 
     def _written(self) -> Written | None:
-        path = self.config.weight_update.custom_update_weight_post_write_path
-        if path is None:
+        name = "custom_update_weight_post_write_path"
+        if self.config.value_of(name) is None:
             return None
-        hook = load_function(path, flag="--custom-update-weight-post-write-path")
-        args = self.config.namespace()
-        return lambda folder, engines: hook(args, str(folder), engines)
+        return lambda folder, engines: self._hooks.call(name, str(folder), engines)
 
     def _export(self) -> Export:
         main = self.models.main

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
 
 import torch
@@ -10,10 +9,10 @@ from torch import Tensor
 
 from slime import operators
 from slime.config import Config
+from slime.config.hook_calls import Hooks
 from slime.data.packing import MicroBatch
 from slime.data.rank_data import RankData
 from slime.divergence import DivergedError
-from slime.hooks import load_function
 from slime.megatron_backend.kept_samples import KeptSamples
 from slime.megatron_backend.model.gpt import parts_of
 from slime.megatron_backend.step.audit import Audit
@@ -34,14 +33,14 @@ class PolicyTraining:
     def __init__(
         self,
         config: Config,
-        args: Namespace,
+        hooks: Hooks,
         learner: Learner,
         batches: Batches,
         replay: Replay,
         audit: Audit,
         old: OldLogProbs | None,
     ) -> None:
-        self.config, self.args, self.learner, self.batches = config, args, learner, batches
+        self.config, self.hooks, self.learner, self.batches = config, hooks, learner, batches
         self.replay, self.audit, self.old = replay, audit, old
         self.kept = KeptSamples(config, learner.info)
         self.first_rollout = config.critic.first_of_policy
@@ -49,7 +48,7 @@ class PolicyTraining:
         ahead = None
         if config.algorithm.enable_mtp_training:
             ahead = Predictions(self.head, config.algorithm.mtp_loss_scaling_factor)
-        self.setup = LossSetup(config, args, self.head, learner.timers, ahead)
+        self.setup = LossSetup(config, hooks, self.head, learner.timers, ahead)
 
     def train(self, rollout_id: int, data: RankData) -> tuple[list[dict[str, float]], dict[str, float]]:
         """All optimizer steps of a rollout: the metrics of each, and those of the audit. Collective over all ranks."""
@@ -65,10 +64,8 @@ class PolicyTraining:
     def optimizer_steps(self, rollout_id: int, data: RankData) -> list[dict[str, float]]:
         learner, steps = self.learner, []
         for step_id, micro_batches in enumerate(data.steps):
-            if path := self.config.value_of("custom_megatron_before_train_step_hook_path"):
-                hook = load_function(path, flag="--custom-megatron-before-train-step-hook-path")
-                parts = parts_of(learner.model)
-                hook(self.args, rollout_id, step_id, parts, learner.optimizer, learner.scheduler)
+            inputs = parts_of(learner.model), learner.optimizer, learner.scheduler
+            self.hooks.call("custom_megatron_before_train_step_hook_path", rollout_id, step_id, *inputs)
             steps.append(self._step(rollout_id, data, micro_batches, step_id))
         learner.require_finite(rollout_id)
         return steps

@@ -8,7 +8,6 @@ A pass of a frozen model covers all samples. Old log-probs may come from the fir
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,10 +20,10 @@ from slime import operators
 from slime.algo.losses import loss_of
 from slime.algo.needs import before_first_step, draws_in_loss, needs_old_log_probs
 from slime.config import Config
+from slime.config.hook_calls import Hooks
 from slime.data import top_tokens
 from slime.data.packing import MicroBatch
 from slime.data.rank_data import RankData
-from slime.hooks import load_function
 from slime.megatron_backend.lora.install import without_adapters
 from slime.megatron_backend.model.gpt import parts_of, unwrapped, vocab_range
 from slime.megatron_backend.parallel import ParallelInfo
@@ -105,7 +104,7 @@ class Pass:
         self,
         role: Role,
         config: Config,
-        args: Namespace,
+        hooks: Hooks,
         model: nn.Module,
         per_token: PerToken,
         info: ParallelInfo,
@@ -116,16 +115,15 @@ class Pass:
         width: int = 0,
     ) -> None:
         self.role, self.model, self.of_policy, self.width = role, model, of_policy, width
-        self._config, self._args = config, args
+        self._config, self._hooks = config, hooks
         self._per_token, self._info, self._batches, self._timers = per_token, info, batches, timers
 
     def over(self, data: RankData, micro_batches: list[list[int]]) -> dict[int, Tensor]:
         """The column, by sample of `micro_batches`. Calls --custom-megatron-before-log-prob-hook-path first."""
         with self._timers.measure(self.role.timer):
-            path = self._config.value_of("custom_megatron_before_log_prob_hook_path")
-            if path and self.role.head == "lm":
-                hook = load_function(path, flag="--custom-megatron-before-log-prob-hook-path")
-                hook(self._args, parts_of(self.model), self.role.prefix)
+            if self.role.head == "lm":
+                model = parts_of(self.model)
+                self._hooks.call("custom_megatron_before_log_prob_hook_path", model, self.role.prefix)
             with self._as_role():
                 return self._column(data, micro_batches)
 
@@ -226,7 +224,7 @@ class OldLogProbs:
 
 def scorers_of(
     config: Config,
-    args: Namespace,
+    hooks: Hooks,
     models: Mapping[str, nn.Module],
     info: ParallelInfo,
     batches: Batches,
@@ -243,7 +241,7 @@ def scorers_of(
             head = head_of(config, operators.pass_head(config), model, info)
             per_token = top_of(head, count, models[POLICY.name]) if count else log_probs_of(head)
         its_pass = Pass(
-            *(role, config, args, model, per_token, info, batches, timers),
+            *(role, config, hooks, model, per_token, info, batches, timers),
             of_policy=role is POLICY,
             width=1 + 2 * count if count else 0,
         )

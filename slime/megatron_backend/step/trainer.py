@@ -26,11 +26,11 @@ from slime.algo.losses import loss_of
 from slime.algo.ppo import compute_advantages_and_returns
 from slime.checkpoints import checkpoint_dir
 from slime.config import Config
+from slime.config.hook_calls import Hooks
 from slime.config.sections.cluster import PARTS
 from slime.config.sections.debug import profiled_steps
 from slime.data.rank_data import RankData, rollout_means
 from slime.divergence import DivergedError
-from slime.hooks import load_function
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import reset_states
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
@@ -66,12 +66,12 @@ class MegatronTrainer:
     def __init__(
         self, config: Config, rank: int, world_size: int, *, init_method: str, local_rank: int = 0
     ) -> None:
-        self.config, self.args = config, config.namespace()
+        self.config, self.hooks = config, Hooks(config)
         outbox.begin()
         self.info = init_parallel(rank, world_size, config, init_method=init_method, local_rank=local_rank)
         operators.install(config)
         self.decisions = operators.decide(config, self.info.device.type)
-        self._hook("custom_megatron_init_path", self.args)
+        self.hooks.call("custom_megatron_init_path")
         self.hf_config = load_hf_config(config.rollout.hf_checkpoint)
         self.timers = Timers.on(self.info.device)
         self.memory_history = MemoryHistory(config, f"{name_of(config)}-{rank}")
@@ -82,10 +82,12 @@ class MegatronTrainer:
         self.start_rollout_id = config.data.start_rollout_id or 0
         if (resumed := self.models.main.resumed) is not None:
             self.start_rollout_id = checkpoint_dir.first_rollout(config, resumed["rollout_id"])
-        self.outputs = Outputs(config, self.models, self.info.device, self.start_rollout_id, self._explained)
+        self.outputs = Outputs(
+            config, self.hooks, self.models, self.info.device, self.start_rollout_id, self._explained
+        )
         self.replay = Replay(config, self.info)
         self.batches = Batches(config, self.hf_config, self.info, self.replay, self.timers)
-        self.scorers = scorers_of(config, self.args, self.models, self.info, self.batches, self.timers)
+        self.scorers = scorers_of(config, self.hooks, self.models, self.info, self.batches, self.timers)
         self.trainings = self._trainings()
         self.held_out: HeldOut | None = None
         steps, name = profiled_steps(config.debug.profile_steps), f"{name_of(config)}-{rank}"
@@ -105,7 +107,7 @@ class MegatronTrainer:
         if (policy := learners.get(POLICY.name)) is not None:
             old = next((scorer for scorer in self.scorers if isinstance(scorer, OldLogProbs)), None)
             audit = Audit(config, self.info, self.timers, temperature_of(config))
-            found.append(PolicyTraining(config, self.args, policy, self.batches, self.replay, audit, old))
+            found.append(PolicyTraining(config, self.hooks, policy, self.batches, self.replay, audit, old))
         return found
 
     @property
@@ -161,7 +163,7 @@ class MegatronTrainer:
             flags = self.config.algorithm
             length = flags.dr_grpo_length if flags.use_dr_grpo else None
             data.to_device(self.info.device, per_token=flags.calculate_per_token_loss, length=length)
-            self._hook("rollout_data_postprocess_path", self.args, rollout_id, data)
+            self.hooks.call("rollout_data_postprocess_path", rollout_id, data)
         for scorer in self.scorers:
             scorer.fill(data)
 
@@ -189,7 +191,7 @@ class MegatronTrainer:
         with doing, phase:
             residence.bring("parameters")
             if self.held_out is None:
-                self.held_out = HeldOut(self.config, self.args, self.policy, self.models, self.batches)
+                self.held_out = HeldOut(self.config, self.hooks, self.policy, self.models, self.batches)
             means = {name: self.held_out.means(data) for name, data in sets.items()}
             if away:
                 residence.release("parameters")
@@ -205,10 +207,10 @@ class MegatronTrainer:
         flags = self.config.algorithm
         if not flags.disable_compute_advantages_and_returns and loss_of(flags).rewarded:
             if flags.custom_advantage_function_path:
-                self._hook("custom_advantage_function_path", self.args, data)
-                subtract_penalties(self.args, data)
+                self.hooks.call("custom_advantage_function_path", data)
+                subtract_penalties(self.hooks.config.distillation, data)
             else:
-                compute_advantages_and_returns(self.args, data, dp_group=self.info.dp_group)
+                compute_advantages_and_returns(self.hooks.config, data, dp_group=self.info.dp_group)
         data.reach("advantages")
 
     def _train_roles(
@@ -268,7 +270,3 @@ class MegatronTrainer:
             self.models.close()
             vars(self).clear()
             destroy_parallel()
-
-    def _hook(self, flag: str, *args: object) -> None:
-        if path := self.config.value_of(flag):
-            load_function(path, flag="--" + flag.replace("_", "-"))(*args)

@@ -1,7 +1,6 @@
 """Advantages, returns and importance weights against numbers worked out by hand."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,13 +9,11 @@ from slime.algo.advantage import compute_advantages
 from slime.algo.estimators import Response
 from slime.algo.importance import opsm_mask, sequence_mean
 from slime.algo.returns import discounted_returns, discounted_sum, gae
+from slime.config.schema import Config
 
 
-def args(**changes):
-    defaults = dict(
-        advantage_estimator="grpo", pg_loss_type=None, kl_coef=0.0, gamma=1.0, normalize_advantages=False
-    )
-    return SimpleNamespace(**{**defaults, **changes})
+def flags(**fields):
+    return Config.from_flat(fields)
 
 
 MASKS = [torch.tensor([1, 1, 0]), torch.tensor([1])]
@@ -28,7 +25,7 @@ def responses(*rewards):
 
 
 def test_grpo_spreads_the_reward_over_all_tokens():
-    advantages, returns = compute_advantages(args(), responses(2.0, -1.0))
+    advantages, returns = compute_advantages(flags(), responses(2.0, -1.0))
     assert [a.tolist() for a in advantages] == [[2.0, 2.0, 2.0], [-1.0]]
     assert [r.tolist() for r in returns] == [[2.0, 2.0, 2.0], [-1.0]]
 
@@ -41,14 +38,14 @@ def test_reinforce_plus_plus_discounts_from_the_last_trained_token():
 
 def test_reinforce_plus_plus_baseline_subtracts_the_penalty():
     advantages, _ = compute_advantages(
-        args(advantage_estimator="reinforce_plus_plus_baseline", kl_coef=2.0), responses(1.0, 0.0)
+        flags(advantage_estimator="reinforce_plus_plus_baseline", kl_coef=2.0), responses(1.0, 0.0)
     )
     torch.testing.assert_close(advantages[0], torch.tensor([0.8, 0.6, 0.4]))
     torch.testing.assert_close(advantages[1], torch.tensor([-1.0]))
 
 
 def test_whitening_uses_trained_tokens_only():
-    advantages, returns = compute_advantages(args(normalize_advantages=True), responses(3.0, 0.0))
+    advantages, returns = compute_advantages(flags(normalize_advantages=True), responses(3.0, 0.0))
     # trained values 3, 3, 0: mean 2, Bessel variance 3
     torch.testing.assert_close(advantages[1], torch.tensor([-2 / math.sqrt(3)]), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(advantages[0][:2], torch.full((2,), 1 / math.sqrt(3)), rtol=1e-6, atol=1e-6)
@@ -61,7 +58,7 @@ def test_ppo_estimates_over_the_trained_tokens():
     response = Response(
         1.0, torch.tensor([1, 0, 1]), torch.tensor([0.0, 0.3, 0.5]), columns={"values": values}
     )
-    given = args(advantage_estimator="ppo", kl_coef=0.2, gamma=0.5, lambd=0.5)
+    given = flags(advantage_estimator="ppo", kl_coef=0.2, gamma=0.5, lambd=0.5)
     (advantages,), (returns,) = compute_advantages(given, [response])
     # x = [0, 1 - 0.1]; delta_1 = 0.9 - 0.25 = 0.65; delta_0 = 0.5 * 0.25 - 0.5; A_0 = -0.375 + 0.25 * 0.65
     torch.testing.assert_close(advantages, torch.tensor([-0.2125, 0.0, 0.65]))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from test_policy_loss import args
+from test_policy_loss import flags as flags_of_loss
 
 from slime.algo import mismatch
 from slime.algo.corrections import (
@@ -56,7 +56,7 @@ def flags(**changes):
         rs_veto_threshold=None,
         tis_clip=1000.0,
     )
-    return args(**(values | changes))
+    return flags_of_loss(**(values | changes))
 
 
 def trained(values):
@@ -74,7 +74,9 @@ def trained(values):
     ],
 )
 def test_levels(level, wanted):
-    weights, metrics = importance_weights(flags(tis_level=level), columns(), columns().old_log_probs)
+    weights, metrics = importance_weights(
+        flags(tis_level=level).off_policy, columns(), columns().old_log_probs
+    )
     wanted = [x for x in wanted if x is not None]
     assert trained(weights) == pytest.approx(wanted, rel=1e-5)
     assert trained(metrics["tis"]) == pytest.approx(wanted, rel=1e-5)
@@ -122,7 +124,7 @@ def test_modes():
     ],
 )
 def test_rejection(changes, wanted):
-    keep, metrics = accepted(flags(**changes), columns(), columns().old_log_probs)
+    keep, metrics = accepted(flags(**changes).off_policy, columns(), columns().old_log_probs)
     assert trained(keep) == wanted
     assert trained(metrics["rs_dropped"]) == [1 - x for x in wanted]
 

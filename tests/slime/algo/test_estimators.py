@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from train_data_cases import border as make_data_border
 from train_data_cases import four
-from train_data_cases import make_args as make_data_args
 from trainer_cases import hf_log_probs, make_config, make_samples, rank_data
 
 from slime import operators
@@ -31,13 +31,13 @@ from slime.rules.algorithm import check_algorithm, check_group_size
 NEW = "margin_weighted"
 
 
-def weighted(args: Any, t: TokenColumns, log_probs: torch.Tensor, ppo_kl: torch.Tensor) -> tuple:
+def weighted(c: Config, t: TokenColumns, log_probs: torch.Tensor, ppo_kl: torch.Tensor) -> tuple:
     """-margin A log p, with a margin that the engine gave each token."""
     return -t["margin"] * t["advantages"] * log_probs, torch.zeros_like(log_probs)
 
 
-def half_reward(args: Any, response: Response) -> tuple[torch.Tensor, torch.Tensor]:
-    return same_for_all_tokens(args, replace(response, reward=response.reward / 2))
+def half_reward(c: Config, response: Response) -> tuple[torch.Tensor, torch.Tensor]:
+    return same_for_all_tokens(c, replace(response, reward=response.reward / 2))
 
 
 def small_clip(c: Any) -> None:
@@ -106,8 +106,8 @@ def test_everything_else_reads_the_record(root, record, monkeypatch):
         check_group_size(one)
     with pytest.raises(ValueError, match=f"at most 0.5 with --advantage-estimator {NEW}, got 0.7"):
         check_algorithm(make_config(root, advantage_estimator=NEW, eps_clip=0.7))
-    args = make_data_args(advantage_estimator=NEW)
-    assert post_process_rewards(Config.of_args(args), args, four())[1] == [
+    border = make_data_border(advantage_estimator=NEW)
+    assert post_process_rewards(*border, four())[1] == [
         0.5,
         -0.5,
         -1.0,
@@ -124,7 +124,7 @@ def test_everything_else_reads_the_record(root, record, monkeypatch):
     assert needs_old_log_probs(once) and roles_of(once) == (REFERENCE, POLICY)
     assert "group_advantage" not in operators.called(once)
     check_group_size(one)
-    assert post_process_rewards(Config.of_args(args), args, four())[1] == [1.0, 0.0, 3.0, 5.0]
+    assert post_process_rewards(*border, four())[1] == [1.0, 0.0, 3.0, 5.0]
     monkeypatch.setitem(ESTIMATORS, NEW, replace(record, reads=frozenset({"values"})))
     assert roles_of(config) == (CRITIC, POLICY)
 
@@ -132,7 +132,7 @@ def test_everything_else_reads_the_record(root, record, monkeypatch):
 def test_an_estimator_may_read_siblings_and_values(build, record, monkeypatch):
     """Its record names the columns: the rewards of the group come with the data, the values bring a critic."""
 
-    def above_all(args: Any, response: Response) -> tuple[torch.Tensor, torch.Tensor]:
+    def above_all(c: Config, response: Response) -> tuple[torch.Tensor, torch.Tensor]:
         best = response.columns["group_rewards"].max()
         advantages = response.reward - best - response.columns["values"]
         return advantages, response.columns["values"] + 1
@@ -168,28 +168,17 @@ def test_a_column_that_the_run_does_not_have_is_named(record):
         [1],
         1.0,
     )
-    args = make_data_args()
-    vars(args).update(
-        advantage_estimator=NEW,
-        use_opsm=False,
-        pg_loss_type=None,
-        use_tis=False,
-        use_rs=False,
-        get_mismatch_metrics=False,
-        custom_tis_function_path=None,
-        custom_pg_loss_reducer_function_path=None,
-    )
     with pytest.raises(ValueError, match="the loss must have the column margin, got advantages, loss_denom"):
-        policy_loss(args, t)
+        policy_loss(Config.from_flat({"advantage_estimator": NEW}), t)
 
 
 def test_unknown_names_are_errors():
     with pytest.raises(ValueError, match="--advantage-estimator must be one of grpo, .*, ppo, got grop"):
-        compute_advantages(make_data_args(advantage_estimator="grop"), [])
+        compute_advantages(Config.from_flat({"advantage_estimator": "grop"}), [])
 
 
 def test_a_new_loss_is_a_record(root, build, monkeypatch):
-    def twice(args: Any, t: TokenColumns) -> tuple:
+    def twice(c: Config, t: TokenColumns) -> tuple:
         loss = -2 * t.mean(t.log_probs)
         return loss, {"loss": loss.detach()}, {}
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from argparse import Namespace
 from typing import Any
 
 import pytest
 import torch
-from test_policy_loss import args
+from test_policy_loss import flags
 from torch import Tensor
 
 from slime.algo import mismatch
@@ -23,18 +22,12 @@ from slime.algo.preference import dpo_loss
 from slime.algo.surrogates import SURROGATES
 from slime.algo.token_columns import TokenColumns
 from slime.algo.value_loss import error_sums, value_loss
-from slime.config.sections.algorithm import AlgorithmConfig
-from slime.config.sections.off_policy import OffPolicyConfig
+from slime.config.schema import Config
 
 INF = math.inf
 EXTREMES = (-INF, -1e30, -9999.0, 0.0, 9999.0, INF, math.nan)
 PAIRS = list(itertools.product(EXTREMES, EXTREMES))
 READ = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
-
-
-def flags(**changes: Any) -> Namespace:
-    """Every flag of the objective at its default, with one clip range above."""
-    return Namespace(**{**vars(AlgorithmConfig()), **vars(OffPolicyConfig()), **vars(args()), **changes})
 
 
 def columns(new: float, other: float) -> TokenColumns:
@@ -57,7 +50,7 @@ def columns(new: float, other: float) -> TokenColumns:
     return TokenColumns(log_probs, entropy, table, rows, [5, 5], [3, 3], 2.0)
 
 
-def found(t: TokenColumns, given: Namespace) -> dict[str, Tensor]:
+def found(t: TokenColumns, given: Config) -> dict[str, Tensor]:
     """Loss, metrics and gradients, the tool's tokens included."""
     loss, sums, maxima = policy_loss(given, t)
     loss.backward()
@@ -200,7 +193,7 @@ def test_the_functions_for_hooks_ignore_masked_tokens(function: Any):
         "rollout_log_probs": [torch.tensor([-1.0, -9999.0, INF])],
         "loss_masks": [torch.tensor([1, 0, 0])],
     }
-    pg, _, metrics = function(flags(), pg_loss=torch.tensor([1.0, 1.0, 1.0]), **lists)
+    pg, _, metrics = function(flags().namespace(), pg_loss=torch.tensor([1.0, 1.0, 1.0]), **lists)
     assert pg[0] == 1 and pg.isfinite().all() and all(x.isfinite().all() for x in metrics.values())
 
 
@@ -211,8 +204,8 @@ def test_other_losses_do_not_see_masked_tokens(new: float, other: float):
     results = []
     for t in (want, got):
         t = TokenColumns(t.log_probs, None, {**t.columns, "preference": preference}, *vars_of(t))
-        supervised, _, _ = sft_loss(flags(), t)
-        preferred, _, _ = dpo_loss(flags(), t)
+        supervised, _, _ = sft_loss(t)
+        preferred, _, _ = dpo_loss(flags().algorithm, t)
         (supervised + preferred).backward()
         results.append((supervised, preferred, t.log_probs.grad))
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*results, strict=True))
@@ -289,7 +282,7 @@ def test_the_kl_in_the_reward_and_the_teachers_penalty_do_not_see_them(kind: str
     for of_run in (found, want):
         assert of_run["opd_reverse_kl"][0].isfinite().all()
     assert torch.equal(found["opd_reverse_kl"][0][[0, 2]], want["opd_reverse_kl"][0][[0, 2]])
-    assert distillation_penalties(given, data(extreme))[0].isfinite().all()
+    assert distillation_penalties(given.distillation, data(extreme))[0].isfinite().all()
 
 
 @pytest.mark.parametrize("extreme", EXTREMES)

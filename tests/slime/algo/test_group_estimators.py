@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +11,13 @@ from train_data_cases import border, sample
 from slime.algo.advantage import compute_advantages
 from slime.algo.estimators import Response
 from slime.algo.estimators.pass_at_k import contribution
+from slime.config.schema import Config
 from slime.data.train_data import convert_samples_to_train_data
 
 
 def advantages(data, name, **flags):
     """The advantage of each sample of train data, as the trainer computes it."""
-    given = SimpleNamespace(advantage_estimator=name, normalize_advantages=False, pass_at_k=None, **flags)
+    given = Config.from_flat({"advantage_estimator": name, **flags})
     ones = torch.ones(1)
     responses = [
         Response(reward, ones, 0 * ones, {"group_rewards": torch.as_tensor(group)})
@@ -103,7 +103,7 @@ def test_grpo_turn_adds_the_advantage_of_the_turn():
     half = 2**-0.5
     assert first == pytest.approx([-half, -half, 0, -half, -half], abs=1e-4)
     assert second == pytest.approx([half, half, 0, half, half], abs=1e-4)
-    given = SimpleNamespace(advantage_estimator="grpo_turn", normalize_advantages=False)
+    given = Config.from_flat({"advantage_estimator": "grpo_turn"})
     response = Response(0.5, torch.ones(5), torch.zeros(5), {"turn_advantages": torch.tensor(first)})
     assert compute_advantages(given, [response])[0][0].tolist() == pytest.approx([0.5 + a for a in first])
 
@@ -112,10 +112,10 @@ def test_the_flags_of_normalization_hold_for_turns_too():
     """Differences without the division, and the rewards themselves."""
     samples = [in_turns(0, [1.0, 0.0], 1.0), in_turns(1, [0.0, 2.0], 0.0)]
 
-    config, given = border(advantage_estimator="grpo_turn")
+    config, hooks = border(advantage_estimator="grpo_turn")
 
     def turns(flag):
-        return convert_samples_to_train_data(config.with_values(**{flag: True}), given, samples)
+        return convert_samples_to_train_data(config.with_values(**{flag: True}), hooks, samples)
 
     data = turns("disable_grpo_std_normalization")  # --use-dr-grpo sets it
     assert data["turn_advantages"] == [[-0.5, -0.5, 0, -1, -1], [0.5, 0.5, 0, 1, 1]]

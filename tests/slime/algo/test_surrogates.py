@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
-from test_policy_loss import args, columns
+from test_policy_loss import columns, flags
 
 from slime.algo.estimators import surrogate_of
 from slime.algo.policy_loss import policy_loss
@@ -21,19 +20,19 @@ WHOLE = {"loss_masks": torch.tensor([1, 1, 1]), "loss_denominators": torch.tenso
 """All three tokens count: ratios 2, 5 (advantage 1), and 0.5 (advantage -1) alone in its sample; two samples."""
 
 
-def trained(name, t, **flags):
+def trained(name, t, **fields):
     """(loss, gradient of the log-probs, metrics) of a policy loss."""
-    loss, sums, _ = policy_loss(args(pg_loss_type=name, **flags), t)
+    loss, sums, _ = policy_loss(flags(pg_loss_type=name, **fields), t)
     loss.backward()
     return loss.item(), t.log_probs.grad, {key: value.item() for key, value in sums.items()}
 
 
 def test_the_flag_replaces_the_loss_of_the_estimator():
-    assert surrogate_of(args()).name == "clip"
-    assert surrogate_of(args(advantage_estimator="gspo")).name == "gspo"
-    assert surrogate_of(args(advantage_estimator="gspo", pg_loss_type="sapo")).name == "sapo"
+    assert surrogate_of(flags().algorithm).name == "clip"
+    assert surrogate_of(flags(advantage_estimator="gspo").algorithm).name == "gspo"
+    assert surrogate_of(flags(advantage_estimator="gspo", pg_loss_type="sapo").algorithm).name == "sapo"
     with pytest.raises(ValueError, match="--pg-loss-type must be one of clip, gspo, .*, got klip"):
-        surrogate_of(args(pg_loss_type="klip"))
+        surrogate_of(flags(pg_loss_type="klip").algorithm)
 
 
 def test_reinforce():
@@ -77,9 +76,9 @@ def test_gmpo_clips_negative_advantages_from_below():
 
 def test_gspo_token_has_the_value_of_gspo_and_the_gradient_of_the_token():
     advantages = torch.tensor([1.0, 3.0, -1.0])
-    flags = {"eps_clip": 0.9, "eps_clip_high": 10.0}
-    loss, gradient, _ = trained("gspo_token", columns(**WHOLE, advantages=advantages), **flags)
-    whole, mixed, _ = trained("gspo", columns(**WHOLE, advantages=advantages), **flags)
+    clips = {"eps_clip": 0.9, "eps_clip_high": 10.0}
+    loss, gradient, _ = trained("gspo_token", columns(**WHOLE, advantages=advantages), **clips)
+    whole, mixed, _ = trained("gspo", columns(**WHOLE, advantages=advantages), **clips)
     ratio = math.sqrt(10)  # exp((log 2 + log 5) / 2)
     assert loss == pytest.approx(whole) == pytest.approx((-ratio * (1 + 3) / 2 + 0.5) / 2, rel=1e-6)
     torch.testing.assert_close(gradient, torch.tensor([-ratio / 4, -3 * ratio / 4, 0.25]))
@@ -108,10 +107,10 @@ def test_covariance_by_hand():
     assert found.tolist() == [1.0, -1.0, -1.0, 1.0] and count == 4
 
 
-def choice(name, advantages=ADVANTAGES, old=OLD, **flags):
+def choice(name, advantages=ADVANTAGES, old=OLD, **fields):
     choose = SURROGATES[name].choose
     assert choose is not None
-    return choose(SimpleNamespace(**flags), advantages, old, torch.arange(len(old)), None)
+    return choose(flags(**fields).algorithm, advantages, old, torch.arange(len(old)), None)
 
 
 def test_kl_cov_chooses_the_largest():
@@ -144,9 +143,11 @@ def test_ranks_choose_as_one(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     advantages, old = torch.randn(2, 200, generator=generator)
     keys = torch.arange(200)
-    flags = SimpleNamespace(clip_cov_ratio=0.05, clip_cov_lb=0.1, clip_cov_ub=5.0, kl_cov_ratio=0.05)
+    fields = {"clip_cov_ratio": 0.05, "clip_cov_lb": 0.1, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.05}
+    algorithm = flags(**fields).algorithm
     alone = {
-        name: SURROGATES[name].choose(flags, advantages, old, keys, None) for name in ("clip_cov", "kl_cov")
+        name: SURROGATES[name].choose(algorithm, advantages, old, keys, None)
+        for name in ("clip_cov", "kl_cov")
     }
     parts = [slice(0, 3), slice(3, 200)]
     barrier, given = threading.Barrier(len(parts)), {}
@@ -162,7 +163,7 @@ def test_ranks_choose_as_one(monkeypatch):
         assert wanted.sum() == 10
 
         def work(i, choose=SURROGATES[name].choose):
-            return choose(flags, *(x[parts[i]] for x in (advantages, old, keys)), i)
+            return choose(algorithm, *(x[parts[i]] for x in (advantages, old, keys)), i)
 
         with ThreadPoolExecutor(2) as pool:
             assert torch.equal(torch.cat(list(pool.map(work, (0, 1)))), wanted), name
@@ -171,7 +172,7 @@ def test_ranks_choose_as_one(monkeypatch):
 @pytest.mark.parametrize("name", [name for name, record in SURROGATES.items() if not record.reads_sequences])
 def test_blocks_of_tokens_add_up(name):
     """As the one-pass operator calls the loss: some tokens at a time, beside the lengths of whole responses."""
-    given = args(
+    given = flags(
         pg_loss_type=name,
         sapo_tau_pos=1.0,
         sapo_tau_neg=1.05,

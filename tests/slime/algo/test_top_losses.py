@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
 import torch
-from test_policy_loss import args, columns
+from test_policy_loss import columns, flags
 
 from slime.algo.distillation import NOWHERE, distillation_term, forward_kl, jensen_shannon, with_tail
 from slime.algo.estimators import surrogate_of
@@ -20,11 +19,11 @@ P, Q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.6, 0.3, 0.1]])
 ALL = torch.ones(1, 3, dtype=torch.bool)
 
 
-def coefficients(p, q, known=None, **flags):
+def coefficients(p, q, known=None, **fields):
     """The factor of each log-prob in the centering term: its gradient."""
     log_p = p.log().requires_grad_()
     known = torch.ones_like(p, dtype=torch.bool) if known is None else known
-    centering(args(**flags), log_p, q.log(), known).sum().backward()
+    centering(flags(**fields).off_policy, log_p, q.log(), known).sum().backward()
     return log_p.grad[0].tolist()
 
 
@@ -49,31 +48,33 @@ def test_over_all_ids_the_expectation_is_exact():
     """d/dlogits of the term is that of E_q[log p], and the mean of the loss over q has no gradient."""
     logits = torch.tensor([[0.3, -0.2, 0.9]], requires_grad=True)
     log_p = torch.log_softmax(logits, 1)
-    (found,) = torch.autograd.grad(centering(args(), log_p, Q.log(), ALL).sum(), logits, retain_graph=True)
+    (found,) = torch.autograd.grad(
+        centering(flags().off_policy, log_p, Q.log(), ALL).sum(), logits, retain_graph=True
+    )
     (exact,) = torch.autograd.grad((Q * log_p).sum(), logits, retain_graph=True)
     torch.testing.assert_close(found, exact)
-    mean = (Q * log_p).sum() - centering(args(), log_p, Q.log(), ALL).sum()
+    mean = (Q * log_p).sum() - centering(flags().off_policy, log_p, Q.log(), ALL).sum()
     (gradient,) = torch.autograd.grad(mean, logits)
     torch.testing.assert_close(gradient, torch.zeros_like(logits), rtol=0, atol=1e-6)
 
 
-def top_columns(**flags):
+def top_columns(**more):
     """The tokens of `columns` with two ids each; p of them and q."""
     p = torch.tensor([[0.4, 0.1], [0.5, 0.2], [0.2, 0.3]])
     q = torch.tensor([[0.3, 0.2], [0.5, 0.2], [0.4, 0.1]])
     found = columns(
         rollout_top_ids=torch.tensor([[3, 4], [3, 4], [5, 6]], dtype=torch.int32),
         rollout_top_log_probs=q.log(),
-        **flags,
+        **more,
     )
     return replace(found, of_ids=p.log().requires_grad_())
 
 
 def test_the_loss_of_a_batch_by_hand():
     t = top_columns()
-    flags = args(use_score_centering=True)
-    assert surrogate_of(flags) is CENTRED and CENTRED.name == "reinforce"
-    loss, sums, _ = policy_loss(flags, t)
+    given = flags(use_score_centering=True)
+    assert surrogate_of(given.algorithm) is CENTRED and CENTRED.name == "reinforce"
+    loss, sums, _ = policy_loss(given, t)
     loss.backward()
     # token 0: tails are equal, 0.3 - 0.4 and 0.2 - 0.1; token 2: also equal, 0.4 - 0.2 and 0.1 - 0.3; advantages 1, -1
     terms = -0.1 * math.log(0.4) + 0.1 * math.log(0.1), 0.2 * math.log(0.2) - 0.2 * math.log(0.3)
@@ -86,7 +87,7 @@ def test_the_loss_of_a_batch_by_hand():
 def test_the_weight_of_a_token_is_not_counted_twice():
     """The present policy's ratio to the engine: 4 and 0.5, clipped to 2 and 0.5."""
     t = top_columns()
-    policy_loss(args(use_score_centering=True, use_tis=True), t)[0].backward()
+    policy_loss(flags(use_score_centering=True, use_tis=True), t)[0].backward()
     torch.testing.assert_close(t.log_probs.grad, torch.tensor([-0.5 * 2, 0.0, 0.5 * 0.5]))
 
 
@@ -118,8 +119,11 @@ def test_the_gradient_of_the_forward_kl_is_the_difference_of_probabilities():
     torch.testing.assert_close(logits.grad, p - torch.cat([teacher, tail], 1))
 
 
-def opd(**flags):
-    return Namespace(**{"use_opd": True, "opd_loss_type": "forward_kl", "opd_loss_coef": 0.5, **flags})
+OPD = {"use_opd": True, "opd_loss_type": "forward_kl", "opd_loss_coef": 0.5}
+
+
+def opd(**fields):
+    return flags(**{**OPD, **fields}).distillation
 
 
 def test_the_term_in_the_policy_loss():
@@ -137,8 +141,7 @@ def test_the_term_in_the_policy_loss():
     third = 0.5 * math.log(0.5 / 0.2) + 0.3 * math.log(0.3 / 0.6)
     assert found[0].item() == pytest.approx(first, rel=1e-4)
     assert found[2].item() == pytest.approx(third, rel=1e-4)
-    flags = args(pg_loss_type="reinforce", **vars(opd()))
-    loss, sums, _ = policy_loss(flags, t)
+    loss, sums, _ = policy_loss(flags(pg_loss_type="reinforce", **OPD), t)
     assert sums["opd_loss"].item() == pytest.approx((first + third) / 2, rel=1e-4)
     assert loss.item() == pytest.approx(sums["pg_loss"].item() + 0.5 * sums["opd_loss"].item())
 

@@ -12,7 +12,6 @@ import torch
 from rollout_double import EngineDouble, make_args, make_tokenizer
 from test_packing import HF
 from train_data_cases import border as make_data_border
-from train_data_cases import make_args as make_data_args
 
 from slime.config.schema import Config
 from slime.data import columns
@@ -75,16 +74,16 @@ def test_a_field_of_the_engine_reaches_the_micro_batch(margin, cp_size):
     samples = [generated(i) for i in range(4)]
     assert all(s.columns["margin"].count(None) == 2 for s in samples)
     copies = [Sample.from_dict(pickle.loads(pickle.dumps(s.to_dict()))) for s in samples]
-    args = make_data_args()
-    for data in make_rank_data(Config.of_args(args), args, copies, 2, HF):
+    config, hooks = make_data_border()
+    for data in make_rank_data(config, hooks, copies, 2, HF):
         arrived = unpack_columns(pickle.loads(pickle.dumps(pack_columns(data))))
         assert [x.dtype for x in arrived["margin"]] == [torch.float32] * 2
         for place, again in samples_of(arrived, 2):
             versions = [0.0 if value >= 0 else UNKNOWN_VERSION for value in expected(samples[place])]
             assert again.columns == {"margin": expected(samples[place]), VERSIONS: versions}
-        names = columns.carried(arrived, Config.of_args(args), training=True, policy=True)
-        assert "margin" in names and "margin" in columns.reported(arrived, Config.of_args(args), "response")
-        assert columns.carried(arrived, Config.of_args(args), training=False, policy=True) == []
+        names = columns.carried(arrived, config, training=True, policy=True)
+        assert "margin" in names and "margin" in columns.reported(arrived, config, "response")
+        assert columns.carried(arrived, config, training=False, policy=True) == []
         wanted = torch.tensor(
             [value for index in arrived["sample_indices"] for value in expected(samples[index])]
         )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from train_data_cases import four, make_args, sample
 
+from slime.config.hook_calls import Hooks
 from slime.config.schema import Config
 from slime.data.packing import Schedule
 from slime.data.train_data import (
@@ -21,7 +22,8 @@ def border(**more):
     flags = {name: more.pop(name) for name in list(more) if hasattr(make_args(), name)}
     args = make_args(**flags)
     vars(args).update(more)
-    return Config.of_args(args), args
+    config = Config.of_args(args)
+    return config, Hooks(config)
 
 
 ZONE = {"overlong_buffer_len": 4, "rollout_max_response_len": 10, "overlong_penalty_factor": 0.5}

@@ -11,9 +11,7 @@ import torch
 from allocations import peak_bytes
 from rollout_double import EngineDouble, make_args, make_tokenizer
 from train_data_cases import border
-from train_data_cases import make_args as make_data_args
 
-from slime.config.schema import Config
 from slime.data.packing import pack
 from slime.data.routed_experts import COLUMN, OPEN, as_tensor, check_column, packed
 from slime.data.token_slice import token_slice
@@ -152,8 +150,8 @@ def make_samples() -> list[Sample]:
 
 
 def test_each_rank_gets_the_rows_of_its_samples():
-    args = make_data_args(use_rollout_routing_replay=True)
-    for rank in make_rank_data(Config.of_args(args), args, make_samples(), 2, HF):
+    given = border(use_rollout_routing_replay=True)
+    for rank in make_rank_data(*given, make_samples(), 2, HF):
         for index, rows, tokens in zip(rank["sample_indices"], rank[COLUMN], rank["tokens"], strict=True):
             assert rows.tolist() == rows_of(10 * index, 10 * index + len(tokens) - 1).tolist()
     without = make_rank_data(*border(), make_samples(), 2, HF)
@@ -161,13 +159,13 @@ def test_each_rank_gets_the_rows_of_its_samples():
     lacking = make_samples()
     lacking[2].rollout_routed_experts = None
     with pytest.raises(ValueError, match="one row per token but the last, got none for 4 tokens of sample 2"):
-        make_rank_data(Config.of_args(args), args, lacking, 2, HF)
+        make_rank_data(*given, lacking, 2, HF)
 
 
 @pytest.mark.parametrize(("size", "multiple"), [(1, 1), (1, 8), (2, 4)])
 def test_a_packed_row_has_them_beside_its_tokens(size, multiple):
-    args = make_data_args(use_rollout_routing_replay=True)
-    (data,) = make_rank_data(Config.of_args(args), args, make_samples(), 1, HF)
+    given = border(use_rollout_routing_replay=True)
+    (data,) = make_rank_data(*given, make_samples(), 1, HF)
     lengths = [len(tokens) for tokens in data["tokens"]]
     for rank in range(size):
         batch = pack(
@@ -207,10 +205,10 @@ def test_saved_rollouts_keep_them(tmp_path):
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 def test_the_batch_of_a_stopped_run_has_them_again(dtype):
     """What --rlk-consistency strict saves is what `vime audit` and --load-debug-rollout-data replay."""
-    args, samples = make_data_args(use_rollout_routing_replay=True), make_samples()
+    given, samples = border(use_rollout_routing_replay=True), make_samples()
     for sample in samples:
         sample.rollout_routed_experts = sample.rollout_routed_experts.astype(dtype)
-    for data in make_rank_data(Config.of_args(args), args, samples, 2, HF):
+    for data in make_rank_data(*given, samples, 2, HF):
         for place, sample in samples_of(data, 2):
             assert sample.rollout_routed_experts.dtype == dtype
             np.testing.assert_array_equal(

@@ -132,8 +132,8 @@ def test_the_columns_reach_the_micro_batch(cp_size):
         np.pad(x, ((0, 0), (0, 1)), constant_values=-1)
         for x in (wider.rollout_topk_token_ids, wider.rollout_topk_log_probs)
     )
-    config, args = border(**CENTRED)
-    for data in make_rank_data(config, args, samples, 2, HF):
+    config, hooks = border(**CENTRED)
+    for data in make_rank_data(config, hooks, samples, 2, HF):
         arrived = unpack_columns(pack_columns(data))
         names = columns.carried(arrived, config, training=True, policy=True)
         assert set(top_tokens.ROLLOUT) <= set(names)
@@ -155,9 +155,9 @@ def test_the_columns_reach_the_micro_batch(cp_size):
 
 
 def test_the_columns_stay_on_the_host():
-    config, args = border(**CENTRED)
+    config, hooks = border(**CENTRED)
     samples = [replace(run(**CENTRED)[0], index=i, group_index=i // 2) for i in range(4)]
-    (data,) = make_rank_data(config, args, samples, 1, HF)
+    (data,) = make_rank_data(config, hooks, samples, 1, HF)
     data.to_device(torch.device("meta"), per_token=False)
     assert data["rollout_log_probs"][0].is_meta
     assert {data[name][0].device.type for name in top_tokens.ROLLOUT} == {"cpu"}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from train_data_cases import border, four, make_args, sample
+from train_data_cases import border, four, sample
 
-from slime.config.schema import Config
 from slime.data.packing import Schedule
 from slime.data.train_data import (
     convert_samples_to_train_data,
@@ -79,8 +78,8 @@ def rank_rewards(args, samples):
 
 
 def test_custom_reward_post_process():
-    args = make_args(custom_reward_post_process_path="test_train_data.rank_rewards")
-    data = convert_samples_to_train_data(Config.of_args(args), args, four())
+    given = border(custom_reward_post_process_path="test_train_data.rank_rewards")
+    data = convert_samples_to_train_data(*given, four())
     assert (data["raw_reward"], data["rewards"]) == ([1.0, 0.0, 3.0, 5.0], [0.0, 1.0, 2.0, 3.0])
 
 
@@ -205,8 +204,8 @@ def own_columns(args, samples):
 
 
 def test_custom_conversion():
-    args = make_args(custom_convert_samples_to_train_data_path="test_train_data.own_columns")
-    ranks = make_rank_data(Config.of_args(args), args, four(), 2, HF_CONFIG)
+    given = border(custom_convert_samples_to_train_data_path="test_train_data.own_columns")
+    ranks = make_rank_data(*given, four(), 2, HF_CONFIG)
     assert ranks[1]["source_names"] == ["source 1", "source 3"]
     assert ranks[0]["total_lengths"] == [4, 4] and ranks[0]["rewards"] == [2.0, 2.0]
     assert "rollout_log_probs" not in ranks[0]

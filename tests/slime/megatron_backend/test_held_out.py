@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid
 from trainer_cases import exported, hf_log_probs, make_config, make_samples, rank_data
 
 from slime.checkpoints.hf_config import read_hf_config
+from slime.config.hook_calls import Hooks
 from slime.data.train_data import checked_data, held_out_data
 from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.types import Sample
@@ -48,7 +49,7 @@ def sets(trainer: MegatronTrainer, kind: str, rank: int = 0, ranks: int = 1) -> 
     hf_config = read_hf_config(config.rollout.hf_checkpoint)
     samples, found = given_samples(kind), {}
     for name, some in (("all", samples), ("first", samples[: 1 if kind.startswith("sft") else 2])):
-        data = checked_data(config, config.namespace(), some, hf_config)
+        data = checked_data(config, Hooks(config), some, hf_config)
         found[name] = held_out_data(config, data, ranks, hf_config)[rank]
     return found
 

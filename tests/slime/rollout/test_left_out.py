@@ -9,6 +9,7 @@ import itertools
 import pytest
 from rollout_double import EngineDouble, make_tokenizer
 
+from slime.config.hook_calls import Hooks
 from slime.config.schema import Config
 from slime.data.train_data import convert_samples_to_train_data
 from slime.records import once
@@ -208,4 +209,4 @@ def test_samples_of_a_conversion_hook_are_kept_as_they_are(build, tmp_path, monk
 def mends(args, samples):
     copies = [Sample.from_dict(sample.to_dict() | {"rollout_log_probs": [-1.0] * 15}) for sample in samples]
     config = Config.of_args(args).with_values(custom_convert_samples_to_train_data_path=None)
-    return convert_samples_to_train_data(config, args, copies)
+    return convert_samples_to_train_data(config, Hooks(config), copies)

@@ -12,6 +12,7 @@ import torch
 from rollout_double import EngineDouble, make_tokenizer, write_lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from slime.config.hook_calls import Hooks
 from slime.config.schema import Config
 from slime.data.train_data import convert_samples_to_train_data
 from slime.plan.flops import ForwardFlops
@@ -182,7 +183,8 @@ def negated(args, samples):
 
 
 def twice_the_reward(args, samples):
-    data = convert_samples_to_train_data(Config.of_args(_without_hook(args)), args, samples)
+    config = Config.of_args(_without_hook(args))
+    data = convert_samples_to_train_data(config, Hooks(config), samples)
     return data | {"rewards": [2 * r for r in data["raw_reward"]]}
 
 

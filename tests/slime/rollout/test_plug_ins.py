@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from rollout_double import ListSource, make_args, make_state
+from train_data_cases import border
 
-from slime.config.schema import Config
 from slime.data.train_data import convert_samples_to_train_data
 from slime.hooks import load_function
 from slime.rollout import forge_load, sglang_rollout, sleep_rollout
@@ -58,18 +58,10 @@ def test_several_agents_are_siblings_of_one_rollout():
         for sample in group:
             sample.check()
     assert len({seed for _, _, seed in calls}) == 8
-    data = convert_samples_to_train_data(
-        Config.of_args(data_args()), data_args(), [s for group in found for s in group]
-    )
+    data = convert_samples_to_train_data(*border(), [s for group in found for s in group])
     assert len(set(data["rollout_ids"])) == 4
     first = sum(s.response_length for s in found[0][:2])
     assert data["rollout_mask_sums"][:2] == [first, first]
-
-
-def data_args():
-    from train_data_cases import make_args as make_data_args
-
-    return make_data_args()
 
 
 def test_a_retried_sample_is_reset_and_rebuilt():

@@ -155,8 +155,8 @@ def test_tokens_of_several_versions_are_corrected_by_their_own_log_probs():
         sample.rollout_log_probs = [
             math.log(sampled[v]) if v in sampled else 0.0 for v in token_versions(sample)
         ]
-    config, args = border(global_batch_size=2, micro_batch_size=2)
-    (data,) = make_rank_data(config, args, samples, 1, HF)
+    config, hooks = border(global_batch_size=2, micro_batch_size=2)
+    (data,) = make_rank_data(config, hooks, samples, 1, HF)
     names = columns.carried(data, config, training=True, policy=True)
     batch = pack(data, [0, 1], names, device="cpu", cp_rank=0, cp_size=1)
     versions = batch.columns[VERSIONS]
@@ -170,7 +170,7 @@ def test_tokens_of_several_versions_are_corrected_by_their_own_log_probs():
     }
     log_probs = old.clone().requires_grad_()
     loss, sums, _ = policy_loss(
-        config.namespace(use_tis=True),
+        config.with_values(use_tis=True),
         TokenColumns(
             log_probs=log_probs,
             entropy=torch.zeros(14),

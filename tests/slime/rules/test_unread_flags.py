@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +50,26 @@ OTHER: dict[str, str] = {
 """Field -> a value that is not its default, for those that are no switch and no share."""
 
 
-class Recording(Namespace):
-    """Flags at their defaults. `seen`: those that were read."""
+class Section:
+    """A section that adds the name of each field that is read to `seen`."""
+
+    def __init__(self, section: Any, seen: set[str]) -> None:
+        self.section, self.seen = section, seen
+
+    def __getattr__(self, name: str) -> Any:
+        self.seen.add(name)
+        return getattr(self.section, name)
+
+
+class Recording:
+    """The sections of an objective at their defaults. `seen`: the fields that were read."""
 
     def __init__(self) -> None:
-        sections = (AlgorithmConfig, OffPolicyConfig, CriticConfig)
-        flags = {name: value for section in sections for name, value in vars(section()).items()}
-        super().__init__(**flags | {"eps_clip_high": 0.3, "use_tis": True})
+        found = Config.from_flat({"eps_clip_high": 0.3, "use_tis": True})
         self.seen: set[str] = set()
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in SPECS or name in CRITIC:
-            object.__getattribute__(self, "seen").add(name)
-        return object.__getattribute__(self, name)
+        self.algorithm, self.off_policy, self.critic = (
+            Section(section, self.seen) for section in (found.algorithm, found.off_policy, found.critic)
+        )
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -73,9 +79,9 @@ def test_an_estimator_declares_the_flags_that_it_reads(name):
         "group_rewards": torch.tensor([1.0, 0.0]),
         "turn_advantages": torch.zeros(2),
     }
-    args = Recording()
-    ESTIMATORS[name].estimate(args, Response(1.0, torch.ones(2), torch.zeros(2), columns))
-    assert args.seen == ESTIMATORS[name].flags
+    c = Recording()
+    ESTIMATORS[name].estimate(c, Response(1.0, torch.ones(2), torch.zeros(2), columns))
+    assert c.seen == ESTIMATORS[name].flags
 
 
 @pytest.mark.parametrize("record", [*SURROGATES.values(), CENTRED], ids=lambda r: r.flag or r.name)
@@ -90,12 +96,12 @@ def test_a_policy_loss_declares_the_flags_that_it_reads(record):
     columns |= {"rollout_top_log_probs": torch.full((1, 2), -1.0)}
     rows = torch.zeros(1, dtype=torch.long)
     t = TokenColumns(one, one, columns, rows, [2], [1], 1.0, None, torch.full((1, 2), -1.0))
-    args = Recording()
-    record.per_token(args, t, one, one)
+    c = Recording()
+    record.per_token(c, t, one, one)
     if record.choose is not None:
-        record.choose(args, one, one, rows, None)
+        record.choose(c.algorithm, one, one, rows, None)
     elsewhere = {"score_centering_top_k"}  # engines are asked for that many
-    assert args.seen == record.flags - elsewhere
+    assert c.seen == record.flags - elsewhere
 
 
 def config(tmp_path: Path, *flags: str) -> Config:

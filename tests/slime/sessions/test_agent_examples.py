@@ -16,6 +16,7 @@ from rollout_double import ListSource, make_args, make_state
 from session_double import CALL, END, QwenParser, Scripted
 from train_data_cases import border
 
+from slime.config.hook_calls import Hooks
 from slime.data.train_data import convert_samples_to_train_data
 from slime.rollout.vllm_rollout import generate_rollout
 from slime.types import Sample
@@ -171,12 +172,11 @@ def test_samples_without_log_probs_train_where_nothing_reads_these(caplog: pytes
     assert data["loss_masks"] == [[1] * s.response_length for s in made]
     assert "fills no rollout_log_probs" in caplog.text
     for flag in ("use_tis", "max_staleness", "get_mismatch_metrics"):
-        config, args = border()
-        setattr(args, flag, 1)
+        config = border()[0].with_values(**{flag: 1})
         with pytest.raises(
             ValueError, match="rollout_log_probs must .* got none .*; take them from the engine"
         ):
-            convert_samples_to_train_data(config.of_args(args), args, made)
+            convert_samples_to_train_data(config, Hooks(config), made)
     made[0].rollout_log_probs = [-1.0] * made[0].response_length
     with pytest.raises(
         ValueError, match="rollout_log_probs must have one entry per response token, got none"

@@ -9,7 +9,7 @@ from slime.algo.selected_log_probs import (
     ContextParallelLayout,
     Pair,
     SelectedLogprobRequest,
-    compute_selected_logprobs,
+    selected_log_probs,
 )
 from slime.data import kept_tokens
 from slime.data.packing import MicroBatch
@@ -31,7 +31,7 @@ class ProviderHead(LmHead):
         self, batch: MicroBatch, output: Tensor, entropy: EntropyUse, ids: Tensor | None = None
     ) -> Values:
         request = self.request(batch, output, entropy)
-        log_probs, values = compute_selected_logprobs(args=self.kernels, request=request, native=_native)
+        log_probs, values = selected_log_probs(self.kernels, request, _native)
         return (
             log_probs[:, 0].float(),
             values if values is None else values.float(),

@@ -171,7 +171,7 @@ def test_custom_loss_sees_logits(build):
     )
     result, data = train(trainer)
     _, args, shape, dtype, columns = cases.CALLS[0]
-    assert args is trainer.args and dtype == torch.float32
+    assert args is trainer.hooks.args and dtype == torch.float32
     assert shape[0] == sum(data["response_lengths"][i] for i in data["micro_batch_indices"][0])
     assert {"tokens", "loss_masks", "log_probs", "rollout_log_probs", "rewards", "advantages"} <= set(columns)
     assert {"metadata", "prompt"} <= set(columns)
@@ -193,23 +193,38 @@ def test_hooks_get_what_the_contract_says(build):
         rollout_data_postprocess_path="trainer_cases.data_hook",
         custom_advantage_function_path="trainer_cases.advantage_hook",
     )
-    assert cases.CALLS.copy() == [("init", trainer.args)]
-    assert trainer.args.hf_checkpoint == trainer.config.rollout.hf_checkpoint
+    assert cases.CALLS.copy() == [("init", trainer.hooks.args)]
+    assert trainer.hooks.args.hf_checkpoint == trainer.config.rollout.hf_checkpoint
     _, data = train(trainer, rollout_id=3)
     model = [trainer.policy.model]
     calls = {name: [call[1:] for call in cases.CALLS if call[0] == name] for name, *_ in cases.CALLS}
     assert [name for name, *_ in cases.CALLS] == [
         *("init", "data", "log_prob", "log_prob", "advantage", "step", "step")
     ]
-    assert calls["data"][0][0] is trainer.args and calls["data"][0][1] == 3 and calls["data"][0][2] is data
+    assert (
+        calls["data"][0][0] is trainer.hooks.args and calls["data"][0][1] == 3 and calls["data"][0][2] is data
+    )
     assert calls["log_prob"] == [
-        (trainer.args, [trainer.models["reference"]], "ref_"),
-        (trainer.args, model, ""),
+        (trainer.hooks.args, [trainer.models["reference"]], "ref_"),
+        (trainer.hooks.args, model, ""),
     ]
     assert {"log_probs", "ref_log_probs", "rewards", "loss_masks"} <= set(calls["advantage"][0][1])
     rest = (model, trainer.policy.optimizer, trainer.policy.scheduler)
-    assert calls["step"] == [(trainer.args, 3, 0, *rest), (trainer.args, 3, 1, *rest)]
+    assert calls["step"] == [(trainer.hooks.args, 3, 0, *rest), (trainer.hooks.args, 3, 1, *rest)]
     assert all((a == 2).all() for a in data["advantages"])
+
+
+def test_the_loss_follows_a_flag_that_a_hook_changes(build):
+    trainer = build(
+        global_batch_size=4,
+        use_kl_loss=True,
+        kl_loss_type="k2",
+        custom_megatron_before_train_step_hook_path="trainer_cases.kl_hook",
+    )
+    steps = train(trainer)[0].steps
+    for step, weight in zip(steps, (0.5, 0.25), strict=True):
+        terms = step["train/pg_loss"], step["train/kl_loss"]
+        assert terms[1] > 0 and step["train/loss"] == pytest.approx(terms[0] + weight * terms[1], rel=1e-5)
 
 
 def test_sft_loss_needs_no_engine(build):

@@ -181,7 +181,7 @@ def test_gradient_is_that_of_the_plain_objective(root, build, name, head):
     passes = {"linear_token_loss": {"linear_logp"}} if "reference" in trainer.models else {}
     assert heads == ({head} | passes.get(head, set())) - {"native"}
     assert data["num_microbatches"][0] >= 3 and len({len(t) for t in data["tokens"]}) > 4
-    loss, model = plain_loss(root, trainer.args)
+    loss, model = plain_loss(root, trainer.hooks.args)
     loss.backward()
     assert result.steps[0]["train/loss"] == pytest.approx(loss.item(), abs=1e-6)
     wanted = {n: p.grad for n, p in model.named_parameters()}
