@@ -39,6 +39,7 @@ CHECKS: tuple[Check, ...] = (
     host.check_processes,
     host.check_clock,
     host.check_compiler,
+    host.check_sandboxes,
     network.check_loopback,
     network.check_ray,
     network.check_rdma,

@@ -7,6 +7,7 @@ import resource
 import time
 from pathlib import Path
 
+from slime.agent.init import bubblewrap
 from slime.memory.host import host_memory, host_total, meminfo
 from vime.doctor.finding import GIB, MIB, Finding, WantedRun, judge, ok, problem, size, warning
 from vime.doctor.machine import Machine, words
@@ -172,6 +173,17 @@ def check_compiler(machine: Machine, wanted: WantedRun) -> list[Finding]:
             "install gcc and g++ (Debian: apt-get install gcc g++)",
         )
     ]
+
+
+def check_sandboxes(machine: Machine, wanted: WantedRun) -> list[Finding]:
+    """Commands of a model, as of `--rm-type code`, run in bubblewrap where the host allows it."""
+    found = machine.run("bwrap", "--version")
+    refused = found.text if found.code != 0 else bubblewrap.way(os.getuid() == 0).refused
+    if not refused:
+        return [ok("sandboxes", f"namespaces, by {found.text}")]
+    remedy = f"{bubblewrap.INSTALL}, on a host that allows user namespaces; see docs/security.md"
+    plain = f"plain processes with limits, the host's network in view ({refused})"
+    return [warning("sandboxes", plain, remedy)]
 
 
 def hf_home(machine: Machine) -> Path:

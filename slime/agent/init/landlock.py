@@ -14,7 +14,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator
 
-from slime.agent.init.namespaces import DEVICES, SYSTEM
+from slime.agent.init.bubblewrap import DEVICES, SYSTEM
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
 _VERSION, _PATH_BENEATH = 1, 1

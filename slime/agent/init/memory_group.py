@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import time
 from pathlib import Path
 from typing import Self
@@ -15,13 +16,34 @@ _LIMITS_V1 = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.km
 _REMOVE_S = 2.0
 
 
+class Members:
+    """The sandbox's side of a group: two open files, because a sandbox's view of the host does not have them."""
+
+    def __init__(self, members: int, events: int) -> None:
+        self._members, self._events = members, events
+
+    def enter(self) -> None:
+        """Moves the calling process, and so its later children, into the group."""
+        os.write(self._members, b"0")
+
+    def kills(self) -> int:
+        """Returns the number of processes that the kernel has ended because of the limit."""
+        found = re.search(rb"^oom_kill (\d+)", os.pread(self._events, 4096, 0), re.MULTILINE)
+        return int(found[1]) if found else 0
+
+
 class MemoryGroup:
-    """Opens the group's files at the start, because a sandbox's view of the host does not have them."""
+    """The run's side of a group: makes and removes it. `descriptors` are for `Members`."""
 
     def __init__(self, folder: str, events: str) -> None:
         self.folder = folder
-        self._members = os.open(f"{folder}/cgroup.procs", os.O_WRONLY)
-        self._events = os.open(f"{folder}/{events}", os.O_RDONLY)
+        members = os.open(f"{folder}/cgroup.procs", os.O_WRONLY)
+        self.descriptors = [members, os.open(f"{folder}/{events}", os.O_RDONLY)]
+
+    def close(self) -> None:
+        """Closes the descriptors once the sandbox's process has them."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
     @classmethod
     def make(cls, limit: int) -> Self | None:
@@ -35,7 +57,7 @@ class MemoryGroup:
     @classmethod
     def _make_in(cls, parent: str, version: int, limit: int) -> Self:
         _sweep(parent)
-        folder = f"{parent}/{_PREFIX}{os.getpid()}"
+        folder = f"{parent}/{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         os.mkdir(folder)
         try:
             if version == 1:
@@ -51,17 +73,9 @@ class MemoryGroup:
             os.rmdir(folder)
             raise
 
-    def enter(self) -> None:
-        """Moves the calling process, and so its later children, into the group."""
-        os.write(self._members, b"0")
-
-    def kills(self) -> int:
-        """Returns the number of processes that the kernel has ended because of the limit."""
-        found = re.search(rb"^oom_kill (\d+)", os.pread(self._events, 4096, 0), re.MULTILINE)
-        return int(found[1]) if found else 0
-
     def remove(self) -> None:
         """Removes the group. Every process in it must have ended."""
+        self.close()
         end = time.monotonic() + _REMOVE_S
         while time.monotonic() < end:
             try:
@@ -110,7 +124,7 @@ def _unlimited(mount: str, path: str) -> list[str]:
 def _sweep(parent: str) -> None:
     """Removes the groups of sandboxes whose processes were killed."""
     for name in os.listdir(parent):
-        owner = name.removeprefix(_PREFIX)
-        if name != owner and owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
+        owner = name.removeprefix(_PREFIX).partition("-")[0]
+        if name.startswith(_PREFIX) and owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
             with contextlib.suppress(OSError):
                 os.rmdir(f"{parent}/{name}")

@@ -7,108 +7,58 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 
 _SIZES = re.compile(rb"^(VmRSS|HugetlbPages|VmPTE):\s+(\d+) kB", re.MULTILINE)
 
 
-class Namespace:
-    """Handles all processes of a process namespace except `first`, its process 1. The caller is outside the namespace
-    and sees its /proc, so every number here is a number in the namespace."""
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-        """The number of process 1 outside the namespace."""
-        self._lost = False
-
-    def pids(self) -> list[int]:
+def pids() -> list[int]:
+    """The processes of the sandbox: all others for process 1 of its namespace, else all descendants of this process,
+    which is their subreaper. A process whose parents have ended becomes its child, however often it forked."""
+    if os.getpid() == 1:
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-
-    def send(self, pids: set[int], number: int) -> None:
-        _in_child(lambda: send(pids, number))
-
-    def kill(self) -> None:
-        """Ends all except process 1, which a signal to everyone does not reach."""
-        for _ in range(1000):
-            _in_child(lambda: os.kill(-1, signal.SIGKILL))
-            reap()
-            if self.lost() or not self.pids():
-                return
-            time.sleep(0.002)
-
-    def lost(self) -> bool:
-        """Returns whether process 1 has ended, and with it every process."""
-        self._lost = self._lost or self.first in ended
-        return self._lost
-
-    def end(self) -> None:
-        """The kernel ends every process of the namespace with process 1."""
-        if not self.lost():
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.kill(self.first, signal.SIGKILL)
-                os.waitpid(self.first, 0)
+    found, todo = [], [os.getpid()]
+    while todo:
+        children = _children(todo.pop())
+        found += children
+        todo += children
+    return found
 
 
-class Family:
-    """The sandbox's processes are the descendants of this one, which is their subreaper: a process whose parents have
-    ended becomes its child, however often it forked."""
+def kill_all(uid: int | None) -> None:
+    """Ends all processes of the sandbox. `uid`: the sandbox's own user, None if it shares this process's user.
 
-    def __init__(self, uid: int | None) -> None:
-        self.uid = uid
-        """The sandbox's own user, None if it shares this process's user."""
-
-    def pids(self) -> list[int]:
-        found, todo = [], [os.getpid()]
-        while todo:
-            children = _children(todo.pop())
-            found += children
-            todo += children
-        return found
-
-    def send(self, pids: set[int], number: int) -> None:
-        send(pids, number)
-
-    def lost(self) -> bool:
-        return False
-
-    def kill(self) -> None:
-        """End all. First all are stopped, until no new one appears, so that none can fork while others are killed."""
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            if self.uid is not None:
-                _as_user(self.uid, signal.SIGKILL)
+    Without a namespace all are stopped first, until no new one appears, so that none can fork while others are killed.
+    """
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if os.getpid() == 1:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        else:
+            if uid is not None:
+                _kill_as_user(uid)
             seen: set[int] = set()
-            while new := set(self.pids()) - seen:
+            while new := set(pids()) - seen:
                 seen |= new
                 send(new, signal.SIGSTOP)
             send(seen, signal.SIGKILL)
-            reap()
-            if not self.pids():
-                return
-            time.sleep(0.002)
+        reap()
+        if not pids():
+            return
+        time.sleep(0.002)
 
 
-def _as_user(uid: int, number: int) -> None:
-    """Signal to every process of the user, which one call of that user does at once, a fork bomb included."""
-
-    def action() -> None:
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-        os.kill(-1, number)
-
-    _in_child(action)
-
-
-def _in_child(action: Callable[[], None]) -> None:
-    """Runs `action` in a child, which is in the namespace of processes, and waits for the child."""
+def _kill_as_user(uid: int) -> None:
+    """Kills every process of the user, which one call of that user does at once, a fork bomb included."""
     try:
         child = os.fork()
     except OSError:
-        # The caller tries again, or process 1 has ended and nobody is left.
-        return
+        return  # The caller tries again.
     if child == 0:
         try:
-            action()
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            os.kill(-1, signal.SIGKILL)
         finally:
             os._exit(0)
     with contextlib.suppress(ChildProcessError):

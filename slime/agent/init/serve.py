@@ -19,7 +19,7 @@ from typing import Any
 
 from slime.agent.init import kernel, landlock, processes, system_calls
 from slime.agent.init.disk import DiskWatch
-from slime.agent.init.memory_group import MemoryGroup
+from slime.agent.init.memory_group import Members
 
 _TICK_S = 0.05
 _FD_LIMIT = 4096
@@ -30,8 +30,6 @@ _SPARE_TASKS = 256
 @dataclass
 class Command:
     number: int
-    leader: int
-    """The number of the command's first process, in the sandbox."""
     reason: str = ""
 
 
@@ -41,11 +39,10 @@ class Owner:
     def __init__(
         self,
         channel: socket.socket,
-        world: processes.Namespace | processes.Family,
         settings: dict[str, Any],
-        group: MemoryGroup | None,
+        group: Members | None,
     ) -> None:
-        self.channel, self.world, self.group = channel, world, group
+        self.channel, self.group = channel, group
         self.readable: int | None = settings["readable"]
         """Of Landlock: what commands may read. None without it, and with namespaces, which need no Landlock."""
         self.memory_files: tuple[str, ...] = settings["memory_files"]
@@ -53,7 +50,8 @@ class Owner:
         self.folder: str = settings["folder"]
         self.uid: int | None = settings["uid"]
         self.limits: dict[str, int | None] = settings["limits"]
-        shared = settings["network"] or isinstance(world, processes.Family)
+        self.namespaces = settings["isolation"] == "namespaces"
+        shared = settings["network"] or not self.namespaces
         self.disk = DiskWatch(self.folder, self._limit("disk_bytes"), self._limit("files"), shared)
         self.running: dict[int, Command] = {}
         self._wake, wakes = os.pipe()
@@ -69,7 +67,7 @@ class Owner:
             while self._turn():
                 pass
         finally:
-            self.world.kill()
+            processes.kill_all(self.uid)
 
     def _turn(self) -> bool:
         ready = select.select([self.channel.fileno(), self._wake], [], [], _TICK_S)[0]
@@ -77,8 +75,6 @@ class Owner:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake, 4096)
         processes.reap()
-        if self.world.lost():
-            return False
         if self._memory_is_over():
             self._end_all("memory")
         self._report()
@@ -121,20 +117,14 @@ class Owner:
             socket.send_fds(self.channel, [json.dumps(message).encode()], descriptors)
 
     def _exec(self, request: dict[str, Any], streams: list[int]) -> None:
-        reader, writer = os.pipe()
         try:
             pid = os.fork()
         except OSError as error:
-            os.close(reader)
-            os.close(writer)
             self._send({"id": request["id"], "failed": f"fork: {error}"})
             return
         if pid == 0:
-            os.write(writer, str(os.getpid()).encode())
             self._become(request, streams)
-        os.close(writer)
-        self.running[pid] = Command(request["id"], int(os.read(reader, 16) or 0))
-        os.close(reader)
+        self.running[pid] = Command(request["id"])
 
     def _become(self, request: dict[str, Any], streams: list[int]) -> None:
         """In the child: the command, or exit code 126 with the reason on stderr."""
@@ -153,14 +143,13 @@ class Owner:
                 landlock.restrict(self.readable)
             os.closerange(3, _FD_LIMIT)
             self._set_limits()
-            kernel.drop_capabilities()
             if self.uid is not None:
                 os.setgroups([])
                 os.setresgid(self.uid, self.uid, self.uid)
                 os.setresuid(self.uid, self.uid, self.uid)
             os.umask(0o022)
             os.chdir(request["cwd"])
-            kernel.filter_calls(self._filter)
+            kernel.restrict(self._filter)
             os.execvpe(request["argv"][0], request["argv"], request["env"])
         except (OSError, ValueError) as error:
             os.write(2, f"the sandbox cannot start the command: {error}\n".encode())
@@ -188,18 +177,18 @@ class Owner:
         """What the kernel keeps at once, for a fork bomb outruns any watch: beyond the watch's limit, so that the watch
         ends it with its reason. The kernel counts all tasks of a user, which may be more than the sandbox's."""
         limit = 2 * self._limit("processes")
-        own = isinstance(self.world, processes.Namespace) and _counts_by_namespace()
+        own = self.namespaces and _counts_by_namespace()
         if self.uid is not None or own:
             return limit
         return limit + processes.tasks_of_user(os.getuid()) + _SPARE_TASKS
 
     def _kill(self, number: int, reason: str) -> None:
-        for command in self.running.values():
+        for leader, command in self.running.items():
             if command.number == number:
                 command.reason = command.reason or reason
                 # Twice: a process that appeared meanwhile is of a parent that is gone now.
                 for _ in range(2):
-                    self.world.send(processes.of_command(self.world.pids(), command.leader), signal.SIGKILL)
+                    processes.send(processes.of_command(processes.pids(), leader), signal.SIGKILL)
 
     def _listen(self, request: dict[str, Any]) -> None:
         try:
@@ -219,7 +208,7 @@ class Owner:
 
     def _watch(self) -> None:
         """Ends everything when all processes together exceed a limit."""
-        pids = self.world.pids()
+        pids = processes.pids()
         if not pids:
             return
         reason = ""
@@ -236,7 +225,7 @@ class Owner:
     def _end_all(self, reason: str) -> None:
         for command in self.running.values():
             command.reason = command.reason or reason
-        self.world.kill()
+        processes.kill_all(self.uid)
 
     def _memory_is_over(self) -> bool:
         """Returns whether the kernel has ended a process because of the limit since the last call."""

@@ -66,6 +66,14 @@ _RULES = (
     Rule((54, 208), 0, ((1, _EQUAL, (_SOL_SOCKET,)), (2, _EQUAL, _BUFFER_SIZES))),
     # fcntl: a pipe keeps its size
     Rule((72, 25), errno.EPERM, ((1, _EQUAL, (_F_SETPIPE_SZ,)),)),
+    # setpriority of all processes of the user; and of process 1, which may have the commands' user, with its siblings
+    # ioprio_set, sched_setscheduler, sched_setparam, sched_setattr and sched_setaffinity
+    Rule((141, 140), errno.EPERM, ((0, _EQUAL, (2,)),)),
+    *(Rule(numbers, errno.EPERM, ((1, _EQUAL, (1,)),)) for numbers in ((141, 140), (251, 30))),
+    *(
+        Rule(numbers, errno.EPERM, ((0, _EQUAL, (1,)),))
+        for numbers in ((144, 119), (142, 118), (314, 274), (203, 122))
+    ),
     # clone and unshare: no namespaces
     Rule((56, 220), errno.EPERM, ((0, _ANY_BIT, (_NAMESPACES,)),)),
     Rule((272, 97), errno.EPERM, ((0, _ANY_BIT, (_NAMESPACES,)),)),

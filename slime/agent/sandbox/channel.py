@@ -15,7 +15,7 @@ from slime.agent.sandbox.protocol import SandboxError
 Message = dict[str, Any]
 _STARTED = "start"
 _FIELDS: dict[str, dict[str, type]] = {
-    _STARTED: {"ready": str, "refused": str},
+    _STARTED: {"ready": str, "landlock": bool},
     "exec": {"code": int, "reason": str},
     "listen": {},
 }

@@ -1,6 +1,6 @@
-"""A sandbox on this host: a folder, a user where this process is root, namespaces where the kernel allows them.
+"""A sandbox on this host: a folder, its own user where this process is root, and bubblewrap where the host has it.
 
-docs/security.md says what it holds and what it does not.
+docs/security.md lists what a sandbox holds and what it does not hold.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal, Self
 
+from slime.agent.init import bubblewrap
+from slime.agent.init.memory_group import MemoryGroup
 from slime.agent.sandbox import paths
 from slime.agent.sandbox.channel import Channel, CommandOutput, Message, all_read
 from slime.agent.sandbox.environment import environment
 from slime.agent.sandbox.forward import Forwarder
+from slime.agent.sandbox.left import MARKER, delete, delete_of_user, sweep
 from slime.agent.sandbox.protocol import (
     ExecResult,
     FileContent,
@@ -42,21 +44,19 @@ logger = logging.getLogger(__name__)
 
 Isolation = Literal["auto", "namespaces", "processes"]
 Network = Literal["none", "loopback", "host"]
-_SOURCE = Path(__file__).resolve().parents[3]
 _START_S, _GRACE_S, _END_S = 60.0, 0.3, 30.0
-_MARKER = "VIME_SANDBOX"
 
 
 class LocalSandbox:
     """Commands of a model on this host. `async with LocalSandbox() as sandbox: await sandbox.exec("ls")`.
 
-    `isolation`: "namespaces" fails where the host refuses them, "processes" does without, "auto" (the default) takes
-    them where it can and logs once where it cannot. `network`: "none", "loopback" (`allow_loopback` opens single ports
-    of this host's loopback), "host". Without namespaces every sandbox has the host's network.
-    `folder`: where the sandbox's own folder is made. With namespaces or Landlock a sandbox sees the system's folders
-    (/usr, /etc, /opt and their like), this process's Python and its own folder. `show` adds files and folders of the
-    host, which namespaces keep read-only, and `hide` takes some away. `slots`: a semaphore that bounds how many
-    sandboxes run at a time.
+    `isolation`: "namespaces" needs bubblewrap and fails where the host has none or refuses it, "processes" does
+    without, "auto" (the default) takes it where it can and logs a warning once where it cannot. `network`: "none",
+    "loopback" (`allow_loopback` opens single ports of this host's loopback), "host". Without namespaces every sandbox
+    has the host's network. `folder`: where the sandbox's own folder is made. With namespaces or Landlock a sandbox sees
+    the system's folders (/usr, /etc, /opt and their like), this process's Python and its own folder. `show` adds files
+    and folders of the host, which namespaces keep read-only, and `hide` takes some away. `slots`: a semaphore that
+    bounds how many sandboxes run at a time.
 
     A path of a file is absolute below `folder`, or relative to `workdir`. Every command runs as the same user, whatever
     `user` says.
@@ -84,6 +84,7 @@ class LocalSandbox:
         self._user = free_user()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
+        self._group: MemoryGroup | None = None
         self._forwarders: dict[int, Forwarder] = {}
 
     async def __aenter__(self) -> Self:
@@ -100,10 +101,17 @@ class LocalSandbox:
         if self.slots:
             await self.slots.acquire()
         try:
+            way = bubblewrap.Way(refused="the caller wants none")
+            if self.isolation != "processes":
+                way = await asyncio.to_thread(bubblewrap.way, self._user is not None)
+            if way.refused and self.isolation == "namespaces":
+                raise SandboxError(
+                    f"this host refuses namespaces to a sandbox ({way.refused}); use isolation='auto'"
+                )
             self._make_folder()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                self._process = await asyncio.to_thread(self._launch, theirs)
+                self._process = await asyncio.to_thread(self._launch, theirs, way)
             self._channel = Channel(ours)
             message = await asyncio.wait_for(self._channel.first, _START_S)
             if "failed" in message:
@@ -111,9 +119,9 @@ class LocalSandbox:
         except BaseException:
             await self.close()
             raise
+        if way.refused and self.isolation == "auto":
+            _warn_once(way.refused, message["landlock"])
         self.isolation = message["ready"]
-        if message["refused"]:
-            _warn_once(message["refused"])
 
     def _make_folder(self) -> None:
         # resolved, because the sandbox sees real paths only
@@ -125,28 +133,51 @@ class LocalSandbox:
             for place in (self.workdir, self.home, f"{self.folder}/tmp", self.folder):
                 os.chown(place, self._user, self._user)
 
-    def _launch(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+    def _launch(self, theirs: socket.socket, way: bubblewrap.Way) -> subprocess.Popen[bytes]:
+        shown = [os.path.abspath(place) for place in (sys.prefix, sys.base_prefix, *self._show)]
+        hidden = [os.path.abspath(place) for place in self._hide]
+        self._group = MemoryGroup.make(self.limits.memory_bytes)
+        descriptors = self._group.descriptors if self._group else []
+        namespaces, user = not way.refused, self._user
+        if namespaces and not way.as_root:
+            user = None  # bwrap itself runs as this user.
         settings = {
             "socket": theirs.fileno(),
             "folder": self.folder,
-            "uid": self._user,
-            "isolation": self.isolation,
+            "uid": user,
+            "isolation": "namespaces" if namespaces else "processes",
             "network": self.network == "host",
-            "hidden": [os.path.abspath(place) for place in self._hide],
-            "shown": [os.path.abspath(place) for place in (sys.prefix, sys.base_prefix, *self._show)],
-            "tmp_bytes": self.limits.tmp_bytes,
+            "hidden": hidden,
+            "shown": shown,
             "limits": asdict(self.limits),
+            "group": descriptors,
         }
-        code = f"import sys; sys.path.insert(0, {str(_SOURCE)!r}); from slime.agent.init.main import start; start()"
-        with _file_of(json.dumps(settings)) as words:
-            return subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", "-c", code],
-                pass_fds=[theirs.fileno()],
-                stdin=words,
+        source = bubblewrap.code_folder(namespaces)
+        words = bubblewrap.python(
+            f"import sys; sys.path.insert(0, {source!r}); from slime.agent.init.main import start; start()"
+        )
+        if namespaces:
+            host_network = self.network == "host"
+            view = bubblewrap.View(
+                self.folder, tuple(hidden), tuple(shown), self.limits.tmp_bytes, host_network
+            )
+            words = [*bubblewrap.command(view, way.as_root), *words]
+        changed = None if user == self._user else self._user
+        with _file_of(json.dumps(settings)) as stdin:
+            process: subprocess.Popen[bytes] = subprocess.Popen(
+                words,
+                pass_fds=[theirs.fileno(), *descriptors],
+                stdin=stdin,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
                 env={"PATH": os.defpath},
+                user=changed,
+                group=changed,
+                extra_groups=None if changed is None else [],
             )
+        if self._group:
+            self._group.close()
+        return process
 
     async def close(self) -> None:
         """End every process of the sandbox and delete its folder. Any number of times."""
@@ -165,7 +196,7 @@ class LocalSandbox:
                 self.slots.release()
             folder, self.folder = self.folder, ""
             if folder:
-                await asyncio.shield(asyncio.to_thread(_delete, folder))
+                await asyncio.shield(asyncio.to_thread(delete, folder))
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         try:
@@ -174,9 +205,12 @@ class LocalSandbox:
             process.kill()
             process.wait()
         if self.isolation != "namespaces":
-            _sweep(self.sandbox_id)
+            sweep(self.sandbox_id)
             if self._user is not None:
-                _delete_of_user(self._user)
+                delete_of_user(self._user)
+        group, self._group = self._group, None
+        if group:
+            group.remove()
 
     async def exec(
         self,
@@ -200,7 +234,7 @@ class LocalSandbox:
                 "the sandbox must run before it is used, got a closed one; use `async with`, or call start()"
             )
         place = "/".join([self.folder, *paths.parts_of(self.folder, self.workdir, cwd or ".")])
-        variables = {**environment(self.home, f"{self.folder}/tmp"), _MARKER: self.sandbox_id, **(env or {})}
+        variables = {**environment(self.home, f"{self.folder}/tmp"), MARKER: self.sandbox_id, **(env or {})}
         output = CommandOutput(self.limits.output_bytes)
         writers: list[int] = []
         try:
@@ -333,44 +367,12 @@ def _reason_of(code: int) -> Reason:
     return reasons.get(code, "")
 
 
-def _warn_once(refused: str) -> None:
-    message = "sandboxes of this host run without namespaces, so with its network in view (%s); see docs/security.md"
-    warn_once(logger, f"namespaces: {refused}", message, refused)
-
-
-def _sweep(sandbox_id: str) -> None:
-    """Kill processes that lost their owner. Only code that kills the owner and clears its own environment stays."""
-    marker = f"{_MARKER}={sandbox_id}".encode()
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        found = [int(name) for name in os.listdir("/proc") if name.isdigit() and marker in _environ(name)]
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if not found:
-            return
-        time.sleep(0.01)
-
-
-def _environ(pid: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return b""
-
-
-def _delete_of_user(user: int) -> None:
-    """What a sandbox without namespaces left in the host's public folders."""
-    for place in ("/tmp", "/var/tmp", "/dev/shm"):
-        with contextlib.suppress(FileNotFoundError):
-            for entry in list(os.scandir(place)):
-                with contextlib.suppress(FileNotFoundError):
-                    if entry.stat(follow_symlinks=False).st_uid == user:
-                        _delete(entry.path)
-
-
-def _delete(folder: str) -> None:
-    """rm, because trees deeper than Python's recursion limit are among what is deleted."""
-    if os.getuid():
-        subprocess.run(["chmod", "-R", "u+rwX", "--", folder], stderr=subprocess.DEVNULL, check=False)
-    subprocess.run(["rm", "-rf", "--", folder], check=False)
+def _warn_once(refused: str, landlock: bool) -> None:
+    files = (
+        "Landlock hides files outside the system's folders" if landlock else "files of the host are in view"
+    )
+    message = (
+        "sandboxes of this host run without bubblewrap, so with its network and its processes in view; %s (%s); "
+        "see docs/security.md"
+    )
+    warn_once(logger, f"namespaces: {refused}", message, files, refused)

@@ -13,10 +13,10 @@ from slime.agent.sandbox import LocalSandbox, SandboxError
 @pytest.fixture(params=["namespaces", "processes"])
 def isolation(request, namespaces_work):
     if request.param == "namespaces" and not namespaces_work:
-        # The other branch: this host refuses namespaces, and says so instead of running with less.
-        with pytest.raises(SandboxError, match="refuses"):
+        # The sandbox refuses to run with less than the caller asked for.
+        with pytest.raises(SandboxError, match="refuses") as refusal:
             asyncio.run(LocalSandbox(isolation="namespaces").start())
-        return "auto"
+        pytest.skip(str(refusal.value))
     return request.param
 
 

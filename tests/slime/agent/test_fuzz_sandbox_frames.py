@@ -33,7 +33,7 @@ ANSWERS = st.fixed_dictionaries(
         "reason": st.sampled_from(["", "time", "memory"]) | VALUES,
         "failed": st.text(max_size=4) | VALUES,
         "ready": st.sampled_from(["namespaces", "processes"]) | VALUES,
-        "refused": st.just("") | VALUES,
+        "landlock": st.booleans() | VALUES,
     },
 )
 REQUESTS = st.fixed_dictionaries(
@@ -82,7 +82,7 @@ def test_any_frame_of_an_owner_ends_every_request(fuzz: Callable[..., None]) -> 
                 if "failed" not in answer:
                     assert name != "exec" or (type(answer["code"]), type(answer["reason"])) == (int, str)
                     assert name != "listen" or answer["descriptors"]
-                    assert name != "start" or (type(answer["ready"]), type(answer["refused"])) == (str, str)
+                    assert name != "start" or (type(answer["ready"]), type(answer["landlock"])) == (str, bool)
         assert channel.closed and not faults, faults
 
     fuzz(

@@ -72,14 +72,14 @@ def test_a_command_cannot_change_its_owner(isolation):
         run(isolation, body)
 
 
-def test_no_process_of_the_sandbox_has_a_number_for_the_owner(namespaces_work):
+def test_a_command_sees_the_processes_of_its_sandbox_only(namespaces_work):
     async def body(sandbox):
         return await sandbox.exec("echo $PPID; ls /proc | grep -c '^[0-9]'; cat /proc/1/status | grep NSpid")
 
     if namespaces_work:
         parent, count, first = run("namespaces", body).stdout.splitlines()
-        # The shell, ls and grep, and process 1.
-        assert (parent, int(count), first.split()) == ("0", 4, ["NSpid:", "1"])
+        # The shell, ls, grep, and process 1.
+        assert (parent, int(count), first.split()) == ("1", 4, ["NSpid:", "1"])
 
 
 @pytest.mark.parametrize("limit", ["RLIMIT_NOFILE, (4, 4)", "RLIMIT_CPU, (0, 0)", "RLIMIT_AS, (1, 1)"])
@@ -94,14 +94,51 @@ def test_the_limits_of_another_process_stay(isolation, limit):
 
 
 def test_without_root_the_owner_is_out_of_reach_too(namespaces_work):
-    """Commands and owner are one user there."""
+    """Commands, process 1 and the run's process have one user there."""
     script = (
+        "import os\n"
+        "def state(pid):\n"
+        "    limits = open(f'/proc/{pid}/limits').read()\n"
+        "    return limits, os.getpriority(0, pid), os.sched_getaffinity(pid), os.sched_getscheduler(pid)\n"
         "async def main():\n"
         "    async with LocalSandbox() as sandbox:\n"
+        "        pid = sandbox._process.pid\n"
+        "        pids = [pid, *map(int, open(f'/proc/{pid}/task/{pid}/children').read().split())]\n"
+        "        before = [state(each) for each in pids]\n"
         f"        await sandbox.write_file('attack.py', {ATTACKS!r})\n"
         f"        print((await sandbox.exec('exec {PYTHON} -I attack.py')).stdout.strip())\n"
+        "        print(len(pids), before == [state(each) for each in pids])\n"
         "        print(sandbox.isolation, (await sandbox.exec('echo alive; nice')).stdout.split())\n"
     )
     lines = as_another_user(script).splitlines()
     if namespaces_work and lines[-1].startswith("namespaces"):
-        assert lines == ["tried", f"namespaces ['alive', '{os.nice(0)}']"]
+        assert lines == ["tried", "2 True", f"namespaces ['alive', '{os.nice(0)}']"]
+
+
+def test_a_command_has_no_capabilities(namespaces_work):
+    """Process 1 has some, because it watches processes that hide their descriptors."""
+    script = (
+        "async def main():\n"
+        "    async with LocalSandbox() as sandbox:\n"
+        "        result = await sandbox.exec('grep -E \"Cap(Prm|Eff|Amb)|NoNewPrivs|Seccomp:\" /proc/self/status')\n"
+        "        print(sandbox.isolation, *result.stdout.split())\n"
+    )
+    none = [
+        "CapPrm:",
+        "0" * 16,
+        "CapEff:",
+        "0" * 16,
+        "CapAmb:",
+        "0" * 16,
+        "NoNewPrivs:",
+        "1",
+        "Seccomp:",
+        "2",
+    ]
+    if namespaces_work:
+        result = run(
+            "namespaces",
+            lambda sandbox: sandbox.exec("grep -E 'Cap(Prm|Eff|Amb)|NoNew|Seccomp:' /proc/self/status"),
+        )
+        assert result.stdout.split() == none
+        assert as_another_user(script).split() == ["namespaces", *none]
