@@ -28,6 +28,7 @@ from session_double import TOOLS  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 from slime.agent.harness.program import endpoint  # noqa: E402
+from slime.config import Config  # noqa: E402
 from slime.rollout.state import GenerateState  # noqa: E402
 from slime.sessions import open_session  # noqa: E402
 from slime.sessions.messages import Reply, ToolCall  # noqa: E402
@@ -186,7 +187,7 @@ def main() -> int:
         stack.push(stack.checkpoint)
         tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint, chat_template=TOOLS)
         args: Any = make_args(rollout_max_response_len=200, rollout_deadline_s=90.0)
-        args.rollout_state = state = GenerateState(args, stack.pool.client(), tokenizer)
+        state = GenerateState(Config.of_args(args), stack.pool.client(), tokenizer, hook_args=args).enter()
         results = []
         try:
             for program in PROGRAMS:

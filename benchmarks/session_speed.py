@@ -32,6 +32,7 @@ from rollout_double import make_args  # noqa: E402
 from session_cases import TEMPLATE  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
+from slime.config import Config  # noqa: E402
 from slime.rollout.state import GenerateState  # noqa: E402
 from slime.sessions import open_session  # noqa: E402
 from slime.types import Sample  # noqa: E402
@@ -106,7 +107,9 @@ def main() -> None:
         stack.push(stack.checkpoint)
         tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint, chat_template=TEMPLATE)
         hook_args: Any = make_args(rollout_deadline_s=300.0)
-        hook_args.rollout_state = state = GenerateState(hook_args, stack.pool.client(), tokenizer)
+        state = GenerateState(
+            Config.of_args(hook_args), stack.pool.client(), tokenizer, hook_args=hook_args
+        ).enter()
         gc.collect()
         gc.freeze()  # as in the rollout manager's process
         load = Load(state, stack.pool.engine_urls[0], args.turns, args.tokens)

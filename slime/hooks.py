@@ -230,3 +230,25 @@ def _near_import(error: ImportError) -> str | None:
         return None
     near = difflib.get_close_matches(found[1], dir(module), n=1)
     return f"did you mean {error.name}.{near[0]}?" if near else f"{error.name} defines no such name"
+
+
+class SingletonMeta(type):
+    """`class Judge(metaclass=SingletonMeta)`: the first call makes the object, later calls return it.
+
+    The arguments of later calls are not read. Each subclass has its own object. Safe in threads.
+    """
+
+    _instances: dict[type, object] = {}
+    _lock = threading.RLock()
+
+    def __call__(cls, *args: object, **kwargs: object) -> object:
+        with SingletonMeta._lock:
+            if cls not in SingletonMeta._instances:
+                SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
+            return SingletonMeta._instances[cls]
+
+    @staticmethod
+    def clear_all_instances() -> None:
+        """Forget all objects, so that the next calls make new ones."""
+        with SingletonMeta._lock:
+            SingletonMeta._instances.clear()

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
-from weakref import WeakKeyDictionary
 
 import aiohttp
 
+from slime.event_loop import loop_objects
 from slime.peers.proven_connector import ProvenConnector, RunKey
 from slime.types import Json
 from slime.waiting import log_unanswered
@@ -73,7 +73,6 @@ def _urls(listed: dict[str, Any]) -> list[str]:
 
 
 _own: tuple[OwnServers, ...] = ()
-_kept: WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession | None] = WeakKeyDictionary()
 
 
 def set_own_servers(*own: OwnServers) -> None:
@@ -103,17 +102,6 @@ def get_host_info() -> tuple[str, str]:
         except OSError:
             return socket.gethostname(), "127.0.0.1"
         return socket.gethostname(), probe.getsockname()[0]
-
-
-def keep_connections(loop: asyncio.AbstractEventLoop) -> None:
-    """Let the requests of this event loop share connections, until `close_connections`."""
-    _kept[loop] = None  # opened by the first request
-
-
-async def close_connections() -> None:
-    """Close what the requests of this event loop share, if they do."""
-    if (session := _kept.pop(asyncio.get_running_loop(), None)) is not None:
-        await session.close()
 
 
 async def post(
@@ -153,14 +141,16 @@ async def _request(
     headers: Mapping[str, str] | None,
     deadline_s: float,
 ) -> Json:
-    loop = asyncio.get_running_loop()
-    if loop in _kept:
-        if (session := _kept[loop]) is None:
-            connector = ProvenConnector(_key_of, limit=0, keepalive_timeout=60)
-            session = _kept[loop] = aiohttp.ClientSession(connector=connector)
+    if (objects := loop_objects()).closes:
+        session = objects.get(_request, _kept_session, aiohttp.ClientSession.close)
         return await _try(session, method, url, content, max_retries, headers or {}, deadline_s)
     async with aiohttp.ClientSession(connector=ProvenConnector(_key_of)) as session:
         return await _try(session, method, url, content, max_retries, headers or {}, deadline_s)
+
+
+def _kept_session() -> aiohttp.ClientSession:
+    """The connections of an event loop, which stay open between requests."""
+    return aiohttp.ClientSession(connector=ProvenConnector(_key_of, limit=0, keepalive_timeout=60))
 
 
 def _key_of(request: aiohttp.ClientRequest) -> RunKey | None:

@@ -1,5 +1,4 @@
-"""The border with a user's functions: where an error came from, and in the event loop, slow rewards and calls that
-block.
+"""The border with a user's functions: the origin of an error, slow rewards, and calls that block the event loop.
 
 All samples share one event loop. An error that ends the loop, or a call that blocks it, stops every sample.
 """
@@ -11,15 +10,15 @@ import contextlib
 import logging
 import os
 import re
-import sys
 import sysconfig
-import threading
 import time
 import traceback
 from collections.abc import Iterator
 from types import FrameType
+from weakref import WeakKeyDictionary
 
 from slime.config.child_environment import NO_KEY
+from slime.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +34,6 @@ _NOT_OF_USERS = (
 )
 _CLIENTS = ("aiohttp", "httpx", "requests", "urllib", "urllib3", "http", "openai")
 _PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
-BLOCKED_S = 1.0
-"""A call that blocks the event loop for this long is logged, once per function."""
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _FOLLOWED = re.compile(
@@ -160,45 +157,51 @@ def _warn(what: str, limit_s: float | None) -> None:
     )
 
 
-def watch_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Start a daemon thread that logs each function of the user that blocks `loop`, which `thread` runs.
-
-    A frame of ours that calls a user's function has a local `border`: the flag and the path of the function.
-    """
-    beat = [time.monotonic()]
-
-    def tick() -> None:
-        beat[0] = time.monotonic()
-        loop.call_later(BLOCKED_S / 4, tick)
-
-    def watch() -> None:
-        known: set[str] = set()
-        while True:
-            time.sleep(BLOCKED_S / 4)
-            if not thread.is_alive() or loop.is_closed():
-                return
-            if time.monotonic() - beat[0] < BLOCKED_S:
-                continue
-            found = _blocking(sys._current_frames().get(thread.ident or 0))
-            if found is not None and found[0] not in known:
-                known.add(found[0])
-                logger.warning(
-                    "%s blocks all other samples for over %g s at %s; use await or asyncio.to_thread there",
-                    *(found[0], BLOCKED_S, found[1]),
-                )
-
-    loop.call_soon_threadsafe(tick)
-    threading.Thread(target=watch, name="rollout-watch", daemon=True).start()
+_CALLS: WeakKeyDictionary[asyncio.Task[object], str] = WeakKeyDictionary()
+"""The user's function that each task of an event loop runs: its flag and its path."""
 
 
-def _blocking(frame: FrameType | None) -> tuple[str, str] | None:
-    """(the user's function, the line that it is at), if the frame was called by it."""
-    inner: FrameType | None = None
+@contextlib.contextmanager
+def calling(function: str) -> Iterator[None]:
+    """The current task runs a user's function inside this block. `function` is its flag and its path."""
+    task = asyncio.current_task()
+    if task is None:
+        yield
+        return
+    outer = _CALLS.get(task)
+    _CALLS[task] = function
+    try:
+        yield
+    finally:
+        if outer is None:
+            del _CALLS[task]
+        else:
+            _CALLS[task] = outer
+
+
+def blocking_call(task: asyncio.Task[object], frame: FrameType | None) -> tuple[str, str] | None:
+    """Returns the user's function that `task` runs, and the file and line that it has reached. None for a task that
+    runs no user's function. `frame` is the innermost one of the loop's thread."""
+    function = _CALLS.get(task)
+    reached = None
     while frame is not None:
-        if "border" in frame.f_code.co_varnames and frame.f_globals.get("__name__", "").startswith("slime."):
-            name = frame.f_locals.get("border")
-            if name is None or inner is None:
-                return None
-            return str(name), f"{inner.f_code.co_filename}:{inner.f_lineno}"
-        inner, frame = frame, frame.f_back
-    return None
+        if not frame.f_code.co_filename.startswith(_NOT_OF_USERS):
+            reached = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None if function is None or reached is None else (function, reached)
+
+
+@contextlib.contextmanager
+def blamed(what: str, sample: Sample) -> Iterator[None]:
+    """Border with a user's function, `what`: adds its name and the sample to any error. RuntimeError, chained."""
+    try:
+        with calling(what):
+            yield
+    except BaseException as error:
+        if is_cancelled(error):
+            raise
+        advice = remedy(error, generates=what.startswith("--custom-generate-function-path"))
+        raise RuntimeError(
+            f"{what} failed on sample {sample.index} of group {sample.group_index}: "
+            f"{type(error).__name__}: {error}{advice}{f' (at {found})' if (found := place(error)) else ''}"
+        ) from error

@@ -18,7 +18,6 @@ from slime.algo.losses import MASKED_ROLLOUTS, SFT_ROLLOUT, loss_of
 from slime.config.schema import Config, section_of
 from slime.config.sections.data import DataConfig
 from slime.config.sections.reward import RewardConfig
-from slime.config.sections.rollout import RolloutConfig
 from slime.data.drawing.curriculum import PROMPT, PassRates
 from slime.data.drawing.mixing import SOURCE, DataSet, Joined, Mixture, Order, data_sets
 from slime.data.drawing.position import VERSION, read_state, state_path, write_state
@@ -51,10 +50,11 @@ class PromptDataSource:
     def __init__(self, args: Namespace) -> None:
         self.args = args
         self.buffer: list[SampleGroup] = []
-        rollout, data = section_of(RolloutConfig, args), section_of(DataConfig, args)
+        config = Config.of_args(args)
+        rollout, data = config.rollout, config.data
         found: list[tuple[DataSet, Prompts]] = []
         if data.prompt_data and not data.disable_rollout_global_dataset:
-            found = load_training_prompts(Config.of_args(args), self.label_check(args))
+            found = load_training_prompts(config, self.label_check(config))
         self.data_sets = [one for one, _ in found]
         self.prompts = Joined([prompts for _, prompts in found])
         seed, shuffle = rollout.rollout_seed, rollout.rollout_shuffle
@@ -70,8 +70,8 @@ class PromptDataSource:
         if rollout.buffer_filter_path:
             self._buffer_filter = load_function(rollout.buffer_filter_path, flag="--buffer-filter-path")
 
-    def label_check(self, args: Namespace) -> LabelCheck | None:
-        """What raises ValueError for a wrong label while the file is read. A subclass knows the rewards."""
+    def label_check(self, config: Config) -> LabelCheck | None:
+        """Returns the check that raises ValueError for a wrong label while the file is read. A subclass has one."""
         return None
 
     def __len__(self) -> int:

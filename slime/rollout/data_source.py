@@ -3,7 +3,6 @@ data sources of plug-ins are made of."""
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from slime.algo.losses import loss_of
@@ -32,8 +31,8 @@ __all__ = [
 class RolloutDataSourceWithBuffer(PromptDataSource):
     """Import path of existing slime scripts and subclasses."""
 
-    def label_check(self, args: Namespace) -> LabelCheck | None:
-        return training_label_check(Config.of_args(args))
+    def label_check(self, config: Config) -> LabelCheck | None:
+        return training_label_check(config)
 
 
 RolloutDataSource = RolloutDataSourceWithBuffer

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Sequence
 
 from slime.algo.losses import held_out
-from slime.config.schema import Config, section_of
-from slime.config.sections.reward import RewardConfig, eval_reward_key
+from slime.config.sections.reward import eval_reward_key
 from slime.config.sections.rollout import RolloutConfig
 from slime.data.trajectories import trajectory_rewards, truncated_trajectories
 from slime.rollout import generate
 from slime.rollout.base_types import EvalResult, RolloutFnEvalOutput
+from slime.rollout.context import RunContext
 from slime.rollout.eval_datasets import EvalDatasetConfig, read_eval_prompts, resolve_eval_datasets
 from slime.rollout.generate import run_together
 from slime.rollout.sampling import RULES
@@ -30,7 +30,7 @@ def load_eval_datasets(
 
     The rollout manager calls this at the start of a run, so that a bad file is an error at the start.
     """
-    c = Config.of_args(state.args)
+    c = RunContext.of_state(state).config
     masked = held_out(c) if masked is None else masked
     configs = resolve_eval_datasets(c, masked=masked)
     if not configs:
@@ -71,13 +71,13 @@ async def eval_rollout(state: GenerateState, rollout_id: int) -> RolloutFnEvalOu
 async def _eval_dataset(
     state: GenerateState, config: EvalDatasetConfig, prompts: Sequence[Prompt], rollout_id: int
 ) -> EvalResult:
-    params = _sampling_params(section_of(RolloutConfig, state.args), config)
-
+    context = RunContext.of_state(state).for_evaluation()
+    params = _sampling_params(context.config.rollout, config)
     late: list[str] = []
 
     async def one(group: SampleGroup) -> SampleGroup:
-        done = await generate.generate_and_rm_group(
-            *(state.args, group, params),
+        done = await generate.finish_group(
+            *(context, group, params),
             evaluation=True,
             rollout_id=rollout_id,
             stream=f"{generate.EVALUATION}{config.name}/{rollout_id}",
@@ -95,7 +95,7 @@ async def _eval_dataset(
     scored = [sample for sample in samples if sample.status is not Sample.Status.ABORTED]
     if not scored:
         raise TimeoutError(
-            f"--rollout-deadline-s must suffice for a response, got {state.args.rollout_deadline_s} s "
+            f"--rollout-deadline-s must suffice for a response, got {context.config.rollout.rollout_deadline_s} s "
             f"and no response of evaluation dataset {config.name} within it; last: "
             f"{next(iter(late), 'aborted')}"
         )
@@ -103,7 +103,7 @@ async def _eval_dataset(
         logger.warning(
             "%d of %d responses of %s were cut off", len(samples) - len(scored), len(samples), config.name
         )
-    key = eval_reward_key(section_of(RewardConfig, state.args))
+    key = eval_reward_key(context.config.reward)
     return {
         "rewards": trajectory_rewards(scored, key),
         "truncated": truncated_trajectories(scored),

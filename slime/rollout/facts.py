@@ -7,13 +7,12 @@ comparable. The trainer gets one record per sample in the column `rollout_facts`
 from __future__ import annotations
 
 import zlib
-from argparse import Namespace
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.config import Config, section_of
+from slime.config import Config
 from slime.config.sections.rollout import RolloutConfig
 from slime.data.tokenizer import tokenizer_fingerprint
 from slime.types import Sample, SamplingParams, TrainData
@@ -69,9 +68,8 @@ def run_facts(config: Config, engine_dtype: str | None = None) -> Facts:
     }
 
 
-def note_sampling(args: Namespace, sample: Sample, params: SamplingParams) -> None:
-    """Record a request's sampling parameters in the sample's metadata, if they differ from the run's flags."""
-    flags = section_of(RolloutConfig, args)
+def note_sampling(flags: RolloutConfig, sample: Sample, params: SamplingParams) -> None:
+    """Records a request's sampling parameters in the sample's metadata, if they differ from the run's flags."""
     run = {
         "temperature": flags.rollout_temperature,
         "top_p": flags.rollout_top_p,

@@ -6,31 +6,26 @@ A custom generate function (`--custom-generate-function-path`) replaces `generat
 from __future__ import annotations
 
 import asyncio
-import copy
-import hashlib
 import inspect
 import time
 from argparse import Namespace
-from collections.abc import Coroutine, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterable
 from typing import TypeVar
 
-from slime.config.schema import section_of
-from slime.config.sections.algorithm import AlgorithmConfig
-from slime.config.sections.off_policy import OffPolicyConfig
-from slime.config.sections.reward import RewardConfig
+from slime.config.schema import Config
 from slime.config.sections.rollout import RolloutConfig
 from slime.data import kept_tokens, top_tokens
-from slime.hooks import load_function
+from slime.hooks import Hook, load_function
 from slime.protocols import GenerateResult, ReplayFields
 from slime.rollout import state
+from slime.rollout.context import RunContext, context_of
 from slime.rollout.facts import note_sampling
 from slime.rollout.on_policy_distillation import teach
-from slime.rollout.rewards import async_rm, batched_async_rm
+from slime.rollout.rewards import async_rm, batched_async_rm, score, score_together
 from slime.rollout.rewards.finite import remove_unless_finite
-from slime.rollout.sample_hooks import accepted, apply_rollout_sample_hooks
-from slime.types import FINISH_STATUS, Sample, SampleGroup, SamplingParams
-from slime.user_code import is_cancelled, place, remedy
+from slime.rollout.sample_hooks import accepted, run_sample_hooks
+from slime.types import FINISH_STATUS, Reward, Sample, SampleGroup, SamplingParams
+from slime.user_code import blamed
 
 T = TypeVar("T")
 
@@ -38,19 +33,6 @@ EVALUATION = "eval/"
 """The random streams of an evaluation begin with it."""
 
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED)
-
-
-def request_seed(run_seed: int, session_id: str, generated_tokens: int, retry: int = 0) -> int:
-    """Seed of one request: the first 52 bits of sha256(f"{run_seed}/{session_id}/{generated_tokens}").
-
-    The text ends with f"/{retry}" for a sample that a plug-in has reset and generates again, from 1 on.
-    `session_id` is "rollout/{sample index}" (see `generate_and_rm_group`). So a run repeats exactly
-    if the engine's results do not depend on its batch, and two requests share a seed only by chance. Every JSON
-    implementation keeps 52 bits.
-    """
-    again = f"/{retry}" if retry else ""
-    digest = hashlib.sha256(f"{run_seed}/{session_id}/{generated_tokens}{again}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 12
 
 
 async def run_together(coroutines: Iterable[Coroutine[object, object, T]]) -> list[T]:
@@ -65,9 +47,11 @@ async def run_together(coroutines: Iterable[Coroutine[object, object, T]]) -> li
 
 
 def GenerateState(args: Namespace) -> state.GenerateState:
-    """The run's own state: tokenizer, processor (None), semaphore, sampling_params, aborted, args. Whoever asks in the
-    rollout manager's process gets the same one, with any `args`. RuntimeError where no rollout runs."""
-    return state.of_process(args)
+    """Returns the run's state: tokenizer, processor (None), semaphore, sampling_params, aborted, args.
+
+    All calls in the rollout manager's process return the same state, with any `args`. RuntimeError without a rollout.
+    """
+    return state.current_state()
 
 
 async def generate(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> Sample:
@@ -78,7 +62,12 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
     request. If the request passes --rollout-deadline-s, the sample keeps what it had and becomes ABORTED.
     ValueError, with the sample's name, if the prompt leaves no room or the engine rejects it.
     """
-    own, flags = GenerateState(args), section_of(RolloutConfig, args)
+    return await _continue(context_of(args), sample, sampling_params)
+
+
+async def _continue(context: RunContext, sample: Sample, sampling_params: SamplingParams) -> Sample:
+    """See `generate`."""
+    own, flags = context.run, context.config.rollout
     assert own.engine is not None, "generation needs an engine"
     if not sample.tokens:
         sample.tokens = own.prompt_ids(sample)
@@ -86,14 +75,14 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
     if budget <= 0:
         sample.status = Sample.Status.TRUNCATED
         return sample
-    wanted = wanted_of(args, sample.known_experts)
+    wanted = replay_fields(context.config, sample.known_experts)
     stream = state.random_stream(sample)
     requests = own.requests[stream]
-    seed = request_seed(
+    seed = state.request_seed(
         flags.rollout_seed, stream, sample.response_length, retry=requests[sample.response_length]
     )
     requests[sample.response_length] += 1
-    note_sampling(args, sample, sampling_params)
+    note_sampling(flags, sample, sampling_params)
     began = time.perf_counter()
     try:
         # The engine client keeps the deadline and reports the reason. The margin covers a client that hangs.
@@ -117,27 +106,20 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
     return sample
 
 
-def of_evaluation(args: Namespace) -> Namespace:
-    """`args` without the records of tokens that only training reads."""
-    off_policy, algorithm = section_of(OffPolicyConfig, args), section_of(AlgorithmConfig, args)
-    if off_policy.use_rollout_routing_replay or algorithm.use_score_centering:
-        args = copy.copy(args)
-        args.use_rollout_routing_replay = args.use_score_centering = False
-    return args
+def replay_fields(config: Config, known_experts: int) -> ReplayFields:
+    """Returns the fields of a request for the records that training replays.
 
-
-def wanted_of(args: Namespace, known_experts: int) -> ReplayFields:
-    """What the engine shall tell beside tokens and log-probs. `known_experts`: the number of tokens whose experts are
-    known."""
-    replayed, centred = section_of(OffPolicyConfig, args), section_of(AlgorithmConfig, args)
-    wanted = ReplayFields()
+    `known_experts` is the number of tokens whose experts are known.
+    """
+    replayed = config.off_policy
+    fields = ReplayFields()
     if replayed.use_rollout_routing_replay:
-        wanted["experts_from"] = known_experts
+        fields["experts_from"] = known_experts
     if replayed.replay_kept_tokens:
-        wanted["kept_tokens"] = replayed.replay_kept_tokens
-    if centred.centred_ids:
-        wanted["top_tokens"] = centred.centred_ids
-    return wanted
+        fields["kept_tokens"] = replayed.replay_kept_tokens
+    if config.algorithm.centred_ids:
+        fields["top_tokens"] = config.algorithm.centred_ids
+    return fields
 
 
 def _token_budget(
@@ -227,10 +209,21 @@ async def generate_and_rm(
     In an evaluation, every function called here sees `args.use_rollout_routing_replay` and `use_score_centering` as
     False: no training uses the samples, and all of them are in memory at once.
     """
-    flags = section_of(RolloutConfig, args)
+    context = context_of(args)
     if evaluation:
-        args = of_evaluation(args)
-    own = GenerateState(args)
+        context = context.for_evaluation()
+    return await _sample(context, sample, sampling_params, evaluation, rollout_id)
+
+
+async def _sample(
+    context: RunContext,
+    sample: Sample,
+    sampling_params: SamplingParams,
+    evaluation: bool,
+    rollout_id: int | None,
+) -> Sample | list[Sample]:
+    """See `generate_and_rm`. `context` is already that of the evaluation."""
+    own, flags, rewards = context.run, context.config.rollout, context.config.reward
     finished = sample.status in FINISHED
     old = sample.response_length if flags.partial_rollout and flags.mask_offpolicy_in_partial_rollout else 0
     if old:
@@ -241,11 +234,9 @@ async def generate_and_rm(
             if own.aborted:
                 sample.status = Sample.Status.ABORTED
                 return sample
-            result = await _generate_one(args, sample, sampling_params, evaluation)
-        with _blame("--rollout-sample-hook-path", sample):
-            result = await apply_rollout_sample_hooks(
-                args, result, rollout_id=rollout_id, evaluation=evaluation
-            )
+            result = await _generate_one(context, sample, sampling_params, evaluation)
+        with blamed("--rollout-sample-hook-path", sample):
+            result = await run_sample_hooks(context, result, rollout_id=rollout_id, evaluation=evaluation)
     made = result if isinstance(result, list) else [result]
     for one in made if old else ():
         if one.status in FINISHED and not any(one.loss_mask or [1]):
@@ -253,16 +244,15 @@ async def generate_and_rm(
                 True  # the present weights wrote none of its tokens; the group's statistics include it
             )
     if not evaluation:
-        with _blame("--use-opd", sample):
-            await teach(args, made)
-    rewards = section_of(RewardConfig, args)
+        with blamed("--use-opd", sample):
+            await teach(context, made)
     if rewards.group_rm:
         return result
     waiting = [s for s in made if _wants_reward(s)]
     if isinstance(result, list):
-        await _score_together(args, waiting)
+        await _score_together(context, waiting)
     elif waiting:
-        result.reward = await async_rm(args, result)
+        result.reward = await _score(context, result)
     remove_unless_finite(made, rewards.reward_key)
     return result
 
@@ -281,40 +271,79 @@ async def generate_and_rm_group(
     If a sample fans out to several, they take its place in the group. Sets each sample's random stream in
     `session_id`: "{stream}/{index}". A sample from the buffer keeps its `session_id`.
     """
+    context = context_of(args)
+    if evaluation:
+        context = context.for_evaluation()
+    return await _group(context, group, sampling_params, evaluation, rollout_id, stream)
+
+
+async def finish_group(
+    context: RunContext,
+    group: SampleGroup,
+    sampling_params: SamplingParams,
+    evaluation: bool = False,
+    *,
+    rollout_id: int | None,
+    stream: str = "rollout",
+) -> SampleGroup:
+    """Generates and scores a group, see `generate_and_rm_group`. `context` is already that of the evaluation."""
+    if (own := replaced("generate_and_rm_group")) is not None:
+        made: SampleGroup = await own(
+            *(context.hook_args, group, sampling_params, evaluation), rollout_id=rollout_id, stream=stream
+        )
+        return made
+    return await _group(context, group, sampling_params, evaluation, rollout_id, stream)
+
+
+async def _group(
+    context: RunContext,
+    group: SampleGroup,
+    sampling_params: SamplingParams,
+    evaluation: bool,
+    rollout_id: int | None,
+    stream: str,
+) -> SampleGroup:
     for sample in group:
         if sample.session_id is None:
             sample.session_id = f"{stream}/{sample.index}"
-    spans = GenerateState(args).spans
+    spans = context.run.spans
 
     async def make(sample: Sample) -> Sample | list[Sample]:
         with spans.around(sample, rollout_id, evaluation) as done:
             params = dict(sampling_params)
-            result = await generate_and_rm(
-                args, sample, params, evaluation, **accepted(generate_and_rm, rollout_id=rollout_id)
-            )
+            result: Sample | list[Sample]
+            if (own := replaced("generate_and_rm")) is not None:
+                known = accepted(own, rollout_id=rollout_id)
+                result = await own(context.hook_args, sample, params, evaluation, **known)
+            else:
+                result = await _sample(context, sample, params, evaluation, rollout_id)
             done(result)
         return result
 
     done = await run_together(make(sample) for sample in group)
     flat = [s for one in done for s in (one if isinstance(one, list) else [one])]
-    rewards = section_of(RewardConfig, args)
+    rewards = context.config.reward
     if rewards.group_rm and not any(s.status is Sample.Status.ABORTED for s in flat):
-        await _score_together(args, [s for s in flat if _wants_reward(s)])
+        await _score_together(context, [s for s in flat if _wants_reward(s)])
         remove_unless_finite(flat, rewards.reward_key)
     return flat
 
 
 async def _generate_one(
-    args: Namespace, sample: Sample, sampling_params: SamplingParams, evaluation: bool
+    context: RunContext, sample: Sample, sampling_params: SamplingParams, evaluation: bool
 ) -> Sample | list[Sample]:
-    path = sample.generate_function_path or section_of(RolloutConfig, args).custom_generate_function_path
+    path = sample.generate_function_path or context.config.rollout.custom_generate_function_path
     if path is None:
-        return await generate(args, sample, sampling_params)
+        if (own := replaced("generate")) is not None:
+            written: Sample = await own(context.hook_args, sample, sampling_params)
+            return written
+        return await _continue(context, sample, sampling_params)
     rollout_id, index = sample.rollout_id, sample.index
-    border = f"--custom-generate-function-path {path}"  # see user_code.watch_loop
-    with _blame(border, sample):
+    with blamed(f"--custom-generate-function-path {path}", sample):
         function = load_function(path)
-        result = function(args, sample, sampling_params, **accepted(function, evaluation=evaluation))
+        result = function(
+            context.hook_args, sample, sampling_params, **accepted(function, evaluation=evaluation)
+        )
         if inspect.isawaitable(result):
             result = await result
         if isinstance(result, list):
@@ -332,23 +361,34 @@ def _wants_reward(sample: Sample) -> bool:
     return sample.reward is None and sample.status is not Sample.Status.ABORTED
 
 
-async def _score_together(args: Namespace, samples: list[Sample]) -> None:
+async def _score(context: RunContext, sample: Sample) -> Reward:
+    if (own := replaced("async_rm")) is not None:
+        reward: Reward = await own(context.hook_args, sample)
+        return reward
+    return await score(context, sample)
+
+
+async def _score_together(context: RunContext, samples: list[Sample]) -> None:
     if not samples:
         return
-    for sample, reward in zip(samples, await batched_async_rm(args, samples), strict=True):
+    if (own := replaced("batched_async_rm")) is not None:
+        rewards = await own(context.hook_args, samples)
+    else:
+        rewards = await score_together(context, samples)
+    for sample, reward in zip(samples, rewards, strict=True):
         sample.reward = reward
 
 
-@contextmanager
-def _blame(what: str, sample: Sample) -> Iterator[None]:
-    """Border with a user's function: adds the function's name and the sample to any error."""
-    try:
-        yield
-    except BaseException as error:
-        if is_cancelled(error):
-            raise
-        advice = remedy(error, generates=what.startswith("--custom-generate-function-path"))
-        raise RuntimeError(
-            f"{what} failed on sample {sample.index} of group {sample.group_index}: "
-            f"{type(error).__name__}: {error}{advice}{f' (at {found})' if (found := place(error)) else ''}"
-        ) from error
+_OWN = {
+    function.__name__: function
+    for function in (generate, generate_and_rm, generate_and_rm_group, async_rm, batched_async_rm)
+}
+
+
+def replaced(name: str) -> Hook | None:
+    """Returns the function that a plug-in has assigned to this module's `name`, or None.
+
+    slime's plug-ins, and their tests, replace these functions. Theirs get `args`, and ours get the context.
+    """
+    function: Hook = globals()[name]
+    return None if function is _OWN[name] else function

@@ -33,6 +33,7 @@ from slime.hooks import load_function
 from slime.protocols import Evaluated, Logged, RolloutBatch, RolloutEngine
 from slime.roles.groups import groups_of
 from slime.rollout.base_types import call_rollout_fn
+from slime.rollout.context import RunContext
 from slime.rollout.debug_data import load_with_facts, save_debug_rollout_data
 from slime.rollout.evaluation import load_eval_datasets
 from slime.rollout.facts import Facts, attach, replay_template, run_facts
@@ -82,7 +83,10 @@ class RolloutManager:
         operators.install(config)
         checkpoint = config.rollout.hf_checkpoint
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.train.trust_remote_code)
-        self.args.rollout_state = self.state = GenerateState(self.args, engine, tokenizer, others)
+        parser = facts.get("chat_parser_path")
+        self.state = GenerateState(
+            *(config, engine, tokenizer, others), hook_args=self.args, chat_parser_path=parser
+        ).enter()
         self.hf_config = read_hf_config(checkpoint)
         self._turn, self._spare = threading.Lock(), deque[int]()
         self._decode, self._text_of = tokenizer.decode, token_texts(tokenizer.decode)
@@ -214,8 +218,8 @@ class RolloutManager:
         )
 
     def _with_hooks(self) -> Config:
-        """The configuration with what hooks have set in their `args`."""
-        return Config.of_args(self.args)
+        """Returns the configuration with the values that hooks have set in their `args`."""
+        return RunContext.of_state(self.state).config
 
     def _forward_flops(self, data: RankData, *, old: bool) -> float:
         """Of a pass over all samples of a rank, or of the one for old log-probs."""

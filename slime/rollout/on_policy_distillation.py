@@ -10,48 +10,40 @@ engines of the run (--opd-teacher-model) or servers of one's own (--opd-teacher-
 from __future__ import annotations
 
 import asyncio
-import weakref
 from argparse import Namespace
 from collections.abc import Sequence
 
 import numpy as np
 
-from slime.config.schema import Config, section_of
+from slime.config.schema import Config
 from slime.config.sections.distillation import DistillationConfig
-from slime.config.sections.reward import RewardConfig
-from slime.config.sections.rollout import RolloutConfig
+from slime.event_loop import loop_objects
 from slime.protocols import ScoreResult
 from slime.roles.served import DEFAULT, by_name, teachers
-from slime.rollout import state
+from slime.rollout.context import RunContext, context_of
 from slime.rollout.teachers.servers import SERVERS, Scorer
 from slime.types import Sample
 
 _MAX_REQUESTS = 64
 """At a time, to each engine of a teacher or to its server."""
-_slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
-def served(args: Namespace) -> bool:
-    """Whether the rollout asks a server for the teacher's log-probs."""
-    flags = section_of(DistillationConfig, args)
-    return flags.use_opd and flags.opd_type in SERVERS
-
-
-async def teach(args: Namespace, samples: Sequence[Sample]) -> None:
-    """Set `teacher_log_probs` of samples that have none, unless --custom-reward-post-process-path brings them."""
-    if served(args) and not section_of(RewardConfig, args).custom_reward_post_process_path:
+async def teach(context: RunContext, samples: Sequence[Sample]) -> None:
+    """Sets `teacher_log_probs` of samples that have none, unless --custom-reward-post-process-path brings them."""
+    flags = context.config.distillation
+    served = flags.use_opd and flags.opd_type in SERVERS
+    if served and not context.config.reward.custom_reward_post_process_path:
         unfinished = (Sample.Status.PENDING, Sample.Status.ABORTED)
         waiting = [s for s in samples if s.teacher_log_probs is None and s.status not in unfinished]
-        await asyncio.gather(*(_teach(args, sample) for sample in waiting))
+        await asyncio.gather(*(_teach(context, sample) for sample in waiting))
 
 
 async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: object) -> object:
     """--custom-rm-path of pure distillation: sets `sample.teacher_log_probs` and returns a reward of 0. A list of
     samples (--group-rm) gives a list."""
     samples: list[Sample] = sample if isinstance(sample, list) else [sample]
-    await asyncio.gather(*(_teach(args, one) for one in samples if one.teacher_log_probs is None))
+    context = context_of(args)
+    await asyncio.gather(*(_teach(context, one) for one in samples if one.teacher_log_probs is None))
     rewards = [0.0] * len(samples)
     return rewards if isinstance(sample, list) else rewards[0]
 
@@ -92,11 +84,11 @@ def source_of(flags: DistillationConfig, sample: Sample, sources: Sequence[str])
     )
 
 
-def urls_of(args: Namespace) -> dict[str, str]:
-    """Source -> URL of the teacher's server. ValueError without any."""
-    flags = section_of(DistillationConfig, args)
+def urls_of(config: Config) -> dict[str, str]:
+    """Maps each source to the URL of its teacher's server. ValueError without any."""
+    flags = config.distillation
     urls = by_name("opd_teacher_url", flags.opd_teacher_url)
-    if not urls and (url := section_of(RewardConfig, args).rm_url):
+    if not urls and (url := config.reward.rm_url):
         urls = {DEFAULT: url}
     if not urls:
         raise ValueError(
@@ -106,29 +98,28 @@ def urls_of(args: Namespace) -> dict[str, str]:
     return urls
 
 
-async def _teach(args: Namespace, sample: Sample) -> None:
-    flags, of_run = section_of(DistillationConfig, args), teachers(Config.of_args(args))
+async def _teach(context: RunContext, sample: Sample) -> None:
+    flags, of_run = context.config.distillation, teachers(context.config)
     scorer: Scorer
     if of_run:
         source = source_of(flags, sample, list(of_run))
         model = of_run[source]
-        scorer, shown = state.of_process(args).served(model.name), model.checkpoint
+        scorer, shown = context.run.served(model.name), model.checkpoint
         engines = model.devices // model.devices_per_engine
     else:
-        urls = urls_of(args)
+        urls = urls_of(context.config)
         source = source_of(flags, sample, list(urls))
         server = SERVERS[flags.opd_type or "sglang"](urls[source])
         scorer, shown, engines = server, server.url, 1
     if not sample.response_length:
         sample.teacher_log_probs = []
         return
-    of_loop = _slots.setdefault(asyncio.get_running_loop(), {})
-    async with of_loop.setdefault(source, asyncio.Semaphore(_MAX_REQUESTS * engines)):
+    async with loop_objects().semaphore((teach, source), _MAX_REQUESTS * engines):
         result = await scorer.score(
             sample.tokens,
             start=len(sample.tokens) - sample.response_length,
             top_k=flags.opd_top_k,
-            deadline_s=section_of(RolloutConfig, args).rollout_deadline_s,
+            deadline_s=context.config.rollout.rollout_deadline_s,
         )
     _take(sample, result, shown)
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import inspect
 from argparse import Namespace
 from functools import lru_cache
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
-from slime.config.schema import section_of
-from slime.config.sections.rollout import RolloutConfig
 from slime.hooks import Hook, load_function
+from slime.rollout.context import RunContext, context_of
 from slime.types import Sample
 
 T = TypeVar("T")
-S = TypeVar("S", Sample, list[Sample])
 
 _current_rollout_id: int | None = None
 
@@ -24,49 +22,41 @@ def set_current_rollout_id(rollout_id: int | None) -> None:
     _current_rollout_id = rollout_id
 
 
-@overload
-async def apply_rollout_sample_hooks(
-    args: Namespace, sample: Sample, *, rollout_id: int | None = ..., evaluation: bool = ..., **kwargs: object
-) -> Sample: ...
-
-
-@overload
 async def apply_rollout_sample_hooks(
     args: Namespace,
-    sample: list[S],
-    *,
-    rollout_id: int | None = ...,
-    evaluation: bool = ...,
-    **kwargs: object,
-) -> list[S]: ...
-
-
-async def apply_rollout_sample_hooks(
-    args: Namespace,
-    sample: Any,
+    sample: T,
     *,
     rollout_id: int | None = None,
     evaluation: bool = False,
     **kwargs: object,
-) -> Any:
-    """Run the hooks in the order of their flags on a sample, or on each sample of a list, or of a list of lists.
+) -> T:
+    """Runs the hooks in the order of their flags on a sample, or on each sample of a list, or of a list of lists.
 
     A hook is `fn(args, sample, *, rollout_id, evaluation)`, plain or async. It gets the other keywords, too. Keywords
-    that the hook does not take are left out. Without a `rollout_id` it is that of `set_current_rollout_id`. The hook
+    that the hook does not take are left out. The default of `rollout_id` is set by `set_current_rollout_id`. The hook
     changes the sample in place or returns another sample. TypeError, as in slime, if it returns anything else.
     """
+    return await run_sample_hooks(
+        context_of(args), sample, rollout_id=rollout_id, evaluation=evaluation, **kwargs
+    )
+
+
+async def run_sample_hooks(
+    context: RunContext, sample: T, *, rollout_id: int | None, evaluation: bool, **kwargs: object
+) -> T:
+    """See `apply_rollout_sample_hooks`."""
     rollout_id = _current_rollout_id if rollout_id is None else rollout_id
     keywords = {"rollout_id": rollout_id, "evaluation": evaluation, **kwargs}
-    paths = section_of(RolloutConfig, args).rollout_sample_hook_path or []
-    return await _apply(args, sample, paths, keywords)
+    made: T = await _apply(context, sample, keywords)
+    return made
 
 
-async def _apply(args: Namespace, sample: Any, paths: list[str], keywords: dict[str, object]) -> Any:
+async def _apply(context: RunContext, sample: Any, keywords: dict[str, object]) -> Any:
     if isinstance(sample, list):
-        return [await _apply(args, one, paths, keywords) for one in sample]
-    for path in paths:
+        return [await _apply(context, one, keywords) for one in sample]
+    for path in context.config.rollout.rollout_sample_hook_path or []:
         hook = load_function(path, flag="--rollout-sample-hook-path")
-        result = hook(args, sample, **accepted(hook, **keywords))
+        result = hook(context.hook_args, sample, **accepted(hook, **keywords))
         if inspect.isawaitable(result):
             result = await result
         if result is None:

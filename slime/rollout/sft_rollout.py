@@ -10,14 +10,12 @@ from argparse import Namespace
 from collections.abc import Callable
 
 from slime.algo.losses import loss_of
-from slime.config.schema import section_of
-from slime.config.sections.algorithm import AlgorithmConfig
-from slime.config.sections.data import DataConfig
 from slime.loss_mask import MultiTurnLossMaskGenerator
 from slime.protocols import DataSource
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.context import RunContext, context_of
 from slime.rollout.evaluation import eval_group, load_eval_datasets
-from slime.rollout.state import of_process
+from slime.rollout.state import GenerateState
 from slime.types import Sample, SampleGroup
 
 Maker = Callable[[Sample], SampleGroup]
@@ -34,13 +32,14 @@ def generate_rollout(
     loss mask is 0 on the turns of other roles. With `evaluation`, all conversations of the held-out sets. ValueError,
     with the sample's name, for a wrong conversation.
     """
-    generator = _generator(args)
+    context = context_of(args)
+    generator = _generator(context)
 
     def make(sample: Sample) -> SampleGroup:
         _fill(sample, generator)
         return [sample]
 
-    return _held_out(args, make) if evaluation else _drawn(args, data_source, make)
+    return _held_out(context.run, make) if evaluation else _drawn(context, data_source, make)
 
 
 def generate_pairs(
@@ -52,8 +51,9 @@ def generate_pairs(
     The two conversations are in the metadata (--chosen-key, --rejected-key). The samples of a pair are one rollout, so
     that they get into one micro-batch, the chosen one first; their column `preference` is 1 and -1.
     """
-    generator = _generator(args)
-    scored = loss_of(section_of(AlgorithmConfig, args)).head == "value"
+    context = context_of(args)
+    generator = _generator(context)
+    scored = loss_of(context.config.algorithm).head == "value"
 
     def make(sample: Sample) -> SampleGroup:
         pair = [sample, copy.deepcopy(sample)]
@@ -65,26 +65,25 @@ def generate_pairs(
             one.columns["preference"] = [sign] * one.response_length
         return pair
 
-    return _held_out(args, make) if evaluation else _drawn(args, data_source, make)
+    return _held_out(context.run, make) if evaluation else _drawn(context, data_source, make)
 
 
-def _generator(args: Namespace) -> MultiTurnLossMaskGenerator:
-    kind = section_of(DataConfig, args).loss_mask_type
-    return MultiTurnLossMaskGenerator(of_process(args).tokenizer, tokenizer_type=kind)
+def _generator(context: RunContext) -> MultiTurnLossMaskGenerator:
+    kind = context.config.data.loss_mask_type
+    return MultiTurnLossMaskGenerator(context.run.tokenizer, tokenizer_type=kind)
 
 
-def _drawn(args: Namespace, data_source: DataSource, make: Maker) -> RolloutFnTrainOutput:
+def _drawn(context: RunContext, data_source: DataSource, make: Maker) -> RolloutFnTrainOutput:
     """The samples of a rollout. A prompt may have several samples, which are made one by one."""
-    groups = data_source.get_samples(section_of(DataConfig, args).rollout_batch_size)
+    groups = data_source.get_samples(context.config.data.rollout_batch_size)
     return RolloutFnTrainOutput(
         samples=[[one for sample in group for one in make(sample)] for group in groups]
     )
 
 
-def _held_out(args: Namespace, make: Maker) -> RolloutFnEvalOutput:
+def _held_out(state: GenerateState, make: Maker) -> RolloutFnEvalOutput:
     """The held-out sets with their samples, which are made once per run. No data source provides them, so the order of
     the training data does not change."""
-    state = of_process(args)
     for config, prompts in load_eval_datasets(state, masked=True):
         if config.name in state.held_out:
             continue

@@ -1,37 +1,33 @@
-"""The state of generation: the engine, the tokenizer, a limit on concurrency, and an event loop.
+"""The state of generation: the engines, the tokenizer, a limit on concurrency, and an event loop.
 
-The rollout manager builds one `GenerateState`. Rollout functions get it as `args.rollout_state`.
+The rollout manager makes one `GenerateState`. Functions get it in a `slime.rollout.context.RunContext`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import threading
-import weakref
 from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
-from slime import http
-from slime.config.schema import Config, section_of
-from slime.config.sections.cluster import ClusterConfig
-from slime.config.sections.engine import EngineConfig
-from slime.config.sections.logging import LoggingConfig
+from slime.config.schema import Config
 from slime.config.sections.rollout import RolloutConfig
 from slime.data.limits.context import longest_sequence
 from slime.data.openings import ChatRemarks
 from slime.data.rows import render_chat
 from slime.data.tokenizer import opened, opening_ids
+from slime.event_loop import loop_objects, watch_loop
 from slime.protocols import GenerateResult, RolloutEngine
 from slime.rollout.stream.concurrency import Concurrency
 from slime.tracking.events import Events
 from slime.tracking.traces.sample_spans import SampleSpans
 from slime.types import Prompt, Sample, SampleGroup, SamplingParams
-from slime.user_code import watch_loop
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,8 +35,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PROMPTS_REMEMBERED = 4096
-_newest: weakref.ref[GenerateState] | None = None
-_own_loop: asyncio.AbstractEventLoop | None = None
+
+
+NO_RUN = "GenerateState(args) must be called while a rollout runs, got no state in this process; call it from a hook"
+_entered: list[GenerateState] = []
 
 
 def rollout_sampling_params(rollout: RolloutConfig) -> SamplingParams:
@@ -63,34 +61,54 @@ def random_stream(sample: Sample) -> str:
     return sample.session_id or f"sample/0/{sample.index}"
 
 
+def request_seed(run_seed: int, session_id: str, generated_tokens: int, retry: int = 0) -> int:
+    """Seed of one request: the first 52 bits of sha256(f"{run_seed}/{session_id}/{generated_tokens}").
+
+    The text ends with f"/{retry}" for a sample that a plug-in has reset and generates again, from 1 on.
+    `session_id` is "rollout/{sample index}" (see `generate_and_rm_group`). So a run repeats exactly
+    if the engine's results do not depend on its batch, and two requests share a seed only by chance. Every JSON
+    implementation keeps 52 bits.
+    """
+    again = f"/{retry}" if retry else ""
+    digest = hashlib.sha256(f"{run_seed}/{session_id}/{generated_tokens}{again}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 12
+
+
 class GenerateState:
-    """One per rollout manager. `engine` is None if no sample is generated (SFT, replay of saved samples).
-    `frozen_engines`: those of the run's frozen models, by their names (`slime.roles.served`).
+    """The state of a run's generation. `engine` is None if no sample is generated (SFT, replay of saved samples).
+
+    `frozen_engines` maps the names of the run's frozen models to their engine clients (`slime.roles.served`). `args`
+    are the flags as hooks get them, by default made from `config`.
 
     `semaphore` limits the samples in generation to `server_concurrency` per engine, or adapts. `aborted` makes running
     generations stop. `timed_out` maps the random stream of a sample to the reason why it passed its deadline.
     `request_figures` maps a metric to its values, one per request since `take_figures`. `requests` counts the requests
     of a random stream by the tokens before them, so that a sample that starts again draws another response.
-    `allowed` is the last rollout whose groups may be started, and `version` the weights of the engines (None: not
-    said). `events` are those of the run, and `spans` time its samples. `chat_remarks` warns of what sessions ask.
-    `progress` is (samples finished, samples wanted) of the current rollout, for a progress bar. `sampling_params` are
-    those of training samples. `processor` is None: prompts are text only.
+    `allowed` is the last rollout whose groups may be started. `version` is the version of the engines' weights, or None
+    before the first is known. `events` are those of the run, and `spans` time its samples. `chat_remarks` warns about
+    requests of sessions. `progress` is (samples finished, samples wanted) of the current rollout, for a progress bar.
+    `sampling_params` are those of training samples. `processor` is None, because prompts are text only.
     """
 
     def __init__(
         self,
-        args: Namespace,
+        config: Config,
         engine: RolloutEngine | None,
         tokenizer: PreTrainedTokenizerBase,
         frozen_engines: Mapping[str, RolloutEngine] = MappingProxyType({}),
+        *,
+        hook_args: Namespace | None = None,
+        chat_parser_path: str | None = None,
     ) -> None:
-        self.args = args
+        self.config = config
+        self.args = config.namespace() if hook_args is None else hook_args
         self.engine = engine
         self.frozen_engines = frozen_engines
         self.tokenizer = tokenizer
-        cluster = section_of(ClusterConfig, args)
-        engines = max(1, (cluster.rollout_num_gpus or 1) // cluster.rollout_num_gpus_per_engine)
-        limit = section_of(EngineConfig, args)
+        self.chat_parser_path = chat_parser_path
+        """The function of the rollout backend that makes the parser of a model's messages."""
+        engines = max(1, config.num_engines)
+        limit = config.engine
         self.semaphore = Concurrency(limit.server_concurrency * engines, adapts=limit.adapts_concurrency)
         self.aborted = False
         self.timed_out: dict[str, str] = {}
@@ -102,21 +120,41 @@ class GenerateState:
         self._news = asyncio.Event()
         self._context: int | None = None
         self._asking = asyncio.Lock()
-        self.events = Events("rollout", section_of(LoggingConfig, args).run_dir)
+        self.events = Events("rollout", config.logging.run_dir)
         self.chat_remarks = ChatRemarks(tokenizer)
-        self.spans = SampleSpans(section_of(LoggingConfig, args).otlp_traces_endpoint)
-        self.sampling_params = rollout_sampling_params(section_of(RolloutConfig, args))
-        self.processor = None  # prompts are text
+        self.spans = SampleSpans(config.logging.otlp_traces_endpoint)
+        self.sampling_params = rollout_sampling_params(config.rollout)
+        self.processor = None
         self.eval_prompts: dict[tuple[str, bool], Sequence[Prompt]] = {}
         self.held_out: dict[str, list[Sample]] = {}
-        self.at_close: list[Callable[[], Awaitable[None]]] = []
-        """Each is awaited in this state's loop before the loop ends."""
         self.busy = False
+        self._parts: dict[type, object] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         # The samples of a group share their prompt, so each prompt is tokenised once.
         self._encode = functools.lru_cache(_PROMPTS_REMEMBERED)(self._encode_uncached)
-        global _newest
-        _newest = weakref.ref(self)
+
+    def enter(self) -> GenerateState:
+        """Makes this the state that plug-ins of this process reach, until `close`. Returns it."""
+        _entered.append(self)
+        return self
+
+    def part(self, kind: type[T], make: Callable[[], T]) -> T:
+        """Returns the one object of type `kind` that belongs to this run. The first call makes it."""
+        if kind not in self._parts:
+            self._parts[kind] = make()
+        found = self._parts[kind]
+        assert isinstance(found, kind)
+        return found
+
+    def has_part(self, kind: type[T]) -> T | None:
+        """Returns the object of `part`, or None if no call has made it."""
+        found = self._parts.get(kind)
+        assert found is None or isinstance(found, kind)
+        return found
+
+    def drop_part(self, kind: type) -> None:
+        """Forgets the object of `part`."""
+        self._parts.pop(kind, None)
 
     def served(self, name: str) -> RolloutEngine:
         """The engine client of the run's frozen model `name` (--frozen-model), for hooks: `generate` and `score` of
@@ -131,16 +169,17 @@ class GenerateState:
     @functools.cached_property
     def context(self) -> tuple[int | None, str]:
         """The most tokens that prompt and response may have together in the engines, and what sets the number."""
-        return longest_sequence(Config.of_args(self.args))
+        return longest_sequence(self.config)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop of `run`, or None before the first call."""
+        return self._loop
 
     @property
     def concurrency(self) -> int:
         """The limit of samples in generation."""
         return self.semaphore.limit
-
-    def __deepcopy__(self, memo: dict[int, object]) -> GenerateState:
-        """Returns this object: hooks deep-copy `args`, and the engine and the loop must stay the same."""
-        return self
 
     def run(self, coroutine: Coroutine[object, object, T]) -> T:
         """Run the coroutine to its end in this state's own loop (a daemon thread). Every thread may call this.
@@ -162,21 +201,21 @@ class GenerateState:
             thread = threading.Thread(target=_run_loop, args=(self._loop,), name="rollout", daemon=True)
             thread.start()
             watch_loop(self._loop, thread)
-            http.keep_connections(self._loop)
+            loop_objects(self._loop).closes = True
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
-        """Close the engine's connections and end the loop. After that, `run` no longer works."""
+        """Closes the engines' connections and ends the loop. After that, `run` no longer works."""
+        if self in _entered:
+            _entered.remove(self)
         self.events.close()
         self.spans.close()
         if self._loop is None:
             return
-        for end in self.at_close:
-            self.run(_awaited(end))
+        self.run(_close_objects())
         for engine in (self.engine, *self.frozen_engines.values()):
             if engine is not None:
                 self.run(engine.close())
-        self.run(http.close_connections())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop = None
 
@@ -202,7 +241,7 @@ class GenerateState:
     def set_engines(self, count: int) -> None:
         """That many engines serve from now on: the limit of samples in generation follows. Every thread may call
         this."""
-        first = section_of(EngineConfig, self.args).server_concurrency * count
+        first = self.config.engine.server_concurrency * count
         if self._loop is None:
             self.semaphore.scale(first)
         else:
@@ -263,7 +302,7 @@ class GenerateState:
         ask = getattr(self.engine, "context_tokens", None)
         async with self._asking:
             if self._context is None and ask is not None:
-                self._context = await ask(section_of(RolloutConfig, self.args).rollout_deadline_s)
+                self._context = await ask(self.config.rollout.rollout_deadline_s)
         return self._context
 
     @functools.cached_property
@@ -274,8 +313,8 @@ class GenerateState:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
 
-async def _awaited(end: Callable[[], Awaitable[None]]) -> None:
-    await end()
+async def _close_objects() -> None:
+    await loop_objects().close()
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
@@ -286,32 +325,13 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-def run_in_process(coroutine: Coroutine[object, object, T]) -> T:
-    """Run the coroutine to its end in the loop of this process's rollout, or in a loop of its own without one.
-
-    RuntimeError in a coroutine of that loop, which would wait for itself.
-    """
-    global _own_loop
-    state = _newest() if _newest else None
-    loop = _own_loop if state is None else state._loop
-    if loop is not None and asyncio._get_running_loop() is loop:
-        coroutine.close()
-        raise RuntimeError(
-            "run(coroutine) must not be called in a coroutine, got a call in one; await it there"
-        )
-    if state is not None:
-        return state.run(coroutine)
-    if _own_loop is None:
-        _own_loop = asyncio.new_event_loop()
-        threading.Thread(target=_own_loop.run_forever, name="plug-in", daemon=True).start()
-    return asyncio.run_coroutine_threadsafe(coroutine, _own_loop).result()
+def entered() -> GenerateState | None:
+    """Returns the state of this process's run (`GenerateState.enter`), or None in a process without a run."""
+    return _entered[-1] if _entered else None
 
 
-def of_process(args: Namespace | None = None) -> GenerateState:
-    """The state of `args`, or this process's own for arguments that a hook made itself, and without arguments."""
-    state: GenerateState | None = getattr(args, "rollout_state", None) or (_newest() if _newest else None)
-    if state is None:
-        raise RuntimeError(
-            "GenerateState(args) must be called while a rollout runs, got no state in this process; call it from a hook"
-        )
-    return state
+def current_state() -> GenerateState:
+    """Returns the state of this process's run. RuntimeError in a process without a run."""
+    if not _entered:
+        raise RuntimeError(NO_RUN)
+    return _entered[-1]

@@ -1,4 +1,4 @@
-"""The default `--rollout-function-path`: generates with the engine of `args.rollout_state`.
+"""The default `--rollout-function-path`: generates with the engines of the run.
 
 Also an import path of plug-ins: the names of slime's sglang_rollout, which are those of upstream vime's vllm_rollout.
 """

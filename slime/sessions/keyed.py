@@ -7,17 +7,17 @@ address for each. So a request goes on to that address, and the answer comes bac
 from __future__ import annotations
 
 import asyncio
-from argparse import Namespace
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import aiohttp
 from aiohttp import web
 
-from slime.rollout import state
-from slime.rollout.generate import EVALUATION, of_evaluation
+from slime.event_loop import loop_objects
+from slime.rollout.context import RunContext
+from slime.rollout.generate import EVALUATION
+from slime.rollout.state import GenerateState, current_state
 from slime.sessions.limits import DONE, SessionLimits
 from slime.sessions.opening import begin
 from slime.sessions.server import SessionServer
@@ -29,7 +29,7 @@ _KEPT_HEADERS = ("Content-Type", "Cache-Control")
 
 @dataclass
 class _Opened:
-    own: state.GenerateState
+    own: GenerateState
     begun: Future[tuple[SessionServer, Session]]
     timer: asyncio.TimerHandle | None = None
 
@@ -46,20 +46,20 @@ class KeyedSessions:
 
     def __init__(self) -> None:
         self._opened: dict[str, _Opened] = {}
-        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession]
-        self._clients = WeakKeyDictionary()
 
     def open(self, key: str, *, sampling: dict[str, Any], max_context_tokens: int) -> None:
         """RuntimeError without a rollout in this process."""
-        own = state.of_process()
-        args: Namespace = of_evaluation(own.args) if key.startswith(EVALUATION) else own.args
+        own = current_state()
+        context = RunContext.of_state(own)
+        if key.startswith(EVALUATION):
+            context = context.for_evaluation()
         params = {**own.sampling_params, **sampling}
         if max_context_tokens:
             params["max_context_len"] = max_context_tokens
         # the name is the sample's session_id wherever the plug-in follows slime; it decides the seeds
         sample = Sample(prompt="", session_id=key)
-        limits = SessionLimits.of(args)
-        begun = own.submit(begin(args, own, sample, params, limits, model=None))
+        limits = SessionLimits.of(context.config.sessions)
+        begun = own.submit(begin(context, sample, params, limits, model=None))
         self._opened[key] = opened = _Opened(own, begun)
         if limits.seconds is not None:
             own.submit(_limit(opened, limits))
@@ -99,25 +99,25 @@ class KeyedSessions:
         await self._end(key)
 
     async def close(self) -> None:
-        """Close the connections of this loop."""
-        client = self._clients.pop(asyncio.get_running_loop(), None)
-        if client is not None:
-            await client.close()
+        """Closes the connections of the running loop."""
+        await loop_objects().end(self)
 
     async def _end(self, key: str) -> Session:
         opened = self._opened.pop(key)
         return await asyncio.wrap_future(opened.own.submit(_ended(opened)))
 
     def _client(self) -> aiohttp.ClientSession:
-        """The connections of the loop that asks."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._clients:
-            connector = aiohttp.TCPConnector(limit=0)
-            timeout = aiohttp.ClientTimeout(total=None)
-            self._clients[loop] = aiohttp.ClientSession(
-                connector=connector, timeout=timeout, trust_env=False, auto_decompress=False
-            )
-        return self._clients[loop]
+        """Returns the connections of the running loop."""
+        return loop_objects().get(self, _new_client, aiohttp.ClientSession.close)
+
+
+def _new_client() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None),
+        trust_env=False,
+        auto_decompress=False,
+    )
 
 
 async def _limit(opened: _Opened, limits: SessionLimits) -> None:

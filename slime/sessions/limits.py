@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 
-from slime.config.schema import section_of
 from slime.config.sections.sessions import SessionsConfig
 
 DONE = "done"
@@ -33,9 +31,8 @@ class SessionLimits:
         return f"the session may take {self.seconds:g} seconds, which have passed"
 
     @classmethod
-    def of(cls, args: Namespace) -> SessionLimits:
-        """Those of the --session flags."""
-        flags = section_of(SessionsConfig, args)
+    def of(cls, flags: SessionsConfig) -> SessionLimits:
+        """Returns the limits of the --session flags."""
         return cls(
             flags.session_max_turns,
             flags.session_max_tokens,

@@ -8,10 +8,10 @@ import functools
 import logging
 from argparse import Namespace
 from collections.abc import AsyncIterator
-from weakref import WeakKeyDictionary
 
+from slime.event_loop import loop_objects
 from slime.hooks import load_function
-from slime.rollout import state
+from slime.rollout.context import RunContext, context_of
 from slime.sessions.limits import DONE, SessionLimits
 from slime.sessions.messages import ChatParser, PlainParser
 from slime.sessions.server import SessionServer, server_of_loop
@@ -38,10 +38,10 @@ async def open_session(
     error of the agent that follows from it is not raised. Any other error is. After the block, `Session.samples` has
     what became of it.
     """
-    own = state.of_process(args)
-    limits = SessionLimits.of(args) if limits is None else limits
-    params = own.sampling_params if sampling_params is None else sampling_params
-    server, session = await begin(args, own, sample, params, limits, parser=parser)
+    context = context_of(args)
+    limits = SessionLimits.of(context.config.sessions) if limits is None else limits
+    params = context.run.sampling_params if sampling_params is None else sampling_params
+    server, session = await begin(context, sample, params, limits, parser=parser)
     try:
         async with asyncio.timeout(limits.seconds) as clock:
             yield session
@@ -59,8 +59,7 @@ async def open_session(
 
 
 async def begin(
-    args: Namespace,
-    own: state.GenerateState,
+    context: RunContext,
     sample: Sample,
     params: SamplingParams,
     limits: SessionLimits,
@@ -68,22 +67,24 @@ async def begin(
     parser: ChatParser | None = None,
     model: str | None = MODEL,
 ) -> tuple[SessionServer, Session]:
-    """A session, and the server that serves it until it is taken away. To be awaited in the loop of `own`."""
-    server = await server_of_loop(own.at_close)
-    parser = await _parser_of(args, own) if parser is None else parser
-    session = Session(args, own, sample, params, limits, parser, model)
+    """Returns a session, and the server that serves it until it is removed. Must be awaited in the run's loop."""
+    server = await server_of_loop()
+    parser = await _parser_of(context) if parser is None else parser
+    session = Session(context, sample, params, limits, parser, model)
     server.add(session)
     return server, session
 
 
-_parsers: WeakKeyDictionary[state.GenerateState, asyncio.Task[ChatParser]] = WeakKeyDictionary()
+async def _parser_of(context: RunContext) -> ChatParser:
+    """Returns the parser of the rollout backend, one per run, or else the plain one.
 
-
-async def _parser_of(args: Namespace, own: state.GenerateState) -> ChatParser:
-    """The parser that the backend gives, one per process; else the plain one. Made in a thread, because it may import
-    the engine's project."""
-    if own not in _parsers:
-        path: str | None = getattr(args, "chat_parser_path", None)
-        make = PlainParser if path is None else functools.partial(load_function(path), args, own.tokenizer)
-        _parsers[own] = asyncio.create_task(asyncio.to_thread(make))
-    return await asyncio.shield(_parsers[own])
+    A thread makes it, because it may import the engine's project.
+    """
+    path = context.run.chat_parser_path
+    make = (
+        PlainParser
+        if path is None
+        else functools.partial(load_function(path), context.config, context.run.tokenizer)
+    )
+    made = loop_objects().get(_parser_of, lambda: asyncio.create_task(asyncio.to_thread(make)))
+    return await asyncio.shield(made)

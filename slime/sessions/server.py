@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable
-from weakref import WeakKeyDictionary
+from collections.abc import AsyncIterator
 
 from aiohttp import web
 
+from slime.event_loop import loop_objects
 from slime.sessions.anthropic_messages import MESSAGES
 from slime.sessions.dialect import Body, Dialect, Event, written
 from slime.sessions.json_text import read_json
@@ -204,16 +204,10 @@ def _refusal(dialect: Dialect, refused: Refused) -> web.Response:
     return web.json_response(dialect.failure(refused)[1], status=refused.status)
 
 
-_servers: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[SessionServer]] = WeakKeyDictionary()
-
-
-async def server_of_loop(at_close: list[Callable[[], Awaitable[None]]]) -> SessionServer:
-    """The server of this event loop. The first call starts it, and adds its end to `at_close`."""
-    loop = asyncio.get_running_loop()
-    if loop not in _servers:
-        _servers[loop] = asyncio.create_task(_started())
-        at_close.append(_stop)
-    return await asyncio.shield(_servers[loop])
+async def server_of_loop() -> SessionServer:
+    """Returns the server of this event loop. The first call starts it, and it stops with the loop's objects."""
+    started = loop_objects().get(SessionServer, lambda: asyncio.create_task(_started()), _stop)
+    return await asyncio.shield(started)
 
 
 async def _started() -> SessionServer:
@@ -222,7 +216,5 @@ async def _started() -> SessionServer:
     return server
 
 
-async def _stop() -> None:
-    task = _servers.pop(asyncio.get_running_loop(), None)
-    if task is not None:
-        await (await task).stop()
+async def _stop(started: asyncio.Task[SessionServer]) -> None:
+    await (await started).stop()

@@ -7,18 +7,16 @@ import json
 import math
 import secrets
 import time
-from argparse import Namespace
 from collections import Counter
 
-from slime.config.schema import section_of
-from slime.config.sections.rollout import RolloutConfig
 from slime.data import kept_tokens
 from slime.data.agents.session_record import KEY, SessionRecord
 from slime.protocols import GenerateResult, OnTokens
+from slime.rollout.context import RunContext
 from slime.rollout.facts import note_sampling
-from slime.rollout.generate import EVALUATION, request_seed, wanted_of
+from slime.rollout.generate import EVALUATION, replay_fields
 from slime.rollout.rewards.finite import KEY as REMOVED
-from slime.rollout.state import GenerateState, random_stream
+from slime.rollout.state import random_stream, request_seed
 from slime.sessions.limits import ABORTS, DONE, LIMITS, NO_REQUEST, SessionLimits
 from slime.sessions.live import LiveAnswer, TextSoFar
 from slime.sessions.messages import ChatParser, ChatRequest, ModelAnswer, Refused, Reply, of_reply
@@ -40,8 +38,7 @@ class Session:
 
     def __init__(
         self,
-        args: Namespace,
-        own: GenerateState,
+        context: RunContext,
         sample: Sample,
         sampling_params: SamplingParams,
         limits: SessionLimits,
@@ -57,13 +54,14 @@ class Session:
         """Requests to its address with another key. Anybody on this machine can make them, so they do not end it."""
         self.fault: Exception | None = None
         """An error that is not the agent's: of the engine or of this project. It ends the run."""
-        self._args, self._own, self._sample = args, own, sample
+        own = context.run
+        self._config, self._own, self._sample = context.config, own, sample
         self._params, self._limits, self._parser = sampling_params, limits, parser
         self._model = model
-        self._flags = section_of(RolloutConfig, args)
+        self._flags = context.config.rollout
         kwargs = sample.apply_chat_template_kwargs
         self._renderer = ChatRenderer(
-            own.tokenizer, dict(args.apply_chat_template_kwargs if kwargs is None else kwargs)
+            own.tokenizer, dict(context.config.data.apply_chat_template_kwargs if kwargs is None else kwargs)
         )
         self._tree = TurnTree()
         self._answers: dict[str, Turn] = {}
@@ -245,7 +243,7 @@ class Session:
     ) -> GenerateResult:
         engine = self._own.engine
         assert engine is not None, "a session needs an engine"
-        wanted = wanted_of(self._args, parent.known_experts if parent else 0)
+        wanted = replay_fields(self._config, parent.known_experts if parent else 0)
         shown: dict[str, OnTokens] = {}
         if request.stream and engine.streams and getattr(self._parser, "plain", False):
             hold = max(map(len, request.stop), default=0)
@@ -279,7 +277,7 @@ class Session:
     def _sampling(self, prompt: list[int], request: ChatRequest, context: int | None) -> SamplingParams:
         """The run's sampling parameters, with the client's length and stop texts where they end a turn earlier."""
         params = {name: value for name, value in self._params.items() if name != "max_context_len"}
-        note_sampling(self._args, self._sample, params)
+        note_sampling(self._flags, self._sample, params)
         written = sum(len(turn.result.token_ids) for turn in self._tree.turns)
         room = None if context is None else context - len(prompt)
         if room is not None and room <= 0:

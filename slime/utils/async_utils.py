@@ -1,5 +1,5 @@
 """Import path of slime plug-ins: see slime.rollout.state."""
 
-from slime.rollout.state import run_in_process as run
+from slime.rollout.context import run_in_process as run
 
 __all__ = ["run"]

@@ -1,7 +1,6 @@
-"""Import path of slime plug-ins: see slime.hooks, slime.rollout.metrics and slime.singleton."""
+"""Import path of slime plug-ins: see slime.hooks and slime.rollout.metrics."""
 
-from slime.hooks import load_function
+from slime.hooks import SingletonMeta, load_function
 from slime.rollout.metrics import group_by
-from slime.singleton import SingletonMeta
 
 __all__ = ["SingletonMeta", "group_by", "load_function"]

@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from slime.config import Config
 from slime.protocols import GenerateResult
 from slime.rollout.state import GenerateState
 from slime.types import Sample, SampleGroup
@@ -179,12 +180,14 @@ STATES: list[GenerateState] = []
 """Those of `make_state` that are open."""
 
 
-def make_state(args: SimpleNamespace, tokenizer: PreTrainedTokenizerFast | None = None) -> GenerateState:
-    """A state with an engine double, set as `args.rollout_state` as the manager does. It closes with the test."""
+def make_state(
+    args: SimpleNamespace, tokenizer: PreTrainedTokenizerFast | None = None, **facts: Any
+) -> GenerateState:
+    """Returns a state with an engine double, which functions reach as in the manager. It closes with the test."""
     tokenizer = tokenizer or make_tokenizer()
-    args.rollout_state = GenerateState(args, EngineDouble(tokenizer), tokenizer)
-    STATES.append(args.rollout_state)
-    return args.rollout_state
+    state = GenerateState(Config.of_args(args), EngineDouble(tokenizer), tokenizer, hook_args=args, **facts)
+    STATES.append(state.enter())
+    return state
 
 
 class ListSource:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from argparse import Namespace
 from typing import TYPE_CHECKING, cast
 
+from slime.config import Config
 from slime.sessions.messages import ChatParser, PlainParser, Reply, ToolCall
 from slime.types import Message, Tools
 from vime.vllm.versions import quiet_import
@@ -24,17 +24,17 @@ _HARMONY = "openai_gptoss"
 """Name of the reasoning parser of gpt-oss. vLLM reads this model's text with a separate parser."""
 
 
-def make_parser(args: Namespace, tokenizer: PreTrainedTokenizerBase) -> ChatParser:
-    """Returns the parser that the flags in the `args` of a hook name. If the flags name none, the whole text is the
-    content.
+def make_parser(config: Config, tokenizer: PreTrainedTokenizerBase) -> ChatParser:
+    """Returns the parser that the flags name. If the flags name none, the whole text is the content.
 
     Raises ValueError for a name that vLLM does not have, and for a tokenizer that lacks the tokens of the format.
     """
-    tools: str | None = getattr(args, "vllm_tool_call_parser", None)
-    reasoning: str | None = getattr(args, "vllm_reasoning_parser", None)
+    flags = config.engine.hook_args
+    tools: str | None = flags.get("vllm_tool_call_parser")
+    reasoning: str | None = flags.get("vllm_reasoning_parser")
     if not tools and not reasoning:
         return PlainParser()
-    return VllmChatParser(tokenizer, tools, reasoning, dict(args.apply_chat_template_kwargs or {}))
+    return VllmChatParser(tokenizer, tools, reasoning, dict(config.data.apply_chat_template_kwargs or {}))
 
 
 class VllmChatParser:

@@ -14,16 +14,16 @@ import inspect
 import logging
 import numbers
 import os
-import weakref
 from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import numpy as np
 
-from slime.config.schema import Config, section_of
+from slime.config.schema import Config
 from slime.config.sections.reward import RewardConfig, is_hook, part_name, reward_names
-from slime.config.sections.rollout import RolloutConfig
+from slime.event_loop import loop_objects
 from slime.hooks import Hook, load_function
+from slime.rollout.context import RunContext, context_of
 from slime.rollout.rewards.dapo import dapo_reward
 from slime.rollout.rewards.deepscaler import deepscaler_reward
 from slime.rollout.rewards.f1 import f1_reward
@@ -38,7 +38,7 @@ from slime.rollout.rewards.text import extract_answer, without_special_text
 from slime.rollout.rewards.unit_tests import code_reward
 from slime.rollout.rewards.zero import zero_reward
 from slime.types import Metadata, Reward, Sample
-from slime.user_code import is_cancelled, place, remedy, slow_is_logged
+from slime.user_code import calling, is_cancelled, place, remedy, slow_is_logged
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,6 @@ _SHOWN = 150
 """Characters of a response in an error, from its beginning and from its end."""
 _THREADS = min(32, (os.cpu_count() or 1) + 4)
 """Graders at a time, the number of asyncio's own threads."""
-_slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
 REWARDS: dict[str, Callable[[str, object, Metadata], Reward]] = {
     "math": math_reward,
@@ -79,13 +78,20 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> Reward:
     ValueError for wrong settings, labels and reward values, and after --reward-deadline-s. RuntimeError, chained, for
     any other error of the reward, SystemExit among them. All name the sample.
     """
-    flags, limit = section_of(RewardConfig, args), _limit_of(args)
+    return await score(context_of(args), sample, **kwargs)
+
+
+async def score(context: RunContext, sample: Sample, **kwargs: object) -> Reward:
+    """Returns the reward of one sample, see `async_rm`."""
+    flags, limit = context.config.reward, context.config.reward.reward_deadline_s
     path = sample.custom_rm_path or flags.custom_rm_path
     if path:
         flag = "custom_rm_path of the sample" if sample.custom_rm_path else "--custom-rm-path"
         function = load_function(path, flag)
         async with _scoring(limit, sample, path):
-            return _checked(flags, await _call(f"{flag} {path}", function, args, sample, **kwargs))
+            return _checked(
+                flags, await _call(f"{flag} {path}", function, context.hook_args, sample, **kwargs)
+            )
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     wanted, flag = metadata.get("rm_type"), "metadata rm_type"
     if not wanted:
@@ -94,34 +100,30 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> Reward:
     with _naming(sample, wanted):
         check_names(names, flag)
     if len(names) == 1:
-        return await _one(args, sample, names[0], **kwargs)
-    rewards = await asyncio.gather(*(_one(args, sample, name, **kwargs) for name in names))
+        return await _one(context, sample, names[0], **kwargs)
+    rewards = await asyncio.gather(*(_one(context, sample, name, **kwargs) for name in names))
     with _naming(sample, wanted):
         return add(flags, sample, dict(zip(names, rewards, strict=True)))
 
 
-async def _one(args: Namespace, sample: Sample, name: str, **kwargs: object) -> Reward:
+async def _one(context: RunContext, sample: Sample, name: str, **kwargs: object) -> Reward:
     """The reward `name` of --rm-type: a built-in one, or the path of a function of the user."""
-    flags, limit = section_of(RewardConfig, args), _limit_of(args)
+    flags, limit = context.config.reward, context.config.reward.reward_deadline_s
     if is_hook(name):
         function = load_function(name, "--rm-type")
         async with _scoring(limit, sample, name):
-            return _checked(flags, await _call(f"--rm-type {name}", function, args, sample, **kwargs))
+            return _checked(
+                flags, await _call(f"--rm-type {name}", function, context.hook_args, sample, **kwargs)
+            )
     if name in SAMPLE_REWARDS:
         async with _scoring(limit, sample, name):
-            return _checked(flags, await SAMPLE_REWARDS[name](Config.of_args(args), sample))
+            return _checked(flags, await SAMPLE_REWARDS[name](context.config, sample))
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     with _naming(sample, name):
-        tokenizer = getattr(vars(args).get("rollout_state"), "tokenizer", None)
-        stop = section_of(RolloutConfig, args).rollout_stop_token_ids
+        tokenizer = None if context.state is None else context.state.tokenizer
+        stop = context.config.rollout.rollout_stop_token_ids
         text = functools.partial(answer_text, sample, tokenizer, stop)
         return _checked(flags, await _graded(limit, text, sample, name, metadata))
-
-
-def _limit_of(args: Namespace) -> float | None:
-    """--reward-deadline-s. None, no limit, for `args` of a plug-in without it."""
-    limit: float | None = getattr(args, "reward_deadline_s", None)
-    return limit
 
 
 async def _graded(
@@ -130,7 +132,7 @@ async def _graded(
     """The reward of a rule-based grader, in a thread. A response that it cannot grade within --reward-deadline-s counts
     as one without an answer, because a response must not end the run. The clock starts with the thread."""
     grade = functools.partial(_rule_based, text, sample.label, name, metadata)
-    slots = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_THREADS))
+    slots = loop_objects().semaphore(_graded, _THREADS)
     where, clock = (
         f"reward {name} for sample {sample.index} of group {sample.group_index}",
         asyncio.timeout(limit),
@@ -169,33 +171,39 @@ async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: obj
     `--custom-rm-path` is called once: `(args, samples, **kwargs) -> list`, one reward per sample. `async_rm`
     scores samples that have their own `custom_rm_path`, and samples without any custom function, one by one.
     """
-    flags = section_of(RewardConfig, args)
+    return await score_together(context_of(args), samples, **kwargs)
+
+
+async def score_together(context: RunContext, samples: list[Sample], **kwargs: object) -> list[Reward]:
+    """Returns the rewards of several samples in order, see `batched_async_rm`."""
+    flags = context.config.reward
     path = flags.custom_rm_path or ""
     batch = [sample for sample in samples if path and not sample.custom_rm_path]
     single = [sample for sample in samples if not path or sample.custom_rm_path]
     rewards: dict[int, Reward] = {}
     if batch:
         function = load_function(path, "--custom-rm-path")
-        async with _scoring(_limit_of(args), batch[0], path, of=f"the {len(batch)} samples from "):
-            values = await _call(f"--custom-rm-path {path}", function, args, batch, **kwargs)
+        async with _scoring(flags.reward_deadline_s, batch[0], path, of=f"the {len(batch)} samples from "):
+            values = await _call(f"--custom-rm-path {path}", function, context.hook_args, batch, **kwargs)
             if not isinstance(values, list | tuple) or len(values) != len(batch):
                 got = f"{len(values)}" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
                 raise ValueError(f"a batched reward must return a list of {len(batch)} rewards, got {got}")
         for sample, value in zip(batch, values, strict=True):
             with _naming(sample, path):
                 rewards[id(sample)] = _checked(flags, value)
-    values = await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in single))
+    values = await asyncio.gather(*(score(context, sample, **kwargs) for sample in single))
     rewards.update((id(sample), value) for sample, value in zip(single, values, strict=True))
     return [rewards[id(sample)] for sample in samples]
 
 
-async def _call(border: str, function: Hook, *arguments: object, **kwargs: object) -> object:
-    """Run an async function on this loop, and a plain function in a thread so that it cannot block generation.
+async def _call(named: str, function: Hook, *arguments: object, **kwargs: object) -> object:
+    """Runs an async function in this loop, and a plain function in a thread, so that it cannot block generation.
 
-    `border`: its flag and path, see user_code.watch_loop.
+    `named` is the function's flag and path.
     """
     if inspect.iscoroutinefunction(function):
-        return await function(*arguments, **kwargs)
+        with calling(named):
+            return await function(*arguments, **kwargs)
     result = await asyncio.to_thread(function, *arguments, **kwargs)
     return await result if inspect.isawaitable(result) else result
 

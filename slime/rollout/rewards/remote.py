@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import weakref
 
 import aiohttp
 from yarl import URL
 
 from slime.config.schema import Config
+from slime.event_loop import loop_objects
 from slime.types import Reward, Sample
 from slime.waiting import log_unanswered
 
@@ -18,7 +18,6 @@ _MAX_CONNECTIONS = 64
 _ATTEMPT_TIMEOUT_S, _CONNECT_S = 120.0, 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 _TRANSIENT_STATUS = {408, 425, 429}
-_slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
 
 class _ServerBusy(Exception):
@@ -42,7 +41,7 @@ async def remote_reward(c: Config, sample: Sample) -> Reward:
         key: getattr(sample, key) for key in ("prompt", "response", "label", "metadata")
     }
     loop = asyncio.get_running_loop()
-    slot = _slots.setdefault(loop, asyncio.Semaphore(_MAX_CONNECTIONS))
+    slot = loop_objects().semaphore(remote_reward, _MAX_CONNECTIONS)
     async with slot, aiohttp.ClientSession() as session:
         limit = c.rollout.rollout_deadline_s
         deadline = loop.time() + limit

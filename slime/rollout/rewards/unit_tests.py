@@ -15,11 +15,11 @@ import logging
 import os
 import re
 import socket
-import weakref
 from collections.abc import Iterator
 
 from slime.agent.sandbox import Limits, LocalSandbox, SandboxError
 from slime.config.schema import Config
+from slime.event_loop import loop_objects
 from slime.rollout.rewards.tested.answer import PROGRAM
 from slime.rollout.rewards.tested.tester import PASSED, TESTS
 from slime.rollout.rewards.text import without_special_text
@@ -42,7 +42,6 @@ _PYTHON = "python3 -I -B"
 _FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
 _RUN = "exec {python} -c 'import sys; sys.path.insert(0, \".\"); from tested.{name} import main; main()'"
 _PARTS = ("__init__", "wire", "peer")
-_slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
 
 async def code_reward(c: Config, sample: Sample) -> float:
@@ -56,7 +55,7 @@ async def code_reward(c: Config, sample: Sample) -> float:
     program = program_of(sample.response)
     if not program.strip():
         return 0.0
-    slots = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1))
+    slots = loop_objects().semaphore(code_reward, os.cpu_count() or 1)
     hide = tuple(_named_paths(c))
     async with slots:
         for _ in range(2):

@@ -22,15 +22,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import weakref
 
-from slime.config.schema import Config, section_of
-from slime.config.sections.data import DataConfig
-from slime.config.sections.rollout import RolloutConfig
 from slime.hooks import load_function
 from slime.protocols import DataSource
 from slime.rollout import generate
 from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.context import RunContext
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
     call_dynamic_filter,
@@ -53,8 +50,6 @@ MIN_LATE_GROUPS = 8
 
 _ABORT_EVERY_S = 1.0
 
-_streams: weakref.WeakKeyDictionary[GenerateState, Stream] = weakref.WeakKeyDictionary()
-
 
 async def generate_rollout_async(
     state: GenerateState, rollout_id: int, data_source: DataSource
@@ -66,22 +61,24 @@ async def generate_rollout_async(
     names the sample. RuntimeError if the filter drops every group. TimeoutError if a whole batch of groups in
     a row (at least 8) passes --rollout-deadline-s.
     """
-    stream = _streams.get(state)
-    if stream is None or stream.data_source is not data_source:
-        stream = _streams[state] = Stream(state, data_source)
+    stream = state.part(Stream, lambda: Stream(state, data_source))
+    if stream.data_source is not data_source:
+        state.drop_part(Stream)
+        stream = state.part(Stream, lambda: Stream(state, data_source))
     return await stream.batch(rollout_id)
 
 
 def outstanding(state: GenerateState) -> list[SampleGroup]:
     """The groups that were drawn and are in no batch, as the data source first returned them, by index. A checkpoint
     keeps them, and a run that resumes draws them first, with the same random streams."""
-    stream = _streams.get(state)
+    stream = state.has_part(Stream)
     return [] if stream is None else stream.outstanding()
 
 
 async def stop(state: GenerateState) -> None:
     """Cancel what runs."""
-    if (stream := _streams.pop(state, None)) is not None:
+    if (stream := state.has_part(Stream)) is not None:
+        state.drop_part(Stream)
         await stream.cancel()
 
 
@@ -89,7 +86,7 @@ class Stream:
     """Running and ready groups of a run. `batch` cuts the next batch, and may be called by one caller at a time."""
 
     def __init__(self, state: GenerateState, data_source: DataSource) -> None:
-        self.state, self.args, self.data_source = state, state.args, data_source
+        self.state, self.data_source = state, data_source
         self.running: dict[asyncio.Task[SampleGroup], Drawn] = {}
         self.ready: list[Drawn] = []
         """In the order in which they finished."""
@@ -97,11 +94,11 @@ class Stream:
         self._begin(0)
 
     def _begin(self, rollout_id: int) -> None:
-        """What is of one batch. Hooks may have changed `args` since the last one."""
-        self.flags = section_of(RolloutConfig, self.args)
-        data = section_of(DataConfig, self.args)
+        """Sets the fields of one batch. Hooks may have changed their `args` since the last one."""
+        self.context = RunContext.of_state(self.state)
+        self.flags, data = self.context.config.rollout, self.context.config.data
         self.target, self.group_size = data.rollout_batch_size, data.n_samples_per_prompt
-        self.runs_ahead = Config.of_args(self.args).rollouts_ahead > 0
+        self.runs_ahead = self.context.config.rollouts_ahead > 0
         # a group of --partial-rollout ends in a later rollout
         self.age_limit = max(self.flags.max_staleness, int(self.flags.partial_rollout))
         path = self.flags.dynamic_sampling_filter_path
@@ -194,7 +191,7 @@ class Stream:
         """The group with its responses and rewards."""
         params = rollout_sampling_params(self.flags)
         try:
-            return await generate.generate_and_rm_group(self.args, group, params, rollout_id=self.rollout_id)
+            return await generate.finish_group(self.context, group, params, rollout_id=self.rollout_id)
         finally:
             slowest = self.state.spans.slowest(group)
             self.state.events.add("ended", groups=[number_of(group)], **slowest)
@@ -238,7 +235,7 @@ class Stream:
         if len(self.ready) == self.target and not self.runs_ahead:
             self.surplus.append(self.resumable(drawn.given, group))
             return
-        output = call_dynamic_filter(self.filter, self.args, group)
+        output = call_dynamic_filter(self.filter, self.context.hook_args, group)
         left = len(self.ready) + len(self.running) + 1
         if should_drop_dynamic_filter_output(output, left, self.target):
             self.drop(output.reason or "filtered", drawn.given)
@@ -301,10 +298,10 @@ class Stream:
         if observe := getattr(self.data_source, "observe", None):  # a plug-in's data source may lack it
             observe(sorted(self.finished, key=index_of))
         if path := self.flags.rollout_sample_filter_path:
-            load_function(path, flag="--rollout-sample-filter-path")(self.args, groups)
+            load_function(path, flag="--rollout-sample-filter-path")(self.context.hook_args, groups)
         if path := self.flags.rollout_all_samples_process_path:
             hook = load_function(path, flag="--rollout-all-samples-process-path")
-            hook(self.args, sorted(self.finished, key=index_of), self.data_source)
+            hook(self.context.hook_args, sorted(self.finished, key=index_of), self.data_source)
         return RolloutFnTrainOutput(samples=groups, metrics=metrics)
 
     def cut(self) -> list[Drawn]:

@@ -23,6 +23,7 @@ from slime.agent.aiohttp_threaded import FilteredAccessLogger, run_app_in_thread
 from slime.agent.harness import BaseHarness, HarnessContext
 from slime.agent.harness.common import environment_of, run_command
 from slime.agent.sandbox import LocalSandbox, Sandbox, exec_and_wait
+from slime.config import Config
 from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.rollout.state import GenerateState
 from slime.rollout.vllm_rollout import generate_rollout
@@ -124,7 +125,7 @@ def test_a_coding_agents_plug_in_makes_samples(served: Any, adapter: type[BaseAd
     checkpoint = served.stack.checkpoint
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, chat_template=TEMPLATE)
     args = make_args(rollout_max_response_len=16, rollout_deadline_s=90.0)
-    args.rollout_state = state = GenerateState(args, served.pool.client(), tokenizer)
+    state = GenerateState(Config.of_args(args), served.pool.client(), tokenizer, hook_args=args).enter()
     plug_in = PlugIn(adapter, tokenizer)
     try:
         for again in range(2):  # a group that is drawn again has the same key
@@ -149,7 +150,7 @@ def rolled_out(stack: Stack, shape: str) -> list[Sample]:
     )
     facts, tokenizer = stack.pool.facts, AutoTokenizer.from_pretrained(stack.checkpoint)
     args.sglang_router_ip, args.sglang_router_port = facts["sglang_router_ip"], facts["sglang_router_port"]
-    args.rollout_state = state = GenerateState(args, stack.pool.client(), tokenizer)
+    state = GenerateState(Config.of_args(args), stack.pool.client(), tokenizer, hook_args=args).enter()
     try:
         groups = generate_rollout(args, 0, ListSource(args, [f"{n}+{n}=" for n in range(4)])).samples
     finally:

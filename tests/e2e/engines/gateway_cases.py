@@ -19,7 +19,8 @@ from engine_fixtures import EOS_ID, Stack, hf_log_probs, status
 from rollout_double import make_args
 from transformers import AutoTokenizer
 
-from slime import http
+from slime.config import Config
+from slime.event_loop import loop_objects
 from slime.rollout.on_policy_distillation import teach
 from slime.rollout.state import GenerateState
 from slime.types import Sample
@@ -57,7 +58,7 @@ def test_a_generate_function_of_a_plug_in_calls_its_tool(stack: Stack) -> None:
     facts, tokenizer = stack.pool.facts, AutoTokenizer.from_pretrained(stack.checkpoint)
     args = make_args(rollout_max_response_len=24, hf_checkpoint=str(stack.checkpoint))
     args.sglang_router_ip, args.sglang_router_port = facts["sglang_router_ip"], facts["sglang_router_port"]
-    args.rollout_state = state = GenerateState(args, None, tokenizer)
+    state = GenerateState(Config.of_args(args), None, tokenizer, hook_args=args).enter()
     samples = [Sample(prompt=f"{n}+{n}", index=n) for n in range(16)]
 
     async def generate() -> list[Sample]:
@@ -325,7 +326,7 @@ def test_requests_per_second(stack: Stack) -> None:
     count, tries = int(os.environ.get("VIME_GATEWAY_REQUESTS", "40")), 3
 
     async def seconds(together: int, one: Any) -> float:
-        http.keep_connections(asyncio.get_running_loop())
+        loop_objects().closes = True
         limit = asyncio.Semaphore(together)
 
         async def limited(seed: int) -> None:
@@ -336,7 +337,7 @@ def test_requests_per_second(stack: Stack) -> None:
         began = time.perf_counter()
         await asyncio.gather(*map(limited, range(count)))
         took = time.perf_counter() - began
-        await http.close_connections()
+        await loop_objects().close()
         return took
 
     async def ours(together: int) -> float:

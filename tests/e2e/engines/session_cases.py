@@ -17,6 +17,7 @@ from engine_fixtures import Stack, answered, hf_log_probs, server_of
 from rollout_double import make_args
 from transformers import AutoTokenizer
 
+from slime.config import Config
 from slime.protocols import RolloutEngine
 from slime.rollout.state import GenerateState
 from slime.sessions import Session, open_session
@@ -71,7 +72,7 @@ def converse(
 ) -> list[Sample]:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, chat_template=TEMPLATE)
     args = make_args(rollout_max_response_len=16, rollout_deadline_s=90.0)
-    args.rollout_state = state = GenerateState(args, engine, tokenizer)
+    state = GenerateState(Config.of_args(args), engine, tokenizer, hook_args=args).enter()
 
     async def one(index: int, agent: Callable[[Session], Awaitable[None]]) -> Sample:
         sample = Sample(prompt="", index=index, session_id=f"rollout/{index}")
@@ -256,7 +257,7 @@ def test_a_session_keeps_its_engine_of_two_until_that_dies(tmp_path: Path) -> No
 
     tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint, chat_template=TEMPLATE)
     args = make_args(rollout_max_response_len=16, rollout_deadline_s=90.0)
-    args.rollout_state = state = GenerateState(args, stack.pool.client(), tokenizer)
+    state = GenerateState(Config.of_args(args), stack.pool.client(), tokenizer, hook_args=args).enter()
     try:
         stack.push(stack.checkpoint)
         made = state.run(run(args))

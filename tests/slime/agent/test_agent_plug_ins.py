@@ -27,7 +27,6 @@ from slime.agent.sandbox import (
     make_sandbox,
     plug_ins,
 )
-from slime.rollout import state
 from slime.types import Sample
 
 CLIENT = """
@@ -149,8 +148,7 @@ def test_an_adapter_keeps_the_life_of_its_sessions():
     assert conversations.dropped == ["c"] and conversations.closed
 
 
-def test_an_adapter_without_a_rollout_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr(state, "_newest", None)
+def test_an_adapter_without_a_rollout_says_what_is_missing():
     adapter = SameAdapter(tokenizer=None, sglang_url="http://x", tool_parser="qwen25", reasoning_parser=None)
     with pytest.raises(RuntimeError, match="while a rollout runs"):
         adapter.open_session("a")

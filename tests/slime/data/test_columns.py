@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from rollout_double import EngineDouble, make_args, make_tokenizer
+from rollout_double import EngineDouble, make_args, make_state, make_tokenizer
 from test_packing import HF
 from train_data_cases import border as make_data_border
 
@@ -24,7 +24,6 @@ from slime.megatron_backend.step.audit import samples_of
 from slime.protocols import UNKNOWN_VERSION, VERSIONS, GenerateResult
 from slime.rollout import facts
 from slime.rollout.generate import generate
-from slime.rollout.state import GenerateState
 from slime.types import Sample
 
 MARGIN = Column(
@@ -50,7 +49,7 @@ def generated(index: int) -> Sample:
     """Two turns of an engine with two tokens of a tool between them."""
     args, tokenizer = make_args(), make_tokenizer()
     engine = TellingDouble(tokenizer)
-    args.rollout_state = GenerateState(args, engine, tokenizer)
+    make_state(args, tokenizer).engine = engine
     engine.args = args
     sample = Sample(index=index, group_index=index // 2, prompt=f"len={index + 3}", reward=float(index))
 

@@ -100,7 +100,7 @@ def test_pairs_become_samples(tmp_path):
         rollout_batch_size=3,
         n_samples_per_prompt=1,
     )
-    args.rollout_state = make_state(args, None)
+    make_state(args, None)
     groups = generate_pairs(args, 0, PromptDataSource(args)).samples
     tokenizer = make_tokenizer()
     assert len(groups) == 3

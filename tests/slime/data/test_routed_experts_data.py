@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from allocations import peak_bytes
-from rollout_double import EngineDouble, make_args, make_tokenizer
+from rollout_double import EngineDouble, make_args, make_state, make_tokenizer
 from train_data_cases import border
 
 from slime.data.packing import pack
@@ -19,7 +19,6 @@ from slime.data.train_data import make_rank_data
 from slime.megatron_backend.step.audit import samples_of
 from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout_data
 from slime.rollout.generate import generate, generate_and_rm
-from slime.rollout.state import GenerateState
 from slime.types import Sample
 
 HF = {
@@ -64,7 +63,7 @@ def run(prompt: str, *, evaluation: bool = False, turns: int = 1, **flags):
     args = make_args(**flags)
     tokenizer = make_tokenizer()
     engine = RoutingDouble(tokenizer)
-    args.rollout_state = GenerateState(args, engine, tokenizer)
+    make_state(args, tokenizer).engine = engine
     engine.args = args
     sample = Sample(index=0, prompt=prompt, reward=1.0)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from rollout_double import EngineDouble, make_args, make_tokenizer
+from rollout_double import EngineDouble, make_args, make_state, make_tokenizer
 from test_columns import HF
 from train_data_cases import border
 
@@ -21,7 +21,6 @@ from slime.megatron_backend.step.audit import samples_of
 from slime.protocols import GenerateResult
 from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout_data
 from slime.rollout.generate import generate, generate_and_rm
-from slime.rollout.state import GenerateState
 from slime.types import Sample
 
 K = 3
@@ -42,7 +41,7 @@ class TopDouble(EngineDouble):
 def run(evaluation=False, **flags):
     args, tokenizer = make_args(**flags), make_tokenizer()
     engine = TopDouble(tokenizer)
-    args.rollout_state = GenerateState(args, engine, tokenizer)
+    make_state(args, tokenizer).engine = engine
     engine.args = args
     sample = Sample(index=7, group_index=3, prompt="len=3", reward=1.0)
 

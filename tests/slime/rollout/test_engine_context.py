@@ -48,6 +48,7 @@ def test_a_response_ends_where_the_engines_context_is_full(tmp_path):
 def test_the_flag_of_the_engine_counts_before_the_models_config(tmp_path):
     args, _ = of_context(tmp_path, 99)
     args.engine_facts = EngineFacts(context=10, flag_of={"context": "--vllm-max-model-len"})
+    make_state(args)
     assert run(args, Sample(prompt="q len=5 :")).response == "a"
     with pytest.raises(
         ValueError, match="--vllm-max-model-len must leave room for a response, got 10 for 10 prompt"

@@ -17,6 +17,7 @@ from slime.rollout.filter_hub.dynamic_sampling_filters import (
     check_reward_nonzero_std,
     check_reward_nonzero_std_with_fallback,
 )
+from slime.rollout.state import current_state
 from slime.rollout.stream import stream
 from slime.tracking.journal import read_events
 from slime.types import Sample
@@ -63,7 +64,7 @@ def test_a_plain_rollout_is_complete_sorted_and_repeatable():
     }  # the double does not say how long a request waited: no zero is made up
     as_dicts = [[[s.to_dict() for s in group] for group in output.samples] for output in outputs]
     assert as_dicts[0] == as_dicts[1]
-    assert args.rollout_state.engine.aborts == 0 and args.rollout_state.progress == (4, 4)
+    assert current_state().engine.aborts == 0 and current_state().progress == (4, 4)
     assert source.drawn == 2
     assert sglang_rollout.generate_rollout is vllm_rollout.generate_rollout
 
@@ -143,7 +144,7 @@ def test_three_batches_of_dropped_groups_are_recorded(tmp_path, monkeypatch, dro
     flags = {"dynamic_sampling_filter_path": "test_rollout.refuse_all", "run_dir": str(tmp_path)}
     args, source = setup(["a"] * 100, **flags)
     generate(args, source)
-    args.rollout_state.events.close()
+    current_state().events.close()
     found = list(read_events(tmp_path, kinds=("concern_begin", "concern_end")))
     assert [event.kind.removeprefix("concern_") for event in found] == states
     assert all(event["name"] == "all groups dropped" and event.source == "rollout" for event in found)
@@ -153,7 +154,7 @@ def test_an_error_cancels_what_runs_and_the_next_rollout_works():
     args, source = setup(["slow", "unscorable"])
     with pytest.raises(RuntimeError, match="sample 2 of group 1"):
         generate(args, source)
-    assert args.rollout_state.engine.running == 0
+    assert current_state().engine.running == 0
     source.prompts += ["a", "b"]
     assert prompts_of(generate(args, source).samples) == ["a", "b"]
 
@@ -163,19 +164,19 @@ def test_stragglers_are_aborted_and_discarded():
     output = generate(args, source)
     assert prompts_of(output.samples) == ["a", "b"]
     assert source.buffer == [] and output.metrics["rollout/partial/groups_discarded"] == 1
-    assert args.rollout_state.engine.aborts == 1
+    assert current_state().engine.aborts == 1
 
 
 def test_partial_rollout_continues_in_the_next_rollout():
     args, source = setup(["a", "slow len=4 :", "b", "c"], over_sampling_batch_size=3, partial_rollout=True)
-    args.rollout_state.engine.version = 5
+    current_state().engine.version = 5
     output = generate(args, source, rollout_id=5)
     assert prompts_of(output.samples) == ["a", "b"] and output.metrics["rollout/partial/groups_put_back"] == 1
     (group,) = source.buffer
     assert [(s.response, s.status, s.reward) for s in group] == [("ab", STATUS.ABORTED, None)] * 2
     assert group[0].metadata["start_rollout_id"] == 5
 
-    args.rollout_state.engine.version = 6
+    current_state().engine.version = 6
     args.over_sampling_batch_size = 2
     output = generate(args, source, rollout_id=6)
     assert prompts_of(output.samples) == ["slow len=4 :", "c"]
@@ -194,7 +195,7 @@ def test_tokens_of_a_partial_rollout_beyond_its_limit_are_counted_and_masked():
     args.stale_samples = "mask"
     generate(args, source, rollout_id=0)
     source.prompts += ["c"]
-    args.over_sampling_batch_size, args.rollout_state.engine.version = 2, 2
+    args.over_sampling_batch_size, current_state().engine.version = 2, 2
     output = generate(args, source, rollout_id=2)
     assert prompts_of(output.samples) == ["slow len=4 :", "c"]
     assert [s.loss_mask for s in output.samples[0]] == [[0, 0, 1, 1, 1]] * 2
@@ -216,12 +217,12 @@ def test_surplus_groups_return_finished_until_they_are_stale():
     generate(args, source, rollout_id=0)
     (group,) = source.buffer
     assert [s.status for s in group] == [STATUS.COMPLETED] * 2 and group[0].reward == 0.0
-    calls = len(args.rollout_state.engine.calls)
+    calls = len(current_state().engine.calls)
     source.prompts += ["d", "e", "f"]
     args.over_sampling_batch_size = 2
     output = generate(args, source, rollout_id=1)
     assert prompts_of(output.samples) == ["c", "d"]
-    assert len(args.rollout_state.engine.calls) == calls + 2  # only "d" was generated
+    assert len(current_state().engine.calls) == calls + 2  # only "d" was generated
 
     group[0].metadata["start_rollout_id"] = 0
     source.add_samples([group])
@@ -277,9 +278,7 @@ def test_a_generate_function_that_ignores_the_abort_is_cancelled(monkeypatch):
     )
     output = generate(args, source)
     assert prompts_of(output.samples) == ["a", "b"] and prompts_of(source.buffer) == ["deaf"]
-    assert (
-        args.rollout_state.engine.aborts >= 2
-    )  # repeated, for functions that send one request after another
+    assert current_state().engine.aborts >= 2  # repeated, for functions that send one request after another
 
 
 async def split(args, sample, sampling_params):

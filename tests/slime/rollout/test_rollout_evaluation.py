@@ -15,7 +15,6 @@ from slime.config.schema import Config
 from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout_data
 from slime.rollout.eval_datasets import resolve_eval_datasets
 from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
-from slime.rollout.generate import request_seed
 from slime.rollout.metrics import (
     ends_in_repetition,
     eval_metrics,
@@ -24,6 +23,7 @@ from slime.rollout.metrics import (
     sample_metrics,
     statistics_of,
 )
+from slime.rollout.state import request_seed
 from slime.rollout.vllm_rollout import generate_rollout
 from slime.types import Sample
 from slime.utils.eval_config import build_eval_dataset_configs

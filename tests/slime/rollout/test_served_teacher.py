@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 from aiohttp import web
+from rollout_double import make_tokenizer
 
 from slime.protocols import ScoreResult
 from slime.rollout import on_policy_distillation as opd
+from slime.rollout.context import context_of
 from slime.rollout.metrics import teacher_metrics
 from slime.rollout.rewards import async_rm
+from slime.rollout.state import GenerateState
 from slime.rules.resolve import resolve
 from slime.types import Sample
 
 Answer = dict[str, Any] | list[Any]
+
+
+async def teach(
+    args: Namespace, samples: list[Sample], frozen: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Sets the teacher's log-probs as a rollout with these flags and frozen models does."""
+    context = context_of(args)
+    if frozen:
+        tokenizer = make_tokenizer()
+        context = replace(context, state=GenerateState(context.config, None, tokenizer, frozen))
+    await opd.teach(context, samples)
 
 
 def log_prob(token: int) -> float:
@@ -101,17 +117,17 @@ def test_finished_samples_get_log_probs(kind: str, path: str) -> None:
     others = [sample(status=Sample.Status.ABORTED), sample(teacher_log_probs=[0.0] * 3)]
     empty = sample(tokens=[3, 1], response_length=0)
     done = [sample(), sample(tokens=[7, 4, 1, 5]), empty]
-    with_server(lambda url: opd.teach(args(url + path, kind), [*done, *others]))
+    with_server(lambda url: teach(args(url + path, kind), [*done, *others]))
     assert [s.teacher_log_probs for s in done] == [WANTED, WANTED, []]
     assert [s.teacher_log_probs for s in others] == [None, [0.0] * 3]
     with pytest.raises(ValueError, match="the teacher's log-probs must be finite, got .nan"):
-        with_server(lambda url: opd.teach(args(url + path, kind), [whole]))
+        with_server(lambda url: teach(args(url + path, kind), [whole]))
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
 def test_the_most_probable_tokens_come_with_them(kind: str) -> None:
     one = sample()
-    with_server(lambda url: opd.teach(args(url, kind, opd_top_k=2), [one]))
+    with_server(lambda url: teach(args(url, kind, opd_top_k=2), [one]))
     ids, values = one.teacher_top
     assert (ids.dtype, ids.tolist(), values.dtype) == (np.int32, [[0, 1]] * 3, np.float32)
     assert values.tolist() == [[log_prob(0), log_prob(1)]] * 3 and one.teacher_log_probs == WANTED
@@ -128,7 +144,7 @@ def test_the_most_probable_tokens_come_with_them(kind: str) -> None:
         return answer
 
     with pytest.raises(ValueError, match=r"its 2 most probable tokens \(--opd-top-k\) at each place, got 1"):
-        with_server(lambda url: opd.teach(args(url, kind, opd_top_k=2), [sample()]), fewer)
+        with_server(lambda url: teach(args(url, kind, opd_top_k=2), [sample()]), fewer)
 
 
 class Engine:
@@ -147,24 +163,22 @@ class Engine:
 
 def test_each_source_has_its_teacher() -> None:
     engines = {"teacher-math": Engine(-1.0), "teacher-default": Engine(-2.0)}
-    own = Namespace(served=engines.__getitem__)
     given = Namespace(
         use_opd=True,
         opd_type="vllm",
         opd_teacher_model=["math=A", "B"],
         opd_top_k=3,
-        rollout_state=own,
     )
     of = [{"data_source": "math"}, {"data_source": "code"}, {}]
     samples = [sample(metadata=metadata, rollout_log_probs=[-0.5] * 3) for metadata in of]
-    asyncio.run(opd.teach(given, samples))
+    asyncio.run(teach(given, samples, engines))
     assert [s.teacher_log_probs for s in samples] == [[-1.0] * 3, [-2.0] * 3, [-2.0] * 3]
     assert engines["teacher-math"].asked == [([3, 1, 4, 1, 5], 2, 3)]
     given.opd_teacher_model = ["math=A"]
     with pytest.raises(ValueError, match="must name one of math under 'data_source' .*got 'code'"):
-        asyncio.run(opd.teach(given, [sample(metadata=of[1])]))
+        asyncio.run(teach(given, [sample(metadata=of[1])], engines))
     given.opd_teacher_key = "topic"
-    asyncio.run(opd.teach(given, [sample(metadata={"topic": "math"})]))
+    asyncio.run(teach(given, [sample(metadata={"topic": "math"})], engines))
 
 
 def test_metrics_of_each_teacher() -> None:
@@ -191,7 +205,7 @@ def test_urls_by_source() -> None:
     keys.clear()
     samples = [sample(metadata={"data_source": "math"}), sample()]
     urls = lambda url: [f"math={url}/teacher/generate", url.replace("//", "//:other@")]  # noqa: E731
-    with_server(lambda url: opd.teach(args("", opd_teacher_url=urls(url)), samples))
+    with_server(lambda url: teach(args("", opd_teacher_url=urls(url)), samples))
     assert all(s.teacher_log_probs == WANTED for s in samples) and set(keys) == {None, "Bearer other"}
 
 
@@ -221,10 +235,10 @@ def test_the_hooks_of_slimes_scripts() -> None:
 def test_a_key_in_the_address_is_a_header(kind: str) -> None:
     keys.clear()
     one = sample()
-    with_server(lambda url: opd.teach(args(url.replace("//", "//:secret@"), kind), [one]))
+    with_server(lambda url: teach(args(url.replace("//", "//:secret@"), kind), [one]))
     assert one.teacher_log_probs == WANTED and set(keys) == {"Bearer secret"}
     with pytest.raises(TimeoutError) as error:
-        asyncio.run(opd.teach(args("http://:secret@127.0.0.1:9", kind, rollout_deadline_s=0.2), [sample()]))
+        asyncio.run(teach(args("http://:secret@127.0.0.1:9", kind, rollout_deadline_s=0.2), [sample()]))
     assert "127.0.0.1:9" in str(error.value) and "secret" not in str(error.value)
 
 
@@ -232,10 +246,10 @@ def test_who_is_not_asked() -> None:
     one = sample()
     hooked = args("http://127.0.0.1:9", custom_reward_post_process_path="a.b")
     for given in (Namespace(), args("", "megatron"), hooked):
-        asyncio.run(opd.teach(given, [one]))
+        asyncio.run(teach(given, [one]))
     assert one.teacher_log_probs is None
     with pytest.raises(ValueError, match="--opd-teacher-model must be given with --opd-type vllm, got none"):
-        asyncio.run(opd.teach(args("", "vllm"), [one]))
+        asyncio.run(teach(args("", "vllm"), [one]))
 
 
 def test_a_server_that_scores_other_tokens_is_an_error() -> None:
@@ -249,4 +263,4 @@ def test_a_server_that_scores_other_tokens_is_an_error() -> None:
 
     for change in (other, short):
         with pytest.raises(ValueError, match="the teacher must score the 3 tokens of the response, got"):
-            with_server(lambda url: opd.teach(args(url), [sample()]), change)
+            with_server(lambda url: teach(args(url), [sample()]), change)

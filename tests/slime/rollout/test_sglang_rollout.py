@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 from rollout_double import make_args, make_state
 
-from slime.rollout import state as state_module
 from slime.rollout.sglang_rollout import GenerateState, abort, get_model_url
 
 
@@ -19,14 +18,17 @@ def test_whoever_asks_gets_the_runs_own_state():
     assert GenerateState(args) is own and GenerateState(copy.deepcopy(args)) is own
     assert GenerateState(SimpleNamespace()) is own, "arguments that a hook made itself"
     assert own.args is args and own.processor is None and own.aborted is False
+    newer = make_state(make_args())
+    assert GenerateState(args) is newer
+    newer.close()
+    assert GenerateState(args) is own, "the run that ended is forgotten"
     assert own.semaphore._value == own.concurrency
     wanted = {"max_new_tokens": args.rollout_max_response_len, "temperature": args.rollout_temperature}
     assert wanted.items() <= own.sampling_params.items()
     assert own.sampling_params["no_stop_trim"] is True
 
 
-def test_without_a_rollout_there_is_no_state(monkeypatch):
-    monkeypatch.setattr(state_module, "_newest", None)
+def test_without_a_rollout_there_is_no_state():
     with pytest.raises(RuntimeError, match="must be called while a rollout runs"):
         GenerateState(SimpleNamespace())
 

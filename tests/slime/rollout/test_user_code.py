@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 from rollout_double import make_args, make_state
 
-from slime import user_code
+from slime import event_loop, user_code
 from slime.config.child_environment import NO_KEY
 from slime.rollout.generate import generate_and_rm_group
 from slime.types import Sample
@@ -129,7 +129,7 @@ def test_a_slow_reward_is_logged_once(caplog, monkeypatch):
 
 
 def test_a_function_that_blocks_the_event_loop_is_named_once(caplog, monkeypatch):
-    monkeypatch.setattr(user_code, "BLOCKED_S", 0.2)
+    monkeypatch.setattr(event_loop, "BLOCKED_S", 0.2)
     scored(custom_rm_path="test_user_code.blocks")
     (line,) = [record.getMessage() for record in caplog.records if "blocks all other" in record.getMessage()]
     number = blocks.__code__.co_firstlineno + 1

@@ -60,9 +60,8 @@ def parser(args: Any, tokenizer: Any) -> QwenParser:
 def asked(script: Any) -> Sample:
     """The sample of the question 12+34= with an engine that answers by `script`."""
     args = make_args(rollout_max_response_len=200)
-    args.chat_parser_path = "test_agent_examples.parser"
     engine = Scripted(script)
-    state = make_state(args, engine.tokenizer)
+    state = make_state(args, engine.tokenizer, chat_parser_path="test_agent_examples.parser")
     state.engine = engine
     given = Sample(prompt="12+34=", label="46", index=3, session_id="rollout/3")
 

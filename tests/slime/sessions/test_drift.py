@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from slime.protocols import GenerateResult
+from slime.rollout.context import RunContext
 from slime.sessions.messages import ChatRequest, Reply, ToolCall, assistant, tool_call
 from slime.sessions.session import MODEL, Session, SessionLimits
 from slime.types import Sample
@@ -155,10 +156,14 @@ class Conversation:
         return added
 
 
-async def talk(conversation: Conversation, args: Any, state: Any) -> None:
+async def talk(conversation: Conversation, state: Any) -> None:
     rng, chat = conversation.rng, conversation.chat
     session = Session(
-        args, state, Sample(prompt="", index=0), {"max_new_tokens": 999}, SessionLimits(), conversation
+        RunContext.of_state(state),
+        Sample(prompt="", index=0),
+        {"max_new_tokens": 999},
+        SessionLimits(),
+        conversation,
     )
     messages: list[dict[str, Any]] = [{"role": "user", "content": text(rng, 8)}]
     if rng.random() < 0.5:
@@ -183,7 +188,7 @@ def converse(chat: Format, template: str, conversations: int) -> None:
         for seed in range(conversations):
             state.engine = conversation = Conversation(chat, tokenizer, seed)  # type: ignore[assignment]
             try:
-                await talk(conversation, args, state)
+                await talk(conversation, state)
             except Exception as error:
                 raise AssertionError(f"{chat.name}, conversation {seed}: {error!r}") from error
 

@@ -153,7 +153,7 @@ class Served:
         return self.state.run(run())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def served() -> Iterator[Served]:
     yield Served()
 

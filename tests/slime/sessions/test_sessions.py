@@ -10,9 +10,9 @@ import aiohttp
 import anthropic
 import openai
 import pytest
-from rollout_double import make_args
 from session_double import CALL, END, converse
 
+from slime.config.sections.sessions import SessionsConfig
 from slime.data.agents.turn_rewards import turn_advantages
 from slime.rollout.rewards.finite import figures as removed
 from slime.sessions import Session, SessionLimits
@@ -323,7 +323,7 @@ def test_a_long_answer_keeps_the_stream_alive_and_a_late_refusal_is_an_event(
 
 
 def test_flags_are_the_limits() -> None:
-    assert SessionLimits.of(make_args()) == SessionLimits(100, None, None, 3600.0)
+    assert SessionLimits.of(SessionsConfig()) == SessionLimits(100, None, None, 3600.0)
 
 
 def test_rewards_of_turns_go_to_the_sample_that_trains_on_them() -> None:

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from slime import http
+from slime.event_loop import loop_objects
 from slime.utils.http_utils import get, post
 
 KEY = {"Authorization": "Bearer secret"}
@@ -73,14 +74,14 @@ def test_each_model_of_the_run_has_its_own_key() -> None:
 def test_the_router_gets_the_key_and_a_stranger_does_not(kept: bool) -> None:
     async def body(router: Server, engine: Server, stranger: Server) -> None:
         if kept:
-            http.keep_connections(asyncio.get_running_loop())
+            loop_objects().closes = True
         assert await post(router.url + "/generate", {}) == {"key": KEY["Authorization"]}
         assert await get(router.url + "/x", {"a": 1}) == {"key": KEY["Authorization"]}
         assert router.asked == ["/generate", "/x?a=1"]
         assert await post(router.url + "/generate", {}, headers={"Authorization": "mine"}) == {"key": "mine"}
         assert await post(stranger.url + "/generate", {}) == {"key": None}
         assert await post(stranger.url.replace("127.0.0.1", "localhost") + "/x", {}) == {"key": None}
-        await http.close_connections()
+        await loop_objects().close()
 
     run(body)
 

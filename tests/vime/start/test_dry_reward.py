@@ -98,7 +98,7 @@ def removes(args: Any, sample: Any) -> float:
 
 
 def needs_a_run(args: Any, sample: Any) -> float:
-    return float(args.rollout_state.progress[0])
+    return float(args.chat_parser_path)
 
 
 def slow(args: Any, sample: Any) -> float:
@@ -227,7 +227,7 @@ def test_an_error_has_one_remedy(model: Path, tmp_path: Path, reward: list[str],
         ("writes", "it writes "),
         ("starts", "it starts a program"),
         ("removes", "it changes "),
-        ("needs_a_run", "it reads args.rollout_state, which only a run has"),
+        ("needs_a_run", "it reads args.chat_parser_path, which only a run has"),
         ("slow", "it needs more than 0.5 s"),
     ],
 )

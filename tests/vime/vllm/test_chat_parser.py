@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from argparse import Namespace
 from typing import Any
 
 import pytest
 from rollout_double import make_tokenizer
 
+from slime.config import Config
 from slime.sessions.json_text import as_object, read_json
 from slime.sessions.messages import PlainParser, Refused, Reply
 from slime.sessions.parsing import reply_of
@@ -22,11 +22,9 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 def parse(text: str, tools: Any, **names: str) -> Reply:
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
-    args = Namespace(
-        apply_chat_template_kwargs={}, **{f"vllm_{name}": value for name, value in names.items()}
-    )
+    config = Config.from_flat({"hook_args": {f"vllm_{name}": value for name, value in names.items()}})
     ids = tokenizer.encode(text, add_special_tokens=False)
-    return make_parser(args, tokenizer).parse(text, ids, [1], [], tools)
+    return make_parser(config, tokenizer).parse(text, ids, [1], [], tools)
 
 
 def test_calls_and_reasoning_are_found() -> None:
@@ -40,7 +38,7 @@ def test_calls_and_reasoning_are_found() -> None:
 
 
 def test_without_names_the_text_is_the_content() -> None:
-    made = make_parser(Namespace(apply_chat_template_kwargs={}), make_tokenizer())
+    made = make_parser(Config.from_flat({}), make_tokenizer())
     assert isinstance(made, PlainParser) and not made.tools
     assert made.parse(CALL, [], [], [], TOOLS) == Reply(CALL)
 
@@ -80,7 +78,7 @@ def outcomes(name: str) -> set[str]:
     """What becomes of the answers above: "call", "text" or "refused". Any other error is a failure."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(sorted({mark for call in CALLS for mark in MARKS.findall(call)}))
-    parser = make_parser(Namespace(apply_chat_template_kwargs={}, vllm_tool_call_parser=name), tokenizer)
+    parser = make_parser(Config.from_flat({"hook_args": {"vllm_tool_call_parser": name}}), tokenizer)
     found = set()
     for text in (call.replace("%s", value) for call in CALLS for value in DEEP):
         ids = tokenizer.encode(text, add_special_tokens=False)

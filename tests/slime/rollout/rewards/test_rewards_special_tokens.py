@@ -6,7 +6,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from rollout_double import make_tokenizer
+from rollout_double import make_args, make_state, make_tokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
@@ -44,7 +44,9 @@ def sample_of(tokenizer: PreTrainedTokenizerFast, text: str, end: str, label: ob
 
 
 def args_of(tokenizer: PreTrainedTokenizerFast, rm_type: str = "math", **more) -> SimpleNamespace:
-    return SimpleNamespace(rm_type=rm_type, rollout_state=SimpleNamespace(tokenizer=tokenizer), **more)
+    args = make_args(rm_type=rm_type, **more)
+    make_state(args, tokenizer)
+    return args
 
 
 @pytest.mark.parametrize("end", SPELLINGS)
