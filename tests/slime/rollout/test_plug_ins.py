@@ -18,7 +18,7 @@ from train_data_cases import border
 
 from slime.data.train_data import convert_samples_to_train_data
 from slime.hooks import load_function
-from slime.rollout import forge_load, sglang_rollout, sleep_rollout
+from slime.rollout import forge_load, sglang_rollout
 from slime.rollout.debug_data import save_debug_rollout_data
 from slime.rollout.rewards import async_rm
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
@@ -193,15 +193,6 @@ def test_saved_rollouts_are_trained_on_while_engines_run(tmp_path):
     args.load_forge_rollout_data = None
     with pytest.raises(ValueError, match="--load-forge-rollout-data must be given with"):
         forge_load.generate_rollout(args, 5, None)
-
-
-def test_the_sleeping_rollout_does_not_return(monkeypatch):
-    monkeypatch.setattr(sleep_rollout, "LOG_EVERY_S", 0.01)
-    thread = threading.Thread(target=sleep_rollout.sleep, args=(None, 0, None), daemon=True)
-    thread.start()
-    thread.join(0.2)
-    assert thread.is_alive()
-    monkeypatch.undo()
 
 
 def test_what_comes_later_says_so():
