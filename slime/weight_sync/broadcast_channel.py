@@ -1,10 +1,10 @@
-"""The broadcast channel: each trainer rank sends its own slices to all workers of all engines at once, over a process
-group of their own (slime.weight_sync.group). Nothing is gathered on the trainer's side; engines make whole tensors.
+"""The broadcast channel: each trainer rank sends its own slices to all engines' workers at once, over a dedicated
+process group (slime.weight_sync.group). The trainer gathers nothing. The engines assemble whole tensors.
 
-All trainer ranks use two buckets in turn: engines get the description of a bucket and receive it, one rank's region
-after the other, while the ranks fill the other one. The group is used until other engines serve, or until an engine
-dies and the group is given up; then the update begins again for the engines that are left. The first ranks of the group
-are the trainer's; the workers of the engines follow in the pool's order.
+All trainer ranks alternate between two buckets. Engines get the description of a bucket and receive it, one rank's
+region after the other, while the ranks fill the other bucket. The group is used until the set of serving engines
+changes, or until an engine dies and the group is given up. Then the update begins again for the remaining engines. The
+first ranks of the group belong to the trainer; the workers of the engines follow in the pool's order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class BroadcastChannel(WeightChannel):
-    """The trainer's side. `directory`, where the group's file is, must be seen by all hosts."""
+    """The trainer's side of the broadcast channel. All hosts must see `directory`, which holds the group's file."""
 
     name = "nccl"
 
@@ -64,11 +64,11 @@ class BroadcastChannel(WeightChannel):
     def parts(
         self, export: Export, version: int, *, compare: bool, receivers: dict[str, int]
     ) -> Iterator[WeightUpdate]:
-        """Parts of `version`. The ranks send the bucket of a part when the next part is asked for.
+        """Yields the parts of `version`. The ranks send the bucket of a part when the next part is requested.
 
         `receivers` has at least one engine. With `compare` all weights are sent a second time, and engines compare
         their live weights with them. After the group was given up, the parts continue without being sent until the
-        driver asks for them again with other receivers.
+        driver requests them again with other receivers.
         """
         slices = list(export.slices())
         buckets = self._of_update.get([each.place for each in slices])
@@ -98,7 +98,7 @@ class BroadcastChannel(WeightChannel):
         return self._buckets[turn][:size]
 
     def _send(self, bucket: Tensor, regions: list[Region]) -> None:
-        """Begin to send and to receive, and wait until the other bucket may be filled."""
+        """Starts to send and to receive, and waits until the other bucket may be filled."""
         if self._ranks is None or self._info is None:
             return
         try:
@@ -122,7 +122,8 @@ class BroadcastChannel(WeightChannel):
         self._group = self._ranks = None
 
     def _invite(self, receivers: dict[str, int]) -> None:
-        """Describe a group of other members; it is made once they know of it. Collective."""
+        """Describes a group with other members. The group is created when all members have its description.
+        Collective."""
         if self._group is not None:
             self._group.close()
         self._group, self._ranks = None, dict(receivers)
@@ -135,8 +136,8 @@ class BroadcastChannel(WeightChannel):
 
 
 class BroadcastReceiver:
-    """The engine worker's side: {"tensors", "regions" (see slime.weight_sync.sources), "bytes", "group" (see
-    `group.found`), "load"}."""
+    """The engine worker's side. Its message is {"tensors", "regions" (see slime.weight_sync.sources), "bytes", "group"
+    (see `group.found`), "load"}."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -145,7 +146,8 @@ class BroadcastReceiver:
 
     @contextmanager
     def receive(self, info: Info) -> Iterator[Part | None]:
-        """None when the group is given up: that is no fault of this engine, and the driver sends the weights again."""
+        """Opens a part. Yields None when the group is given up: that is not this engine's fault, and the driver sends
+        the weights again."""
         part = None
         try:
             bucket = self.take(info["bytes"], info["regions"], info["group"])
@@ -164,8 +166,8 @@ class BroadcastReceiver:
         yield part
 
     def take(self, size: int, regions: list[Region], group: GroupInfo) -> Tensor:
-        """The next bucket, of `size` bytes, in memory of its own; waits for the trainer's ranks. Joins `group` if it is
-        another group than before. GivenUp when that group is given up."""
+        """Returns the next bucket, of `size` bytes, in new memory, after the trainer's ranks have sent it. Joins
+        `group` if it is not the current group. Raises GivenUp when that group is given up."""
         if group["store"] != self._store or self._group is None:
             name = self._worker.engine
             if name is None or name not in group["ranks"]:

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 256
-"""Bytes. A value of each dtype may begin at a multiple of it, and copies move whole cache lines."""
+"""Alignment in bytes. A value of any dtype may begin at a multiple of this number, and copies move whole cache
+lines."""
 
 Entry = tuple[str, str, list[int], int]
-"""HF name, dtype, shape and first byte of a tensor in its bucket; JSON makes a list of it."""
+"""HF name, dtype, shape and first byte of a tensor in its bucket. JSON turns an entry into a list."""
 
 
 def grouped(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive tensors whose sizes add up to at most `limit` bytes, or one that is larger."""
+    """Yields groups of consecutive tensors: at most `limit` bytes together, or one larger tensor."""
     group: list[tuple[str, Tensor]] = []
     total = 0
     for name, tensor in tensors:
@@ -31,17 +32,18 @@ def grouped(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[
 
 
 def aligned(size: int) -> int:
-    """`size` in bytes, rounded up to a multiple of ALIGNMENT."""
+    """Returns `size` in bytes, rounded up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def room_for(tensors: list[tuple[str, Tensor]]) -> int:
-    """Bytes that `fill` needs."""
+    """Returns the number of bytes that `fill` needs."""
     return sum(aligned(tensor.nbytes) for _, tensor in tensors)
 
 
 def fill(bucket: Tensor, tensors: list[tuple[str, Tensor]]) -> list[Entry]:
-    """Copy the tensors into `bucket`, which is uint8 and has at least `room_for` bytes. Returns where each one is."""
+    """Copies the tensors into `bucket`, which is uint8 and has at least `room_for` bytes. Returns each tensor's
+    entry."""
     entries: list[Entry] = []
     offset = 0
     for name, tensor in tensors:
@@ -54,12 +56,12 @@ def fill(bucket: Tensor, tensors: list[tuple[str, Tensor]]) -> list[Entry]:
 
 
 def views(bucket: Tensor, tensors: Iterable[Entry]) -> dict[str, Tensor]:
-    """The tensors of a bucket by HF name, without a copy. ValueError for a tensor that is not inside the bucket."""
+    """Returns the tensors of a bucket by HF name, without a copy. Raises ValueError for a tensor outside the bucket."""
     return {name: view(bucket, name, dtype, shape, first) for name, dtype, shape, first in tensors}
 
 
 def view(bucket: Tensor, name: str, dtype: str, shape: list[int], first: int) -> Tensor:
-    """The tensor whose first byte is `first`. ValueError if it is not inside the bucket."""
+    """Returns the tensor whose first byte is `first`. Raises ValueError if it is outside the bucket."""
     kind: torch.dtype = getattr(torch, dtype)
     size = math.prod(shape) * kind.itemsize
     if first < 0 or first + size > bucket.nbytes:

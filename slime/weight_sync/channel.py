@@ -1,6 +1,6 @@
 """The interface of a weight channel: the trainer's side, the engine worker's side, and the driver's part after a fault.
 
-    trainer rank     WeightChannel.on_trainer(place).parts(...)     makes the parts of one version
+    trainer rank     WeightChannel.on_trainer(place).parts(...)     makes the parts of a version
     driver           sends `WeightUpdate.message()` of each part to the engines, while the trainer makes the next part
     engine worker    WeightChannel.on_engine(worker).receive(info)  opens a part, whose weights are then loaded
 
@@ -31,25 +31,26 @@ Named = tuple[str, Tensor]
 
 @dataclass(frozen=True)
 class Export:
-    """The weights that a trainer rank publishes, by HF name. Every call begins with the first one."""
+    """The weights that a trainer rank publishes, by HF name. Every call starts again at the first weight."""
 
     whole: Callable[[], Iterable[Named]] | None
-    """All weights, on all ranks. Collective. None where there is no way to gather them: deltas."""
+    """Yields all weights, on all ranks. Collective. None for deltas, which cannot be gathered."""
     own: Callable[[], Iterable[Slice]] | None = None
-    """The slices of this rank. All ranks together have each value once. None: rank 0 has all weights."""
+    """Yields the slices of this rank. All ranks together have each value once. None means that rank 0 has all
+    weights."""
 
     def gathered(self) -> Iterable[Named]:
-        """All weights, on all ranks. Collective."""
+        """Returns all weights, on all ranks. Collective."""
         assert self.whole is not None, "a channel that gathers weights carries no deltas"
         return self.whole()
 
     def slices(self) -> Iterable[Slice]:
-        """What this rank gives to engines. Collective."""
+        """Returns the slices that this rank sends to engines. Collective."""
         if self.own is not None:
             return self.own()
         if is_first():
             return whole_slices(self.gathered())
-        for _ in self.gathered():  # the other ranks only take part
+        for _ in self.gathered():  # the other ranks only take part in the collectives
             pass
         return ()
 
@@ -60,19 +61,19 @@ Info = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TrainerPlace:
-    """A trainer rank."""
+    """The surroundings of a trainer rank."""
 
     directory: Path
-    """All hosts see it."""
+    """Directory that all hosts see."""
     bucket_bytes: int
-    """The size of a bucket, unless a tensor is larger."""
+    """Bytes of a bucket, unless a tensor is larger."""
     device: torch.device
     timeout_s: float
-    """How long the trainer waits until a running engine has taken its bucket."""
+    """Seconds that the trainer waits until a running engine has received its bucket."""
     keep_files: bool = False
     """All published versions stay in `directory`."""
     stem: str = "weights"
-    """The first part of the names of published files."""
+    """First part of the names of published files."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +82,16 @@ class Worker:
 
     device: torch.device
     rank: int
-    """Its tensor-parallel rank."""
+    """Tensor-parallel rank of the worker."""
     engine: str | None
-    """The name of its server."""
+    """Name of the worker's server."""
     weight_dir: str | None
     local_dir: str | None = None
-    """Where this host keeps its copy of the weights (--update-weight-mode delta)."""
+    """Directory of this host's copy of the weights (--update-weight-mode delta)."""
 
     @classmethod
     def here(cls, device: torch.device, rank: int) -> Worker:
-        """The worker in this process, whose server has set the environment."""
+        """Returns the worker in this process, whose server has set the environment."""
         given = (ENGINE_VARIABLE, WEIGHT_DIR_VARIABLE, LOCAL_DIR_VARIABLE)
         return cls(device, rank, *map(os.environ.get, given))
 
@@ -113,11 +114,11 @@ class Part:
     """The part holds all weights, and the worker checks their names before it loads any. Otherwise the names are
     checked when the update ends."""
     path: str | None = None
-    """The part's file."""
+    """Path of the part's file."""
     origin: str = "the trainer's"
-    """Names the tensors in an error."""
+    """Description of the tensors in an error."""
     series: str | None = None
-    """A new one means that the update starts again with all weights."""
+    """Id of the series. A new id means that the update starts again with all weights."""
     borrowed: bool = True
     """The memory belongs to the sender, so the worker must have read it before it answers."""
     verify: Callable[[], None] = _nothing
@@ -128,27 +129,27 @@ class Receiver(Protocol):
     """The engine worker's side of a channel. One object serves all updates of a worker."""
 
     def receive(self, info: Info) -> AbstractContextManager[Part | None]:
-        """Open one part. None means that the update starts again and that this part will be sent once more. ValueError
-        for a message that this worker cannot read."""
+        """Opens a part. None means that the update starts again and that this part will be sent once more. Raises
+        ValueError for a message that this worker cannot read."""
         ...
 
 
 class WeightChannel(ABC):
-    """One way for weights to reach engines; an instance is the trainer's side."""
+    """A way for weights to reach engines. An instance is the trainer's side."""
 
     name: ClassVar[str]
-    """Its name in the registry."""
+    """Name of the channel in the registry."""
 
     @classmethod
     @abstractmethod
     def on_trainer(cls, place: TrainerPlace) -> WeightChannel:
-        """The side of one trainer rank."""
+        """Returns the channel of a trainer rank."""
 
     @abstractmethod
     def parts(
         self, export: Export, version: int, *, compare: bool, receivers: dict[str, int]
     ) -> Iterator[WeightUpdate]:
-        """The parts of `version`. Part i is valid until part i + 2 is requested.
+        """Yields the parts of `version`. Part i is valid until part i + 2 is requested.
 
         Collective over trainer ranks. The engines get the parts of rank 0. `compare`: the parts also have the data for
         --check-weight-update-equal. `receivers`: name of an engine -> number of its workers.
@@ -157,13 +158,14 @@ class WeightChannel(ABC):
     @classmethod
     @abstractmethod
     def on_engine(cls, worker: Worker) -> Receiver:
-        """The side of one engine worker."""
+        """Returns the receiver of an engine worker."""
 
     @staticmethod  # noqa: B027 (in most channels nothing waits)
     def give_up(info: Info) -> None:
-        """The driver calls this if an engine or the trainer fails during the part. It releases all that wait for it."""
+        """Releases every process that waits for the part. The driver calls this function if an engine or the trainer
+        fails during the part."""
 
     @staticmethod
     def is_given_up(info: Info) -> bool:
-        """Whether one of the sides has reported that it could not finish the part."""
+        """Returns whether a process has reported that it could not finish the part."""
         return False

@@ -1,9 +1,9 @@
 """The file channel: each version of the weights is a folder that trainer and engines both see (/dev/shm on one host, a
 network disk for several hosts). The folder has one safetensors file, so that any engine can load it as a model. All
-trainer ranks write it together, each its own slices (slime.weight_sync.sliced_file).
+trainer ranks write the file together, each rank its own slices (slime.weight_sync.sliced_file).
 
-The engine's side refuses files outside its weight directory, and with --check-weight-update-equal files whose tensors
-are not those that the trainer hashed.
+The engine's side rejects files outside its weight directory. With --check-weight-update-equal it also rejects files
+whose tensors differ from those that the trainer hashed.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from slime.weight_sync.variables import WEIGHT_DIR_VARIABLE
 
 FILE = "model.safetensors"
 Digests = dict[str, list[tuple[Where, str]]]
-"""HF name of a tensor -> where a slice of it is, and the slice's `tensor_digest`."""
+"""Maps the HF name of a tensor to the position and `tensor_digest` per published slice."""
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """sha256 hex digest of the tensor's bytes in row-major order; equal exactly when dtype, order and bits are."""
+    """Returns the sha256 hex digest of the tensor's bytes in row-major order. Two digests are equal exactly when dtype,
+    order and bits are equal."""
     return hashlib.sha256(octets(tensor).data).hexdigest()
 
 
 class FileChannel(WeightChannel):
-    """Publishes weights as `DIR/{stem}-{version}/model.safetensors` and keeps the newest two versions, or all of them.
+    """Publishes weights as `DIR/{stem}-{version}/model.safetensors` and keeps the newest two versions, or all versions.
 
-    An engine that restarts while a new version is published loads the version before.
+    An engine that restarts while a new version is published loads the previous version.
     """
 
     name = "disk"
@@ -71,14 +72,14 @@ class FileChannel(WeightChannel):
     def parts(
         self, export: Export, version: int, *, compare: bool, receivers: dict[str, int]
     ) -> Iterator[WeightUpdate]:
-        """One part, the whole file."""
+        """Yields one part, the whole file."""
         yield self.publish(export.slices(), version, checksums=compare)
 
     def publish(self, slices: Iterable[Slice], version: int, *, checksums: bool = False) -> WeightUpdate:
-        """Write the slices of all ranks as `version` and return what engines need to load it. Collective.
+        """Writes all ranks' slices as `version` and returns the update that engines load. Collective.
 
-        The file gets its name when it is complete. A rank reads one slice at a time. `checksums`: the update holds the
-        sha256 digest of each slice, and engines compare their live weights with the file.
+        The file gets its name when it is complete. A rank reads one slice at a time. `checksums`: the update holds
+        each slice's sha256 digest, and engines compare their live weights with the file.
         """
         mine = list(slices)
         path = self.directory / f"{self.stem}-{version}" / FILE
@@ -102,7 +103,7 @@ class FileChannel(WeightChannel):
         finally:
             if is_first():
                 file.path.unlink(missing_ok=True)
-                with suppress(OSError):  # of a failed write, which leaves no file
+                with suppress(OSError):  # a failed write leaves the folder empty
                     path.parent.rmdir()
         found = everywhere(digests)
         if not is_first():
@@ -118,16 +119,19 @@ class FileChannel(WeightChannel):
             return
         start = f"{self.stem}-"
         found = {f.parent.name.removeprefix(start): f for f in self.directory.glob(f"{start}*/{FILE}")}
-        versions = {int(end): file for end, file in found.items() if end.isdigit()}  # others: of longer stems
+        versions = {
+            int(end): file for end, file in found.items() if end.isdigit()
+        }  # other files have a longer stem
         previous = max((v for v in versions if v < version), default=version)
         for other in versions.keys() - {version, previous}:
             shutil.rmtree(versions[other].parent)
 
 
 class FileReceiver:
-    """The engine worker's side: {"path", "checksums" (of all tensors; then live weights are compared), "load"}.
+    """The engine worker's side. Its message is {"path", "checksums" (for all tensors; then live weights are compared),
+    "load"}.
 
-    `path` is a safetensors file, or a folder of such files that hold all weights together.
+    `path` is a safetensors file, or a folder with several such files that together hold all weights.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -135,7 +139,7 @@ class FileReceiver:
 
     @contextmanager
     def receive(self, info: Info) -> Iterator[Part]:
-        """ValueError for a file outside the weight directory."""
+        """Opens the part. Raises ValueError for a file outside the weight directory."""
         path, checksums = info["path"], info.get("checksums")
         with opened(_files(path, self._worker.weight_dir), compare=checksums is not None) as part:
 
@@ -150,7 +154,7 @@ class FileReceiver:
 
 @contextmanager
 def opened(files: Iterable[str], *, compare: bool) -> Iterator[Part]:
-    """All weights, which `files` (safetensors) hold together."""
+    """Opens `files` (safetensors), which together hold all weights, as one part."""
     with ExitStack() as stack:
         holders: dict[str, OpenFile] = {}
         for each in files:
@@ -166,7 +170,7 @@ def opened(files: Iterable[str], *, compare: bool) -> Iterator[Part]:
 
 
 def _files(path: str, root: str | None) -> list[str]:
-    """The safetensors files that `path` names, all of them under `root`."""
+    """Returns the safetensors files that `path` names. All must be under `root`."""
     allowed = Path(allowed_path(path, root))
     if not allowed.is_dir():
         return [str(allowed)]
@@ -179,7 +183,7 @@ def _files(path: str, root: str | None) -> list[str]:
 
 
 def allowed_path(path: str, root: str | None) -> str:
-    """`path` with links resolved; ValueError unless it lies under `root`."""
+    """Returns `path` with links resolved. Raises ValueError unless the result is under `root`."""
     resolved = os.path.realpath(path)
     if not root or not resolved.startswith(os.path.realpath(root) + os.sep):
         raise ValueError(f"path must lie under {WEIGHT_DIR_VARIABLE} ({root}), got {path}")
@@ -187,7 +191,7 @@ def allowed_path(path: str, root: str | None) -> str:
 
 
 def joined(of_ranks: Iterable[Digests]) -> Digests:
-    """The digests of all ranks' slices."""
+    """Merges the ranks' digests."""
     found: Digests = {}
     for digests in of_ranks:
         for name, of_tensor in digests.items():
@@ -200,7 +204,8 @@ def require_checksums(
     get: Callable[[str], torch.Tensor],
     checksums: Mapping[str, Iterable[tuple[Where, str]]],
 ) -> None:
-    """ValueError unless the tensors `names` are those of `checksums`, each with the digests of its slices."""
+    """Raises ValueError unless the tensors `names` are the tensors of `checksums` and their slices have these
+    digests."""
     given = set(names)
     wrong = given ^ checksums.keys()
     wrong |= {name for name in given & checksums.keys() if not _has(get(name), checksums[name])}

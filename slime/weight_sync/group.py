@@ -1,8 +1,8 @@
 """A process group for broadcasts in which any rank may die: NCCL between GPUs, gloo between CPUs.
 
-The process that notices a dead rank writes this into a file next to the group's store. It is the driver, whose call to
-an engine failed, or a rank whose connection broke. All waiting ranks poll that file, so no rank waits for a dead rank
-until a timeout. An aborted group is not used again. Owns joining, waiting and aborting.
+The process that notices a dead rank writes this into a file next to the group's store. This process is the driver,
+whose call to an engine failed, or a rank whose connection broke. All waiting ranks poll that file, so no rank waits for
+a dead rank until a timeout. An aborted group is not used again. This module owns joining, waiting and aborting.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 _SHORT_S, _LONG_S = 0.0002, 0.01
-"""Bounds of the time between two looks at what a rank waits for, which is a fifth of the time waited so far."""
+"""Shortest and longest time in seconds between two polls of a rank that waits. The time is a fifth of the time waited
+so far."""
 _MARK_S = 0.1
-"""Seconds between two looks at the file that says whether the group is given up."""
+"""Seconds between two reads of the file that marks the group as given up."""
 
 
 class GroupInfo(TypedDict):
-    """Describes a group: `store`, the path of a new file that all ranks see; the number of ranks; the first rank of
-    each engine, by its name; and how many seconds a rank waits for the others."""
+    """Description of a group: `store`, the path of a new file that all ranks see; the number of ranks; each engine's
+    first rank, by its name; and the seconds that a rank waits for the others."""
 
     store: str
     world: int
@@ -40,7 +41,7 @@ class GroupInfo(TypedDict):
 
 
 class _Work(Protocol):
-    """What is used of torch's work handle."""
+    """The used methods of torch's work handle."""
 
     def is_completed(self) -> bool: ...
 
@@ -48,34 +49,33 @@ class _Work(Protocol):
 
 
 class _Connected(Protocol):
-    """What is used of torch's groups. In torch's stub their base class has no broadcast."""
+    """The used methods of torch's groups. In torch's stub their base class has no broadcast."""
 
     def broadcast(self, tensor: Tensor, root: int, /) -> _Work: ...
     def abort(self) -> None: ...
 
 
 class GivenUp(RuntimeError):
-    """The group lost a rank, or some side gave it up: the weights must be sent again by another group."""
+    """Raised if the group lost a rank, or if a process gave the group up. The weights must be sent again by another
+    group."""
 
 
 def found(directory: Path, ranks: dict[str, int], world: int, timeout_s: float) -> GroupInfo:
-    """A new group, which no rank has joined yet. `ranks`: the first rank of each engine, by its name."""
+    """Returns a new group, which no rank has joined. `ranks`: each engine's first rank, by its name."""
     store = str(directory / f"group-{uuid.uuid4().hex}")
     info = GroupInfo(store=store, world=world, ranks=ranks, timeout_s=timeout_s)
-    _mark(
-        info
-    ).touch()  # a host of a network disk would remember for a long time that the file does not exist
+    _mark(info).touch()  # a host of a network disk would cache for a long time that the file does not exist
     return info
 
 
 def give_up(info: GroupInfo) -> None:
-    """Release every rank that waits in the group: each raises GivenUp."""
+    """Releases every rank that waits in the group. Each rank raises GivenUp."""
     _mark(info).write_text("given up", encoding="utf-8")
 
 
 def is_given_up(info: GroupInfo) -> bool:
-    """Whether some side gave the group up."""
-    # The file is opened each time: only then does a network disk ask its server.
+    """Returns whether a process gave the group up."""
+    # The file is opened each time, because only then does a network disk query its server.
     return _mark(info).exists() and bool(_mark(info).read_bytes())
 
 
@@ -84,7 +84,7 @@ def _mark(info: GroupInfo) -> Path:
 
 
 class Group:
-    """This process as rank `rank` of a group, which is separate from torch's default group.
+    """Membership of this process, as rank `rank`, in a group that is separate from torch's default group.
 
     The constructor returns when all ranks have joined. It and every method raise GivenUp when the group is given up,
     and when this rank gives it up: after a broken connection, or after `timeout_s` of waiting.
@@ -100,7 +100,7 @@ class Group:
             store.set(f"here-{rank}", "")
             ranks = [f"here-{other}" for other in range(info["world"])]
             self._wait(lambda: store.check(ranks))
-            # Connecting cannot be cancelled: if a rank dies meanwhile, the thread is left behind.
+            # A connection attempt cannot be cancelled: if a rank dies meanwhile, the thread stays behind.
             joining: Future[_Connected] = Future()
             threading.Thread(target=_join, args=(joining, store, info, rank, device), daemon=True).start()
             try:
@@ -112,7 +112,7 @@ class Group:
             raise self._abandon(error) from error
 
     def start(self, bucket: Tensor, source: int = 0) -> None:
-        """Begin to send (rank `source`) or receive `bucket`. A GPU does so after the work on the current stream."""
+        """Starts to send (rank `source`) or receive `bucket`. A GPU does so after the work on the current stream."""
         assert self._group is not None, "a closed group is not used again"
         try:
             self._under_way.append((self._group.broadcast(bucket, source), bucket))
@@ -120,7 +120,7 @@ class Group:
             raise self._abandon(error) from error
 
     def settle(self, limit: int = 0) -> None:
-        """Wait until at most `limit` broadcasts are running; they end in the order in which they began."""
+        """Waits until at most `limit` broadcasts are running. They end in the order in which they began."""
         while len(self._under_way) > limit:
             work, _ = self._under_way[0]
             try:
@@ -131,7 +131,7 @@ class Group:
             self._under_way.popleft()
 
     def close(self) -> None:
-        """Leave the group. Its communicator and buffers are freed in a thread: torch does not free them."""
+        """Leaves the group. A thread frees its communicator and buffers, because torch does not free them."""
         left: list[object] = [self._group, *self._under_way]
         self._group = None
         self._under_way.clear()
@@ -152,7 +152,7 @@ class Group:
             time.sleep(min(max(_SHORT_S, (now - began) / 5), _LONG_S))
 
     def _abandon(self, reason: RuntimeError) -> GivenUp:
-        """Give the group up for all ranks, and free it in a thread: gloo waits for dead ranks before it ends."""
+        """Gives the group up for all ranks, and frees it in a thread: gloo waits for dead ranks before it ends."""
         give_up(self._info)
         self.close()
         return reason if isinstance(reason, GivenUp) else GivenUp(f"the group broke: {reason}")
@@ -165,7 +165,7 @@ def _join(
     rank: int,
     device: torch.device,
 ) -> None:
-    """Connect torch's group, which becomes the result of `joining`. NCCL connects at its first broadcast."""
+    """Connects torch's group and stores it as the result of `joining`. NCCL connects at its first broadcast."""
     timeout = timedelta(seconds=info["timeout_s"])
     try:
         if device.type == "cuda":
@@ -179,13 +179,14 @@ def _join(
     else:
         if joining.set_running_or_notify_cancel():
             joining.set_result(group)
-        else:  # no one waits for the group any more
+        else:  # no thread waits for the group any more
             _dispose([group])
 
 
 def _nccl(store: dist.FileStore, rank: int, world: int, timeout: timedelta) -> _Connected:
-    """A group without torch's watchdog, which would end the process when a peer is lost. With blocking waits torch
-    starts no watchdog (it reads the variable when it makes a group); here `wait` is called on finished work only."""
+    """Returns a group without torch's watchdog, which would end the process when a peer is lost. With blocking waits
+    torch starts no watchdog (it reads the variable when it creates a group). This module calls `wait` on finished work
+    only."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -200,7 +201,7 @@ def _nccl(store: dist.FileStore, rank: int, world: int, timeout: timedelta) -> _
 
 
 def _dispose(left: list[object]) -> None:
-    """End the kernels of an NCCL group that wait for dead ranks, then free the memory that they use."""
+    """Ends the kernels of an NCCL group that wait for dead ranks, then frees the memory that they use."""
     group = cast(_Connected | None, left[0])
     if group is not None:
         with contextlib.suppress(RuntimeError):  # in some versions of torch gloo has no abort

@@ -1,8 +1,8 @@
-"""The IPC channel: engines on the trainer's own GPUs read its memory, so only addresses are sent.
+"""The IPC channel: engines on the trainer's own GPUs read its memory, so the trainer sends only addresses.
 
-Weights are packed into two buckets of device memory in turn: while engines load one, the trainer fills the other one.
-Engines get plain data about a bucket: names, shapes, offsets, and per GPU the handles by which CUDA maps memory of
-another process (cudaIpcMemHandle). A handle opens memory of a process of the same user on this host and nothing else.
+Weights are packed alternately into two buckets of device memory: while engines load one bucket, the trainer fills the
+other. Engines get plain data about a bucket: names, shapes, offsets, and per GPU the handles by which CUDA maps another
+process's memory (cudaIpcMemHandle). A handle opens only memory of a process of the same user on this host.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from slime.weight_sync.buckets import fill, grouped, room_for, views
 from slime.weight_sync.channel import Export, Info, Part, TrainerPlace, WeightChannel, Worker
 
 Handle = list[str | int | bool | None]
-"""What torch needs to map a bucket into another process, as JSON holds it."""
+"""The values that torch needs to map a bucket into another process, as JSON types."""
 
 
 class IpcChannel(WeightChannel):
-    """Each trainer rank packs all weights into buckets on its own GPU, and the engine worker of that GPU reads them.
+    """The trainer's side of the IPC channel. Each trainer rank packs all weights into buckets on its own GPU, and the
+    engine worker on the same GPU reads them.
 
-    The ranks do it in lockstep. A tensor that is larger than the buckets makes new ones; torch frees the memory of the
-    old ones when no engine maps them any more.
+    The ranks run in lockstep. A tensor that is larger than the buckets makes the channel allocate new buckets. torch
+    frees the old buckets' memory when no engine maps it any more.
     """
 
     name = "ipc"
@@ -49,9 +50,9 @@ class IpcChannel(WeightChannel):
     def parts(
         self, export: Export, version: int, *, compare: bool, receivers: dict[str, int]
     ) -> Iterator[WeightUpdate]:
-        """Parts of `version`; the memory of each is ready when it is yielded.
+        """Yields the parts of `version`. The memory of a part is ready when the part is yielded.
 
-        With `compare` all weights come a second time, and engines compare their live weights with them.
+        With `compare` all weights are sent a second time, and engines compare their live weights with them.
         """
         turn = 0
         for load in (True, False) if compare else (True,):
@@ -67,7 +68,7 @@ class IpcChannel(WeightChannel):
                 turn = 1 - turn
 
     def _allocate(self, size: int) -> None:
-        """Make two buckets, and collect the handles of all ranks by the UUID of their GPUs."""
+        """Allocates two buckets, and collects all ranks' handles by the UUID of their GPUs."""
         self._buckets = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         mine = [_handle(bucket) for bucket in self._buckets]
@@ -77,14 +78,15 @@ class IpcChannel(WeightChannel):
 
 
 def _handle(bucket: Tensor) -> Handle:
-    """The tuple that torch's own sharing between processes pickles, without the device index, which differs between
-    processes: memory handle, size, offset, counter of users (handle, offset), event (handle, whether to wait)."""
+    """Returns the tuple that torch's own sharing between processes pickles, without the device index, which differs
+    between processes: memory handle, size, offset, counter of users (handle, offset), event (handle, whether to
+    wait)."""
     _, *rest = bucket.untyped_storage()._share_cuda_()
     return [base64.b64encode(x).decode() if isinstance(x, bytes) else x for x in rest]
 
 
 class IpcReceiver:
-    """The engine worker's side: {"tensors", "handles" by UUID of the GPU, "load"}.
+    """The engine worker's side. Its message is {"tensors", "handles" by UUID of the GPU, "load"}.
 
     A bucket stays mapped for the next update, because mapping takes milliseconds.
     """
@@ -95,11 +97,12 @@ class IpcReceiver:
 
     @contextmanager
     def receive(self, info: Info) -> Iterator[Part]:
-        """ValueError without a bucket on this worker's GPU."""
+        """Opens a part. Raises ValueError without a bucket on this worker's GPU."""
         tensors = views(self.take(info["handles"]), info["tensors"])
         yield Part(
             {name: list(tensor.shape) for name, tensor in tensors.items()},
-            # An engine may keep what it loads until a layer is complete; the trainer fills its bucket again by then.
+            # An engine may keep loaded tensors until a layer is complete; the trainer may fill its bucket again before
+            # that.
             lambda name: tensors[name].clone(),
             load=info["load"],
             compare=not info["load"],
@@ -107,7 +110,8 @@ class IpcReceiver:
         )
 
     def take(self, handles: dict[str, Handle]) -> Tensor:
-        """The bucket behind the handle of this worker's GPU. ValueError where no handle is of this GPU."""
+        """Returns the bucket behind the handle for this worker's GPU. Raises ValueError if no handle belongs to this
+        GPU."""
         uuid = str(torch.cuda.get_device_properties(self._device).uuid)
         if uuid not in handles:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The publisher of a trainer rank: it gives out a version of the weights, one part at a time."""
+"""The publisher of a trainer rank: it returns a version of the weights, one part at a time."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.registry import CHANNELS
 
 Written = Callable[[Path, list[str]], None]
-"""Called with the folder of a version that was written, and the names of the engines that will read it."""
+"""Called with the folder of a version after it was written, and the names of the engines that will read it."""
 
 
 class Publisher:
-    """Every trainer rank has one, and every call is collective over the trainer ranks.
+    """Publishes a rank's weights. Every trainer rank has a publisher, and every call is collective over the trainer
+    ranks.
 
     `channel` is for running engines, `files` for engines that restart. `compare`: engines compare their live weights
-    with the trainer's (--check-weight-update-equal). `weights`: what `export` gives. `deltas`: sends what changed, in
-    place of `weights`. `written`: rank 0 calls it after each file.
+    with the trainer's (--check-weight-update-equal). `weights` describes the set that `export` yields. `deltas` sends
+    the changes instead of `weights`. Rank 0 calls `written` after each file.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Publisher:
         self._export, self._channel, self._files, self._compare = export, channel, files, compare
         self._weights, self._deltas, self._written = weights, deltas, written
         self._sending: Iterator[WeightUpdate] | None = None
-        self._receivers: dict[str, int] = {}  # of the version that is being sent
+        self._receivers: dict[str, int] = {}  # receivers of the version that is being sent
 
     @classmethod
     def of(
@@ -53,8 +54,8 @@ class Publisher:
         snapshot: Snapshot | None = None,
         written: Written | None = None,
     ) -> Publisher:
-        """The publisher of one rank; `transport` is a value of --update-weight-transport. With a `snapshot` it sends
-        deltas."""
+        """Returns the publisher of a rank. `transport` is a value of --update-weight-transport. With a `snapshot` it
+        sends deltas."""
         kind, files, deltas = CHANNELS[transport].load(), FileChannel.on_trainer(place), None
         channel = kind.on_trainer(place if snapshot is None else replace(place, stem="delta"))
         if snapshot is not None:
@@ -62,7 +63,7 @@ class Publisher:
         return cls(export, channel, files, compare=compare, weights=weights, deltas=deltas, written=written)
 
     def next(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
-        """The next part of the current weights, whose version is `version`, or None after the last part.
+        """Returns the next part of the current weights, whose version is `version`, or None after the last part.
 
         The call after None returns the first part again. If `receivers` differ from those of the last call, the first
         part is returned too. The engines get the parts of rank 0. Without `receivers`, the weights go into a file.
@@ -79,7 +80,7 @@ class Publisher:
         return None if part is None else self._told(part)
 
     def file(self, version: int) -> WeightUpdate:
-        """The current weights in a file, for an engine that starts between two updates."""
+        """Returns the current weights in a file, for an engine that starts between two updates."""
         part = next(self._files.parts(self._export, version, compare=False, receivers={}))
         weights = self._weights if self._deltas is None else self._deltas.of_file(version)
         return self._told(replace(part, weights=weights))

@@ -1,4 +1,5 @@
-"""What trainer ranks tell each other while they publish weights. A process without torch.distributed is alone."""
+"""Communication between trainer ranks while they publish weights. A process without torch.distributed is the only
+rank."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def count() -> int:
 
 
 def own_rank() -> int:
-    """This rank."""
+    """Returns the rank of this process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -25,7 +26,7 @@ def is_first() -> bool:
 
 
 def everywhere(mine: T) -> list[T]:
-    """The objects of all ranks, in rank order, on all of them. Collective."""
+    """Returns all ranks' objects, in rank order, on every rank. Collective."""
     of_ranks: list[T] = [mine] * count()
     if len(of_ranks) > 1:
         dist.all_gather_object(of_ranks, mine)
@@ -34,12 +35,13 @@ def everywhere(mine: T) -> list[T]:
 
 @contextmanager
 def on_all_ranks(what: str) -> Iterator[None]:
-    """A block that all ranks run. If it fails on some, they raise their errors, and the others raise one that names the
-    first of them. Collective: no rank leaves the block before the last one is through."""
+    """Runs a block on all ranks. If the block fails on some ranks, these raise their errors, and the other ranks raise
+    an error that names the first failed rank. Collective: no rank leaves the block before the last rank has finished
+    it."""
     error: Exception | None = None
     try:
         yield
-    except Exception as found:  # raised again below, when the other ranks know of it
+    except Exception as found:  # raised again below, after the other ranks have received it
         error = found
     said = everywhere(None if error is None else (isinstance(error, ValueError), str(error)))
     if error is not None:

@@ -1,7 +1,8 @@
-"""The ways in which weights reach engines, one entry per channel. To add one: write its file and its entry here.
+"""The channels by which weights reach engines, one entry per channel. To add a channel, write its file and its entry
+here.
 
-The flags, the memory estimate and the planner read the entries, so this file imports no torch. What a channel must
-implement is in slime.weight_sync.channel.
+The flags, the memory estimate and the planner read the entries, so this file imports no torch.
+slime.weight_sync.channel defines the interface of a channel.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Channel:
-    """One value of --update-weight-transport."""
+    """A value of --update-weight-transport."""
 
     path: str
-    """Its class, "module:name"."""
+    """Class of the channel, "module:name"."""
     help: str
-    """Its part of the flag's help."""
+    """Text about the channel in the flag's help."""
     plan: str
-    """What `vime plan` prints, where {weight_dir} is the directory of published files."""
+    """Text that `vime plan` prints, where {weight_dir} is the directory of published files."""
     gpus: Literal["shared", "apart"] | None = None
-    """"shared" if trainer and engines must share GPUs, "apart" if they must not; on such GPUs the channel is the
-    default. None: it works everywhere."""
+    """"shared" if trainer and engines must share GPUs, "apart" if they must not. On such GPUs the channel is the
+    default. None means that the channel works everywhere."""
     buckets: bool = False
     """The trainer keeps two buckets on its device."""
     sliced: bool = False
-    """Each trainer rank gives its own slices. Otherwise each has all weights."""
+    """Each trainer rank sends its own slices. Otherwise every rank has all weights."""
     collective: bool = False
-    """All engines receive a part at the same time. If one dies, the update starts again for the others."""
+    """All engines receive a part at the same time. If an engine dies, the update starts again for the others."""
     tensor_parallel_only: bool = False
-    """It reaches no data-parallel copies and pipeline stages."""
+    """The channel does not reach data-parallel copies and pipeline stages."""
     copies: int = 0
-    """The most versions of all weights that are in {weight_dir} at one moment."""
+    """Largest number of full versions that are in {weight_dir} at the same time."""
 
     def load(self) -> type[WeightChannel]:
-        """The channel's class (imports torch)."""
+        """Returns the channel's class (imports torch)."""
         found: type[WeightChannel] = pkgutil.resolve_name(self.path)
         return found
 
@@ -74,5 +75,6 @@ CHANNELS = {
 
 
 def default_channel(gpus: Literal["shared", "apart"] | None) -> str:
-    """The channel of GPUs that trainer and engines share, or of their own GPUs, or of CPUs (None)."""
+    """Returns the default channel for GPUs that trainer and engines share ("shared"), for separate GPUs ("apart"), or
+    for CPUs (None)."""
     return next(name for name, channel in CHANNELS.items() if channel.gpus == gpus)

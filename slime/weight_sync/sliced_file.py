@@ -1,8 +1,8 @@
-"""One safetensors file that all trainer ranks write together, each its own slices at their places.
+"""A safetensors file that all trainer ranks write together. Each rank writes its own slices at their offsets.
 
-So the file holds whole tensors, any engine reads it, and no rank holds more than its slices. A rank writes exactly the
-bytes of its slices with pwrite: ranks on different hosts may share a page of the file, and with mapped memory a host
-would write the other's part of it, too.
+So the file holds whole tensors, any engine can read it, and no rank holds more than its slices. A rank writes exactly
+the bytes of its slices with pwrite. Ranks on different hosts may share a page of the file, and with mapped memory a
+host would also write the other host's part of the page.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""torch's name -> that of the format."""
+"""torch's name of a dtype -> the name in the safetensors format."""
 
 
 class SlicedFile:
-    """The file at `path`. `places`: the slices of all ranks; all ranks compute the same header from them."""
+    """The file at `path`. `places` are all ranks' slices; every rank computes the same header from them."""
 
     def __init__(self, path: Path, places: Iterable[Place]) -> None:
         self.path = path
         whole = {place.name: place for place in places}
-        # larger values first, so that each tensor begins at a multiple of its value's size
+        # larger values come first, so that each tensor begins at a multiple of its value's size
         entries: dict[str, object] = {}
         self._first: dict[str, int] = {}
         self.weights_bytes = 0
@@ -65,13 +65,13 @@ class SlicedFile:
         return len(self._header) + self.weights_bytes
 
     def create(self) -> None:
-        """Make the file with its header and its full length. One rank calls it before all ranks write."""
+        """Creates the file with its header and its full length. One rank calls this before all ranks write."""
         with self.path.open("wb") as file:
             file.write(self._header)
             file.truncate(self.nbytes)
 
     def write(self, slices: Sequence[Slice]) -> Iterator[tuple[Place, np.ndarray]]:
-        """Write slices into the file. Gives the bytes of each after it is written."""
+        """Writes slices into the file. Yields the bytes of a slice after it is written."""
         try:
             file = os.open(self.path, os.O_WRONLY)
         except FileNotFoundError as error:
@@ -89,13 +89,13 @@ class SlicedFile:
 
 
 def octets(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a tensor in row-major order, on the host."""
+    """Returns the bytes of a tensor in row-major order, on the host."""
     found: np.ndarray = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return found
 
 
 def _write(file: int, first: int, place: Place, data: np.ndarray) -> None:
-    """Write the bytes of a slice; its tensor begins at byte `first` of the file."""
+    """Writes the bytes of a slice. Its tensor begins at byte `first` of the file."""
     length, runs = place.runs()
     view = data.data
     for number, run in enumerate(runs):

@@ -1,4 +1,4 @@
-"""Slices of the weights: what one trainer rank publishes. All ranks together have each value of each weight once."""
+"""Slices of the weights, which a trainer rank publishes. All ranks together have each value once."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from slime.weight_sync.ranks import everywhere
 
 T = TypeVar("T")
 Where = tuple[tuple[int, int], ...]
-"""The first index and the one after the last, for each axis of a tensor. JSON makes lists of it."""
+"""The first and the end index per axis of a tensor. JSON turns these tuples into lists."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a slice belongs."""
+    """The position of a slice in its tensor."""
 
     name: str
-    """The HF name of the tensor."""
+    """HF name of the tensor."""
     dtype: str
-    """As torch calls it: "bfloat16"."""
+    """Dtype as torch names it, such as "bfloat16"."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     where: Where
 
     @property
@@ -44,16 +44,16 @@ class Place:
         return math.prod(self.shape) * self.itemsize
 
     def of(self, whole: Tensor) -> Tensor:
-        """The view of the slice."""
+        """Returns the view of the slice in `whole`."""
         return whole[tuple(slice(start, end) for start, end in self.where)]
 
     def runs(self) -> tuple[int, Iterator[int]]:
-        """The slice as runs of bytes that lie together in the whole tensor: the length of each, and their first bytes
-        in the order of the slice's values."""
+        """Returns the slice as runs of bytes that are contiguous in the whole tensor: the length of a run, and the
+        runs' first bytes in the order of the slice's values."""
         if not self.shape:
             return self.itemsize, iter((0,))
         strides = [math.prod(self.shape[axis + 1 :]) * self.itemsize for axis in range(len(self.shape))]
-        # Axes behind the last one that is cut are whole, so a run goes over them.
+        # Axes after the last cut axis are whole, so a run covers them.
         cut = max((a for a, size in enumerate(self.shape) if self.where[a] != (0, size)), default=0)
         start, end = self.where[cut]
         outer = product(*(range(*bounds) for bounds in self.where[:cut]))
@@ -65,16 +65,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of one tensor, on any device. `values` reads it, which may copy it from the host of an offloaded model, so
-    it is called once and its result is not kept."""
+    """A part of a tensor, on any device. `values` reads it and may copy it from the host of an offloaded model, so
+    callers call it once and do not keep its result."""
 
     place: Place
     values: Callable[[], Tensor]
-    """In the order of the place. They may have more axes than the place: a view of rows that do not lie together."""
+    """Returns the values in the order of `place`. They may have more axes than `place`: a view of rows that are not
+    contiguous."""
 
 
 def whole_slices(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Slice]:
-    """Whole tensors, by HF name, as slices."""
+    """Yields whole tensors, by HF name, as slices."""
     for name, tensor in tensors:
         where = tuple((0, size) for size in tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -82,8 +83,9 @@ def whole_slices(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Slice]:
 
 
 class OfAllRanks(Generic[T]):
-    """What follows from the slices of all ranks. `make` gets their places, one list a rank. It is called when the
-    slices of a rank are others than in the last update. Otherwise ranks only tell each other that they are the same."""
+    """A value that is derived from all ranks' slices. `make` gets the slices' `Place`s, one list per rank. It is called
+    when a rank's slices differ from the last update. Otherwise the ranks only exchange that their slices are
+    unchanged."""
 
     def __init__(self, make: Callable[[list[list[Place]]], T]) -> None:
         self._make = make
@@ -91,10 +93,10 @@ class OfAllRanks(Generic[T]):
         self._made: list[T] = []
 
     def get(self, mine: list[Place]) -> T:
-        """Collective; `mine` has the places of this rank. RuntimeError unless the slices of all ranks are all of each
-        tensor."""
+        """Returns the derived value. Collective. `mine` has the `Place`s on this rank. Raises RuntimeError unless
+        all ranks' slices together cover each tensor."""
         if any(everywhere(mine != self._mine)):
-            self._mine = None  # after an error, all ranks tell their places again
+            self._mine = None  # after an error, all ranks send each `Place` again
             of_ranks = everywhere(mine)
             require_whole(place for places in of_ranks for place in places)
             self._made = [self._make(of_ranks)]
@@ -103,7 +105,7 @@ class OfAllRanks(Generic[T]):
 
 
 def require_whole(places: Iterable[Place]) -> None:
-    """RuntimeError unless the slices have as many values as their tensors."""
+    """Raises RuntimeError unless the slices have the same number of values as their tensors."""
     given: dict[str, tuple[Place, int]] = {}
     for place in places:
         first, before = given.setdefault(place.name, (place, 0))

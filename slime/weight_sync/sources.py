@@ -1,4 +1,5 @@
-"""Buckets that several trainer ranks send: which slices are where, and whole tensors from them on the other side.
+"""Buckets that several trainer ranks send: the positions of slices in a bucket, and the whole tensors on the receiving
+side.
 
     bucket    | slices of rank 0 | slices of rank 1 | ...      each rank sends its region, in rank order
 
@@ -19,30 +20,31 @@ from slime.weight_sync.buckets import aligned, view
 from slime.weight_sync.slices import Place, Slice, Where
 
 Pieces = list[tuple[Where, int]]
-"""Where each slice of a tensor belongs, and its first byte in the bucket."""
+"""A slice's position in its tensor, and its first byte in the bucket."""
 Entry = tuple[str, str, list[int], Pieces]
-"""HF name, dtype and shape of a whole tensor, and its slices; JSON makes lists of them."""
+"""HF name, dtype and shape of a whole tensor, and its slices. JSON turns an entry into lists."""
 Region = tuple[int, int, int]
-"""The rank that sends it, its first byte in the bucket, and its bytes."""
+"""The rank that sends the region, its first byte in the bucket, and its number of bytes."""
 
 
 @dataclass(frozen=True)
 class SlicedBucket:
-    """What one bucket has."""
+    """The content of a bucket."""
 
     tensors: list[Entry]
     regions: list[Region]
     own: list[tuple[int, int]]
-    """The number of each slice of this rank, and its first byte in the bucket."""
+    """Index of a slice on this rank, and its first byte in the bucket."""
     nbytes: int
-    """Of the bucket."""
+    """Bytes of the bucket."""
     weights_bytes: int
 
 
 def sliced_buckets(of_ranks: Sequence[Sequence[Place]], rank: int, limit: int) -> Iterator[SlicedBucket]:
-    """The buckets of an update, of at most `limit` bytes each unless a tensor is larger. `of_ranks`: the places of all
-    ranks' slices, which all ranks compute the same buckets from; `rank` is this one. Layers come one after the other,
-    whoever has them: an engine keeps what it has of a layer until the layer is complete."""
+    """Yields the buckets of an update, of at most `limit` bytes each unless a tensor is larger. `of_ranks`
+    has each rank's slices as a list of `Place`, from which every rank computes the same buckets. `rank` is this rank.
+    Layers follow each other in order, on whichever rank they are: an engine keeps the received tensors of a layer until
+    the layer is complete."""
     by_name: dict[str, list[tuple[int, int, Place]]] = {}
     for source, places in enumerate(of_ranks):
         for number, place in enumerate(places):
@@ -61,7 +63,7 @@ def sliced_buckets(of_ranks: Sequence[Sequence[Place]], rank: int, limit: int) -
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """Layer 2 is before layer 10."""
+    """Returns a sort key that orders layer 2 before layer 10."""
     return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", name)]
 
 
@@ -84,15 +86,15 @@ def _sliced(group: list[tuple[int, int, Place]], rank: int) -> SlicedBucket:
 
 
 def fill_own(bucket: Tensor, of: SlicedBucket, slices: Sequence[Slice]) -> None:
-    """Copy this rank's slices to their places in `bucket`, which is uint8."""
+    """Copies this rank's slices to their offsets in `bucket`, which is uint8."""
     for number, offset in of.own:
         values = slices[number].values()
         bucket[offset : offset + values.nbytes].view(values.dtype).view(values.shape).copy_(values)
 
 
 def whole_tensor(bucket: Tensor, entry: Entry) -> Tensor:
-    """A tensor of a bucket: a view if it came as one slice, else in memory of its own. ValueError for a slice that is
-    not inside the bucket, and unless the slices have each value once."""
+    """Returns a tensor of a bucket: a view if it has one slice, otherwise a copy. Raises ValueError for a slice outside
+    the bucket, and unless the slices have each value once."""
     name, dtype, shape, pieces = entry
     sizes = [[end - start for start, end in where] for where, _ in pieces]
     if sum(map(math.prod, sizes)) != math.prod(shape):

@@ -1,14 +1,14 @@
-"""How new weights reach the running engines: one state machine, driven by the engine pool.
+"""The state machine that moves new weights to the running engines. The engine pool drives it.
 
     SERVING ---publish---> PAUSED ------> LOADING ------> FINISHING ------> SERVING
-    SERVING ---sleep-----> ASLEEP --wake--> SERVING             engines kept their weights
-                           ASLEEP --wake--> EMPTY               engines dropped their weights
+    SERVING ---sleep-----> ASLEEP --wake--> SERVING                           engines kept their weights
+                           ASLEEP --wake--> EMPTY                             engines dropped their weights
     EMPTY -----publish-------------------> LOADING ------> FINISHING ------> SERVING
 
 Engines answer requests only in the state SERVING. A failed update leaves them PAUSED, or EMPTY if they were EMPTY. So
 no engine serves old or partly loaded weights. The pool restarts an engine that dies during an update. The engine serves
-when `join` has loaded the last weights into it. Owns the order of these steps and their lock. It calls channels
-(slime.weight_sync.registry) only through `WeightChannel`, and engines through the protocols below.
+when `join` has loaded the last weights into it. This module owns the steps' order and lock. It calls
+channels (slime.weight_sync.registry) only through `WeightChannel`, and engines through the protocols below.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BYTES, _DENSITY = "perf/update_weights_wire_bytes", "perf/update_weights_densit
 
 
 class State(enum.Enum):
-    """What the engines of a pool do. They all do the same."""
+    """The state of the engines in a pool. All engines have the same state."""
 
     SERVING = "they answer requests"
     PAUSED = "they keep their requests and do not compute"
@@ -48,25 +48,25 @@ class State(enum.Enum):
 
 
 class Loader(Protocol):
-    """An engine server, as far as an update needs it. A call raises when the server fails or cannot be reached."""
+    """The calls of an engine server that an update needs. A call raises when the server fails or is unreachable."""
 
     def start_weight_update(self) -> None: ...
 
     def update_weights(self, message: dict[str, object]) -> None:
-        """Load one part, see `WeightUpdate.message`."""
+        """Loads one part, see `WeightUpdate.message`."""
         ...
 
     def finish_weight_update(self, version: int) -> None:
-        """Use the loaded weights, as `version`."""
+        """Uses the loaded weights, as `version`."""
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Drop keys and values that were computed with the weights before."""
+        """Drops keys and values that were computed with the previous weights."""
         ...
 
 
 class Engine(Loader, Protocol):
-    """One engine of a pool. `name` changes when its server restarts; `workers` is their number."""
+    """One engine of a pool. `name` changes when its server restarts; `workers` is the number of its workers."""
 
     @property
     def name(self) -> str: ...
@@ -79,7 +79,7 @@ class Engine(Loader, Protocol):
     def resume(self) -> None: ...
 
     def free_memory(self) -> None:
-        """Give the device's memory away: weights, keys and values are dropped."""
+        """Frees the device's memory: weights, keys and values are dropped."""
         ...
 
     def take_weight_memory(self) -> None: ...
@@ -88,33 +88,35 @@ class Engine(Loader, Protocol):
 
 
 class Fleet(Protocol):
-    """The engine pool, as the transfer sees it. It is called with the transfer's lock held."""
+    """The methods of the engine pool that the transfer calls, with the transfer's lock held."""
 
     def serving(self) -> list[Engine]:
-        """The engines that take part at the moment."""
+        """Returns the engines that take part at the moment."""
         ...
 
     def on_serving(self, act: Callable[[Engine], None]) -> None:
-        """`act` on all of them at the same time. An engine that dies meanwhile no longer takes part; another failure is
-        raised."""
+        """Calls `act` on all engines at the same time. An engine that dies meanwhile no longer takes part; any other
+        failure is raised."""
         ...
 
     def stop_starting(self) -> None:
-        """Stop engines that are starting: they start again after the wake-up."""
+        """Stops engines that are starting. They start again after the wake-up."""
         ...
 
     def check_health(self) -> None:
-        """RuntimeError when an engine is lost for good."""
+        """Raises RuntimeError when an engine is permanently lost."""
         ...
 
 
 def channel_of(part: WeightUpdate) -> type[WeightChannel]:
-    """Its class, which the driver needs only for a collective channel and after a fault (imports torch)."""
+    """Returns the channel class of a part. The driver needs it only for a collective channel and after a fault (imports
+    torch)."""
     return CHANNELS[part.channel].load()
 
 
 def load_part(engine: Loader, part: WeightUpdate) -> None:
-    """Have one engine load a part. If it fails, whoever waits for it in the channel is released at once."""
+    """Makes an engine load a part. If this fails, every process that waits for the engine in the channel is
+    released."""
     with ExitStack() as on_failure:
         on_failure.callback(lambda: channel_of(part).give_up(part.info))
         engine.update_weights(part.message())
@@ -122,13 +124,13 @@ def load_part(engine: Loader, part: WeightUpdate) -> None:
 
 
 def finish(engine: Loader, version: int) -> None:
-    """End an update on one engine."""
+    """Ends an update on one engine."""
     engine.finish_weight_update(version)
     engine.reset_prefix_cache()
 
 
 def load(engine: Loader, update: WeightUpdate) -> None:
-    """Have one engine, paused or idle, load a whole update."""
+    """Makes an engine, paused or idle, load a whole update."""
     engine.start_weight_update()
     load_part(engine, update)
     finish(engine, update.version)
@@ -137,9 +139,9 @@ def load(engine: Loader, update: WeightUpdate) -> None:
 class WeightTransfer:
     """The state of a pool's engines, and every step that changes it. Thread-safe: `lock` is held during each step.
 
-    `gives_memory`: sleeping engines free their devices' memory. Otherwise they only pause. `source`: the trainer; None
-    where nothing is trained. `told` hears of each part that all engines have loaded: its place in the update, and
-    the seconds that they needed.
+    `gives_memory`: sleeping engines free their devices' memory. Otherwise they only pause. `source` is the trainer;
+    None if nothing is trained. `told` is called for each part that all engines have loaded, with the part's index in
+    the update and the seconds that the engines needed.
     """
 
     def __init__(
@@ -156,33 +158,35 @@ class WeightTransfer:
         self._last: WeightUpdate | None = None
         self._timers = Timers()
         self.figures: Mapping[str, float] = {}
-        """Metrics of the last update: bytes that one engine got, `WeightUpdate.density`, and the seconds in which the
-        driver waited for the trainer, paused the engines, had them load the parts, and had them serve again."""
+        """Metrics of the last update: bytes that one engine got, `WeightUpdate.density`, and four times in seconds. In
+        these times the driver waited for the trainer, paused the engines, had them load the parts, and had them serve
+        again."""
 
     @property
     def version(self) -> int | None:
-        """Of the last published weights; None before the first."""
+        """Returns the version of the last published weights; None before the first update."""
         return None if self._last is None else self._last.version
 
     @property
     def has_source(self) -> bool:
-        """Whether a trainer's weights go to these engines."""
+        """Returns whether these engines receive a trainer's weights."""
         return self._source is not None
 
     @property
     def is_trainers_turn(self) -> bool:
-        """Whether the trainer has the devices' memory: an engine that starts now would not find its share."""
+        """Returns whether the trainer has the devices' memory. An engine that starts during this time would not find
+        enough memory."""
         return self.state is State.ASLEEP and self._gives_memory
 
     def publish(self, version: int) -> None:
-        """Give the trainer's weights to all engines that take part. Version v holds the weights after v rollouts."""
-        with self.lock:  # no engine joins during the update: those that are told of it get all parts
+        """Sends the trainer's weights to all engines that take part. Version v holds the weights after v rollouts."""
+        with self.lock:  # no engine joins during the update: every engine in it gets all parts
             if self.state is State.ASLEEP:
                 raise RuntimeError(
                     "weights must be published to engines that are awake, got sleeping ones; wake them"
                 )
             empty = self.state is State.EMPTY
-            self._timers.flush()  # what an update that failed has left
+            self._timers.flush()  # figures that a failed update has left
             try:
                 self._load_everywhere(version)
                 self.state = State.FINISHING
@@ -198,7 +202,7 @@ class WeightTransfer:
                     self.state = State.EMPTY if empty else State.PAUSED
 
     def sleep(self) -> None:
-        """Give the devices to the trainer."""
+        """Hands the devices to the trainer."""
         with self.lock:
             self.state = State.ASLEEP
             if self._gives_memory:
@@ -206,7 +210,7 @@ class WeightTransfer:
             self._pool.on_serving(self._put_to_sleep)
 
     def wake(self) -> bool:
-        """Take the devices back. True: the engines have no weights, and serve after the next update."""
+        """Takes the devices back. Returns True if the engines have no weights and serve after the next update."""
         with self.lock:
             self.state = State.EMPTY if self._gives_memory else State.SERVING
             if self._gives_memory:
@@ -216,7 +220,8 @@ class WeightTransfer:
             return self._gives_memory
 
     def join(self, engine: Engine, admit: Callable[[], None]) -> None:
-        """Give a new server the last weights and the pool's state, then call `admit`, after which it takes part."""
+        """Loads the last weights and the pool's state into a new server, then calls `admit`, after which it takes
+        part."""
         while True:
             last = self._last
             # Outside the lock: the trainer may be busy.
@@ -231,8 +236,8 @@ class WeightTransfer:
                 return admit()
 
     def _in_a_file(self, last: WeightUpdate | None) -> WeightUpdate | None:
-        """What an engine loads that was not there for update `last`: that update, or the trainer's weights if its parts
-        are gone."""
+        """Returns the weights for an engine that did not receive update `last`: that update, or the trainer's weights
+        in a file if the update's parts are gone."""
         if last is None or last.lasting or self._source is None:
             return last
         return self._source.weights_file().result()
@@ -244,8 +249,8 @@ class WeightTransfer:
             engine.pause()
 
     def _load_everywhere(self, version: int) -> None:
-        """Load all parts. If engines that take a part together lose one of them, the rest begins again. All begin again
-        if one refuses a delta: the trainer then gives the whole set."""
+        """Loads all parts. If engines that receive a part together lose an engine, the others begin again. All engines
+        begin again if one refuses a delta: the trainer then sends the whole set."""
         takers = self._pool.serving()
         parts = self._parts(version, takers)
         self._last = first = next(parts)
@@ -287,7 +292,8 @@ class WeightTransfer:
         self.figures = {_BYTES: before + (part.size_bytes or 0), _DENSITY: part.density}
 
     def _reaches_all(self, part: WeightUpdate, takers: list[Engine]) -> bool:
-        """Have the engines load a part. False if they must take it together, and not all `takers` have it."""
+        """Makes the engines load a part. Returns False if they must receive it together and some of `takers` do not
+        have it."""
         collective = CHANNELS[part.channel].collective
         if not collective or self._pool.serving() == takers:
             with self._timers.measure("update_weights_load"):
@@ -301,7 +307,8 @@ class WeightTransfer:
         return False
 
     def _parts(self, version: int, takers: list[Engine]) -> Iterator[WeightUpdate]:
-        """The parts of the weights in order. The trainer makes the next one while engines load the one before."""
+        """Yields the parts of the weights in order. The trainer makes the next part while engines load the previous
+        part."""
         assert self._source is not None, "a pool without a trainer has no weights to publish"
         receivers = {engine.name: engine.workers for engine in takers}
         coming = self._source.next_weights(version, receivers)
@@ -316,6 +323,6 @@ class WeightTransfer:
 
 
 def _release_engines(part: WeightUpdate, sent: Future[WeightUpdate | None]) -> None:
-    """Engines wait for what the trainer sends; they must not wait for a trainer that has failed."""
+    """Releases engines that wait for a trainer that has failed. A callback for the end of the trainer's sending."""
     if not sent.cancelled() and sent.exception() is not None:
         channel_of(part).give_up(part.info)

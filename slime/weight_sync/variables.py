@@ -1,8 +1,8 @@
-"""Environment variables with which an engine is told what it needs to receive weights."""
+"""Environment variables that an engine reads to receive weights."""
 
 ENGINE_VARIABLE = "VIME_ENGINE"
-"""The name of the engine's server, which changes with each start."""
+"""Name of the engine's server, which changes with each start."""
 WEIGHT_DIR_VARIABLE = "VIME_WEIGHT_DIR"
-"""The only directory that the engine reads files of weights from."""
+"""The only directory from which the engine reads files of weights."""
 LOCAL_DIR_VARIABLE = "VIME_LOCAL_CHECKPOINT_DIR"
-"""Where the engine's host keeps its copy of the weights, by default in the engine's directory of weights."""
+"""Directory of the host's copy of the weights. By default it is in the engine's directory of weights."""

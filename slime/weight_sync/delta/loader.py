@@ -1,7 +1,7 @@
-"""Runs inside the workers of engines: brings this host's copy of the weights up to date with a delta, and opens it.
+"""Runs inside the workers of engines: applies a delta to this host's copy of the weights, and opens the copy.
 
-The live weights are loaded from the copy as from any file of all weights. So layers that vLLM fuses or quantises need
-nothing of their own.
+The live weights are loaded from the copy as from any file with all weights. So layers that vLLM fuses or quantises need
+no special code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeltaLoader:
-    """The parts of one update of a worker."""
+    """Collects the parts of a worker's update."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -35,23 +35,24 @@ class DeltaLoader:
 
     @property
     def _copy(self) -> LocalCopy:
-        """By default in the directory of weights, under the host's name: hosts may share that directory."""
+        """Returns this host's copy. By default it is in the directory of weights, under the host's name, because hosts
+        may share that directory."""
         root = self._worker.weight_dir
         assert root is not None, "a server has a directory of weights"
         return LocalCopy(self._worker.local_dir or Path(root) / "local" / socket.gethostname())
 
     def keep(self, part: Part, weights: WeightSet) -> None:
-        """Copy a whole set that deltas will follow."""
+        """Copies a whole set that deltas will follow."""
         if "chain" in weights.settings:
             assert part.path is not None, "whole sets of deltas come in files"
             self._copy.keep(part.path, _place(weights))
 
     @contextmanager
     def whole(self, part: Part, weights: WeightSet) -> Iterator[Part | None]:
-        """All weights, once the last part has come. None before, and for a delta that this host cannot use: the trainer
-        is told, and sends the whole set."""
+        """Yields all weights after the last part has come. Yields None before that, and for a delta that this host
+        cannot use. In the second case the trainer gets a message and sends the whole set."""
         if self._series not in (None, part.series):
-            self._payloads = {}  # all parts come again
+            self._payloads = {}  # all parts are sent again
         self._series, self._wanted = part.series, weights.settings["tensors"]
         self._payloads |= {name: part.get(name).to("cpu", copy=True) for name in part.shapes}
         if len(self._payloads) < self._wanted:
@@ -72,7 +73,7 @@ class DeltaLoader:
             yield replace(found, origin=f"the trainer's, which are those of {copy.path}")
 
     def finish(self) -> None:
-        """ValueError for a delta that came in part."""
+        """Raises ValueError for a delta with missing parts."""
         if self._wanted:
             raise ValueError(
                 f"a delta must have all {self._wanted} tensors, got {len(self._payloads)}; see the log of trainer-0"

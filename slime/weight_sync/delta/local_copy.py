@@ -1,12 +1,12 @@
 """The engine's side: one copy of the weights per host, which deltas change in place.
 
     DIR/model.safetensors   the weights by HF name
-    DIR/state.json          {"chain", "version"} of a complete copy. It is gone while the copy changes: a process that
-                            dies meanwhile leaves no copy that looks complete.
+    DIR/state.json          {"chain", "version"} of a complete copy. The file is removed while the copy changes: a
+                            process that dies meanwhile leaves no copy that looks complete.
     DIR/lock                held by the process that changes the copy
 
-All workers of all engines of a host use the copy. The first one that gets an update changes it, and the others find its
-work done. A `chain` is the series of a whole set and the deltas that follow it.
+All workers on a host use the copy. The first worker that gets an update changes the copy, and the others
+find it already changed. A `chain` is the series of a whole set and the deltas that follow it.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ FLAG = "--update-weight-local-checkpoint-dir"
 
 
 class RefusedError(RuntimeError):
-    """A delta cannot be applied to this host's copy: the whole set must come."""
+    """Raised if a delta cannot be applied to this host's copy. The trainer must send the whole set."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which weights a copy has: those of `version` in `chain`."""
+    """Identifies the weights of a copy: those of `version` in `chain`."""
 
     chain: str
     version: int
 
 
 class LocalCopy:
-    """The copy in `directory`, which is made when it is first needed."""
+    """The copy in `directory`. The directory is created when it is first needed."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         self.path = self.directory / FILE
 
     def keep(self, source: str, place: Place) -> None:
-        """Make the copy of the safetensors file `source`, unless another worker has."""
+        """Copies the safetensors file `source`, unless another worker has already done so."""
         with self._locked():
             if self.state() == place:
                 return
@@ -67,8 +67,9 @@ class LocalCopy:
             self._remember(place)
 
     def patch(self, payloads: Mapping[str, Tensor], base: int, place: Place) -> None:
-        """Bring the copy from version `base` to `place`, unless another worker has. RefusedError for a copy of other
-        weights, and for payloads after which a tensor is not the trainer's; the copy is not used again then."""
+        """Changes the copy from version `base` to `place`, unless another worker has already done so. Raises
+        RefusedError for a copy with other weights, and for payloads that do not produce the trainer's tensors; in both
+        cases the copy is not used again."""
         with self._locked():
             found = self.state()
             if found == place:
@@ -100,7 +101,7 @@ class LocalCopy:
             first, last = offsets[name]
             return apply(whole[at + first : at + last], payloads[name])
 
-        # Nothing waits for the disk: other processes see the change, and if the host ends, so does the chain.
+        # No call waits for the disk: other processes see the change, and if the host ends, the chain ends too.
         found = zip(header, for_tensors().map(changed, header), strict=True)
         wrong = [f"{name} ({why})" for name, why in found if why is not None]
         if wrong:
@@ -110,7 +111,7 @@ class LocalCopy:
             )
 
     def state(self) -> Place | None:
-        """What the copy has. None without a complete copy."""
+        """Returns the chain and version of the copy; None without a complete copy."""
         try:
             found = Place(**json.loads((self.directory / STATE).read_text(encoding="utf-8")))
         except (FileNotFoundError, ValueError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""The encoding overwrite: the new values. Applying one twice gives the same."""
+"""The encoding `overwrite` sends the new values. Applying a record twice gives the same result."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The difference of one tensor as bytes: a record for each of its slices, in any order.
+"""The difference of a tensor as bytes: a record for every slice, in any order.
 
     line of JSON (Header), then `packed_bytes` of slime.weight_sync.delta.sparse, whose positions are in the slice
 
 A payload is a uint8 tensor under the tensor's HF name, so every channel carries it like a weight. Slices without a
-change have a record, too: its checksum shows that the host still has them. All records together are of the whole
+change have a record, too: its checksum shows that the host still has the slice. All records together cover the whole
 tensor, each value once.
 """
 
@@ -23,25 +23,25 @@ from slime.weight_sync.delta.registry import checksum, encoding
 from slime.weight_sync.slices import Place, Where
 
 _LARGEST_ITEM = 16
-"""Bytes of a value, at most."""
+"""Largest size of a value in bytes."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """Of one record."""
+    """Header of a record."""
 
     encoding: str
     checksum: str
-    """The name of a checksum."""
+    """Name of a checksum."""
     digest: str
-    """That checksum of the slice's bytes after the change, in row-major order."""
+    """Checksum of the slice's bytes after the change, in row-major order."""
     itemsize: int
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     where: Where
-    """The slice."""
+    """Position of the slice in the tensor."""
     packed_bytes: int
-    """Bytes that follow the header."""
+    """Number of bytes that follow the header."""
 
     @property
     def whole_bytes(self) -> int:
@@ -49,19 +49,20 @@ class Header:
 
 
 def octets(tensor: Tensor) -> np.ndarray:
-    """The bytes of a contiguous tensor in host memory, without a copy. [nbytes] uint8."""
+    """Returns the bytes of a contiguous tensor in host memory, without a copy. [nbytes] uint8."""
     found: np.ndarray = tensor.view(-1).view(torch.uint8).numpy()
     return found
 
 
 def words(data: np.ndarray, itemsize: int) -> np.ndarray:
-    """Bytes as unsigned integers of the tensor's values; of other sizes than 2, 4 and 8 as bytes."""
+    """Returns bytes as unsigned integers with the size of the tensor's values. Sizes other than 2, 4 and 8 stay
+    bytes."""
     return data.view(f"<u{itemsize}") if itemsize in (2, 4, 8) else data
 
 
 def encode(old: np.ndarray, new: np.ndarray, place: Place, *, by: str, checked_by: str) -> tuple[Tensor, int]:
-    """The record of the slice at `place`, whose bytes change from `old` to `new`, and how many of its bytes are of
-    values that changed. uint8 arrays of one size, in row-major order."""
+    """Returns the record of the slice at `place`, whose bytes change from `old` to `new`, and the number of its bytes
+    that belong to changed values. The uint8 arrays have the same size, in row-major order."""
     before = words(old, place.itemsize)
     packed, changed = sparse.pack(before, words(new, place.itemsize), encoding(by))
     digest = checksum(checked_by, new.data)
@@ -71,7 +72,8 @@ def encode(old: np.ndarray, new: np.ndarray, place: Place, *, by: str, checked_b
 
 
 def apply(data: np.ndarray, payload: Tensor) -> str | None:
-    """Change the bytes of a tensor in place. None, or what is wrong with the result: then `data` is damaged."""
+    """Changes the bytes of a tensor in place. Returns None, or a description of the fault in the result: then `data` is
+    damaged."""
     given = 0
     try:
         for header, packed in _records(octets(payload).tobytes()):
@@ -95,7 +97,8 @@ def _records(data: bytes) -> Iterator[tuple[Header, bytes]]:
 
 
 def _header(line: bytes) -> Header:
-    """ValueError unless every field is there and of its type, so that no record asks for memory of another size."""
+    """Parses a header. Raises ValueError unless every field is present and has its type, so that no record requests
+    memory of another size."""
     try:
         found = json.loads(line)
     except RecursionError as error:
@@ -125,15 +128,15 @@ def _is_count(value: object) -> bool:
 
 
 def _is_span(bounds: object, size: int) -> bool:
-    """Whether it is begin and end of a part of an axis."""
+    """Returns whether `bounds` are begin and end of a part of an axis of length `size`."""
     is_pair = isinstance(bounds, list) and len(bounds) == 2 and all(map(_is_count, bounds))
     return is_pair and bounds[0] <= bounds[1] <= size  # type: ignore[index]
 
 
 def _change(data: np.ndarray, header: Header, packed: bytes) -> int:
-    """Change one slice, and return its bytes. ValueError for a slice that is not the trainer's then."""
+    """Changes one slice and returns its number of bytes. Raises ValueError if the result differs from the trainer's."""
     part = data.reshape(*header.shape, header.itemsize)[tuple(slice(*bounds) for bounds in header.where)]
-    # a slice that does not lie together is changed in a copy, and the tensor gets it when it is known to be right
+    # a slice that is not contiguous is changed in a copy; the tensor gets the copy after the checksum matched
     values = np.ascontiguousarray(part).reshape(-1)
     sparse.apply(words(values, header.itemsize), packed, encoding(header.encoding))
     found = checksum(header.checksum, values.data)

@@ -1,10 +1,10 @@
-"""The encodings and checksums of deltas, one entry each. To add one: write its file and its entry here.
+"""The encodings and checksums of deltas, one entry each. To add one, write its file and its entry here.
 
-The flags read the entries, so this file imports no numpy. An encoding is a file with two functions over words, the
-bits of values as unsigned integers:
+The flags read the entries, so this file imports no numpy. An encoding is a file with two functions over words, the bits
+of values as unsigned integers:
 
-    values(old, new)        what is sent of the values that changed
-    applied(old, sent)      the new values
+    values(old, new)        returns the words to send for the values that changed
+    applied(old, sent)      returns the new values
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENCODINGS = {
 
 
 def encoding(name: str) -> ModuleType:
-    """The file of an encoding. ValueError for one that this version does not know."""
+    """Returns the file of an encoding. Raises ValueError for an encoding that this version does not have."""
     if name not in ENCODINGS:
         raise ValueError(
             f"--update-weight-delta-encoding must be one of {', '.join(ENCODINGS)}, got {name}; trainer and engine "
@@ -48,11 +48,11 @@ CHECKSUMS: dict[str, Callable[[bytes | memoryview], str]] = {
     "adler32": lambda data: f"{zlib.adler32(data):08x}",
     "sha256": lambda data: hashlib.sha256(data).hexdigest(),
 }
-"""Values of --update-weight-delta-checksum, and their hex digests of bytes."""
+"""Values of --update-weight-delta-checksum, and the functions that return the hex digest of bytes."""
 
 
 def checksum(name: str, data: bytes | memoryview) -> str:
-    """The hex digest of `data`. ValueError for a checksum that this host cannot compute."""
+    """Returns the hex digest of `data`. Raises ValueError for a checksum that this host cannot compute."""
     if name not in CHECKSUMS:
         raise ValueError(
             f"--update-weight-delta-checksum must be one of {', '.join(CHECKSUMS)}, got {name}; trainer and engine "

@@ -1,7 +1,7 @@
-"""Which updates of a run are deltas: the trainer's side of --update-weight-mode delta.
+"""Chooses which updates of a run are deltas. This is the trainer's side of --update-weight-mode delta.
 
 whole set 0 --> delta 1 (base 0) --> delta 2 (base 1) --> ...          one chain
-                                 --> whole set 2, if delta 2 was refused, or some engines lost a part of it
+                                 --> whole set 2, if delta 2 was refused, or some engines lost a part
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from slime.weight_sync.ranks import is_first
 
 
 class DeltaSeries:
-    """Of one trainer rank; every call is collective. Deltas go through `channel`, whole sets through `files`.
+    """The series of a trainer rank; every call is collective. Deltas go through `channel`, whole sets through `files`.
 
-    `directory`: all hosts see it. Engines say there that they refuse a delta.
+    All hosts see `directory`. Engines write there that they refuse a delta.
     """
 
     def __init__(
@@ -38,19 +38,20 @@ class DeltaSeries:
         self._compare = compare
         self._chain = ""
         self._base: int | None = None
-        """The version that the snapshot has. None: while parts are given out, and after a series that was cut off."""
+        """Version in the snapshot. None while parts are being returned, and after an interrupted series."""
 
     def of_file(self, version: int) -> WeightSet:
-        """The record of a file with the current weights, which an engine loads between two updates: deltas may follow
-        those of the last update."""
+        """Returns the record of a file with the current weights, which an engine loads between two updates. Deltas may
+        follow the file if it has the weights of the last update."""
         if version != self._base:
             return FULL
         return WeightSet("full", settings={"chain": self._chain, "version": version})
 
     def parts(self, export: Export, version: int, receivers: dict[str, int]) -> Iterator[WeightUpdate]:
-        """The parts of `version`: a delta, or the whole set for the first version and for one that is asked for again.
+        """Yields the parts of `version`: a delta, or the whole set for the first version and for a version that is
+        requested again.
 
-        Without `receivers` no engine has the base, so the whole set comes.
+        Without `receivers` no engine has the base, so the whole set is sent.
         """
         base, self._base = self._base, None
         if base is None or base == version or not receivers:

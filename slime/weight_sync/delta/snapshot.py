@@ -1,8 +1,9 @@
-"""The trainer's side: what each rank keeps of the last published weights in host memory, and what changed since.
+"""The trainer's side: each rank keeps its part of the last published weights in host memory, and computes the changes
+since.
 
-A rank keeps and compares its own slices. Of each slice it makes a record, and the payload of a tensor has the records
-of all its slices, one after the other in the order of the ranks. So a payload is itself a tensor that ranks give slices
-of, and every channel that takes slices of weights takes those of payloads.
+A rank keeps and compares its own slices. It makes a record per slice, and the payload of a tensor has
+all its slices' records, one after the other in the order of the ranks. So a payload is itself a tensor whose slices the
+ranks send, and every channel that takes slices of weights also takes slices of payloads.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from slime.weight_sync.slices import Place, Slice
 
 @dataclass(frozen=True)
 class Delta:
-    """What changed in one update."""
+    """The changes in one update."""
 
     slices: list[Slice]
     """This rank's slices of the payloads, by the HF names of the tensors."""
     tensors: int
-    """The number of payloads, of all ranks together."""
+    """Number of payloads over all ranks."""
     density: float
-    """The share of all ranks' bytes that belong to values that changed."""
+    """Share of the bytes on all ranks that belong to changed values."""
 
 
 Record = tuple[Place, Tensor, int]
-"""Of one slice: its place, its record, and its bytes of values that changed."""
+"""Position of a slice, its record, and its number of bytes in changed values."""
 
 
 class Snapshot:
-    """Of one trainer rank: the values of its own slices, in host memory.
+    """The values of a trainer rank's own slices, in host memory.
 
     `encoding`, `checksum`: values of the flags --update-weight-delta-*.
     """
@@ -51,7 +52,7 @@ class Snapshot:
         self._rooms = [torch.empty(0, dtype=torch.uint8)] * TENSORS
 
     def taken(self, export: Export) -> Iterator[Slice]:
-        """This rank's slices, which are the snapshot from now on. Each is copied when its values are asked for."""
+        """Yields this rank's slices and makes them the snapshot. Each slice is copied when its values are read."""
         self._kept = {}
         for each in export.slices():
             yield Slice(each.place, partial(self._keep, each))
@@ -62,8 +63,8 @@ class Snapshot:
         return kept
 
     def delta(self, export: Export) -> Delta:
-        """What changed in this rank's slices; the snapshot has the new weights afterwards. Collective: ranks tell each
-        other the sizes of their records. An error of one rank is raised on all."""
+        """Computes the changes in this rank's slices and stores the new weights in the snapshot. Collective: ranks
+        exchange the sizes of their records. An error on one rank is raised on all ranks."""
         with on_all_ranks("compare their weights with the last version"):
             records = list(self._records(export))
         mine = [(place.name, record.nbytes) for place, record, _ in records]
@@ -88,10 +89,10 @@ class Snapshot:
         return Delta(slices, len(ends), share)
 
     def _records(self, export: Export) -> Iterator[Record]:
-        """Threads compare the last slices while the next one is read and comes to the host."""
+        """Yields records. Threads compare the last slices while the next slice is read and copied to the host."""
         running: deque[Future[Record]] = deque()
         for number, each in enumerate(export.slices()):
-            if len(running) == TENSORS:  # the oldest one has the room of this slice
+            if len(running) == TENSORS:  # the oldest comparison uses the buffer that this slice needs
                 yield running.popleft().result()
             old = self._kept.get(each.place)
             if old is None:
@@ -105,7 +106,7 @@ class Snapshot:
             yield record.result()
 
     def _compared(self, place: Place, old: Tensor, new: Tensor) -> Record:
-        """The record from `old` to `new`; `old` has the new values then."""
+        """Returns the record from `old` to `new`, and copies the new values into `old`."""
         record, changed = encode(
             octets(old), octets(new), place, by=self._encoding, checked_by=self._checksum
         )
@@ -113,8 +114,9 @@ class Snapshot:
         return place, record, changed
 
     def _on_host(self, tensor: Tensor, place: int) -> Tensor:
-        """The tensor in host memory, until the next call for this place. A few buffers serve all: with one for each
-        slice, records would take the places between freed ones, and the heap would grow by the size of the shard."""
+        """Returns the tensor in host memory, valid until the next call with the same buffer index `place`. A few
+        buffers serve all slices. With a buffer per slice, records would fill the gaps between freed buffers, and the
+        heap would grow by the size of the shard."""
         if tensor.device.type == "cpu":
             return tensor.contiguous()
         if self._rooms[place].nbytes < tensor.nbytes:

@@ -21,13 +21,13 @@ import numpy as np
 from slime.weight_sync.delta.threads import for_pieces
 
 PIECE = 1 << 20
-"""Values of a piece. It bounds the memory of positions, and pieces are packed at the same time."""
+"""Number of values in a piece. It bounds the memory of positions, and several pieces are packed at the same time."""
 _HEAD = struct.Struct("<3I")
 _LEVEL = 1
 
 
 def pack(old: np.ndarray, new: np.ndarray, encoding: ModuleType) -> tuple[bytes, int]:
-    """The difference of two arrays of words of one size, and how many words differ."""
+    """Returns the difference of two arrays of equally large words, and the number of words that differ."""
     starts = range(0, old.size, PIECE)
     packed = list(
         for_pieces().map(lambda at: _pack(old[at : at + PIECE], new[at : at + PIECE], encoding), starts)
@@ -48,7 +48,7 @@ def _pack(old: np.ndarray, new: np.ndarray, encoding: ModuleType) -> tuple[bytes
 
 
 def apply(words: np.ndarray, packed: bytes, encoding: ModuleType) -> None:
-    """Change `words` in place as `packed` says. ValueError for a record that cannot be read."""
+    """Changes `words` in place with the records in `packed`. Raises ValueError for a record that cannot be read."""
     if not packed:
         return
     pieces = [words[at : at + PIECE] for at in range(0, words.size, PIECE)]
@@ -77,7 +77,7 @@ def _apply(piece: np.ndarray, record: tuple[int, int, bytes], encoding: ModuleTy
         raise ValueError(f"at most {piece.size} values must change, got {count} of width {width}")
     wanted, unpacked = count * (width + piece.itemsize), zlib.decompressobj()
     try:
-        raw = unpacked.decompress(data, wanted + 1)  # bounded: a small record may unpack to any size
+        raw = unpacked.decompress(data, wanted + 1)  # bounded, because a small record may unpack to any size
     except zlib.error as error:
         raise ValueError(f"a record must be zlib data, got {error}") from error
     if len(raw) != wanted or not unpacked.eof:

@@ -1,7 +1,7 @@
-"""Threads for deltas: some tensors (on a trainer rank: slices) at the same time, and of each some pieces. numpy, zlib
-and checksums leave the interpreter to other threads.
+"""Thread pools for deltas: several tensors (on a trainer rank: slices) run at the same time, and several pieces per
+tensor. numpy, zlib and checksums release the interpreter lock.
 
-The two are apart, because a tensor's thread waits for its pieces.
+There are two pools, because a tensor's thread waits for its pieces.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 TENSORS = 4
-"""So many at the same time. Each has a buffer in host memory where weights are on a GPU."""
+"""Number of tensors that are processed at the same time. Each has a buffer in host memory if weights are on a GPU."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The encoding xor: the bits that changed. Small, because few bits of a value change."""
+"""The encoding `xor` sends the bits that changed. Records are small, because few bits of a value change."""
 
 from __future__ import annotations
 
