@@ -1,6 +1,6 @@
-"""One advantage per response token, of the samples of a rank. Pure functions of tensors.
+"""Computes one advantage per response token for the samples of a rank. Pure functions of tensors.
 
-R_i response tokens of sample i. Each list has one entry per sample, and each tensor of a list is [R_i].
+Sample i has R_i response tokens. Each list has one entry per sample, and each tensor of a list is [R_i].
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ def compute_advantages(
     penalties: Sequence[Tensor] | None = None,
     dp_group: ProcessGroup | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Advantages and returns, fp32, of --advantage-estimator.
+    """Returns the advantages and the returns of --advantage-estimator, fp32.
 
-    The estimator's record (`slime.algo.estimators`) computes both for one sample at a time. `penalties` are subtracted
-    from the advantages alone. --normalize-advantages whitens them over all trained tokens of `dp_group`.
+    The function in the estimator's record (`slime.algo.estimators`) computes both for one sample at a time. `penalties`
+    are subtracted from the advantages, not from the returns. --normalize-advantages whitens the advantages over all
+    trained tokens of `dp_group`.
     """
     estimate = estimator_of(c.algorithm).estimate
     found = [estimate(c, response) for response in responses]

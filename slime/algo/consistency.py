@@ -1,7 +1,7 @@
-"""The difference between the trainer's log-probs and the engine's, as metrics. Pure functions: no ranks, no model.
+"""Metrics of the difference between the trainer's log-probs and the engine's. Pure functions: no ranks, no model.
 
-N active tokens that can be compared. `trainer`, `rollout` [N] fp32: nats of the same token under the same weights;
-d = trainer - rollout. Sums, and counts for percentiles, are summed over the ranks.
+N trained tokens can be compared. `trainer` and `rollout` [N] fp32 are log-probs in nats for the same token under the
+same weights, and d = trainer - rollout. Sums, and counts for percentiles, are added over the ranks.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from torch import Tensor
 
 PERCENTILES = (50, 90, 99)
 _FIELD_BITS = (11, 10, 10)
-"""The 31 bits of a non-negative float32, in the parts that `order_statistics` counts one after another."""
+"""Widths of the three parts of a non-negative float32's 31 bits. `order_statistics` counts one part after another."""
 
 
 @dataclass(frozen=True)
 class TokenSums:
-    """Sums over tokens, float64. `clipped`: tokens whose ratio exp(d) leaves [1 - eps_clip, 1 + eps_clip_high]."""
+    """Sums over tokens, float64. `clipped` counts the tokens whose ratio exp(d) is outside [1 - eps_clip,
+    1 + eps_clip_high]."""
 
     tokens: float = 0.0
     bitwise_equal: float = 0.0
@@ -34,10 +35,10 @@ class TokenSums:
 
 
 def token_sums(trainer: Tensor, rollout: Tensor, *, eps_clip: float, eps_clip_high: float) -> TokenSums:
-    """The sums of one rank. Deterministic for given tensors; one wait for the device.
+    """Returns a rank's sums. The result is deterministic for given tensors, and waits for the device once.
 
-    `k3 = expm1(d) - d`, whose mean estimates KL(rollout || trainer) without bias on samples of the rollout
-    (Schulman, "Approximating KL divergence"). Bitwise equal: the same 32 bits, so 0.0 and -0.0 differ.
+    The mean of `k3 = expm1(d) - d` estimates KL(rollout || trainer) without bias on samples of the rollout
+    (Schulman, "Approximating KL divergence"). Bitwise equal tokens have the same 32 bits, so 0.0 and -0.0 differ.
     """
     d = trainer.double() - rollout.double()
     excess = torch.expm1(d)
@@ -57,14 +58,15 @@ def token_sums(trainer: Tensor, rollout: Tensor, *, eps_clip: float, eps_clip_hi
 def order_statistics(
     values: Tensor, ranks: list[int], add_up: Callable[[Tensor], None] = lambda counts: None
 ) -> list[float]:
-    """`values.sort()[0][ranks]` over the values of all processes, exactly, without moving the values.
+    """Returns `values.sort()[0][ranks]` over all processes' values. The result is exact, and no process sends its
+    values.
 
-    `values` [N] float32, finite and not negative: as integers their bits are in the same order, so a histogram of the
-    first 11 bits tells which bin holds a rank, one of the next 10 bits in that bin which sub-bin, and the last 10 bits
-    name the value. `add_up` adds an int64 tensor up over the processes, in place; it is called three times with at most
-    2048 counts for each rank, however many tokens there are. `ranks` count from 0 over all processes.
+    `values` [N] float32 are finite and not negative, so their bits as integers have the same order. A histogram of the
+    first 11 bits gives the bin of a rank, a histogram of the next 10 bits gives the bin within this bin, and the last
+    10 bits give the value. `add_up` adds an int64 tensor over the processes, in place. It is called three times with at
+    most 2048 counts for each rank, for any number of tokens. `ranks` count from 0 over all processes.
     """
-    held = {0: values.contiguous().view(torch.int32)}  # what begins with each prefix that is still looked at
+    held = {0: values.contiguous().view(torch.int32)}  # bits of the values with each prefix of a rank
     shift = sum(_FIELD_BITS)
     prefixes, left = [0] * len(ranks), list(ranks)
     for width in _FIELD_BITS:
@@ -84,12 +86,14 @@ def order_statistics(
 
 
 def percentile_ranks(tokens: int) -> list[int]:
-    """Places of PERCENTILES in sorted order, from 0: the smallest value that p% of the tokens do not exceed."""
+    """Returns the indices of PERCENTILES in sorted order, from 0. A percentile is the smallest value that p% of the
+    tokens do not exceed."""
     return [-(-p * tokens // 100) - 1 for p in PERCENTILES]
 
 
 def figures(sums: TokenSums, percentiles: list[float], largest: float) -> dict[str, float]:
-    """What is reported of at least one token, by name. Nats, but for the counts, the fraction and the ratio."""
+    """Returns the reported metrics by name, for at least one token. Values are nats, except for counts, fraction and
+    ratio."""
     n = sums.tokens
     return {
         "dlogp_mean": sums.dlogp / n,

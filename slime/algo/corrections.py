@@ -1,10 +1,10 @@
-"""Corrections for tokens that an engine sampled from another distribution than the trainer computes: importance weights
-(--use-tis) and rejection (--use-rs), each at a level.
+"""Corrections for the difference between the distribution that the engine sampled from and the one that the trainer
+computes: importance weights (--use-tis) and rejection (--use-rs), each at a level.
 
-    d = old - rollout log-prob of a token -> level: sum or mean over its part -> weight, or kept or not
+    d = old - rollout log-prob of a token -> level: sum or mean over a part -> weight, or keep or drop
 
-`slime.config` imports this file, and must start without torch. R response tokens of a micro-batch. A correction changes
-the numerators of the loss only; the denominators stay.
+`slime.rules` imports this file and must start without torch. A micro-batch has R response tokens. A correction changes
+the numerators of the loss, and leaves the denominators as they are.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from slime.algo.token_columns import TokenColumns
 
 LARGEST = 20.0
-"""Bound of the logarithm of a ratio of several tokens: exp(20) is 5e8, and float32 overflows at exp(88)."""
+"""Bound of the logarithm of a ratio over several tokens. exp(20) is 5e8, and float32 overflows at exp(88)."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """Over which tokens a value is summed, or averaged: one value for each `part`. A turn is a run of trained tokens:
-    between two turns are tokens of tools or users."""
+    """The part of a sample whose tokens share one value: the sum, or with `mean` the average. A turn is a run of
+    trained tokens. Tokens of tools or users separate two turns."""
 
     name: str
     part: Literal["token", "turn", "sequence"]
@@ -46,12 +46,12 @@ LEVELS: dict[str, Level] = {
         Level("geometric", "sequence", mean=True),
     )
 }
-"""Values of --tis-level and --rs-level. The exponential of a mean of log-ratios is their geometric mean."""
+"""Values of --tis-level and --rs-level. The exponential of a mean of log-ratios is a geometric mean of ratios."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One value of --tis-mode: `weights(ratio, low, high)`."""
+    """One value of --tis-mode. `weights(ratio, low, high)` returns the importance weights."""
 
     name: str
     weights: Callable[[Tensor, float, float], Tensor]
@@ -60,12 +60,12 @@ class Mode:
 
 
 def _truncated(ratio: Tensor, low: float, high: float) -> Tensor:
-    """`ratio.clamp(low, high)`."""
+    """Returns `ratio.clamp(low, high)`."""
     return ratio.clamp(low, high)
 
 
 def _masked(ratio: Tensor, low: float, high: float) -> Tensor:
-    """`ratio` in [low, high], 0 outside."""
+    """Returns `ratio` where it is in [low, high], else 0."""
     import torch
 
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
@@ -79,13 +79,13 @@ MODES: dict[str, Mode] = {
         Mode("mask", _masked, "IcePop, 2510.18855", ("icepop",)),
     )
 }
-"""With --tis-clip-low 0, mask is one-sided (masked importance sampling); with a lower bound it is IcePop."""
+"""With --tis-clip-low 0, the mode mask is one-sided (masked importance sampling). With a lower bound, it is IcePop."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One value of --rs-type: `of(d)` [R] is summed or averaged over a part; `ratio`: the exponential of the result is
-    compared with both bounds, otherwise the result with the upper one."""
+    """One value of --rs-type. `of(d)` [R] is summed or averaged over a part. With `ratio`, the exponential of the
+    result is compared with both bounds. Otherwise, the result is compared with the upper bound."""
 
     name: str
     of: Callable[[Tensor], Tensor]
@@ -104,7 +104,8 @@ MEASURES: dict[str, Measure] = {
 
 
 def parts(level: Level, mask: Tensor, sample_of_row: Tensor) -> Tensor:
-    """The number of each token's part, [R] int64. Tokens that are not trained on have one of a part beside them."""
+    """Returns each token's part number, [R] int64. A token that is not trained on has the number of a part next
+    to it."""
     import torch
 
     if level.part == "sequence":
@@ -119,7 +120,7 @@ def parts(level: Level, mask: Tensor, sample_of_row: Tensor) -> Tensor:
 
 
 def at_level(level: Level, values: Tensor, mask: Tensor, sample_of_row: Tensor) -> Tensor:
-    """The masked sum, or mean, of `values` [R] over the part of each token, at each token of the part [R]."""
+    """Returns the masked sum or mean of `values` [R] over each token's part, at every token of the part [R]."""
     if level.part == "token":
         return values
     from slime.algo.importance import weighted
@@ -133,21 +134,21 @@ def at_level(level: Level, values: Tensor, mask: Tensor, sample_of_row: Tensor) 
 
 
 def weigh(ratio: Tensor, mode: Mode, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Importance weights of ratios, and their metrics: tis (the ratio), tis_clipfrac (1 where the weight is another
-    number), tis_abs (|ratio - 1|); [R] fp32, without gradient."""
+    """Returns the importance weights of ratios, and their metrics: tis (the ratio), tis_clipfrac (1 where the weight is
+    not the ratio), tis_abs (|ratio - 1|). All are [R] fp32, without gradient."""
     weights = mode.weights(ratio, low, high)
     return weights, {"tis": ratio, "tis_clipfrac": (weights != ratio).float(), "tis_abs": (ratio - 1).abs()}
 
 
 def bounded(off_policy: OffPolicyConfig, ratio: Tensor) -> Tensor:
-    """The weight of --tis-mode for each ratio, of any shape."""
+    """Returns the weight of --tis-mode for each ratio. `ratio` may have any shape."""
     return MODES[off_policy.tis_mode].weights(ratio, off_policy.tis_clip_low, off_policy.tis_clip)
 
 
 def importance_weights(
     off_policy: OffPolicyConfig, t: TokenColumns, old: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weights of --tis-mode at --tis-level: `exp(old - rollout)` of each part, bounded or masked."""
+    """Returns the weights of --tis-mode at --tis-level: `exp(old - rollout)` per part, bounded or masked."""
     from slime.algo.importance import ratio_of
 
     d = old.detach().float() - t["rollout_log_probs"].float()
@@ -156,10 +157,10 @@ def importance_weights(
 
 
 def accepted(off_policy: OffPolicyConfig, t: TokenColumns, old: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """1.0 for the tokens that --use-rs keeps, else 0.0 [R], and the metric rs_dropped.
+    """Returns 1.0 for each token that --use-rs keeps, else 0.0 [R], and the metric rs_dropped.
 
-    A part is kept while its --rs-type lies within the bounds. --rs-veto-threshold also drops the whole sample of a
-    trained token whose ratio is below it.
+    A part is kept if its value of --rs-type is within the bounds. --rs-veto-threshold also drops the whole sample of a
+    trained token whose ratio is below the threshold.
     """
     import torch
 
@@ -187,8 +188,8 @@ def vanilla_tis_function(
     loss_masks: list[Tensor],
     **_: object,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """For --custom-tis-function-path: truncated importance sampling per token, as --use-tis computes it without a
-    function."""
+    """Computes truncated importance sampling per token, for --custom-tis-function-path. The result is that of --use-tis
+    without a function."""
     off_policy = section_of(OffPolicyConfig, args)
     return _weighted(off_policy, "truncate", pg_loss, train_log_probs, rollout_log_probs, loss_masks)
 
@@ -202,7 +203,8 @@ def icepop_function(
     loss_masks: list[Tensor],
     **_: object,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """For --custom-tis-function-path: IcePop per token, as --tis-mode mask computes it without a function."""
+    """Computes IcePop per token, for --custom-tis-function-path. The result is that of --tis-mode mask without a
+    function."""
     off_policy = section_of(OffPolicyConfig, args)
     return _weighted(off_policy, "mask", pg_loss, train_log_probs, rollout_log_probs, loss_masks)
 

@@ -1,8 +1,9 @@
-"""Which flags of the objective something reads. Must start without torch.
+"""Finds the flags of the objective that have no effect. Must start without torch.
 
-    records (estimator, surrogate, loss) declare their flags -> flags_read(config) -> unread(config): given in vain
+    records (estimator, surrogate, loss) declare their flags -> flags_read(config) -> unread(config): without effect
 
-A switch, such as --use-tis, has flags of its own, which count where the switch is on and something reads it.
+A switch, such as --use-tis, has dependent flags. These have an effect if the switch is on and the objective reads the
+switch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SWITCHES: dict[str, frozenset[str]] = {
     "use_score_centering": frozenset({"score_centering_top_k"}),
     "enable_mtp_training": frozenset({"mtp_loss_scaling_factor"}),
 }
-"""Field -> the fields that count where it is on."""
+"""Maps the field of a switch to the fields that have an effect if the switch is on."""
 
 _OF_REWARDED = frozenset({"normalize_advantages", "custom_advantage_function_path"})
 _OF_ESTIMATORS = _OF_REWARDED.union(*(record.flags for record in ESTIMATORS.values()))
@@ -41,13 +42,14 @@ _OF_GROUPS = frozenset().union(*(record.flags_of_group for record in ESTIMATORS.
 _OF_SURROGATES = frozenset().union(*(record.flags for record in (*SURROGATES.values(), CENTRED)))
 _OF_LOSSES = frozenset().union(*(record.flags for record in LOSSES.values()))
 ALL = _OF_ESTIMATORS.union(_OF_GROUPS, _OF_SURROGATES, _OF_LOSSES, *SWITCHES.values())
-"""Every field that one of the records declares, or a switch."""
+"""Every field that a record or a switch declares."""
 
 
 @dataclass(frozen=True)
 class Unread:
-    """A flag that nothing reads. `because`: the end of "has no effect ...". `instead`: what reads it, after the flag's
-    name. `switches`: the fields that are off and would have it read."""
+    """A flag without effect. `because` is the end of the sentence "has no effect ...". `instead` follows the name of
+    the flag in the message and names the settings that read the flag. `switches` are fields that are off, and with
+    which the flag would have an effect."""
 
     name: str
     because: str
@@ -56,15 +58,15 @@ class Unread:
 
 
 def reads_kl_in_reward(c: Config) -> bool:
-    """Whether advantages contain the KL of --kl-coef, or a hook for them may."""
+    """Returns true if advantages contain the KL of --kl-coef, or if a hook for advantages may read it."""
     a = c.algorithm
     reads = "kl_coef" in estimator_of(a).flags or a.custom_advantage_function_path is not None
     return a.kl_coef != 0 and reads and not a.disable_compute_advantages_and_returns
 
 
 def flags_read(c: Config) -> frozenset[str]:
-    """The fields of `ALL` that the loss, the estimator, the surrogate and what is switched on read. A hook gets all of
-    its own part."""
+    """Returns the fields of `ALL` that loss, estimator, surrogate and active switches read. A hook counts as a reader
+    of every field of the part that it replaces."""
     a, loss = c.algorithm, loss_of(c.algorithm)
     if loss.objective is None:
         return ALL
@@ -90,7 +92,7 @@ def flags_read(c: Config) -> frozenset[str]:
 
 
 def unread(c: Config, given: frozenset[str]) -> Iterator[Unread]:
-    """Those of the fields `given`, which have another value than their default, that nothing reads."""
+    """Yields the fields without effect among `given`, the fields with another value than their default."""
     read = flags_read(c)
     for name in sorted((given & ALL) - read):
         yield _unread(c, name, read)

@@ -1,6 +1,6 @@
 """The training losses: one record per value of --loss-type, in LOSSES.
 
-`slime.config` imports this file, and must start without torch: objectives are imported when they are called.
+`slime.rules` imports this file and must start without torch, so the functions here import the objectives.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
-"""The rollout function whose prompts are conversations to train on."""
+"""Rollout function whose prompts are conversations to train on."""
 PAIRS_ROLLOUT = "slime.rollout.sft_rollout.generate_pairs"
-"""The rollout function whose prompts are preference pairs."""
+"""Rollout function whose prompts are preference pairs."""
 MASKED_ROLLOUTS = (SFT_ROLLOUT, PAIRS_ROLLOUT)
-"""The rollout functions that make loss masks of conversations. As evaluation, they make held-out samples."""
+"""Rollout functions that make loss masks of conversations. As evaluation functions, they make held-out samples."""
 _DEFAULT_ROLLOUT = "slime.rollout.vllm_rollout.generate_rollout"
 SAMPLING_ROLLOUTS = (
     _DEFAULT_ROLLOUT,
@@ -30,7 +30,7 @@ SAMPLING_ROLLOUTS = (
     "slime.rollout.fully_async_rollout.generate_rollout",
     "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
 )
-"""The rollout functions of this project that sample responses from the engines."""
+"""Rollout functions of this project that sample responses from the engines."""
 
 
 @dataclass(frozen=True)
@@ -39,30 +39,32 @@ class Loss:
 
     name: str
     objective: Callable[[Config, TokenColumns], Losses] | None
-    """The loss from log-probs; None if --custom-loss-function-path computes it from logits."""
+    """`objective(c, t)` returns the loss from log-probs. None if --custom-loss-function-path computes the loss from
+    logits."""
     rewarded: bool = True
-    """It trains on rewarded samples of the policy, which have log-probs and advantages, at the temperature of the
-    rollout; otherwise on given responses."""
+    """True if the loss trains on rewarded samples of the policy, which have log-probs and advantages, at the
+    temperature of the rollout. False if it trains on given responses."""
     pairs: bool = False
-    """It trains on preference pairs, whose samples share a micro-batch."""
+    """True if the loss trains on preference pairs. The two samples of a pair share a micro-batch."""
     head: Literal["lm", "value"] = "lm"
-    """What the objective gets as `t.log_probs`: log-probs, or the values of a head with one value per token."""
+    """Meaning of `t.log_probs` for the objective: log-probs, or the values of a head with one value per token."""
     surrogate: bool = False
-    """It takes the policy loss of --advantage-estimator, with KL and entropy."""
+    """True if the loss contains the policy loss of --advantage-estimator, with KL and entropy."""
     entropy: bool = False
-    """It reads the entropy."""
+    """True if the objective reads the entropy."""
     reads: frozenset[str] = frozenset()
-    """The columns that it reads before the first step, as in an estimator's record."""
+    """Columns that must exist before the first step, as in an estimator's record."""
     flags: frozenset[str] = frozenset()
-    """The fields of the configuration that it reads besides those of estimator and surrogate; a hook may read all."""
+    """Fields of the configuration that the objective reads besides those of estimator and surrogate. A hook may read
+    all fields."""
     checks: tuple[Callable[[Config], None], ...] = ()
-    """Rules for other flags; each gets the configuration and raises ValueError."""
+    """Rules for other flags. Each rule gets the configuration and raises ValueError."""
     rollout: str | None = None
-    """The rollout function that gives the responses of the data, for a loss on given responses."""
+    """Rollout function that returns the responses in the data, for a loss on given responses."""
 
     @property
     def inputs(self) -> str:
-        """The flags that a run on given responses needs first."""
+        """Flags that a run on given responses needs first."""
         return f"--rollout-function-path {self.rollout} --debug-train-only"
 
 
@@ -91,7 +93,7 @@ def _rewards(c: Config, t: TokenColumns) -> Losses:
 
 
 def _no_tokens_ahead(c: Config) -> None:
-    """A model with a value head cannot predict tokens ahead."""
+    """ValueError for multi-token prediction: a model with a value head predicts no tokens."""
     if c.algorithm.enable_mtp_training:
         raise ValueError(
             f"--enable-mtp-training must be left out with --loss-type {c.algorithm.loss_type}, got both; a reward "
@@ -100,8 +102,9 @@ def _no_tokens_ahead(c: Config) -> None:
 
 
 def check_responses(c: Config) -> None:
-    """A loss on given responses gets them from the rollout function, and needs no engine. A user's own functions may
-    sample; so may the default function for SFT, where a reward chooses among the samples (see `sampled`)."""
+    """ValueError if the rollout function does not fit a loss on given responses. Such a loss gets the responses from
+    the rollout function and needs no engine. A user's own function may sample. The default function may sample for SFT
+    if a reward chooses among the samples (see `sampled`)."""
     loss, path = loss_of(c.algorithm), c.rollout.rollout_function_path
     if loss.rollout is None or c.debug.load_debug_rollout_data or c.debug.debug_rollout_only:
         return
@@ -131,8 +134,8 @@ def check_responses(c: Config) -> None:
 
 
 def sampled(c: Config) -> bool:
-    """Whether SFT trains on purpose on what the engines sample: a reward or a user's function is part of the rollout,
-    and there are engines."""
+    """Returns true if SFT shall train on responses that the engines sample: a reward or a user's function is part of
+    the rollout, and the run has engines."""
     r = c.reward
     chosen = r.rm_type or r.rm_weights or r.custom_rm_path or c.rollout.custom_generate_function_path
     default = c.rollout.rollout_function_path in SAMPLING_ROLLOUTS
@@ -140,7 +143,7 @@ def sampled(c: Config) -> bool:
 
 
 def _pairs_given(c: Config) -> None:
-    """Means over pairs, one per row."""
+    """ValueError for flags that do not fit a loss that is a mean over pairs, with one pair per row."""
     kind = c.algorithm.loss_type
     if c.algorithm.calculate_per_token_loss:
         raise ValueError(
@@ -160,7 +163,7 @@ def _function_given(c: Config) -> None:
 
 
 _DIVIDED = frozenset({"calculate_per_token_loss", "use_dr_grpo"})
-"""Of losses that are means over the tokens of samples."""
+"""Fields that losses read which are means over the tokens of samples."""
 _POLICY = _DIVIDED | {
     "entropy_coef",
     "use_kl_loss",
@@ -209,7 +212,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def loss_of(algorithm: AlgorithmConfig) -> Loss:
-    """The record that --loss-type names, of a configuration or a hook's namespace."""
+    """Returns the record that --loss-type names."""
     if algorithm.loss_type not in LOSSES:
         raise ValueError(
             f"--loss-type must be one of {', '.join(LOSSES)}, got {algorithm.loss_type}"

@@ -1,7 +1,7 @@
-"""How far the engine's distribution is from the trainer's over a rollout (--get-mismatch-metrics). Pure functions.
+"""Metrics of the distance between the engine's and the trainer's distribution in a rollout (--get-mismatch-metrics).
 
-R response tokens of a rank's samples, `d = old - rollout` log-prob of a token, `ratio = exp(d)`. Sums are added up over
-the ranks; a sample without trained tokens does not count.
+Pure functions. A rank's samples have R response tokens. `d = old - rollout` is the difference of a token's log-probs,
+and `ratio = exp(d)`. Sums are added over the ranks. A sample without trained tokens does not count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUMS = (
 
 
 def sums(old: Tensor, rollout: Tensor, mask: Tensor, sample_of_row: Tensor, samples: int) -> Tensor:
-    """The sums that `figures` needs, in the order of SUMS, [10] float64."""
+    """Returns the sums that `figures` needs, in the order of SUMS, [10] float64."""
     weights = (mask != 0).double()
     old, rollout = (torch.where(mask != 0, x.double(), 0.0) for x in (old, rollout))
     d = old - rollout
@@ -57,12 +57,12 @@ def sums(old: Tensor, rollout: Tensor, mask: Tensor, sample_of_row: Tensor, samp
 
 
 def figures(total: list[float]) -> dict[str, float]:
-    """What is reported, from the sums of all ranks. Empty without a trained token.
+    """Returns the reported metrics, from the sums over all ranks. The result is empty without a trained token.
 
-    Means over tokens: kl `-d` and k3_kl `exp(d) - 1 - d` (of KL(rollout || trainer)), chi2_token `ratio^2 - 1`. Means
-    over samples: log_ppl and rollout_log_ppl (nats per token), ppl_ratio `exp(mean(-d))` (trainer's perplexity divided
-    by the engine's), chi2_sequence `exp(2 sum(d)) - 1`. ess: `(sum ratio)^2 / (N sum ratio^2)`, the effective sample
-    size of the tokens' weights as a part of N (Kish, 1965).
+    Means over tokens: kl `-d` and k3_kl `exp(d) - 1 - d` (both estimate KL(rollout || trainer)), chi2_token
+    `ratio^2 - 1`. Means over samples: log_ppl and rollout_log_ppl (nats per token), ppl_ratio `exp(mean(-d))` (the
+    trainer's perplexity divided by the engine's), chi2_sequence `exp(2 sum(d)) - 1`. ess is
+    `(sum ratio)^2 / (N sum ratio^2)`, the effective sample size of the tokens' weights divided by N (Kish, 1965).
     """
     s = dict(zip(SUMS, total, strict=True))
     if s["tokens"] == 0:

@@ -1,4 +1,4 @@
-"""What a configuration's loss and estimator need of the trainer. Must start without torch."""
+"""The columns and passes that the loss and the estimator of a configuration need. Must start without torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 def columns_read(c: Config) -> frozenset[str]:
-    """The columns that loss, estimator and hooks read, and that must be there before the first optimizer step.
+    """Returns the columns that loss, estimator and hooks read, and that must exist before the first optimizer step.
 
-    Their records declare most of them. The flags of a KL read more, and a hook for advantages may read old log-probs.
+    The records of loss, estimator and surrogate declare most columns. The flags of a KL add columns, and a hook for
+    advantages may read old log-probs.
     """
     loss, estimator = loss_of(c.algorithm), estimator_of(c.algorithm)
     if not loss.rewarded:
@@ -38,12 +39,13 @@ def columns_read(c: Config) -> frozenset[str]:
 
 
 def draws_in_loss(c: Config) -> bool:
-    """Whether the loss has a divergence to a teacher, over its likeliest ids."""
+    """Returns true if the loss has a divergence to a teacher, over the teacher's likeliest ids."""
     return c.distillation.use_opd and c.distillation.opd_loss_type != "reverse_kl"
 
 
 def ids_read(c: Config) -> str | None:
-    """The column with ids [R, K] whose log-probs the loss reads, None for none."""
+    """Returns the name of the column with ids [R, K] whose log-probs the loss reads, or None if the loss reads no
+    ids."""
     if not loss_of(c.algorithm).surrogate:
         return None
     names = ("teacher_top_ids", "rollout_top_ids")
@@ -51,7 +53,7 @@ def ids_read(c: Config) -> str | None:
 
 
 def read_by_advantages(c: Config) -> frozenset[str]:
-    """Those of `columns_read` that advantages and returns are made from. A hook may read any of them."""
+    """Returns the part of `columns_read` from which advantages and returns are made. A hook may read all columns."""
     read, algorithm = columns_read(c), c.algorithm
     if not loss_of(algorithm).rewarded or algorithm.custom_advantage_function_path:
         return read
@@ -65,8 +67,9 @@ def read_by_advantages(c: Config) -> frozenset[str]:
 
 
 def needs_sampled_log_probs(c: Config) -> bool:
-    """Whether training needs the engine's `rollout_log_probs`: for a correction or the audit, or because older weights
-    may have sampled. Otherwise the trainer's own old log-probs are those of the policy that sampled."""
+    """Returns true if training needs the engine's `rollout_log_probs`: for a correction, for the audit, or because
+    older weights may have sampled a response. Otherwise the trainer's old log-probs are those of the policy that
+    sampled."""
     wanted = c.off_policy
     return bool(
         wanted.use_rollout_logprobs
@@ -81,31 +84,31 @@ def needs_sampled_log_probs(c: Config) -> bool:
 
 
 def drops_inputs(c: Config) -> bool:
-    """Whether a training pass draws dropout. Its log-probs are then not those that the policy is served with."""
+    """Returns true if a training pass uses dropout. The log-probs of the pass then differ from those of the engines."""
     return bool(c.lora.lora_rank and c.lora.lora_dropout)
 
 
 def needs_old_log_probs(c: Config) -> bool:
-    """Whether an extra pass computes log-probs of the old policy before the first step: of all samples if
-    `before_first_step`, else of those of later steps."""
+    """Returns true if an extra pass computes log-probs of the old policy before the first step. The pass covers all
+    samples if `before_first_step`, else the samples of later steps."""
     if not loss_of(c.algorithm).rewarded:
         return False
     if c.off_policy.use_rollout_logprobs:
-        return drops_inputs(c) and c.kernels.rlk_consistency != "off"  # the audit alone compares them
+        return drops_inputs(c) and c.kernels.rlk_consistency != "off"  # only the audit compares them
     steps = c.data.num_steps_per_rollout
     return steps != 1 or before_first_step(c, steps)
 
 
 def before_first_step(c: Config, steps: int | None) -> bool:
-    """Whether something needs the old log-probs of all samples before the first of the rollout's `steps`: a KL penalty
-    in the reward, hooks, sequence ratios.
+    """Returns true if all samples' old log-probs must exist before the first of the rollout's `steps`, for
+    example for a KL penalty in the reward, for hooks or for sequence ratios.
 
-    Otherwise the first step needs no extra pass: it trains the old policy, so that its detached log-probs are the old
-    ones. With several steps, the audit and a hook before the step also need the extra pass. With dropout, the log-probs
-    of a training pass are never the old ones.
+    Otherwise the first step needs no extra pass: it trains the old policy, so its detached log-probs are the old
+    log-probs. With several steps, the audit and a hook before the step also need the extra pass. With dropout, the
+    log-probs of a training pass are never the old log-probs.
     """
     several = steps != 1
-    # The audit compares the samples of all steps, and the hook may change the model.
+    # The audit compares samples of every step, and the hook may change the model.
     watched = c.kernels.rlk_consistency != "off" or bool(
         c.value_of("custom_megatron_before_train_step_hook_path")
     )

@@ -1,7 +1,7 @@
 """The loss from the log-probs of a micro-batch, for every estimator. Pure functions of tensors: no model, no ranks.
 
-R response tokens of the micro-batch. The loss of token t is divided by `denominators[t]`, which contains the means over
-the sample and over the batch. Losses and metrics of micro-batches and ranks are therefore summed.
+The micro-batch has R response tokens. The loss of token t is divided by `denominators[t]`, which contains the means
+over the sample and over the batch. Losses and metrics of micro-batches and ranks are therefore added.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from slime.hooks import load_function
 
 
 def sft_loss(t: TokenColumns) -> Losses:
-    """`-(mask / denominators * log_probs).sum()`."""
+    """Returns the loss `-(mask / denominators * log_probs).sum()`."""
     loss = -t.mean(t.log_probs)
     return loss, {"loss": loss.detach()}, {}
 
 
 def policy_loss(c: Config, t: TokenColumns) -> Losses:
-    """`(mask / denominators * (pg - entropy_coef * entropy + kl_loss_coef * kl + opd_loss_coef * d)).sum()`, pg by
-    --pg-loss-type, d by --opd-loss-type.
+    """Returns `(mask / denominators * (pg - entropy_coef * entropy + kl_loss_coef * kl + opd_loss_coef * d)).sum()`,
+    with pg by --pg-loss-type and d by --opd-loss-type.
 
-    The surrogate's record (`slime.algo.surrogates`) has pg and the level of its ratio. pg is multiplied by the
-    importance weight of --use-tis, and by 0 for tokens that --use-rs and samples that --use-opsm drop. The entropy
-    carries a gradient only when its coefficient is not 0.
+    The surrogate's record (`slime.algo.surrogates`) has the function for pg and the level of the ratio. pg is
+    multiplied by the importance weight of --use-tis, by 0 for each token that --use-rs drops, and by 0 for each sample
+    that --use-opsm drops. The entropy has a gradient only if its coefficient is not 0.
     """
     t, algorithm = t.of_trained(), c.algorithm
     old, rollout = t.old_log_probs, t.get("rollout_log_probs")
@@ -75,7 +75,8 @@ def policy_loss(c: Config, t: TokenColumns) -> Losses:
 def pg_factor(
     off_policy: OffPolicyConfig, t: TokenColumns, old: Tensor
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """The constant factor of each token's policy-gradient term ([R]; None for 1), and its metrics."""
+    """Returns the constant factor for each token's policy-gradient term ([R], or None for 1), and the factor's
+    metrics."""
     factor, metrics = None, {}
     if off_policy.use_opsm:
         seq_kl = sequence_mean(old - t.log_probs.detach(), t.mask, t.sample_of_row, len(t.response_lengths))
@@ -98,7 +99,8 @@ def pg_factor(
 def pg_loss_of(
     c: Config, t: TokenColumns, old: Tensor, factor: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum of the policy-gradient terms, and metrics per token (pg_clipfrac, ppo_kl and those of hooks)."""
+    """Returns the sum of the policy-gradient terms, and metrics per token (pg_clipfrac, ppo_kl and metrics of
+    hooks)."""
     algorithm, new, base = c.algorithm, t.log_probs, old
     surrogate = surrogate_of(algorithm)
     if surrogate.ratio != "token":
@@ -135,10 +137,10 @@ def pg_loss_of(
 def reduce_with_hooks(
     c: Config, t: TokenColumns, pg: Tensor, old: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Reduce the losses of the tokens, with --custom-tis-function-path and --custom-pg-loss-reducer-function-path.
+    """Reduces the losses of the tokens with --custom-tis-function-path and --custom-pg-loss-reducer-function-path.
 
-    Hooks see the tokens of `t.view` and whole masks. The first may return masks: they set terms of the sum to 0, and
-    leave the denominators as they are. The second is fn(total_lengths, response_lengths, loss_masks,
+    Hooks get the tokens of `t.view` and whole masks. The first hook may return masks, which set terms of the sum to 0
+    and leave the denominators as they are. The second hook is fn(total_lengths, response_lengths, loss_masks,
     calculate_per_token_loss) -> callable(pg) -> sum of sample means.
     """
     off_policy, view = c.off_policy, t.view or HookView(t.response_lengths)
@@ -168,7 +170,7 @@ def reduce_with_hooks(
 
 
 def _per_token(name: str, value: object, view: HookView) -> Tensor:
-    """A metric of a hook as [R], from [r] or a list of [r_i]; a single number stays one."""
+    """Returns a metric of a hook as [R], from [r] or a list of [r_i]. A single number stays a single number."""
     column = torch.cat(list(value)) if isinstance(value, list | tuple) else torch.as_tensor(value)
     if column.ndim == 0:
         return column

@@ -1,4 +1,4 @@
-"""Per-token pieces of policy-gradient losses under the names and signatures that existing hooks import."""
+"""Per-token functions of policy-gradient losses, under the names and signatures that existing hooks import."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ def compute_approx_kl(
     kl_loss_type: str,
     importance_ratio: Tensor | None = None,
 ) -> Tensor:
-    """The `kl_loss_type` estimate (k1, k2, k3, low_var_kl) of KL(policy || base) per token; see rl_kernel.ratio_kl.
+    """Returns the `kl_loss_type` estimate (k1, k2, k3, low_var_kl) of KL(policy || base) per token, see
+    rl_kernel.ratio_kl.
 
-    `importance_ratio`, exp(log_probs - old log-probs), multiplies it (before low_var_kl's clamp), with its gradient.
+    `importance_ratio` is exp(log_probs - old log-probs). It multiplies the estimate before low_var_kl's clamp, and
+    contributes to the gradient.
     """
     if importance_ratio is None:
         return rl_kernel.ratio_kl(
@@ -38,9 +40,12 @@ def compute_approx_kl(
 def compute_advantages_and_returns(
     c: Config, data: TrainData, *, dp_group: torch.distributed.ProcessGroup | None = None
 ) -> None:
-    """Set `advantages`, `returns` and `kl` of `data`: lists with one tensor [R_i] per sample. Reads rewards and masks,
-    with --kl-coef old_log_probs and ref_log_probs, with --use-opd old_log_probs and teacher_log_probs, and the columns
-    that the estimator's record names. A surrogate that treats some tokens apart gets `chosen_tokens`, too."""
+    """Sets `advantages`, `returns` and `kl` in `data`: lists with one tensor [R_i] per sample.
+
+    Reads rewards, masks and the columns that the estimator's record names. --kl-coef also reads old_log_probs and
+    ref_log_probs, and --use-opd reads old_log_probs and teacher_log_probs. For a surrogate that chooses tokens, sets
+    `chosen_tokens`, too.
+    """
     algorithm = c.algorithm
     estimator, hooked = estimator_of(algorithm), algorithm.custom_advantage_function_path is not None
     if algorithm.kl_coef != 0 and (hooked or "kl_coef" in estimator.flags):
@@ -70,7 +75,8 @@ def compute_advantages_and_returns(
 
 
 def _token_keys(data: TrainData) -> torch.Tensor:
-    """A number for each response token that is the same wherever the sample is trained, int64 [R]."""
+    """Returns a number for each response token, int64 [R]. The number is the same on each rank that may get the
+    sample."""
     return torch.cat(
         [
             (index or 0) * 1_000_003 + torch.arange(len(mask), device=mask.device)
@@ -82,9 +88,10 @@ def _token_keys(data: TrainData) -> torch.Tensor:
 def calculate_log_probs_and_entropy(
     logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False, chunk_size: int = -1
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `tokens` [R] (and entropy) from logits [R, V_local] split over `tp_group`; see rl_kernel.logp.
+    """Returns log-probs of `tokens` [R] (and entropy) from logits [R, V_local] that are split over `tp_group`, see
+    rl_kernel.logp.
 
-    `chunk_size` is kept for callers that bounded memory with it.
+    `chunk_size` has no effect. Existing callers pass it to bound memory.
     """
     size = torch.distributed.get_world_size(tp_group) if tp_group is not None else 1
     start = torch.distributed.get_rank(tp_group) * logits.shape[-1] if size > 1 else 0
@@ -94,21 +101,22 @@ def calculate_log_probs_and_entropy(
 
 
 def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [B, T]; see slime.algo.returns.gae."""
+    """Returns advantages and returns [B, T], see slime.algo.returns.gae."""
     return gae(rewards, values, gamma, lambd)
 
 
 def chunked_gae(
     rewards: Tensor, values: Tensor, gamma: float, lambd: float, chunk_size: int = 128
 ) -> tuple[Tensor, Tensor]:
-    """The same numbers as `vanilla_gae`, which needs no chunks to be fast; `chunk_size` is kept for its callers."""
+    """Returns the numbers of `vanilla_gae`, which is fast without chunks. `chunk_size` has no effect."""
     return gae(rewards, values, gamma, lambd)
 
 
 def chunked_discounted_returns(rewards: Tensor, discount: float, chunk_size: int = 128) -> Tensor:
-    """`G_t = r_t + discount * G_{t+1}` of rewards [B, T], in their dtype; see slime.algo.returns.discounted_sum.
+    """Returns `G_t = r_t + discount * G_{t+1}` of rewards [B, T], in the dtype of the rewards, see
+    slime.algo.returns.discounted_sum.
 
-    `chunk_size` is kept for callers; the sum needs no chunks to be fast.
+    `chunk_size` has no effect, because the sum is fast without chunks.
     """
     return discounted_sum(rewards, discount).to(rewards.dtype)
 
@@ -122,9 +130,10 @@ def get_reinforce_plus_plus_returns(
     kl_coef: float,
     gamma: float,
 ) -> list[Tensor]:
-    """The returns [R_i] of --advantage-estimator reinforce_plus_plus for each sample, from its reward, KL and mask.
+    """Computes the returns [R_i] of --advantage-estimator reinforce_plus_plus for each sample, from reward, KL and
+    mask.
 
-    The tensors are whole responses, so the lengths are kept for callers only.
+    The tensors are whole responses, so the lengths have no effect. Existing callers pass them.
     """
     return [
         discounted_returns(float(reward), mask, k, kl_coef=kl_coef, gamma=gamma)

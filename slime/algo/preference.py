@@ -1,6 +1,6 @@
-"""Losses of preference pairs: the chosen and the rejected response of one prompt, side by side in a micro-batch.
+"""Losses of preference pairs: a prompt's chosen and rejected response, next to each other in a micro-batch.
 
-Pure functions of tensors. R response tokens of the micro-batch, of 2 B samples: chosen, rejected, chosen, rejected.
+Pure functions of tensors. The micro-batch has R response tokens of 2 B samples: chosen, rejected, chosen, rejected.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from slime.config.sections.algorithm import AlgorithmConfig
 
 
 def dpo_loss(algorithm: AlgorithmConfig, t: TokenColumns) -> Losses:
-    """`-(1 - eps) * logsigmoid(z) - eps * logsigmoid(-z)`, the mean over pairs: direct preference optimization
-    (2305.18290), with label smoothing eps.
+    """Returns the mean of `-(1 - eps) * logsigmoid(z) - eps * logsigmoid(-z)` over pairs: direct preference
+    optimization (2305.18290), with label smoothing eps.
 
-    `z = beta * ((log_probs - ref_log_probs) * mask).sum()` of the chosen sample, minus that of the rejected one.
-    Metrics under TRL's names: rewards/chosen and rewards/rejected are the two terms of z.
+    z is `beta * ((log_probs - ref_log_probs) * mask).sum()` of the chosen sample minus the same of the rejected sample.
+    Metrics have TRL's names: rewards/chosen and rewards/rejected are the two terms of z.
     """
     chosen, rejected = pairs_of(t, weighted(t.log_probs - t["ref_log_probs"], t.mask))
     chosen, rejected = algorithm.dpo_beta * chosen, algorithm.dpo_beta * rejected
@@ -29,9 +29,10 @@ def dpo_loss(algorithm: AlgorithmConfig, t: TokenColumns) -> Losses:
 
 
 def reward_loss(t: TokenColumns) -> Losses:
-    """`-logsigmoid(score of chosen - score of rejected)`, the mean over pairs: Bradley-Terry (2203.02155, section 3.5).
+    """Returns the mean of `-logsigmoid(score of chosen - score of rejected)` over pairs: Bradley-Terry (2203.02155,
+    section 3.5).
 
-    `t.log_probs` are values per response token, and the score of a sample is that of its last one.
+    `t.log_probs` are values per response token. The score of a sample is the value of its last token.
     """
     last = torch.tensor(t.response_lengths, device=t.log_probs.device).cumsum(0) - 1
     scores = t.log_probs[last]
@@ -43,8 +44,8 @@ def reward_loss(t: TokenColumns) -> Losses:
 def preference_loss(
     chosen: Tensor, rejected: Tensor, pairs: float, *, label_smoothing: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`(-(1 - eps) * logsigmoid(z) - eps * logsigmoid(-z)).sum() / pairs` of `z = chosen - rejected`, [B] each, and
-    metrics to sum. `pairs`: of the whole optimizer step."""
+    """Returns `(-(1 - eps) * logsigmoid(z) - eps * logsigmoid(-z)).sum() / pairs` for `z = chosen - rejected`, [B]
+    each, and metrics to add. `pairs` is the number of pairs in the whole optimizer step."""
     z = chosen - rejected
     loss = -((1 - label_smoothing) * logsigmoid(z) + label_smoothing * logsigmoid(-z)).sum() / pairs
     means = {
@@ -58,7 +59,7 @@ def preference_loss(
 
 
 def pairs_of(t: TokenColumns, per_token: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums over the tokens of each chosen and each rejected sample, [B] each; differentiable."""
+    """Returns each chosen and each rejected sample's sum over the tokens, [B] and [B]. Differentiable."""
     count = len(t.response_lengths)
     sums = per_token.new_zeros(count).index_add(0, t.sample_of_row, per_token)
     chosen, rejected = sums[0::2], sums[1::2]
@@ -67,7 +68,8 @@ def pairs_of(t: TokenColumns, per_token: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def require_pairs(preference: Tensor, sample_of_row: Tensor, count: int) -> None:
-    """ValueError unless the samples are chosen and rejected in turn: preference [R] is 1, -1, 1, ..."""
+    """ValueError unless chosen and rejected samples alternate. `preference` [R] is 1 for the tokens of a chosen sample,
+    -1 for those of a rejected sample."""
     signs = preference.new_zeros(count).index_copy(0, sample_of_row, preference)
     wanted = torch.ones_like(signs)
     wanted[1::2] = -1

@@ -1,8 +1,8 @@
-"""The provider of selected log-probs: a user's function in place of the trainer's own log-probs and entropy.
+"""The provider of selected log-probs: a user's function that replaces the trainer's own log-probs and entropy.
 
-Owns the records of a call, with upstream vime's names, the checks of both, and the rule for a provider that is not
-available. A provider reduces over tensor-parallel ranks. It never reduces over context-parallel ranks: the trainer
-keeps the order of rows, slices and losses.
+This file owns request and result of a call, with upstream vime's names, their checks, and the rule for a provider that
+is not available. A provider reduces over tensor-parallel ranks. It never reduces over context-parallel ranks, because
+the trainer owns the order of rows, slices and losses.
 
 Shapes: T rows of this context-parallel rank, V_local vocabulary columns of this tensor-parallel rank, H hidden.
 """
@@ -32,9 +32,9 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class SelectedLogprobProviderUnavailable(RuntimeError):
-    """A provider raises this where it cannot serve. With --selected-logprob-provider-mode auto, the trainer's own
-    computation runs instead. An error of another class with a true attribute `selected_logprob_provider_unavailable`
-    means the same."""
+    """A provider raises this error if it cannot serve a request. With --selected-logprob-provider-mode auto, the
+    trainer's own computation runs instead. An error of another class with a true attribute
+    `selected_logprob_provider_unavailable` has the same meaning."""
 
 
 def _must(name: str, rule: str, got: object, todo: str) -> ValueError:
@@ -43,7 +43,7 @@ def _must(name: str, rule: str, got: object, todo: str) -> ValueError:
 
 @dataclass(frozen=True)
 class ContextParallelLayout:
-    """Which rows of a packed row this rank has. `layout` is "single" exactly where `world_size` is 1."""
+    """The part of a packed row that this rank has. `layout` is "single" exactly if `world_size` is 1."""
 
     world_size: int
     rank: int
@@ -64,18 +64,17 @@ class ContextParallelLayout:
 
 @dataclass(frozen=True)
 class SelectedLogprobRequest:
-    """What a provider gets.
+    """The inputs of a provider.
 
     `logits` [T, V_local] are divided by the temperature already. `target_ids` [T] are ids of the whole vocabulary.
-    `log_prob_keep_mask` [T, V_local] bool: the columns that sampling kept. The log-prob is that of the softmax over
-    these, the entropy that over all. `with_entropy_grad`: a loss uses the entropy. `chunk_size`: rows at a time, -1 for
-    no limit.
+    `log_prob_keep_mask` [T, V_local] bool is true for each column that sampling kept. The softmax of the log-prob is
+    over these columns, that of the entropy is over all columns. `with_entropy_grad` is true if a loss uses the entropy.
+    `chunk_size` is the number of rows per part, or -1 for no limit.
 
-    `hidden` [T, H] and `lm_head_weight` [V_local, H] come together or not at all: the inputs of
-    `logits = hidden @ lm_head_weight.T / temperature`, with `lm_head_bias` [V_local] if there is one. `hidden` is equal
-    on all tensor-parallel ranks, and so must be its gradient: a provider that reads it sums its gradient over the
-    group.
-    `vocab_start_index` is the id of the first column. Ids from `real_vocab_size` on are padding.
+    `hidden` [T, H] and `lm_head_weight` [V_local, H] are both present or both None. They are the inputs of `logits =
+    hidden @ lm_head_weight.T / temperature`, with `lm_head_bias` [V_local] for a head with a bias. `hidden` is equal on
+    all tensor-parallel ranks, and its gradient must be equal, too: a provider that reads `hidden` sums the gradient
+    over the group. `vocab_start_index` is the id of the first column. Ids from `real_vocab_size` on are padding.
 
     Raises:
         ValueError: a wrong shape, dtype, device, size or temperature.
@@ -148,11 +147,11 @@ class SelectedLogprobRequest:
 
 @dataclass(frozen=True)
 class SelectedLogprobResult:
-    """What a provider returns: an object or a mapping with these names.
+    """The result of a provider: an object or a mapping with these names.
 
-    `selected_logprobs` [T, 1] and `entropy` [T] (None exactly where it was not asked for) are floating point, in nats,
-    equal on all tensor-parallel ranks. `backend_id`: what computed. `contract_id`: what it promises. `provenance`: any
-    facts about it.
+    `selected_logprobs` [T, 1] and `entropy` [T] are floating point, in nats, and equal on all tensor-parallel ranks.
+    `entropy` is None exactly if the request has no `with_entropy`. `backend_id` names the implementation, `contract_id`
+    names its guarantees, and `provenance` holds any other facts.
     """
 
     selected_logprobs: Tensor
@@ -164,19 +163,19 @@ class SelectedLogprobResult:
 
 @runtime_checkable
 class SelectedLogprobProvider(Protocol):
-    """The function behind --selected-logprob-provider."""
+    """The type of the function that --selected-logprob-provider names."""
 
     def __call__(self, request: SelectedLogprobRequest) -> SelectedLogprobResult: ...
 
 
 Pair = tuple[Tensor, Tensor | None]
-"""Log-probs [T, 1] and entropy [T], None if it was not asked for."""
+"""Log-probs [T, 1], and entropy [T] or None for a request without `with_entropy`."""
 
 
 def compute_selected_logprobs(
     *, args: object, request: SelectedLogprobRequest, native: Callable[..., Pair]
 ) -> Pair:
-    """Calls `selected_log_probs` with the flags in `args`. This is upstream vime's function."""
+    """Calls `selected_log_probs` with the flags in `args`. Plug-ins of upstream vime call this function."""
     return selected_log_probs(section_of(KernelsConfig, args), request, native)
 
 
@@ -202,9 +201,7 @@ def selected_log_probs(
         return _by(native, request)
     try:
         result = _provider(path)(request)
-    except (
-        Exception
-    ) as error:  # border: a provider has error classes of its own, and passes on all but one kind
+    except Exception as error:  # border: a provider has its own error classes, and passes on all but one kind
         if not _unavailable(error):
             raise
         if mode == "strict":
@@ -242,7 +239,7 @@ def _by(native: Callable[..., Pair], request: SelectedLogprobRequest) -> Pair:
 
 
 def _checked(result: object, request: SelectedLogprobRequest, who: str, *, strict: bool) -> Pair:
-    """The tensors of a provider's result, after all checks. `who` names the provider in errors."""
+    """Returns the tensors of a provider's result, after all checks. `who` names the provider in errors."""
     names = SelectedLogprobResult.__dataclass_fields__
     missing = object()
     found = {

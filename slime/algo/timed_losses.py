@@ -2,7 +2,8 @@
 
     python -m rl_kernel.bench linear_token_loss --losses slime.algo.timed_losses:LOSSES
 
-Each is what the trainer calls inside the operator (`slime.algo.policy_loss.pg_loss_of`), with the default settings.
+Each loss is the function that the trainer calls inside the operator (`slime.algo.policy_loss.pg_loss_of`), with default
+flags.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from slime.algo.token_columns import TokenColumns
 from slime.config.schema import Config
 
 BlockLoss = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
-"""`loss(log_probs, rows)` of a block of tokens."""
+"""`loss(log_probs, rows)` returns loss and metrics of a block of tokens."""
 
 
 def make_loss(name: str, old: Tensor, advantages: Tensor, mask: Tensor, denominator: float) -> BlockLoss:
-    """The loss of --pg-loss-type `name` over tokens with these columns, [N] each. One token in 100 is chosen."""
+    """Returns the loss of --pg-loss-type `name` over tokens with these columns, [N] each. One token in 100 is a chosen
+    token."""
     c = Config.from_flat({"pg_loss_type": name, "eps_clip_high": 0.28})
     columns = {
         "old_log_probs": old,
@@ -43,4 +45,4 @@ def make_loss(name: str, old: Tensor, advantages: Tensor, mask: Tensor, denomina
 
 
 LOSSES = {name: partial(make_loss, name) for name, record in SURROGATES.items() if not record.reads_sequences}
-"""Value of --pg-loss-type -> the function that makes its loss."""
+"""Maps a value of --pg-loss-type to the function that makes the loss."""

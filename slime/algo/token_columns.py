@@ -1,4 +1,4 @@
-"""What the loss of a micro-batch reads and returns. R response tokens of the micro-batch."""
+"""The inputs and results of a micro-batch's loss. The micro-batch has R response tokens."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ def _same(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class HookView:
-    """The response tokens that hooks see: this context-parallel rank's r of R. Without arguments: all.
+    """The response tokens that hooks get: r of the R tokens, on this context-parallel rank. The defaults are for all R
+    tokens.
 
-    `lengths`: r_i of each sample. `local`: [R] -> [r]; `whole`: [r] -> [R] on every rank; `total`: a rank's part of the
-    loss -> the sum of all parts. Differentiable, collective over context-parallel ranks.
+    `lengths` holds each sample's r_i. `local` maps [R] to [r], `whole` maps [r] to [R] on every rank, and `total` maps
+    a rank's part of the loss to the sum over all ranks. The functions are differentiable, and collective over
+    context-parallel ranks.
     """
 
     lengths: list[int]
@@ -35,18 +37,19 @@ class HookView:
     """Flat flags of the run, which each function of the user gets. None for those of the configuration."""
 
     def split(self, column: Tensor) -> list[Tensor]:
-        """[R] -> one tensor [r_i] per sample."""
+        """Splits [R] into one tensor [r_i] per sample."""
         return list(torch.split(self.local(column), self.lengths))
 
 
 @dataclass
 class TokenColumns:
-    """What a loss may read, [R] each: `log_probs` and `entropy` of the present policy, fp32 nats, and `columns`, which
+    """The inputs of a loss, [R] each: `log_probs` and `entropy` of the present policy, fp32 nats, and `columns`, which
     holds each column of `slime.data.columns` that training micro-batches carry and this run has.
 
-    `t["advantages"]` is a column that the loss needs, `t.get("old_log_probs")` one that may be missing.
-    `sample_of_row`: the sample of each token, from 0. `normaliser` is the last factor of `denominators`: the step's
-    rollouts, or tokens with --calculate-per-token-loss. `view`: what hooks get of the columns; None for all.
+    `t["advantages"]` returns a column that the loss needs. `t.get("old_log_probs")` returns None for a missing column.
+    `sample_of_row` is each token's sample, from 0. `normaliser` is the last factor of `denominators`: the number
+    of rollouts in the step, or the number of tokens with --calculate-per-token-loss. `view` has the tokens that hooks
+    get; None for all tokens.
     """
 
     log_probs: Tensor
@@ -59,7 +62,7 @@ class TokenColumns:
     view: HookView | None = None
     of_ids: Tensor | None = None
     """[R, K] fp32 nats: log-probs of the present policy at the ids of the column that `slime.algo.needs.ids_read`
-    names; -inf without an id. None where no loss reads them."""
+    names, and -inf without an id. None if the loss reads no ids."""
 
     def __getitem__(self, column: str) -> Tensor:
         if column not in self.columns:
@@ -70,38 +73,38 @@ class TokenColumns:
         return self.columns[column]
 
     def get(self, column: str) -> Tensor | None:
-        """A column; None where this run does not have it."""
+        """Returns a column, or None if this run does not have the column."""
         return self.columns.get(column)
 
     @property
     def mask(self) -> Tensor:
-        """1 for the tokens that are trained on, else 0."""
+        """1 for each token that is trained on, else 0."""
         return self["loss_masks"]
 
     @property
     def denominators(self) -> Tensor:
-        """What the loss of each token is divided by."""
+        """The number by which each token's loss is divided."""
         return self["loss_denominators"]
 
     @property
     def old_log_probs(self) -> Tensor:
-        """The log-probs before this rollout's first step. Without the column the policy has not changed since then, so
-        its own log-probs, detached, are the same."""
+        """The log-probs before this rollout's first step. Without the column, the policy has not changed since then,
+        and its detached log-probs are the same."""
         old = self.get("old_log_probs")
         return self.log_probs.detach() if old is None else old
 
     @cached_property
     def weights(self) -> Tensor:
-        """The weight of each token in a mean over the step."""
+        """Each token's weight in a mean over the step."""
         return self.mask / self.denominators
 
     def mean(self, per_token: Tensor) -> Tensor:
-        """`(mask / denominators * per_token).sum()`: this micro-batch's part of the mean over the step."""
+        """Returns `(mask / denominators * per_token).sum()`, this micro-batch's part of the mean over the step."""
         return weighted(per_token, self.weights).sum()
 
     def of_trained(self) -> TokenColumns:
-        """The same with 0 in each real number of a token that is not trained on. What a tool's token has there, such as
-        a log-prob of -9999, then reaches no ratio, no gradient and no hook."""
+        """Returns a copy with 0 in every real number of a token that is not trained on. A number of a tool's token,
+        such as a log-prob of -9999, then has no effect on ratios, gradients and hooks."""
         trained = self.mask != 0
 
         def kept(x: Tensor) -> Tensor:
@@ -119,9 +122,9 @@ class TokenColumns:
         )
 
     def per_sample(self, column: Tensor) -> list[Tensor]:
-        """[R] -> one tensor [R_i] per sample. Only for losses that get whole sequences."""
+        """Splits [R] into one tensor [R_i] per sample. Only losses that get whole sequences may call it."""
         return list(torch.split(column, self.response_lengths))
 
 
 Losses = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
-"""The loss, the metrics to sum, and the metrics of which the maximum counts."""
+"""The loss, the metrics to add, and the metrics whose maximum is reported."""

@@ -1,6 +1,6 @@
-"""The loss of a critic, and how well its values predict returns. Pure functions of tensors.
+"""The loss of a critic, and a measure for the prediction of returns by its values. Pure functions of tensors.
 
-R response tokens of a micro-batch.
+A micro-batch has R response tokens.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from slime.algo.token_columns import Losses
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, *, value_clip: float
 ) -> Losses:
-    """`(weights * torch.maximum((V - G) ** 2, (V_clipped - G) ** 2)).sum()`, with
-    `V_clipped = V_old + (V - V_old).clamp(-value_clip, value_clip)`. All [R] fp32; differentiable in `values`.
+    """Returns `(weights * torch.maximum((V - G) ** 2, (V_clipped - G) ** 2)).sum()`, with
+    `V_clipped = V_old + (V - V_old).clamp(-value_clip, value_clip)`. All inputs are [R] fp32. The loss is
+    differentiable in `values`.
 
-    The clip is that of OpenAI's PPO2, and the loss has no factor 1/2, as in slime. `weights`: the weight of each token
-    in a mean over the step (`TokenColumns.weights`). Metric value_clipfrac: the share of values outside of the
-    clip range.
+    The clip is that of OpenAI's PPO2, and the loss has no factor 1/2, as in slime. `weights` holds each token's weight
+    in a mean over the step (`TokenColumns.weights`). The metric value_clipfrac is the share of values outside the clip
+    range.
     """
     values, old_values, returns = (torch.where(weights != 0, x, 0.0) for x in (values, old_values, returns))
     clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
@@ -31,16 +32,16 @@ def value_loss(
 
 
 def error_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """[5] fp64, to be added over parts of the tokens: count, and of returns and of returns - values the sum and the sum
-    of squares. Over tokens with mask 1."""
+    """Returns five sums over the tokens with mask 1, [5] fp64: the count, then sum and sum of squares for the returns,
+    then the same two for returns - values. The sums of different tokens can be added."""
     m = mask.double()
     g, e = (torch.where(m != 0, x.double(), 0.0) for x in (returns, returns - values))
     return torch.stack([m.sum(), (m * g).sum(), (m * g * g).sum(), (m * e).sum(), (m * e * e).sum()])
 
 
 def explained_variance(sums: Tensor) -> float:
-    """`1 - (G - V).var() / G.var()` from `error_sums`: 1 for values that are the returns, 0 for a constant. 0 too where
-    all returns are equal."""
+    """Returns `1 - (G - V).var() / G.var()` from `error_sums`: 1 if the values are the returns, 0 if the values are
+    constant. Returns 0 if all returns are equal, too."""
     count, g, gg, e, ee = sums.tolist()
     if count == 0:
         return 0.0

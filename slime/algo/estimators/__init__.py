@@ -36,7 +36,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def estimator_of(algorithm: AlgorithmConfig) -> Estimator:
-    """The record that --advantage-estimator names, of a configuration or a hook's namespace."""
+    """Returns the record that --advantage-estimator names."""
     if algorithm.advantage_estimator not in ESTIMATORS:
         raise ValueError(
             f"--advantage-estimator must be one of {', '.join(ESTIMATORS)}, got {algorithm.advantage_estimator}"
@@ -46,8 +46,8 @@ def estimator_of(algorithm: AlgorithmConfig) -> Estimator:
 
 
 def surrogate_of(algorithm: AlgorithmConfig) -> Surrogate:
-    """The record of the policy loss: that of --pg-loss-type, else the estimator's own; with --use-score-centering the
-    centred one. Of a configuration or a hook's namespace."""
+    """Returns the record of the policy loss: CENTRED with --use-score-centering, else the record that --pg-loss-type
+    names, else the one of the estimator."""
     if algorithm.use_score_centering:
         return CENTRED
     if algorithm.pg_loss_type is None:

@@ -1,6 +1,6 @@
-"""GRPO (DeepSeekMath, 2402.03300): rewards are normalized in their group, section 4.1.
+"""GRPO (DeepSeekMath, 2402.03300, section 4.1) normalizes each reward in its group.
 
-Dr.GRPO (2503.20783) is --use-dr-grpo: no division by the deviation, and one length for all responses.
+--use-dr-grpo is Dr.GRPO (2503.20783), which does not divide by the deviation and uses one length for all responses.
 """
 
 from slime.algo.estimators.record import Estimator, same_for_all_tokens

@@ -1,7 +1,7 @@
-"""GRPO with rewards of single turns (2505.11821): a token gets the advantage of its response and that of its turn.
+"""GRPO with rewards of single turns (2505.11821) adds the advantage of a token's turn to that of its response.
 
-Both are normalized in the same way, so that --use-dr-grpo, --disable-grpo-std-normalization and
---disable-rewards-normalization hold for both.
+The two advantages are normalized in the same way: --use-dr-grpo, --disable-grpo-std-normalization and
+--disable-rewards-normalization change both.
 """
 
 from __future__ import annotations

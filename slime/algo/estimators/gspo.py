@@ -1,4 +1,4 @@
-"""GSPO (2507.18071): GRPO with one ratio per sequence, from the masked mean of its log-prob differences."""
+"""GSPO (2507.18071) is GRPO with one ratio per sequence, from the masked mean of the log-prob differences."""
 
 from slime.algo.estimators.record import Estimator, same_for_all_tokens
 from slime.algo.surrogates import GSPO_LOSS

@@ -1,7 +1,7 @@
-"""pass@k rewards (PKPO, 2505.15201): an answer counts by how much it raises the best of k answers.
+"""pass@k rewards (PKPO, 2505.15201): the advantage of an answer is the amount by which it raises the best of k answers.
 
-With k the size of the group, the best answer gets its reward less the second best, and the others 0 (2503.19595; verl's
-grpo_passk).
+If k is the size of the group, the best answer gets its reward minus the second best reward, and the others get 0
+(2503.19595; verl's grpo_passk).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 def contribution(reward: float, others: Sequence[float], k: int) -> float:
-    """The mean, over all subsets S of `others` with k - 1 answers, of `max(reward - max(S), 0)`.
+    """Returns the mean of `max(reward - max(S), 0)` over all subsets S of `others` with k - 1 answers.
 
-    The paper's estimator s with the leave-one-out baseline of k - 1 answers, for rewards of any kind. For rewards 0 and
-    1 the mean is C(wrong others, k - 1) / C(others, k - 1) for a right answer, and 0 for a wrong one. `2 <= k`, and
-    `k - 1 <= len(others)`.
+    This is the paper's estimator s with the leave-one-out baseline of k - 1 answers. It takes rewards of any kind. For
+    rewards 0 and 1 the mean is C(wrong others, k - 1) / C(others, k - 1) for a right answer, and 0 for a wrong one. `2
+    <= k`, and `k - 1 <= len(others)`.
     """
     assert 2 <= k <= len(others) + 1
     subsets = math.comb(len(others), k - 1)
-    # the j-th smallest is the maximum of the subsets that take k - 2 of the j smaller ones
+    # the j-th smallest reward is the maximum of the subsets with k - 2 of the j smaller rewards
     return sum(
         math.comb(j, k - 2) / subsets * (reward - other)
         for j, other in enumerate(sorted(others))
@@ -38,7 +38,7 @@ def contribution(reward: float, others: Sequence[float], k: int) -> float:
 
 
 def _raises_the_best(c: Config, response: Response) -> tuple[Tensor, Tensor]:
-    group = response.columns["group_rewards"].tolist()  # its own reward first
+    group = response.columns["group_rewards"].tolist()  # the first reward is that of the sample itself
     k = c.algorithm.pass_at_k or len(group)
     if not 2 <= k <= len(group):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""PPO with a critic (1707.06347): generalised advantage estimation (1506.02438) from the critic's values."""
+"""PPO with a critic (1707.06347) uses generalised advantage estimation (1506.02438) from the critic's values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 def _generalised(c: Config, response: Response) -> tuple[Tensor, Tensor]:
-    """GAE over the trained tokens: `x = -kl_coef * kl`, and `reward` added at the last of them.
+    """Computes GAE over the trained tokens, with the rewards `x = -kl_coef * kl` plus `reward` at the last trained
+    token.
 
-    The tokens of tools are no actions: a trained token is followed by the next trained token, and advantages and
-    returns of the other tokens are 0 and their own value.
+    Tokens of tools are not actions: the successor of a trained token is the next trained token. The advantage of any
+    other token is 0, and its return is its value.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""The record of one advantage estimator: what it needs, and how rewards become advantages.
+"""The record of an advantage estimator: its inputs, and the function that turns rewards into advantages.
 
-Configuration, conversion, trainer and documents read the record, and no other code compares an estimator's name.
-`slime.config` imports this folder, and must start without torch: functions here import torch and rl_kernel themselves.
+Configuration, conversion, trainer and documents read the record. No other code compares the name of an estimator.
+`slime.rules` imports this folder and must start without torch, so functions here import torch and rl_kernel.
 
 Shapes: R_i response tokens of sample i.
 """
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Response:
-    """What an estimator reads of one sample."""
+    """The inputs of an estimator for one sample."""
 
     reward: float
-    """After normalization in its group."""
+    """Reward after normalization in the group."""
     mask: Tensor
-    """[R_i]: 1 for the tokens that are trained on, else 0."""
+    """[R_i]: 1 for each token that is trained on, else 0."""
     kl: Tensor
-    """[R_i] fp32: to the reference model, as --kl-loss-type estimates it; 0 without --kl-coef."""
+    """[R_i] fp32: KL to the reference model by the estimate of --kl-loss-type; 0 without --kl-coef."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """The sample's entries of the columns that the estimator's record `reads`, such as values [R_i], or group_rewards:
-    the rewards of its group before normalization, its own rollout's first."""
+    """The sample's entries of the columns that the estimator's record `reads`. Examples are values [R_i], and
+    group_rewards: the rewards of the group before normalization, with the reward of this rollout first."""
 
 
 @dataclass(frozen=True)
@@ -41,37 +41,37 @@ class Estimator:
 
     name: str
     advantage: str
-    """Describes the advantages in docs/algorithms.md."""
+    """Formula of the advantages in docs/algorithms.md."""
     surrogate: Surrogate
-    """Its policy loss, unless --pg-loss-type names another."""
+    """Policy loss of the estimator, unless --pg-loss-type names another policy loss."""
     estimate: Callable[[Config, Response], tuple[Tensor, Tensor]]
-    """`estimate(c, response)`: the advantages of a sample before --normalize-advantages, and its returns, [R_i] fp32
-    each."""
+    """`estimate(c, response)` returns the advantages of a sample before --normalize-advantages, and the returns,
+    [R_i] fp32 each."""
     group: Literal["none", "mean", "mean and std"] = "none"
-    """Which statistics of its group normalize a reward."""
+    """Statistics of the group that normalize a reward."""
     reads: frozenset[str] = frozenset()
-    """The columns (`slime.data.columns`) that the estimate reads besides rewards, masks and advantages. What reads
-    ref_log_probs or values brings the model that computes them (`slime.roles`); what reads old_log_probs, a pass for
-    them before the first step."""
+    """Columns (`slime.data.columns`) that `estimate` reads besides rewards, masks and advantages. A record that reads
+    ref_log_probs or values adds the model that computes this column to the run (`slime.roles`). A record that reads
+    old_log_probs adds a pass for old log-probs before the first step."""
     flags: frozenset[str] = frozenset()
-    """The fields of the configuration that `estimate` reads."""
+    """Fields of the configuration that `estimate` reads."""
     source: str = ""
     """The paper."""
     aliases: tuple[str, ...] = ()
-    """Names that TRL, verl and others give it."""
+    """Names of the same estimator in TRL, verl and other trainers."""
     example: str = ""
-    """A folder of examples/."""
+    """Folder of examples/ that uses the estimator."""
     checks: tuple[Callable[[Config], None], ...] = ()
-    """Rules for other flags; each gets the configuration and raises ValueError."""
+    """Rules for other flags. Each rule gets the configuration and raises ValueError."""
 
     @property
     def centred(self) -> bool:
-        """Whether a reward counts relative to its group."""
+        """Returns true if a reward counts relative to its group."""
         return self.group != "none"
 
     @property
     def flags_of_group(self) -> frozenset[str]:
-        """The fields that its normalization in the group reads."""
+        """Fields of the configuration that the normalization in the group reads."""
         names = {"mean": _OF_MEAN, "mean and std": _OF_MEAN | {"disable_grpo_std_normalization"}}
         return names.get(self.group, frozenset())
 
@@ -80,7 +80,7 @@ _OF_MEAN = frozenset({"disable_rewards_normalization"})
 
 
 def same_for_all_tokens(c: Config, response: Response) -> tuple[Tensor, Tensor]:
-    """`A_t = r`, fp32; the returns are the same."""
+    """Returns `A_t = r` as fp32 for advantages and for returns."""
     import torch
 
     same = torch.full_like(response.kl, response.reward, dtype=torch.float32)

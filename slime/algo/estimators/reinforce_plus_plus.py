@@ -1,4 +1,5 @@
-"""REINFORCE++ (2501.03262): whitened advantages with the KL in the reward; its baseline is the mean of the group."""
+"""REINFORCE++ (2501.03262) whitens advantages and has the KL in the reward. Its variant with a baseline subtracts the
+mean of the group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RLOO (2402.14740): the baseline of an answer is the mean reward of the group's other answers."""
+"""RLOO (2402.14740) takes the mean reward of the group's other answers as the baseline of an answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _less_the_others(c: Config, response: Response) -> tuple[Tensor, Tensor]:
-    """`A_t = r_i - mean(r_j, j != i) = n / (n - 1) * (r_i - mean(r))`, n rollouts in the group; fp32."""
+    """Returns `A_t = r_i - mean(r_j, j != i) = n / (n - 1) * (r_i - mean(r))` as fp32, for n rollouts in the group."""
     rollouts = len(response.columns["group_rewards"])
     if rollouts < 2:
         raise ValueError(

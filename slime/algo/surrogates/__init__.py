@@ -1,4 +1,4 @@
-"""The policy losses: one file each, or one for close relatives, and a line in SURROGATES."""
+"""The policy losses: one file per policy loss, or one file for close relatives, and a line in SURROGATES."""
 
 from __future__ import annotations
 

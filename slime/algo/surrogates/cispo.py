@@ -1,6 +1,6 @@
 """CISPO (2506.13585): the clipped ratio is a constant weight of the log-prob, so clipped tokens keep a gradient.
 
-The paper has no lower clip: --eps-clip 1 or more.
+The paper has no lower clip, which --eps-clip 1 or more turns off.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def compute_cispo_loss(
     ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """`-r.clamp(1 - eps_clip, 1 + eps_clip_high).detach() * A * log_probs` and 1.0 where clipped (2506.13585)."""
+    """Returns `-r.clamp(1 - eps_clip, 1 + eps_clip_high).detach() * A * log_probs`, and 1.0 where the clip was active
+    (2506.13585)."""
     from slime.algo.importance import ratio_of
 
     ratio = ratio_of(-ppo_kl.detach())

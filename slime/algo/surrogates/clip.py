@@ -1,4 +1,4 @@
-"""PPO's clipped surrogate (1707.06347), which GRPO takes; with --eps-clip-c also clipped for negative advantages."""
+"""PPO's clipped surrogate (1707.06347), which GRPO uses. --eps-clip-c also clips tokens of negative advantage."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 def compute_policy_loss(
     ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`torch.maximum(-r * A, -r.clamp(1 - eps_clip, 1 + eps_clip_high) * A)` with `r = ratio_of(-ppo_kl)`.
+    """Returns `torch.maximum(-r * A, -r.clamp(1 - eps_clip, 1 + eps_clip_high) * A)` with `r = ratio_of(-ppo_kl)`.
 
     With `eps_clip_c` (above 1) the loss of a token with A < 0 is at most `-eps_clip_c * A` (dual clip, 1912.09729).
-    Returns the loss and 1.0 where the clip was active, both the shape of `ppo_kl`. PPO: 1707.06347.
+    The second result is 1.0 where the clip was active. Both results have the shape of `ppo_kl`. PPO: 1707.06347.
     """
     import torch
 
@@ -40,7 +40,7 @@ def compute_policy_loss(
 
 
 def clipped(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
-    """`compute_policy_loss` with the clips of the flags."""
+    """Calls `compute_policy_loss` with the clips of the flags."""
     clips = c.algorithm.eps_clip, c.algorithm.eps_clip_high, c.algorithm.eps_clip_c
     return compute_policy_loss(ppo_kl, t["advantages"], *clips)
 
@@ -49,7 +49,7 @@ CLIPS = frozenset({"eps_clip", "eps_clip_high", "eps_clip_c"})
 
 
 def below_one(c: Config) -> None:
-    """A lower clip at or below a ratio of 0 never acts; CISPO alone is made to have none."""
+    """ValueError for a lower clip at or below a ratio of 0, which never acts. Only CISPO works without a lower clip."""
     if c.algorithm.eps_clip >= 1:
         raise ValueError(
             f"--eps-clip must be below 1, got {c.algorithm.eps_clip}; only --pg-loss-type cispo takes 1 or more, which "

@@ -1,8 +1,9 @@
-"""Clip-Cov and KL-Cov (2505.22617): tokens whose log-prob and advantage covary most are what lowers the entropy.
+"""Clip-Cov and KL-Cov (2505.22617) treat the tokens whose log-prob and advantage covary most, as these lower the
+entropy.
 
 The covariance of a token is `(old - old.mean()) * (A - A.mean())`, with means over the trained tokens of
 the rollout on all ranks. `old` are log-probs of the policy before the rollout's first step, so that the choice does not
-depend on micro-batches or ranks. It is made once per rollout, in the column chosen_tokens.
+depend on micro-batches or ranks. The tokens are chosen once per rollout, in the column chosen_tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 
 def covariance(advantages: Tensor, old_log_probs: Tensor, group: ProcessGroup | None) -> tuple[Tensor, int]:
-    """`(old - old.mean()) * (A - A.mean())` [N] float32, with means over `group`, and the tokens of all its ranks."""
+    """Returns `(old - old.mean()) * (A - A.mean())` [N] float32, with means over `group`, and the number of tokens on
+    all ranks of `group`."""
     import torch
 
     pair = torch.stack([advantages.double(), old_log_probs.double()])
@@ -33,7 +35,8 @@ def covariance(advantages: Tensor, old_log_probs: Tensor, group: ProcessGroup | 
 
 
 def uniform(keys: Tensor) -> Tensor:
-    """A number in [0, 1) for each int64 key, float32 [N], the same wherever it is computed (32-bit xor-shift hash)."""
+    """Returns a number in [0, 1) for each int64 key, float32 [N]. A key has the same number on every rank (32-bit
+    xor-shift hash)."""
     x = (keys * 2654435761) & 0xFFFFFFFF
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
@@ -41,7 +44,8 @@ def uniform(keys: Tensor) -> Tensor:
 
 
 def at_most(count: int, values: Tensor, group: ProcessGroup | None) -> Tensor:
-    """1.0 for the `count` smallest finite `values` >= 0 of all ranks (more if the last is a tie), [N] float32."""
+    """Returns 1.0 for the `count` smallest finite `values` >= 0 over all ranks, [N] float32. A tie at the last value
+    adds more tokens."""
     from slime.algo.consistency import order_statistics
 
     finite = values[values.isfinite()]
@@ -55,7 +59,8 @@ def at_most(count: int, values: Tensor, group: ProcessGroup | None) -> Tensor:
 def _of_band(
     algorithm: AlgorithmConfig, advantages: Tensor, old: Tensor, keys: Tensor, group: ProcessGroup | None
 ) -> Tensor:
-    """Clip-Cov: of the tokens between the bounds, max(1, ratio * N) of the rollout's N at random."""
+    """Clip-Cov chooses max(1, ratio * N) random tokens between the bounds, where N is the rollout's number of
+    tokens."""
     import torch
 
     found, count = covariance(advantages, old, group)
@@ -67,24 +72,24 @@ def _of_band(
 def _largest(
     algorithm: AlgorithmConfig, advantages: Tensor, old: Tensor, keys: Tensor, group: ProcessGroup | None
 ) -> Tensor:
-    """KL-Cov: the max(1, ratio * N) tokens of the largest covariance, of those above 0."""
+    """KL-Cov chooses the max(1, ratio * N) tokens with the largest covariance above 0."""
     import torch
 
     found, count = covariance(advantages, old, group)
-    # 1 / x turns the order round, and keeps it: x is positive
+    # x is positive, so 1 / x reverses the order
     smallest = torch.where(found > 0, found.reciprocal(), torch.inf)
     return at_most(max(1, int(algorithm.kl_cov_ratio * count)), smallest, group)
 
 
 def _without_chosen(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
-    """PPO's clipped term, and 0 for chosen tokens (Clip-Cov)."""
+    """Returns PPO's clipped term, and 0 for each chosen token (Clip-Cov)."""
     loss, active = clipped(c, t, log_probs, ppo_kl)
     keep = 1 - t["chosen_tokens"]
     return loss * keep, active * keep + t["chosen_tokens"]
 
 
 def _held_back(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
-    """`-ratio * A`, and `+ kl_cov_coef * abs(log_ratio)` for chosen tokens (KL-Cov). Nothing is clipped."""
+    """Returns `-ratio * A`, plus `kl_cov_coef * abs(log_ratio)` for each chosen token (KL-Cov). Nothing is clipped."""
     import torch
 
     from slime.algo.importance import ratio_of, weighted

@@ -1,4 +1,4 @@
-"""GMPO (2507.20673): the geometric mean of clipped ratios in the place of their arithmetic mean."""
+"""GMPO (2507.20673) takes the geometric mean of clipped ratios instead of the arithmetic mean."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def _geometric_mean(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
-    """`-A * exp((mask * d).sum() / mask.sum())` per sequence, `d` the log-ratio, clipped token by token.
+    """Returns `-A * exp((mask * d).sum() / mask.sum())` per sequence. `d` is the log-ratio of a token, clipped.
 
-    Where A > 0, `d = min(log_ratio, log_ratio.clamp(log(1 - eps_clip), log(1 + eps_clip_high)))`; where A < 0, the
-    maximum. The paper's range (e^-0.4, e^0.4) is --eps-clip 0.33 --eps-clip-high 0.49.
+    For A > 0, `d = min(log_ratio, log_ratio.clamp(log(1 - eps_clip), log(1 + eps_clip_high)))`. For A < 0, `d` is the
+    maximum of these two numbers. The paper's range (e^-0.4, e^0.4) is --eps-clip 0.33 --eps-clip-high 0.49.
     """
     import torch
 

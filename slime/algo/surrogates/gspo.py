@@ -1,7 +1,8 @@
-"""GSPO (2507.18071): one clipped ratio per sequence, `s = exp((mask * (new - old)).sum() / mask.sum())`.
+"""GSPO (2507.18071) has one clipped ratio per sequence, `s = exp((mask * (new - old)).sum() / mask.sum())`.
 
-GSPO-token: `s.detach() * exp(new - new.detach())`, which has the value of `s` and the gradient of the token.
-With one advantage per sequence both have the same gradient; with advantages per token each token follows its own.
+The ratio of GSPO-token is `s.detach() * exp(new - new.detach())`, which has the value of `s` and the gradient of the
+token. With one advantage per sequence, GSPO and GSPO-token have the same gradient. With advantages per token, each
+token of GSPO-token follows its own advantage.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The record of one policy loss: the policy-gradient term of a token, and what it needs.
+"""The record of a policy loss: the policy-gradient term of a token, and its inputs.
 
-`slime.config` imports this folder, and must start without torch: functions here import torch themselves. The surrogate
-of a run is that of --pg-loss-type, else the one of its estimator's record.
+`slime.rules` imports this folder and must start without torch, so functions here import torch. --pg-loss-type names the
+surrogate of a run. Without the flag, the surrogate is the one in the record of the estimator.
 
 Shapes: R response tokens of a micro-batch, N trained tokens of a rank.
 """
@@ -27,37 +27,38 @@ class Surrogate:
 
     name: str
     policy: str
-    """Describes the term in docs/algorithms.md."""
+    """Formula of the term in docs/algorithms.md."""
     per_token: Callable[[Config, TokenColumns, Tensor, Tensor], tuple[Tensor, Tensor]]
-    """`per_token(c, t, log_probs, ppo_kl)`: the loss of each token, and 1.0 where a clip was active, [R] each. The
-    ratio is `exp(-ppo_kl)`, with `ppo_kl = old - log_probs`. `t` has all columns."""
+    """`per_token(c, t, log_probs, ppo_kl)` returns each token's loss, and 1.0 where a clip was active, [R] each.
+    The ratio is `exp(-ppo_kl)`, with `ppo_kl = old - log_probs`. `t` has all columns."""
     source: str = ""
     """The paper."""
     ratio: Literal["token", "sequence", "sequence_token"] = "token"
-    """Of one token; of its sequence, the exponential of the masked mean of the log-prob differences, and then so are
-    `log_probs` and `ppo_kl`; or the value of the sequence with the gradient of the token."""
+    """Level of the ratio. token: the token's own ratio. sequence: the exponential of the masked mean of the sequence's
+    log-prob differences; `log_probs` and `ppo_kl` are then at this level, too. sequence_token: the value of the
+    sequence's ratio with the gradient of the token."""
     whole_sequences: bool = False
-    """It reads more than its own token."""
+    """True if the loss of a token reads other tokens of its sequence."""
     fused: bool = False
-    """`rl_kernel.grpo_loss` computes the same term and its sum."""
+    """True if `rl_kernel.grpo_loss` computes the same term and the sum."""
     reads: frozenset[str] = frozenset()
-    """The columns that it needs before the first step, as in an estimator's record."""
+    """Columns that must exist before the first step, as in an estimator's record."""
     flags: frozenset[str] = frozenset()
-    """The fields of the configuration that `per_token` and `choose` read."""
+    """Fields of the configuration that `per_token` and `choose` read."""
     choose: Callable[[AlgorithmConfig, Tensor, Tensor, Tensor, ProcessGroup | None], Tensor] | None = None
     """`choose(algorithm, advantages, old_log_probs, keys, group)` makes the column chosen_tokens from all trained
     tokens of a rollout, [N] each: 1.0 for each chosen token, which the surrogate treats differently. `keys` int64
     identify the tokens on every rank. Collective over `group`."""
     aliases: tuple[str, ...] = ()
-    """Names that TRL, verl and others give it."""
+    """Names of the same policy loss in TRL, verl and other trainers."""
     weighs: bool = False
-    """Its term has the importance weight of --use-tis in it."""
+    """True if the term contains the importance weight of --use-tis already."""
     flag: str = ""
-    """The flag that puts it in the place of the policy loss of its name."""
+    """Flag that replaces the policy loss of the same name by this one."""
     checks: tuple[Callable[[Config], None], ...] = ()
-    """Rules for other flags; each gets the configuration and raises ValueError."""
+    """Rules for other flags. Each rule gets the configuration and raises ValueError."""
 
     @property
     def reads_sequences(self) -> bool:
-        """Whether the loss of a token needs more than that token's log-prob."""
+        """Returns true if the loss of a token reads more than the log-prob of this token."""
         return self.ratio != "token" or self.whole_sequences

@@ -1,4 +1,4 @@
-"""REINFORCE (Williams, 1992): the log-prob times the advantage, without a ratio; with centred scores: 2609.20807."""
+"""REINFORCE (Williams, 1992): the log-prob times the advantage, without a ratio. 2609.20807 adds centred scores."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ LEAST_TAIL = 1e-6
 
 
 def _log_prob(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
-    """`-A * log_probs`. Nothing is clipped."""
+    """Returns `-A * log_probs`. Nothing is clipped."""
     import torch
 
     return -t["advantages"] * log_probs, torch.zeros_like(ppo_kl)
 
 
 def centering(off_policy: OffPolicyConfig, log_p: Tensor, log_q: Tensor, known: Tensor) -> Tensor:
-    """The centering term of each token, [R], from log-probs [R, K] of the policy p and the sampler q at the sampler's
-    top-k ids, where `known`.
+    """Returns each token's centering term, [R]. `log_p` and `log_q` [R, K] are log-probs of the policy p and of
+    the sampler q at the sampler's top-k ids. `known` is true where there is an id.
 
-    `((w * q - alpha * p).detach() * log_p).sum(1)`, `alpha = rho * f(1 / rho)`,
-    `rho = (1 - q.sum(1)) / (1 - p.sum(1))`, `w = f(p / q)`; f is the weight of --use-tis, else 1. Its gradient is the
-    expectation of the weighted score under q in the top-k and rho * p in the tail (2609.20807). `p` and `q` are
-    probabilities of the whole vocabulary, not of the top-k alone.
+    `((w * q - alpha * p).detach() * log_p).sum(1)`, `alpha = rho * f(1 / rho)`, `rho = (1 - q.sum(1)) / (1 -
+    p.sum(1))`, `w = f(p / q)`; f is the weight of --use-tis, else 1. The gradient of the term is the expectation of the
+    weighted score under q in the top-k and rho * p in the tail (2609.20807). `p` and `q` are probabilities of the whole
+    vocabulary, not of the top-k alone.
     """
     import torch
 
@@ -51,8 +51,8 @@ def centering(off_policy: OffPolicyConfig, log_p: Tensor, log_q: Tensor, known: 
 
 
 def _centred(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
-    """`-A * (w * log_probs - centering)`, with the weight w of --use-tis (else 1) of the sampled token. The caller
-    multiplies by no weight."""
+    """Returns `-A * (w * log_probs - centering)`, where w is the weight of --use-tis for the sampled token (else 1).
+    The caller multiplies the result by no weight."""
     import torch
 
     from slime.algo.corrections import bounded
@@ -68,7 +68,8 @@ def _centred(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> t
 
 
 def _whole_distribution(c: Config) -> None:
-    """The engine's and the trainer's probabilities are of the whole vocabulary, and the weight is of one token."""
+    """ValueError unless engine and trainer compute probabilities of the whole vocabulary and a weight is for one
+    token."""
     rollout, off_policy = c.rollout, c.off_policy
     if c.algorithm.pg_loss_type not in (None, REINFORCE_LOSS.name):
         raise ValueError(
@@ -118,4 +119,4 @@ CENTRED = Surrogate(
     flag="--use-score-centering",
     checks=(_whole_distribution,),
 )
-"""That of --use-score-centering, in the place of REINFORCE_LOSS."""
+"""The policy loss that replaces REINFORCE_LOSS with --use-score-centering."""

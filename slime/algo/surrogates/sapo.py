@@ -1,4 +1,4 @@
-"""SAPO (2511.20347): a sigmoid gate in the place of the clip, steeper for negative advantages."""
+"""SAPO (2511.20347) has a sigmoid gate instead of the clip. The gate is steeper for negative advantages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def _soft_gate(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
-    """`-(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * A`, `tau` by the sign of A.
+    """Returns `-(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * A`, where `tau` depends on the sign of A.
 
-    Its gradient in the log-prob is `-w * ratio * A`, with `w = 4 p (1 - p)` and p the sigmoid: 1 at ratio 1, smaller on
-    both sides. Nothing is clipped.
+    The gradient in the log-prob is `-w * ratio * A`, with `w = 4 p (1 - p)` and p the sigmoid. w is 1 at ratio 1, and
+    smaller on both sides. Nothing is clipped.
     """
     import torch
 
