@@ -1,4 +1,5 @@
-"""Ray actors of the trainer ranks. `slime.cluster.trainers` has the handles with which the loop calls them."""
+"""Defines the Ray actors of the trainer ranks. `slime.cluster.trainers` has the handles with which the loop calls
+them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def log_to(config: Config, name: str) -> None:
-    """Send everything this process prints, from any library, to `{run_dir}/logs/{name}.log`."""
+    """Redirects the output of this process, from any library, to `{run_dir}/logs/{name}.log`."""
     path = log_path(config, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -43,7 +44,7 @@ LIFE = {"life": 1}
 
 
 def freeze_objects() -> None:
-    """Exclude the objects that exist now from garbage collection: modules and models live as long as the process.
+    """Excludes the objects that exist now from garbage collection: modules and models live as long as the process.
 
     The samples of a rollout trigger full collections, which took 0.2 s with half a million objects.
     """
@@ -52,13 +53,16 @@ def freeze_objects() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return the host memory that was freed to the system, in all heaps of glibc. Packed data has other sizes in each
-    step, so that freed blocks do not fit again: the trainer of a tiny model grew by half a MiB a step. Takes 5 ms."""
+    """Returns freed host memory to the system, in all heaps of glibc. Takes 5 ms.
+
+    The sizes of packed data differ from step to step, so freed blocks do not fit again: the trainer of a tiny model
+    grew by half a MiB per step.
+    """
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def other_gpu(named: str | None) -> list[str]:
-    """A remark if this process's GPU is not the GPU that --gpu names."""
+    """Returns a remark if this process's GPU is not the GPU that --gpu names."""
     import torch
 
     if named is None or not torch.cuda.is_available():
@@ -68,8 +72,8 @@ def other_gpu(named: str | None) -> list[str]:
 
 
 class TrainerActor:
-    """One trainer rank in its own process. Megatron is imported here, never in the driver. `config`: that of its group
-    of ranks, `name`: the group's."""
+    """Runs one trainer rank in a separate process. Megatron is imported here, never in the driver. `config` and `name`
+    belong to its group of ranks."""
 
     def __init__(
         self,
@@ -87,9 +91,7 @@ class TrainerActor:
             if cpus:
                 bind(cpus)
             self.remarks.append(f"NUMA: {line}")
-        os.environ.update(
-            env
-        )  # CUDA and the collectives read these variables when they start, which is later
+        os.environ.update(env)  # CUDA and the collectives read these variables later, when they start
         os.environ.update({key: str(value) for key, value in config.cluster.train_env_vars.items()})
         self.config, self.rank = config, rank
         self.scored: RankData | None = None
@@ -99,14 +101,18 @@ class TrainerActor:
             torch.set_num_threads(threads)
 
     def open_port(self) -> str:
-        """A torch.distributed address on this node. The port stays open, so that no other process takes the port."""
+        """Opens a torch.distributed address on this node. The port stays open, so that no other process takes the
+        port."""
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self.store, init_method = open_store(address)
         return init_method
 
     def build(self, init_method: str) -> tuple[int, int, list[Decision], tuple[str, ...], list[str]]:
-        """Build the model. Return the data-parallel rank, the first rollout to train, the decisions on operators, the
-        lines on the state that leaves the device and why, and the remarks on the rank's GPU and CPUs."""
+        """Builds the model.
+
+        Returns the data-parallel rank, the first rollout to train, the decisions on operators, the lines on the state
+        that leaves the device with the reasons, and the remarks on the rank's GPU and CPUs.
+        """
         with uncollected(freeze=True):
             from slime.megatron_backend.step.trainer import MegatronTrainer
 
@@ -122,15 +128,19 @@ class TrainerActor:
 
     @ray.method(num_returns=2)
     def score(self, rollout_id: int, data: TrainData) -> tuple[None, TrainData]:
-        """The passes before training, where a run has several groups of ranks. Returns None, for which the driver
-        waits, and the columns for the other groups, which Ray sends to their ranks and not to the driver."""
+        """Computes the passes before training, if a run has several groups of ranks.
+
+        Returns None, for which the driver waits, and the columns for the other groups, which Ray sends to their ranks
+        and not to the driver.
+        """
         from slime.data.transport import pack_columns, unpack_columns
 
         self.scored = unpack_columns(data)
         return None, pack_columns(self.trainer.score(rollout_id, self.scored))
 
     def train(self, rollout_id: int, data: TrainData | None, *received: TrainData) -> TrainResult:
-        """Without `data`: the second half, with what the other groups' ranks have filled."""
+        """Trains a rollout. Without `data`, runs the second half of training, with the columns from the other groups'
+        ranks."""
         from slime.data.transport import unpack_columns
 
         whole = self.scored if data is None else unpack_columns(data)
@@ -141,7 +151,7 @@ class TrainerActor:
         return result
 
     def evaluate(self, rollout_id: int, names: list[str], *data: TrainData) -> dict[str, float]:
-        """The loss of held-out sets. `data` has one entry per name in `names`."""
+        """Computes the loss of held-out sets. `data` has one entry per name in `names`."""
         from slime.data.transport import unpack_columns
 
         sets = {name: unpack_columns(columns) for name, columns in zip(names, data, strict=True)}
@@ -155,7 +165,8 @@ class TrainerActor:
 
     @ray.method(concurrency_group="life")
     def live(self) -> None:
-        """Never returns. The call fails when this process dies, so a caller that waits for the call learns of it."""
+        """Never returns. The call fails when this process dies, so a caller that waits for the call notices the
+        death."""
         threading.Event().wait()
 
     def save(self, rollout_id: int) -> None:

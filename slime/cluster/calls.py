@@ -1,4 +1,4 @@
-"""Calls of Ray actors: the wait for their results, and the error that names the actor that failed."""
+"""Waits for the results of Ray actors' calls, and raises an error that names the actor that failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime.config import Config
 from slime.user_code import with_place
 
 Actor: TypeAlias = "ActorHandle[Any]"
-"""The handle of a process, whose methods are remote."""
+"""Handle of a process, whose methods are remote."""
 
 Ref: TypeAlias = "ray.ObjectRef[Any]"
 """A call of an actor, whose result Ray stores."""
@@ -27,8 +27,8 @@ def log_path(config: Config, name: str) -> Path:
 
 
 class ActorError(RuntimeError):
-    """A call of an actor failed. The message has the actor's name and the actor's error. `log` is the actor's log
-    file. `details` is the remote traceback, or Ray's report on a process that died."""
+    """Raised when a call of an actor fails. The message has the actor's name and the actor's error. `log` is the
+    actor's log file. `details` is the remote traceback, or Ray's report on a process that died."""
 
     def __init__(self, name: str, error: RayTaskError | RayActorError, log: Path) -> None:
         self.log, self.details = log, str(error)
@@ -52,7 +52,8 @@ def first_failure_or_all(
     *,
     check: Callable[[], None] | None = None,
 ) -> list[Any]:
-    """Results of the calls (reference -> name of the actor), in order. `lives`: calls that end only with their actor.
+    """Waits for the calls (reference -> name of the actor) and returns their results in order. `lives`: calls that end
+    only with their actor.
 
     The first call that fails raises ActorError at once, because its peers may still wait for it in a collective. If a
     peer died, the ActorError names that peer. Its death breaks the collective, and the other ranks may report the
@@ -79,7 +80,7 @@ def first_failure_or_all(
 
 
 def _death_among(waiting: list[Ref]) -> tuple[Ref, RayActorError] | None:
-    """The first call whose actor Ray reports as dead within _DEATH_S seconds, and Ray's error."""
+    """Returns the first call whose actor Ray reports as dead within _DEATH_S seconds, with Ray's error, or None."""
     end = time.monotonic() + _DEATH_S
     while waiting and (left_s := end - time.monotonic()) > 0:
         ended, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
@@ -89,12 +90,12 @@ def _death_among(waiting: list[Ref]) -> tuple[Ref, RayActorError] | None:
             except RayActorError as error:
                 return ref, error
             except RayTaskError:
-                pass  # this actor lives, and also lost its peer
+                pass  # this actor is alive, and also lost its peer
     return None
 
 
 def ask_progress(actor: Actor) -> tuple[int, int]:
-    """How far an actor is. (0, 0) for an actor that died: the call that the actor ran reports why."""
+    """Returns the progress of an actor, or (0, 0) for a dead actor, whose running call reports the reason."""
     try:
         call: ray.ObjectRef[tuple[int, int]] = actor.progress.remote()
         return ray.get(call, timeout=5)

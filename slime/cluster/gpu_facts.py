@@ -1,4 +1,4 @@
-"""PCI bus address and NVLink domain of a GPU of this node, from `nvidia-smi`."""
+"""Reads the PCI bus address and the NVLink domain of a GPU of this node from `nvidia-smi`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TIMEOUT_S = 60
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What the driver reports of a GPU. A value is "" if the driver does not report it."""
+    """Facts that the driver reports about a GPU. A value is "" if the driver does not report it."""
 
     bus: str = ""
     """PCI address as Linux writes it ("0000:00:06.0")."""
@@ -25,7 +25,7 @@ UNKNOWN = GpuFacts()
 
 
 def read_gpu_facts(name: str) -> GpuFacts:
-    """The facts of the GPU `name`, an index or a UUID. Both are "" on a host without nvidia-smi."""
+    """Returns the facts of the GPU `name`, an index or a UUID. Both facts are "" on a host without nvidia-smi."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "-q", "-i", name],
@@ -49,7 +49,7 @@ def read_gpu_facts(name: str) -> GpuFacts:
 
 
 def parse(text: str) -> GpuFacts:
-    """Facts in the output of `nvidia-smi -q` for one GPU."""
+    """Parses the facts from the output of `nvidia-smi -q` for one GPU."""
     bus = re.search(r"^GPU ([0-9A-Fa-f]+):([0-9A-Fa-f:.]+)$", text, re.M)
     fabric = text.partition("\n    Fabric\n")[2]
     joined = (_value(fabric, "State"), _value(fabric, "Status")) == ("Completed", "Success")

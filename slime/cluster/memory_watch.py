@@ -1,7 +1,7 @@
 """Measures the memory of a run by phase: a thread of the driver samples the cards and the host twice a second.
 
-The largest values of each phase go to the journal, as events of the kind `memory`. If the host comes near its limit,
-the watch ends the run with an error of its own, before the kernel or Ray kills a process without one.
+Each phase's largest values go to the journal, as events of the kind `memory`. If the host comes near its limit, the
+watch ends the run with an explanatory error, before the kernel or Ray kills a process without an error.
 """
 
 from __future__ import annotations
@@ -24,20 +24,25 @@ from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, LOADING, PHASE_OF_T
 
 _EVERY_S = 0.5
 _ROLES_EVERY, _WALK_EVERY, _WRITE_EVERY = 16, 8, 20
-"""Samples between two lists of the processes, two walks, and two records of a phase that goes on. The kernel takes a
-millisecond and more for a list of all processes, and as long for a walk through the pages of one."""
+"""Number of samples between two lists of processes, between two walks, and between two records of a running phase.
+
+The kernel needs a millisecond or more for a list of all processes, and the same time for a walk through a process's
+pages.
+"""
 _GROWN = 1.1
-"""A process that has grown by this factor is walked again for its proportional size."""
+"""Growth factor after which a process is walked again for its proportional size."""
 
 
 class HostMemoryError(RuntimeError):
-    """The processes of a run had nearly all memory of the host."""
+    """The processes of a run used nearly all memory of the host."""
 
 
 class MemoryWatch:
-    """A context in the driver's main thread, from the start of the run to its end. `explain` writes the error from what
-    was measured; without it, a full host is left to the kernel. `root` replaces `/` for the files that describe the
-    host."""
+    """Measures memory in a context in the driver's main thread, from the start of the run to its end.
+
+    `explain` makes the text of the error from the measurements. Without `explain`, the watch does not act on a full
+    host. `root` replaces `/` for the files that describe the host.
+    """
 
     def __init__(
         self,
@@ -75,31 +80,31 @@ class MemoryWatch:
         signal.signal(signal.SIGUSR2, self._before)
         self._events.close()
         if self._full is not None and isinstance(error, SystemError):
-            # Compiled code of Ray drops an exception of a signal handler, and raises this one in its place.
+            # Ray's compiled code drops an exception of a signal handler, and raises a SystemError instead.
             raise HostMemoryError(self._full) from error
 
     @property
     def now(self) -> Peaks:
-        """The peaks of the present phase."""
+        """Returns the peaks of the present phase."""
         with self._lock:
             return self._now
 
     @property
     def roles(self) -> dict[int, str]:
-        """Process id -> role, of the last list."""
+        """Returns process id -> role from the last list."""
         return dict(self._roles)
 
     def set_rollout(self, rollout: int) -> None:
         self._rollout = rollout
 
     def observe(self, timer: str, begins: bool) -> None:
-        """A timer of the driver begins or ends."""
+        """Records the begin or the end of a timer of the driver."""
         if (phase := PHASE_OF_TIMER.get(timer)) is not None:
             (self._begin if begins else self._end)(phase)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The block is a phase. After the first weights, engines generate between two others."""
+        """Context of a phase. After the first weights, GENERATING is the phase between two other phases."""
         self._begin(name)
         try:
             yield
@@ -125,7 +130,7 @@ class MemoryWatch:
         if self._now.samples:
             self._ended.append(self._now)
         self._now = Peaks(phase, self._rollout, before=self._now.before)
-        self._wake.set()  # a sample at its begin, for a phase that is shorter than the time between two
+        self._wake.set()  # takes a sample at the begin of a phase that is shorter than the sampling interval
 
     def _run(self) -> None:
         cards, count = Cards(), 0
@@ -159,7 +164,7 @@ class MemoryWatch:
         )
 
     def _proportional(self, resident: dict[int, int], *, walks: bool) -> dict[str, int]:
-        """Role -> proportional size. With `walks`, the process that has grown most is walked."""
+        """Returns role -> proportional size. With `walks`, the process that has grown most is walked."""
         grown = [pid for pid, size in resident.items() if size > _GROWN * self._walked.get(pid, (0, 0))[0]]
         if grown and walks:
             pid = max(grown, key=lambda one: resident[one] - self._walked.get(one, (0, 0))[0])
@@ -177,7 +182,7 @@ class MemoryWatch:
             self._events.add("memory", **peaks.fields())
 
     def _check(self, host: HostMemory | None) -> None:
-        """End the run in the main thread if the host is nearly full. Page cache does not count."""
+        """Ends the run in the main thread if the host is nearly full. Page cache does not count."""
         if self._explain is None or self._full is not None or host is None or host.share < self._threshold:
             return
         self._full = self._explain(self.now, host)

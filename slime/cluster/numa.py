@@ -1,9 +1,9 @@
 """Binds a process to the CPUs that are nearest to its GPUs. Linux, standard library only.
 
 A host with two processors has two NUMA nodes, and each has its own cores and memory. A process on the cores of the
-other processor reaches its GPU through the link between the two. Only CPUs are bound. Memory follows by Linux's own
-rule: a page is allocated on the node of the core that touches it first. On a GB200 the memory of each GPU is a NUMA
-node without cores. Such nodes are not counted, and nothing is bound to them.
+other processor reaches its GPU through the link between the two. Only CPUs are bound. Memory follows, because Linux
+allocates a page on the node of the core that touches the page first. On a GB200, each GPU's memory is a NUMA node
+without cores. Such nodes are not counted, and nothing is bound to them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SYSFS = Path("/sys")
 
 
 def parse_cpus(text: str) -> set[int]:
-    """The kernel's list format: "0-3,8" -> {0, 1, 2, 3, 8}."""
+    """Parses the kernel's list format: "0-3,8" -> {0, 1, 2, 3, 8}."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -26,7 +26,7 @@ def parse_cpus(text: str) -> set[int]:
 
 
 def format_cpus(cpus: Collection[int]) -> str:
-    """{0, 1, 2, 3, 8} -> "0-3,8"."""
+    """Formats CPUs in the kernel's list format: {0, 1, 2, 3, 8} -> "0-3,8"."""
     parts: list[list[int]] = []
     for cpu in sorted(cpus):
         if parts and cpu == parts[-1][-1] + 1:
@@ -37,7 +37,7 @@ def format_cpus(cpus: Collection[int]) -> str:
 
 
 def nodes_with_cpus(sysfs: Path = SYSFS) -> dict[int, set[int]]:
-    """NUMA node -> its CPUs, for the nodes that have CPUs."""
+    """Maps each NUMA node that has CPUs to its CPUs."""
     found = {}
     for folder in (sysfs / "devices/system/node").glob("node[0-9]*"):
         if cpus := parse_cpus((folder / "cpulist").read_text(encoding="utf-8")):
@@ -46,8 +46,10 @@ def nodes_with_cpus(sysfs: Path = SYSFS) -> dict[int, set[int]]:
 
 
 def cpus_of_gpu(bus: str, sysfs: Path = SYSFS) -> set[int]:
-    """CPUs of the NUMA node of the PCI device `bus`, or of the nearest node that has CPUs. Empty if the firmware does
-    not report the device's node, as in many virtual machines."""
+    """Returns the CPUs of the NUMA node of the PCI device `bus`, or of the nearest node that has CPUs.
+
+    The result is empty if the firmware does not report the device's node, as in many virtual machines.
+    """
     file = sysfs / "bus/pci/devices" / bus / "numa_node"
     if not file.is_file() or (node := int(file.read_text(encoding="utf-8"))) < 0:
         return set()
@@ -66,7 +68,7 @@ def cpus_of_gpu(bus: str, sysfs: Path = SYSFS) -> set[int]:
 def choose_cpus(
     buses: Sequence[str], mode: str, *, allowed: Collection[int] | None = None, sysfs: Path = SYSFS
 ) -> tuple[set[int], str]:
-    """(CPUs to bind to, a line that names them and the reason). Without CPUs, the process is not bound.
+    """Returns (CPUs to bind to, a line that names them and the reason). Without CPUs, the process is not bound.
 
     `buses`: PCI addresses of the process's GPUs. The result is the union of their CPUs. `mode` is --numa-binding.
     `allowed`: CPUs that the process may use now. A container or a scheduler may limit them.
@@ -89,11 +91,11 @@ def choose_cpus(
 
 
 def bind(cpus: Collection[int]) -> None:
-    """Bind all threads of this process, and the threads that they start later."""
+    """Binds all threads of this process, and the threads that they start later."""
     bound: set[int] = set()
     while (
         new := {int(task) for task in os.listdir("/proc/self/task")} - bound
-    ):  # a thread may have started meanwhile
+    ):  # a thread may have started in between
         for thread in new:
             with contextlib.suppress(ProcessLookupError):  # the thread has ended
                 os.sched_setaffinity(thread, cpus)
@@ -102,12 +104,14 @@ def bind(cpus: Collection[int]) -> None:
 
 @contextlib.contextmanager
 def children_on(cpus: Collection[int]) -> Iterator[None]:
-    """Processes that this thread starts in the block, and their children, run on `cpus`. With no CPUs, they run
-    wherever this thread may run. After the block, the thread itself is bound as before."""
+    """Context in which processes that this thread starts, and their children, run on `cpus`.
+
+    Without CPUs, they run wherever this thread may run. After the context, the thread itself is bound as before.
+    """
     if not cpus:
         yield
         return
-    before = os.sched_getaffinity(0)  # of this thread
+    before = os.sched_getaffinity(0)  # affinity of this thread
     os.sched_setaffinity(0, cpus)
     try:
         yield

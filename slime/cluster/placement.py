@@ -1,13 +1,13 @@
-"""Where every actor runs: one Ray placement group with one bundle per device. Owns the arithmetic and its errors.
+"""Places every actor: one Ray placement group with one bundle per device. Owns the arithmetic and its errors.
 
 A device is a GPU, or half a CPU core on a host without GPUs. Half a core lets a laptop with two cores run every
 topology of the test suite.
 
-Ray gives an actor the GPU of its own bundle only, and does not promise an order of bundles. So a task in each bundle
+Ray assigns an actor only the GPU of its bundle, and does not guarantee an order of bundles. So a task in each bundle
 reports its GPU. The run then takes the bundles in the order of NVLink domains, nodes and GPUs (see
 slime.cluster.domains). The server of an engine with several GPUs is one actor in the engine's first bundle, and
 `Placement.visible` lists all GPUs of the engine for it. An engine larger than a node has whole nodes, and one server
-process with its own actor on each node (`Placement.by_node`).
+process with a separate actor on each node (`Placement.by_node`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from slime.roles.served import POLICY, served_models
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _PLACEMENT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 60, 120
 _MORE_TIMEOUT_S = 10
-"""Ray takes a moment to see that devices are free."""
+"""Seconds to wait for free devices. Ray notices freed devices with a delay."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Gpu:
     """Ray's id of its node."""
     address: str
     name: str
-    """Its name in CUDA_VISIBLE_DEVICES as Ray sets it, a number or a UUID. If the variable was set for Ray, the
-    name is one of its entries."""
+    """Its name in CUDA_VISIBLE_DEVICES as Ray sets it, a number or a UUID. If the variable was set for Ray, the name is
+    one of its entries."""
     facts: GpuFacts = UNKNOWN
-    """The facts that the node's driver reports."""
+    """Facts that the node's driver reports."""
 
     @property
     def order(self) -> tuple[int | str, ...]:
-        """Sort key: domain, node and number. Names that are not numbers are sorted as text."""
+        """Returns the sort key: domain, node and number. Names that are not numbers are sorted as text."""
         number = int(self.name) if self.name.isdecimal() else -1
         return self.facts.domain, int(ipaddress.ip_address(self.address)), self.node, number, self.name
 
@@ -75,15 +75,15 @@ class Node:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the processes of a run are."""
+    """The bundles of a run's processes."""
 
     group: PlacementGroup
     resource: str
     trainer_bundles: list[list[int]]
-    """Of each group of trainer ranks (`slime.roles.groups`), in rank order."""
+    """Bundles by group of trainer ranks (`slime.roles.groups`), in rank order."""
     engine_bundles: dict[str, list[list[int]]]
-    """Of each engine of a served model, by the model's name. The engine's first bundle on a node hosts the server
-    process of that node."""
+    """Bundles by engine, under the name of the served model. The engine's first bundle on a node hosts the node's
+    server process."""
     share: float
     nodes: list[Node]
     """One entry per bundle."""
@@ -91,7 +91,8 @@ class Placement:
     """One entry per bundle. Empty on CPUs."""
 
     def options(self, bundle: int) -> dict[str, object]:
-        """Ray options that put an actor into `bundle`. Trainer and engine of a colocated run take half each.
+        """Returns Ray options that put an actor into `bundle`. Trainer and engine of a colocated run take half of a
+        device each.
 
         An engine with several GPUs needs an actor in its first bundle only. The group reserves the other bundles for
         this run. With colocation, they hold the trainer ranks that share these GPUs.
@@ -102,16 +103,18 @@ class Placement:
         return {**resources, "scheduling_strategy": strategy}
 
     def by_node(self, bundles: Sequence[int]) -> list[list[int]]:
-        """The bundles of an engine, one list per node."""
+        """Returns the bundles of an engine, one list per node."""
         return [list(group) for _, group in groupby(bundles, key=lambda bundle: self.nodes[bundle])]
 
     def visible(self, bundles: Sequence[int]) -> dict[str, str]:
-        """Environment of a process that may see only the GPUs of `bundles`, in that order. For one bundle, Ray sets
-        the same value, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES prevents it."""
+        """Returns the environment of a process that may use only the GPUs of `bundles`, in that order.
+
+        For one bundle, Ray sets the same value, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES prevents it.
+        """
         return {VISIBLE_VARIABLE: ",".join(self.gpus[bundle].name for bundle in bundles)} if self.gpus else {}
 
     def buses(self, bundles: Sequence[int]) -> tuple[str, ...]:
-        """PCI addresses of the GPUs of `bundles` on their node. Empty on CPUs."""
+        """Returns PCI addresses of the GPUs of `bundles` on their node. Empty on CPUs."""
         return tuple(self.gpus[bundle].facts.bus for bundle in bundles) if self.gpus else ()
 
     def release(self) -> None:
@@ -120,7 +123,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class _Engines:
-    """The places of a served model's engines, and the devices of each engine."""
+    """Device indices of a served model's engines, and the number of devices per engine."""
 
     places: range
     size: int
@@ -128,20 +131,20 @@ class _Engines:
 
 @dataclass(frozen=True)
 class _Places:
-    """The places of the processes in the order in which a run takes its devices."""
+    """Device indices of the processes in the order in which a run takes its devices."""
 
     groups: list[range]
-    """Of each group of trainer ranks."""
+    """Indices by group of trainer ranks."""
     engines: dict[str, _Engines]
-    """By the name of the served model, first those of the policy."""
+    """Engines by the name of the served model, first those of the policy."""
 
     @property
     def devices(self) -> int:
         return max(places.stop for places in (*self.groups, *(each.places for each in self.engines.values())))
 
     def blocks(self, config: Config) -> list[int]:
-        """Numbers of GPUs that belong together, in the order in which the run takes them; see slime.cluster.domains.
-        An engine's GPUs on one node are a block."""
+        """Returns numbers of GPUs that belong together, in the order in which the run takes them; see
+        slime.cluster.domains. An engine's GPUs on one node are a block."""
         tensor, node = config.megatron.tensor_model_parallel_size, config.cluster.num_gpus_per_node
         policy, *others = map(len, self.groups)
         of_policy, *frozen = [(len(each.places), min(each.size, node)) for each in self.engines.values()]
@@ -152,8 +155,11 @@ class _Places:
 
 
 def _places(config: Config) -> _Places:
-    """With colocation, engine i of the policy is at the policy's ranks [i*g, (i+1)*g). Otherwise its engines follow
-    these ranks. Then come further groups of trainer ranks, and the engines of frozen models."""
+    """Assigns device indices to the processes of a run.
+
+    With colocation, engine i of the policy has the indices [i*g, (i+1)*g) of the policy's ranks. Otherwise its engines
+    follow these ranks. Further groups of trainer ranks, and the engines of frozen models, come last.
+    """
     sizes = [0] if config.debug.debug_rollout_only else [group.ranks for group in groups_of(config)]
     first = 0 if config.cluster.colocate else sizes[0]
     places = range(first, first + _engine_devices(config))
@@ -169,8 +175,8 @@ def _places(config: Config) -> _Places:
 
 
 def place(config: Config) -> Placement:
-    """Reserve the devices of trainers and engines, or raise an error with the devices needed and the devices present.
-    ValueError if an engine would span more nodes than it needs."""
+    """Reserves the devices of trainers and engines. Raises an error with the devices needed and the devices present if
+    they do not suffice, and ValueError if an engine would span more nodes than it needs."""
     existing = require_devices(config, ray.cluster_resources())  # type: ignore[no-untyped-call]
     places = _places(config)
     devices = places.devices
@@ -201,7 +207,7 @@ def place(config: Config) -> Placement:
 
 
 def require_devices(config: Config, resources: Mapping[str, float]) -> float:
-    """The GPUs or CPUs among Ray's `resources`. ValueError unless they suffice for the run."""
+    """Returns the number of GPUs or CPUs among Ray's `resources`. Raises ValueError unless they suffice for the run."""
     places = _places(config)
     resource, amount = ("GPU", 1.0) if config.cluster.device == "cuda" else ("CPU", CORES_PER_CPU_DEVICE)
     existing = resources.get(resource, 0.0)
@@ -216,8 +222,10 @@ def require_devices(config: Config, resources: Mapping[str, float]) -> float:
 
 
 def place_engine(config: Config, model: str) -> Placement:
-    """Reserve free devices for one more engine of a model, while the run goes on. `config` is from
-    `vime.pool.served.config_of`. ValueError if they are not free."""
+    """Reserves free devices for one more engine of a model, while the run is running.
+
+    `config` is from `vime.pool.served.config_of`. Raises ValueError if the devices are not free.
+    """
     size = config.cluster.rollout_num_gpus_per_engine
     resource = "GPU" if config.cluster.device == "cuda" else "CPU"
     amount = 1.0 if resource == "GPU" else CORES_PER_CPU_DEVICE
@@ -247,8 +255,8 @@ def place_engine(config: Config, model: str) -> Placement:
 
 
 def _require_domains(config: Config, places: _Places, domains: Sequence[Hashable]) -> None:
-    """`_require_one_domain` of the tensor-parallel groups of trainers and the policy's engines. `domains`: one per GPU,
-    in order."""
+    """Calls `_require_one_domain` for the tensor-parallel groups of trainers and the policy's engines. `domains`: one
+    per GPU, in order."""
     for ranks in places.groups:
         size = config.megatron.tensor_model_parallel_size
         _require_one_domain("--tensor-model-parallel-size", size, [domains[place] for place in ranks])
@@ -257,7 +265,7 @@ def _require_domains(config: Config, places: _Places, domains: Sequence[Hashable
 
 
 def _engine_devices(config: Config) -> int:
-    """Devices of the policy's engines that the run starts itself."""
+    """Returns the number of devices of the policy's engines that the run starts itself."""
     apart = config.debug.debug_train_only or config.rollout.rollout_external_engine_addrs
     return 0 if apart else config.cluster.rollout_num_gpus
 
@@ -267,7 +275,8 @@ def _cut(bundles: list[int], size: int) -> list[list[int]]:
 
 
 def _reserve(resource: str, amount: float, devices: int, existing: float, timeout_s: int) -> PlacementGroup:
-    """A group of `devices` bundles with `amount` each. RuntimeError if the devices are not free in time."""
+    """Returns a group of `devices` bundles with `amount` each. Raises RuntimeError if the devices are not free in
+    time."""
     group: PlacementGroup = placement_group([{resource: amount}] * devices, strategy="PACK")
     if not group.wait(timeout_s):
         remove_placement_group(group)
@@ -280,7 +289,7 @@ def _reserve(resource: str, amount: float, devices: int, existing: float, timeou
 
 
 def _nodes_of(group: PlacementGroup, devices: int) -> list[Node]:
-    """The node of each bundle."""
+    """Returns each bundle's node."""
     known = ray.nodes()  # type: ignore[no-untyped-call]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in known}
     names = placement_group_table(group)["bundles_to_node_id"]
@@ -289,7 +298,7 @@ def _nodes_of(group: PlacementGroup, devices: int) -> list[Node]:
 
 @ray.remote(num_gpus=1, num_cpus=0)
 def _own_gpu() -> Gpu:
-    """The one GPU of this task's bundle. The task takes the whole bundle."""
+    """Returns the one GPU of this task's bundle. The task takes the whole bundle."""
     (name,) = ray.get_gpu_ids()
     node = ray.get_runtime_context().get_node_id()
     address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -297,7 +306,7 @@ def _own_gpu() -> Gpu:
 
 
 def _gpus_of(group: PlacementGroup, devices: int) -> list[Gpu]:
-    """The GPU of each bundle. Each task takes its whole bundle, so no two tasks report the same GPU."""
+    """Returns each bundle's GPU. Each task takes its whole bundle, so no two tasks report the same GPU."""
     strategies = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in range(devices)]
     tasks = [_own_gpu.options(scheduling_strategy=strategy).remote() for strategy in strategies]
     try:
@@ -312,7 +321,7 @@ def _gpus_of(group: PlacementGroup, devices: int) -> list[Gpu]:
 
 
 def _ordered(gpus: list[Gpu], blocks: list[int], domain_size: int | None) -> tuple[list[int], list[Hashable]]:
-    """Bundles in the order in which the run takes them, and the NVLink domain of each in that order."""
+    """Returns bundles in the order in which the run takes them, and their NVLink domains in that order."""
     ranked = sorted(range(len(gpus)), key=lambda bundle: gpus[bundle].order)
     nodes = [gpus[bundle].node for bundle in ranked]
     domains = split_domains([gpus[bundle].facts.domain for bundle in ranked], nodes, domain_size)
@@ -321,7 +330,8 @@ def _ordered(gpus: list[Gpu], blocks: list[int], domain_size: int | None) -> tup
 
 
 def _require_one_domain(flag: str, size: int, domains: Sequence[Hashable]) -> None:
-    """ValueError if NVLink does not connect the GPUs of a tensor-parallel group. `domains`: one per GPU, by rank."""
+    """Raises ValueError if NVLink does not connect the GPUs of a tensor-parallel group. `domains`: one per GPU, by
+    rank."""
     index = first_straddling(domains, size)
     if index is None:
         return
@@ -341,8 +351,10 @@ def _size_flag(config: Config, model: str) -> str:
 
 
 def _require_nodes(placed: Placement, config: Config) -> None:
-    """ValueError if an engine spans more nodes than it needs. The server process on a node sees the GPUs of that node
-    only, and vLLM needs the same number of GPUs on each node."""
+    """Raises ValueError if an engine spans more nodes than it needs.
+
+    The server process on a node uses only the node's GPUs, and vLLM needs the same number of GPUs on each node.
+    """
     engines = [
         (name, i, each) for name, every in placed.engine_bundles.items() for i, each in enumerate(every)
     ]
@@ -362,7 +374,7 @@ def _require_nodes(placed: Placement, config: Config) -> None:
 
 
 def cpu_threads(config: Config) -> tuple[int, int]:
-    """Compute threads of (each trainer rank, each engine) on a CPU host.
+    """Returns the numbers of compute threads of (a trainer rank, an engine) on a CPU host.
 
     With colocation, trainers and engines take turns, and each side gets all cores. Otherwise they share the cores.
     """

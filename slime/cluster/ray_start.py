@@ -1,4 +1,4 @@
-"""Joins or starts the Ray cluster of a run. A cluster of the run's own is on this host, on loopback, and small."""
+"""Joins or starts the Ray cluster of a run. A cluster that the run starts is small, on this host and on loopback."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ logger = logging.getLogger(__name__)
 
 LISTEN_S = 3.0
 _SETTINGS = {"prestart_worker_first_driver": False, "worker_niceness": 0, "memory_monitor_refresh_ms": 0}
-"""Of a cluster of the run's own. Its memory monitor is off: vime ends a run that fills the host itself, and its error
-says why (`slime.cluster.memory_watch`)."""
+"""Ray's settings of a cluster that the run starts. Its memory monitor is off, because vime itself ends a run that fills
+the host, with an explanation (`slime.cluster.memory_watch`)."""
 
 
 def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = None) -> None:
-    """Join the cluster at RAY_ADDRESS, or start one on this host that ends with this process.
+    """Joins the cluster at RAY_ADDRESS, or starts one on this host that ends with this process.
 
-    The new cluster listens on loopback only and has its own token. A cluster that the run joins must require a token
-    too, unless `allow_unauthenticated`.
+    The new cluster listens on loopback only and has a new token. A cluster that the run joins must require a token too,
+    unless `allow_unauthenticated`.
 
-    The new cluster has a small object store, because the store only holds rollout data; Ray's default is 30% of
-    memory. The cluster starts no idle workers, and no dashboard, autoscaler and log monitor. Its actors have the
-    niceness of this process. Ray's default is 15: then one busy process beside the run takes a whole core, and the
-    threads of the trainer and the engine wait for the thread that has no core. The output of actors goes to the run
-    directory (actors.log_to). The sockets and logs of Ray go to `temporary`. Each process of Ray has a process group of
-    its own: a signal for the driver's group (timeout, a closed terminal) must not end Ray before the run that needs it.
+    The new cluster has a small object store, because the store only holds rollout data; Ray's default is 30% of memory.
+    The cluster starts no idle workers, and no dashboard, autoscaler and log monitor. Its actors have the niceness of
+    this process. Ray's default is 15. With it, one other busy process takes a whole core, and the threads of the
+    trainer and the engine wait for the thread without a core. The output of actors goes to the run directory
+    (actors.log_to). The sockets and logs of Ray go to `temporary`. Each process of Ray has a separate process group: a
+    signal for the driver's group (timeout, a closed terminal) must not end Ray before the run that needs it.
     """
     # Otherwise Ray logs at each start that it requires a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
@@ -70,7 +70,7 @@ def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = Non
                 ray_token.require_authentication(address)
             ray.init(**quiet)
         else:
-            # Each process gets a process group, and those that serve nobody here are not started.
+            # Each process gets a process group. Processes that a run does not need are not started.
             with bridges.applied(*PROCESSES), _safe_path():
                 _start(
                     address="local",
@@ -83,20 +83,23 @@ def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = Non
 
 
 class _Fixed(list[str]):
-    """What goes first on the import path of workers, the last one first.
+    """Entries at the front of the workers' import path, in reverse order.
 
-    Ray would extend this list with the current folder and the folder of the script, and replace an empty list."""
+    Ray would extend this list with the current folder and the folder of the script, and replace an empty list.
+    """
 
     def extend(self, more: Iterable[str]) -> None:
-        """Nothing is added."""
+        """Adds nothing."""
 
     def __bool__(self) -> bool:
         return True
 
 
 def require_listening(address: str) -> None:
-    """ValueError if nothing accepts a connection at HOST:PORT within LISTEN_S. Ray itself would try for 50 s, and would
-    not name the variable. Other forms of an address are Ray's to resolve."""
+    """Raises ValueError if nothing accepts a connection at HOST:PORT within LISTEN_S seconds.
+
+    Ray itself would try for 50 s, and its error would not name the variable. Ray resolves other forms of an address.
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
@@ -119,9 +122,11 @@ def require_listening(address: str) -> None:
 
 @contextlib.contextmanager
 def _safe_path() -> Iterator[None]:
-    """For the processes of Ray and what these start. This process's own children may be the user's scripts.
+    """Context for the start of Ray's processes and their children. This process's own children may be the user's
+    scripts.
 
-    Ray's processes get no run key: trainers and rewards need none, and whoever sends requests gets it in a message.
+    Ray's processes get no run key: trainers and rewards do not need it, and a process that sends requests gets it in a
+    message.
     """
     before = {name: os.environ.get(name) for name in (*SAFE_PATH, *UTF8, RUN_KEY)}
     os.environ.update(SAFE_PATH | UTF8)
@@ -137,7 +142,8 @@ def _safe_path() -> Iterator[None]:
 
 
 def _start(**settings: Any) -> None:
-    """ray.init, and a second time if Ray's first processes do not answer within the 30 s that Ray waits for them."""
+    """Calls ray.init, and calls it again if Ray's first processes do not answer within the 30 s that Ray waits for
+    them."""
     before = descendants({os.getpid()}, processes())
     try:
         ray.init(**settings)
@@ -152,6 +158,6 @@ def _start(**settings: Any) -> None:
 
 
 def _read_authentication_again() -> None:
-    """Make Ray read its authentication variables again: it read them when it was imported, before they were set."""
+    """Makes Ray read its authentication variables again, because it read them at its import, before they were set."""
     RayConfig.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()

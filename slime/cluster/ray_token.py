@@ -1,4 +1,4 @@
-"""Who may use Ray: a cluster's token, the token's file, and a check that a cluster requires its token.
+"""Controls the access to Ray: a cluster's token, the token's file, and a check that a cluster requires its token.
 
 `python -m slime.cluster.ray_token FILE` checks a token file. With --make, it first writes the file if none exists.
 """
@@ -33,14 +33,15 @@ else:
 
 
 def make_token_file(path: Path) -> None:
-    """Write a new token to `path`. Only the file's owner can read it. FileExistsError if the file exists."""
+    """Writes a new token to `path`. Only the file's owner can read it. Raises FileExistsError if the file exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(secrets.token_hex(32))
 
 
 def check_token_file(path: Path) -> None:
-    """ValueError unless `path` is a token file that belongs to this user or root, and no other user can read it."""
+    """Raises ValueError unless `path` is a token file that belongs to this user or root, and no other user can read
+    it."""
     if not path.is_file():
         raise ValueError(
             f"the Ray token file must exist, got {path}; copy it from the head node, or make one with "
@@ -62,12 +63,12 @@ def check_token_file(path: Path) -> None:
 
 
 def use_own_token(environ: MutableMapping[str, str]) -> None:
-    """Make a new token for a cluster that this process starts. The cluster's processes inherit it in `environ`."""
+    """Makes a new token for a cluster that this process starts. The cluster's processes inherit it in `environ`."""
     environ[MODE], environ[TOKEN] = "token", secrets.token_hex(32)
 
 
 def use_given_token(environ: MutableMapping[str, str]) -> None:
-    """Enable token mode if the user gave a token, in RAY_AUTH_TOKEN or in a file that passes `check_token_file`."""
+    """Enables token mode if the user gave a token, in RAY_AUTH_TOKEN or in a file that passes `check_token_file`."""
     if environ.get(MODE, "token") != "token":
         raise ValueError(
             f"{MODE} must be token, got {environ[MODE]}; unset it, or give --allow-unauthenticated-ray"
@@ -85,7 +86,8 @@ def use_given_token(environ: MutableMapping[str, str]) -> None:
 
 
 def require_own_server(gcs_address: str) -> None:
-    """ValueError if another user of this host listens at the address: the token would go there."""
+    """Raises ValueError if another user of this host listens at the address, because that user would receive the
+    token."""
     host, _, port = gcs_address.rpartition(":")
     if strangers := strangers_at(host.strip("[]"), int(port)):
         raise ValueError(
@@ -95,7 +97,7 @@ def require_own_server(gcs_address: str) -> None:
 
 
 def require_authentication(gcs_address: str) -> None:
-    """ValueError if the cluster accepts a client without a token. A process without a token tries to connect."""
+    """Raises ValueError if the cluster accepts a client without a token. A process without a token tries to connect."""
     environ = {key: value for key, value in without_secrets().items() if not key.startswith("RAY_")}
     environ[MODE] = "disabled"
     command = [sys.executable, "-P", "-c", _PROBE, gcs_address]

@@ -1,7 +1,7 @@
-"""Notices that a process of Ray itself has ended: its control server (gcs_server) or the raylet of a node.
+"""Detects the end of a process of Ray itself: its control server (gcs_server) or the raylet of a node.
 
-Ray's own calls then wait for up to a minute, and its client ends the process with a line of C++. The watch connects
-to the ports of these processes every second, and interrupts the driver's main thread when nothing listens any more.
+Ray's own calls then wait for up to a minute, and its client ends the process with a message of C++. The watch connects
+to these processes' ports every second, and interrupts the driver's main thread when nothing listens any more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slime.waiting import said
 
 _EVERY_S, _CONNECT_S, _REFUSALS = 1.0, 2.0, 2
 _END_S = 12.0
-"""Time for the main thread to end the run after the loss."""
+"""Seconds in which the main thread must end the run after the loss."""
 
 
 _LOST = threading.Event()
@@ -38,12 +38,12 @@ class RayProcess:
     """A process of Ray and its port."""
 
     name: str
-    """What a person knows it by."""
+    """Name of the process for a user."""
     host: str
     port: int
 
     def listens(self) -> bool:
-        """False only if the host refuses the connection. A slow host is not a dead process."""
+        """Returns False only if the host refuses the connection. A slow host does not mean a dead process."""
         try:
             socket.create_connection((self.host, self.port), timeout=_CONNECT_S).close()
         except ConnectionError:
@@ -54,8 +54,11 @@ class RayProcess:
 
 
 def leave(code: int) -> int:
-    """The exit code of the process. If Ray was lost, end the process here: its threads still wait in Ray's client, and
-    without a server they start a new Ray, or end the process with a line of C++."""
+    """Returns the exit code of the process, or ends the process here if Ray was lost.
+
+    After a loss, the threads of the process still wait in Ray's client. Without a server, they start a new Ray, or end
+    the process with a message of C++.
+    """
     if _LOST.is_set():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -64,7 +67,7 @@ def leave(code: int) -> int:
 
 
 def parts(nodes: Iterable[str] = ()) -> list[RayProcess]:
-    """The control server, the raylet of this process's node, and those of `nodes` (Ray's ids)."""
+    """Returns the control server, the raylet of this process's node, and the raylets of `nodes` (Ray's ids)."""
     context = ray.get_runtime_context()
     host, _, port = context.gcs_address.rpartition(":")
     needed = {context.get_node_id(), *nodes}
@@ -83,12 +86,12 @@ def parts(nodes: Iterable[str] = ()) -> list[RayProcess]:
 
 
 class RayWatch:
-    """Context of everything that needs Ray, from its start to its shutdown.
+    """Context for all parts that need Ray, from its start to its shutdown.
 
-    `callback` registers what must end before Ray does. If Ray is lost, those calls are left out, because they would
-    wait for Ray: the watchdog kills the processes. RayLost then replaces the error that the loss has
-    caused: the error of an actor, or the interrupt of this watch. `gives_up` prints the loss if the main thread hangs
-    in Ray's code.
+    `callback` registers calls that must run before Ray ends. If Ray is lost, these calls are skipped, because they
+    would wait for Ray; the watchdog then kills the processes. RayLost then replaces the error that the loss has caused:
+    the error of an actor, or the interrupt of this watch. `gives_up` prints the loss if the main thread hangs in Ray's
+    code.
     """
 
     def __init__(self, watchdog: Watchdog, gives_up: Callable[[Exception], None]) -> None:
@@ -103,11 +106,11 @@ class RayWatch:
         return self
 
     def watch(self, needed: list[RayProcess]) -> None:
-        """Watch these processes from now on."""
+        """Watches these processes from now on."""
         self._parts = needed
 
     def callback(self, stop: Callable[[], None]) -> None:
-        """Call `stop` at the end of the context unless Ray is lost by then. The last one is called first."""
+        """Calls `stop` at the end of the context, unless Ray is lost by then. The last callback is called first."""
 
         def unless_lost() -> None:
             if self.lost() is None:
@@ -116,7 +119,7 @@ class RayWatch:
         self._stack.callback(unless_lost)
 
     def lost(self) -> str | None:
-        """The error that names the first process that has ended, or None."""
+        """Returns an error that names the first process that has ended, or None."""
         for part in self._parts:
             if not part.listens():
                 return (
@@ -146,7 +149,7 @@ class RayWatch:
             raise RayLost(lost) from (error if isinstance(error, Exception) else None)
 
     def _watch(self) -> None:
-        """The thread of the watch."""
+        """Runs the thread of the watch."""
         refused = 0
         while refused < _REFUSALS:
             if self._over.wait(_EVERY_S):

@@ -1,4 +1,4 @@
-"""The store through which trainer ranks on several hosts connect, and the interface of ranks on one host."""
+"""Opens the store through which trainer ranks on several hosts connect, and sets the interface of ranks on one host."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def open_store(host: str) -> tuple[TCPStore, str]:
-    """torch's store on a free port of `host`, an address of this machine, and the ranks' init_method for it.
+    """Returns torch's store on a free port of `host`, an address of this machine, and the ranks' init_method for it.
 
-    Rank 0 keeps the store until its process group exists. If it only looked for a free port, another process could
+    Rank 0 keeps the store until its process group exists. If it only searched for a free port, another process could
     take the port before its use. The group finds its own process's server by the port. The store listens on `host`
     only; torch's default listens on all interfaces.
     """

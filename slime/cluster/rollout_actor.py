@@ -1,4 +1,4 @@
-"""The Ray actor of the rollout manager, and the handle with which the loop calls it."""
+"""Defines the Ray actor of the rollout manager, and the handle with which the loop calls it."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from slime.tracking.run_record import record_warnings
 
 
 class RolloutActor:
-    """The rollout manager in its own process. Torch and all that the manager needs are imported here, never in the
-    driver. The data of each rank is kept in Ray's object store."""
+    """Runs the rollout manager in a separate process. Torch and the manager's other imports are loaded here, never in
+    the driver. Each rank's data is kept in Ray's object store."""
 
     def __init__(self, config: Config) -> None:
         log_to(config, "rollout")
-        for name in SAFE_PATH:  # a reward may start a program that imports the files beside it
+        for name in SAFE_PATH:  # a reward may start a program that imports files from its own folder
             os.environ.pop(name, None)
         self.config = config
 
     def build(self, engine: RolloutEngine | None, dp_size: int, facts: Mapping[str, object]) -> None:
-        """Build the manager. If the constructor did this and raised, Ray would only report that the process died."""
+        """Builds the manager. If the constructor built it and raised, Ray would only report that the process died."""
         with uncollected(freeze=True):
             from slime.data.transport import pack_columns
             from slime.rollout.manager import RolloutManager
 
-        warnings = record_warnings()  # of the prompt files, too
+        warnings = record_warnings()  # also warnings of the prompt files
         self.manager = RolloutManager(
             self.config, engine, dp_size, facts, lambda data: ray.put(pack_columns(data))
         )
@@ -46,7 +46,7 @@ class RolloutActor:
         self.manager.load(start_rollout_id)
 
     def generate(self, rollout_id: int, saves: bool) -> RolloutBatch:
-        # Ctrl-C makes any rollout the last one, and saves it.
+        # after Ctrl-C, each rollout may be the last one, which is saved
         return self.manager.generate(rollout_id, saves, may_be_last=self.config.checkpoint.save is not None)
 
     @ray.method(concurrency_group="progress")
@@ -55,22 +55,22 @@ class RolloutActor:
 
     @ray.method(concurrency_group="progress")
     def allow(self, rollout_id: int, version: int) -> None:
-        """See `GenerateState.allow`."""
+        """Calls `GenerateState.allow`."""
         self.manager.state.allow(rollout_id, version)
 
     @ray.method(concurrency_group="progress")
     def set_engines(self, count: int) -> None:
-        """See `GenerateState.set_engines`."""
+        """Calls `GenerateState.set_engines`."""
         self.manager.state.set_engines(count)
 
     @ray.method(concurrency_group="evaluation")
     def evaluate(self, rollout_id: int) -> Evaluated:
-        """A rollout may run at the same time."""
+        """Evaluates. A rollout may run at the same time."""
         return self.manager.evaluate(rollout_id)
 
 
 class RolloutGroup:
-    """The rollout manager's actor. Implements slime.protocols.RolloutHandle.
+    """Controls the rollout manager's actor. Implements slime.protocols.RolloutHandle.
 
     `lives` comes from the trainer. A rollout may take long and calls no trainer rank, so only `lives` shows that a rank
     died.
@@ -94,7 +94,7 @@ class RolloutGroup:
         self.building = {self._actor.build.remote(engine, dp_size, facts): "rollout"}
 
     def load(self, start_rollout_id: int) -> None:
-        """Set the data source to its position before rollout `start_rollout_id`."""
+        """Sets the data source to its position before rollout `start_rollout_id`."""
         self._result(self._actor.load.remote(start_rollout_id))
 
     def progress(self) -> tuple[int, int]:
@@ -108,7 +108,7 @@ class RolloutGroup:
         return self._threads[1].submit(self._result, self._actor.evaluate.remote(rollout_id))
 
     def set_engines(self, count: int) -> None:
-        """That many engines of the policy serve from now on."""
+        """Sets the number of the policy's engines that serve from now on."""
         self._actor.set_engines.remote(count)
 
     def _result(self, ref: Ref) -> Any:
@@ -126,7 +126,7 @@ def wait_built(
     rollout: RolloutGroup,
     check: Callable[[], None] | None = None,
 ) -> None:
-    """Return when every rank has its model and the rollout manager has its data. The first failure ends the wait.
+    """Returns when every rank has its model and the rollout manager has its data. The first failure ends the wait.
     `check`: see `first_failure_or_all`."""
     ranks = {} if trainer is None else trainer.building
     answers = first_failure_or_all(config, {**ranks, **rollout.building}, check=check)

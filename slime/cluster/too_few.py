@@ -1,4 +1,5 @@
-"""What a run needs that a cluster lacks, for an error: the ranks and engines, and the flag with the number to give."""
+"""Describes, for an error, the resources that a run needs and a cluster lacks: the ranks and engines, and the flag with
+the number to give."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from slime.roles.groups import groups_of
 from slime.roles.served import served_models
 
 CORES_PER_CPU_DEVICE = 0.5
-"""See `slime.cluster.placement`."""
+"""CPU cores per device on a host without GPUs; see `slime.cluster.placement`."""
 
 
 def needed(config: Config, of_policy: int) -> str:
-    """What needs the devices, and the flags of their numbers. `of_policy`: devices of the policy's engines."""
+    """Lists the parts that need the devices, and the flags with their numbers. `of_policy`: devices of the policy's
+    engines."""
     groups = () if config.debug.debug_rollout_only else groups_of(config)
     ranks = ", ".join(
         f"{group.ranks} {group.name} ranks (--{group.flags}-num-nodes x --{group.flags}-num-gpus-per-node)"
@@ -31,31 +33,31 @@ def needed(config: Config, of_policy: int) -> str:
 
 
 def each_takes(config: Config) -> str:
-    """How much of a CPU each of them takes; nothing for GPUs."""
+    """Returns the share of a CPU per rank and rollout device. Empty for GPUs."""
     return (
         "" if config.cluster.device == "cuda" else ", of which each rank and each rollout device takes a half"
     )
 
 
 def fewer(config: Config, devices: int, existing: int) -> str:
-    """What to do about a run that needs `devices` where there are `existing` ones: the flags with which it fits."""
+    """Returns the remedy for a run that needs `devices` and finds `existing`: the flags with which it fits."""
     flags = _fitting(config, devices, existing)
     return f"give {' '.join(flags)} here," if flags else "ask for fewer"
 
 
 def _fitting(config: Config, devices: int, existing: int) -> list[str]:
-    """The flags that the run may get in place of its own. Empty if other numbers would have to change too."""
+    """Returns replacements for the run's flags. Empty if other numbers would have to change too."""
     c = config.cluster
     if config.debug.debug_rollout_only or len(groups_of(config)) > 1:
         return []
     engines = c.rollout_num_gpus
     if c.colocate:
-        more = devices - max(config.world_size, engines)  # of frozen models
+        more = devices - max(config.world_size, engines)  # devices of frozen models
         ranks = engines = existing - more
         engines = engines if c.rollout_num_gpus > engines else c.rollout_num_gpus
     else:
         ranks = existing - (devices - config.world_size)
-        if ranks < 1:  # as many engines as fit with a single rank of each node
+        if ranks < 1:  # as many engines as fit with a single rank per node
             ranks, engines = existing // 2, existing // 2
             engines = min(engines, c.rollout_num_gpus)
     megatron = config.megatron

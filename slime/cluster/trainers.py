@@ -1,7 +1,7 @@
-"""The trainer ranks of a run, as the loop and the engine pool call them: one or several groups (`slime.roles.groups`).
+"""Controls the trainer ranks of a run for the loop and the engine pool: one or several groups (`slime.roles.groups`).
 
-one group        train(rollout)
-several          score(rollout) on each -> columns of the one, to the other -> train on each, at the same time
+one group train(rollout) several groups score(rollout) on each -> columns from one group to the other -> train on each,
+at the same time
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slime.roles.groups import Group, groups_of, on_one_host
 
 
 class TrainerGroup:
-    """The ranks of one group: processes that call each other's collectives. A call runs on every rank."""
+    """The ranks of a group: processes that call each other's collectives. A call runs on every rank."""
 
     def __init__(self, config: Config, group: Group, placement: Placement, bundles: Sequence[int]) -> None:
         self.group, self._config = group, config
@@ -55,7 +55,7 @@ class TrainerGroup:
         self.building = self.call(lambda actor, rank: actor.build.remote(init_method))
 
     def take_built(self, built: Sequence[Any]) -> None:
-        """Store the answers of `building`; see `rollout_actor.wait_built`."""
+        """Stores the answers of `building`; see `rollout_actor.wait_built`."""
         self._dp_ranks = [dp_rank for dp_rank, *_ in built]
         _, self.start_rollout_id, self.decisions, memory, _ = built[0]
         whose = "" if self.group.name == "trainer" else f"{self.group.name}: "
@@ -69,13 +69,16 @@ class TrainerGroup:
         ]
 
     def call(self, call: Callable[[Actor, int], Ref]) -> dict[Ref, str]:
-        """Call every rank. A call is a collective, so all ranks must get the calls of several threads in one order."""
+        """Calls every rank. A call is a collective, so the calls of several threads must reach all ranks in the same
+        order."""
         with self._calling:
             return {call(actor, rank): self._names[rank] for rank, actor in enumerate(self.actors)}
 
     def score(self, rollout_id: int, rank_data: Sequence[object]) -> dict[Ref, str]:
-        """The passes alone; see `TrainerActor.score`. `rank_data`: of each data-parallel rank. Sets `columns`, one
-        answer for each of them: other ranks of the model have the same."""
+        """Calls the passes before training; see `TrainerActor.score`. `rank_data` has one entry per data-parallel rank.
+
+        Sets `columns` to one answer per data-parallel rank, because the other ranks of the model have the same answer.
+        """
         data, found = self._of_ranks(rank_data), list[Ref]()
 
         def score(actor: Actor, rank: int) -> Ref:
@@ -91,13 +94,14 @@ class TrainerGroup:
     def train(
         self, rollout_id: int, rank_data: Sequence[object], received: Sequence[Ref] | None = None
     ) -> dict[Ref, str]:
-        """With `received`, the second half of training, after `score`."""
+        """Trains a rollout. With `received`, runs the second half of training, after `score`."""
         data = self._of_ranks(rank_data) if received is None else [None] * len(self.actors)
         more = received or ()
         return self.call(lambda actor, rank: actor.train.remote(rollout_id, data[rank], *more))
 
     def evaluate(self, rollout_id: int, held_out: Mapping[str, Sequence[object]]) -> dict[Ref, str]:
-        """The loss of held-out sets; see `TrainerActor.evaluate`. A set has one entry per data-parallel rank."""
+        """Computes the loss of held-out sets; see `TrainerActor.evaluate`. A set has one entry per data-parallel
+        rank."""
         names, of_ranks = list(held_out), [self._of_ranks(data) for data in held_out.values()]
 
         def evaluate(actor: Actor, rank: int) -> Ref:
@@ -116,8 +120,8 @@ class TrainerGroup:
 
 
 class Trainers:
-    """All trainer ranks. Implements slime.protocols.TrainerHandle and WeightSource; a future holds the answer of rank 0
-    of the policy's group."""
+    """Controls all trainer ranks. Implements slime.protocols.TrainerHandle and WeightSource. A future holds the answer
+    of rank 0 of the policy's group."""
 
     def __init__(self, config: Config, placement: Placement) -> None:
         self._config = config
@@ -131,7 +135,7 @@ class Trainers:
         self.building = {ref: name for group in self._groups for ref, name in group.building.items()}
 
     def take_built(self, built: Sequence[Any]) -> None:
-        """Store the answers of `building`; see `rollout_actor.wait_built`."""
+        """Stores the answers of `building`; see `rollout_actor.wait_built`."""
         for group in self._groups:
             group.take_built(built[: len(group.actors)])
             built = built[len(group.actors) :]
@@ -153,10 +157,10 @@ class Trainers:
             rank_data = rank_data[size:]
         calls = {ref: name for refs in scored.values() for ref, name in refs.items()}
         results: dict[TrainerGroup, list[Ref]] = {}
-        # One that awaits nothing of others trains at once.
+        # A group that awaits no other group trains at once.
         for group in sorted(self._groups, key=lambda group: len(self._awaited(group))):
             awaited = self._awaited(group)
-            # A rank gets calls in their order: `progress` would wait with a call that waits for its arguments.
+            # A rank runs its calls in order: `progress` would wait behind a call that waits for its arguments.
             self._results({ref: name for other in awaited for ref, name in scored[other].items()})
             received = [ref for other in awaited for ref in other.columns]
             trained = group.train(rollout_id, (), received)
@@ -177,8 +181,10 @@ class Trainers:
         return sum(done for done, _ in parts), sum(total for _, total in parts)
 
     def save(self, rollout_id: int) -> Future[None]:
-        """The policy's checkpoint comes last: it is never without the others. (With --async-save, the files of the
-        groups become complete in any order.)"""
+        """Saves the checkpoints, the policy's last, so that it never exists without the others.
+
+        With --async-save, the files of the groups become complete in any order.
+        """
 
         def in_order() -> None:
             for group in reversed(self._groups):
@@ -194,7 +200,7 @@ class Trainers:
         return self._answer(self.policy.call(lambda actor, _: actor.next_weights.remote(version, receivers)))
 
     def weights_file(self) -> Future[WeightUpdate]:
-        """The weights after the calls that the ranks run now. Any thread may call this method."""
+        """Returns the weights after the calls that the ranks run now. Any thread may call this method."""
         return self._answer(self.policy.call(lambda actor, rank: actor.weights_file.remote()))
 
     def _answer(self, calls: dict[Ref, str]) -> Future[Any]:
@@ -210,8 +216,11 @@ class Trainers:
 
 
 def of_ranks(results: Sequence[TrainResult]) -> TrainResult:
-    """The result of the first rank, with what functions of the user logged on all ranks: the function decides which
-    rank logs. Metrics of the same names and step that several ranks logged come from the first of them."""
+    """Returns the result of the first rank, with the metrics that functions of the user logged on all ranks.
+
+    The function decides which rank logs. If several ranks logged metrics with the same names and step, the first rank's
+    are used.
+    """
     logged = list(results[0].logged)
     for result in results[1:]:
         known = {(one.step_key, one.step, *one.metrics) for one in logged}
@@ -220,8 +229,11 @@ def of_ranks(results: Sequence[TrainResult]) -> TrainResult:
 
 
 def merged(results: Mapping[Group, TrainResult]) -> TrainResult:
-    """The metrics of a rollout from those of each group, first the policy's. The figures of another group, whose times
-    overlap with the policy's, get its name: perf/forward_time -> perf/critic/forward_time."""
+    """Merges the metrics of a rollout from the groups, the policy's first.
+
+    The times of another group overlap with the policy's, so its figures get its name: perf/forward_time ->
+    perf/critic/forward_time.
+    """
     (_, of_policy), *others = results.items()
     steps, perf, logged = of_policy.steps, dict(of_policy.perf), list(of_policy.logged)
     for group, result in others:

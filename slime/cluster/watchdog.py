@@ -1,9 +1,9 @@
 """Ends the processes of a driver that was killed (kill -9, out of memory). Linux, standard library only.
 
 The watchdog is a process next to the driver. It keeps a list of the driver's descendants. If the driver ends without
-dismissing it, the watchdog kills the descendants that still run and removes the run's private directories. The reason:
-Ray's own helpers run on for a long time after their cluster has ended, and Ray kills the supervisor of an engine before
-the supervisor can end the engine.
+dismissing it, the watchdog kills the descendants that still run and removes the run's private directories. It is needed
+because Ray's helpers run for a long time after the end of their cluster, and because Ray kills the supervisor of an
+engine before the supervisor can end the engine.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _EVERY_S = 0.5
 _DONE, _KILL = b"done", b"kill"
 _TRACKER_S = 2.0
 _PASSED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME")
-"""What Python itself may need of the driver's environment."""
+"""Variables of the driver's environment that Python itself may need."""
 
 
 class Watchdog:
-    """Start it before anything else. Call `dismiss()` after the driver has stopped everything itself."""
+    """Kills the processes of a driver that was killed. Start it before anything else, and call `dismiss()` after the
+    driver has stopped all parts."""
 
     def __init__(self, directories: Sequence[str]) -> None:
         command = [sys.executable, "-P", __file__, str(os.getpid()), *directories]
-        # In a new session, neither Ctrl-C nor a kill of the driver's process group reaches the watchdog.
-        # It stays as long as the run, and needs none of the run's keys.
+        # It lives as long as the run, and needs none of the run's keys.
         environ = {name: os.environ[name] for name in _PASSED if name in os.environ}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environ)
 
@@ -39,7 +39,8 @@ class Watchdog:
         self._order(_DONE)
 
     def kill_all(self, *, remove: bool = False) -> None:
-        """Kill what the driver has started, and return when nothing is left. `remove`: its directories, too."""
+        """Kills the processes that the driver has started, and returns when none is left. `remove`: also removes its
+        directories."""
         self._order(b"" if remove else _KILL)
 
     def _order(self, order: bytes) -> None:
@@ -49,7 +50,8 @@ class Watchdog:
 
 
 def main(argv: Sequence[str]) -> None:
-    """`argv`: pid of the driver, directories to remove. Standard input is a pipe that the driver holds open."""
+    """Runs the watchdog. `argv`: pid of the driver, directories to remove. Standard input is a pipe that the driver
+    holds open."""
     driver, directories = int(argv[0]), argv[1:]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # systemd and Slurm signal every process of a job
@@ -75,7 +77,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def remove(directories: Sequence[str]) -> None:
-    """Remove the directories. A process that ends may still write into one, so try three times."""
+    """Removes the directories. A process that ends may still write into a directory, so the function tries three
+    times."""
     for directory in directories:
         for _ in range(3):
             shutil.rmtree(directory, ignore_errors=True)
@@ -85,22 +88,25 @@ def remove(directories: Sequence[str]) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped the process (SIGSTOP)."""
+    """Returns True if a signal has stopped the process (SIGSTOP)."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()[0] == "T"
     return False
 
 
 def is_tracker(pid: int) -> bool:
-    """Whether it is Python's resource tracker. It removes the semaphores and the shared memory of processes that were
-    killed, and ends by itself when all of them have ended."""
+    """Returns True for Python's resource tracker.
+
+    The tracker removes the semaphores and the shared memory of processes that were killed, and ends when these
+    processes have ended.
+    """
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         return b"multiprocessing.resource_tracker" in file.read()
     return False
 
 
 def processes() -> dict[int, tuple[int, str]]:
-    """pid -> (parent, start time) of every running process. pid and start time together identify a process."""
+    """Returns pid -> (parent, start time) of every running process. pid and start time together identify a process."""
     table = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -120,7 +126,7 @@ def alive(seen: dict[int, str], table: dict[int, tuple[int, str]]) -> dict[int, 
 
 
 def descendants(roots: set[int], table: dict[int, tuple[int, str]]) -> dict[int, str]:
-    """pid -> start time of all descendants of `roots`, without this process."""
+    """Returns pid -> start time for every descendant of `roots`, without this process."""
     found: dict[int, str] = {}
     fresh = roots
     while fresh:

@@ -1,1 +1,1 @@
-"""Who serves an address: what a server must show before it gets the run's key."""
+"""Checks the server at an address before it gets the run's key."""

@@ -1,4 +1,4 @@
-"""Which user owns the socket that listens at an address of this host, as the kernel reports it."""
+"""Finds the user that owns the socket that listens at an address of this host, as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HEADER = struct.Struct("=IHHII")
 
 @dataclass(frozen=True)
 class Listener:
-    """A listening TCP socket. `host` is the numeric address that it was bound to, and `inode` its number."""
+    """A listening TCP socket. `host` is the numeric address that it was bound to, and `inode` its inode number."""
 
     host: str
     port: int
@@ -28,7 +28,7 @@ class Listener:
 
 
 def listeners(port: int) -> list[Listener]:
-    """All TCP sockets of this network namespace that listen at `port`, at any address."""
+    """Returns all TCP sockets of this network namespace that listen at `port`, at any address."""
     families = [socket.AF_INET, *([socket.AF_INET6] if socket.has_ipv6 else [])]
     try:
         return [each for family in families for each in _asked(family, port)]
@@ -38,8 +38,10 @@ def listeners(port: int) -> list[Listener]:
 
 
 def listening_at(host: str, port: int) -> list[Listener]:
-    """Those that a connection to the numeric address `host` of this host may reach. A socket of that very address goes
-    before sockets of all addresses."""
+    """Returns the sockets that a connection to the numeric address `host` of this host may reach.
+
+    A socket that is bound to this address has priority over sockets that are bound to all addresses.
+    """
     found = listeners(port)
     return [each for each in found if each.host == host] or [
         each for each in found if ip_address(each.host).is_unspecified
@@ -47,7 +49,7 @@ def listening_at(host: str, port: int) -> list[Listener]:
 
 
 def _asked(family: socket.AddressFamily, wanted: int) -> Iterator[Listener]:
-    """The kernel's answer to a request for the listening sockets of a family at the port `wanted`."""
+    """Yields the kernel's answer to a request for the listening sockets of a family at the port `wanted`."""
     size = 4 if family == socket.AF_INET else 16
     asked = struct.pack("=BBBxI", family, socket.IPPROTO_TCP, 0, 1 << _LISTEN)
     asked += struct.pack(">H", wanted) + bytes(46)  # the kernel leaves out other ports
@@ -69,7 +71,8 @@ def _asked(family: socket.AddressFamily, wanted: int) -> Iterator[Listener]:
 
 
 def _read(path: str) -> Iterator[Listener]:
-    """The rows of listening sockets in a table of /proc/net. Its addresses are words of the host's byte order."""
+    """Yields the rows of listening sockets in a table of /proc/net, whose addresses are words in the host's byte
+    order."""
     if not os.path.exists(path):
         return
     for line in Path(path).read_text(encoding="ascii").splitlines()[1:]:

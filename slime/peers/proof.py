@@ -1,8 +1,8 @@
-"""A server proves that it is the run's before it gets the run's key.
+"""Proves that a server belongs to the run before it gets the run's key.
 
 On its own host, the kernel's table is the proof: the socket that listens at the address belongs to the user of this
-process or to root. Every other server answers a challenge: the HMAC, under the run's key, of random bytes and of the
-address at which it was reached. A stranger cannot pass the challenge on to a server of the run, because that server
+process or to root. Every other server answers a challenge with the HMAC, under the run's key, of random bytes and of
+the address at which it was reached. A stranger cannot forward the challenge to a server of the run, because that server
 has another address. The key itself is never sent for a proof.
 """
 
@@ -23,7 +23,7 @@ from slime.peers.listeners import Listener, listening_at
 
 logger = logging.getLogger(__name__)
 PROOF_PATH = "/vime_proof"
-"""GET this path with ?challenge=HEX: the only route that the servers of a run answer without the key."""
+"""Route for GET with ?challenge=HEX, the only route that the servers of a run answer without the key."""
 CHALLENGE_BYTES = 32
 ANSWER_S = 5.0
 _MOST_BYTES = 4096
@@ -32,12 +32,14 @@ _told: set[str] = set()
 
 
 class NotProvenError(ConnectionError):
-    """The server at an address is not the run's, or cannot show that it is. It got no key."""
+    """Raised if the server at an address is not the run's, or cannot prove that it is. The key was not sent to it."""
 
 
 def proof(run_key: str, challenge: str, host: str, port: int) -> str:
-    """The answer of the server that was reached at the numeric address `host` and at `port`. ValueError for a challenge
-    that is not CHALLENGE_BYTES in hexadecimal digits."""
+    """Returns the answer of the server that was reached at the numeric address `host` and at `port`.
+
+    Raises ValueError for a challenge that is not CHALLENGE_BYTES in hexadecimal digits.
+    """
     if len(challenge) != 2 * CHALLENGE_BYTES or len(bytes.fromhex(challenge)) != CHALLENGE_BYTES:
         raise ValueError(
             f"challenge must have {2 * CHALLENGE_BYTES} hexadecimal digits, got {len(challenge)} characters; send "
@@ -60,11 +62,11 @@ def require_proof(
     held: bool = False,
     timeout_s: float = ANSWER_S,
 ) -> None:
-    """NotProvenError unless the server of a connection from the address `own` to `peer` and `port` may get the key,
-    which is not sent here.
+    """Raises NotProvenError unless the server of a connection from the address `own` to `peer` and `port` may get the
+    key, which is not sent here.
 
     `before`: the `listeners` of the port before the connection was made. `held`: a process of this run on the host of
-    `peer` has proved the server there, and keeps the port from other users; then only a server on this host is checked.
+    `peer` has proved the server, and holds the port against other users; then only a server on this host is checked.
     """
     host = _plain(peer)
     stranger = "a server on another host"
@@ -88,8 +90,10 @@ def require_proof(
 
 
 def strangers_at(host: str, port: int) -> list[int]:
-    """The user ids of other users than this one and root whose sockets listen at an address of this host. Empty for
-    other hosts, whose sockets this kernel does not list."""
+    """Returns the ids of users, other than this user and root, whose sockets listen at an address of this host.
+
+    Empty for other hosts, whose sockets this kernel does not list.
+    """
     family, _, _, _, peer = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(peer)  # sends nothing
@@ -101,7 +105,8 @@ def strangers_at(host: str, port: int) -> list[int]:
 
 
 def is_strangers(host: str, port: int, run_key: str) -> bool:
-    """Whether the server at an address of this host is another user's and has not the key. False for other hosts."""
+    """Returns True if the server at an address of this host belongs to another user and does not have the key. False
+    for other hosts."""
     if not strangers_at(host, port):
         return False
     address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
@@ -109,7 +114,7 @@ def is_strangers(host: str, port: int, run_key: str) -> bool:
 
 
 def _answers(host: str, port: int, run_key: str, timeout_s: float) -> bool:
-    """Whether the server at an address answers a challenge in time, whatever else it sends."""
+    """Returns True if the server at an address answers a challenge in time, whatever else it sends."""
     challenge, end = secrets.token_hex(CHALLENGE_BYTES), time.monotonic() + timeout_s
     right = proof(run_key, challenge, host, port).encode()
     name = f"[{host}]" if ":" in host else host
@@ -131,7 +136,8 @@ def _answers(host: str, port: int, run_key: str, timeout_s: float) -> bool:
 
 
 def _plain(host: str) -> str:
-    """A numeric address in one spelling: an IPv4 address that an IPv6 socket shows is that IPv4 address."""
+    """Returns a numeric address in one spelling: an IPv4 address that an IPv6 socket shows becomes that IPv4
+    address."""
     address = ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return str(mapped or address)

@@ -1,4 +1,5 @@
-"""Connections of aiohttp's clients over which a run's key may go: their server has proved itself first."""
+"""Makes connections of aiohttp's clients over which a run's key may be sent, because their server has proved itself
+first."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ class RunKey:
 
 
 class ProvenConnector(aiohttp.TCPConnector):
-    """`key_of` returns the key that a request carries, or None. A request with a key raises aiohttp.ClientOSError
-    before anything is sent, unless the server has proved itself."""
+    """A connector that checks servers. `key_of` returns the key that a request carries, or None. A request with a key
+    raises aiohttp.ClientOSError before anything is sent, unless the server has proved itself."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class ProvenConnector(aiohttp.TCPConnector):
     async def _create_connection(
         self, req: ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
     ) -> ResponseHandler:
-        """A new connection, and what listened before it at its port."""
+        """Opens a new connection, and stores the sockets that listened at its port before."""
         before = listeners(req.url.port or 0)
         protocol = await super()._create_connection(req, traces, timeout)
         self._before[protocol] = before

@@ -1,1 +1,2 @@
-"""Parts of the records of `slime.types` that know no record: counts, plain values, lists that grow in place."""
+"""Parts of the records of `slime.types` that do not depend on a record: counts, plain values, lists that grow in
+place."""

@@ -1,4 +1,4 @@
-"""Counts of a sample, summed over its requests. Owns `Sample.SpecInfo` and `Sample.PrefixCacheInfo`."""
+"""Sums a sample's counts over its requests. Owns `Sample.SpecInfo` and `Sample.PrefixCacheInfo`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Counts:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, int]) -> Self:
-        """Inverse of `to_dict`. A count that `data` lacks is 0, and keys that are no counts are left out."""
+        """Inverse of `to_dict`. A count that `data` lacks is 0, and keys that are not counts are left out."""
         return cls(**{f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data})
 
 
@@ -29,7 +29,7 @@ class SpeculationCounts(_Counts):
     completion_token_num: int = 0
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
-        """Add the counts in an answer's `meta_info`. Counts that it does not have are 0."""
+        """Adds the counts in an answer's `meta_info`. Missing counts are 0."""
         self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
         self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
         self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
@@ -48,13 +48,14 @@ class SpeculationCounts(_Counts):
 
 @dataclass
 class CacheCounts(_Counts):
-    """Prompt tokens, and how many of them the engine had in its cache: `Sample.PrefixCacheInfo`. Sums over requests."""
+    """Number of prompt tokens, and number of prompt tokens that the engine had in its cache: `Sample.PrefixCacheInfo`.
+    Sums over requests."""
 
     cached_tokens: int = 0
     total_prompt_tokens: int = 0
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
-        """Add the counts in an answer's `meta_info` (cached_tokens, prompt_tokens)."""
+        """Adds the counts in an answer's `meta_info` (cached_tokens, prompt_tokens)."""
         self.cached_tokens += meta_info.get("cached_tokens", 0)
         self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
 

@@ -1,4 +1,4 @@
-"""Warnings that a process logs once. Imports the standard library only."""
+"""Logs warnings once per process. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def warn_once(logger: logging.Logger, key: str, message: str, *values: object) -
 
 
 def forget() -> None:
-    """Lets every warning be logged again. The tests call it, so that none depends on an earlier test."""
+    """Allows every warning to be logged again. The tests call it, so that no test depends on an earlier one."""
     _keys.clear()

@@ -1,4 +1,4 @@
-"""Values of a record in the form that JSON and torch can save, and numbers of plug-ins as Python's own."""
+"""Converts values of a record to a form that JSON and torch can save, and numbers of plug-ins to Python's own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 def as_plain(value: object) -> object:
-    """An array, also in a pair, as a record of text that JSON and torch can save; a copy of a list, dict or set;
-    any other value unchanged."""
+    """Converts an array, also in a pair, to a record of text that JSON and torch can save. Copies a list, dict or set,
+    and returns any other value unchanged."""
     if isinstance(value, tuple) and any(isinstance(x, np.ndarray) for x in value):
         return tuple(map(as_plain, value))
     if isinstance(value, list | dict | set):
@@ -37,7 +37,7 @@ def as_array(value: object) -> object:
 
 
 def numbers_of(values: object) -> Iterable[float]:
-    """A list, array or tensor of numbers as an iterable of Python numbers; nothing for None."""
+    """Returns a list, array or tensor of numbers as an iterable of Python numbers. Empty for None."""
     if values is None:
         return ()
     if isinstance(values, np.ndarray) or hasattr(values, "tolist"):
@@ -46,15 +46,18 @@ def numbers_of(values: object) -> Iterable[float]:
 
 
 def extended(values: list[T] | None, before: int, filler: T, added: list[T]) -> list[T]:
-    """`values`, which has an entry for each of `before` tokens, with `added` at the end. The list grows in place,
-    because plug-ins hold it. None becomes `before` fillers, and so does a list of another length."""
+    """Returns `values`, which has an entry for each of `before` tokens, with `added` at the end.
+
+    The list grows in place, because plug-ins hold it. None becomes `before` fillers, and so does a list with another
+    length.
+    """
     if values is None or len(values) != before:
         values = [filler] * before
     return grown(values, added)
 
 
 def grown(values: list[T], added: list[T]) -> list[T]:
-    """`values` with `added` at the end: the list itself; a new list for a tuple or an array."""
+    """Returns `values` with `added` at the end: the list itself, or a new list for a tuple or an array."""
     values = values if isinstance(values, list) else cast("list[T]", list(numbers_of(values)))
     values += added
     return values
