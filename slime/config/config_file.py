@@ -1,4 +1,4 @@
-"""`--config FILE.yaml`: flags of a run as a YAML mapping. Owns the form of the file, not the flags in it.
+"""Reads `--config FILE.yaml`: flags of a run as a YAML mapping. Owns the form of the file, but not its flags.
 
     colocate: true                 a switch; false is --no-colocate
     lr: 1e-6                       a value
@@ -6,9 +6,9 @@
     train-env-vars: {A: "1"}       a JSON object
     load: null                     not given
 
-Keys are flags without the leading dashes. Dashes and underscores mean the same. A flag on the command line replaces
-the same flag in a file, and a later file replaces flags of an earlier file. Paths are relative to the current
-directory. Booleans are true and false only: `off` is a word here, as on the command line.
+Keys are flags without the leading dashes. Dashes and underscores mean the same. A flag on the command line replaces the
+same flag in a file, and a later file replaces flags of an earlier file. Paths are relative to the current directory.
+Booleans are true and false only: `off` is a word here, as on the command line.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ CONFIG = "config"
 
 
 YAML_ERRORS = (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError, RecursionError)
-"""What PyYAML raises for a wrong text. Tags such as !!bool, and dates such as 2026-99-99, raise errors of Python."""
+"""Exceptions of PyYAML for an invalid text. Tags such as !!bool, and dates such as 2026-99-99, raise Python's own
+errors."""
 
 
 class YamlLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """Plain data, with the booleans of YAML 1.2."""
+    """Loads plain data, with the booleans of YAML 1.2."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in found if not tag.endswith(":bool")]
@@ -57,21 +58,21 @@ class FlagGroup:
 
     @property
     def tokens(self) -> list[str]:
-        """The flag as typed on a command line."""
+        """Returns the flag as typed on a command line."""
         if len(self.values) == 1 and self.values[0].startswith("--"):
             return [f"{self.typed}={self.values[0]}"]
         return [self.typed, *self.values]
 
     @property
     def positive(self) -> str:
-        """The name without the prefix `no_`."""
+        """Returns the name without the prefix `no_`."""
         return self.name.removeprefix("no_")
 
 
 def split_argv(argv: Sequence[str]) -> list[FlagGroup]:
     """Splits `--flag value ...` and `--flag=value` into groups. A token before the first flag is an error.
 
-    A setting as Hydra spells it is a group, too, so that its error names the flag of this project.
+    A setting in Hydra's spelling is a group, too, so that its error names the flag of this project.
     """
     groups: list[FlagGroup] = []
     for token in argv:
@@ -91,7 +92,7 @@ def split_argv(argv: Sequence[str]) -> list[FlagGroup]:
 
 
 def yaml_group(key: str, value: object, origin: str = "") -> FlagGroup:
-    """A YAML entry as the equivalent command-line tokens. `false` becomes `--no-...`."""
+    """Converts a YAML entry to the equivalent command-line tokens. `false` becomes `--no-...`."""
     name = key.removeprefix("--").replace("-", "_")
     if isinstance(value, bool):
         name = name if value else f"no_{name}"
@@ -101,7 +102,7 @@ def yaml_group(key: str, value: object, origin: str = "") -> FlagGroup:
     if isinstance(value, dict):
         try:
             values = [json.dumps(value)]
-        except (TypeError, ValueError) as error:  # ValueError: it holds itself
+        except (TypeError, ValueError) as error:  # ValueError: the value contains itself
             raise ValueError(
                 f"{where} must be a mapping that JSON can hold, got {value}; quote its values"
             ) from error
@@ -111,9 +112,10 @@ def yaml_group(key: str, value: object, origin: str = "") -> FlagGroup:
 
 
 def with_config_files(groups: Sequence[FlagGroup]) -> list[FlagGroup]:
-    """The flags of every `--config` file, then the flags of the command line. ValueError with file and line.
+    """Returns the flags of every `--config` file, then the flags of the command line. Raises ValueError with file and
+    line.
 
-    A flag in a later file or on the command line replaces all earlier uses of that flag.
+    A flag in a later file or on the command line replaces all its earlier uses.
     """
     own = [group for group in groups if group.name != CONFIG]
     layers = []
@@ -131,12 +133,13 @@ def with_config_files(groups: Sequence[FlagGroup]) -> list[FlagGroup]:
 
 
 def expand_config(argv: Sequence[str]) -> list[str]:
-    """The equivalent command line without `--config`."""
+    """Returns the equivalent command line without `--config`."""
     return [token for group in with_config_files(split_argv(argv)) for token in group.tokens]
 
 
 def read_config_file(path: Path, flag: str = "--config") -> list[FlagGroup]:
-    """The entries of a file in order, without null entries. ValueError if the file is not a mapping of flags."""
+    """Returns the entries of a file in order, without null entries. Raises ValueError if the file is not a mapping of
+    flags."""
     if not path.is_file():
         raise ValueError(f"{flag} must name a YAML file that exists, got {path}; check the path")
     try:

@@ -19,7 +19,7 @@ from slime.config.megatron_flags import CoreFlag, dtype_name, imported_core_flag
 from slime.config.ranges import COUNT_OR_ZERO
 
 TABLE = Path(__file__).parent / "core_flags.json"
-"""{version: {flag: row}}."""
+"""Path of the table, {version: {flag: row}}."""
 _KINDS: dict[str, type | Callable[[str], object]] = {
     "bool": bool,
     "int": int,
@@ -31,7 +31,7 @@ _KINDS: dict[str, type | Callable[[str], object]] = {
 
 
 class Row(TypedDict):
-    """A flag as JSON: fields of CoreFlag and FlagSpec, the kind by its name, and whether a number is a count."""
+    """A flag as JSON: fields of CoreFlag and FlagSpec, the name of its kind, and whether a number is a count."""
 
     field: str
     negated: bool
@@ -46,17 +46,17 @@ class Row(TypedDict):
 
 @functools.cache
 def core_flags() -> dict[str, CoreFlag]:
-    """Flag name (with underscores) -> flag, for every settable field of megatron-core's configs.
+    """Returns flag name (with underscores) -> flag, for every settable field of megatron-core's configs.
 
-    They come from the table, or from megatron-core itself where the table does not have its version. ValueError if
-    megatron-core is missing.
+    The flags come from the table, or from megatron-core itself if the table does not have its version. Raises
+    ValueError if megatron-core is missing.
     """
     rows = json.loads(TABLE.read_text(encoding="utf-8")).get(megatron_versions.installed())
     return imported_core_flags() if rows is None else {name: flag_of(row) for name, row in rows.items()}
 
 
 def row_of(flag: CoreFlag) -> Row:
-    """A flag as JSON. ValueError for one that the row cannot express."""
+    """Converts a flag to JSON. Raises ValueError for a flag that the row cannot express."""
     spec = flag.spec
     row: Row = {
         "field": flag.field,
@@ -77,9 +77,9 @@ def row_of(flag: CoreFlag) -> Row:
 
 
 def flag_of(row: Row) -> CoreFlag:
-    """The flag of a row."""
+    """Converts a row to a flag."""
     spec = FlagSpec(row["name"], _KINDS[row["kind"]], row["default"], row["help"], many=row["many"])
-    if isinstance(spec.default, list):  # JSON has no tuples, and no field has a list: dataclasses refuse them
+    if isinstance(spec.default, list):  # JSON has no tuples, and dataclasses allow no list as a default
         spec = dataclasses.replace(spec, default=tuple(spec.default))
     if row["choices"] is not None:
         spec = dataclasses.replace(spec, choices=tuple(row["choices"]))

@@ -1,7 +1,7 @@
-"""The file of --custom-config-path. Owns its form, and what becomes of keys that are no flags.
+"""Reads the file of --custom-config-path. Owns its form, and the use of keys that are not flags.
 
-slime sets every key as an attribute of `args`. A key that is a flag is read as that flag. Any other key is a setting of
-the user's hooks: they find it in their `args`, with the value of the file.
+slime sets every key as an attribute of `args`. A key that is a flag is read as that flag. Every other key is a setting
+of the user's hooks, which find it in their `args`, with the value of the file.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from slime.config.near_names import nearest
 
 
 def custom_entries(groups: list[FlagGroup]) -> Values:
-    """Name (with underscores) -> value, in the order of the file of the last --custom-config-path. Empty without it.
+    """Returns name (with underscores) -> value, in the order of the file of the last --custom-config-path. Empty
+    without one.
 
-    ValueError if the file is missing, not YAML, not a mapping, or has a value that JSON cannot hold (a date).
+    Raises ValueError if the file is missing, not YAML, not a mapping, or has a value that JSON cannot hold (a date).
     """
     paths = [g.values for g in groups if g.name == "custom_config_path"]
     if not paths:
@@ -39,7 +40,7 @@ def custom_entries(groups: list[FlagGroup]) -> Values:
     for key, value in content.items():
         try:
             json.dumps(value)
-        except (TypeError, ValueError) as error:  # ValueError: it holds itself
+        except (TypeError, ValueError) as error:  # ValueError: the value contains itself
             raise ValueError(
                 f"--custom-config-path must hold values that JSON can hold, got {key}: {value}; quote the value"
             ) from error
@@ -47,6 +48,6 @@ def custom_entries(groups: list[FlagGroup]) -> Values:
 
 
 def settings_note(settings: Values, known: Sequence[str]) -> str:
-    """The keys that are no flags. A key that is near a flag is named with that flag."""
+    """Returns a note on the keys that are not flags. A key that is similar to a flag is listed with that flag."""
     near = "".join(f" ({key}{hint})" for key in settings if (hint := nearest(key, known, words=False)))
     return f"--custom-config-path: {', '.join(settings)}: no flags, so hooks find them in args{near}"

@@ -1,10 +1,9 @@
-"""How a section of the configuration declares a flag, and how command-line strings become its typed value.
+"""Declares flags in the sections of the configuration, and converts command-line strings to their typed values.
 
 A section is a frozen dataclass. `flag` makes its fields. Field name and flag name are the same words
-(`rollout_batch_size`, `--rollout-batch-size`). The annotation gives the type: bool, int, float, str, dict
-(JSON), `list[...]` (any number of values). `| None` means that the value may be absent. A flag with the
-default None whose annotation lacks `| None` has a value once the configuration is resolved: a rule requires it, or
-resolve fills it in.
+(`rollout_batch_size`, `--rollout-batch-size`). The annotation gives the type: bool, int, float, str, dict (JSON),
+`list[...]` (a list of values). `| None` means that the value may be absent. A flag with the default None whose
+annotation lacks `| None` has a value once the configuration is resolved: a rule requires it, or resolve fills it in.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from slime.config.peer_names import instead
 from slime.config.ranges import Range
 
 Values: TypeAlias = dict[str, Any]
-"""Field name -> value. Its section declares the type of each."""
+"""Field name -> value. Its section declares the types."""
 
 TRUE_WORDS = ("true", "1", "yes", "on")
 FALSE_WORDS = ("false", "0", "no", "off")
@@ -38,10 +37,10 @@ def flag(
     range: Range | None = None,
     commas: bool = False,
 ) -> Any:
-    """A dataclass field that is a flag. `append` collects repeated uses. A saved file masks a `secret` value. With
-    `commas`, "a,b" and the values a and b are the same: a list of values, or one text with commas.
+    """Makes a dataclass field that is a flag. A number without `choices` must have a `range`.
 
-    A number without `choices` must have a `range`.
+    `append` collects repeated uses. A saved file masks a `secret` value. With `commas`, "a,b" and the values a and b
+    are the same: a list of values, or one text with commas.
     """
     meta = {
         "help": help,
@@ -57,13 +56,13 @@ def flag(
 
 
 def spelled(name: str) -> str:
-    """The flag of a field name: "rollout_seed" -> "--rollout-seed"."""
+    """Returns the flag of a field name: "rollout_seed" -> "--rollout-seed"."""
     return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """One flag."""
+    """Describes one flag."""
 
     name: str
     kind: type | Callable[[str], object]
@@ -71,25 +70,25 @@ class FlagSpec:
     default: object
     help: str
     many: bool = False
-    """Whether the flag has a list of values."""
+    """True if the flag has a list of values."""
     bare: bool = False
-    """Whether one value is not made a list, as for `str | list[str]`."""
+    """True if one value stays without a list, as for `str | list[str]`."""
     append: bool = False
-    """Whether repeated uses are collected."""
+    """True if repeated uses are collected."""
     choices: tuple[object, ...] | None = None
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Other names of values, which are read as their values."""
+    """Other names of values, which are read as these values."""
     secret: bool = False
-    """Whether a saved file masks the value."""
+    """True if a saved file masks the value."""
     range: Range | None = None
-    """Of a number without `choices`."""
+    """Range of a number without `choices`."""
     commas: bool = False
-    """Whether "a,b" and the values a and b are the same."""
+    """True if "a,b" and the values a and b are the same."""
     filled: bool = False
-    """Whether the default is None and the resolved value is not."""
+    """True if the default is None and the resolved value is not."""
 
     def parse(self, values: list[str], typed: str) -> Any:
-        """The typed value of the strings after the flag. `typed` is the flag as the user spelled it."""
+        """Returns the typed value of the strings after the flag. `typed` is the flag as the user spelled it."""
         if self.kind is bool:
             return self._parse_bool(values, typed)
         if self.commas and values:
@@ -131,7 +130,7 @@ class FlagSpec:
 
 @functools.cache
 def specs_of(section: type) -> dict[str, FlagSpec]:
-    """Field name -> spec, for the section's fields that `flag` made. Other fields are results, not flags."""
+    """Returns field name -> spec, for the section's fields that `flag` made. Other fields are results, not flags."""
     hints = typing.get_type_hints(section)
     specs = {}
     for f in dataclasses.fields(section):
@@ -149,13 +148,13 @@ def specs_of(section: type) -> dict[str, FlagSpec]:
 
 
 def _kind_of(hint: object) -> tuple[type, bool, bool, bool]:
-    """(type of one value, whether it is a list, whether it may be absent, whether one value may stand without its list)
-    of an annotation."""
+    """Returns (type of one value, whether it is a list, whether it may be absent, whether one value may be given
+    without a list) for an annotation."""
     parts = [hint]
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         parts = list(typing.get_args(hint))
     present = [part for part in parts if part is not type(None)]
-    one = present[-1]  # of `str | list[str]` the list
+    one = present[-1]  # the list in `str | list[str]`
     many = typing.get_origin(one) is list
     value = typing.get_args(one)[0] if many else one
     kind = typing.get_origin(value) or value

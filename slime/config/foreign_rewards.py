@@ -1,6 +1,6 @@
-"""Rewards that were written for another trainer: whose they are, and the expression of our `sample` that calls them.
+"""Recognises rewards that were written for another trainer, and writes an expression of our `sample` that calls them.
 
-Another trainer is one line of `OTHERS`, and another name of a parameter is one line of `_VALUES`.
+Each other trainer is one line of `OTHERS`, and each other name of a parameter is one line of `_VALUES`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _VALUES = {
     "extra_info": 'sample.metadata.get("extra_info", sample.metadata)',
     "reward_input": _RECORD,
 }
-"""The name of a parameter -> its value for one response."""
+"""Maps the name of a parameter to its value for one response."""
 _LISTS = {
     "completions": "completion",
     "responses": "response",
@@ -42,21 +42,21 @@ _LISTS = {
     "queries": "query",
     "reward_inputs": "reward_input",
 }
-"""Names that give away a function of several responses, in their singular."""
+"""Names of parameters that show a function of several responses, mapped to their singular."""
 _PLURALS = {f"{name}s": name for name in _VALUES} | _LISTS | {"completion_ids": "completion_ids"}
 _TEXTS = {"prompt", "response", "completion", "solution_str", "label", "answer", "ground_truth"}
 _IN_PLACE = _TEXTS | {"prompts", "completions", "responses"}
-"""Names of texts, which no run gives as the first two arguments."""
+"""Names of texts, which a run never passes as the first two arguments."""
 _READS_MESSAGES = re.compile(r"""\[\s*["']content["']\s*\]|\.get\(\s*["']content["']""")
 
 
 @dataclass(frozen=True)
 class OtherTrainer:
-    """The rewards of another project, which their parameters give away."""
+    """The rewards of another project, which are recognised by their parameters."""
 
     name: str
     gives: tuple[frozenset[str], ...]
-    """A function with all names of one of these sets is such a reward."""
+    """Sets of parameter names. A function that has all names of a set is such a reward."""
 
 
 OTHERS = (
@@ -76,7 +76,7 @@ OTHERS = (
 
 
 def description(parameters: Mapping[str, inspect.Parameter]) -> str | None:
-    """What kind of foreign reward has these parameters; None for a reward of this project."""
+    """Returns the kind of foreign reward with these parameters, or None for a reward of this project."""
     names = set(parameters)
     first = list(parameters)[:2]
     if not {"args", "sample"} & names:
@@ -93,8 +93,10 @@ def expression(
     parameters: Mapping[str, inspect.Parameter],
     columns: Mapping[str, str],
 ) -> str:
-    """An expression of our `sample` that calls the foreign reward `f` with one response. `columns`: the value of each
-    column of the data that is not in the metadata, such as {"solution": "sample.label"}."""
+    """Returns an expression of our `sample` that calls the foreign reward `f` with one response.
+
+    `columns`: values of the columns of the data that are not in the metadata, such as {"solution": "sample.label"}.
+    """
     lists = any(name in _LISTS or name in ("completion_ids", "prompts") for name in parameters)
     given = list(_arguments(function, parameters, columns, lists))
     by_name = "completions" in parameters or "completion_ids" in parameters
@@ -122,7 +124,8 @@ def _arguments(
     columns: Mapping[str, str],
     lists: bool,
 ) -> Iterator[tuple[str, str | None]]:
-    """(name, value) of each argument. None: it keeps its default. Arguments without a name come last."""
+    """Yields (name, value) for each argument. A value of None means the argument's default. Arguments without a name
+    come last."""
     known = _known(function, parameters, columns)
     rest = next((one for one in parameters.values() if one.kind is inspect.Parameter.VAR_KEYWORD), None)
     label = next((name for name, value in columns.items() if value == "sample.label"), None)
@@ -133,7 +136,7 @@ def _arguments(
         value = known.get(name)
         if value is None and one.default is inspect.Parameter.empty:
             is_label = label is not None and "sample.label" not in known.values()
-            if rest is not None and lists:  # all of the metadata follows
+            if rest is not None and lists:  # the whole metadata follows
                 defaults |= {name: "sample.label"} if is_label else {}
             else:
                 value = (
@@ -156,7 +159,7 @@ def _arguments(
 def _known(
     function: Callable[..., object], parameters: Mapping[str, inspect.Parameter], columns: Mapping[str, str]
 ) -> dict[str, str]:
-    """The values of the parameters whose meaning their names give."""
+    """Returns the values of the parameters whose names show their meaning."""
     own = {**_VALUES, **{plural: _VALUES[name] for plural, name in _PLURALS.items()}}
     if not {"response", "completion", "solution_str", "completions", "responses"} & set(parameters):
         own["answer"] = "sample.response"
@@ -167,17 +170,17 @@ def _known(
 
 
 def reads_messages(function: Callable[..., object]) -> bool:
-    """Whether the function, or one of its module that it names, reads the content of chat messages."""
+    """Returns True if the function, or a function of its module that it names, reads the content of chat messages."""
     return any(_READS_MESSAGES.search(text) for text in _sources(function))
 
 
 def _names(function: Callable[..., object], key: str) -> bool:
-    """Whether the source has this text."""
+    """Returns True if the source contains this text."""
     return any(f'"{key}"' in text or f"'{key}'" in text for text in _sources(function))
 
 
 def _sources(function: Callable[..., object]) -> Iterator[str]:
-    """The text of a function, and of the functions of its module that it names."""
+    """Yields the text of a function, and of the functions of its module that it names."""
     function = inspect.unwrap(function)
     code, others = getattr(function, "__code__", None), getattr(function, "__globals__", {})
     helpers = [others.get(name) for name in _words(code)] if code is not None else []
@@ -189,6 +192,6 @@ def _sources(function: Callable[..., object]) -> Iterator[str]:
 
 
 def _words(code: CodeType) -> set[str]:
-    """The names that a function reads, also those of the functions inside it."""
+    """Returns the names that a function reads, also those of the functions inside it."""
     inner = [_words(one) for one in code.co_consts if isinstance(one, CodeType)]
     return set(code.co_names).union(*inner)

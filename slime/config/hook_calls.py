@@ -1,7 +1,7 @@
-"""How a run calls the function of each flag that takes one, the `args` that it gets, and the check that a function can
-be called so.
+"""Defines how a run calls the function of each flag that takes one and the `args` of the function, and checks that a
+function fits its call.
 
-A function that was written for another trainer is named as such. Another hook, or another trainer, is one line.
+A function that was written for another trainer is reported as such. Each hook is one line.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from slime.hooks import load_function
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a user's function."""
+    """Describes one call of a user's function."""
 
     positional: str
-    """The names of its arguments, separated by spaces."""
+    """Names of its positional arguments, separated by spaces."""
     keywords: str = ""
-    """Arguments that are always given by name."""
+    """Arguments that are always passed by name."""
     optional: str = ""
-    """Arguments that are given by name where the function takes them."""
+    """Arguments that are passed by name if the function accepts them."""
     may_wait: bool = False
-    """It may be an async function."""
+    """True if the function may be async."""
     may_be_class: bool = False
 
     @property
@@ -77,11 +77,11 @@ CALLS: Mapping[str, Call] = {
     "custom_delta_pre_push_path": _WRITTEN,
     "selected_logprob_provider": Call("request"),
 }
-"""The field of a flag -> how its function is called."""
+"""Maps the field of a flag to the call of its function."""
 
 
 class Hooks:
-    """The functions of the user in one process, and the flat `args` that each of them gets.
+    """Calls the user's functions in one process, with the same flat `args`.
 
     `args` are built once, with the run-time values `facts` (see `Config.namespace`). A function may leave values in
     them for the next function, and may change a flag: `config` has the changed value.
@@ -94,7 +94,7 @@ class Hooks:
 
     @property
     def args(self) -> Namespace:
-        """The flat `args`. The next read of `config` looks for flags that the caller has changed in them."""
+        """Returns the flat `args`. The next read of `config` searches them for flags that the caller has changed."""
         if self._args is None:
             self._args = self._config.namespace(**self._facts)
         self._given = True
@@ -102,7 +102,7 @@ class Hooks:
 
     @property
     def config(self) -> Config:
-        """The configuration, with the values that functions of the user have set in `args`."""
+        """Returns the configuration, with the values that functions of the user have set in `args`."""
         if self._given:
             self._config, self._given = Config.of_args(self._args), False
         return self._config
@@ -124,8 +124,11 @@ def check_call(
     input_key: str | None = None,
     label_key: str | None = None,
 ) -> None:
-    """ValueError if `function` cannot be called as `call` says. `flag`: as the user typed it. `scores`: it is a reward,
-    which may have been written for another trainer. The keys are the columns of its prompts and labels."""
+    """Raises ValueError if `function` does not fit `call`.
+
+    `flag` is spelled as the user typed it. `scores`: the function is a reward, which may have been written for another
+    trainer. The keys are the columns of its prompts and labels.
+    """
     if inspect.isclass(function) and not call.may_be_class:
         raise ValueError(
             f"{flag} must name a function, got the class {path}; name a function of the module that makes an object of "
@@ -157,7 +160,7 @@ def check_call(
 
 
 def _parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter] | None:
-    """None for functions of C, which may have no signature."""
+    """Returns the parameters, or None for a function of C, which may have no signature."""
     try:
         return dict(inspect.signature(function).parameters)
     except (ValueError, TypeError):
@@ -165,7 +168,7 @@ def _parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter]
 
 
 def _misfit(parameters: Mapping[str, inspect.Parameter], call: Call) -> str | None:
-    """Why the call would fail, or would give `args` to another parameter."""
+    """Returns why the call would fail, or would pass `args` to another parameter, or None."""
     positional, keywords = call.positional.split(), call.keywords.split()
     optional = [name for name in call.optional.split() if name in parameters]
     try:

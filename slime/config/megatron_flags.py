@@ -1,9 +1,9 @@
-"""Megatron's own flags, made from the fields of megatron-core's configs, and historical names that differ.
+"""Makes Megatron's own flags from the fields of megatron-core's configs, and defines historical names that differ.
 
-The megatron-core wheel has no argument parser, so this file makes the flags from TransformerConfig, OptimizerConfig
-and DistributedDataParallelConfig. `HISTORICAL` and `MODEL_ARGS` need no import. `core_flags` imports megatron.core
-(which takes seconds), so it is called only for a flag without another owner. Fields that hold callables or other
-objects have no flag.
+The megatron-core wheel has no argument parser, so this file makes the flags from TransformerConfig, OptimizerConfig and
+DistributedDataParallelConfig. `HISTORICAL` and `MODEL_ARGS` need no import. `core_flags` imports megatron.core (which
+takes seconds), so it is called only for a flag without another owner. Fields that hold callables or other objects have
+no flag.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slime.config.ranges import COUNT, COUNT_OR_ZERO
 
 
 def layer_pattern(text: str) -> int | list[int]:
-    """Megatron's notations for the layers with experts: "2", "[0, 1, 1]" and sums such as "([0]*3+[1]*45)"."""
+    """Parses Megatron's notations for the layers with experts: "2", "[0, 1, 1]" and sums such as "([0]*3+[1]*45)"."""
     bare = re.sub(r"\s", "", text)
     if bare.isdigit():
         return int(bare)
@@ -115,11 +115,11 @@ class Historical:
 
     field: str
     value: object = None
-    """The value of the flag without arguments."""
+    """Value of the flag without arguments."""
     spec: FlagSpec | None = None
 
     def parse(self, values: list[str], typed: str) -> object:
-        """The value for the core field, from the strings after the flag."""
+        """Returns the value for the core field, from the strings after the flag."""
         if self.spec is not None:
             return self.spec.parse(values, typed)
         if values:
@@ -181,12 +181,12 @@ MANAGED = {
     "num_moe_experts": "spelled --num-experts and read from the checkpoint's config.json",
     "bias_activation_fusion": "spelled --no-bias-swiglu-fusion",
 }
-"""Core fields without a flag, and what sets them instead."""
+"""Core fields without a flag, and the setting that replaces the flag."""
 
 
 @dataclass(frozen=True)
 class CoreFlag:
-    """A flag made from a megatron-core field: how to parse it, the field, and whether the flag negates the field."""
+    """A flag made from a megatron-core field: its parser, the field, and whether the flag negates the field."""
 
     field: str
     spec: FlagSpec
@@ -198,10 +198,10 @@ class CoreFlag:
 
 
 def core_config_classes() -> tuple[type, ...]:
-    """The megatron-core dataclasses whose fields are flags. ValueError if megatron-core is missing."""
+    """Returns the megatron-core dataclasses whose fields are flags. Raises ValueError if megatron-core is missing."""
     try:
         with warnings.catch_warnings():
-            # At import, Megatron warns about optional packages. That does not help a user who mistyped a flag.
+            # At import, Megatron warns about optional packages. The warnings do not help a user who mistyped a flag.
             warnings.simplefilter("ignore", UserWarning)
             from megatron.core.distributed import DistributedDataParallelConfig
             from megatron.core.optimizer import OptimizerConfig
@@ -215,8 +215,8 @@ def core_config_classes() -> tuple[type, ...]:
 
 
 def imported_core_flags() -> dict[str, CoreFlag]:
-    """Flag name (with underscores) -> flag, for every settable field of megatron-core's configs, which it imports.
-    `slime.config.core_table.core_flags` has them faster."""
+    """Returns flag name (with underscores) -> flag, for every settable field of megatron-core's configs, which it
+    imports. `slime.config.core_table.core_flags` is faster."""
     out: dict[str, CoreFlag] = {}
     for config_class in core_config_classes():
         hints = typing.get_type_hints(config_class)
@@ -234,7 +234,7 @@ def imported_core_flags() -> dict[str, CoreFlag]:
 
 
 def _spec_of_field(f: dataclasses.Field[object], hint: object, owner: str) -> FlagSpec | None:
-    """The flag of a field, or None if a command line cannot express its value."""
+    """Returns the flag of a field, or None if a command line cannot express its value."""
     default = None if f.default is dataclasses.MISSING else f.default
     kinds = [k for k in _alternatives(hint) if k is not type(None)]
     spec = FlagSpec(f.name, str, default, f"megatron-core {owner}.{f.name}")
@@ -262,7 +262,7 @@ def _alternatives(hint: object) -> tuple[object, ...]:
 
 
 def dtype_name(text: str) -> str:
-    """The name of a torch dtype, from Megatron's short or torch's long spelling."""
+    """Returns the name of a torch dtype, from Megatron's short or torch's long spelling."""
     name = DTYPES.get(text, text)
     if name not in DTYPES.values():
         raise ValueError(f"unknown dtype {text!r}")
@@ -270,7 +270,7 @@ def dtype_name(text: str) -> str:
 
 
 def json_or_text(text: str) -> object:
-    """Numbers and lists as JSON, and any other text unchanged (layer patterns, names)."""
+    """Returns numbers and lists as JSON, and other texts unchanged (layer patterns, names)."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The known name that a wrong one was probably meant for."""
+"""Finds the known name that a wrong name was probably meant for."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ NEAR = 0.8
 SHARED = 0.75
 """Lowest share of common words: --rollout-response-len has 3 of the 4 words of --rollout-max-response-len (6/7)."""
 MOST = 2
-"""Names that are equally near are all suggested, up to this number. More names would show that none is meant."""
+"""Maximum number of equally similar names that are suggested. More names would show that none is meant."""
 
 
 def nearest(name: str, known: Iterable[str], *, prefix: str = "--", words: bool = True) -> str:
-    """The known name closest to `name`, as the end of an error message. Empty if no name is near.
+    """Returns the known name closest to `name`, as the end of an error message. Empty if no name is similar.
 
-    `prefix` is shown in front of the name but not compared, because a common prefix makes all names look alike. Flags
-    are shown with dashes inside, other names unchanged. Without `words`, only the spelling counts.
+    `prefix` is shown in front of the name but not compared, because a common prefix makes all names similar. Flags are
+    shown with dashes inside, other names unchanged. Without `words`, only the spelling counts.
     """
     named = {k.replace("_", "-"): k for k in sorted(known)}
     found = _nearest(name.replace("_", "-"), list(named), words=words)
@@ -28,7 +28,7 @@ def nearest(name: str, known: Iterable[str], *, prefix: str = "--", words: bool 
 
 
 def _nearest(name: str, known: list[str], *, words: bool) -> list[str]:
-    """Spelling mistakes first, then names that begin alike, then names of the same words."""
+    """Prefers spelling mistakes, then names with the same beginning, then names with the same words."""
     if typo := get_close_matches(name, known, n=1, cutoff=TYPO):
         return typo
     whole = [each for each in known if not each.endswith("...")]
@@ -38,7 +38,7 @@ def _nearest(name: str, known: list[str], *, words: bool) -> list[str]:
 
 
 def _longer(name: str, known: list[str]) -> list[str]:
-    """The shortest name that begins with `name`. A single word must begin no other name."""
+    """Returns the shortest name that begins with `name`. If `name` is a single word, it must begin exactly one name."""
     if "-" in name:
         return sorted((each for each in known if each.startswith(name)), key=len)[:1]
     begins = [each for each in known if each.startswith(f"{name}-")]
@@ -46,7 +46,7 @@ def _longer(name: str, known: list[str]) -> list[str]:
 
 
 def _same_words(name: str, known: list[str]) -> list[str]:
-    """The names that share the most words with `name`, and two at least."""
+    """Returns the names that share the most words with `name`, at least two."""
     mine = name.split("-")
     shares = dict[str, float]()
     for each in known:
@@ -59,7 +59,7 @@ def _same_words(name: str, known: list[str]) -> list[str]:
 
 
 def _common(mine: list[str], theirs: list[str]) -> int:
-    """The number of words that the two lists share. A word counts once."""
+    """Returns the number of words that the two lists share. A word counts once."""
     left, number = list(theirs), 0
     for word in mine:
         if (same := next((each for each in left if _alike(word, each)), None)) is not None:
@@ -69,7 +69,7 @@ def _common(mine: list[str], theirs: list[str]) -> int:
 
 
 def _alike(one: str, other: str) -> bool:
-    """Whether two words are the same, an abbreviation of at least three letters, or a spelling mistake."""
+    """Returns True if two words are the same, an abbreviation of at least three letters, or a spelling mistake."""
     short, long = sorted((one, other), key=len)
     if short == long or (len(short) > 2 and long.startswith(short)):
         return True

@@ -1,6 +1,5 @@
-"""Settings of other trainers that this project spells in another way, for the error of an unknown flag and for two
-pages. The rows are in peer_trl.py and peer_verl.py.
-"""
+"""Finds other trainers' settings that this project spells differently, for the error of an unknown flag and for two
+pages. The rows are in peer_trl.py and peer_verl.py."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from slime.config.peer_trl import OTHERS_ROWS, TRL_ROWS
 from slime.config.peer_verl import VERL_ROWS, VERL_SECTIONS
 
 PAGES = {TRL: "docs/from-trl.md", VERL: "docs/from-verl.md"}
-"""The page of each program."""
+"""Documentation page by program."""
 _OVERRIDE = re.compile(rf"\+{{0,2}}((?:{'|'.join(VERL_SECTIONS)})(?:\.[A-Za-z_]\w*)+)=(.*)", re.DOTALL)
 _PLACE = re.compile(r"(?: [a-z]+)? \S*\{\}\S*")
 _SHOWN = 70
-"""The longest setting that a table of settings shows whole."""
+"""Maximum number of characters of a setting in a table; longer settings are cut."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +30,19 @@ class PeerName:
     program: str
     name: str
     flags: str
-    """The flags of this project as typed, with {} for the setting's value; empty if none is needed."""
+    """Flags of this project as typed, with {} for the setting's value. Empty if no flag is needed."""
     note: str = ""
-    """What differs. Without a flag, the reason."""
+    """The difference to the other program. Without a flag, the reason."""
     values: Mapping[str, str] = field(default_factory=dict)
-    """Value -> its flags, where the value decides; empty if the value needs none."""
+    """Value -> its flags, if the value decides. Empty if the value needs no flag."""
 
     @property
     def shown(self) -> str:
-        """The flags of the page, without a value."""
+        """The flags for the page, without a value."""
         return _PLACE.sub("", self.flags)
 
     def ours(self, value: str = "") -> str:
-        """The flags of this project for the setting with this value; empty if it needs none."""
+        """Returns the flags of this project for the setting with this value. Empty if it needs no flag."""
         items = _items(value) if value else [_TRUE]
         words = [self._word(item) for item in items]
         if not self.flags or (words == ["null"] and "null" not in self.values):
@@ -54,12 +53,12 @@ class PeerName:
         return self.flags.replace("{}", " ".join(map(shlex.quote, items))) if value else self.shown
 
     def _word(self, item: str) -> str:
-        """A value as `values` spells it."""
+        """Returns a value as `values` spells it."""
         word = item.lower()
         return word if word in self.values else _SAME.get(word, word)
 
     def answer(self, value: str = "") -> str:
-        """What to do with the setting, as the end of an error message."""
+        """Returns the remedy for the setting, as the end of an error message."""
         by = f" of {self.program}" if self.program in PAGES else ""
         if not self.flags:
             return f"leave {self.name}{by} out: {self.note}"
@@ -68,7 +67,7 @@ class PeerName:
         return f"for {self.name}{by}, give {flags}{self.note and f' ({self.note})'}"
 
     def line(self, value: str) -> str:
-        """The same for a table of settings, without the name."""
+        """Returns the remedy for a table of settings, without the name."""
         if not (flags := self.ours(value)):
             return f"leave it out ({self.note if not self.flags else _DEFAULT})"
         return f"{flags}{self.note and f'  ({self.note})'}"
@@ -89,7 +88,7 @@ _SAME = {
 
 
 def _items(value: str) -> list[str]:
-    """The words of a value; a list of Hydra or YAML has several."""
+    """Returns the words of a value. A list of Hydra or YAML has several."""
     text = value.strip().strip("'\"")
     if not (text.startswith("[") and text.endswith("]")):
         return [text]
@@ -97,7 +96,7 @@ def _items(value: str) -> list[str]:
 
 
 def table_of(program: str, rows: Iterable[Row]) -> dict[str, PeerName]:
-    """Name -> its entry."""
+    """Returns name -> its entry."""
     return {row[0]: PeerName(program, *row) for row in rows}
 
 
@@ -106,13 +105,15 @@ PEER_NAMES: dict[str, PeerName] = {
     **table_of(VERL, VERL_ROWS),
     **table_of(OTHERS, OTHERS_ROWS),
 }
-"""Settings that no backend owns. A backend adds those of its engine."""
+"""Settings that no backend owns. A backend adds the settings of its engine."""
 NONE: Mapping[str, PeerName] = MappingProxyType({})
 
 
 def instead(flag: str, value: object, known: Iterable[object]) -> str:
-    """The end of an error message about a value that a flag does not have: the flags for another trainer's word, or the
-    known value closest to it."""
+    """Returns the end of an error message about a value that a flag does not have.
+
+    It contains the flags for another trainer's word, or the known value closest to the given one.
+    """
     word = str(value).lower()
     if (answer := VALUES.get(flag, {}).get(word)) is not None:
         return f"; {answer}"
@@ -120,7 +121,8 @@ def instead(flag: str, value: object, known: Iterable[object]) -> str:
 
 
 def override_of(token: str) -> tuple[str, str] | None:
-    """Name and value of a token that is a setting of verl as Hydra spells it, such as `algorithm.gamma=1`."""
+    """Returns name and value of a token that is a setting of verl in Hydra's spelling, such as `algorithm.gamma=1`, or
+    None."""
     found = _OVERRIDE.fullmatch(token)
     return None if found is None else (found[1], found[2])
 
@@ -132,13 +134,13 @@ class PeerSetting:
     typed: str
     name: str
     value: str
-    """Empty for a switch that stands alone."""
+    """Value of the setting. Empty for a switch without a value."""
     origin: str = ""
     entry: PeerName | None = None
-    """None for a setting of verl that no table has."""
+    """Entry of the setting. None for a setting of verl that no table has."""
 
     def problem(self) -> str:
-        """The error of this setting alone."""
+        """Returns the error of this setting."""
         if self.entry is None:
             answer = f"it is spelled as a setting of verl, and no flag is known for it: {self._search()}"
         else:
@@ -146,12 +148,12 @@ class PeerSetting:
         return f"{self.origin}{self.origin and ': '}{self.typed} is not a known flag; {answer}"
 
     def line(self, width: int) -> str:
-        """Its line in a table of settings."""
+        """Returns its line in a table of settings."""
         found = self._search() if self.entry is None else self.entry.line(self.value)
         return f"{self.yours():<{width}} -> {found}"
 
     def yours(self) -> str:
-        """The setting as the user gave it, shortened."""
+        """Returns the setting as the user gave it, shortened."""
         text = f"{self.name}={self.value}" if self.value else self.typed
         text = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
         return f"{self.origin}: {text}" if self.origin else text
@@ -164,7 +166,7 @@ class PeerSetting:
 def peer_settings(
     typed: str, name: str, values: Sequence[str], engines: Mapping[str, PeerName] = NONE, origin: str = ""
 ) -> list[PeerSetting]:
-    """The settings of other programs in one flag; empty if `name` belongs to this project. `no_` before a name is
+    """Returns other programs' settings in one flag. Empty if `name` belongs to this project. `no_` before a name means
     the value false.
 
     `engines` has the settings that the backend owns. A section of verl in a YAML file has its settings as a JSON object
@@ -188,7 +190,7 @@ def peer_settings(
 
 
 def check_peers(found: Sequence[PeerSetting]) -> None:
-    """ValueError for settings of other programs: a sentence for one, a table for several."""
+    """Raises ValueError for other programs' settings: a sentence for one setting, a table for several."""
     if len(found) == 1:
         raise ValueError(found[0].problem())
     if found:
@@ -203,7 +205,7 @@ def check_peers(found: Sequence[PeerSetting]) -> None:
 
 
 def _inner(section: str, values: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The dotted names of all settings in a section, and their values."""
+    """Yields the dotted name and value of every setting in a section."""
     for text in values:
         try:
             todo = [(section, json.loads(text))]

@@ -1,4 +1,5 @@
-"""What the tables of other trainers' settings share, and values of flags that have another name in other trainers.
+"""Defines the common parts of the tables of other trainers' settings, and values of flags that have another name in
+other trainers.
 
 The tables are peer_trl.py and peer_verl.py.
 """
@@ -9,8 +10,8 @@ from collections.abc import Mapping
 
 TRL, VERL, OTHERS = "TRL", "verl", "other trainers"
 Row = tuple[str, str, str] | tuple[str, str, str, Mapping[str, str]]
-"""A setting, its flags here, a note, and flags by value where the value decides. In flags, {} is the setting's value.
-Empty flags: the setting or the value needs none."""
+"""A setting, its flags here, a note, and flags by value if the value decides. In flags, {} is the setting's value.
+Empty flags mean that the setting or the value needs no flag."""
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 RECOMPUTED = {"true": RECOMPUTE, "false": ""}
 TRACKERS = {
@@ -69,4 +70,4 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     ),
     "train_backend": dict.fromkeys(("fsdp", "fsdp2", "deepspeed"), "give megatron, or leave the flag out"),
 }
-"""Flag -> what to do with a value that it has in another trainer only."""
+"""Flag -> remedy for a value that only another trainer has."""

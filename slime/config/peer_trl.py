@@ -1,4 +1,4 @@
-"""Settings of TRL and transformers, and names that several trainers use. For peer_names.py.
+"""Lists settings of TRL and transformers, and names that several trainers use, for peer_names.py.
 
 Names are those of TRL's GRPOConfig, ModelConfig and ScriptArguments, and of transformers' TrainingArguments.
 """

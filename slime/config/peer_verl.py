@@ -1,4 +1,4 @@
-"""Settings of verl, for peer_names.py. Names are those of verl's ppo_trainer.yaml and ppo_megatron_trainer.yaml."""
+"""Lists settings of verl for peer_names.py, with the names of verl's ppo_trainer.yaml and ppo_megatron_trainer.yaml."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All problems of a command line in one report. Owns how problems are collected, left out and printed."""
+"""Reports all problems of a command line together. Owns how problems are collected, left out and printed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _FLAG = re.compile(r"--[a-z][\w-]*")
 
 
 def given(value: T | None) -> T:
-    """The value of a flag that an earlier rule requires. TypeError without one; see `Problems.check`."""
+    """Returns the value of a flag that an earlier rule requires. Raises TypeError without a value; see
+    `Problems.check`."""
     if value is None:
         raise TypeError(
             "a rule must find the value that an earlier rule requires, got none; report this as a bug"
@@ -34,8 +35,11 @@ class Problems:
     def check(
         self, rule: Callable[..., T], *args: object, origin: str = "", causes: Iterable[str] = ()
     ) -> T | None:
-        """The result of `rule(*args)`, or None if it raises ValueError. `origin`: the source of the value. `causes`:
-        the flags whose later problems are left out if this rule finds a problem, in place of those that it names."""
+        """Returns the result of `rule(*args)`, or None if it raises ValueError.
+
+        `origin`: the source of the value. `causes`: the flags whose later problems are left out if this rule finds a
+        problem, instead of the flags that the problem names.
+        """
         try:
             return rule(*args)
         except ValueError as error:
@@ -56,12 +60,13 @@ class Problems:
                 self._found.append(f"{origin}: {text}" if origin else text)
 
     def next_stage(self) -> None:
-        """End a stage: the problems so far may cause later problems with the same flags."""
+        """Ends a stage: the problems so far may cause later problems with the same flags."""
         texts = (text for text in self._found if text not in self._with_causes)
         self._named.update(flag for text in texts for flag in _FLAG.findall(text))
 
     def report(self) -> None:
-        """Raise ValueError if there are problems, with one per line. The text of a single problem stays unchanged."""
+        """Raises ValueError if problems exist, with one problem per line. The text of a single problem stays
+        unchanged."""
         texts = list(dict.fromkeys(self._found))
         if not texts:
             return

@@ -1,4 +1,4 @@
-"""The ranges of numeric flags. Every flag with a number names one of them, see `slime.config.fields.flag`."""
+"""Defines the ranges of numeric flags. Every flag with a number uses one; see `slime.config.fields.flag`."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import math
 from dataclasses import dataclass
 
 LARGEST_INT = 2**31 - 1
-"""Sizes and counts travel through int32 tensors, JSON and C++."""
+"""Largest size or count, because these numbers pass through int32 tensors, JSON and C++."""
 
 
 @dataclass(frozen=True)
 class Range:
     """Numbers from `low` to `high`.
 
-    Ranges without `interval` have a `high` that only excludes absurd values, so messages state the end that was
-    passed.
+    Ranges without `interval` have a `high` that only excludes absurd values, so messages state only the bound that was
+    exceeded.
     """
 
     low: float
     high: float
     open_low: bool = False
-    """`low` itself is outside."""
+    """True if `low` itself is excluded."""
     open_high: bool = False
-    """`high` itself is outside."""
+    """True if `high` itself is excluded."""
     off: int | None = None
-    """A value that is allowed, too."""
+    """A value outside the range that is allowed."""
     interval: bool = False
-    """Messages state both ends."""
+    """True if messages state both bounds."""
 
     def problem(self, value: float) -> str | None:
-        """The rule that `value` breaks, as the words after "must". None if it breaks none."""
+        """Returns the rule that `value` breaks, as the words after "must", or None."""
         if value == self.off:
             return None
         if isinstance(value, float) and not math.isfinite(value):
@@ -53,20 +53,20 @@ COUNT_OR_ZERO = Range(0, LARGEST_INT)
 BYTES = Range(0, 2**63 - 1, open_low=True)
 TOP_K = Range(0, LARGEST_INT, open_low=True, off=-1)
 SEED = Range(0, 2**32 - 1)
-"""What NumPy accepts. torch and vLLM accept more."""
+"""NumPy's range of seeds. torch and vLLM accept more."""
 PORT_OR_ANY = Range(0, 2**16 - 1, interval=True)
 SECONDS = Range(0, 1e9, open_low=True)
 SECONDS_OR_ZERO = Range(0, 1e9)
 FRACTION = Range(0, 1, open_low=True, interval=True)
 UNIT = Range(0, 1, interval=True)
 DECAY = Range(0, 1, open_high=True, interval=True)
-"""The decay of a moving average. With 1, the average would never change."""
+"""Decay of a moving average. With 1, the average would never change."""
 RATE = Range(0, 1000)
-"""Learning rates and weight decay."""
+"""Range of learning rates and weight decay."""
 TEMPERATURE = Range(0, 100, open_low=True)
 TEMPERATURE_OR_GREEDY = Range(0, 100)
 BOUND = Range(0, 1e9)
-"""Bounds of ratios and norms. Scripts switch a bound off with a large value."""
+"""Range of bounds of ratios and norms. Scripts switch a bound off with a large value."""
 STEEPNESS = Range(0, 1e6, open_low=True)
 SMALL = Range(0, 1, open_low=True)
 COEFFICIENT = Range(-1e6, 1e6)

@@ -1,4 +1,5 @@
-"""The whole configuration: one frozen record of frozen sections. Each field is also readable by its flag name."""
+"""Defines the whole configuration: one frozen record of frozen sections. Each field can also be read by its flag
+name."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ SECTIONS: dict[str, type] = {
 }
 
 SECTION_OF = {f.name: section for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)}
-"""Field name -> name of its section. A name belongs to one section only (tested)."""
+"""Maps a field name to the name of its section. A name belongs to one section only (tested)."""
 
 NEGATED = {
     "rollout_global_dataset": "disable_rollout_global_dataset",
@@ -73,11 +74,12 @@ NEGATED = {
     "compute_advantages_and_returns": "disable_compute_advantages_and_returns",
     "wandb_random_suffix": "disable_wandb_random_suffix",
 }
-"""Name in `args` that existing hooks read -> the --disable-* flag of the opposite meaning."""
+"""Maps a name in `args` that existing hooks read to the --disable-* flag with the opposite meaning."""
 
 
 def declared_flags() -> dict[str, FlagSpec]:
-    """Field name -> spec, for every flag that a section declares. `slime.rules.flags` adds the values of registries."""
+    """Returns field name -> spec, for every flag that a section declares. `slime.rules.flags` adds the values of
+    registries."""
     return {name: spec for cls in SECTIONS.values() for name, spec in specs_of(cls).items()}
 
 
@@ -85,8 +87,13 @@ def declared_flags() -> dict[str, FlagSpec]:
 class Config:
     """A resolved and validated configuration.
 
-    Read a field through its section: `config.rollout.rollout_batch_size`. Only the `args` of hooks are flat, see
+    A field is read through its section: `config.rollout.rollout_batch_size`. Only the `args` of hooks are flat, see
     `namespace`.
+
+    Example:
+        config = Config.from_flat({"rollout_batch_size": 32, "lr": 1e-6})
+        assert config.data.rollout_batch_size == 32
+        longer = config.with_values(num_rollout=100)
     """
 
     cluster: ClusterConfig
@@ -110,11 +117,11 @@ class Config:
     kernels: KernelsConfig
     megatron: MegatronConfig
     notes: tuple[str, ...] = field(default=())
-    """The values that were adjusted, and why."""
+    """Notes on values that were adjusted, with the reasons."""
 
     @classmethod
     def from_flat(cls, values: Values, notes: tuple[str, ...] = ()) -> Config:
-        """Sections from one flat mapping of field name to value. Missing fields get their defaults."""
+        """Makes the sections from one flat mapping of field name to value. Missing fields get their defaults."""
         given: dict[str, Values] = {name: {} for name in SECTIONS}
         for name, value in values.items():
             given[SECTION_OF[name]][name] = value
@@ -126,7 +133,7 @@ class Config:
         return cls(**{name: section_of(section, args) for name, section in SECTIONS.items()})
 
     def require_filled(self) -> Config:
-        """This configuration, after a check that every flag without `| None` has a value (AssertionError)."""
+        """Returns this configuration after a check that every flag without `| None` has a value (AssertionError)."""
         empty = [n for n, spec in declared_flags().items() if spec.filled and self.value_of(n) is None]
         assert not empty, (
             f"a resolved configuration must have values of all flags, got none of {empty}; report this as a bug"
@@ -134,7 +141,7 @@ class Config:
         return self
 
     def value_of(self, name: str) -> Any:
-        """The value of a field by its name alone, for code that goes through flags."""
+        """Returns the value of a field by its name alone, for code that iterates over flags."""
         return getattr(getattr(self, SECTION_OF[name]), name)
 
     @property
@@ -169,15 +176,15 @@ class Config:
 
     @property
     def rollouts(self) -> int:
-        """--num-rollout. With --num-epoch, known only after `with_values(num_rollout=...)`."""
+        """Value of --num-rollout. With --num-epoch, it is set only after `with_values(num_rollout=...)`."""
         if self.data.num_rollout is None:
             raise ValueError("num_rollout must be known to count the steps, got None; read the data first")
         return self.data.num_rollout
 
     @property
     def rollouts_ahead(self) -> int:
-        """How many rollouts generation may run ahead of training. Between two weight updates the weights get older, so
-        that it may run ahead by that much less."""
+        """Number of rollouts that generation may run ahead of training. Between two weight updates, the weights get
+        older, so the number is smaller."""
         return self.rollout.max_staleness + 1 - self.weight_update.update_weights_interval
 
     @property
@@ -186,17 +193,19 @@ class Config:
         return self.rollouts * self.data.num_steps_per_rollout
 
     def with_values(self, **values: object) -> Config:
-        """A copy with fields replaced, for values that are known only after the data are read (`num_rollout`)."""
+        """Returns a copy with replaced fields, for values that are known only after the data are read
+        (`num_rollout`)."""
         flat = {name: self.value_of(name) for name in SECTION_OF}
         return Config.from_flat({**flat, **values}, self.notes)
 
     def namespace(self, **facts: object) -> argparse.Namespace:
-        """A flat, mutable copy for user hooks (their `args`), with run-time values added (the address of the router).
+        """Returns a flat, mutable copy for user hooks (their `args`), with run-time values added (the address of the
+        router).
 
-        Contains every field under its name; unsupported flags with their default; switches without effect as False
+        It contains every field under its name; unsupported flags with their default; switches without effect as False
         (other flags without effect are absent, because they have no known value); the negated names of `NEGATED`;
-        Megatron overrides under their core field names; the keys of --custom-config-path that are no flags; and what
-        the rollout backend adds under its own names. `facts` have priority.
+        Megatron overrides under their core field names; the keys of --custom-config-path that are not flags; and the
+        backend's values under the backend's names. `facts` have priority.
         """
         flat = {name: entry.default for name, entry in UNSUPPORTED.items()}
         flat.update({name: spec.default for name, spec in NO_EFFECT.items() if spec.default is not None})
@@ -218,12 +227,12 @@ class Config:
         return argparse.Namespace(**{**flat, **facts})
 
     def to_dict(self) -> dict[str, Values]:
-        """Section name -> its fields as plain JSON values."""
+        """Returns section name -> its fields as plain JSON values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, data: Values) -> Config:
-        """Inverse of `to_dict`. ValueError for a key that is not a field."""
+        """Inverse of `to_dict`. Raises ValueError for a key that is not a field."""
         try:
             sections = {name: SECTIONS[name](**data[name]) for name in SECTIONS}
             return cls(**sections, notes=tuple(data.get("notes", ())))
@@ -233,7 +242,7 @@ class Config:
             ) from error
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_dict` as JSON in one atomic step, without secrets (`mask_secrets`). (`config.save` is --save.)"""
+        """Writes `to_dict` as JSON in one atomic step, without secrets (`mask_secrets`). (`config.save` is --save.)"""
         data = mask_secrets(self.to_dict())
         temporary = Path(f"{path}.{os.getpid()}.tmp")
         temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
@@ -243,9 +252,9 @@ class Config:
 def section_of(section: type[S], args: object) -> S:
     """Returns a section made from the `args` of a hook: each field that they have as an attribute, else its default.
 
-    This is the border with plug-ins: `args` that a plug-in makes, and those of slime, lack flags of ours. A run reads
-    the same `args` for each sample. So the last section of each type that was made without a default is returned again
-    while the values are the same objects (a new section costs 37 us, a comparison 1 us).
+    This function is the border with plug-ins: the `args` of a plug-in or of slime lack some of our flags. A run reads
+    the same `args` for each sample. So the last section of a type that was made without defaults is returned again
+    while its values are the same objects (a new section costs 37 us, a comparison 1 us).
     """
     names = _NAMES[section]
     if type(args) in (argparse.Namespace, SimpleNamespace):

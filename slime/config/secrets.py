@@ -1,4 +1,4 @@
-"""What counts as a secret (keys, tokens, passwords, logins in addresses), and its masking in what a run writes."""
+"""Recognises secrets (keys, tokens, passwords, logins in addresses), and masks them in the output of a run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ _ENDS = (
     "runkey",
     "authkey",
 )
-# What a key or a token is of when it is no secret: a column of the data, a place in a table, a token of a tokenizer.
+# Words before "key" or "token" in a name that is not a secret: a column of the data, an index of a table, a token of a
+# tokenizer.
 _OF_DATA = frozenset(
     {
         *(
@@ -62,18 +63,18 @@ _OF_DATA = frozenset(
     }
 )
 _SHELL = frozenset({"PWD", "OLDPWD"})
-"""Variables of a shell: its working directory."""
+"""Variables of a shell with its working directory."""
 
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _URL_LOGIN = re.compile(r"(?<=://)[^/\s?#\"']+(?=@)")
 _NAME = r"[A-Za-z_][\w.\-]{0,99}"
 _Entry = tuple[re.Pattern[str], re.Pattern[str]]
-"""What has a name, and the value behind it."""
+"""Pattern of a name, and pattern of the value after it."""
 _QUOTED: _Entry = (  # as JSON and Python write entries in a longer text
     re.compile(rf"(?P<quote>[\"'])(?P<name>{_NAME})(?P=quote)\s{{0,9}}[:=]\s{{0,9}}"),
     re.compile(r"\"(?:\\.|[^\"\\])*|'(?:\\.|[^'\\])*"),
 )
-_ASSIGNED: _Entry = (  # of an address, of a shell, of a connection
+_ASSIGNED: _Entry = (  # in an address, in a shell command, in a connection string
     re.compile(rf"(?<![\w.\-])-{{0,2}}(?P<name>{_NAME})[ \t]{{0,3}}=(?!=)[ \t]{{0,3}}"),
     re.compile(r"\"[^\"]*|'[^']*|[^&;\s\"'#)}\]]+"),
 )
@@ -81,7 +82,7 @@ _HEADER: _Entry = (
     re.compile(rf"(?<![\w.\-])(?P<name>{_NAME}):[ \t]{{0,9}}"),
     re.compile(r"[^\s\"'][^\r\n\"']*"),
 )
-_FLAG: _Entry = (  # a value, not the next word of a sentence about the flag
+_FLAG: _Entry = (  # matches a value, but not the next word of a sentence about the flag
     re.compile(rf"(?<![\w\-])--(?P<name>{_NAME})[ \t]{{1,9}}"),
     re.compile(r"\"[^\"]*|'[^']*|(?=[^\s\"']{0,99}\d|[^\s\"']{16})[^\s\"'\-][^\s\"']*"),
 )
@@ -95,14 +96,14 @@ _KNOWN = re.compile(
 )
 _HEADERS = frozenset({"authorization", "auth", "cookie", "cookies"})
 _PROSE = _LAST - _HEADERS - {"token", "pwd", "creds", "cred", "bearer", "jwt", "otp"}
-"""Such a word alone, with a colon behind it, is part of a sentence: "the key: question"."""
+"""Words that, alone before a colon, are part of a sentence: "the key: question"."""
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable, flag or config entry with this name holds a secret (API key, token, password).
+    """Returns True if a variable, flag or config entry with this name holds a secret (API key, token, password).
 
     Only whole words count. A key that names a column (--input-key) and a number or kind of tokens
-    (--max-tokens-per-gpu, eos_token) are no secrets.
+    (--max-tokens-per-gpu, eos_token) are not secrets.
     """
     if name in _SHELL:
         return False
@@ -120,10 +121,10 @@ def is_secret(name: str) -> bool:
 
 
 def mask_secrets(value: object) -> object:
-    """A copy of plain data (dicts, lists, strings, numbers) with secrets replaced by `***`.
+    """Returns a copy of plain data (dicts, lists, strings, numbers) with secrets replaced by `***`.
 
-    Masks entries whose key is the name of a secret, such entries in texts (JSON, addresses, assignments, headers), the
-    login of addresses, `Bearer x`, and tokens of known forms.
+    It masks entries whose key is the name of a secret, such entries in texts (JSON, addresses, assignments, headers),
+    the login of addresses, `Bearer x`, and tokens of known forms.
     """
     if isinstance(value, Mapping):
         named = value.get("name", value.get("key"))
@@ -135,7 +136,7 @@ def mask_secrets(value: object) -> object:
         }
     if isinstance(value, list | tuple):
         if len(value) == 2 and isinstance(value[0], str) and _holds(value[0], value[1]):
-            return [value[0], MASK]  # a header, as HTTP clients take it
+            return [value[0], MASK]  # a header in the form of HTTP clients
         if all(isinstance(item, str) for item in value):
             return mask_command(value)
         return [mask_secrets(item) for item in value]
@@ -143,7 +144,7 @@ def mask_secrets(value: object) -> object:
 
 
 def mask_command(argv: Sequence[str]) -> list[str]:
-    """A command line with secret values masked in `--flag value`, `--flag=value` and `NAME=value`."""
+    """Returns a command line with secret values masked in `--flag value`, `--flag=value` and `NAME=value`."""
     out: list[str] = []
     after_secret = False
     for word in argv:
@@ -160,7 +161,7 @@ def mask_command(argv: Sequence[str]) -> list[str]:
 
 
 def without(value: object, secrets: Iterable[str]) -> object:
-    """A copy of plain data in which these texts are masked wherever they are."""
+    """Returns a copy of plain data in which these texts are masked everywhere."""
     if isinstance(value, Mapping):
         return {key: without(item, secrets) for key, item in value.items()}
     if isinstance(value, list):
@@ -172,7 +173,7 @@ def without(value: object, secrets: Iterable[str]) -> object:
 
 
 def _holds(name: str, value: object) -> bool:
-    """Whether an entry holds a secret: by its name, unless its value cannot be one."""
+    """Returns True if an entry holds a secret: by its name, unless its value cannot be one."""
     if value is None or isinstance(value, bool) or value == "" or not is_secret(name):
         return False
     plain = name.lower()
@@ -182,14 +183,14 @@ def _holds(name: str, value: object) -> bool:
 
 
 def _counts(value: object) -> bool:
-    """Whether a value counts or numbers keys or tokens: 4096, "4096", [1, 2]."""
+    """Returns True if a value is a count or an index of keys or tokens: 4096, "4096", [1, 2]."""
     if isinstance(value, list | tuple):
         return all(_counts(item) for item in value)
     return isinstance(value, int | float) or (isinstance(value, str) and value.isdecimal() and len(value) < 8)
 
 
 def _text(text: str) -> str:
-    """A text without the secrets in it."""
+    """Returns a text with its secrets masked."""
     if text.lstrip().startswith(("{", "[")):
         try:
             given = json.loads(text)
@@ -206,7 +207,8 @@ def _text(text: str) -> str:
 
 
 def _without_values(text: str, entry: _Entry) -> str:
-    """The value of a header that logs in is the rest of its line. Behind another name with a colon it is one word."""
+    """Masks the values of secret entries. In a login header, the value is the rest of the line. After another name with
+    a colon, it is one word."""
     names, values = entry
     out, at = "", 0
     for found in names.finditer(text):

@@ -1,7 +1,7 @@
-"""Flags that slime or Megatron scripts use and this version does not act on. Two kinds, and none is silent.
+"""Lists flags that slime or Megatron scripts use and this version does not act on. Both kinds give a message.
 
-UNSUPPORTED: only the default is accepted. Any other value is an error with the reason and the alternative.
-NO_EFFECT: the run does what the flag is for without it. Any value is accepted, and a note gives the reason.
+UNSUPPORTED: only the default is accepted. Every other value is an error with the reason and the alternative. NO_EFFECT:
+the run already does the work of the flag. All values are accepted, and a note gives the reason.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ NO_EFFECT = {
 
 
 def check_unsupported(name: str, entry: Unsupported, values: list[str], typed: str) -> None:
-    """ValueError unless the strings after the flag are its default."""
+    """Raises ValueError unless the strings after the flag are its default."""
     if isinstance(entry.default, bool):
         at_default = FlagSpec(name, bool, False, "").parse(values, typed) == entry.default
     elif isinstance(entry.default, int | float):

@@ -10,7 +10,7 @@ from slime.config.ranges import BOUND, COEFFICIENT, COUNT, COUNT_OR_ZERO, STEEPN
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """The objective. Formulas are in slime/algo and rl_kernel."""
+    """The objective of training. Formulas are in slime/algo and rl_kernel."""
 
     advantage_estimator: str = flag("grpo", "how advantages are computed")
     pg_loss_type: str | None = flag(
@@ -108,5 +108,5 @@ class AlgorithmConfig:
 
     @property
     def centred_ids(self) -> int:
-        """How many of the engine's likeliest tokens the loss reads."""
+        """Number of the engine's likeliest tokens that the loss reads."""
         return self.score_centering_top_k if self.use_score_centering else 0

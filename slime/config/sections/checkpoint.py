@@ -1,4 +1,4 @@
-"""Flags of the checkpoint section: what a run loads at its start and saves later."""
+"""Flags of the checkpoint section: the checkpoints that a run loads at its start and saves later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime.config.ranges import COUNT, COUNT_OR_ZERO
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Directories are Megatron distributed checkpoints, unless the help text names another kind. --load and --ref-load
-    also take what slime or Megatron saved or converted, and Hugging Face directories."""
+    also accept checkpoints that slime or Megatron saved or converted, and Hugging Face directories."""
 
     load: str | None = flag(None, "folder of checkpoints to resume from; if it holds none, a new run starts")
     ckpt_step: int | None = flag(

@@ -1,4 +1,4 @@
-"""Flags of the cluster section: the number of processes of each kind, and their devices."""
+"""Flags of the cluster section: the numbers of processes by kind, and their devices."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from slime.config.fields import flag
 from slime.config.ranges import COUNT, COUNT_OR_ZERO
 
 PARTS = ("gradients", "parameters", "optimizer")
-"""The values of --offload-train-parts: gradient buffers, whose contents are not needed between two training steps;
-weights of model and reference; main weights and moments."""
+"""Values of --offload-train-parts: gradient buffers, whose contents are not needed between two training steps; weights
+of model and reference; main weights and moments."""
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Placement. On a CPU host, a "GPU" in these names is one process."""
+    """Numbers and devices of the processes. On a CPU host, a "GPU" in these names is one process."""
 
     device: str = flag(
         "auto",
@@ -77,5 +77,5 @@ class ClusterConfig:
         {}, "environment variables of the trainer processes, as a JSON object"
     )
     trainer_roles: list[str] = field(default_factory=list)
-    """No flag. Where the configuration is that of one group of trainer ranks: the roles of the group
-    (`slime.roles.groups`). Empty for the whole run's."""
+    """Roles of a group of trainer ranks (`slime.roles.groups`), if this is a group's configuration; no flag sets it.
+    Empty in the configuration of the whole run."""

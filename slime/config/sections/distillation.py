@@ -1,4 +1,4 @@
-"""Flags of the distillation section: teachers whose log-probs of the sampled tokens the policy is drawn to."""
+"""Flags of the distillation section: teachers whose log-probs of the sampled tokens the policy learns to match."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime.config.ranges import COEFFICIENT, COUNT, COUNT_OR_ZERO, UNIT
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """On-policy distillation: the reverse KL to a teacher on the policy's own samples, beside the reward."""
+    """On-policy distillation: the reverse KL to a teacher on the policy's own samples, in addition to the reward."""
 
     use_opd: bool = flag(
         False,

@@ -1,4 +1,4 @@
-"""Flags of the evaluation section. A flag that is left out has the value of its training flag (see resolve.py)."""
+"""Flags of the evaluation section. A flag that is not given has the value of its training flag (see resolve.py)."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ OPERATORS = (
 """The values of --rl-kernel-ops. group_advantage also selects the masked reductions."""
 
 BITWISE_OPERATORS = ("product", "norm", "activation", "rotary", "attention", "head")
-"""The values of --rlk-bitwise-operators, in the order in which a token meets them first."""
+"""Values of --rlk-bitwise-operators, in the order in which a token passes them first."""
 
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """The switch. slime.operators makes one decision per operator from it."""
+    """Chooses the operators. slime.operators makes one decision per operator from these flags."""
 
     rlk_fast: str = flag(
         None,

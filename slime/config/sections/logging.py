@@ -1,4 +1,4 @@
-"""Flags of the logging section: where a run writes its metrics and records."""
+"""Flags of the logging section: the destinations of a run's metrics and records."""
 
 from __future__ import annotations
 

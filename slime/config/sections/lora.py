@@ -1,4 +1,4 @@
-"""Flags of the lora section: low-rank adapters that are trained in place of the weights."""
+"""Flags of the lora section: low-rank adapters that are trained instead of the weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime.config.ranges import COUNT_OR_ZERO, DECAY, STEEPNESS
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adaptation (LoRA, 2106.09685). The base stays as it is loaded."""
+    """Low-rank adaptation (LoRA, 2106.09685). The base weights do not change."""
 
     lora_rank: int = flag(
         0, "train adapters of this rank in place of the weights (0: train the weights)", range=COUNT_OR_ZERO

@@ -1,4 +1,4 @@
-"""The Megatron section: parallel sizes, precision, optimizer, schedule, and other Megatron flags.
+"""Defines the Megatron section: parallel sizes, precision, optimizer, schedule, and other Megatron flags.
 
 The fields made by `flag` need no import of Megatron. Every other Megatron flag (megatron_flags.py) goes into
 `overrides`, under the name of its megatron-core field. MODEL_ARGS of launch scripts go into `model_args`. They set
@@ -122,7 +122,7 @@ class MegatronConfig:
     adam_eps: float = flag(1e-8, "Adam epsilon", range=SMALL)
     clip_grad: float = flag(1.0, "maximum gradient norm; 0 switches clipping off", range=BOUND)
     params_dtype: str = "bfloat16"
-    """The name of a torch dtype. --bf16, --fp16, --fp32 and the device decide it."""
+    """Name of a torch dtype. --bf16, --fp16, --fp32 and the device decide it."""
     overrides: Values = field(default_factory=dict)
     """Other settings, by the names of their megatron-core fields."""
     model_args: Values = field(default_factory=dict)
@@ -135,15 +135,16 @@ class MegatronConfig:
 
     @property
     def experts_apart(self) -> bool:
-        """Whether experts lie on the ranks in another way than the other weights. Then megatron-core sums their
-        gradients over other ranks, and gives them an optimizer of their own."""
+        """True if experts are distributed over ranks differently from the other weights. megatron-core then sums their
+        gradients over other ranks, and builds a separate optimizer for them."""
         return (
             self.expert_model_parallel_size > 1
             or self.expert_tensor_parallel != self.tensor_model_parallel_size
         )
 
     def core_overrides(self, config_class: type) -> Values:
-        """The `overrides` that are fields of `config_class` (a megatron-core dataclass), in the types of that class.
+        """Returns the `overrides` that are fields of `config_class` (a megatron-core dataclass), in the types of that
+        class.
 
         `overrides` holds enums and torch dtypes as names, so that a saved configuration is plain JSON.
         """

@@ -11,7 +11,7 @@ from slime.config.ranges import COEFFICIENT, COUNT, SECONDS
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """How a response is scored, and how the score becomes training data."""
+    """The score of a response, and its conversion to training data."""
 
     rm_type: str | None = flag(
         None,
@@ -49,12 +49,13 @@ class RewardConfig:
 
 
 def eval_reward_key(reward: RewardConfig) -> str | None:
-    """The entry of a reward that evaluation reports. --eval-reward-key has priority over --reward-key."""
+    """Returns the entry of a reward that evaluation reports. --eval-reward-key has priority over --reward-key."""
     return reward.eval_reward_key or reward.reward_key
 
 
 def reward_names(rm_type: object) -> list[str]:
-    """The rewards that a value of --rm-type, or of rm_type in metadata, names: "math,f1" or a list. Empty for none."""
+    """Returns the rewards in a value of --rm-type, or of rm_type in metadata: "math,f1" or a list. Empty without a
+    reward."""
     if not rm_type:
         return []
     parts = rm_type if isinstance(rm_type, list | tuple) else str(rm_type).split(",")
@@ -62,10 +63,12 @@ def reward_names(rm_type: object) -> list[str]:
 
 
 def is_hook(name: str) -> bool:
-    """Whether a name in --rm-type is the path of a function of the user. Names of built-in rewards have no dot."""
+    """Returns True if a name in --rm-type is the path of a function of the user. Names of built-in rewards have no
+    dot."""
     return "." in name
 
 
 def part_name(name: str) -> str:
-    """The name of a reward in metrics: of a function of the user without its module or file."""
+    """Returns the name of a reward in metrics. For a function of the user, this is the name without its module or
+    file."""
     return re.split(r"[.:]", name)[-1] if is_hook(name) else name

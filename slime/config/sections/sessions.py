@@ -1,4 +1,4 @@
-"""Flags of the sessions section: when a conversation of an agent ends."""
+"""Flags of the sessions section: limits after which a conversation of an agent ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime.config.ranges import COUNT, COUNT_OR_ZERO, SECONDS
 
 @dataclass(frozen=True)
 class SessionsConfig:
-    """Limits of one session (`slime.sessions`). What has passed a limit ends, and its sample is truncated."""
+    """Limits of a session (`slime.sessions`). A session beyond a limit ends, and its sample is truncated."""
 
     session_max_turns: int = flag(100, "maximum number of answers in a session of an agent", range=COUNT)
     session_max_tokens: int | None = flag(

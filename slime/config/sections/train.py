@@ -19,7 +19,7 @@ class TrainConfig:
         "flags go to hooks, as attributes of args",
     )
     hook_settings: Values = field(default_factory=dict)
-    """The keys of --custom-config-path that are no flags."""
+    """The keys of --custom-config-path that are not flags."""
     trust_remote_code: bool = flag(
         False, "run Python code that ships with the checkpoint (tokenizer, engine)"
     )

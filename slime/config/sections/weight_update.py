@@ -1,4 +1,4 @@
-"""Flags of the weight-update section: how trained weights reach the engines."""
+"""Flags of the weight-update section: the transfer of trained weights to the engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime.config.ranges import BYTES, COUNT
 
 @dataclass(frozen=True)
 class WeightUpdateConfig:
-    """From trainer to engine."""
+    """The transfer of weights from the trainer to the engines."""
 
     update_weight_transport: str = flag(
         None,
@@ -50,7 +50,7 @@ class WeightUpdateConfig:
         None,
         "directory for published weights (default: a private one in /dev/shm, otherwise the run directory)",
     )
-    """A run fills it in when it is not given."""
+    """Filled in by a run if it is not given."""
     update_weight_disk_keep_files: bool = flag(
         False, "keep the files of all published versions in --weight-dir, in place of the newest two"
     )
