@@ -1,4 +1,4 @@
-"""From a command line to a checked configuration: parse, resolve, validate. It may import any feature of slime that
+"""Turns a command line into a checked configuration: parse, resolve, validate. It may import any feature of slime that
 needs no torch."""
 
 from slime.rules.backend import BackendFlags, FlagOwner

@@ -1,4 +1,4 @@
-"""Rules of advantages, policy loss, KL and the size of a group."""
+"""Defines the rules of advantages, policy loss, KL and the size of a group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUP_MAKERS = (
 
 
 def check_algorithm(c: Config) -> None:
-    """An estimator and a loss that this version has, with what they need."""
+    """Checks that this version has the estimator and the loss, and that their requirements hold."""
     estimator = estimator_of(c.algorithm)
     loss = loss_of(c.algorithm)
     surrogate = surrogate_of(c.algorithm)
@@ -42,7 +42,7 @@ def check_algorithm(c: Config) -> None:
 
 
 def check_critic(c: Config) -> None:
-    """The critic's flags are for an estimator that reads values, and values need returns to be trained on."""
+    """Checks the critic's flags: they need an estimator that reads values, and the training of values needs returns."""
     estimator, has_critic = c.algorithm.advantage_estimator, CRITIC in roles_of(c)
     for name, spec in specs_of(CriticConfig).items():
         value = c.value_of(name)
@@ -59,7 +59,7 @@ def check_critic(c: Config) -> None:
 
 
 def check_loss_length(c: Config) -> None:
-    """Dr.GRPO's constant length, in the place of every other normalization."""
+    """Checks the flags of Dr.GRPO's constant length, which replaces every other normalization."""
     a = c.algorithm
     if not a.use_dr_grpo:
         return
@@ -79,7 +79,7 @@ def check_loss_length(c: Config) -> None:
 
 
 def check_overlong(c: Config) -> None:
-    """DAPO's zone before the length limit, whose penalty is a part of the reward that slime computes."""
+    """Checks DAPO's zone before the length limit, whose penalty is a part of the reward that slime computes."""
     zone, limit = c.reward.overlong_buffer_len, c.rollout.rollout_max_response_len
     asked = "--overlong-buffer-len" if zone is not None else "--use-overlong-filtering"
     if zone is None and not c.reward.use_overlong_filtering:
@@ -104,7 +104,8 @@ def check_overlong(c: Config) -> None:
 
 
 def compares_alone(c: Config) -> bool:
-    """Whether a reward is compared with its group and --n-samples-per-prompt makes groups of one: advantages of 0."""
+    """Returns True if a reward is compared with its group although --n-samples-per-prompt makes groups with one sample,
+    so advantages are 0."""
     hooks = (
         c.reward.custom_reward_post_process_path,
         c.reward.custom_convert_samples_to_train_data_path,
@@ -120,19 +121,20 @@ def compares_alone(c: Config) -> bool:
 
 
 def makes_groups(c: Config) -> str | None:
-    """The flag that may give a group more samples than --n-samples-per-prompt says, as typed: a user's function that
-    fans out or groups by itself, or saved samples. None when there is none."""
+    """Returns the flag, as typed, that may give a group more samples than --n-samples-per-prompt, or None.
+
+    Such a flag names a user's function that fans out or makes groups, or saved samples.
+    """
     for name in GROUP_MAKERS:
         path = c.value_of(name)
-        if path and not path.startswith(
-            "slime."
-        ):  # ours, also under slime's own import paths, make groups as told
+        if path and not path.startswith("slime."):  # slime's own functions make groups of the given size
             return f"{spelled(name)} {path}"
     return None
 
 
 def check_group_size(c: Config) -> None:
-    """Something to compare a reward with; where only the user's code can tell, `resolve` leaves a note instead."""
+    """Checks that a reward has other rewards to compare with. If only the user's code decides this, `resolve` adds a
+    note instead."""
     if compares_alone(c) and makes_groups(c) is None:
         raise ValueError(
             "--n-samples-per-prompt must be above 1 with --advantage-estimator "
@@ -142,7 +144,7 @@ def check_group_size(c: Config) -> None:
 
 
 def check_trajectory_buffer(c: Config) -> None:
-    """The flags of slime's trajectory buffer are for a plug-in, which reads them from its `args`."""
+    """Checks the flags of slime's trajectory buffer, which need a plug-in that reads them from its `args`."""
     r, default = c.rollout, type(c.rollout)()
     given = {
         "rollout_buffer_url": r.rollout_buffer_url != default.rollout_buffer_url,
@@ -160,7 +162,7 @@ def check_trajectory_buffer(c: Config) -> None:
 
 
 def check_kl(c: Config) -> None:
-    """One KL, in the reward or in the loss, where the loss has one."""
+    """Checks the KL: it is in the reward or in the loss, and only if the loss has one."""
     a = c.algorithm
     if not loss_of(a).rewarded and a.kl_loss_coef != 0:
         raise ValueError(
@@ -202,8 +204,11 @@ IN_VAIN = frozenset(
         "use_unbiased_kl",
     }
 )
-"""Flags of the objective that are an error where nothing reads them: a run would train on another objective than its
-command line names. The other flags of `slime.algo.flags.ALL` get a note: scripts keep them where a switch is off."""
+"""Flags of the objective that are an error if nothing reads them, because a run would train on another objective than
+its command line names.
+
+The other flags of `slime.algo.flags.ALL` get a note, because scripts keep them when a switch is off.
+"""
 
 
 def default_of(name: str) -> object:
@@ -211,20 +216,20 @@ def default_of(name: str) -> object:
 
 
 def given_flags(c: Config) -> frozenset[str]:
-    """The fields of the objective that have another value than their default. A value that another flag gave counts as
+    """Returns the fields of the objective whose value is not their default. A value that another flag gave counts as
     not given."""
     found = set()
     for name in (*specs_of(AlgorithmConfig), *specs_of(OffPolicyConfig)):
         value, source = c.value_of(name), FALLBACKS.get(name)
         if value not in (default_of(name), None) and not (source and value == c.value_of(source)):
             found.add(name)
-    if c.algorithm.use_dr_grpo:  # which set them
+    if c.algorithm.use_dr_grpo:  # the switch itself set them
         found -= {"disable_grpo_std_normalization", "dr_grpo_length"}
     return frozenset(found)
 
 
 def check_unread(c: Config) -> None:
-    """No weight, bound or term of the objective is given in vain."""
+    """Checks that every given weight, bound or term of the objective is read."""
     problems = Problems()
     for flag in unread(c, given_flags(c) & IN_VAIN):
         value, name = c.value_of(flag.name), spelled(flag.name)
@@ -238,7 +243,7 @@ def check_unread(c: Config) -> None:
 
 
 def unread_notes(c: Config) -> Iterator[str]:
-    """Notes on the other flags that nothing reads. None for values that the rules refuse."""
+    """Yields notes on the other flags that nothing reads. Yields nothing for values that the rules refuse."""
     try:
         found = list(unread(c, given_flags(c) - IN_VAIN))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What the command line needs of a rollout backend: its flags, and what becomes of them."""
+"""Defines the interface between the command line and a rollout backend: its flags, and their translation."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ class FlagOwner(Protocol):
     prefix: str
 
     def parse(self, groups: list[FlagGroup]) -> Values:
-        """Check the flags; return the fields of the engine section that they fill. ValueError for a bad one."""
+        """Checks the flags and returns the fields of the engine section that they fill. Raises ValueError for an
+        invalid flag."""
         ...
 
 
 class BackendFlags(Protocol):
-    """The flags of one rollout backend.
+    """The flags of a rollout backend.
 
-    `specs`: flags of its own, by name. `owners`: parsers of the engine and the router, by prefix. `unsupported`,
+    `specs`: the backend's own flags, by name. `owners`: parsers of the engine and the router, by prefix. `unsupported`,
     `no_effect`: see slime.config.unsupported. `foreign`: prefix of another engine's flags, which `translate` rewrites.
-    `peer_names`: settings of other trainers for this engine. `rules` hold for a resolved configuration.
+    `peer_names`: other trainers' settings for this engine. `rules` hold for a resolved configuration.
     """
 
     @property
@@ -55,11 +56,12 @@ class BackendFlags(Protocol):
     def rules(self) -> Sequence[Rule]: ...
 
     def translate(self, groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
-        """Groups with the other engine's spellings rewritten, and remarks for the user."""
+        """Returns groups with the other engine's spellings rewritten, and remarks for the user."""
         ...
 
     def fields(self, own: Values, given: Values) -> Values:
-        """All fields of the engine section, of its own flags' values and the fields that its owners filled."""
+        """Returns all fields of the engine section, from the values of the backend's own flags and the fields that its
+        owners filled."""
         ...
 
 

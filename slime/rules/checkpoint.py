@@ -1,4 +1,4 @@
-"""Rules of the directories that a run reads at its start, and notes on what is read."""
+"""Defines the rules of the directories that a run reads at its start, and notes on the checkpoints that are read."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from slime.weight_sync.delta.registry import checksum
 
 
 def check_directories(c: Config) -> None:
-    """The directories that the trainer reads at its start must hold readable weights. --load and --save must be
-    folders.
+    """Checks that the directories that the trainer reads at its start hold readable weights, and that --load and --save
+    are folders.
 
-    --load may be empty, or the missing folder that --save makes: then a new run starts. Of the files of a checkpoint,
-    sizes are checked here. The trainer checks their content. Another check covers --hf-checkpoint.
+    --load may be empty, or the missing folder that --save makes: then a new run starts. For the files of a checkpoint,
+    sizes are checked here, and the trainer checks their content. Another check covers --hf-checkpoint.
     """
     for flag_name, path in (
         ("--load", c.checkpoint.load),
@@ -70,7 +70,7 @@ def check_directories(c: Config) -> None:
 
 
 def check_saving(c: Config) -> None:
-    """What is done with checkpoints needs a folder for them."""
+    """Checks that flags about saved checkpoints have a folder for them."""
     for name in ("exit_signal_handler", "max_actor_ckpt_to_keep", "save_hf"):
         if c.value_of(name) and c.checkpoint.save is None:
             raise ValueError(
@@ -90,8 +90,11 @@ def _require_folder(flag_name: str, path: str | None) -> None:
 
 
 def _require_load(flag_name: str, load: str | None, save: str | None) -> None:
-    """A missing folder is allowed where the run saves into it: a command that resumes itself names it from the start.
-    So is a --load without --save, as in slime."""
+    """Checks that a --load folder exists, or will be made by the run.
+
+    A missing folder is allowed if the run saves into it, because a command that resumes itself names it from the start.
+    A --load without --save may be missing, too, as in slime.
+    """
     if load is None or Path(load).exists() or (flag_name == "--load" and save is None):
         return
     if save is None or Path(load).absolute() != Path(save).absolute():
@@ -103,7 +106,7 @@ def _require_load(flag_name: str, load: str | None, save: str | None) -> None:
 
 
 def _check_start(c: Config) -> None:
-    """ValueError if a new run's --load names a single iteration, or a model without weights."""
+    """Raises ValueError if a new run's --load names a single iteration, or a model without weights."""
     load = c.checkpoint.load
     if load and (Path(load) / COMPLETE).is_file():
         folder = Path(load).absolute().parent
@@ -118,13 +121,14 @@ def _check_start(c: Config) -> None:
 
 
 def reads_reference(c: Config) -> bool:
-    """Whether the trainer reads --ref-load: for the reference model, or as the first weights of a new run."""
-    resumes = resumed_iteration(c) is not None and not c.lora.lora_rank  # adapters need their base again
+    """Returns True if the trainer reads --ref-load: for the reference model, or as the first weights of a new run."""
+    # a run with adapters reads their base again
+    resumes = resumed_iteration(c) is not None and not c.lora.lora_rank
     return REFERENCE in roles_of(c) or (not resumes and start_directory(c) == c.checkpoint.ref_load)
 
 
 def _resumes(c: Config) -> bool:
-    """Whether the run resumes. ValueError if the iteration to resume from is missing or damaged."""
+    """Returns True if the run resumes. Raises ValueError if the iteration to resume from is missing or damaged."""
     load, step = c.checkpoint.load, c.checkpoint.ckpt_step
     if step is None:
         iteration = None if load is None else _latest("--load", load)
@@ -146,7 +150,7 @@ def _resumes(c: Config) -> bool:
 
 
 def remarks(c: Config) -> Iterator[str]:
-    """Notes on what is read. None for flags that `check_directories` refuses."""
+    """Yields notes on the checkpoints that are read. Yields nothing for flags that `check_directories` refuses."""
     reference, load = c.checkpoint.ref_load, c.checkpoint.load
     if c.debug.debug_rollout_only or not reference or reference == c.rollout.hf_checkpoint:
         return
@@ -171,7 +175,7 @@ def remarks(c: Config) -> Iterator[str]:
 
 
 def _check_weights(flag_name: str, step_flag: str, path: str, step: int | None, remedy: str) -> None:
-    """The weights of a frozen model."""
+    """Checks the weights of a frozen model."""
     if step is not None:
         _require_iteration(step_flag, path, step)
     elif _latest(flag_name, path) is None and not _released(flag_name, path) and not holds_hf_weights(path):
@@ -183,7 +187,7 @@ def _check_weights(flag_name: str, step_flag: str, path: str, step: int | None, 
 
 
 def _check_critic(c: Config) -> None:
-    """--critic-load must hold weights, and in a run that resumes those of the policy's iteration."""
+    """Checks that --critic-load holds weights, and in a run that resumes, those of the policy's iteration."""
     own, resumed, iteration = c.critic.critic_load, CRITIC.resumes(c), resumed_iteration(c)
     saved = {directory: iterations(Path(directory)) for directory in resume_folders(c)}
     if resumed is not None and iteration is not None:
@@ -200,7 +204,7 @@ def _check_critic(c: Config) -> None:
             f"--critic-load must hold {HF_SINGLE} or {HF_INDEX} beside its config.json, got neither in {own}; copy them"
         )
     elif own:
-        _latest("--critic-load", own), _released("--critic-load", own)  # which report what cannot be read
+        _latest("--critic-load", own), _released("--critic-load", own)  # which report unreadable files
 
 
 def _require_iteration(flag_name: str, path: str, step: int) -> None:
@@ -230,7 +234,7 @@ def _latest(flag_name: str, path: str) -> int | None:
 
 
 def check_weight_update(c: Config) -> None:
-    """What deltas need, and what needs deltas."""
+    """Checks the requirements of deltas, and the flags that require deltas."""
     w = c.weight_update
     if w.update_weight_mode == "full":
         if w.update_weight_local_checkpoint_dir is not None:
@@ -249,4 +253,4 @@ def check_weight_update(c: Config) -> None:
             "--update-weight-mode must be full where adapters are sent, got delta with --lora-rank "
             f"{c.lora.lora_rank}; an adapter is smaller than a delta: leave the flag out, or add --lora-merge"
         )
-    checksum(w.update_weight_delta_checksum, b"")  # ValueError without its package
+    checksum(w.update_weight_delta_checksum, b"")  # ValueError if the checksum's package is missing

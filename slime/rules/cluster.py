@@ -1,4 +1,4 @@
-"""Rules of devices, nodes, NVLink domains and offload."""
+"""Defines the rules of devices, nodes, NVLink domains and offload."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIX = "lower it, or set --nvlink-domain-size to what NVLink connects"
 
 
 def check_hardware(c: Config) -> None:
-    """--gpu needs --device cuda, and a node must have room for its trainer ranks."""
+    """Checks that --gpu comes with --device cuda, and that a node has room for its trainer ranks."""
     if c.cluster.gpu is None:
         return
     if c.cluster.device != "cuda":
@@ -37,7 +37,7 @@ def check_hardware(c: Config) -> None:
 
 
 def check_parallel_sizes(c: Config) -> None:
-    """The ranks of a model, of TP * PP * CP, fill the ranks of each group of trainer ranks."""
+    """Checks that each group of trainer ranks holds a whole number of models with TP * PP * CP ranks."""
     sizes = (
         c.megatron.tensor_model_parallel_size,
         c.megatron.pipeline_model_parallel_size,
@@ -53,7 +53,7 @@ def check_parallel_sizes(c: Config) -> None:
 
 
 def check_critic_devices(c: Config) -> None:
-    """On the policy's ranks there are as many for the critic as for the policy."""
+    """Checks that a critic on the policy's ranks has the same number of ranks as the policy."""
     if CRITIC not in roles_of(c) or c.critic.critic_devices != "shared":
         return
     nodes, ranks = wanted_devices(c)
@@ -66,7 +66,7 @@ def check_critic_devices(c: Config) -> None:
 
 
 def critic_notes(c: Config) -> Iterator[str]:
-    """That a critic whose ranks were counted is on those of the policy, and that a run trains the critic alone."""
+    """Yields notes on a critic whose counted ranks are the policy's, and on a run that trains only the critic."""
     alone, rollouts = c.critic.num_critic_only_steps, c.data.num_rollout
     if alone and CRITIC in roles_of(c) and rollouts is not None and alone >= rollouts:
         yield (
@@ -82,7 +82,7 @@ def critic_notes(c: Config) -> Iterator[str]:
 
 
 def check_domains(c: Config) -> None:
-    """If the size of an NVLink domain is known, every tensor-parallel group must fit inside one domain."""
+    """Checks that every tensor-parallel group fits inside one NVLink domain, if the size of a domain is known."""
     if c.cluster.device != "cuda" or not (
         size := c.cluster.nvlink_domain_size or (c.cluster.gpu and HARDWARE[c.cluster.gpu].nvlink_domain)
     ):
@@ -110,7 +110,7 @@ def check_domains(c: Config) -> None:
 
 
 def check_offload(c: Config) -> None:
-    """Offload needs --colocate: only processes that share devices can make room for each other."""
+    """Checks that offload comes with --colocate: only processes that share devices can free memory for each other."""
     asked = {
         "--offload": c.cluster.offload,
         "--offload-train": c.cluster.offload_train,
@@ -143,7 +143,8 @@ def check_offload(c: Config) -> None:
 
 
 def check_frozen_models(c: Config) -> None:
-    """Frozen models have whole engines, engines larger than a node have whole nodes, and their weights are there."""
+    """Checks that frozen models have whole engines, that engines larger than a node have whole nodes, and that the
+    weights exist."""
     for model in (model for model in served_models(c) if model.frozen):
         size, node = model.devices_per_engine, c.cluster.num_gpus_per_node
         flag, each = model.own_flags["--rollout-num-gpus"], model.own_flags["--rollout-num-gpus-per-engine"]
@@ -165,7 +166,7 @@ def check_frozen_models(c: Config) -> None:
 
 
 def check_prefill(c: Config) -> None:
-    """Engines are left that write the answers."""
+    """Checks that some engines remain for decoding."""
     prefill = c.engine.prefill_num_servers
     if prefill is not None and prefill >= c.num_engines:
         raise ValueError(

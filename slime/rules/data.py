@@ -1,4 +1,4 @@
-"""Rules of the data, of the length of a run, and of debug flags."""
+"""Defines the rules of the data, of the length of a run, and of debug flags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slime.hooks import load_function
 
 
 def check_files(c: Config) -> None:
-    """Each file of prompts exists, and each data set has a name and a weight."""
+    """Checks that each file of prompts exists, and that each data set has a name and a weight."""
     problems = Problems()
     for one in data_sets(c.data):
         problems.check(find_source, one.path, "--prompt-data")
@@ -29,7 +29,7 @@ def check_files(c: Config) -> None:
 
 
 def check_held_out(c: Config) -> None:
-    """The trainer can compute the loss of the held-out samples that an evaluation makes."""
+    """Checks that the trainer can compute the loss of the held-out samples that an evaluation makes."""
     problems, e, kind = Problems(), c.evaluation, loss_of(c.algorithm)
     if e.eval_interval is None or e.eval_function_path not in MASKED_ROLLOUTS:
         return
@@ -59,7 +59,7 @@ def check_held_out(c: Config) -> None:
 
 
 def check_curriculum(c: Config) -> None:
-    """--curriculum compares the rewards of a group of prompts that a data source knows."""
+    """Checks --curriculum, which compares the rewards of a group of prompts from a data source that supports it."""
     data = c.data
     if data.curriculum is None:
         return
@@ -85,7 +85,7 @@ def check_curriculum(c: Config) -> None:
 
 
 def check_length(c: Config) -> None:
-    """--train-iters and --train-samples are a whole number of rollouts, and that of --num-rollout."""
+    """Checks that --train-iters and --train-samples are a whole number of rollouts, equal to --num-rollout."""
     d, steps = c.data, c.data.num_steps_per_rollout
     for name, of_rollout in (
         ("train_iters", steps),
@@ -100,7 +100,7 @@ def check_length(c: Config) -> None:
 
 
 def check_train_data_file(c: Config) -> None:
-    """No rank and no rollout writes over another's file."""
+    """Checks that each rank and each rollout writes a separate file."""
     if (template := c.debug.save_debug_train_data) is None:
         return
     try:
@@ -116,7 +116,7 @@ def check_train_data_file(c: Config) -> None:
 
 
 def check_memory_history(c: Config) -> None:
-    """PyTorch records the memory of GPUs alone."""
+    """Checks --record-memory-history: PyTorch records the memory of GPUs only."""
     if not c.debug.record_memory_history:
         return
     if c.cluster.device != "cuda":
@@ -131,7 +131,7 @@ def check_memory_history(c: Config) -> None:
 
 
 def check_profile_steps(c: Config) -> None:
-    """The range of --profile-steps must contain a training step of the run."""
+    """Checks that the range of --profile-steps contains a training step of the run."""
     steps = profiled_steps(c.debug.profile_steps)
     if steps and c.debug.debug_rollout_only:
         raise ValueError(

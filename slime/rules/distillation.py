@@ -1,4 +1,4 @@
-"""Rules of on-policy distillation: where the teacher is, and that its tokens are those of the policy."""
+"""Defines the rules of on-policy distillation: where the teacher runs, and that its vocabulary is the policy's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slime.rules.heads import check_heads
 
 
 def check_distillation(c: Config) -> None:
-    """The flags of a teacher fit together, and something reads its log-probs."""
+    """Checks that the flags of a teacher fit together, and that its log-probs are used."""
     flags = c.distillation
     if not flags.use_opd:
         for name, spec in specs_of(DistillationConfig).items():
@@ -53,7 +53,7 @@ def check_distillation(c: Config) -> None:
 
 
 def _check_on_ranks(c: Config) -> None:
-    """The flags of a teacher on the trainer's ranks."""
+    """Checks the flags of a teacher on the trainer's ranks."""
     if c.distillation.opd_teacher_load is None:
         raise ValueError(
             "--opd-teacher-load must be given with --opd-type megatron, got none; name the teacher's weights"
@@ -77,7 +77,7 @@ _SERVED = (
 
 
 def _check_served(c: Config) -> None:
-    """The flags of teachers on engines of the run, or on servers of one's own."""
+    """Checks the flags of teachers on engines of the run, or on the user's own servers."""
     flags = c.distillation
     for name in ("opd_teacher_load", "opd_teacher_ckpt_step"):
         if (value := c.value_of(name)) is not None:
@@ -123,7 +123,7 @@ def _check_served(c: Config) -> None:
 
 
 def _check_temperature(c: Config) -> None:
-    """The temperature at which engines of the run can score."""
+    """Checks the temperature at which engines of the run can score."""
     if c.distillation.opd_type == "sglang" and c.rollout.rollout_temperature != 1:
         raise ValueError(
             "--rollout-temperature must be 1 with teachers of the run and --opd-type sglang, got "
@@ -133,7 +133,7 @@ def _check_temperature(c: Config) -> None:
 
 
 def _check_loss(c: Config) -> None:
-    """A divergence in the loss has the teacher's likeliest ids, and a loss that it can be a term of."""
+    """Checks that a divergence in the loss has the teacher's likeliest ids, and a loss that can include it."""
     flags, kind = c.distillation, f"--opd-loss-type {c.distillation.opd_loss_type}"
     if not draws_in_loss(c):
         given = {"--opd-loss-coef": flags.opd_loss_coef != 1, "--opd-jsd-beta": flags.opd_jsd_beta != 0.5}
@@ -166,9 +166,10 @@ def _check_loss(c: Config) -> None:
 
 
 def check_teacher(c: Config) -> None:
-    """The models of teachers: the policy's vocabulary, and, on the trainer's ranks, layers that its layout can hold."""
+    """Checks the models of teachers: the policy's vocabulary, and, on the trainer's ranks, layers that its layout can
+    hold."""
     mine = given(c.rollout.hf_checkpoint)
-    rows = read_hf_config(mine).get("vocab_size")  # another rule names what config.json lacks
+    rows = read_hf_config(mine).get("vocab_size")  # another rule reports a vocab_size that config.json lacks
     if isinstance(rows, int) and c.distillation.opd_top_k > rows:
         raise ValueError(
             f"--opd-top-k must be at most the model's vocab_size, got {c.distillation.opd_top_k} and {rows}; lower it"
@@ -208,7 +209,7 @@ def _check_vocabulary(flag: str, mine: str, its: str, policy: Hf, teacher: Hf) -
         )
     sizes: tuple[int, int] = (policy["vocab_size"], teacher["vocab_size"])
     rows = sizes[1] - sizes[0]
-    if rows and not (all(known) and rows > 0):  # the same tokens may have more rows that pad the matrix
+    if rows and not (all(known) and rows > 0):  # with the same tokens, more rows are padding of the matrix
         raise ValueError(
             f"{flag} must have the vocabulary of --hf-checkpoint, as it scores its ids, got vocab_size "
             f"{sizes[1]} in {its} and {sizes[0]} in {mine}; take a teacher of the same family"
@@ -216,7 +217,7 @@ def _check_vocabulary(flag: str, mine: str, its: str, policy: Hf, teacher: Hf) -
 
 
 def _tokens(checkpoint: str) -> dict[str, int]:
-    """Token -> id of tokenizer.json; empty without such a file or with a list of pieces."""
+    """Returns token -> id from tokenizer.json. Empty without such a file."""
     path = Path(checkpoint) / "tokenizer.json"
     if not path.is_file():
         return {}

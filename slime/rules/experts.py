@@ -1,4 +1,4 @@
-"""Flags of models with experts (--moe-*, expert parallelism): which values are accepted, and why others are not.
+"""Checks flags of models with experts (--moe-*, expert parallelism): which values are accepted, and why others are not.
 
 Flags that describe the checkpoint are MODEL_ARGS and are compared with config.json (model_args.py). This file covers
 settings of the computation. Every accepted value computes the same policy as the engine. Every other value is an error.
@@ -32,10 +32,10 @@ REFUSED = {
     "moe_router_bias_update_rate": "the engine's choice of experts would move without a gradient",
     "moe_latent_size": _ROWS,
 }
-"""Settings that must be off, and why."""
+"""Settings that must be off, with the reason."""
 
 _ZERO_IS_OFF = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
-"""For these settings, 0 means off. For other settings it does not: a capacity of 0 drops every token."""
+"""Settings for which 0 means off. For other settings, 0 has another meaning: a capacity of 0 drops every token."""
 
 ONLY = {
     "moe_token_dispatcher_type": (("alltoall",), "others were never compared with a single rank"),
@@ -45,11 +45,11 @@ ONLY = {
         "others send tokens elsewhere than the engine does; these add to a loss of --moe-aux-loss-coeff 0",
     ),
 }
-"""Settings with their accepted values, and why other values are errors."""
+"""Settings with their accepted values, and the reason why other values are errors."""
 
 
 def check_expert_flags(c: Config, decoder: Decoder) -> None:
-    """ValueError for flags that do not fit the model, with experts or dense."""
+    """Raises ValueError for flags that do not fit the model, with experts or dense."""
     if experts := decoder.experts:
         problems = Problems()
         problems.check(check_expert_settings, c.megatron.overrides)
@@ -72,8 +72,11 @@ def check_expert_flags(c: Config, decoder: Decoder) -> None:
 
 
 def check_expert_settings(overrides: Values) -> None:
-    """ValueError for the Megatron settings that would change the policy of a model with experts, or that were never
-    run. `overrides` has megatron-core's field names."""
+    """Raises ValueError for Megatron settings that would change the policy of a model with experts, or that were never
+    run.
+
+    `overrides` has megatron-core's field names.
+    """
     problems = Problems()
     for name, value in overrides.items():
         values = value if isinstance(value, list) else [value]
@@ -92,7 +95,7 @@ def _is_off(name: str, value: object) -> bool:
 
 
 def check_untried(overrides: Values) -> None:
-    """ValueError for any other --moe-* setting. Megatron has about thirty, and no test here covers them."""
+    """Raises ValueError for another --moe-* setting. Megatron has about thirty, and no test here covers them."""
     for name, value in overrides.items():
         if re.match("moe_", name) and name not in ONLY and name not in REFUSED and not _is_off(name, value):
             raise ValueError(
@@ -101,7 +104,7 @@ def check_untried(overrides: Values) -> None:
 
 
 def check_expert_layout(c: Config, experts: int) -> None:
-    """ValueError if the ranks cannot share the layers of a model with `experts` routed experts per layer."""
+    """Raises ValueError if the ranks cannot share the layers of a model with `experts` routed experts per layer."""
     tp, ep = c.megatron.tensor_model_parallel_size, c.megatron.expert_model_parallel_size
     if tp > 1 and not c.megatron.sequence_parallel:
         raise ValueError(
@@ -121,13 +124,13 @@ def check_expert_layout(c: Config, experts: int) -> None:
 
 
 def _division(whole: int, parts: int) -> str:
-    """ ": 8 / 3 = 2.667", for a message. "" without parts."""
+    """Returns ": 8 / 3 = 2.667" for a message, or "" if `parts` is 0."""
     return f": {whole} / {parts} = {whole / parts:.3f}" if parts else ""
 
 
 def check_expert_width(c: Config, decoder: Decoder) -> None:
-    """ValueError if the experts' rows do not start at multiples of 16 bytes. torch's grouped product needs that on
-    every device."""
+    """Raises ValueError if the experts' rows do not start at multiples of 16 bytes, which torch's grouped product needs
+    on every device."""
     etp = c.megatron.expert_tensor_parallel
     assert decoder.experts is not None
     step, width = 4 if c.megatron.params_dtype == "float32" else 8, decoder.experts.width
@@ -147,7 +150,8 @@ def check_expert_width(c: Config, decoder: Decoder) -> None:
 
 
 def check_expert_stages(c: Config, sparse: Sequence[bool]) -> None:
-    """ValueError if a pipeline rank lacks experts where they have their own optimizer: megatron-core cannot save it."""
+    """Raises ValueError if a pipeline rank has no experts although experts have a separate optimizer, which
+    megatron-core could not save."""
     stages = stages_of(c.megatron, len(sparse))
     for rank in range(stages.ranks):
         if c.megatron.experts_apart and not any(sparse[i] for i in stages.layers(rank)):
@@ -159,7 +163,7 @@ def check_expert_stages(c: Config, sparse: Sequence[bool]) -> None:
 
 
 def check_expert_ranks(c: Config, world_size: int) -> None:
-    """ValueError if the number of trainer ranks is not a multiple of the ranks that share a layer's experts."""
+    """Raises ValueError if the number of trainer ranks is not a multiple of the ranks that share a layer's experts."""
     ep, pp = c.megatron.expert_model_parallel_size, c.megatron.pipeline_model_parallel_size
     etp = c.megatron.expert_tensor_parallel
     if ep < 1 or (c.megatron.experts_apart and world_size % (etp * ep * pp)):

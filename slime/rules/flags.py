@@ -1,4 +1,5 @@
-"""The flags of all sections, with the choices that registries add: an estimator or a channel is one line in its own."""
+"""Collects every section's flags, with the choices from registries: an estimator or a channel is one line in its
+registry."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ CHOICES: dict[str, Iterable[str]] = {
     "update_weight_delta_encoding": ENCODINGS,
     "update_weight_transport": sorted(CHANNELS),
 }
-"""Field name -> its values, where they are the names of a registry."""
+"""Maps a field name to its values, if these are the names of a registry."""
 
 _RECORDS: dict[str, Iterable[Estimator | Surrogate | Mode]] = {
     "advantage_estimator": ESTIMATORS.values(),
@@ -40,13 +41,13 @@ ALIASES = {
     name: {alias: record.name for record in records for alias in record.aliases}
     for name, records in _RECORDS.items()
 }
-"""Field name -> what TRL, verl and others call a value -> its name here."""
+"""Maps a field name to {name of a value in TRL, verl and others: its name here}."""
 
 _HELP = {
     "update_weight_transport": "; ".join(f"{name}: {channel.help}" for name, channel in CHANNELS.items()),
     "update_weight_buffer_size": " and ".join(name for name in CHANNELS if CHANNELS[name].buckets),
 }
-"""Field name -> the end of its help, from a registry."""
+"""Maps a field name to the end of its help text, from a registry."""
 
 FALLBACKS = {
     "over_sampling_batch_size": "rollout_batch_size",
@@ -70,7 +71,7 @@ FALLBACKS = {
     "eval_max_context_len": "rollout_max_context_len",
     "eval_reward_key": "reward_key",
 }
-"""Field that is None -> the field that gives its value."""
+"""Maps a field that is None to the field whose value it takes."""
 
 READ_WITH: dict[tuple[str, ...], tuple[str, ...]] = {
     ("use_wandb",): (
@@ -101,12 +102,15 @@ READ_WITH: dict[tuple[str, ...], tuple[str, ...]] = {
         *("eval_max_context_len", "eval_reward_key"),
     ),
 }
-"""Switches, each a field or a field with a value -> the fields that are read only where one of the switches is on.
-`slime.algo.flags` has those of the objective. Those of a critic, a teacher and adapters are errors of their rules."""
+"""Maps switches, each a field or a field with a value, to the fields that are read only if one of the switches is on.
+
+`slime.algo.flags` has the flags of the objective. For flags of a critic, a teacher or adapters, the rules raise errors.
+"""
 
 
 def read_nowhere(c: Config) -> Iterator[str]:
-    """Notes on flags of `READ_WITH` whose switches are all off. A value that another flag gave counts as not given."""
+    """Yields notes on flags of `READ_WITH` whose switches are all off. A value that another flag gave counts as not
+    given."""
     specs = own_flags()
     for switches, names in READ_WITH.items():
         if any(_is_on(c, switch) for switch in switches) or _is_never_on(c, switches):
@@ -136,18 +140,18 @@ def _shown(switch: str) -> str:
 
 
 def _is_never_on(c: Config, switches: tuple[str, ...]) -> bool:
-    """A run without engines evaluates held-out sets alone. Another run without engines has a note on that."""
+    """Returns True for flags of evaluation in a run without engines and held-out sets, which has a separate note."""
     return "eval_interval" in switches and c.debug.debug_train_only and not held_out(c)
 
 
 @functools.cache
 def section_flags(section: type) -> dict[str, FlagSpec]:
-    """Field name -> spec, for the flags of a section."""
+    """Returns field name -> spec, for the flags of a section."""
     return {name: _completed(spec) for name, spec in specs_of(section).items()}
 
 
 def own_flags() -> dict[str, FlagSpec]:
-    """Field name -> spec, for every flag that a section declares."""
+    """Returns field name -> spec, for every flag that a section declares."""
     return {name: spec for section in SECTIONS.values() for name, spec in section_flags(section).items()}
 
 

@@ -1,4 +1,4 @@
-"""Which numbers of ranks can share the heads of a model."""
+"""Checks the numbers of ranks that can share the heads of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def check_heads(c: Config, decoder: Decoder) -> None:
-    """ValueError if tensor- and context-parallel ranks cannot share the heads of the model, latent ones included."""
+    """Raises ValueError if tensor- and context-parallel ranks cannot share the heads of the model, latent ones
+    included."""
     tp, cp = c.megatron.tensor_model_parallel_size, c.megatron.context_parallel_size
     _divide(decoder.heads, "num_attention_heads", tp)
     if decoder.output_gate:

@@ -1,4 +1,4 @@
-"""Rules of the rl_kernel switch."""
+"""Defines the rules of the rl_kernel switch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from slime.models import Decoder
 
 PROVIDER = "--selected-logprob-provider"
 BITWISE_DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
-"""--device -> the dtypes that rl_kernel.invariant computes there."""
+"""--device -> the dtypes that rl_kernel.invariant computes on that device."""
 BITWISE_SHARED_KIB = 227
-"""What the kernels of rl_kernel.invariant need of a GPU's shared memory (SHARED_BYTES of its product)."""
+"""KiB of a GPU's shared memory that the kernels of rl_kernel.invariant need (SHARED_BYTES of its product)."""
 
 
 def check_kernels(c: Config) -> None:
-    """Operators must be known, and flags must not contradict each other."""
+    """Checks that operators are known, and that flags do not contradict each other."""
     unknown = [name for name in given(c.kernels.rl_kernel_ops) if name not in OPERATORS]
     if unknown:
         raise ValueError(
@@ -52,7 +52,8 @@ def check_kernels(c: Config) -> None:
 
 
 def _check_bitwise(c: Config) -> None:
-    """What --rlk-bitwise needs, and what was not made or not run with it. Modules are checked where they are built."""
+    """Checks the requirements of --rlk-bitwise, and the features that were not implemented or not run with it. Modules
+    are checked where they are built."""
     chosen = c.kernels.rlk_bitwise_operators
     if unknown := [name for name in chosen if name not in BITWISE_OPERATORS]:
         raise ValueError(
@@ -113,8 +114,11 @@ def _check_bitwise(c: Config) -> None:
 
 
 def check_bitwise_model(c: Config, decoder: Decoder) -> None:
-    """ValueError with the parts of the model that no operator of --rlk-bitwise computes, as far as config.json says.
-    Trainer and engine check each module where it is built."""
+    """Raises ValueError with the parts of the model that no operator of --rlk-bitwise computes, according to
+    config.json.
+
+    Trainer and engine check each module where it is built.
+    """
     if not c.kernels.rlk_bitwise:
         return
     on_gpu, size = c.cluster.device == "cuda", decoder.head_dim
@@ -140,8 +144,8 @@ def check_bitwise_model(c: Config, decoder: Decoder) -> None:
 
 
 def _check_bitwise_ranks(c: Config) -> None:
-    """The ranks of an engine and of a trainer cut the inputs of a product at the same places, and add up as many
-    parts."""
+    """Checks that the ranks of an engine and of a trainer cut the inputs of a product at the same positions, and add
+    the same number of parts."""
     facts, trainer = c.engine.engine_facts, c.megatron.tensor_model_parallel_size
     for name in ("data_parallel_size", "pipeline_parallel_size"):
         if (size := getattr(facts, name)) != 1:
@@ -156,8 +160,8 @@ def _check_bitwise_ranks(c: Config) -> None:
 
 
 def _check_provider(c: Config) -> None:
-    """A provider must be a function, and in mode strict it must be there. In mode auto, `provider_notes` says if it is
-    not."""
+    """Checks that a provider is a function, and that it exists in mode strict. In mode auto, `provider_notes` reports a
+    missing one."""
     path, mode = c.kernels.selected_logprob_provider, c.kernels.selected_logprob_provider_mode
     if path is None:
         if mode != "auto":
@@ -176,7 +180,7 @@ def _check_provider(c: Config) -> None:
 
 
 def provider_notes(c: Config) -> Iterator[str]:
-    """A note for a provider that a run in mode auto cannot import."""
+    """Yields a note for a provider that a run in mode auto cannot import."""
     path = c.kernels.selected_logprob_provider
     if path is None or c.kernels.selected_logprob_provider_mode == "strict":
         return

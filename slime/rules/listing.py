@@ -1,4 +1,4 @@
-"""Every flag that parse_args accepts, as rows. `vime flags` and the test of all flags use them."""
+"""Lists every flag that parse_args accepts, as rows. `vime flags` and the test of all flags use them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def row(
     choices: Iterable[object] | None = None,
     translated_to: str | None = None,
 ) -> Row:
-    """One line of the listing. The keys are the same for every owner."""
+    """Returns one line of the listing. The keys are the same for every owner."""
     return {
         "flag": flag,
         "owner": owner,
@@ -38,7 +38,7 @@ def row(
 
 
 def own_rows(backends: Mapping[str, BackendFlags] = NO_BACKENDS) -> Iterator[Row]:
-    """The flags that this project acts on, then those it accepts at their default or without effect."""
+    """Yields the flags that this project implements, then those that it accepts at their default or without effect."""
     for section, cls in SECTIONS.items():
         for name, spec in section_flags(cls).items():
             choices = backends if name == "rollout_backend" else spec.choices
@@ -54,19 +54,19 @@ def own_rows(backends: Mapping[str, BackendFlags] = NO_BACKENDS) -> Iterator[Row
 
 
 def unsupported_flags(backends: Mapping[str, BackendFlags]) -> dict[str, Unsupported]:
-    """Flags that are accepted at their default only, with those of the backends."""
+    """Returns flags that are accepted at their default only, with those of the backends."""
     return UNSUPPORTED | {name: e for backend in backends.values() for name, e in backend.unsupported.items()}
 
 
 def flags_without_effect(backends: Mapping[str, BackendFlags]) -> dict[str, FlagSpec]:
-    """Flags that are accepted with any value, with those of the backends."""
+    """Returns flags that are accepted with any value, with those of the backends."""
     return NO_EFFECT | {
         name: spec for backend in backends.values() for name, spec in backend.no_effect.items()
     }
 
 
 def megatron_rows() -> Iterator[Row]:
-    """Megatron's flags (imports megatron.core), each with the field it sets."""
+    """Yields Megatron's flags (imports megatron.core), each with the field that it sets."""
     for name, spec in MODEL_ARGS.items():
         yield _megatron_row(name, spec, "compared with config.json of --hf-checkpoint")
     fields = {f.name for cls in core_config_classes() for f in dataclasses.fields(cls)}

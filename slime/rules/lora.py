@@ -1,4 +1,4 @@
-"""Rules of the lora section."""
+"""Defines the rules of the lora section."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.roles import POLICY
 
 
 def check_lora(c: Config, hf: Hf) -> None:
-    """What adapters cannot be combined with, and targets that match no module of the model."""
+    """Checks flags that cannot be combined with adapters, and targets that match no module of the model."""
     lora = Lora.of(c)
     if lora is None:
         _check_left_out(c)
@@ -55,7 +55,7 @@ def check_lora(c: Config, hf: Hf) -> None:
 
 def _check_left_out(c: Config) -> None:
     if c.lora.lora_load is not None:
-        read_peft(c.lora.lora_load)  # says why it gave no rank
+        read_peft(c.lora.lora_load)  # raises an error with the reason why it gave no rank
     for name in ("lora_merge", "target_modules", "lora_dropout", "lora_alpha", "lora_name"):
         if (value := c.value_of(name)) and value != getattr(LoraConfig, name):
             shown = " ".join(value) if isinstance(value, list) else value

@@ -1,7 +1,7 @@
-"""Rules and notes for Megatron's own settings, under the names of Megatron's fields.
+"""Defines rules and notes for Megatron's own settings, under the names of Megatron's fields.
 
-`SAME_RESULT` are settings that change how fast a step is, or where its state lies, and not what it computes. The
-trainer computes in its own way, and a note says so.
+`SAME_RESULT` lists settings that change how fast a step is, or where its state is stored, but not its result. The
+trainer chooses these itself, and a note reports it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _NEVER_RUN = (
     "cpu_offloading",
 )
 _LARGEST_RATE, _LARGEST_LORA_RATE, _LARGEST_CRITIC_RATE = 1e-3, 1e-2, 1e-2
-"""The learning rates above which a note warns. Only models of some thousand weights, such as the tiny one, learn with
-more."""
+"""The learning rates above which a note warns. Only models with some thousand weights, such as the tiny one, learn with
+higher rates."""
 _ON_HOST = "Adam on the host is torch's, and the memory of its gradients is always pinned"
 _ALLTOALL = "the number of ranks decides how tokens travel to their experts, with the same result"
 _FLASH = "attention runs in the kernel for packed rows, with the same mathematics"
@@ -49,13 +49,13 @@ SAME_RESULT: dict[str, tuple[tuple[object, ...] | None, object, str]] = {
     ),
     "attention_backend": (("fused", "unfused", "local"), "auto", _FLASH),
 }
-"""Field -> (its values that are replaced, or None for all; what replaces them, or None for nothing; the reason)."""
+"""Field -> (its values that are replaced, or None for all; the replacement, or None for nothing; the reason)."""
 
 _FLOAT32 = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def same_result(overrides: Values) -> tuple[Values, list[str]]:
-    """`overrides` without the settings of `SAME_RESULT`, and one note per reason."""
+    """Returns `overrides` without the settings of `SAME_RESULT`, and one note per reason."""
     kept, told = Values(), dict[str, list[str]]()
     for name, value in overrides.items():
         replaced, by, why = SAME_RESULT.get(name, ((), None, ""))
@@ -70,8 +70,11 @@ def same_result(overrides: Values) -> tuple[Values, list[str]]:
 
 
 def check_optimizer_dtypes(c: Config) -> None:
-    """The optimizer's state is float32. Megatron-core has other types only in Transformer Engine's FusedAdam: torch's
-    Adam has none, and the hybrid optimizer ignores them."""
+    """Checks that the optimizer's state is float32.
+
+    Megatron-core supports other types only in Transformer Engine's FusedAdam: torch's Adam does not support them, and
+    the hybrid optimizer ignores them.
+    """
     for name in _FLOAT32:
         if c.megatron.overrides.get(name, "float32") != "float32":
             raise ValueError(
@@ -81,7 +84,7 @@ def check_optimizer_dtypes(c: Config) -> None:
 
 
 def check_padded_vocabulary(c: Config, vocab: int) -> None:
-    """Each tensor-parallel rank has the same number of rows, and together they have the vocabulary."""
+    """Checks that each tensor-parallel rank has the same number of rows, and that together they hold the vocabulary."""
     padded, tp = c.megatron.padded_vocab_size, c.megatron.tensor_model_parallel_size
     if padded is not None and (padded < vocab or padded % tp):
         raise ValueError(
@@ -91,7 +94,8 @@ def check_padded_vocabulary(c: Config, vocab: int) -> None:
 
 
 def check_offloaded_adam(c: Config) -> None:
-    """Adam on the host updates a rank's part of the weights."""
+    """Checks that Adam on the host comes with the distributed optimizer, in which a rank updates its part of the
+    weights."""
     if c.megatron.optimizer_cpu_offload and not c.megatron.use_distributed_optimizer:
         raise ValueError(
             "--use-distributed-optimizer must be on with --optimizer-cpu-offload, got --no-use-distributed-optimizer; "
@@ -100,7 +104,7 @@ def check_offloaded_adam(c: Config) -> None:
 
 
 def check_warm_up(c: Config) -> None:
-    """The warm-up has one length."""
+    """Checks that the warm-up has one length."""
     if c.megatron.lr_warmup_fraction is not None and c.megatron.lr_warmup_iters:
         raise ValueError(
             "--lr-warmup-fraction must not be given with --lr-warmup-iters, got "
@@ -109,7 +113,7 @@ def check_warm_up(c: Config) -> None:
 
 
 def weight_decays(c: Config) -> tuple[float, float]:
-    """The weight decay at the start and at the end of the schedule."""
+    """Returns the weight decay at the start and at the end of the schedule."""
     flags = c.megatron
     if flags.start_weight_decay is None or flags.end_weight_decay is None:
         return flags.weight_decay, flags.weight_decay
@@ -117,7 +121,7 @@ def weight_decays(c: Config) -> tuple[float, float]:
 
 
 def check_schedules(c: Config) -> None:
-    """The flags of a schedule come together."""
+    """Checks that the flags of a schedule come together."""
     flags = c.megatron
     if (flags.lr_wsd_decay_iters is not None) != (flags.lr_decay_style == "WSD"):
         raise ValueError(
@@ -138,8 +142,8 @@ def check_schedules(c: Config) -> None:
 
 
 def check_local_layers(c: Config) -> None:
-    """fp8 and fp4 need Transformer Engine. Without it, Megatron's fp8 context is empty and the run would silently use
-    bf16."""
+    """Checks that fp8 and fp4 come with Transformer Engine. Without it, Megatron's fp8 context is empty and the run
+    would silently use bf16."""
     overrides = c.megatron.overrides
     if overrides.get("transformer_impl") == "transformer_engine":
         return
@@ -158,14 +162,14 @@ RULES = (check_local_layers, check_optimizer_dtypes, check_offloaded_adam, check
 
 
 def never_run(overrides: Values) -> Iterator[str]:
-    """A note for each setting that goes to Megatron only and that no test or measurement covers."""
+    """Yields a note for each setting that goes to Megatron only and that no test or measurement covers."""
     for name in _NEVER_RUN:
         if overrides.get(name) not in (None, False, "none"):
             yield f"{spelled(name)}: passed to Megatron unchanged; never run here"
 
 
 def rate_notes(c: Config) -> Iterator[str]:
-    """A note for each learning rate with which Adam moves every weight too far in a step."""
+    """Yields a note for each learning rate with which Adam moves every weight too far in a step."""
     if c.debug.debug_rollout_only:
         return
     rates = [("lr", c.megatron.lr, _LARGEST_LORA_RATE if c.lora.lora_rank else _LARGEST_RATE)]
@@ -181,7 +185,7 @@ def rate_notes(c: Config) -> Iterator[str]:
 
 
 def check_dropout(c: Config) -> None:
-    """Megatron's dropouts are off."""
+    """Checks that Megatron's dropouts are off."""
     for name in ("attention_dropout", "hidden_dropout"):
         value = c.megatron.overrides.get(name, 0.0)
         if value != 0:

@@ -1,7 +1,7 @@
 """Compares MODEL_ARGS with config.json. The checkpoint decides the shape, and the flags must agree with it.
 
-Most flags have one reader here for all families. What only one family knows is in its record, `Family.flags`, under the
-name of the flag. A flag about which config.json says nothing is not compared, and a note names it.
+Most flags have one reader here for all families. A reader for one family is in the family's record, `Family.flags`,
+under the name of the flag. A flag without a counterpart in config.json is not compared, and a note names it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Reader = Callable[[Hf], object]
 
 
 class _Unsaid:
-    """config.json says nothing."""
+    """Marks a value that config.json does not contain."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -26,7 +26,7 @@ UNSAID = _Unsaid()
 
 
 def _rotary(key: str, default: object) -> Reader:
-    """A rotary setting, from the newer `rope_parameters` table or from the top level."""
+    """Reads a rotary setting from the newer `rope_parameters` table or from the top level."""
 
     def read(hf: Hf) -> object:
         table = hf.get("rope_parameters") or {}
@@ -36,7 +36,7 @@ def _rotary(key: str, default: object) -> Reader:
 
 
 def _scaling(key: str, unscaled: object) -> Reader:
-    """A setting of rotary scaling. `unscaled` if config.json says that nothing is scaled."""
+    """Reads a setting of rotary scaling, or returns `unscaled` if config.json has no scaling."""
 
     def read(hf: Hf) -> object:
         for name in ("rope_scaling", "rope_parameters"):
@@ -49,7 +49,7 @@ def _scaling(key: str, unscaled: object) -> Reader:
 
 
 def _scaled_by(hf: Hf) -> object:
-    """The kind of rotary scaling."""
+    """Reads the kind of rotary scaling."""
     said = _scaling("rope_type", "default")(hf)
     return _scaling("type", "default")(hf) if said is UNSAID else said
 
@@ -59,17 +59,18 @@ def _latent(hf: Hf) -> bool:
 
 
 def _of_latent(key: str) -> Reader:
-    """A size of latent attention. None for other models."""
+    """Reads a size of latent attention. The result is None for other models."""
     return lambda hf: hf.get(key, UNSAID if _latent(hf) else None)
 
 
 def _head(hf: Hf) -> object:
-    """Width of a head. Latent attention has others, with flags of their own."""
+    """Reads the width of a head. Latent attention has other widths, with separate flags."""
     return UNSAID if _latent(hf) else hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
 
 
 def _of_decoder(read: Callable[[Decoder], object]) -> Reader:
-    """What the record of the model says. `UNSAID` for a model that is not supported, which is an error of its own."""
+    """Reads from the record of the model. The result is `UNSAID` for an unsupported model, for which another check
+    raises an error."""
 
     def of(hf: Hf) -> object:
         try:
@@ -81,17 +82,17 @@ def _of_decoder(read: Callable[[Decoder], object]) -> Reader:
 
 
 def _of_experts(read: Callable[[Experts], object], dense: object = None) -> Reader:
-    """A setting of the experts, or `dense` for a model without experts."""
+    """Reads a setting of the experts, or returns `dense` for a model without experts."""
     return _of_decoder(lambda decoder: dense if decoder.experts is None else read(decoder.experts))
 
 
 def _of_family(hf: Hf) -> object:
-    """A flag that no family's record has: False for a known family."""
+    """Reads a flag that no family's record has: False for a known family."""
     return False if hf.get("model_type") in FAMILIES else UNSAID
 
 
 def _predicts(hf: Hf) -> object:
-    """Number of layers of multi-token prediction: 0 if config.json of a known family has no such key."""
+    """Reads the number of layers of multi-token prediction: 0 if config.json of a known family has no such key."""
     keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
     return next(
         (hf[key] or 0 for key in keys if key in hf), 0 if hf.get("model_type") in FAMILIES else UNSAID
@@ -106,7 +107,7 @@ READERS: dict[str, Reader] = {
     "group_query_attention": lambda hf: hf.get("num_key_value_heads") != hf.get("num_attention_heads"),
     "num_query_groups": lambda hf: hf.get("num_key_value_heads", hf.get("num_attention_heads")),
     "kv_channels": _head,
-    # of latent attention: the norms of the compressed queries, keys and values
+    # in latent attention: the norms of the compressed queries, keys and values
     "qk_layernorm": lambda hf: _latent(hf) or _of_decoder(lambda decoder: bool(decoder.qk_norm))(hf),
     "swiglu": _of_decoder(lambda decoder: decoder.activation == "swiglu"),
     "disable_bias_linear": _of_decoder(lambda decoder: not decoder.core.get("add_bias_linear", False)),
@@ -158,25 +159,25 @@ READERS: dict[str, Reader] = {
     "mscale_all_dim": _scaling("mscale_all_dim", UNSAID),
     "mtp_num_layers": _predicts,
 }
-"""MODEL_ARG -> its value according to a Hugging Face config.json (all supported families are rotary).
-`Family.flags` has those that only a family knows."""
+"""MODEL_ARG -> its value according to a Hugging Face config.json (all supported families are rotary). `Family.flags`
+has the readers for single families."""
 
 REMARKED = {
     "max_position_embeddings": "positions are rotary, so the number sizes nothing",
     "moe_shared_expert_intermediate_size": "the load compares the width with the shapes of the weights",
 }
-"""MODEL_ARG whose difference is a note if config.json has a value, and why no error is needed."""
+"""MODEL_ARGs whose difference is only a note if config.json has a value, with the reason."""
 
 _ALIASES = {"use_gated_attention": "attention_output_gate"}
-"""slime's own name of a flag -> Megatron's, under which families list it."""
+"""Maps slime's name of a flag to Megatron's name, which families use."""
 
 SLIME_LAYERS = "slime_plugins.models."
 _RENAMED_LAYERS = {"glm5": "glm_moe_dsa"}
-"""Module of slime's layers -> model_type, where the module is not the start of the model_type."""
+"""Maps the module of slime's layers to the model_type, if the module's name is not the start of the model_type."""
 
 
 def check_model_args(model_args: Values, hf_config: Hf) -> None:
-    """ValueError with every MODEL_ARG that differs from the checkpoint's config.json, with both values.
+    """Raises ValueError with every MODEL_ARG that differs from the checkpoint's config.json, with both values.
 
     Only flags that the user gave are compared.
     """
@@ -193,7 +194,8 @@ def check_model_args(model_args: Values, hf_config: Hf) -> None:
 
 
 def model_arg_notes(model_args: Values, hf_config: Hf) -> Iterator[str]:
-    """A note for the MODEL_ARGS that were not compared, and one for each of `REMARKED` that differs."""
+    """Yields a note for the MODEL_ARGS that were not compared, and one for each MODEL_ARG in `REMARKED` that
+    differs."""
     unsaid = []
     for name, value, actual in _differing(model_args, hf_config):
         if actual is UNSAID:
@@ -210,7 +212,7 @@ def model_arg_notes(model_args: Values, hf_config: Hf) -> Iterator[str]:
 
 
 def _differing(model_args: Values, hf_config: Hf) -> Iterator[tuple[str, object, object]]:
-    """(name, value of the flag, value of config.json) of each flag that does not agree."""
+    """Yields (name, value of the flag, value of config.json) for each flag that does not agree."""
     family = FAMILIES.get(str(hf_config.get("model_type")))
     own = dict(family.flags) if family else {}
     for name, value in model_args.items():
@@ -226,7 +228,8 @@ def _differing(model_args: Values, hf_config: Hf) -> Iterator[tuple[str, object,
 
 
 def _names_layers(spec: list[str], model_type: str) -> bool:
-    """Whether --spec names slime's own layers of this model_type: module qwen3_5 for qwen3_5 and qwen3_5_moe."""
+    """Returns True if --spec names slime's own layers of this model_type: module qwen3_5 for qwen3_5 and
+    qwen3_5_moe."""
     module = spec[0] if spec else ""
     name = module.rpartition(".")[2]
     return module.startswith(SLIME_LAYERS) and model_type.startswith(_RENAMED_LAYERS.get(name, name))

@@ -1,4 +1,4 @@
-"""Rules of corrections for the difference between engine and trainer, and of routing replay."""
+"""Defines the rules of corrections for the difference between engine and trainer, and of routing replay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.config.schema import Config
 
 
 def check_off_policy(c: Config) -> None:
-    """The log-probs that a correction compares must exist and come from the same distribution."""
+    """Checks that the log-probs that a correction compares exist and come from the same distribution."""
     if c.off_policy.use_rollout_logprobs and c.off_policy.use_tis:
         raise ValueError(
             "--use-rollout-logprobs must not be combined with --use-tis, got both; with rollout log-probs as "
@@ -49,13 +49,15 @@ def check_off_policy(c: Config) -> None:
 
 
 def cuts(c: Config) -> bool:
-    """Whether engines sample from fewer ids than the model has."""
+    """Returns True if engines sample from fewer ids than the model has."""
     return c.rollout.rollout_top_p < 1 or c.rollout.rollout_top_k != -1
 
 
 def check_levels(c: Config) -> None:
-    """A mask must drop what the surrogate's ratio is of, and the bounds must leave something. A function of the user
-    gives the flags its own meaning."""
+    """Checks that a mask drops at least the units of the surrogate's ratio, and that the bounds keep something.
+
+    A function of the user may give the flags another meaning.
+    """
     o, surrogate = c.off_policy, surrogate_of(c.algorithm)
     if o.custom_tis_function_path is not None:
         return
@@ -79,7 +81,8 @@ def check_levels(c: Config) -> None:
 
 
 def mismatch_notes(c: Config) -> Iterator[str]:
-    """Recommend a correction where the engine computes in another precision than the trainer and none is on."""
+    """Yields a note that recommends a correction if the engine computes in another precision than the trainer and no
+    correction is on."""
     o, facts = c.off_policy, c.engine.engine_facts
     corrected = o.use_tis or o.use_rs or o.use_rollout_logprobs
     if (
@@ -104,7 +107,7 @@ def mismatch_notes(c: Config) -> Iterator[str]:
 
 
 def check_kept_tokens(c: Config) -> None:
-    """Something is cut, and the sets that are asked for can hold it."""
+    """Checks that sampling cuts ids off, and that the requested sets can hold the rest."""
     most, p, k = c.off_policy.replay_kept_tokens, c.rollout.rollout_top_p, c.rollout.rollout_top_k
     if not most:
         return
@@ -132,7 +135,7 @@ def check_kept_tokens(c: Config) -> None:
 
 
 def check_routing_replay(c: Config) -> None:
-    """The engine or an earlier pass must have chosen experts, and each layer of the training pass must get them."""
+    """Checks that the engine or an earlier pass chooses experts, and that each layer of the training pass gets them."""
     if (flag_ := _replays(c)) is None:
         return
     if not loss_of(c.algorithm).rewarded:
@@ -155,7 +158,7 @@ def check_routing_replay(c: Config) -> None:
 
 
 def check_replayed_model(c: Config, experts: int, topk: int | None) -> None:
-    """The model must have experts, and a missing record must differ from a written record."""
+    """Checks that the model has experts, and that a missing record differs from a written record."""
     if (flag_ := _replays(c)) is not None and not experts:
         raise ValueError(f"{flag_} must be left out for a dense model, got it; no layer of it has experts")
     if c.off_policy.use_rollout_routing_replay and topk == 1:

@@ -1,8 +1,8 @@
-"""Packages that only some flags need. A missing package is an error at start-up, before the models are loaded.
-Only wandb may be missing: the run's own record is complete.
+"""Checks packages that only some flags need. A missing package is an error at start-up, before the models are loaded.
+Only wandb may be missing, because the run's own record is complete.
 
-Looks for a package without importing it. The trainers check Transformer Engine, because only an import shows that it
-fits their torch.
+It searches for a package without importing it. The trainers check Transformer Engine, because only an import shows that
+it fits their torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COMPARED_AS_MATHEMATICS = ("math", "deepscaler", "dapo")
 
 
 def check_packages(c: Config) -> None:
-    """ValueError with the flag, its missing package and the command that installs the package."""
+    """Raises ValueError with the flag, its missing package and the command that installs the package."""
     needed = []
     for kind in TRACKERS:
         if kind.asked(c.logging) and not kind.optional:
@@ -45,7 +45,8 @@ def check_packages(c: Config) -> None:
 
 
 def package_notes(c: Config) -> Iterator[str]:
-    """A note for an optional tracker without its package (--use-wandb): the run's own record is complete without it."""
+    """Yields a note for an optional tracker without its package (--use-wandb): the run's own record is complete without
+    it."""
     for kind in TRACKERS:
         if kind.optional and kind.asked(c.logging) and not is_installed(kind.module):
             yield (

@@ -1,6 +1,7 @@
-"""argv -> Config. Every flag has one owner, or the run ends with an error that names the nearest flag.
+"""Parses argv into a Config. Every flag has one owner; for a flag without owner, the run ends with an error that names
+the nearest flag.
 
-Owners, in order: the sections of this folder; the rollout backend's own flags; `unsupported`; the prefix owners of the
+Owners, in order: the sections of slime.config; the rollout backend's own flags; `unsupported`; the prefix owners of the
 backend; Megatron (MODEL_ARGS, historical names, core fields). Positional arguments and unknown flags are errors.
 """
 
@@ -32,7 +33,7 @@ NO_BACKENDS: Mapping[str, BackendFlags] = MappingProxyType({})
 DECIDING = frozenset({"loss_type", "advantage_estimator", "opd_type", "rollout_backend", "device", "gpu"})
 """Flags that decide which other flags a run needs."""
 Translator = Callable[[list[FlagGroup]], tuple[list[FlagGroup], list[str]]]
-"""Rewrites flags of other engines into flags that have an owner. Returns the groups and notes for the user."""
+"""Rewrites other engines' flags into flags that have an owner. Returns the groups and notes for the user."""
 
 
 @dataclass
@@ -46,7 +47,7 @@ class _Given:
     foreign: dict[str, list[FlagGroup]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     wrong: set[str] = field(default_factory=set)
-    """The flags whose values are problems."""
+    """Flags whose values are problems."""
 
 
 def parse_args(
@@ -57,16 +58,16 @@ def parse_args(
     *,
     download: bool = False,
 ) -> Config:
-    """The resolved and validated configuration of a command line.
+    """Returns the resolved and validated configuration of a command line.
 
-    --rollout-backend picks one of `backends`, which gets its flags and adds its rules. `translate` adds flags from
-    elsewhere. The command line overrides the files of --config, and the YAML file of --custom-config-path overrides
+    --rollout-backend selects one of `backends`, which gets its flags and adds its rules. `translate` adds flags from
+    other sources. The command line overrides the files of --config, and the YAML file of --custom-config-path overrides
     every flag. `rules` are checked last. A model of the Hugging Face hub becomes its local directory, and `download`
     fetches it first. Raises one ValueError with every problem and the flags as typed.
     """
     problems = Problems()
     given, backend = _collect(argv, backends, translate, problems)
-    if given.wrong & DECIDING:  # the rules would report what another choice needs
+    if given.wrong & DECIDING:  # otherwise the rules would report the needs of another choice
         problems.report()
     config = problems.check(resolve, given.values, given.notes)
     if config is not None:
@@ -111,7 +112,7 @@ def check_flags(
     backends: Mapping[str, BackendFlags] = NO_BACKENDS,
     translate: Translator | None = None,
 ) -> None:
-    """Check each flag alone: its name, type and choices. One ValueError with every problem."""
+    """Checks each flag's name, type and choices. Raises one ValueError with every problem."""
     problems = Problems()
     _collect(argv, backends, translate, problems)
     problems.report()
@@ -123,7 +124,7 @@ def _collect(
     translate: Translator | None,
     problems: Problems,
 ) -> tuple[_Given, BackendFlags]:
-    """The values of all flags, each from its owner, and the backend. Adds the problems to `problems`."""
+    """Returns every flag's value, parsed by its owner, and the backend. Adds the problems to `problems`."""
     given = _Given()
     typed = split_argv(argv)
     given.notes += _repeated(typed)
@@ -161,7 +162,7 @@ def _collect(
 
 
 def _repeated(typed: list[FlagGroup]) -> list[str]:
-    """A note for each flag that the command line gives again with other values. The last one counts."""
+    """Returns a note for each flag that the command line gives again with other values. The last use counts."""
     seen: dict[str, FlagGroup] = {}
     notes = []
     for group in typed:
@@ -176,7 +177,7 @@ def _repeated(typed: list[FlagGroup]) -> list[str]:
 def _picked(
     groups: list[FlagGroup], backends: Mapping[str, BackendFlags], given: _Given, problems: Problems
 ) -> BackendFlags:
-    """The backend that the last --rollout-backend names, or the default one."""
+    """Returns the backend that the last --rollout-backend names, or the default one."""
     if not backends:
         return NoBackend()
     typed = [group.values[0] for group in groups if group.name == "rollout_backend" and group.values]
@@ -191,7 +192,7 @@ def _picked(
 def _translated(
     groups: list[FlagGroup], backend: BackendFlags, given: _Given, problems: Problems
 ) -> list[FlagGroup]:
-    """All groups as the backend spells them. Each group that cannot be translated is a separate problem."""
+    """Returns all groups in the backend's spelling. Each group that cannot be translated is a separate problem."""
     whole = problems.check(backend.translate, groups)
     if whole is not None:
         groups, notes = whole
@@ -201,7 +202,8 @@ def _translated(
 
 
 def _flags_and_settings(entries: Values, backend: BackendFlags) -> tuple[list[FlagGroup], Values]:
-    """The entries of --custom-config-path that are flags, as groups, and the others, which hooks find in `args`."""
+    """Returns the entries of --custom-config-path that are flags, as groups, and the other entries, which hooks find in
+    `args`."""
     prefixes = (*(owner.prefix for owner in backend.owners), backend.foreign)
     flags, settings = list[FlagGroup](), Values()
     for key, value in entries.items():
@@ -215,18 +217,18 @@ def _flags_and_settings(entries: Values, backend: BackendFlags) -> tuple[list[Fl
 
 
 def _fixed(backend: BackendFlags) -> set[str]:
-    """The names of all flags but those of prefix owners and of Megatron's core fields."""
+    """Returns every flag's name, except flags of prefix owners and Megatron's core fields."""
     of_backend = {*backend.specs, *backend.unsupported, *backend.no_effect}
     return {*own_flags(), *UNSUPPORTED, *NO_EFFECT, *MODEL_ARGS, *HISTORICAL, *MANAGED, *of_backend}
 
 
 def _known(backend: BackendFlags) -> list[str]:
-    """The names that an unknown one may have been meant for."""
+    """Returns the names that an unknown name may have been meant for."""
     return [*(_fixed(backend) - set(MANAGED)), *core_flags(), *(o.prefix + "..." for o in backend.owners)]
 
 
 def _assign(group: FlagGroup, given: _Given, backend: BackendFlags) -> list[PeerSetting]:
-    """Give one group to its owner. Returns the settings of other trainers in it, which nobody owns."""
+    """Gives one group to its owner. Returns other trainers' settings in the group, which have no owner."""
     name, own = group.name, own_flags()
     positive = name.removeprefix("no_")
     if name in own:
@@ -252,7 +254,7 @@ def _assign(group: FlagGroup, given: _Given, backend: BackendFlags) -> list[Peer
 
 
 def _assign_megatron(group: FlagGroup, given: _Given, backend: BackendFlags) -> None:
-    """Megatron is the last owner, because its generated flags need a slow import."""
+    """Assigns a group to Megatron. Megatron is the last owner, because its generated flags need a slow import."""
     name = group.name
     if name in MODEL_ARGS:
         given.model_args[name] = MODEL_ARGS[name].parse(group.values, group.typed)

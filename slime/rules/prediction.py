@@ -1,4 +1,4 @@
-"""Rules of multi-token prediction (--enable-mtp-training)."""
+"""Defines the rules of multi-token prediction (--enable-mtp-training)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 
 
 def _virtual_flag(c: Config, layers: int) -> str | None:
-    """None too for layers that cannot be divided, which `check_stages` reports."""
+    """Returns the flag of virtual stages, or None. Also None for layers that cannot be divided, which `check_stages`
+    reports."""
     with suppress(ValueError):
         return virtual_flag(c.megatron, layers)
     return None
 
 
 def check_prediction(c: Config, hf_config: Hf) -> None:
-    """ValueError for a model without layers that can be trained, or a layout in which they were never compared."""
+    """Raises ValueError for a model without layers that can be trained, or a layout in which they were never
+    compared."""
     if not c.algorithm.enable_mtp_training:
         return
     family = family_for(hf_config)

@@ -1,4 +1,4 @@
-"""Derived values: fills in values that the user did not give. Checks nothing (see validate.py)."""
+"""Fills in derived values that the user did not give. Checks nothing (see validate.py)."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from slime.weight_sync.registry import CHANNELS, default_channel
 
 _OF_RANK = ("lora_alpha", "lora_name")
 _DRIVER_FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/dxg", "/dev/kfd")
-"""Of the drivers of GPUs, also in a container, on boards with a GPU of their own and in Windows."""
+"""Files of GPU drivers, also in a container, on boards with an integrated GPU and in Windows."""
 
 
 def resolve(given: Values, notes: list[str] | None = None) -> Config:
-    """The configuration from flat values, with every derived value filled in. Not yet validated."""
+    """Returns the configuration from flat values, with every derived value filled in. It is not validated yet."""
     draft = argparse.Namespace(**{**_defaults(), **given}, notes=list(notes or []))
     _hardware(draft, given)
     _debug(draft)
@@ -71,7 +71,7 @@ def _defaults() -> Values:
 
 
 def _hardware(c: argparse.Namespace, given: Values) -> None:
-    """--gpu selects CUDA, and the GPU's usual system gives the number of GPUs per node."""
+    """Applies --gpu: selects CUDA, and the GPU's usual system gives the number of GPUs per node."""
     if c.gpu is None:
         return
     if c.device == "auto":
@@ -106,7 +106,8 @@ def _device(c: argparse.Namespace) -> None:
 
 
 def _has_gpu() -> bool:
-    """Whether torch has a GPU here. Its import takes 0.8 s and 140 MiB, so it is asked only where a driver is."""
+    """Returns True if torch finds a GPU here. The import of torch takes 0.8 s and 140 MiB, so it happens only if a
+    driver exists."""
     if not any(glob.glob(files) for files in _DRIVER_FILES):
         return False
     import torch
@@ -142,7 +143,7 @@ def _placement(c: argparse.Namespace) -> None:
 
 
 def _reference(c: argparse.Namespace) -> None:
-    """A conversion of --hf-checkpoint that is not there is not needed: the checkpoint itself is read."""
+    """Drops a missing conversion of --hf-checkpoint, because the checkpoint itself is read."""
     if c.ref_load is None or c.hf_checkpoint is None or Path(c.ref_load).exists():
         return
     if Path(c.ref_load).name == f"{Path(c.hf_checkpoint).name}_torch_dist":
@@ -160,8 +161,7 @@ def _dr_grpo(c: argparse.Namespace) -> None:
 
 
 def _hook_files(c: argparse.Namespace) -> None:
-    """The processes of a run have other folders, so the file of a hook (`file.py:name`) is written as an absolute
-    path."""
+    """Makes each hook's file (`file.py:name`) an absolute path, because the processes of a run have other folders."""
     for name, value in vars(c).items():
         if name.endswith("_path") or name == "selected_logprob_provider":
             if isinstance(value, str):
@@ -173,7 +173,8 @@ def _hook_files(c: argparse.Namespace) -> None:
 
 
 def _distillation(c: argparse.Namespace) -> None:
-    """Scripts of pure distillation name a reward that reads labels, and no labels: it cannot be computed."""
+    """Replaces a reward that reads labels by `zero` if no label key is given. Scripts of pure distillation name such
+    rewards."""
     labels = not {*reward_names(c.rm_type)} <= {"random", "remote_rm", "zero"}
     if c.use_opd and labels and c.label_key is None and c.custom_rm_path is None:
         c.notes.append(
@@ -184,7 +185,7 @@ def _distillation(c: argparse.Namespace) -> None:
 
 
 def _lora(c: argparse.Namespace, given: Values) -> None:
-    """--lora-load gives what the user did not. The rules report a directory that cannot be read."""
+    """Reads values that the user did not give from --lora-load. The rules report an unreadable directory."""
     c.target_modules = c.target_modules or c.lora_target_modules
     if c.lora_load is None:
         if not c.lora_rank:  # the rules refuse other values than the defaults
@@ -243,7 +244,8 @@ def _batches(c: argparse.Namespace) -> None:
 
 
 def _evaluation(c: argparse.Namespace) -> None:
-    """One path alone is slime's older spelling of a data set. Its name is that of the file; slime's is always aime."""
+    """Names a data set that has only a path, which is slime's older spelling. The name is the file's; slime's name is
+    always aime."""
     if len(c.eval_prompt_data or []) == 1:
         stem = Path(c.eval_prompt_data[0].split("@[")[0]).stem
         name = "aime" if "aime" in stem.lower() else stem
@@ -269,13 +271,13 @@ def _kernels(c: argparse.Namespace) -> None:
 def _run_dir(c: argparse.Namespace) -> None:
     if c.run_dir is None:
         model = Path(c.hf_checkpoint).name if c.hf_checkpoint else "run"
-        # The number: two runs of one model that start in the same second need a directory each.
+        # With the random number, two runs with the same model that start in the same second have different directories.
         started = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         c.run_dir = str(Path("runs") / f"{model}-{started}")
 
 
 def _remarks(c: Config) -> Iterator[str]:
-    """Notes on what was asked for. They adjust nothing."""
+    """Yields notes on the given flags. The notes adjust nothing."""
     if compares_alone(c) and (maker := makes_groups(c)) is not None:
         yield (
             f"--n-samples-per-prompt 1 with --advantage-estimator {c.algorithm.advantage_estimator}: a "
@@ -333,7 +335,7 @@ def _remarks(c: Config) -> Iterator[str]:
 
 
 def _unread_by_held_out(c: Config) -> Iterator[str]:
-    """Notes on the flags of an evaluation that only generation reads."""
+    """Yields notes on the flags of an evaluation that only generation reads."""
     usual: dict[str, object] = {"eval_min_new_tokens": None, "n_samples_per_eval_prompt": 1}
     sampling = ("eval_temperature", "eval_top_p", "eval_top_k", "eval_max_response_len")
     usual |= {name: c.value_of(FALLBACKS[name]) for name in sampling}

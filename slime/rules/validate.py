@@ -1,6 +1,6 @@
-"""The rules of a resolved configuration, one small function each. Changes nothing.
+"""Defines the rules of a resolved configuration, one small function each. Changes nothing.
 
-Every error gives the flag, the rule, the values found and what to do.
+Every error gives the flag, the rule, the values found and the remedy.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ _OF_SAMPLING = (
 def validate(
     config: Config, problems: Problems, more: Sequence[Rule] = (), last: Sequence[Rule] = ()
 ) -> None:
-    """Add the errors of all rules to `problems`: where the responses of the loss come from, the rules of single flags,
-    the rules between flags with `more`, then the rules in `last`."""
+    """Adds every rule's errors to `problems`. The order is: the source of the loss's responses, the rules of single
+    flags, the rules between flags with `more`, then the rules in `last`."""
     problems.check(check_responses, config, causes=_OF_SAMPLING)
     for stage in (BY_THEMSELVES, (*TOGETHER, *more), last):
         for rule in stage:
@@ -102,7 +102,7 @@ def _required(c: Config) -> None:
 
 
 def _ranges(c: Config) -> None:
-    """Of values that were derived. `FlagSpec.parse` has checked what the user typed."""
+    """Checks the ranges of derived values. `FlagSpec.parse` has checked the values that the user typed."""
     problems = Problems()
     for name, spec in own_flags().items():
         value, source = c.value_of(name), FALLBACKS.get(name)
@@ -123,12 +123,12 @@ def _precision(c: Config) -> None:
         )
     if c.cluster.device == "cuda" and c.cluster.distributed_backend != "nccl":
         raise ValueError(f"--distributed-backend must be nccl on GPUs, got {c.cluster.distributed_backend}")
-    if c.megatron.fp16:  # there is no loss scaling, so gradients would underflow
+    if c.megatron.fp16:  # without loss scaling, gradients would underflow
         raise ValueError("--fp16 must be left out in this version, got --fp16; use --bf16 or --fp32")
 
 
 def _transformer_engine(c: Config) -> None:
-    """Settings that Transformer Engine's attention does not support with packed rows. Trainers check its
+    """Checks settings that Transformer Engine's attention does not support with packed rows. Trainers check its
     installation."""
     if c.megatron.overrides.get("transformer_impl") != "transformer_engine":
         return
@@ -220,7 +220,7 @@ def _micro_batches(c: Config) -> None:
 
 
 def _samples_of_ranks(c: Config, ranks: int) -> None:
-    """Enough samples in a step for `ranks` data-parallel ranks."""
+    """Checks that a step has enough samples for `ranks` data-parallel ranks."""
     size, group = c.data.micro_batch_size, _group(c)
     virtual = f" * {group} micro-batches of each virtual stage" if group > 1 else ""
     if c.data.use_dynamic_batch_size:
@@ -239,7 +239,7 @@ def _samples_of_ranks(c: Config, ranks: int) -> None:
 
 
 def _group(c: Config) -> int:
-    """`micro_batch_group`, or 1 for a model or stages that other checks report."""
+    """Returns `micro_batch_group`, or 1 for a model or stages that other checks report."""
     decoder = _decoder(c) if c.megatron.pipeline_model_parallel_size > 1 else None
     try:
         return 1 if decoder is None else micro_batch_group(c.megatron, len(decoder.layers))
@@ -255,7 +255,7 @@ def _rewards(c: Config) -> None:
 
 
 def _hooks(c: Config) -> None:
-    """Load every function that the user named, so that a misspelled path is an error at start-up."""
+    """Loads every function that the user named, so that a misspelled path is an error at start-up."""
     problems = Problems()
     for name, spec in own_flags().items():
         value = c.value_of(name)
@@ -320,7 +320,7 @@ def _model_args(c: Config) -> None:
 
 
 def _decoder(c: Config) -> Decoder | None:
-    """None for a model that `_checkpoint` reports."""
+    """Returns the decoder, or None for a model that `_checkpoint` reports."""
     try:
         return decoder_of(_model(c))
     except ValueError:
@@ -334,7 +334,7 @@ def _replayed_model(c: Config) -> None:
 
 
 def _with_decoder(check: Callable[[Config, Decoder], None]) -> Rule:
-    """`check`, of a model that `_checkpoint` does not report."""
+    """Wraps `check` so that it runs only for a model that `_checkpoint` does not report."""
 
     def rule(c: Config) -> None:
         if (decoder := _decoder(c)) is not None:
@@ -344,7 +344,7 @@ def _with_decoder(check: Callable[[Config, Decoder], None]) -> Rule:
 
 
 def checkpoint_notes(c: Config) -> Iterator[str]:
-    """Notes on flags that describe the checkpoint of a validated configuration."""
+    """Yields notes on flags that describe the checkpoint of a validated configuration."""
     yield from model_arg_notes(c.megatron.model_args, _model(c))
 
 

@@ -1,6 +1,7 @@
-"""`vime explain WORDS`: the error messages of vime, and the symptoms of docs/troubleshooting.md, that fit the words.
+"""`vime explain WORDS`: finds the error messages of vime, and the symptoms of docs/troubleshooting.md, that fit the
+words.
 
-Owns the search, which needs no network. The words may be a part of a message, a whole line with its values, and
+Owns the search, which needs no network. The words may be a part of a message, a whole line with its values, or
 misspelled.
 """
 
@@ -18,7 +19,7 @@ SHOWN = 5
 ENOUGH = 0.5
 """A message fits if its words cover this share of the weight of the given words."""
 UNKNOWN = 1.5
-"""The weight of a word that no message has. A word in half of the messages has 1.1, a word in one message 6.4."""
+"""Weight of a word that no message has. A word in half of the messages has 1.1, a word in one message 6.4."""
 USAGE = """usage: vime explain WORDS      what an error message means, and what to do
 
 WORDS are a part of the message or the whole line, also one of CUDA, NCCL or the system. The exit status is 1 if nothing
@@ -26,7 +27,7 @@ fits."""
 
 
 def nearest_words(words: Iterable[str], known: Iterable[str]) -> dict[str, dict[str, float]]:
-    """Each given word -> the known words that it may mean, with how near they are (1 is equal)."""
+    """Maps each given word to the known words that it may mean, with their similarity (1 is equal)."""
     known = list(known)
     found: dict[str, dict[str, float]] = {}
     for word in words:
@@ -41,8 +42,11 @@ def nearest_words(words: Iterable[str], known: Iterable[str]) -> dict[str, dict[
 
 
 def search(text: str, messages: Sequence[ErrorMessage]) -> list[ErrorMessage]:
-    """The messages that fit, best first. A message that the text holds as a whole comes before all others, and after it
-    a symptom whose printed part the text holds."""
+    """Returns the messages that fit, best first.
+
+    A message that the text holds as a whole comes before all others. A symptom whose printed part the text holds comes
+    next.
+    """
     whole = sorted(
         (m for m in messages if m.constant >= 8 and m.pattern.search(text)), key=lambda m: -m.constant
     )
@@ -53,11 +57,11 @@ def search(text: str, messages: Sequence[ErrorMessage]) -> list[ErrorMessage]:
 
 
 def _by_words(text: str, messages: Sequence[ErrorMessage]) -> list[ErrorMessage]:
-    """The messages that have most of the words of the text, best first."""
+    """Returns the messages that have most of the words of the text, best first."""
     given = list(dict.fromkeys(words_of(text)))
     count = Counter(word for m in messages for word in m.words)
     near = nearest_words(given, count)
-    # A word that is in few messages says more. A word that is in none is often a value or the user's own word.
+    # A word in few messages has a high weight. A word in no message is often a value or the user's own word.
     weight = {w: math.log(1 + len(messages) / count[w]) if count[w] else UNKNOWN for w in given}
     total = sum(weight.values())
 
@@ -73,14 +77,14 @@ def _by_words(text: str, messages: Sequence[ErrorMessage]) -> list[ErrorMessage]
 
 
 def shown(entry: ErrorMessage) -> str:
-    """A message with its remedy, for a terminal."""
+    """Formats a message with its remedy, for a terminal."""
     remedy = textwrap.fill(entry.remedy, 100, initial_indent="    ", subsequent_indent="    ")
     where = "from" if entry.path.endswith(".md") else "raised in"
     return f"{entry.rule}\n{remedy}\n    {where} {entry.path}"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what fits. 1 if nothing does. ValueError without words."""
+    """Prints the messages that fit. Returns 1 if nothing fits. Raises ValueError without words."""
     if list(argv) in (["-h"], ["--help"]):
         print(USAGE)
         return 0

@@ -1,6 +1,6 @@
 """The messages that `vime explain` searches: read from the code, and kept in vime/messages.json until the code changes.
 
-A wheel has that file and no pages, and its file was made with its code. In a checkout git ignores the file. Its key is
+A wheel has that file and no pages, and its file was made from its code. In a checkout, git ignores the file. Its key is
 a hash of the sources, so the messages of older code are never shown.
 """
 
@@ -23,7 +23,8 @@ from vime.explain.sources import FILE, HOLE
 
 @dataclass(frozen=True)
 class ErrorMessage:
-    """One message. `…` in `rule` stands for a value. `path` is the file that raises it, or the page of a symptom."""
+    """One message. `…` in `rule` is a placeholder for a value. `path` is the file that raises the message, or the page
+    of a symptom."""
 
     rule: str
     remedy: str
@@ -51,22 +52,22 @@ class ErrorMessage:
 
     @cached_property
     def constant(self) -> int:
-        """The number of letters that are not values."""
+        """Number of letters that do not belong to values."""
         return len(re.findall(r"\w", self.rule))
 
 
 def words_of(text: str) -> list[str]:
-    """Words in lower case. A flag is one word, however its parts are joined."""
+    """Splits a text into words in lower case. A flag is one word, however its parts are joined."""
     return [word.strip("-_").replace("_", "-") for word in re.findall(r"\w[\w-]*", text.lower())]
 
 
 def entries(root: Path = sources.ROOT) -> list[ErrorMessage]:
-    """All messages of the code in `root`."""
+    """Returns all messages of the code in `root`."""
     return [ErrorMessage(*row) for row in _content(root)["messages"]]
 
 
 def _content(root: Path) -> dict[str, Any]:
-    """The content of FILE, made again if it is missing or its key is not that of the code."""
+    """Returns the content of FILE, which is made again if it is missing or if its key differs from the code's key."""
     kept = _read(root / FILE)
     if not sources.pages_exist(root):
         if kept is None:
@@ -87,7 +88,7 @@ def _content(root: Path) -> dict[str, Any]:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """The content of the file, or None if it is not there or damaged."""
+    """Returns the content of the file, or None if it is missing or damaged."""
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -96,8 +97,8 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _keep(file: Path, text: str) -> None:
-    """Write the file at once, because two commands may do so at a time. In a folder that is not the user's, the next
-    command reads the code again."""
+    """Writes the file atomically, because two commands may write it at the same time. If the user cannot write to the
+    folder, the next command reads the code again."""
     part = file.with_name(f".{file.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         try:

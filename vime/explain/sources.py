@@ -65,8 +65,8 @@ class Message:
 
 
 def text_of(node: ast.AST, constants: dict[str, str]) -> str | None:
-    """The text of a string expression, with HOLE for values. None for other expressions. `constants` are the string
-    constants at the top of the file."""
+    """Returns the text of a string expression, with HOLE for values, or None for other expressions. `constants` are the
+    string constants at the top of the file."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
@@ -82,13 +82,14 @@ def text_of(node: ast.AST, constants: dict[str, str]) -> str | None:
 
 
 def _name(part: ast.expr) -> str:
-    """The variable of an f-string's value, or an empty string for another expression."""
+    """Returns the variable of an f-string's value, or an empty string for another expression."""
     value = part.value if isinstance(part, ast.FormattedValue) else None
     return value.id if isinstance(value, ast.Name) else ""
 
 
 def messages_of(path: Path, root: Path = ROOT) -> list[Message]:
-    """Texts that a file raises as ValueError, RuntimeError or similar errors, and texts "... must ..., got ...".
+    """Returns texts that a file raises as ValueError, RuntimeError or similar errors, and texts "... must ..., got
+    ...".
 
     The second rule finds messages that another function raises.
     """
@@ -109,7 +110,7 @@ def messages_of(path: Path, root: Path = ROOT) -> list[Message]:
 
 
 def _texts(tree: ast.Module, constants: dict[str, str]) -> Iterator[str]:
-    """The texts of the messages of a module, from one pass over its tree."""
+    """Yields the texts of a module's messages, from one pass over its tree."""
     waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
     while waiting:
         node, part_of_text = waiting.pop()
