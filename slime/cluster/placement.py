@@ -88,7 +88,7 @@ class Placement:
     nodes: list[Node]
     """One entry per bundle."""
     gpus: list[Gpu] = field(default_factory=list)
-    """One entry per bundle. Empty on CPUs."""
+    """One entry per bundle. The list is empty on CPUs."""
 
     def options(self, bundle: int) -> dict[str, object]:
         """Returns Ray options that put an actor into `bundle`. Trainer and engine of a colocated run take half of a
@@ -114,7 +114,7 @@ class Placement:
         return {VISIBLE_VARIABLE: ",".join(self.gpus[bundle].name for bundle in bundles)} if self.gpus else {}
 
     def buses(self, bundles: Sequence[int]) -> tuple[str, ...]:
-        """Returns PCI addresses of the GPUs of `bundles` on their node. Empty on CPUs."""
+        """Returns PCI addresses of the GPUs of `bundles` on their node. The result is empty on CPUs."""
         return tuple(self.gpus[bundle].facts.bus for bundle in bundles) if self.gpus else ()
 
     def release(self) -> None:

@@ -33,7 +33,7 @@ def needed(config: Config, of_policy: int) -> str:
 
 
 def each_takes(config: Config) -> str:
-    """Returns the share of a CPU per rank and rollout device. Empty for GPUs."""
+    """Returns the share of a CPU per rank and rollout device. The text is empty for GPUs."""
     return (
         "" if config.cluster.device == "cuda" else ", of which each rank and each rollout device takes a half"
     )
@@ -46,7 +46,7 @@ def fewer(config: Config, devices: int, existing: int) -> str:
 
 
 def _fitting(config: Config, devices: int, existing: int) -> list[str]:
-    """Returns replacements for the run's flags. Empty if other numbers would have to change too."""
+    """Returns replacements for the run's flags. The list is empty if other numbers would have to change too."""
     c = config.cluster
     if config.debug.debug_rollout_only or len(groups_of(config)) > 1:
         return []

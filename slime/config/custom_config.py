@@ -16,8 +16,8 @@ from slime.config.near_names import nearest
 
 
 def custom_entries(groups: list[FlagGroup]) -> Values:
-    """Returns name (with underscores) -> value, in the order of the file of the last --custom-config-path. Empty
-    without one.
+    """Returns name (with underscores) -> value, in the order of the file of the last --custom-config-path. The result
+    is empty without the flag.
 
     Raises ValueError if the file is missing, not YAML, not a mapping, or has a value that JSON cannot hold (a date).
     """

@@ -16,7 +16,8 @@ MOST = 2
 
 
 def nearest(name: str, known: Iterable[str], *, prefix: str = "--", words: bool = True) -> str:
-    """Returns the known name closest to `name`, as the end of an error message. Empty if no name is similar.
+    """Returns the known name closest to `name`, as the end of an error message. The text is empty if no name is
+    similar.
 
     `prefix` is shown in front of the name but not compared, because a common prefix makes all names similar. Flags are
     shown with dashes inside, other names unchanged. Without `words`, only the spelling counts.

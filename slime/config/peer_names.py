@@ -30,11 +30,11 @@ class PeerName:
     program: str
     name: str
     flags: str
-    """Flags of this project as typed, with {} for the setting's value. Empty if no flag is needed."""
+    """Flags of this project as typed, with {} for the setting's value. The text is empty if no flag is needed."""
     note: str = ""
     """The difference to the other program. Without a flag, the reason."""
     values: Mapping[str, str] = field(default_factory=dict)
-    """Value -> its flags, if the value decides. Empty if the value needs no flag."""
+    """Value -> its flags, if the value decides. The text is empty if the value needs no flag."""
 
     @property
     def shown(self) -> str:
@@ -42,7 +42,7 @@ class PeerName:
         return _PLACE.sub("", self.flags)
 
     def ours(self, value: str = "") -> str:
-        """Returns the flags of this project for the setting with this value. Empty if it needs no flag."""
+        """Returns the flags of this project for the setting with this value. The text is empty if it needs no flag."""
         items = _items(value) if value else [_TRUE]
         words = [self._word(item) for item in items]
         if not self.flags or (words == ["null"] and "null" not in self.values):
@@ -134,10 +134,10 @@ class PeerSetting:
     typed: str
     name: str
     value: str
-    """Value of the setting. Empty for a switch without a value."""
+    """Value of the setting. It is empty for a switch without a value."""
     origin: str = ""
     entry: PeerName | None = None
-    """Entry of the setting. None for a setting of verl that no table has."""
+    """Entry of the setting. It is None for a setting of verl that no table has."""
 
     def problem(self) -> str:
         """Returns the error of this setting."""
@@ -166,8 +166,8 @@ class PeerSetting:
 def peer_settings(
     typed: str, name: str, values: Sequence[str], engines: Mapping[str, PeerName] = NONE, origin: str = ""
 ) -> list[PeerSetting]:
-    """Returns other programs' settings in one flag. Empty if `name` belongs to this project. `no_` before a name means
-    the value false.
+    """Returns other programs' settings in one flag. The list is empty if `name` belongs to this project. `no_` before a
+    name means the value false.
 
     `engines` has the settings that the backend owns. A section of verl in a YAML file has its settings as a JSON object
     in `values`.

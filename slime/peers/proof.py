@@ -92,7 +92,7 @@ def require_proof(
 def strangers_at(host: str, port: int) -> list[int]:
     """Returns the ids of users, other than this user and root, whose sockets listen at an address of this host.
 
-    Empty for other hosts, whose sockets this kernel does not list.
+    The list is empty for other hosts, whose sockets this kernel does not list.
     """
     family, _, _, _, peer = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

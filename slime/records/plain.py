@@ -37,7 +37,7 @@ def as_array(value: object) -> object:
 
 
 def numbers_of(values: object) -> Iterable[float]:
-    """Returns a list, array or tensor of numbers as an iterable of Python numbers. Empty for None."""
+    """Returns a list, array or tensor of numbers as an iterable of Python numbers. The iterable is empty for None."""
     if values is None:
         return ()
     if isinstance(values, np.ndarray) or hasattr(values, "tolist"):

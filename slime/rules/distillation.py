@@ -217,7 +217,7 @@ def _check_vocabulary(flag: str, mine: str, its: str, policy: Hf, teacher: Hf) -
 
 
 def _tokens(checkpoint: str) -> dict[str, int]:
-    """Returns token -> id from tokenizer.json. Empty without such a file."""
+    """Returns token -> id from tokenizer.json. The result is empty without such a file."""
     path = Path(checkpoint) / "tokenizer.json"
     if not path.is_file():
         return {}

@@ -103,7 +103,7 @@ def installed_packages() -> dict[str, str]:
     distributions = [d for d in importlib.metadata.distributions(path=paths) if d.metadata["Name"]]
     found = {
         d.metadata["Name"]: d.version for d in reversed(distributions)
-    }  # the first entry on the path is the one that Python imports
+    }  # Python imports the first entry on the path
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 

@@ -34,8 +34,8 @@ def device_memory(device: torch.device) -> int | None:
 
 
 def reserved_gib(device: torch.device) -> dict[str, float]:
-    """Returns the metric of the memory that PyTorch's allocator holds on a GPU, with cached blocks. Empty for other
-    devices."""
+    """Returns the metric of the memory that PyTorch's allocator holds on a GPU, with cached blocks. The result is empty
+    for other devices."""
     if device.type != "cuda":
         return {}
     import torch

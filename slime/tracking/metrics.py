@@ -14,10 +14,11 @@ RESERVED = frozenset({"step_key", "step", "time", "nonfinite"})
 
 LOGPROB_DIFF = "train/train_rollout_logprob_abs_diff"
 LOGPROB_DIFF_MAX = "train/train_rollout_logprob_abs_diff_max"
-"""Largest |trainer's log-prob - engine's log-prob| over the trained tokens of a step, in nats. Not a slime name."""
+"""Largest |trainer's log-prob - engine's log-prob| over the trained tokens of a step, in nats. The name is not
+slime's."""
 EXPERTS_DIFFER = "train/routed_experts_differ"
-"""With routing replay, the share of (token, layer) pairs whose router would have chosen other experts than the
-replayed ones. Not a slime name."""
+"""With routing replay, the share of (token, layer) pairs whose router would have chosen other experts than the replayed
+ones. The name is not slime's."""
 _TRUNCATED = "-truncated_ratio"
 _DERIVED = re.compile(r"(-truncated_ratio|-aborted_ratio|-pass@[^/]*)$")
 """Endings that follow the name of a score in the names of metrics derived from a set's responses."""

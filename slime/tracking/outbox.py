@@ -19,7 +19,7 @@ from slime.tracking.metrics import as_floats, as_step_key
 
 _lock = threading.Lock()
 _waiting: list[Logged] | None = None
-"""None in a process whose answers no driver reads."""
+"""Metrics that wait for the driver, or None in a process whose answers no driver reads."""
 _collected: ContextVar[list[Logged] | None] = ContextVar("collected", default=None)
 
 

@@ -195,7 +195,7 @@ def _rollouts(run_dir: Path) -> int | None:
 
 
 def _newest(metrics: MetricLines) -> dict[str, float]:
-    """Returns each metric's newest value. Empty before the first step."""
+    """Returns each metric's newest value. The result is empty before the first step."""
     newest: dict[str, float] = {}
     for row in metrics:
         values = {name: row[name] for name in row.keys() - RESERVED}

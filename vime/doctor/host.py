@@ -176,7 +176,7 @@ def check_compiler(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 
 def check_sandboxes(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """Commands of a model, as of `--rm-type code`, run in bubblewrap where the host allows it."""
+    """A model's commands, as for `--rm-type code`, run in bubblewrap if the host allows it."""
     found = machine.run("bwrap", "--version")
     refused = found.text if found.code != 0 else bubblewrap.way(os.getuid() == 0).refused
     if not refused:

@@ -90,7 +90,7 @@ def expand(groups: list[FlagGroup], spell: Spell) -> tuple[list[FlagGroup], list
 
 
 def _policy(path: str, models: list[_Model], own: dict[str, list[str]]) -> _Model:
-    """Returns the one model that gets the trainer's weights: it has update_weights: true or the policy's checkpoint."""
+    """Returns the model that gets the trainer's weights: it has update_weights: true or the policy's checkpoint."""
     mine = own.get("hf_checkpoint", [])
     policys = [
         model

@@ -59,7 +59,7 @@ UNITS_SHOWN = {unit: f"{unit}s" for unit in UNITS.values()}
 
 
 def _quarters(first: int, last: int) -> list[tuple[int, int]]:
-    """Returns each quarter's first and last step. Empty for a run that is too short."""
+    """Returns each quarter's first and last step. The list is empty for a run that is too short."""
     count = last - first + 1
     if count < 2 * WINDOWS:
         return []

@@ -144,8 +144,8 @@ PATCHES = {
 def apply(condition: str) -> None:
     """Applies the patches of a condition that the installed version needs. A repeated call does nothing.
 
-    A patch with a range of versions is skipped where its symbol does not exist, because only two versions were run.
-    Raises RuntimeError if the symbol of another patch does not exist.
+    A patch with a range of versions is skipped if its symbol does not exist, because only two versions were run. Raises
+    RuntimeError if the symbol of another patch does not exist.
     """
     version = installed() or ""
     for patch in PATCHES[condition]:

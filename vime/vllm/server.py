@@ -55,7 +55,8 @@ class VllmSpec(EngineSpec):
     lora_rank: int = 0
     """The largest rank of the adapters that updates bring. 0 means that updates bring all weights."""
     bitwise: tuple[str, ...] = ()
-    """Operators of the trainer that the engine computes with. Empty if it uses vLLM's own."""
+    """Operators of the trainer that the engine computes with. The tuple is empty if the engine uses only vLLM's own
+    operators."""
     scores: bool = False
     """True if the engine computes log-probs of whole prompts."""
 

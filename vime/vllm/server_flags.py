@@ -101,7 +101,7 @@ def router_parser() -> argparse.ArgumentParser:
 
 
 class RaisingParser(argparse.ArgumentParser):
-    """Parser that raises ValueError where its base class would end the process."""
+    """Parser that raises ValueError instead of ending the process, as its base class would."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -308,8 +308,8 @@ def check_weight_channel(config: Config) -> None:
     """Checks that the weight channel and --check-weight-update-equal work with the engine's parallel sizes.
 
     A broadcast numbers the workers of an engine by their tensor-parallel rank. Data-parallel replicas and pipeline
-    stages repeat these ranks, so a broadcast needs engines that are tensor parallel only. With the other channels each
-    worker finds the files or the shared GPU memory without its rank. A pipeline stage loads only its own layers, but
+    stages repeat these ranks, so a broadcast needs engines that are tensor parallel only. With the other channels, a
+    worker needs no rank to find the files or the shared GPU memory. A pipeline stage loads only its own layers, but
     --check-weight-update-equal compares every tensor of an update on every worker.
     """
     data, pipeline = (_given_parallel(config, f"{name}_parallel_size") or 1 for name in ("data", "pipeline"))

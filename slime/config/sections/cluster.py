@@ -78,4 +78,4 @@ class ClusterConfig:
     )
     trainer_roles: list[str] = field(default_factory=list)
     """Roles of a group of trainer ranks (`slime.roles.groups`), if this is a group's configuration; no flag sets it.
-    Empty in the configuration of the whole run."""
+    The list is empty in the configuration of the whole run."""

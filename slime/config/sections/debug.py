@@ -11,7 +11,7 @@ from slime.config.ranges import COUNT, FRACTION
 
 @dataclass(frozen=True)
 class DebugConfig:
-    """Paths are templates: {rollout_id} is replaced, and {rank} where each rank writes a file."""
+    """Paths are templates: {rollout_id} is replaced, and {rank} in files that each rank writes."""
 
     debug_rollout_only: bool = flag(False, "run only the engines, without a trainer")
     debug_train_only: bool = flag(False, "run only the trainer, without engines")
@@ -50,7 +50,7 @@ class DebugConfig:
 
 
 def profiled_steps(text: str | None, flag: str = "--profile-steps") -> range:
-    """The rollouts of --profile-steps: "2:4" -> 2, 3. Empty without the flag."""
+    """The rollouts of --profile-steps: "2:4" -> 2, 3. The range is empty without the flag."""
     if text is None:
         return range(0)
     match = re.fullmatch(r"(\d+):(\d+)", text)

@@ -54,8 +54,8 @@ def eval_reward_key(reward: RewardConfig) -> str | None:
 
 
 def reward_names(rm_type: object) -> list[str]:
-    """Returns the rewards in a value of --rm-type, or of rm_type in metadata: "math,f1" or a list. Empty without a
-    reward."""
+    """Returns the rewards in a value of --rm-type, or of rm_type in metadata: "math,f1" or a list. The list is empty
+    without a reward."""
     if not rm_type:
         return []
     parts = rm_type if isinstance(rm_type, list | tuple) else str(rm_type).split(",")

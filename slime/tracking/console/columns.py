@@ -23,7 +23,8 @@ GAP = "  "
 
 @dataclass(frozen=True)
 class Column:
-    """One column. It shows the first entry of `metrics` that the step has. `spec`: the number format of a value."""
+    """One column. The column shows the first entry of `metrics` that the step has. `spec`: the number format of a
+    value."""
 
     title: str
     metrics: tuple[str, ...]

@@ -58,7 +58,7 @@ class TensorBoardTracker:
             directory = self._directory(step_key)
             again = self._resume.get(step_key) if directory.is_dir() else None
             writer = self._writers[step_key] = EventFileWriter(str(directory))
-            if again is not None:  # TensorBoard then drops what earlier files have from this step on
+            if again is not None:  # TensorBoard then drops the values of earlier files from this step on
                 log = SessionLog(status=SessionLog.START)
                 writer.add_event(Event(wall_time=time.time(), step=again, session_log=log))
         return self._writers[step_key]

@@ -78,7 +78,8 @@ class RunData:
             return base | _summary(found) | {"damaged": +damaged}
 
     def curves(self) -> Json:
-        """Returns metric -> its unit, steps and values (None: not finite). Empty before the first step."""
+        """Returns metric -> its unit, steps and values (None: not finite). The result is empty before the first
+        step."""
         with self._lock:
             with readable(path := self.dir / METRICS_FILE):
                 if not path.exists() or not path.stat().st_size:

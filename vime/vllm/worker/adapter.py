@@ -28,7 +28,7 @@ WAIT_S = 300.0
 
 
 def name_of(config: Config) -> str:
-    """Returns the name that requests of the run use for its adapter. Empty if updates bring all weights."""
+    """Returns the name that requests of the run use for its adapter. The name is empty if updates bring all weights."""
     return config.lora.lora_name if sends_adapters(config) else ""
 
 

@@ -1,7 +1,7 @@
 """Answers a request for a group of samples in the engine server (see group_wire). Calls vLLM's engine client directly.
 
-vLLM's own /v1/completions validates, counts and writes JSON per request, in the one process that serves HTTP. On CPUs
-that costs more than the model (docs/design/decisions.md has the figures). A request without `vime_samples` goes to
+vLLM's own /v1/completions validates, counts and writes JSON per request, in the single process that serves HTTP. On
+CPUs that costs more than the model (docs/design/decisions.md has the figures). A request without `vime_samples` goes to
 vLLM's route.
 """
 

@@ -67,7 +67,7 @@ class KnownPlaces:
 
     def __init__(self) -> None:
         self.shapes: Shapes = {}
-        """Tensors of the last complete update. Empty before the first one."""
+        """Tensors of the last complete update. The dictionary is empty before the first update."""
         self._places: LivePlaces | None = None
         self._addresses: list[int] = []
         self._has_none = False

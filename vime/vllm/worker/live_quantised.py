@@ -23,8 +23,8 @@ _PLAIN_KERNELS = (
     "TritonFp8BlockScaledMMKernel",
     "BlockWiseTorchFP8ScaledMMLinearKernel",
 )
-"""vLLM's kernels that keep a weight as [O, I] and its scales as [blocks of O, blocks of I]. The first kernel is
-ours."""
+"""vLLM's kernels that keep a weight as [O, I] and its scales as [blocks of O, blocks of I]. The first kernel belongs to
+this project."""
 _SLACK = 1e-5
 """Relative tolerance, because the division by a scale is rounded, too."""
 _SMALLEST = 1e-4

@@ -30,7 +30,8 @@ class EngineSettings:
     """Names in slime's BITWISE_OPERATORS of the operators that the engine uses from rl_kernel.invariant."""
 
     def flags(self, given: Sequence[str] = ()) -> list[str]:
-        """Returns vLLM's flag with these settings and with the user's value of the same flag. Empty if both are empty.
+        """Returns vLLM's flag with these settings and with the user's value of the same flag. The list is empty if both
+        are empty.
 
         `given` has the tokens of the user's own --additional-config: one "--additional-config=JSON" or two tokens.
         """

@@ -1,9 +1,9 @@
-// What both kinds of pictures need: a canvas of the right size, colours of the theme, ticks of an axis.
+// Shared parts of both kinds of pictures: a canvas of the right size, colours of the theme, ticks of an axis.
 
 const drawn = new Set();
 let queued = false;
 
-/** Call `draw` before the next frame, once however often this is called. */
+/** Calls `draw` before the next frame, once however often this function is called. */
 export function soon(draw) {
   drawn.add(draw);
   if (queued) return;
@@ -16,7 +16,7 @@ export function soon(draw) {
   });
 }
 
-/** Call `draw` when the element gets another size, or the theme changes. Returns what ends that. */
+/** Calls `draw` when the size of the element or the theme changes. Returns a function that ends the calls. */
 export function onLookChange(element, draw) {
   const sizes = new ResizeObserver(() => soon(draw));
   const theme = matchMedia("(prefers-color-scheme: dark)");
@@ -29,7 +29,7 @@ export function onLookChange(element, draw) {
   };
 }
 
-/** A cleared context in units of CSS pixels, and its size. */
+/** Returns a cleared context in units of CSS pixels, and its size. */
 export function begin(canvas) {
   const scale = window.devicePixelRatio || 1;
   const width = canvas.clientWidth;
@@ -45,14 +45,14 @@ export function begin(canvas) {
   return { context, width, height };
 }
 
-/** The colours of the present theme. */
+/** Returns the colours of the present theme. */
 export function theme() {
   const style = getComputedStyle(document.documentElement);
   const of = (name) => style.getPropertyValue(`--${name}`).trim();
   return { text: of("text"), faint: of("faint"), line: of("line"), back: of("card"), alarm: of("alarm"), focus: of("focus") };
 }
 
-/** Round numbers between `low` and `high`, about `count` of them. */
+/** Returns about `count` round numbers between `low` and `high`. */
 export function ticks(low, high, count) {
   const span = high - low;
   if (!(span > 0)) return [low];
@@ -66,7 +66,7 @@ export function ticks(low, high, count) {
 
 const TIMES = [10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
 
-/** Times between `low` and `high`, in seconds: whole minutes, hours or days where they are longer than ten seconds. */
+/** Returns times between `low` and `high`, in seconds. Steps above ten seconds are whole minutes, hours or days. */
 export function timeTicks(low, high, count) {
   const rough = (high - low) / Math.max(1, count);
   const step = rough <= 5 ? null : TIMES.find((own) => own >= rough);
@@ -76,7 +76,7 @@ export function timeTicks(low, high, count) {
   return found;
 }
 
-/** Powers of ten between `low` and `high`, at most `count`. */
+/** Returns powers of ten between `low` and `high`, at most `count`. */
 export function decades(low, high, count) {
   const first = Math.ceil(Math.log10(low) - 1e-9);
   const last = Math.floor(Math.log10(high) + 1e-9);

@@ -1,4 +1,4 @@
-// One chart: the lines of a panel over steps, with a cross-hair for mouse and arrow keys and a table beside it.
+// Shows one chart: the lines of a panel over steps, with a cross-hair for mouse and arrow keys and a table.
 
 import { begin, decades, onLookChange, soon, theme, ticks } from "vime/canvas";
 import { el, fill, table } from "vime/dom";
@@ -8,7 +8,10 @@ const LEFT = 52, RIGHT = 12, TOP = 8, BOTTOM = 22;
 const MOST_ROWS = 200;
 
 export class Chart {
-  /** `look`: {smooth, log, window} which all charts of a screen share; `onzoom(window)`: a range of steps was drawn. */
+  /**
+   * `look`: {smooth, log, window}, which all charts of a screen share. `onzoom(window)` is called when the reader
+   * selects a range of steps.
+   */
   constructor(title, look, onzoom) {
     this.title = title;
     this.look = look;
@@ -27,7 +30,10 @@ export class Chart {
     this.listen();
   }
 
-  /** `lines`: {name, colour, dash, width, unit, steps, values}; a value that was not finite is null. `log`: by itself. */
+  /**
+   * `lines`: {name, colour, dash, width, unit, steps, values}; a value that was not finite is null. `log`: the chart's
+   * default.
+   */
   set(lines, log) {
     this.lines = lines;
     this.ownLog = log;
@@ -66,7 +72,7 @@ export class Chart {
     });
   }
 
-  /** The steps in view that any line has. */
+  /** Returns the steps in view that at least one line has. */
   known() {
     const [low, high] = this.window();
     return [...new Set(this.lines.flatMap((line) => line.steps))].filter((s) => s >= low && s <= high).sort((a, b) => a - b);
@@ -179,7 +185,7 @@ function said(line) {
   return `${line.name}: from ${number(known[0])} to ${number(known[known.length - 1])} over ${line.steps.length} points`;
 }
 
-/** The part of a line in view, with one point more at each end. */
+/** Returns the part of a line in view, with one more point at each end. */
 function inside(line, low, high) {
   const first = Math.max(0, line.steps.findIndex((step) => step >= low) - 1);
   const after = line.steps.findIndex((step) => step > high);
@@ -227,7 +233,9 @@ function axes(context, colours, { width, height, x, y, scale, low, high }) {
   }
 }
 
-/** A line that goes on where values are finite. Where points are denser than pixels, each pixel gets its range. */
+/**
+ * Draws a line with gaps at values that are not finite. If points are denser than pixels, each pixel shows their range.
+ */
 function path(context, steps, values, x, y) {
   context.beginPath();
   let pen = false, pixel = NaN, least = 0, most = 0;
@@ -271,7 +279,7 @@ function crossMark(context, x, y) {
   context.stroke();
 }
 
-/** Mean over the `window` values around each, without those that are not finite. */
+/** Returns the mean over the `window` values around each value, without values that are not finite. */
 export function runningMean(values, window) {
   const half = Math.floor(window / 2);
   const sums = [0], counts = [0];
@@ -285,7 +293,7 @@ export function runningMean(values, window) {
   });
 }
 
-/** The place of the step nearest to `at`; -1 if there is none. `steps` are sorted. */
+/** Returns the index of the step nearest to `at`, or -1 without steps. `steps` are sorted. */
 function nearest(steps, at) {
   let low = 0, high = steps.length - 1;
   while (low < high) {

@@ -1,11 +1,11 @@
-// The first screen: the state of the runs, and their curves over each other.
+// Shows the first screen: the state of the runs, and their curves in common charts.
 
 import { Chart } from "vime/chart";
 import { choice, el, fill, labelled, later } from "vime/dom";
 import { dash, number, runColour } from "vime/format";
 import { showRuns } from "vime/runs";
 
-/** The first panels: title, whether a metric belongs to it, and whether its axis is logarithmic. */
+/** The first panels: title, test whether a metric belongs to the panel, and whether its axis is logarithmic. */
 const PANELS = [
   ["Reward", (name) => name === "rollout/raw_reward"],
   ["Parts of the reward", (name) => /^rollout\/reward\/[^/]+$/.test(name)],
@@ -137,7 +137,7 @@ export class CurvesScreen {
       ...this.curves[i][name],
       name: [several ? run.name : "", names.length > 1 || !several ? name.replace(/^(rollout|train|eval|perf)\//, "") : ""].filter(Boolean).join(" "),
       colour: several ? runColour(i) : runColour(j),
-      width: 1.6 + (several ? 1.4 * (this.runs.length - 1 - i) : 0),  // equal curves are all seen
+      width: 1.6 + (several ? 1.4 * (this.runs.length - 1 - i) : 0),  // equal curves are all visible
       dash: dash(several ? j + 4 * Math.floor(i / 6) : 0),
     })));
   }

@@ -1,6 +1,9 @@
-// Makes elements. Text becomes text nodes only: what a model or a data set wrote is never read as HTML.
+// Makes elements. Text becomes text nodes only, so text from a model or a data set is never read as HTML.
 
-/** el("button", {type: "button", onclick: f, "aria-label": "Close"}, "x", other): an element with these properties. */
+/**
+ * Returns an element with these properties: el("button", {type: "button", onclick: f, "aria-label": "Close"}, "x",
+ * other).
+ */
 export function el(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -13,7 +16,7 @@ export function el(tag, properties = {}, ...children) {
   return made;
 }
 
-/** Put children, or lists of them, at the end. Strings and numbers become text. */
+/** Appends children, or lists of children. Strings and numbers become text. */
 export function append(parent, ...children) {
   for (const child of children.flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
@@ -21,13 +24,13 @@ export function append(parent, ...children) {
   }
 }
 
-/** Replace everything in an element. */
+/** Replaces all content of an element. */
 export function fill(parent, ...children) {
   parent.replaceChildren();
   append(parent, children);
 }
 
-/** A table with a caption for screen readers. `rows`: lists of texts or elements. */
+/** Returns a table with a caption for screen readers. `rows`: lists of texts or elements. */
 export function table(caption, heads, rows) {
   return el("div", { class: "scrolls", tabindex: 0, role: "group", "aria-label": caption },
     el("table", {},
@@ -37,12 +40,12 @@ export function table(caption, heads, rows) {
         i === 0 ? el("th", { scope: "row" }, cell) : el("td", {}, cell)))))));
 }
 
-/** A labelled control: a label element with its text before the control. */
+/** Returns a labelled control: a label element with its text before the control. */
 export function labelled(text, control) {
   return el("label", {}, el("span", {}, text), control);
 }
 
-/** A select element of [value, text] pairs. */
+/** Returns a select element of [value, text] pairs. */
 export function choice(options, value, onchange) {
   const made = el("select", { onchange: () => onchange(made.value) },
     options.map(([own, text]) => el("option", { value: own }, text)));
@@ -50,7 +53,7 @@ export function choice(options, value, onchange) {
   return made;
 }
 
-/** `f`, called once, `ms` after the last of several calls. */
+/** Returns a function that calls `f` once, `ms` milliseconds after the last of several calls. */
 export function later(ms, f) {
   let timer = 0;
   return (...args) => {

@@ -1,8 +1,8 @@
-// Which samples the list shows, and in which order.
+// Chooses the samples that the list shows, and their order.
 
 import { choice, el, labelled, later } from "vime/dom";
 
-/** Ranges: what the form calls them, and which column has to be in them. `step`: of the number field. */
+/** Ranges: the text of the form, and the column that must be in the range. `step`: step of the number field. */
 const RANGES = [
   ["Reward", (row, at) => row[at.reward], "any"],
   ["Length", (row, at) => row[at.tokens], 1],
@@ -20,7 +20,7 @@ const ORDERS = [
 ];
 
 export class Filters {
-  /** `change(text)`: the form was changed; `text` is what to search in prompts and responses. */
+  /** `change(text)` is called when the form changes; `text` is searched in prompts and responses. */
   constructor(change) {
     const changed = later(150, () => change());
     this.text = el("input", { type: "search", oninput: later(300, () => change()), placeholder: "in prompt and response" });
@@ -38,7 +38,7 @@ export class Filters {
       labelled("Status", this.status), labelled("Order", this.order), clear);
   }
 
-  /** The statuses that samples have. */
+  /** Sets the statuses that samples have. */
   offer(statuses) {
     if (this.status.options.length === statuses.length + 1) return;
     const own = this.status.value;
@@ -48,7 +48,10 @@ export class Filters {
 
   get search() { return this.text.value.trim(); }
 
-  /** The rows that pass, in their order. `found`: the samples with the searched text, or null. `at`: column -> place. */
+  /**
+   * Returns the rows that pass, in their order. `found`: the samples with the searched text, or null. `at`: column ->
+   * index.
+   */
   apply(rows, at, found) {
     const bounds = this.ranges.map(({ of, low, high }) => [of, low.value === "" ? null : Number(low.value), high.value === "" ? null : Number(high.value)])
       .filter(([, low, high]) => low !== null || high !== null);

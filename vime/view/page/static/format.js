@@ -1,15 +1,18 @@
-// Numbers, times and colours as people read them.
+// Formats numbers, times and colours for people.
 
-/** Okabe and Ito's palette: people with any kind of colour vision can tell the colours apart. One for each run. */
+/**
+ * Okabe and Ito's palette, whose colours people with any kind of colour vision can distinguish. Each run has one
+ * colour.
+ */
 const RUNS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
 const DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3]];
 
 export const runColour = (i) => RUNS[i % RUNS.length];
 
-/** Lines of one panel and run differ by their dashes; more than six runs repeat the colours with other dashes. */
+/** Lines of one panel and run differ by their dashes. With more than six runs, the colours repeat with other dashes. */
 export const dash = (i) => DASHES[i % DASHES.length];
 
-/** A number with four significant digits. */
+/** Formats a number with four significant digits. */
 export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return String(value);
@@ -20,7 +23,7 @@ export function number(value) {
   return String(Number(value.toPrecision(4)));
 }
 
-/** Seconds as "12.3 s", "4 min 5 s", "2 h 10 min" or "3 d 4 h". */
+/** Formats seconds as "12.3 s", "4 min 5 s", "2 h 10 min" or "3 d 4 h". */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds === 0) return "0 s";
@@ -33,7 +36,7 @@ export function duration(seconds) {
   return two(whole, 86400, "d", 3600, "h");
 }
 
-/** A time on an axis whose ticks are `step` seconds apart: as a duration, or "1:54.25" where ticks are closer than that. */
+/** Formats a time on an axis whose ticks are `step` seconds apart: as a duration, or as "1:54.25" for closer ticks. */
 export function axisTime(seconds, step) {
   if (seconds === 0) return "0";
   if (seconds < 0 || seconds < 60 || step >= 1) return `${seconds < 0 ? "−" : ""}${duration(Math.abs(seconds))}`;
@@ -47,7 +50,7 @@ function two(whole, large, largeName, small, smallName) {
   return `${Math.floor(whole / large)} ${largeName}${rest ? ` ${rest} ${smallName}` : ""}`;
 }
 
-/** A moment, in seconds since the epoch, in the reader's time zone. */
+/** Formats a moment, in seconds since the epoch, in the reader's time zone. */
 export function moment(seconds) {
   if (!seconds) return "–";
   return new Date(seconds * 1000).toLocaleString("sv");
@@ -55,7 +58,7 @@ export function moment(seconds) {
 
 export const percent = (share) => `${Math.round(100 * share)}%`;
 
-/** What a process does, by the name of its phase: [what the legend says, colour]. */
+/** Phases of a process by name: [text of the legend, colour]. */
 const PHASES = {
   rollout: ["generates", "#009e73"],
   eval: ["evaluates", "#44aa99"],
@@ -79,7 +82,7 @@ const PHASES = {
   leaving: ["engine leaves", "#c98b6b"],
 };
 
-/** The order of a legend: what is named first there. */
+/** Returns the position of a phase in a legend. */
 export const phaseOrder = (name) => (name in PHASES ? Object.keys(PHASES).indexOf(name) : Infinity);
 export const phaseText = (name) => (PHASES[name] ?? [name])[0];
 export const phaseColour = (name) => (PHASES[name] ?? ["", "#777777"])[1];

@@ -1,4 +1,4 @@
-// The answers of one group side by side: the prompt once, and a column for each answer.
+// Shows the answers of one group side by side: the prompt once, and a column for each answer.
 
 import { el } from "vime/dom";
 import { number } from "vime/format";
@@ -6,8 +6,9 @@ import { promptView, rewardText, said } from "vime/sample";
 import { blocksOf, writer } from "vime/tokens";
 
 /**
- * The element of a group. `samples`: those that the run kept. `rows`: their rows in the list, `at`: column -> place there.
- * `chosen`: the place of the answer that the reader came from. `open(place)`: show one answer alone.
+ * Returns the element of a group. `samples`: the samples that the run kept. `rows`: their rows in the list, `at`:
+ * column -> index in a row. `chosen`: the place of the answer that the reader selected. `open(place)` shows one answer
+ * alone.
  */
 export function groupView(samples, rows, at, chosen, open) {
   const scores = samples.map((sample) => rows.get(sample.place)?.[at.reward] ?? null);
@@ -28,7 +29,7 @@ export function groupView(samples, rows, at, chosen, open) {
       }))));
 }
 
-/** Samples with one index are parts of one answer, such as the conversations of one agent. */
+/** Joins samples with one index, which are parts of one answer, such as the conversations of one agent. */
 function answerNames(samples) {
   const numbers = new Map(), parts = new Map();
   const keys = samples.map((sample) => (sample.index === null ? `place ${sample.place}` : sample.index));
@@ -51,7 +52,7 @@ function summary(kept, size, known, lowest, highest) {
   return `${count}, rewards from ${number(lowest)} to ${number(highest)}, mean ${number(mean)}`;
 }
 
-/** The prompt and what the model read, once where all answers have the same. */
+/** Shows the prompt and the text that the model read, once if all answers have the same text. */
 function prompts(samples) {
   const [first] = samples;
   const same = (name) => samples.every((sample) => JSON.stringify(sample[name]) === JSON.stringify(first[name]));
@@ -84,7 +85,7 @@ function answer(sample, { name, score, row, at, mark, chosen, open }) {
     el("div", { class: "said" }, texts(sample)));
 }
 
-/** The text of an answer: a block for each turn, as the tokens have them. */
+/** Shows the text of an answer: a block for each turn, according to its tokens. */
 function texts(sample) {
   const blocks = blocksOf(sample.tokens);
   if (!blocks.length) return el("p", { class: "faint" }, "The response has no tokens.");

@@ -9,14 +9,16 @@ const ALARMS = new Set(["error", "dead", "failed", "warning", "concern_begin", "
 
 export const gutter = (width) => (width < 600 ? 84 : 132);
 
-/** The top of each lane, and below all of them. */
+/** Returns the top of each lane, and the bottom of the last lane. */
 export function tops(spans) {
   const found = [TOP];
   for (const rows of spans.rows) found.push(found.at(-1) + Math.max(1, rows.length) * ROW_HEIGHT + LANE_GAP);
   return found;
 }
 
-/** `view`: {from, to} in seconds after the begin. `chosen`: a span or null. `lane`: the lane of the keyboard. */
+/**
+ * `view`: {from, to} in seconds after the begin. `chosen`: a span or null. `lane`: the lane that the keyboard controls.
+ */
 export function drawLanes(canvas, spans, view, chosen, lane) {
   const { context, width, height } = begin(canvas);
   if (!width) return;
@@ -62,7 +64,7 @@ function drawSpan(context, colours, spans, span, from, to, y, left, isChosen) {
   context.fillText(text, begin + 4, y + ROW_HEIGHT / 2 - 1);
 }
 
-/** Black or white, which is clearer on a colour. */
+/** Returns black or white, whichever is clearer on a colour. */
 function ink(colour) {
   const [r, g, b] = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
   return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#000" : "#fff";

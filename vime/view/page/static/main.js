@@ -1,4 +1,4 @@
-// Begins the page: its screens, the address of each, and the look at the runs every few seconds.
+// Starts the page: its screens, their addresses, and the update of the runs every few seconds.
 
 import { CurvesScreen } from "vime/curves";
 import { el, fill } from "vime/dom";
@@ -25,7 +25,7 @@ const links = Object.entries(screens).map(([name, [title]]) => el("a", { href: `
 fill(document.getElementById("screens"), links);
 document.getElementById("skip").addEventListener("click", () => main.focus());
 
-/** Show another place: "samples/RUN/ROLLOUT/PLACE". `replace`: without a step of the history. */
+/** Shows another place: "samples/RUN/ROLLOUT/PLACE". With `replace`, the browser's history gets no new entry. */
 function go(place, { replace = false } = {}) {
   if (replace) history.replaceState(null, "", `#${place}`);
   else history.pushState(null, "", `#${place}`);

@@ -1,9 +1,12 @@
-// Cards with the state of each run: how far it is, what it does, what went wrong.
+// Shows cards with the state of each run: its progress, its current phase, and its errors.
 
 import { append, el, fill } from "vime/dom";
 import { duration, moment, number, percent, phaseText, runColour, stateText } from "vime/format";
 
-/** Fill `parent` with a card for each run. `metrics(i)`: newest values that the card shows, as [name, value]. */
+/**
+ * Fills `parent` with a card for each run. `metrics(i)` returns the newest values that the card shows, as [name,
+ * value].
+ */
 export function showRuns(parent, runs, metrics) {
   fill(parent, runs.map((run, i) => card(run, i, metrics(i))));
 }
@@ -58,7 +61,7 @@ function doing(phase) {
   return `${phase.source}${phase.device ? ` (${phase.device})` : ""} ${phaseText(phase.name)}`;
 }
 
-/** Conditions that keep the run from learning, and that go on or went on until the end. */
+/** Returns conditions that keep the run from learning, and that hold now or held until the end. */
 function concerns(run) {
   return el("ul", { class: "concerns" }, run.concerns.map(({ name, rollout, text, remedy }) => el("li", {},
     el("strong", {}, `${name}, from rollout ${rollout}`), `: ${text}`, el("br"), el("span", { class: "faint" }, remedy))));

@@ -1,12 +1,12 @@
-// One sample: prompt, response by turns and tokens, and what the run knows of it.
+// Shows one sample: prompt, response by turns and tokens, and the recorded facts.
 
 import { el } from "vime/dom";
 import { number } from "vime/format";
 import { Tokens } from "vime/tokens";
 
 /**
- * The element of a sample. `row`: its facts in the list, `at`: column -> place there. `answers`: the number of answers of
- * its group that the run kept, and `openGroup()` shows them.
+ * Returns the element of a sample. `row`: its facts in the list, `at`: column -> index in the row. `answers`: the
+ * number of answers of its group that the run kept. `openGroup()` shows them.
  */
 export function sampleView(sample, row, at, answers, openGroup) {
   const facts = [
@@ -41,7 +41,7 @@ export function promptView(found) {
   });
 }
 
-/** A reward that is a record is shown whole. */
+/** Formats a reward. A reward that is a record is shown whole. */
 export const rewardText = (reward) => (typeof reward === "number" ? number(reward) : said(reward));
 
 export function said(value) {

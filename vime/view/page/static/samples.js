@@ -1,4 +1,5 @@
-// The screen of samples: a list of all that a run kept, filters, and next to them one sample or the answers of its group.
+// Shows the screen of samples: a list of all kept samples, filters, and next to them one sample or the answers of its
+// group.
 
 import { choice, el, fill, labelled } from "vime/dom";
 import { Filters } from "vime/filters";
@@ -68,12 +69,12 @@ export class SamplesScreen {
     }
   }
 
-  /** Get the rows of rollouts that are new or have changed, part by part. */
+  /** Gets the rows of rollouts that are new or have changed, part by part. */
   async read() {
     for (let more = true; more;) {
       const run = this.run;
       const answer = await this.source.samples(run, this.serial);
-      if (run !== this.run) continue;  // the reader has chosen another run meanwhile
+      if (run !== this.run) continue;  // the reader has chosen another run in between
       this.at = Object.fromEntries(answer.columns.map((name, i) => [name, i]));
       for (const [rollout, rows] of Object.entries(answer.rows)) {
         this.rows.set(Number(rollout), rows);

@@ -1,9 +1,9 @@
-// The configuration and the versions of the runs: where they differ, or all of them.
+// Shows the configuration and the versions of the runs: only the differences, or everything.
 
 import { choice, el, fill, labelled, later, table } from "vime/dom";
 
 const PARTS = [["configuration", "Configuration"], ["versions", "Versions and machine"]];
-/** What differs in each run by itself. */
+/** Flags that differ in every run. */
 const OWN = new Set(["run_dir", "weight_dir"]);
 const MOST_ROWS = 400;
 

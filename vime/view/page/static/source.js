@@ -1,7 +1,7 @@
-// Where the data of the page come from: the server of `vime ui`, or the page itself if it was exported.
-// Both have the same methods, and each gives a promise.
+// Provides the data of the page: from the server of `vime ui`, or from the page itself if it was exported. Both sources
+// have the same methods, and each method returns a promise.
 
-/** Asks the server. The number of a run is its place on the command line. */
+/** Gets data from the server. The number of a run is its index on the command line. */
 class ServedRuns {
   live = true;
 
@@ -61,7 +61,7 @@ class ExportedRuns {
     return { found, next: null };
   }
 
-  /** How many of a run's samples the file has. */
+  /** Returns the number of a run's samples in the file. */
   kept(run) { return [this.parts[run].kept, this.parts[run].samples_of]; }
 }
 

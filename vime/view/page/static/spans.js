@@ -1,10 +1,10 @@
-// The spans of a timeline, found by lane, row and time without looking at all of them.
+// Finds the spans of a timeline by lane, row and time, without a search through all spans.
 
-/** Places of the columns of a span. */
+/** Indices of the columns of a span. */
 export const LANE = 0, ROW = 1, NAME = 2, BEGIN = 3, END = 4, ROLLOUT = 5;
 
 export class Spans {
-  /** `timeline`: what the server sends. `now`: the end of spans that go on, in seconds after the begin of the run. */
+  /** `timeline`: the data from the server. `now`: the end of running spans, in seconds after the begin of the run. */
   constructor(timeline, now) {
     this.timeline = timeline;
     this.now = Math.max(now, timeline.end);
@@ -14,7 +14,7 @@ export class Spans {
 
   endOf(span) { return span[END] ?? this.now; }
 
-  /** The place of the first span of a row that ends after `time`. Spans of a row do not overlap. */
+  /** Returns the index of the first span of a row that ends after `time`. Spans of a row do not overlap. */
   after(row, time) {
     let low = 0, high = row.length;
     while (low < high) {
@@ -25,8 +25,10 @@ export class Spans {
     return low;
   }
 
-  /** Call `draw(span, begin, end)` for the spans of a row between two times. Of those within one pixel, `least` seconds,
-   * only one is drawn: one of the phase that has the most time there. */
+  /**
+   * Calls `draw(span, begin, end)` for the spans of a row between two times. Of several spans within one pixel (`least`
+   * seconds), only one is drawn: a span of the phase with the most time in this pixel.
+   */
   each(row, from, to, least, draw) {
     const sums = new Float64Array(this.timeline.names.length);
     let i = this.after(row, from);
@@ -48,7 +50,7 @@ export class Spans {
     }
   }
 
-  /** Seconds of each phase of a lane between two times: a map from its name to them. */
+  /** Returns a map from phase to its seconds in a lane between two times. */
   seconds(lane, from, to) {
     const found = new Map();
     for (const row of this.rows[lane]) {
@@ -62,7 +64,7 @@ export class Spans {
     return found;
   }
 
-  /** The spans between two times, by their begin, at most `most`, and how many there are. */
+  /** Returns at most `most` spans between two times, sorted by begin, and the number of all these spans. */
   list(from, to, most) {
     const found = [];
     for (const row of this.rows.flat()) {
@@ -73,7 +75,9 @@ export class Spans {
     return [found.slice(0, most), found.length];
   }
 
-  /** The span next to `span` in its lane, in the direction 1 or -1; the first one in view without a span. */
+  /**
+   * Returns the span next to `span` in its lane, in the direction 1 or -1, or the first span in view if `span` is null.
+   */
   next(lane, span, direction, from) {
     const all = this.rows[lane].flat().sort((a, b) => a[BEGIN] - b[BEGIN] || a[ROW] - b[ROW]);
     if (!span || span[LANE] !== lane) return all.find((own) => this.endOf(own) > from) ?? all.at(-1) ?? null;

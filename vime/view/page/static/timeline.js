@@ -1,4 +1,4 @@
-// The screen of the timeline: one lane per process and device, from the whole run to a part of one step.
+// Shows the screen of the timeline: one lane per process and device, from the whole run to a part of one step.
 
 import { onLookChange, soon } from "vime/canvas";
 import { choice, el, fill, labelled, later, table } from "vime/dom";
@@ -76,7 +76,7 @@ export class TimelineScreen {
     if (focused) this.bar.querySelector(`[title="${focused}"]`)?.focus();
   }
 
-  /** The place of the step that the view shows; "" if it shows another range. */
+  /** Returns the index of the step that the view shows, or "" if it shows another range. */
   step() {
     const found = this.spans.timeline.steps.findIndex(([, from, to]) => Math.abs(from - this.view.from) < 1e-3 && Math.abs(to - this.view.to) < 1e-3);
     return found < 0 ? "" : found;
@@ -123,7 +123,7 @@ export class TimelineScreen {
     if (step && step !== document.activeElement && this.spans.timeline.steps.length) step.value = String(this.step());
   }
 
-  /** What is at a place of the canvas: [span, mark], each possibly null. */
+  /** Returns [span, mark] at a position of the canvas; each may be null. */
   at(x, y) {
     const all = tops(this.spans), time = this.timeAt(x);
     const near = ((this.view.to - this.view.from) / this.canvas.clientWidth) * 5;
@@ -159,7 +159,7 @@ export class TimelineScreen {
     const place = (event) => [event.clientX - canvas.getBoundingClientRect().left, event.clientY - canvas.getBoundingClientRect().top];
     canvas.addEventListener("wheel", (event) => {
       if (!this.view || (!event.ctrlKey && !event.shiftKey && Math.abs(event.deltaX) < Math.abs(event.deltaY) && document.activeElement !== canvas)) return;
-      event.preventDefault();  // without the focus the wheel scrolls the page
+      event.preventDefault();  // without the focus, the wheel scrolls the page
       if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.pan(((event.deltaX || event.deltaY) / canvas.clientWidth));
       else this.zoom(Math.exp(event.deltaY / 400), this.timeAt(place(event)[0]));
     }, { passive: false });

@@ -1,4 +1,5 @@
-// The tokens of a response, each with a colour: the difference between trainer and engine, or how likely it was.
+// Shows the tokens of a response, each with a colour: the difference between trainer and engine, or the token's
+// probability.
 
 import { choice, el, fill, labelled } from "vime/dom";
 import { number } from "vime/format";
@@ -6,7 +7,7 @@ import { number } from "vime/format";
 const TEXT = 0, ID = 1, MASK = 2, ENGINE = 3, TRAINER = 4;
 const SCALES = [["0.001", "0.001 nats"], ["0.01", "0.01 nats"], ["0.1", "0.1 nats"], ["1", "1 nat"], ["own", "the largest here"]];
 
-/** What the reader has chosen stays for the next sample. */
+/** The reader's choice, which is kept for the next sample. */
 const chosen = { colour: "gap", scale: "0.1" };
 
 const gap = (token) => (token[ENGINE] === null || token[TRAINER] === null ? null : token[TRAINER] - token[ENGINE]);
@@ -30,7 +31,7 @@ export class Tokens {
     this.listen();
   }
 
-  /** One block for each run of tokens that the model, or a tool, has written. */
+  /** Makes one block for each run of tokens that the model, or a tool, has written. */
   build() {
     this.spans = this.tokens.map((token, i) => {
       const span = el("span", {}, visible(token[TEXT]));
@@ -90,7 +91,7 @@ export class Tokens {
   }
 }
 
-/** Runs of tokens [first, end) that the model, or a tool, has written. `turn` counts those of the model. */
+/** Returns runs of tokens [first, end) that the model, or a tool, has written. `turn` counts the runs of the model. */
 export function blocksOf(tokens) {
   const blocks = [];
   let turn = 0;
@@ -104,10 +105,10 @@ export function blocksOf(tokens) {
   return blocks;
 }
 
-/** Who wrote a block. */
+/** Returns the writer of a block. */
 export const writer = (model, turn) => (model ? `model, turn ${turn}` : "tool or environment, not trained");
 
-/** A line break gets a sign, so that a token that is only a break can be seen. */
+/** Replaces a line break by a sign, so that a token with only a line break is visible. */
 function visible(text) {
   return text.replaceAll("\n", "↵\n");
 }

@@ -1,14 +1,17 @@
-// A list of any length: only the rows in view are elements. Rows have one height.
+// Shows a list of any length: only the rows in view are elements. All rows have the same height.
 
 import { el } from "vime/dom";
 import { soon } from "vime/canvas";
 
 const MORE = 6;
-/** Browsers cut elements that are higher. */
+/** Maximum height in pixels, because browsers cut higher elements. */
 const HIGHEST = 8_000_000;
 
 export class VirtualList {
-  /** `make()` gives the element of a row, `show(element, i)` fills it with item `i`, `choose(i)` follows a choice. */
+  /**
+   * `make()` returns the element of a row, `show(element, i)` fills it with item `i`, and `choose(i)` is called after a
+   * choice.
+   */
   constructor(name, height, make, show, choose) {
     this.height = height;
     this.make = make;
@@ -25,7 +28,7 @@ export class VirtualList {
     new ResizeObserver(() => soon(this.draw)).observe(this.element);
   }
 
-  /** Show `count` items, and the one that is chosen; -1 for none. */
+  /** Shows `count` items, and marks the chosen item; -1 for none. */
   set(count, active) {
     this.count = count;
     this.active = active;
@@ -36,7 +39,7 @@ export class VirtualList {
     soon(this.draw);
   }
 
-  /** Bring an item into view. */
+  /** Scrolls an item into view. */
   reveal(i) {
     const top = (i * this.height) / this.scale;
     const { scrollTop, clientHeight } = this.element;

@@ -2,7 +2,7 @@
 `rl_kernel.invariant`.
 
 `register` stores classes in vLLM's own registries of layers and of attention backends, before vLLM builds the model.
-`require` runs before the first weights are loaded. Every module of the model must be one of ours, or a module that only
+`require` runs before the first weights are loaded. Every module of the model must be our class, or a module that only
 calls other modules. docs/design/bitwise.md lists which side of vLLM computes which operator.
 """
 

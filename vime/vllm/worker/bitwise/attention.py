@@ -87,7 +87,8 @@ def register() -> None:
 
 
 def why_not_ours(impl: object) -> str | None:
-    """Returns why an attention of vLLM is not ours, or which of its features our operator does not compute, or None."""
+    """Returns the reason why a vLLM attention does not use our operator, or a feature that our operator does not
+    compute, or None."""
     if isinstance(impl, PagedAttention):
         return impl.not_computed
     if not current_platform.is_cpu():

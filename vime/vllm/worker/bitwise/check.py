@@ -1,4 +1,4 @@
-"""Finds the modules of a vLLM model that compute with operators that are not ours."""
+"""Finds the modules of a vLLM model that compute with other operators than those of rl_kernel.invariant."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _PASSES_ON = {
     *("LlamaForCausalLM", "LlamaModel", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP"),
     *("MistralForCausalLM", "MistralModel", "MistralDecoderLayer", "MistralAttention", "MistralMLP"),
     *("MiMoForCausalLM", "MiMoModel"),
-    "ApplyRotaryEmb",  # a part of the rotary embedding, which ours does not call
+    "ApplyRotaryEmb",  # a part of vLLM's rotary embedding, which our class does not call
 }
 """vLLM's classes that only call other modules. Their source was read."""
 
 
 def not_ours(model: nn.Module) -> list[str]:
-    """Returns "PATH (CLASS)" for each module that is not ours, and for modules of ours with another operator,
-    sorted."""
+    """Returns "PATH (REASON)", sorted, for each module that is not our class, and for our modules with another
+    operator."""
     return sorted(
         f"{path or 'the model'} ({reason})"
         for path, module in model.named_modules()

@@ -52,7 +52,7 @@ class HeadMethod(_Product, UnquantizedEmbeddingMethod):
 
 
 METHODS = {UnquantizedLinearMethod: LinearMethod, UnquantizedEmbeddingMethod: HeadMethod}
-"""Maps vLLM's method of a layer to ours."""
+"""Maps vLLM's method of a layer to our method."""
 
 
 def _with_our_method(base: type[nn.Module], **methods: object) -> type[nn.Module]:
@@ -144,7 +144,7 @@ OPERATORS: dict[str, type] = {
     "SiluAndMul": InvariantActivation,
     "RotaryEmbedding": InvariantRotary,
 }
-"""Maps vLLM's class to ours."""
+"""Maps vLLM's class to our class."""
 _OPERATOR = {
     **{base.__name__: "product" for base in _PRODUCTS},
     **{base.__name__: "head" for base in _HEADS},
