@@ -1,9 +1,8 @@
-"""Which directories hold weights, and of which kind. Looks at file names only and loads no weights.
+"""Finds the directories that hold weights, and their kind. Reads file names only and loads no weights.
 
-A Megatron checkpoint is DIR/iter_0000010/, and DIR/latest_checkpointed_iteration.txt names the latest one. If it says
-"release", slime's converter wrote weights to DIR/release/. A Hugging Face directory has safetensors files and
-config.json. Imports neither torch nor Megatron, because the check of flags
-uses it.
+A Megatron checkpoint is DIR/iter_0000010/, and DIR/latest_checkpointed_iteration.txt names the latest one. If that file
+contains "release", slime's converter wrote weights to DIR/release/. A Hugging Face directory has safetensors files and
+config.json. The check of flags uses this module, so it imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-INDEX = ".metadata"  # where the tensors of a torch_dist checkpoint are in its files
+INDEX = ".metadata"  # maps the tensors of a torch_dist checkpoint to its files
 COMPLETE = "metadata.json"  # Megatron writes it last
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE = "model.safetensors"
@@ -28,22 +27,23 @@ def iteration_path(directory: Path, iteration: int) -> Path:
 
 
 def hidden(path: Path, suffix: str) -> Path:
-    """The name of `path` while it is being written ("partial") or replaced ("old")."""
+    """Returns the path that `path` has while it is being written ("partial") or replaced ("old")."""
     return path.with_name(f".{path.name}.{suffix}")
 
 
 def existing(directory: Path, iteration: int) -> Path:
-    """Where an iteration is: at its normal path, or at the "old" path if a second save stopped between two renames. The
-    normal path if it is at neither."""
+    """Returns the path of an iteration: its normal path, or the "old" path if a second save stopped between two
+    renames. If neither exists, it returns the normal path."""
     path = iteration_path(directory, iteration)
     old = hidden(path, "old")
     return old if old.exists() and not path.exists() else path
 
 
 def latest(directory: str | Path) -> int | None:
-    """Iteration of the newest complete checkpoint under `directory`, or None if it has none, or only a release.
+    """Returns the iteration of the newest complete checkpoint under `directory`. Returns None without one, and if there
+    is only a release.
 
-    ValueError if the latest checkpoint that the directory names is missing or incomplete.
+    Raises ValueError if the latest checkpoint that the directory names is missing or incomplete.
     """
     record = Path(directory) / LATEST
     if not record.is_file():
@@ -65,9 +65,10 @@ def latest(directory: str | Path) -> int | None:
 
 
 def released(directory: str | Path) -> Path | None:
-    """DIR/release, if DIR holds weights that slime or Megatron converted, else None. Only its place is checked.
+    """Returns DIR/release if DIR holds weights that slime or Megatron converted, otherwise None. Checks only that the
+    index exists.
 
-    ValueError if the directory says so, but the weights are missing or of another format.
+    Raises ValueError if the directory names a release, but the weights are missing or have another format.
     """
     record = Path(directory) / LATEST
     if not record.is_file() or record.read_text(encoding="utf-8").strip() != RELEASE:
@@ -82,7 +83,7 @@ def released(directory: str | Path) -> Path | None:
 
 
 def resumed_iteration(config: Config) -> int | None:
-    """The iteration of --load that a run resumes from: --ckpt-step, or the newest. None if a new run starts."""
+    """Returns the iteration of --load from which a run resumes: --ckpt-step, or the newest. None means a new run."""
     return None if config.checkpoint.finetune else _iteration(config)
 
 
@@ -93,16 +94,16 @@ def _iteration(config: Config) -> int | None:
 
 
 def saves_where_it_loads(config: Config) -> bool:
-    """Whether a second start of the command resumes from what the first one has saved."""
+    """Returns whether a second start of the command resumes from the checkpoints that the first start has saved."""
     load, save = config.checkpoint.load, config.checkpoint.save
     return load is not None and save is not None and Path(load).resolve() == Path(save).resolve()
 
 
 def first_rollout(config: Config, iteration: int) -> int:
-    """The first rollout of a run that resumes from checkpoint `iteration`.
+    """Returns the first rollout of a run that resumes from checkpoint `iteration`.
 
-    --start-rollout-id is for the first start of a command. If the command resumes from what it has saved after that
-    rollout, the run goes on there: a queue would repeat the same rollouts for ever otherwise.
+    --start-rollout-id is for the first start of a command. If the command resumes from a checkpoint that it saved after
+    that rollout, the run continues from there. Otherwise a queue would repeat the same rollouts forever.
     """
     first = config.data.start_rollout_id
     if first is None or (saves_where_it_loads(config) and iteration >= first):
@@ -111,12 +112,13 @@ def first_rollout(config: Config, iteration: int) -> int:
 
 
 def holds_hf_weights(directory: str | Path) -> bool:
-    """Whether the directory has safetensors files to load: one file, or several files with their index."""
+    """Returns whether the directory has safetensors files to load: one file, or several files with their index."""
     return any((Path(directory) / name).is_file() for name in (HF_SINGLE, HF_INDEX))
 
 
 def is_hf_directory(directory: str | Path) -> bool:
-    """Whether the directory's config.json is a model's. A run directory has a config.json of another kind."""
+    """Returns whether the directory's config.json describes a model. A run directory has a config.json of another
+    kind."""
     try:
         content = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -125,10 +127,9 @@ def is_hf_directory(directory: str | Path) -> bool:
 
 
 def start_directory(config: Config) -> str:
-    """The directory of the first weights of a new run: --load if it is an HF directory, holds converted weights or,
-    with --finetune, a checkpoint; else --ref-load, else --hf-checkpoint. If --load is also --save, it is empty at the
-    first start.
-    """
+    """Returns the directory of the first weights of a new run. It is --load if that is an HF directory, holds converted
+    weights or, with --finetune, has a checkpoint. Otherwise it is --ref-load, then --hf-checkpoint. If --load equals
+    --save, --load is empty at the first start."""
     load, finetune = config.checkpoint.load, config.checkpoint.finetune
     if load and (is_hf_directory(load) or released(load) or (finetune and _iteration(config) is not None)):
         return load
@@ -136,7 +137,7 @@ def start_directory(config: Config) -> str:
 
 
 def start_iteration(config: Config) -> int | None:
-    """The iteration of `start_directory` to take: --ckpt-step or --ref-ckpt-step. None: the newest."""
+    """Returns the iteration of `start_directory` to load: --ckpt-step or --ref-ckpt-step. None means the newest."""
     checkpoint, start = config.checkpoint, start_directory(config)
     if start == checkpoint.load:
         return checkpoint.ckpt_step

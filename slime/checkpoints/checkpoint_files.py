@@ -1,8 +1,8 @@
-"""The files of one checkpoint iteration: their sizes and checksums, and which iterations are whole.
+"""The files of a checkpoint iteration: their sizes and checksums, and the list of complete iterations.
 
 iter_0000010/checksums.json has the size and the CRC-32 of every other file of the iteration. A save writes it last. A
 load and `vime checkpoint verify` compare the files with it. CRC-32 finds damage, not forgery, and costs little: one
-core of an AMD EPYC computes 3.5 GB/s (BLAKE2b: 0.8 GB/s). Imports neither torch nor Megatron.
+core of an AMD EPYC computes 3.5 GB/s (BLAKE2b: 0.8 GB/s). The module imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from slime.checkpoints.checkpoint_dir import COMPLETE, LATEST, existing
 
 CHECKSUMS = "checksums.json"
 LOOK_S = 8.0
-"""Longest search for an older iteration that is whole. A run that cannot load ends within 15 s."""
+"""Longest time in seconds of the search for an older undamaged iteration. A run that cannot load ends within 15 s."""
 WRITE_LATEST = f"the number {{}} in its {LATEST}"
-"""How to choose an iteration of a folder that no flag chooses from."""
+"""Text of the remedy for a folder whose iteration no flag selects."""
 _CHUNK_BYTES = 2**22
 
 
 class FileSum(NamedTuple):
-    """What a file must have. A JSON list in checksums.json."""
+    """Size and checksum that a file must have. checksums.json stores them as a list."""
 
     bytes: int
     crc32: int
 
 
 class SummedFile(io.FileIO):
-    """A new file that is written from its start to its end. `sum` is that of the bytes written so far."""
+    """A new file that is written from its start to its end. `sum` covers the bytes written so far."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "wb")
@@ -48,7 +48,8 @@ class SummedFile(io.FileIO):
 
 
 def sum_of(path: Path) -> FileSum:
-    """Size and CRC-32 of a file. Threads may call it side by side, because zlib runs without Python's lock."""
+    """Returns size and CRC-32 of a file. Several threads may call it at the same time, because zlib runs without
+    Python's lock."""
     size = crc = 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -58,15 +59,16 @@ def sum_of(path: Path) -> FileSum:
 
 
 def write_sums(path: Path, known: Mapping[str, FileSum]) -> None:
-    """Write checksums.json of the iteration directory `path`. Files that `known` leaves out are read. A file in a
-    folder of it has the name of the folder before its own."""
+    """Writes checksums.json of the iteration directory `path`. Files that are missing in `known` are read. The name of
+    a file in a subfolder begins with the subfolder's name."""
     found = {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
     files = {name: known.get(name) or sum_of(file) for name, file in found.items()}
     (path / CHECKSUMS).write_text(json.dumps({"algorithm": "crc32", "files": files}), encoding="utf-8")
 
 
 def read_sums(path: Path) -> dict[str, FileSum] | None:
-    """What checksums.json says. None for a checkpoint of an earlier version. ValueError if it cannot be read."""
+    """Returns the content of checksums.json. Returns None for a checkpoint of an earlier version. Raises ValueError if
+    the file cannot be read."""
     file = path / CHECKSUMS
     if not file.exists():
         return None
@@ -80,9 +82,11 @@ def read_sums(path: Path) -> dict[str, FileSum] | None:
 
 
 def damage(path: Path, sums: Mapping[str, FileSum], *, until: float | None = None) -> str | None:
-    """The first file under `path` that differs from `sums`: "FILE must ..., got ...". None if all are as saved.
+    """Returns the first file under `path` that differs from `sums`: "FILE must ..., got ...". Returns None if all files
+    are unchanged.
 
-    Sizes come first, because they cost no time. No checksum is computed after `until`, a time of `time.monotonic`.
+    Sizes are compared first, because they cost no time. No checksum is computed after `until`, a time of
+    `time.monotonic`.
     """
     for name, saved in sums.items():
         file = path / name
@@ -99,7 +103,8 @@ def damage(path: Path, sums: Mapping[str, FileSum], *, until: float | None = Non
 
 
 def damaged_size(path: Path) -> str | None:
-    """As `damage`, from names and sizes only. None also for a checkpoint without checksums."""
+    """Returns the result of `damage` from names and sizes only. Returns None also for a checkpoint without
+    checksums."""
     try:
         return damage(path, read_sums(path) or {}, until=0.0)
     except ValueError as error:
@@ -107,17 +112,17 @@ def damaged_size(path: Path) -> str | None:
 
 
 def iterations(directory: Path) -> list[int]:
-    """The iterations under `directory` that were saved completely, in ascending order."""
+    """Returns the iterations under `directory` that were saved completely, in ascending order."""
     names = [re.fullmatch(r"\.?iter_(\d{7,})(\.old)?", path.name) for path in directory.glob("*iter_*")]
     found = {int(name[1]) for name in names if name}
     return sorted(i for i in found if (existing(directory, i) / COMPLETE).is_file())
 
 
 def advice(directory: Path, damaged: int | None, choose: str) -> str:
-    """The remedy for a damaged iteration: the newest older iteration that is whole, and how to take that one.
+    """Returns the remedy for a damaged iteration: the newest older undamaged iteration, and how to select it.
 
-    `damaged`: None if it is not even known which iteration was the newest. `choose` is the way to name an iteration,
-    such as "--ckpt-step {}". The search ends after LOOK_S. Then sizes decide.
+    `damaged` is None if the newest iteration is unknown. `choose` is the way to name an iteration, such as "--ckpt-step
+    {}". The search ends after LOOK_S seconds. After that, sizes decide.
     """
     until = time.monotonic() + LOOK_S
     for number in reversed(iterations(directory)):

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from slime.models.slices import Where
 
 _LISTED = 4
-"""Folders that an error names."""
+"""Number of folders that an error names."""
 MAPPED_BYTES = 64 * 2**20
-"""Loading closes its files when so many bytes were read from them. Pages of open files count as memory of a process."""
+"""Bytes after which loading closes the files that it read from. Pages of open files count as memory of a process."""
 
 
 class Slices(Protocol):
-    """A tensor of an open safetensors file, which has no types of its own. Only what is indexed is read."""
+    """A tensor of an open safetensors file. safetensors has no type for it. Only the indexed part is read."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -36,7 +36,7 @@ class Slices(Protocol):
 
 
 class OpenFile(Protocol):
-    """What is used of an open safetensors file."""
+    """The used methods of an open safetensors file."""
 
     def __enter__(self) -> OpenFile: ...
 
@@ -52,10 +52,11 @@ class OpenFile(Protocol):
 
 
 def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face checkpoint directory. ValueError if it is missing or not a JSON object.
+    """Returns config.json of a Hugging Face checkpoint directory. Raises ValueError if it is missing or not a JSON
+    object.
 
-    The settings of a multimodal model's text model (`text_config`) are put at the top level, where other models have
-    them. `model_type` stays that of the whole model.
+    The settings of a multimodal model's text model (`text_config`) are moved to the top level, where other models have
+    them. `model_type` stays the type of the whole model.
     """
     content = read_config_json(checkpoint)
     text = content.get("text_config")
@@ -63,7 +64,7 @@ def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
 
 
 def read_config_json(checkpoint: str | Path) -> dict[str, Any]:
-    """config.json as it is written."""
+    """Returns config.json unchanged."""
     path = Path(checkpoint) / "config.json"
     if not path.is_file():
         found = [
@@ -85,7 +86,7 @@ def read_config_json(checkpoint: str | Path) -> dict[str, Any]:
 
 
 def require_readable(file: Path) -> None:
-    """ValueError if the file exists and this user may not read it."""
+    """Raises ValueError if the file exists and this user may not read it."""
     if file.exists() and not os.access(file, os.R_OK):
         mode = stat.S_IMODE(file.stat().st_mode)
         raise ValueError(
@@ -95,14 +96,15 @@ def require_readable(file: Path) -> None:
 
 
 def open_weights(file: Path, framework: str) -> OpenFile:
-    """`safetensors.safe_open`. ValueError with the file if it is missing, cut off or not a safetensors file."""
+    """Opens a file with `safetensors.safe_open`. Raises ValueError with the file's path if it is missing, truncated or
+    not a safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:
         opened: OpenFile = safe_open(file, framework=framework)
         return opened
     except (SafetensorError, OSError) as error:
-        require_readable(file)  # of a file that may not be read, safetensors says that there is none
+        require_readable(file)  # for an unreadable file, safetensors reports that it does not exist
         got = f"{file.stat().st_size} bytes: {error}" if file.is_file() else "no such file"
         raise ValueError(
             f"{file} must be a whole safetensors file, got {got}; download or copy the checkpoint again"
@@ -110,7 +112,8 @@ def open_weights(file: Path, framework: str) -> OpenFile:
 
 
 def tensor_of(weights: OpenFile, name: str, file: Path) -> Slices:
-    """The slices of one tensor of an open file. ValueError if the file does not have it, as its index says."""
+    """Returns the slices of one tensor in an open file. Raises ValueError if the file lacks a tensor that the index
+    lists."""
     from safetensors import SafetensorError
 
     try:
@@ -122,7 +125,8 @@ def tensor_of(weights: OpenFile, name: str, file: Path) -> Slices:
 
 
 def read_index(checkpoint: Path) -> dict[str, str] | None:
-    """HF tensor name -> name of its file, from the index of a checkpoint in several files. None without an index."""
+    """Returns HF tensor name -> name of its file, from the index of a checkpoint in several files. Returns None without
+    an index."""
     if not (index := checkpoint / HF_INDEX).is_file():
         return None
     try:
@@ -136,12 +140,12 @@ def read_index(checkpoint: Path) -> dict[str, str] | None:
 
 
 def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf) -> None:
-    """ValueError for the first file that is missing or cut off, for the first tensor whose shape does not match
-    config.json, or for missing layers.
+    """Raises ValueError for the first file that is missing or truncated, for the first tensor whose shape does not
+    match config.json, or for missing layers.
 
-    Reads safetensors headers only. Checks the parts that every dense decoder has (embedding, MLP, number of layers).
-    The trainer and the engine compare all tensors when they load them. A checkpoint without safetensors files is not
-    checked here.
+    The function reads safetensors headers only. It checks the parts that every dense decoder has (embedding, MLP,
+    number of layers). The trainer and the engine compare all tensors when they load them. A checkpoint without
+    safetensors files is not checked here.
     """
     family = family_for(hf_config)
     hidden, ffn = hf_config.get("hidden_size"), hf_config.get("intermediate_size")
@@ -153,7 +157,7 @@ def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf) -> None:
     layers = set()
     folder = Path(checkpoint)
     files = set(folder.glob("*.safetensors"))
-    if files:  # `vime plan` also works with the JSON files alone
+    if files:  # `vime plan` also works with only the JSON files
         files |= {folder / name for name in (read_index(folder) or {}).values()}
     for file in sorted(files):
         with open_weights(file, "np") as tensors:
@@ -175,8 +179,8 @@ def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf) -> None:
 
 
 def require_weight_files(checkpoint: str | Path) -> None:
-    """ValueError for a checkpoint whose index names weights, of which no file is there. For a run: a plan works with
-    the JSON files alone."""
+    """Raises ValueError for a checkpoint whose index names weight files that are all missing. The check is for a run: a
+    plan works with only the JSON files."""
     folder = Path(checkpoint)
     names = sorted(set((read_index(folder) or {}).values()))
     if names and not any((folder / name).exists() for name in names):
@@ -187,7 +191,7 @@ def require_weight_files(checkpoint: str | Path) -> None:
 
 
 def largest_token_id(checkpoint: str) -> int | None:
-    """The highest token id in tokenizer.json, or None if the checkpoint has no such file."""
+    """Returns the highest token id in tokenizer.json, or None if the checkpoint has no such file."""
     path = Path(checkpoint) / "tokenizer.json"
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: the one place that turns the name of a model into a local directory."""
+"""Models of the Hugging Face hub. Only this module turns the name of a model into a local directory."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from pathlib import Path
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
-"""Configuration, weights and tokenizer. Copies of the weights in other formats are left out."""
+"""Patterns of the downloaded files: configuration, weights and tokenizer. Copies of the weights in other formats are
+skipped."""
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether `name` may be OWNER/MODEL on the hub: its form fits, and there is no folder OWNER here."""
+    """Returns whether `name` may be OWNER/MODEL on the hub: its form fits, and the current directory has no folder
+    OWNER."""
     return _NAME.fullmatch(name) is not None and not Path(name).parent.exists()
 
 
 def local_checkpoint(name: str, flag: str, *, download: bool) -> str:
-    """The directory of a checkpoint: the local copy if `name` is a model of the hub, else `name`.
+    """Returns the directory of a checkpoint: the local copy if `name` is a model on the hub, otherwise `name`.
 
-    With `download`, what is missing or outdated is downloaded first, and ValueError says why it cannot be. Without it,
-    the network is not used, and a model without a local copy keeps its name.
+    With `download`, missing or outdated files are downloaded first, and a failure raises ValueError with the reason.
+    Without it, the network is not used, and a model without a local copy keeps its name.
     """
     if not is_hub_name(name):
         return name

@@ -1,4 +1,4 @@
-"""Which older checkpoints of a folder are removed (--max-actor-ckpt-to-keep). Imports neither torch nor Megatron."""
+"""Removes older checkpoints of a folder (--max-actor-ckpt-to-keep). Imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slime.config import Config
 
 
 def after_save(c: Config, directory: str | Path) -> None:
-    """Remove what the flags do not keep, once a new checkpoint in `directory` is the latest."""
+    """Removes the files that the flags do not keep, after a new checkpoint in `directory` is the latest."""
     flags = c.checkpoint
     if flags.max_actor_ckpt_to_keep is not None:
         prune(Path(directory), flags.max_actor_ckpt_to_keep, named(c))
@@ -28,7 +28,8 @@ def after_save(c: Config, directory: str | Path) -> None:
 
 
 def named(c: Config) -> set[int]:
-    """The iterations of --save that another flag of this run names: a second start of the command needs them."""
+    """Returns the iterations of --save that another flag of this run names. A second start of the command needs these
+    iterations."""
     flags = c.checkpoint
     steps = {flags.ckpt_step} if saves_where_it_loads(c) else set()
     if flags.save and flags.ref_load and Path(flags.ref_load).resolve() == Path(flags.save).resolve():
@@ -37,10 +38,10 @@ def named(c: Config) -> set[int]:
 
 
 def prune(directory: Path, keep: int, spared: Collection[int]) -> None:
-    """Remove the complete iterations of `directory` but for the last `keep` up to the latest, and `spared`.
+    """Removes the complete iterations of `directory` except `spared` and the last `keep` iterations up to the latest.
 
-    Later iterations than the latest are those of an earlier run, which the present run replaces. An iteration leaves
-    its name before its files go, so whatever is interrupted, no name has half of its files.
+    Iterations after the latest belong to an earlier run, which the present run replaces. An iteration is renamed before
+    its files are deleted, so after an interruption no iteration has only half of its files under its name.
     """
     assert keep > 0
     newest = latest(directory)
@@ -53,7 +54,7 @@ def prune(directory: Path, keep: int, spared: Collection[int]) -> None:
 
 
 def drop_positions(directory: Path) -> None:
-    """Remove the data positions of rollouts before the latest iteration that have no checkpoint."""
+    """Removes the data positions of rollouts before the latest iteration that have no checkpoint."""
     newest, kept = latest(directory), set(iterations(directory))
     for file in (directory / "rollout").glob("data_state_*.json"):
         number = re.fullmatch(r"data_state_(\d+)\.json", file.name)

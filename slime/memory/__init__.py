@@ -1,1 +1,1 @@
-"""Memory of a run while it runs: what the host and its GPUs hold, by process and by phase."""
+"""Memory of a run while it runs: the memory in use on the host and its GPUs, by process and by phase."""

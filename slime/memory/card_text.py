@@ -1,4 +1,4 @@
-"""What is on a card, in words: by which process, and how much no process of this container owns."""
+"""Describes the memory on a card: the share of every process, and the bytes that no visible process owns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slime.plan.units import GIB, amount
 
 
 def card_lines(cards: Sequence[CardMemory], roles: Mapping[int, str]) -> Iterator[str]:
-    """One line per card: its processes by size, each with its role and its number."""
+    """Yields one line per card: its processes by size, each with its role and process id."""
     for card in cards:
         by_size = sorted(card.by_process.items(), key=lambda pair: -pair[1])
         shown = [f"{roles.get(pid, 'another program')} (pid {pid}) {amount(size)}" for pid, size in by_size]

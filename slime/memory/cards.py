@@ -1,6 +1,6 @@
-"""Memory of the GPUs of this host, from NVIDIA's driver: of each card, and of each process on it.
+"""Memory of the GPUs of this host, from NVIDIA's driver: per card, and per process on the card.
 
-A container may hide the processes of the host from the driver. Then a card has bytes that no known process owns.
+A container may hide the processes of the host from the driver. Then a card has bytes that no visible process owns.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from types import ModuleType
 
 @dataclass(frozen=True)
 class CardMemory:
-    """Bytes of one card."""
+    """Memory of a card in bytes."""
 
     index: int
     total: int
     used: int
-    """By all processes, without what the driver reserves: the number of `nvidia-smi`."""
+    """Bytes in use by all processes, without the memory that the driver reserves. `nvidia-smi` prints the same
+    number."""
     by_process: dict[int, int] = field(default_factory=dict)
     """Process id -> bytes."""
 
 
 class Cards:
-    """The cards that this process may see, in the order of CUDA_VISIBLE_DEVICES. None of them without a driver."""
+    """The cards that this process may see, in the order of CUDA_VISIBLE_DEVICES. Empty without a driver."""
 
     def __init__(self) -> None:
         self._nvml, self._handles = _open()
@@ -35,8 +36,8 @@ class Cards:
         return len(self._handles)
 
     def read(self, *, processes: bool = False) -> list[CardMemory]:
-        """The memory now. `processes`: with that of each process, which takes longer. A card that does not answer is
-        left out."""
+        """Returns the current memory. `processes` adds the memory per process, which takes longer. A card that does not
+        answer is left out."""
         found = []
         for index, handle in self._handles.items():
             try:
@@ -59,7 +60,7 @@ class Cards:
 
 
 def _open() -> tuple[ModuleType, dict[int, object]]:
-    """NVML and the handle of each card by its index. Ray brings the bindings."""
+    """Returns NVML and each card's handle by its index. The NVML bindings come with Ray."""
     pynvml = _bindings()
     try:
         pynvml.nvmlInit()
@@ -74,12 +75,13 @@ def _open() -> tuple[ModuleType, dict[int, object]]:
         by_name = {str(index): index for index in handles}
         by_name |= {_text(pynvml.nvmlDeviceGetUUID(handle)): index for index, handle in handles.items()}
         return pynvml, {by_name[name]: handles[by_name[name]] for name in names if name in by_name}
-    except pynvml.NVMLError:  # no driver, or one that does not answer
+    except pynvml.NVMLError:  # no driver, or a driver that does not answer
         return pynvml, {}
 
 
 def _bindings() -> ModuleType:
-    """NVML's bindings, a single file that Ray brings. It is loaded without Ray, whose import takes a second."""
+    """Returns NVML's bindings, a single file in Ray's package. It is loaded without Ray, whose import takes a
+    second."""
     package = find_spec("ray")
     if package is None or package.origin is None:
         raise ModuleNotFoundError("No module named 'ray'", name="ray")
@@ -87,7 +89,7 @@ def _bindings() -> ModuleType:
     spec = spec_from_file_location("slime_pynvml", path)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # it looks itself up there
+    sys.modules[spec.name] = module  # the module looks itself up in sys.modules
     spec.loader.exec_module(module)
     return module
 

@@ -1,8 +1,8 @@
-"""The host's memory: how much processes may have, and how much of it they have.
+"""The host's memory: the limit for processes, and the memory that they use.
 
-A process is limited by the host's memory and by the limit of each cgroup above it (versions 1 and 2). The tightest one
-counts. Page cache of files is not counted as used, because the kernel takes it back before it kills a process. Files in
-/dev/shm are counted: they stay until somebody removes them. Ray 2.60 counts in the same way.
+A process is limited by the host's memory and by every cgroup above it (versions 1 and 2). The limit with the highest
+use counts. Page cache of files does not count as used, because the kernel takes it back before it kills a process.
+Files in /dev/shm count: they stay until somebody removes them. Ray 2.60 counts in the same way.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RAY_THRESHOLD = 0.95
-"""The share of the memory from which Ray kills workers, unless RAY_memory_usage_threshold is set."""
+"""Share of the memory from which Ray kills workers, unless RAY_memory_usage_threshold is set."""
 _UNLIMITED = 1 << 60
-"""Version 1 spells no limit as a number near 2**63."""
+"""Bound above which a value means no limit: version 1 writes a number near 2**63 for it."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of the tightest limit."""
+    """Memory in bytes under the tightest limit."""
 
     total: int
     used: int
     limit: str = "the host"
-    """What sets the limit: the host, or a cgroup with its path."""
+    """Source of the limit: the host, or a cgroup with its path."""
 
     @property
     def share(self) -> float:
@@ -32,7 +32,7 @@ class HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory | None:
-    """The memory of this host, or None without /proc/meminfo. `root` replaces `/`."""
+    """Returns the memory of this host, or None without /proc/meminfo. `root` replaces `/`."""
     host = _of_host(root)
     if host is None:
         return None
@@ -41,14 +41,14 @@ def host_memory(root: Path = Path("/")) -> HostMemory | None:
 
 
 def host_total(root: Path = Path("/")) -> int | None:
-    """The most bytes that all processes together may have, or None where it is not known."""
+    """Returns the largest number of bytes that all processes together may use, or None if it is unknown."""
     host = _of_host(root)
     return None if host is None else min([host.total, *(found.total for found in _of_cgroups(root))])
 
 
 def kills(root: Path = Path("/")) -> int:
-    """How many processes the kernel has killed for memory: on this host, and in each cgroup above this process. Only a
-    difference of two values means something: the counts overlap."""
+    """Returns the number of processes that the kernel has killed for memory, on this host and in every cgroup above
+    this process. Only the difference of two values is meaningful, because the counts overlap."""
     counts = [row.split() for row in (_read(root / "proc/vmstat") or "").splitlines()]
     for line in (_read(root / "proc/self/cgroup") or "0::/").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -62,7 +62,7 @@ def kills(root: Path = Path("/")) -> int:
 
 
 def meminfo(root: Path = Path("/")) -> dict[str, int]:
-    """The bytes in /proc/meminfo by their names; empty without it."""
+    """Returns the bytes in /proc/meminfo by their names; empty without the file."""
     text = _read(root / "proc/meminfo")
     rows = (line.split() for line in (text or "").splitlines())
     return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3}
@@ -77,7 +77,7 @@ def _of_host(root: Path) -> HostMemory | None:
 
 
 def _of_cgroups(root: Path) -> Iterator[HostMemory]:
-    """Of each cgroup with a limit, from this process's up to the root."""
+    """Yields the memory of every cgroup with a limit, from this process's cgroup up to the root."""
     for line in (_read(root / "proc/self/cgroup") or "0::/").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -88,7 +88,7 @@ def _of_cgroups(root: Path) -> Iterator[HostMemory]:
 
 @dataclass(frozen=True)
 class _Files:
-    """The names of a cgroup's files, and of what is page cache in its statistics."""
+    """The names of a cgroup's files, and of the page-cache entries in its statistics."""
 
     limit: str
     used: str
@@ -102,7 +102,8 @@ _VERSION_1 = _Files(
 
 
 def _of_version(mount: Path, path: str, files: _Files) -> Iterator[HostMemory]:
-    """A container sees its own cgroup as the root, so a path that is not there is one that it cannot see."""
+    """Yields the memory of the cgroups on `path`. A container sees its own cgroup as the root, so a missing path is
+    outside the container."""
     folder = mount / path.lstrip("/")
     while True:
         limit = _read(folder / files.limit)

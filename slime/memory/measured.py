@@ -1,4 +1,4 @@
-"""What a run measured of its memory, from the events of the kind `memory` in its journal."""
+"""The memory that a run measured, from the events of the kind `memory` in its journal."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from slime.tracking.phases import PHASES
 
 @dataclass
 class Measured:
-    """The largest values of one phase, in GiB."""
+    """The largest values in a phase, in GiB."""
 
     cards: dict[int, float] = field(default_factory=dict)
     owners: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Card -> role of a process -> its part of the card, when the card had the most."""
+    """Card -> role of a process -> its part of the card, at the time of the card's largest use."""
     card_total: float | None = None
-    """Of the smallest card."""
+    """Size of the smallest card."""
     host: float = 0.0
     host_total: float | None = None
     before: float | None = None
-    """Of the host, when the run began."""
+    """Memory of the host in use when the run began."""
     shared_memory: float = 0.0
     processes: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Role -> anonymous_gib, shared_gib, files_gib, and pss_gib where it was read."""
+    """Role -> anonymous_gib, shared_gib, files_gib, and pss_gib if it was read."""
 
     def add(self, event: Event) -> None:
         for card in event["cards"]:
@@ -45,16 +45,16 @@ class Measured:
 
     @property
     def card(self) -> float | None:
-        """The fullest card."""
+        """Returns the use of the fullest card."""
         return max(self.cards.values(), default=None)
 
     def fullest(self) -> dict[str, float]:
-        """Role -> its part of the fullest card; empty if no card was read."""
+        """Returns role -> its part of the fullest card; empty if no card was read."""
         return self.owners[max(self.cards, key=self.cards.__getitem__)] if self.cards else {}
 
 
 def measured(events: Iterable[Event]) -> dict[str, Measured]:
-    """Phase -> what was measured in it, in the order of a run."""
+    """Returns phase -> measured values, in the order of a run."""
     found: dict[str, Measured] = {}
     for event in events:
         try:
@@ -65,5 +65,6 @@ def measured(events: Iterable[Event]) -> dict[str, Measured]:
 
 
 def measured_of(run_dir: Path) -> dict[str, Measured]:
-    """ValueError for a directory without a journal. Empty for a run of a version that measured nothing."""
+    """Returns the measured values of a run. Raises ValueError for a directory without a journal. Empty for a run of a
+    version that measured nothing."""
     return measured(read_events(run_dir, kinds=("memory",)))

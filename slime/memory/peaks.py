@@ -1,4 +1,4 @@
-"""The largest memory that was seen while one phase of a run lasted, and its record in the journal."""
+"""The largest memory use during one phase of a run, and its record in the journal."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Sample:
     """Bytes in files of /dev/shm."""
     processes: Mapping[int, ProcessMemory]
     roles: Mapping[int, str]
-    """Of each process."""
+    """Role per process id."""
     proportional: Mapping[str, int] = field(default_factory=dict)
-    """Role -> bytes, the newest that were read."""
+    """Role -> bytes, the newest values that were read."""
 
     def by_role(self) -> dict[str, ProcessMemory]:
-        """The memory of the processes of each role together."""
+        """Returns the memory per role, summed over the role's processes."""
         found: dict[str, ProcessMemory] = {}
         for pid, memory in self.processes.items():
             role = self.roles[pid]
@@ -37,8 +37,8 @@ class Sample:
 
 @dataclass
 class Peaks:
-    """The largest values of the samples of one stay in a phase. A card is kept as it was at its largest, with its
-    processes then."""
+    """The largest values of the samples during one stay in a phase. For a card, its state with processes is kept from
+    the time of its largest use."""
 
     phase: str
     rollout: int | None = None
@@ -66,7 +66,7 @@ class Peaks:
             self.proportional[role] = max(size, self.proportional.get(role, 0))
 
     def fields(self) -> dict[str, object]:
-        """As an event of the kind `memory`: sizes in GiB."""
+        """Returns the fields of an event of the kind `memory`, with sizes in GiB."""
         cards = [
             {
                 "card": index,
@@ -105,8 +105,8 @@ class Peaks:
 
 
 def _owners(card: CardMemory, roles: Mapping[int, str]) -> dict[str, int]:
-    """Role -> bytes on a card. A process that is not of the run, or whose number a container hides, keeps its
-    number."""
+    """Returns role -> bytes on a card. A process outside the run, or whose id a container hides, keeps its process id
+    as the role."""
     found = Counter[str]()
     for pid, size in card.by_process.items():
         found[roles.get(pid, f"pid {pid}")] += size

@@ -1,4 +1,4 @@
-"""Host memory of the processes of a run, by role. The role of a process is the name of the log that it writes to."""
+"""Host memory of the processes of a run, by role. The role of a process is the name of its log file."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 
 DRIVER, OTHER = "driver", "other"
 _RESIDENT = re.compile(rb"^Rss(Anon|Shmem|File):\s+(\d+) kB$", re.MULTILINE)
-"""Lines of /proc/PID/status."""
+"""Matches lines of /proc/PID/status."""
 
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Bytes that are resident."""
+    """Resident memory of a process in bytes."""
 
     anonymous: int = 0
-    """Its own pages: tensors, heaps, memory that was pinned in place."""
+    """The process's own pages: tensors, heaps, memory that was pinned in place."""
     shared: int = 0
-    """Shared memory that it maps, in full: Ray's object store, published weights, files in /dev/shm."""
+    """Mapped shared memory, in full: Ray's object store, published weights, files in /dev/shm."""
     files: int = 0
-    """Mapped files: libraries and checkpoints. The kernel takes clean ones back."""
+    """Mapped files: libraries and checkpoints. The kernel takes unmodified pages back."""
 
     @property
     def resident(self) -> int:
@@ -35,8 +35,8 @@ class ProcessMemory:
 
 
 def roles_of(logs: Path, driver: int, started: Iterable[int]) -> dict[int, str]:
-    """Process id -> role, of the driver, of each process of this host that writes to a file of `logs` (so also of a Ray
-    cluster that the run has joined), and of what the driver has `started`."""
+    """Returns process id -> role, for the driver, for every process on this host that writes to a file of `logs`, and
+    for the processes in `started`. A process of a Ray cluster that the run has joined also writes there."""
     found = dict.fromkeys(started, OTHER)
     folder = logs.resolve()
     for entry in os.listdir("/proc"):
@@ -44,7 +44,7 @@ def roles_of(logs: Path, driver: int, started: Iterable[int]) -> dict[int, str]:
             continue
         try:
             output = Path(os.readlink(f"/proc/{entry}/fd/1"))
-        except OSError:  # it has ended, or belongs to another user
+        except OSError:  # the process has ended, or belongs to another user
             continue
         if output.parent == folder:
             found[int(entry)] = output.stem
@@ -52,7 +52,8 @@ def roles_of(logs: Path, driver: int, started: Iterable[int]) -> dict[int, str]:
 
 
 def process_memory(pid: int) -> ProcessMemory | None:
-    """The memory of a process now, or None if it has ended. Reads counters, so it costs the process nothing."""
+    """Returns the current memory of a process, or None if it has ended. It reads counters, so it costs the process
+    nothing."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             text = file.read()
@@ -63,8 +64,8 @@ def process_memory(pid: int) -> ProcessMemory | None:
 
 
 def proportional(pid: int) -> int | None:
-    """The proportional set size: a page that n processes share counts 1/n. None if the process has ended. The kernel
-    walks all its pages for this number, so it is read rarely."""
+    """Returns the proportional set size: a page that n processes share counts 1/n. None if the process has ended. The
+    kernel walks all pages of the process for this number, so it is read rarely."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii", errors="replace")
     except OSError:
