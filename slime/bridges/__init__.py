@@ -1,10 +1,10 @@
-"""Replaced symbols of foreign programs: one record for each, in the table of the program's bridge.
+"""Replaced symbols of foreign programs: one record per symbol, in the table of the program's bridge.
 
-vLLM's table is `vime.vllm.patches.PATCHES`. The others are in this package, one module for each program. A house test
-fails for an assignment to an attribute of a foreign module or class anywhere else. `vime doctor --patches` prints the
-tables. An official extension point of the program is always preferred, and needs no record.
+vLLM's table is `vime.vllm.patches.PATCHES`. The others are in this package, one module per program. A house test fails
+for an assignment to an attribute of a foreign module or class anywhere else. `vime doctor --patches` prints the tables.
+An official extension point of the program is always preferred, and needs no record.
 
-Imports the standard library only.
+The module imports the standard library only.
 """
 
 from __future__ import annotations
@@ -18,27 +18,39 @@ from importlib import import_module
 from typing import Any
 
 _applied: dict[str, object] = {}
-"""Symbol -> the object that `apply` stored there. A symbol counts as replaced while it still is that object."""
+"""Symbol -> the object that `apply` stored there. A symbol counts as replaced while it is still that object."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """A symbol of a foreign program that this project replaces."""
+    """A symbol of a foreign program that this project replaces.
+
+    Example:
+        >>> patch = Patch(
+        ...     symbol="ray._private.ray_constants:ENABLE_RAY_CLUSTER",
+        ...     replacement="slime.bridges.ray:disabled",
+        ...     condition="while a driver joins a cluster on loopback",
+        ...     why="ray.init replaces a loopback address with another address of the host",
+        ...     removed_when="ray.init keeps a loopback address",
+        ... )
+        >>> with applied(patch):  # the symbol is replaced in this block
+        ...     ray.init("127.0.0.1:6379")
+    """
 
     symbol: str
     """"MODULE:NAME", for example "vllm.v1.engine.logprobs:LogprobsProcessor.from_new_request"."""
     replacement: str
-    """"MODULE:NAME" of a function of ours that takes the original object and returns the replacement. A method gets its
-    `self` as usual. The replacement of a static or class method is one, too."""
+    """"MODULE:NAME" of this project's function that takes the original object and returns the replacement. A method
+    gets its `self` as usual. The replacement of a static or class method is again a static or class method."""
     condition: str
-    """When a process applies the patch, in words."""
+    """Condition under which a process applies the patch, in words."""
     why: str
     removed_when: str
-    """What must change in the foreign program before the patch can be removed."""
+    """Change in the foreign program after which the patch can be removed."""
     upstream: str = "none"
-    """Address or number of the upstream issue that asks for the change."""
+    """Address or number of the upstream issue that requests the change."""
     versions: str = ""
-    """The versions that need the patch, as in a requirement (">=0.27"). Empty: all versions that may be installed."""
+    """Versions that need the patch, as in a requirement (">=0.27"). Empty means all versions that may be installed."""
 
 
 def apply(patch: Patch) -> None:
@@ -53,7 +65,7 @@ def apply(patch: Patch) -> None:
 
 @contextlib.contextmanager
 def applied(*patches: Patch) -> Iterator[None]:
-    """Replaces the symbols inside the block, and puts the originals back at its end."""
+    """Replaces the symbols inside the block, and restores the originals at its end."""
     with ExitStack() as stack:
         for patch in patches:
             owner, name, before = _find(patch)
@@ -63,12 +75,12 @@ def applied(*patches: Patch) -> Iterator[None]:
 
 
 def is_applied(patch: Patch) -> bool:
-    """Whether `apply` has replaced the symbol in this process."""
+    """Returns whether `apply` has replaced the symbol in this process."""
     return patch.symbol in _applied and _find(patch)[2] is _applied[patch.symbol]
 
 
 def exists(patch: Patch) -> bool:
-    """Whether the installed program has the symbol."""
+    """Returns whether the installed program has the symbol."""
     try:
         _find(patch)
     except RuntimeError:
@@ -77,7 +89,7 @@ def exists(patch: Patch) -> bool:
 
 
 def table(patches: Sequence[Patch], indent: str = "  ") -> str:
-    """The records as text: the symbol, then one line for each field that has a value."""
+    """Returns the records as text: the symbol, then one line for each field that has a value."""
     lines: list[str] = []
     for patch in patches:
         lines.append(patch.symbol.replace(":", "."))
@@ -93,7 +105,7 @@ def table(patches: Sequence[Patch], indent: str = "  ") -> str:
 
 
 def _find(patch: Patch) -> tuple[object, str, object]:
-    """The object that holds the symbol, the attribute's name, and the attribute without its binding."""
+    """Returns the object that holds the symbol, the attribute's name, and the attribute without its binding."""
     module, _, path = patch.symbol.partition(":")
     *parents, name = path.split(".")
     try:

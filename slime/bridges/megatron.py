@@ -25,7 +25,7 @@ PATCHES = SAFE_READING
 
 
 def forget_groups() -> None:
-    """Drops the process groups that `destroy_model_parallel` forgets to drop."""
+    """Drops the process groups that `destroy_model_parallel` does not drop."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 

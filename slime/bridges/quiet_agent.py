@@ -1,4 +1,4 @@
-"""Runs in place of the agent of Ray's dashboard, in a cluster that has no dashboard, and serves nothing.
+"""Replaces the agent of Ray's dashboard in a cluster that has no dashboard, and serves nothing.
 
 Ray's node process (raylet) starts an agent for each node. It waits until the agent has written its ports to files, and
 it ends when the agent ends. Ray's own agent takes 80 MiB and 0.7 s of a core to write that it has no port. This file
@@ -17,7 +17,7 @@ _NONE = "-1"
 
 
 def main(argv: Sequence[str]) -> None:
-    """`argv`: the arguments of Ray's agent. Returns when the raylet ends, because it holds the other end of stdin."""
+    """Runs until the raylet ends, which holds the other end of stdin. `argv` are the arguments of Ray's agent."""
     named = [token for token in argv if token.startswith("--") and "=" in token]
     flags = dict(token.removeprefix("--").split("=", 1) for token in named)
     if "node-id" in flags:  # Ray 2.50 chooses the ports before it starts the raylet
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> None:
             place = Path(flags["session-dir"], f"{name}_{flags['node-id']}")
             written = place.with_name(f"{place.name}.written")
             written.write_text(_NONE, encoding="ascii")
-            written.rename(place)  # so that the raylet reads a whole file
+            written.rename(place)  # the rename makes the raylet read a whole file
     while os.read(sys.stdin.fileno(), 4096):
         pass
 

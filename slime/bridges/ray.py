@@ -62,17 +62,17 @@ PATCHES = (LOOPBACK, *PROCESSES)
 
 
 def disabled(_: bool) -> bool:
-    """The value that Ray has on macOS and Windows, where clusters of several hosts are disabled."""
+    """Returns the value that Ray has on macOS and Windows, where clusters of several hosts are disabled."""
     return False
 
 
 def with_own_group(popen: Callable[..., object]) -> Callable[..., object]:
-    """Ray's Popen, which gives each process a process group."""
+    """Returns Ray's Popen, changed to give each process a process group."""
     return functools.partial(popen, process_group=0)
 
 
 def without_server(_: object) -> Callable[..., None]:
-    """In place of `Node.start_api_server`."""
+    """Returns a replacement of `Node.start_api_server` that starts no server."""
 
     def start_api_server(node: Node, **settings: object) -> None:
         node._webui_url = None
@@ -81,12 +81,13 @@ def without_server(_: object) -> Callable[..., None]:
 
 
 def nothing(_: object) -> Callable[[object], None]:
-    """In place of a method of `Node` that starts a process."""
+    """Returns a replacement of a method of `Node` that starts a process. The replacement does nothing."""
     return lambda node: None
 
 
 def with_quiet_agent(command_of: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """Ray's function for the command of one of its Python processes, where the agent is `slime.bridges.quiet_agent`."""
+    """Wraps Ray's function for the command of a Python process, so that the agent is
+    `slime.bridges.quiet_agent`."""
     from ray._private import ray_constants
 
     def command(component: str, session_dir: str, *more: object, **named: object) -> list[str]:

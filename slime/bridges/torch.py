@@ -24,7 +24,7 @@ _REPLACED = {
         "torch.cuda:stream": "in_order",
         "torch.cuda:current_stream": "only_stream",
         "torch.cuda:default_stream": "only_stream",
-        # With `is_initialized`, torch runs its deferred CUDA calls at once. Otherwise it would queue them for ever.
+        # With `is_initialized`, torch runs its deferred CUDA calls at once. Otherwise it would queue them forever.
         "torch.cuda:is_initialized": "true",
         # Megatron's RNG tracker saves, seeds and restores the generator of its device: here the CPU's generator.
         "torch.cuda:default_generators": "cpu_generators",

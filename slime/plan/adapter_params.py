@@ -1,6 +1,6 @@
-"""How many parameters the adapters of a run have. Imports neither torch nor Megatron.
+"""Counts the parameters of a run's adapters. Imports neither torch nor Megatron.
 
-Counts as slime.megatron_backend.lora builds them: an A and a B for each module of a product, by the family's rows.
+The count follows slime.megatron_backend.lora: an A and a B for each module of a product, by the family's rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slime.plan.model_shape import Params
 
 
 def adapter_params(lora: Lora, hf: Hf, layers: Iterable[int]) -> Params:
-    """The adapters of decoder layers, by their numbers in the model."""
+    """Returns the adapter parameters of decoder layers, given by their numbers in the model."""
     decoder, rows = decoder_of(hf), list(linear_rows(family_for(hf)))
     return sum((_of_row(lora, decoder, row, i) for i in layers for row in rows), Params())
 
@@ -47,7 +47,8 @@ def _of_row(lora: Lora, decoder: Decoder, row: Row, number: int) -> Params:
 
 
 def product_sizes(decoder: Decoder, layer: Layer, row: Row) -> tuple[int, list[int]] | None:
-    """(inputs of a product, outputs of each of its modules); None for a product that the layer does not have."""
+    """Returns (inputs of a product, outputs per module); None for a product that the layer does not
+    have."""
     path, hidden = row.megatron.split("decoder.layers.{i}.")[1].removesuffix(".weight"), decoder.hidden
     if path.startswith("self_attention."):
         return _of_attention(decoder, layer, row).get(path.removeprefix("self_attention."))
@@ -67,7 +68,7 @@ def product_sizes(decoder: Decoder, layer: Layer, row: Row) -> tuple[int, list[i
 
 
 def _of_attention(decoder: Decoder, layer: Layer, row: Row) -> dict[str, tuple[int, list[int]]]:
-    """Megatron's name of a product in the layer's attention -> its sizes."""
+    """Returns Megatron's name of a product in the layer's attention -> its sizes."""
     attention, hidden = layer.attention, decoder.hidden
     if isinstance(attention, Latent):
         heads, queries = decoder.heads, attention.q_rank

@@ -1,4 +1,4 @@
-"""Which flags would make a run fit, and how many GiB each gives: computed by planning again with the flag changed."""
+"""Finds flags that would make a run fit, and the GiB that each flag saves. It plans again with each flag changed."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Change:
     flag: str
     """The flag with its new value, as a user types it."""
     now: str
-    """Its present value."""
+    """The current value."""
     config: Config
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What a change gives."""
+    """The effect of a change."""
 
     change: Change
     gives: float
-    """Bytes that are missing less at the moment that is worst now."""
+    """Bytes by which the shortage at the currently worst moment shrinks."""
     missing: float
-    """Bytes that are still missing somewhere; at most 0 if the run fits then."""
+    """Bytes that are still missing at some moment; at most 0 if the run then fits."""
 
     def __str__(self) -> str:
         rest = "fits" if self.missing <= 0 else f"{amount(self.missing)} are still missing"
@@ -46,8 +46,8 @@ class Advice:
 
 
 def advise(c: Config, hf: Hf, machine: MachineSizes, also: Also | None = None) -> list[Advice]:
-    """The flags that help a run that does not fit, at most three. First those with which it fits, by the smallest
-    change; then those that give the most. Empty if it fits, or if no flag helps."""
+    """Returns the flags that help a run that does not fit, at most three. Flags with which the run fits come first,
+    ordered by the smallest change; then the flags that save the most. Empty if the run fits, or if no flag helps."""
     before = fit(c, hf, machine, also)
     if before.over <= 0:
         return []
@@ -71,15 +71,15 @@ def _advice(before: Fit, change: Change, hf: Hf, machine: MachineSizes, also: Al
 
 
 def savings(c: Config, hf: Hf, phase: str, wanted: float) -> list[Advice]:
-    """For a run whose card was full in `phase` where `wanted` more bytes were needed: the flags that give these bytes
-    there, as the plan computes it, at most three. The plan is asked for a card that is too small by `wanted`."""
+    """Returns at most three flags that save `wanted` bytes in `phase`, for a run whose card was full in that phase. The
+    plan runs for a card that is too small by `wanted`."""
     cards = fit(c, hf, MachineSizes()).cards
     most = max((card[phase] for card in cards.values() if phase in card), default=None)
     return [] if most is None else advise(c, hf, MachineSizes(device=most - wanted))
 
 
 def advice_lines(c: Config, hf: Hf, machine: MachineSizes, also: Also | None = None) -> list[str]:
-    """For people: what each flag gives, and what all of them give together if none is enough."""
+    """Returns lines for people: the saving per flag, and the saving with all flags together if none is enough."""
     found = advise(c, hf, machine, also)
     lines = [str(advice) for advice in found]
     if len(found) > 1 and all(advice.missing > 0 for advice in found):
@@ -93,7 +93,7 @@ def advice_lines(c: Config, hf: Hf, machine: MachineSizes, also: Also | None = N
 
 
 def _both(one: Config, before: Config, other: Config) -> Config:
-    """`one` with what `other` has changed of `before`."""
+    """Returns `one` with the values in which `other` differs from `before`."""
     changed = {
         field.name: getattr(getattr(other, section.name), field.name)
         for section in dataclasses.fields(before)
@@ -106,7 +106,7 @@ def _both(one: Config, before: Config, other: Config) -> Config:
 
 
 def changes(c: Config, shape: Shape) -> Iterator[Sequence[Change]]:
-    """For each flag that changes what a run needs: its other values, the smallest change first."""
+    """Yields, for each flag that changes the memory of a run, its other values, the smallest change first."""
     yield tokens(c)
     yield workspace(c)
     yield recomputation(c)
@@ -119,7 +119,7 @@ def changes(c: Config, shape: Shape) -> Iterator[Sequence[Change]]:
 
 
 def tokens(c: Config) -> list[Change]:
-    """Fewer tokens in a micro-batch, but the longest sample must fit."""
+    """Returns smaller numbers of tokens in a micro-batch. The longest sample must still fit."""
     now = c.data.max_tokens_per_gpu
     if not c.data.use_dynamic_batch_size or now is None:
         size = c.data.micro_batch_size
@@ -135,7 +135,7 @@ def tokens(c: Config) -> list[Change]:
 
 
 def longest_sample(c: Config) -> int:
-    """Tokens of a sample on one rank, as far as limits give it: a micro-batch has at least one sample."""
+    """Returns the tokens of a sample on one rank, as far as flags limit them. A micro-batch has at least one sample."""
     longest = c.rollout.rollout_max_context_len or (c.rollout.rollout_max_response_len or 0)
     return -(-longest // c.megatron.context_parallel_size)
 
@@ -162,7 +162,7 @@ def recomputation(c: Config) -> list[Change]:
 
 
 def host_adam(c: Config) -> list[Change]:
-    """More of the optimizer on the host, or less of it, where the host is what is too small."""
+    """Returns other shares of the optimizer on the host: larger, or smaller if the host is too small."""
     if not c.megatron.use_distributed_optimizer:
         on = c.with_values(use_distributed_optimizer=True)
         return [Change("--use-distributed-optimizer", "off", on)] if c.data_parallel_size > 1 else []
@@ -179,7 +179,7 @@ def host_adam(c: Config) -> list[Change]:
 
 
 def engine_share(c: Config) -> list[Change]:
-    """A smaller part of the card for the engine, or a larger one, where its weights are what does not fit."""
+    """Returns other shares of the card for the engine: smaller, or larger if the engine's weights do not fit."""
     facts = c.engine.engine_facts
     if not c.num_engines or facts.cache_bytes:
         return []
@@ -199,7 +199,7 @@ def engine_share(c: Config) -> list[Change]:
 
 
 def offloading(c: Config) -> list[Change]:
-    """All of the trainer's state leaves a shared card."""
+    """Returns the change that moves all of the trainer's state off a shared card."""
     parts = c.cluster.offload_train_parts
     if not c.cluster.colocate or (c.cluster.offload_train is not False and parts is None):
         return []
@@ -208,7 +208,7 @@ def offloading(c: Config) -> list[Change]:
 
 
 def tensor_parallel(c: Config, shape: Shape) -> list[Change]:
-    """More ranks share each layer."""
+    """Returns changes with which more ranks share each layer."""
     m, found = c.megatron, []
     for size in (2, 4, 8):
         ranks = size * m.pipeline_model_parallel_size * m.context_parallel_size
@@ -231,7 +231,7 @@ def saves(c: Config) -> list[Change]:
 
 
 def channels(c: Config) -> list[Change]:
-    """Weights that travel through no shared memory."""
+    """Returns the channel that sends weights without shared memory."""
     now = c.weight_update.update_weight_transport
     if not CHANNELS[now].copies or not c.num_engines or c.weight_update.weight_dir is not None:
         return []

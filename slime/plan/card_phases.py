@@ -1,13 +1,13 @@
-"""What a GPU must hold in each phase of a run: one sum per phase of all processes on the card.
+"""The memory that a GPU needs in each phase of a run: one sum per phase over all processes on the card.
 
-    tensors of the trainer          slime.plan.memory_estimate: state, and what a step adds
-    gaps of its allocator           FRAGMENTATION of what a step adds
+    tensors of the trainer          slime.plan.memory_estimate: state, and the memory that a step adds
+    gaps of its allocator           FRAGMENTATION of the memory that a step adds
     communicators                   slime.plan.communicators
     context and libraries           BESIDES_TRAINER
     the engine on a shared card     asleep (SLEEPING_ENGINE), with its weights, or with its share
 
-The constants are measured (tests/slime/plan/test_measured_memory.py holds the sums against records of real runs).
-Imports neither torch nor Megatron.
+The constants are measured (tests/slime/plan/test_measured_memory.py compares the sums with records of real runs). The
+module imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from slime.plan.units import GIB, amount, count
 from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, HAND_OVER, LOADING, SAVING, TRAINING
 
 BESIDES_GENERATING = 7.5 * GIB
-"""Memory of both processes in addition to the engine's share and the trainer's tensors: contexts, CUDA graphs,
+"""Bytes of both processes in addition to the engine's share and the trainer's tensors: contexts, CUDA graphs,
 workspaces, caches. On an H200 with 132.4 GiB in use, the share was 0.4 x 140.4 GiB, and state and buckets 68.9 GiB."""
 
 SLEEPING_ENGINE = 1.9 * GIB
-"""GPU memory that a sleeping engine keeps, measured."""
+"""Bytes of GPU memory that a sleeping engine keeps, measured."""
 
 BESIDES_TRAINER = 1.5 * GIB
-"""GPU memory of a trainer's CUDA context and libraries, and of communicators of a single rank."""
+"""Bytes of GPU memory of a trainer's CUDA context and libraries, and of communicators of a single rank."""
 
 COMMUNICATORS = 2.5 * GIB
-"""The least for the communicators of a trainer whose engines are on other GPUs. Chosen, not measured. On an H100, a
-Qwen3-4B failed at its first gradient norm with 1.5 GiB for context, libraries and communicators together. With one
-communicator for each of Megatron's groups, used or not, they took 8.3 GiB."""
+"""Least bytes for the communicators of a trainer whose engines are on other GPUs. The value is chosen, not measured. On
+an H100, a Qwen3-4B failed at its first gradient norm with 1.5 GiB for context, libraries and communicators together.
+With a communicator for each of Megatron's groups, used or not, they took 8.3 GiB."""
 
 FRAGMENTATION = 0.09
-"""Gaps in the blocks of PyTorch's allocator, as a part of what a step adds. A Qwen3-4B on one H200 had 128.1 GiB in use
-in a step with 120.0 GiB of tensors, 51.2 of them of the step: 4.6 GiB without the context and the sleeping engine."""
+"""Gaps in the blocks of PyTorch's allocator, as a fraction of the memory that a step adds. A Qwen3-4B on one H200 had
+128.1 GiB in use in a step with 120.0 GiB of tensors. The step had added 51.2 GiB to these. The gaps were 4.6 GiB,
+without the context and the sleeping engine."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,17 @@ class Moment:
     when: str
     bytes: float
     made_of: str
-    """Its parts."""
+    """Text with the parts of `bytes`."""
     phase: str
     gaps: float = 0.0
-    """The part of `bytes` without which the step may succeed: gaps of the allocator."""
+    """Part of `bytes` without which the step may still succeed: gaps of the allocator."""
 
 
 def card_moments(
     c: Config, e: Estimate, leaving: Collection[str], device_bytes: float | None
 ) -> list[Moment]:
-    """All moments of a trainer's card. `device_bytes`: the memory of the GPU, of which an engine takes a share; without
-    it, the moments of an engine that generates are left out."""
+    """Returns all moments of a trainer's card. `device_bytes` is the memory of the GPU, whose share an engine takes.
+    Without it, the result lacks the moments of a generating engine."""
     shared = c.cluster.colocate and c.num_engines > 0
     found = [] if device_bytes is None or not shared else list(beside_engine(c, e, leaving, device_bytes))
     return [
@@ -72,15 +73,16 @@ def card_moments(
 
 
 def loading(c: Config, e: Estimate) -> Moment:
-    """A trainer has loaded its weights and made its optimizer, and nothing has left the card yet."""
+    """Returns the moment when the trainer has loaded its weights and created its optimizer, and nothing has left the
+    card."""
     kept, besides = e.left(()), BESIDES_TRAINER
     made_of = f"{amount(kept)} of tensors, {amount(besides)} besides"
     return Moment("while it loads", kept + besides, made_of, LOADING)
 
 
 def beside_engine(c: Config, e: Estimate, leaving: Collection[str], device_bytes: float) -> Iterator[Moment]:
-    """Moments while the engine uses the GPU. If the bytes of its KV cache are given, it takes these bytes and the
-    weights. But it does not start if less than its share is free."""
+    """Yields the moments while the engine uses the GPU. If the bytes of its KV cache are given, the engine takes these
+    bytes and the weights. It still does not start if less than its share is free."""
     facts = c.engine.engine_facts
     left, share, given = e.left(leaving), facts.memory_share, facts.cache_bytes
     besides = BESIDES_GENERATING + communicator_bytes(c)
@@ -105,8 +107,8 @@ def beside_engine(c: Config, e: Estimate, leaving: Collection[str], device_bytes
 
 
 def hand_over(c: Config, e: Estimate, leaving: Collection[str]) -> Moment:
-    """The trainer gives its weights to an engine that has woken without its KV cache. The rest of the trainer's state
-    has left."""
+    """Returns the moment when the trainer sends its weights to an engine that has woken without its KV cache. The rest
+    of the trainer's state has left the card."""
     left = e.left([part for part in leaving if part != "parameters"])
     weights, besides = engine_weights(c, e.shape).bytes, besides_tensors(c)
     return Moment(
@@ -118,8 +120,8 @@ def hand_over(c: Config, e: Estimate, leaving: Collection[str]) -> Moment:
 
 
 def besides_tensors(c: Config) -> float:
-    """GPU memory that a training step needs beside the trainer's tensors: for the CUDA context, for NCCL's
-    communicators (they are made when they are first used), and for a sleeping engine."""
+    """Returns the GPU memory that a training step needs in addition to the trainer's tensors: the CUDA context, NCCL's
+    communicators (created when they are first used), and a sleeping engine."""
     own = BESIDES_TRAINER + communicator_bytes(c)
     if not c.num_engines:
         return own
@@ -129,7 +131,8 @@ def besides_tensors(c: Config) -> float:
 
 
 def training(c: Config, e: Estimate, leaving: Collection[str]) -> Moment:
-    """The moment of a training step, while the engine on the GPU sleeps and the parts `leaving` come when needed."""
+    """Returns the moment of a training step, while the engine on the GPU sleeps and the parts `leaving` return when
+    needed."""
     besides = besides_tensors(c)
     whose = "a sleeping engine's and its own" if c.cluster.colocate and c.num_engines else "its own"
     peak = e.peak_with(leaving)
@@ -139,7 +142,7 @@ def training(c: Config, e: Estimate, leaving: Collection[str]) -> Moment:
 
 
 def saving(c: Config, e: Estimate, leaving: Collection[str]) -> Iterator[Moment]:
-    """A checkpoint has the weights and the optimizer's state, which come back to the card for it."""
+    """Yields the moment of a checkpoint, for which the weights and the optimizer's state return to the card."""
     if c.checkpoint.save is None:
         return
     kept = e.left([part for part in leaving if part == "gradients"])
@@ -149,7 +152,8 @@ def saving(c: Config, e: Estimate, leaving: Collection[str]) -> Iterator[Moment]
 
 
 def of_phase(moments: Collection[Moment]) -> dict[str, float]:
-    """Phase -> the most bytes on the card. The engines get their first weights as they are, with their KV cache."""
+    """Returns phase -> the most bytes on the card. The engines receive their first weights awake, with their KV
+    cache."""
     found: dict[str, float] = {}
     for moment in moments:
         found[moment.phase] = max(moment.bytes, found.get(moment.phase, 0.0))
@@ -158,7 +162,7 @@ def of_phase(moments: Collection[Moment]) -> dict[str, float]:
         found[FIRST_WEIGHTS] = max(found[GENERATING], found.get(HAND_OVER, 0.0))
         if (
             HAND_OVER in found
-        ):  # it begins before the engine gives its KV cache up, and ends after the engine has it back
+        ):  # it begins before the engine frees its KV cache, and ends after the engine has it back
             found[HAND_OVER] = found[FIRST_WEIGHTS]
     elif LOADING in found:
         found[FIRST_WEIGHTS] = found[LOADING]
@@ -166,9 +170,9 @@ def of_phase(moments: Collection[Moment]) -> dict[str, float]:
 
 
 def engine_weights(c: Config, shape: Shape) -> Item:
-    """The model's weights on one GPU of an engine. Tensor-parallel ranks and pipeline stages share the parameters, and
-    data-parallel replicas share the experts. An engine that quantises does not quantise embedding and head. A draft
-    adds the layers of multi-token prediction."""
+    """Returns the model's weights on one GPU of an engine. Tensor-parallel ranks and pipeline stages share the
+    parameters, and data-parallel replicas share the experts. An engine that quantises does not quantise embedding and
+    head. A draft adds the layers of multi-token prediction."""
     facts = c.engine.engine_facts
     size: float = BYTES.get(facts.dtype or c.megatron.params_dtype, 2)
     gpus = c.cluster.rollout_num_gpus_per_engine // facts.data_parallel_size
@@ -190,5 +194,5 @@ def engine_weights(c: Config, shape: Shape) -> Item:
 
 
 def registered(c: Config) -> bool:
-    """Whether buffers are registered with NCCL. Such buffers stay on the device."""
+    """Returns whether buffers are registered with NCCL. Such buffers stay on the device."""
     return bool(c.megatron.overrides.get("nccl_ub"))

@@ -1,4 +1,4 @@
-"""Whether a whole run fits a machine: what each card and each host needs at every moment, against what is there."""
+"""Decides whether a run fits a machine. It compares the memory that each card and host needs with their sizes."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ from slime.tracking.phases import PHASES
 
 @dataclass(frozen=True)
 class MachineSizes:
-    """The sizes of the machine that a plan is for, in bytes. None: not known."""
+    """The sizes of the machine that a plan is for, in bytes. None means unknown."""
 
     device: float | None = None
-    """Of each GPU."""
+    """Bytes per GPU."""
     host: float | None = None
-    """Of each host, or the limit of the container."""
+    """Bytes per host, or the limit of the container."""
     system: float = SYSTEM
-    """What the host uses without the run."""
+    """Bytes that the host uses without the run."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """What one kind of memory must hold at one moment."""
+    """The memory that a GPU or a host needs at one moment."""
 
     of: str
-    """ "a GPU" or "a host"."""
+    """"a GPU" or "a host"."""
     when: str
     phase: str
     bytes: float
     limit: float
     least: float
-    """Without what the run may do without: gaps of the allocator, the distance that the plan keeps from a kill."""
+    """Bytes without the parts that the run can do without: gaps of the allocator, the distance that the plan keeps from
+    a kill."""
 
     @property
     def over(self) -> float:
-        """Bytes too much; negative if it fits."""
+        """Returns the missing bytes; negative if the memory fits."""
         return self.bytes - self.limit
 
 
@@ -58,12 +59,12 @@ class Fit:
 
     @property
     def worst(self) -> Need | None:
-        """The need with the most bytes too much."""
+        """Returns the need with the most missing bytes."""
         return max(self.needs, key=lambda need: need.over, default=None)
 
     @property
     def over(self) -> float:
-        """Bytes too much at the worst moment; at most 0 if the run fits."""
+        """Returns the missing bytes at the worst moment; at most 0 if the run fits."""
         return max((need.over for need in self.needs), default=0.0)
 
     def short(self) -> list[Need]:
@@ -71,11 +72,11 @@ class Fit:
 
 
 Also = Callable[[Config], Iterable[Need]]
-"""More needs of a configuration: those of an engine, which its backend knows."""
+"""Returns further needs of a configuration: the needs of an engine, from its backend."""
 
 
 def fit(c: Config, hf: Hf, machine: MachineSizes, also: Also | None = None) -> Fit:
-    """The needs of a run on `machine`, for what is known of its sizes. Empty for a run on CPUs."""
+    """Returns the needs of a run on `machine`, for the sizes that are known. Empty for a run on CPUs."""
     needs: list[Need] = []
     if c.cluster.device != "cuda":
         return Fit((), {}, None)
@@ -115,16 +116,16 @@ DOING = dict(
         strict=True,
     )
 )
-"""Phase -> what the run does then."""
+"""Maps each phase to a text about it."""
 
 
 def size(need: Need) -> str:
-    """The memory that is too small, as "a GPU of 80 GiB"."""
+    """Returns the memory that is too small, as "a GPU of 80 GiB"."""
     whole = need.limit / USABLE if need.of == "a host" else need.limit
     return f"{need.of} of {whole / GIB:.4g} GiB"
 
 
 def shortage(need: Need) -> str:
-    """What is missing, in words."""
+    """Returns a text about the missing memory."""
     where = f", of which a plan fills {USABLE:.0%}" if need.of == "a host" else ""
     return f"{amount(need.bytes)} {need.when}, {amount(need.over)} too much for {size(need)}{where}"

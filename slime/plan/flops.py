@@ -12,7 +12,7 @@ class PredictionFlops:
     """FLOPs of a training pass through the layers of multi-token prediction: forward, and backward for inputs and
     weights in the layers. The head is a constant there, so its backward is for inputs only.
 
-    Each layer computes all tokens of a sample, of a shared prompt too, and the head the response tokens.
+    Each layer computes all tokens of a sample, those of a shared prompt too. The head computes the response tokens.
     """
 
     def __init__(self, hf: Hf) -> None:
@@ -22,20 +22,20 @@ class PredictionFlops:
         self._head = 2 * shape.hidden * shape.vocab * len(self._layers)
 
     def __call__(self, length: float, response_length: float) -> float:
-        """As in `ForwardFlops`."""
+        """Returns the FLOPs of a sample. The arguments are those of `ForwardFlops`."""
         attention = sum(x.attention.pair_flops * _pairs(length, x.window) for x in self._layers)
         return float(3 * (self._per_token * length + attention) + 2 * self._head * response_length)
 
 
 class ForwardFlops:
-    """FLOPs of one forward pass over a sample, for a model with gated MLPs: the fewest that give its result.
+    """Least FLOPs of a forward pass over a sample, for a model with gated MLPs.
 
-    Two per weight and token in the layers; in attention those of each (query, key) pair of a causal mask: L (L + 1) / 2
-    pairs, or fewer with a sliding window. Of a layer with experts: those that a token goes to, the shared ones
-    and the router. The head counts for the response tokens only: the loss and the log-probs need no other logits, and
-    the trainer computes no others (--rlk-fast off does, and throws them away). slime's count has the head over all
-    tokens: more where prompts are long. Norms, rotations, biases and the embedding's look-up are left out, as is what
-    a checkpointed backward computes again.
+    The layers need two FLOPs per weight and token. Attention needs FLOPs for each (query, key) pair of a causal
+    mask: L (L + 1) / 2 pairs, or fewer with a sliding window. In a layer with experts, only a token's experts, the
+    shared experts and the router count. The head counts for the response tokens only: the loss and the log-probs need
+    no other logits, and the trainer computes no others (--rlk-fast off does, and discards them). slime's count includes
+    the head over all tokens, which gives more where prompts are long. The count omits norms, rotations, biases, the
+    embedding's look-up and the recomputation of a checkpointed backward.
     """
 
     def __init__(self, hf: Hf) -> None:
@@ -49,12 +49,13 @@ class ForwardFlops:
             self._per_pair[layer.window] += layer.attention.pair_flops
 
     def __call__(self, length: float, response_length: float) -> float:
-        """For a sample of `length` tokens, of which the last `response_length` are the response."""
+        """Returns the FLOPs of a sample of `length` tokens, whose last `response_length` tokens are the response."""
         attention = sum(flops * _pairs(length, window) for window, flops in self._per_pair.items())
         return float(self._per_token * length + attention + self._head * response_length)
 
 
 def _pairs(length: float, window: int | None) -> float:
-    """(query, key) pairs of a causal mask over `length` tokens, each of which sees at most `window` tokens."""
+    """Returns the number of (query, key) pairs of a causal mask over `length` tokens. Each token sees at most `window`
+    tokens."""
     seen = length if window is None else min(window, length)
     return seen * (seen + 1) / 2 + (length - seen) * seen

@@ -1,8 +1,8 @@
-"""What one host must hold in each phase of a run: the sum over all processes that the run has there.
+"""The memory that a host needs in each phase of a run: the sum over all processes of the run on the host.
 
-Page cache is not counted: the kernel takes it back. Pinned memory is counted where it is used: Adam on the host and the
-state that leaves the GPUs are pinned. The sum is for the host with the most processes, and for runs on GPUs. Imports
-neither torch nor Megatron.
+Page cache is not counted, because the kernel takes it back. Pinned memory is counted where it is used: Adam on the host
+and the state that leaves the GPUs are pinned. The sum is for the host with the most processes, and for runs on GPUs.
+The module imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, HAND_OVER, LOADING,
 from slime.weight_sync.registry import CHANNELS
 
 KILLED_AT = 0.95
-"""The part of the host's memory from which Ray kills workers, and vime ends a run."""
+"""Fraction of the host's memory from which Ray kills workers, and vime ends a run."""
 USABLE = KILLED_AT - 0.02
-"""The part that a plan may fill. The sum is not more exact than the difference."""
+"""Fraction that a plan may fill. The sum is not more exact than the difference of the two fractions."""
 
 TRAINER = 1.9 * GIB
-"""A trainer's resident memory without the state that it keeps on the host. On an H100: 54.3 GiB with 52.4 GiB of a
-Qwen3-4B's state, and 69.3 GiB with 67.4."""
+"""Bytes of a trainer's resident memory without the state that it keeps on the host. On an H100: 54.3 GiB with 52.4 GiB
+of a Qwen3-4B's state, and 69.3 GiB with 67.4 GiB."""
 OTHERS = 1.3 * GIB
-"""Driver, rollout manager, router and the processes of Ray."""
+"""Bytes of driver, rollout manager, router and the processes of Ray."""
 SERVER, SPREAD, WORKER = 1.0 * GIB, 0.5 * GIB, 1.4 * GIB
-"""An engine's server; its core, where workers are processes of their own; and each of its workers. With OTHERS, a run
+"""Bytes of an engine's server, of its core if workers are separate processes, and of a worker. With OTHERS, a run
 with one engine on one H100 had 3.65 GiB in addition to its trainer."""
 OBJECT_STORE = 0.5 * GIB
-"""Of the Ray that a run starts (`slime.cluster.ray_start`): rollout data, in shared memory."""
+"""Bytes in the Ray cluster that a run starts (`slime.cluster.ray_start`): rollout data, in shared memory."""
 SHARED = 0.1 * GIB
-"""Shared memory of a process on a GPU: the queues of an engine, NCCL's."""
+"""Bytes of shared memory of a process on a GPU: the queues of an engine and of NCCL."""
 SYSTEM = 4.0 * GIB
-"""What a host uses without a run. Chosen, not measured: where the plan is for this host, its own value is taken."""
+"""Bytes that a host uses without a run. The value is chosen, not measured. If the plan is for this host, its measured
+value is used."""
 PAGE_TABLES = 8 / 4096
-"""Eight bytes for each page of 4 KiB that a process has."""
+"""Page-table bytes per byte of a process: eight bytes for each page of 4 KiB."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,12 @@ class HostItem:
     bytes: float
     arithmetic: str
     phases: tuple[str, ...] = PHASES
-    """The phases in which it is there."""
+    """The phases that have this item."""
 
 
 @dataclass(frozen=True)
 class HostSum:
-    """All of a host."""
+    """The memory of a host."""
 
     items: tuple[HostItem, ...]
 
@@ -64,13 +65,13 @@ class HostSum:
 
     @property
     def worst(self) -> str:
-        """The phase with the most bytes, the first of them."""
+        """Returns the first phase with the most bytes."""
         return max(PHASES, key=self.of_phase)
 
 
 def host_sum(groups: Sequence[tuple[Config, Estimate, Collection[str]]], system: float = SYSTEM) -> HostSum:
-    """`groups`: the configuration of each group of trainer ranks, its estimate, and the parts that leave its devices;
-    the policy's first. `system`: bytes that the host uses without the run."""
+    """Returns the sum. `groups`: each group's configuration, its estimate, and the parts that
+    leave its devices; the policy's group comes first. `system`: bytes that the host uses without the run."""
     items = [HostItem("system", system, "what the host uses without the run")]
     for c, e, leaving in groups:
         items += _of_trainers(c, e, leaving)
@@ -81,7 +82,7 @@ def host_sum(groups: Sequence[tuple[Config, Estimate, Collection[str]]], system:
 
 
 def _of_trainers(c: Config, e: Estimate, leaving: Collection[str]) -> Iterator[HostItem]:
-    """The ranks of a group that are on one host."""
+    """Yields the items of the ranks of a group on one host."""
     ranks = c.cluster.actor_num_gpus_per_node
     yield HostItem("trainers", ranks * TRAINER, f"{ranks} ranks x {amount(TRAINER)}")
     adam = sum(item.bytes for item in e.host)
@@ -107,7 +108,7 @@ def _of_trainers(c: Config, e: Estimate, leaving: Collection[str]) -> Iterator[H
 
 
 def _of_run(c: Config, e: Estimate) -> Iterator[HostItem]:
-    """The driver's host, with its share of the engines."""
+    """Yields the items of the driver's host, with its share of the engines."""
     yield HostItem("driver, manager, router, Ray", OTHERS, "measured")
     yield HostItem("object store", OBJECT_STORE, "Ray's, in shared memory")
     size, per_node = c.cluster.rollout_num_gpus_per_engine, c.cluster.num_gpus_per_node
@@ -124,7 +125,7 @@ def _of_run(c: Config, e: Estimate) -> Iterator[HostItem]:
 
 
 def _published(c: Config, e: Estimate) -> Iterator[HostItem]:
-    """Weights on their way to the engines, where they stay in memory."""
+    """Yields the published weights, for channels where they stay in memory."""
     size = e.shape.params * BYTES[c.megatron.params_dtype]
     copies = CHANNELS[c.weight_update.update_weight_transport].copies
     later = (FIRST_WEIGHTS, GENERATING, HAND_OVER, TRAINING, SAVING)

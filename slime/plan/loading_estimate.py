@@ -1,6 +1,8 @@
-"""What a trainer rank reads when it loads a Hugging Face checkpoint, and the host memory that this takes, from shapes.
+"""Computes, from shapes, the bytes that a trainer rank reads from a Hugging Face checkpoint, and the host memory for
+loading.
 
-slime.megatron_backend.checkpoint.weights.load_hf reads as this file computes. Imports neither torch nor Megatron.
+slime.megatron_backend.checkpoint.weights.load_hf reads as this file computes. The module imports neither torch nor
+Megatron.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from slime.roles import POLICY, roles_of
 
 
 def loading(c: Config, hf: Hf) -> Iterator[Item]:
-    """The bytes that a rank of the pipeline stage with the most parameters reads, and its host memory at the peak.
+    """Yields the bytes that a rank of the pipeline stage with the most parameters reads, and its host memory at the
+    peak.
 
-    Nothing is read for a quantised checkpoint here: its tensors are read whole, and their size depends on the files.
+    Yields no bytes read for a quantised checkpoint: its tensors are read whole, and their size depends on the files.
     """
     shape, stored = Shape.of(hf), stored_bytes(c, hf)
     roles = sorted((role for role in roles_of(c) if not role.of_base(c)), key=lambda role: role is not POLICY)
@@ -51,15 +54,15 @@ def loading(c: Config, hf: Hf) -> Iterator[Item]:
 
 
 def stored_bytes(c: Config, hf: Hf) -> int:
-    """Bytes per element in the files: the dtype in config.json, else that of the trainer. Quantised tensors are in
-    bfloat16 when they are read."""
+    """Returns the bytes per element in the files: the dtype in config.json, or otherwise the trainer's dtype. Quantised
+    tensors are in bfloat16 after reading."""
     said = hf.get("dtype") or hf.get("torch_dtype")
     return BYTES.get(str(said), BYTES[c.megatron.params_dtype])
 
 
 def largest_slice(c: Config, shape: Shape, *, whole: bool) -> tuple[float, str]:
-    """Elements of the largest part of a tensor that a rank reads at once, and its arithmetic. `whole`: tensors are not
-    cut."""
+    """Returns the elements of the largest part of a tensor that a rank reads at once, and its arithmetic. With `whole`,
+    tensors are not cut."""
     tp = 1 if whole else c.megatron.tensor_model_parallel_size
     etp = 1 if whole else c.megatron.expert_tensor_parallel
     found = [(shape.vocab, tp), (shape.ffn, tp), (shape.shared_ffn, tp), (shape.expert_ffn, etp)]

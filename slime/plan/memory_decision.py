@@ -1,8 +1,8 @@
-"""Decisions from the memory of a trainer rank: which parts of its state leave the device between training steps (if
---offload-train is not given), whether a GPU of a given size is large enough, and which flags lower a peak.
+"""Decisions from the memory of a trainer rank: the parts of its state that leave the device between training steps (if
+--offload-train is not given), whether a GPU of a given size is large enough, and the flags that lower a peak.
 
 The rollout backend decides the memory of engines (`EngineFacts`). This file has only the numbers that the trainer's
-decision needs. Imports neither torch nor Megatron.
+decision needs. It imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOO_SMALL = "does not fit"
 
 
 def gpu(device_bytes: float) -> str:
-    """80 GiB -> "a GPU of 80 GiB"."""
+    """Converts a size to text: 80 GiB -> "a GPU of 80 GiB"."""
     return f"a GPU of {device_bytes / GIB:.4g} GiB"
 
 
@@ -47,7 +47,7 @@ class MemoryDecision:
 
 
 def choices(e: Estimate, allowed: Collection[str]) -> list[tuple[str, ...]]:
-    """Sets of parts that may leave. Each set moves the fewest bytes for the memory that it frees.
+    """Returns sets of parts that may leave. Each set moves the fewest bytes for the memory that it frees.
 
     Gradients leave first. They move no bytes, because they are not needed between two training steps.
     """
@@ -63,10 +63,10 @@ def choices(e: Estimate, allowed: Collection[str]) -> list[tuple[str, ...]]:
 
 
 def decide_residence(c: Config, e: Estimate, device_bytes: float | None) -> MemoryDecision:
-    """Decide which parts leave. `device_bytes`: memory of the GPU. If it is None (unknown), nothing is decided.
+    """Decides which parts leave. `device_bytes`: memory of the GPU. If it is None (unknown), the result is no decision.
 
     While engines generate: remaining state + buckets + the engine's memory + BESIDES_GENERATING <= memory of the GPU.
-    Of the sets that fulfil this, the result moves the fewest bytes. --offload-train offloads all of
+    The result is the set that fulfils this and moves the fewest bytes. --offload-train offloads all of
     --offload-train-parts for every size of memory, and --no-offload-train offloads none.
     """
     if c.cluster.device != "cuda":
@@ -90,7 +90,7 @@ def decide_residence(c: Config, e: Estimate, device_bytes: float | None) -> Memo
 
 
 def _least(c: Config, e: Estimate, allowed: Collection[str], device_bytes: float) -> tuple[str, ...]:
-    """The first choice that leaves room for the engine, or the last choice if none does."""
+    """Returns the first choice that leaves room for the engine, or the last choice if none does."""
     sets = choices(e, allowed)
     for leaving in sets:
         moments = [*beside_engine(c, e, leaving, device_bytes), hand_over(c, e, leaving)]
@@ -109,7 +109,7 @@ def _leaves(e: Estimate, leaving: Collection[str], why: str) -> str:
 
 
 def _fits(c: Config, e: Estimate, leaving: Collection[str], device_bytes: float | None) -> Iterator[str]:
-    """One line per moment, and the verdict. Nothing if the size of the GPU is not known."""
+    """Yields one line per moment, and the verdict. Yields nothing if the size of the GPU is unknown."""
     if device_bytes is None:
         return
     moments = card_moments(c, e, leaving, device_bytes)
@@ -124,7 +124,7 @@ def _fits(c: Config, e: Estimate, leaving: Collection[str], device_bytes: float 
 
 
 def _by_size(c: Config, e: Estimate, allowed: Collection[str]) -> Iterator[str]:
-    """The decision for each size of GPU: `beside_engine` <= memory, solved for the memory."""
+    """Yields the decision for each size of GPU: `beside_engine` <= memory, solved for the memory."""
     free, given = 1 - c.engine.engine_facts.memory_share, c.engine.engine_facts.cache_bytes
     yield "what leaves the device while engines generate is decided when its memory is known, here it is not:"
     if free <= 0:

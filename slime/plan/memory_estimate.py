@@ -1,7 +1,7 @@
 """Memory of a trainer rank, computed from shapes: the state that it keeps, and the memory that a step adds.
 
 The estimate adds up tensors as the trainer allocates them. `vime plan` prints it, and a run logs its measured peaks
-next to it. slime.plan.memory_decision decides from it. Imports neither torch nor Megatron.
+next to it. slime.plan.memory_decision uses it for its decisions. The module imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Item:
     name: str
     bytes: float
     arithmetic: str
-    """How the bytes are computed."""
+    """Arithmetic of the bytes, as text."""
     part: str | None = None
-    """The name in --offload-train-parts."""
+    """Name of the part in --offload-train-parts."""
     of: Role | None = None
-    """The trained role whose state it is."""
+    """The trained role to which the state belongs."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +48,22 @@ class Estimate:
     """The memory of a trainer rank."""
 
     shape: Shape
-    """The model's."""
+    """Shape of the model."""
     kept: tuple[Item, ...]
-    """Stays while the trainer runs."""
+    """Items that stay while the trainer runs."""
     work: tuple[Item, ...]
-    """One item at a time is added to `kept`."""
+    """Items that are added to `kept`, one at a time."""
     host: tuple[Item, ...] = ()
-    """What the rank keeps on the host in place of the device."""
+    """Items that the rank keeps on the host instead of the device."""
 
     @property
     def peak(self) -> float:
-        """Bytes at the peak of a step."""
+        """Returns the bytes at the peak of a step."""
         return self.peak_with(())
 
     def peak_with(self, leaving: Collection[str]) -> float:
-        """The peak if the parts `leaving` of each trained role are on the device in its turn alone. The policy's
-        weights stay: its pass comes before the other roles' training."""
+        """Returns the peak if each trained role's parts `leaving` are on the device only during the role's turn. The
+        policy's weights stay, because its pass comes before the other roles' training."""
         turns = {item.of for item in self.kept if item.of is not None} or {POLICY}
         kept = max(
             sum(
@@ -81,26 +81,26 @@ class Estimate:
         return sum(item.bytes for item in self.kept if item.part == part)
 
     def compared(self, perf: dict[str, float], leaving: Collection[str] = ()) -> dict[str, float]:
-        """The estimate next to the measured peak in a step's `perf`. Empty if no peak was measured."""
+        """Returns the estimate next to the measured peak in a step's `perf`. Empty if no peak was measured."""
         if (peak := perf.get("perf/trainer_peak_gib")) is None:
             return {}
         expected = self.peak_with(leaving) / GIB
         return {"perf/memory/estimate_gib": expected, "perf/memory/peak_of_estimate": peak / expected}
 
     def left(self, leaving: Collection[str]) -> float:
-        """Bytes on the device between two training steps, with the parts `leaving` on the host."""
+        """Returns the bytes on the device between two training steps, with the parts `leaving` on the host."""
         return sum(item.bytes for item in self.kept if item.part not in leaving)
 
 
 def estimate(c: Config, hf_config: Hf) -> Estimate:
-    """Bytes on one trainer rank, of the pipeline stage with the most parameters."""
+    """Returns the memory of a trainer rank in the pipeline stage with the most parameters."""
     shape = Shape.of(hf_config)
     kept, work, host = kept_memory(c, shape), work_memory(c, shape), host_memory(c, shape)
     return Estimate(shape, tuple(kept), tuple(work), tuple(host))
 
 
 def kept_memory(c: Config, shape: Shape) -> Iterator[Item]:
-    """The state of every role, first the policy's."""
+    """Yields the state of every role, the policy's first."""
     roles = sorted(roles_of(c), key=lambda role: role is not POLICY)
     for role in roles:
         yield from role_memory(c, role_shape(c, role, shape), role)
@@ -114,13 +114,13 @@ def kept_memory(c: Config, shape: Shape) -> Iterator[Item]:
 
 
 def role_shape(c: Config, role: Role, policy: Shape) -> Shape:
-    """The shape of a role's model: a teacher may have one of its own."""
+    """Returns the shape of a role's model. A teacher may have another model than the policy."""
     directory = role.shape(c)
     return policy if directory == c.rollout.hf_checkpoint else Shape.of(read_hf_config(directory))
 
 
 def role_memory(c: Config, shape: Shape, role: Role) -> Iterator[Item]:
-    """The state of one role. Mixed precision keeps fp32 main weights and Adam's two fp32 moments."""
+    """Yields the state of a role. Mixed precision keeps fp32 main weights and Adam's two fp32 moments."""
     size, grad = BYTES[c.megatron.params_dtype], _grad_bytes(c)
     main = 0 if c.megatron.params_dtype == "float32" else 4
     kinds = list(
@@ -154,7 +154,7 @@ def role_memory(c: Config, shape: Shape, role: Role) -> Iterator[Item]:
 
 
 def on_device(c: Config) -> float:
-    """The part of the weights whose optimizer is on the device, see --optimizer-cpu-offload."""
+    """Returns the part of the weights whose optimizer is on the device, see --optimizer-cpu-offload."""
     return 1 - c.megatron.optimizer_offload_fraction if c.megatron.optimizer_cpu_offload else 1.0
 
 
@@ -163,8 +163,8 @@ def _part(fraction: float) -> str:
 
 
 def host_memory(c: Config, shape: Shape) -> Iterator[Item]:
-    """Of --optimizer-cpu-offload: fp32 main weights and two moments, and the buffers in which gradients arrive
-    (`slime.megatron_backend.model.host_adam`: 3 of 256 MiB)."""
+    """Yields the host memory of --optimizer-cpu-offload: fp32 main weights and two moments, and the buffers in which
+    gradients arrive (`slime.megatron_backend.model.host_adam`: 3 buffers of 256 MiB)."""
     if (moved := 1 - on_device(c)) == 0:
         return
     total = 0.0
@@ -185,12 +185,12 @@ def host_memory(c: Config, shape: Shape) -> Iterator[Item]:
 
 
 def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
-    """Memory in addition to the state, at each moment of a step that may be the peak."""
+    """Yields the memory in addition to the state, for each moment of a step that may be the peak."""
     size, tp = BYTES[c.megatron.params_dtype], c.megatron.tensor_model_parallel_size
     if (tokens := micro_batch_tokens(c)) is not None:
         kept, one = activation_memory(c, shape, tokens)
         split = tp if c.megatron.sequence_parallel else 1
-        # Backward of the MLP: the gradients of its two halves, of the layer, and of one weight before it is added.
+        # Backward of the MLP: gradients of its two halves, of the layer, and of a weight before it is added.
         flight = tokens * (2 * shape.ffn / tp + 2 * shape.hidden / split) + 2 * shape.hidden * shape.ffn / tp
         evenly = ""
         sparse = [kind.sparse for kind in shape.kinds]
@@ -216,16 +216,16 @@ def _grad_bytes(c: Config) -> int:
 
 
 def expert_copies(c: Config, shape: Shape) -> float:
-    """Number of (token, expert) pairs that a rank computes per token of its micro-batch, if the tokens spread evenly.
-    If experts are not split, a rank sends its own part of the tokens to experts, as sequence parallelism split them.
-    """
+    """Returns the number of (token, expert) pairs that a rank computes per token of its micro-batch, if the tokens
+    spread evenly. If experts are not split, a rank sends its own part of the tokens to experts, as sequence parallelism
+    split them."""
     return shape.topk * c.megatron.expert_tensor_parallel / c.megatron.tensor_model_parallel_size
 
 
 def expert_flight(c: Config, shape: Shape, tokens: int) -> float:
-    """Elements at the peak of the backward of a layer's experts. The peak is either the gradients of the tokens'
-    copies (their weighted halves are in float32), or fewer of these gradients and the stacked weights of the first
-    product or their gradient."""
+    """Returns the elements at the peak of the backward of a layer's experts. The peak is either the gradients of the
+    tokens' copies (their weighted halves are in float32), or fewer gradients and the stacked weights of the
+    first product or their gradient."""
     copies, etp = expert_copies(c, shape), c.megatron.expert_tensor_parallel
     width, split = (
         shape.expert_ffn / etp,
@@ -238,8 +238,8 @@ def expert_flight(c: Config, shape: Shape, tokens: int) -> float:
 
 
 def kept_layers(c: Config, shape: Shape, width: Callable[[Layer], float]) -> tuple[float, float]:
-    """For the pipeline rank that keeps the most: the number of (micro-batch, layer) pairs whose activations it keeps,
-    and the mean over its layers of `width`, the elements per token that a layer keeps."""
+    """Returns two numbers for the pipeline rank that keeps the most: the number of (micro-batch, layer) pairs whose
+    activations it keeps, and the mean of `width`, the elements per token that a layer keeps, over its layers."""
     stages = stages_of(c.megatron, shape.layers)
     group = micro_batch_group(c.megatron, shape.layers)
     found = [(0.0, 0.0)]
@@ -253,7 +253,7 @@ def kept_layers(c: Config, shape: Shape, width: Callable[[Layer], float]) -> tup
 
 
 def micro_batch_tokens(c: Config) -> int | None:
-    """The most tokens of one micro-batch on one rank, or None if no length has a limit."""
+    """Returns the most tokens of a micro-batch on one rank, or None if no length has a limit."""
     if c.data.use_dynamic_batch_size:
         return c.data.max_tokens_per_gpu
     prompt, response = c.rollout.rollout_max_prompt_len, c.rollout.rollout_max_response_len
@@ -263,23 +263,23 @@ def micro_batch_tokens(c: Config) -> int | None:
 
 
 def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float]:
-    """Activations that the forward keeps for the backward, and bytes of the one layer that full recomputation
-    rebuilds.
+    """Returns the activations that the forward keeps for the backward, and the bytes of the layer that full
+    recomputation rebuilds.
 
-    Elements per token. Norm inputs: 2 H, and 2 H more for norms of the outputs. Attention (q, k, v, what norm and
-    rotation keep, the output): 4 q + 4 kv. Gated MLP: 2 F, and F more for silu(gate) if rl_kernel's kernel does not
-    compute it. Attention and MLP are split over tensor parallelism; the norm inputs too with --sequence-parallel.
-    Outputs of norms and of the MLP's activation are computed again (slime.megatron_backend.model.layers), except by
-    Transformer Engine, and in the layer that full recomputation runs again.
+    The numbers below are elements per token. Norm inputs: 2 H, and 2 H more for norms of the outputs. Attention (q, k,
+    v, tensors kept by norm and rotation, the output): 4 q + 4 kv. Gated MLP: 2 F, and F more for silu(gate) if
+    rl_kernel's kernel does not compute it. Attention and MLP are split over tensor parallelism; the norm inputs too
+    with --sequence-parallel. Outputs of norms and of the MLP's activation are computed again
+    (slime.megatron_backend.model.layers), except by Transformer Engine, and in the layer that full recomputation runs
+    again.
 
-    A sparse layer keeps the output of the second norm, and for a shared expert the same as for an MLP. For each copy
-    of a token that goes to an expert it keeps the copy (H), and gate, up, activation and weighted activation (4 F or 5
-    F of the expert's width). With full recomputation, only the layer inputs stay. The first of P pipeline stages keeps
-    P micro-batches of its layers, and more with virtual stages (`Stages.passes`). A layer of multi-token prediction
-    counts as one more layer of the last stage. Each of C
-    context-parallel ranks keeps the keys and values that its two runs of a sequence see: on average, all of the
-    sequence and half a rank's share more. A prompt that samples share counts for each of them: the estimate is for
-    samples that share none.
+    A sparse layer keeps the output of the second norm, and for a shared expert the same as for an MLP. For each copy of
+    a token that goes to an expert it keeps the copy (H), and gate, up, activation and weighted activation (4 F or 5 F
+    of the expert's width). With full recomputation, only the layer inputs stay. The first of P pipeline stages keeps P
+    micro-batches of its layers, and more with virtual stages (`Stages.passes`). A layer of multi-token prediction
+    counts as one more layer of the last stage. Each of C context-parallel ranks keeps the keys and values that its two
+    runs of a sequence see: on average, the whole sequence and half a rank's share more. A prompt that samples share
+    counts once per sample: the estimate is for samples that share no prompt.
     """
     size, split = (
         BYTES[c.megatron.params_dtype],
@@ -304,7 +304,7 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
 
 
 def layer_width(c: Config, shape: Shape, kind: Layer) -> float:
-    """Elements that a layer keeps per token of the micro-batch."""
+    """Returns the elements that a layer keeps per token of the micro-batch."""
     tp, cp = c.megatron.tensor_model_parallel_size, c.megatron.context_parallel_size
     split = tp if c.megatron.sequence_parallel else 1
     gathered = kind.attention.context * (cp + 0.5) if cp > 1 else 0
@@ -314,7 +314,7 @@ def layer_width(c: Config, shape: Shape, kind: Layer) -> float:
         c.cluster.device == "cuda" and c.kernels.rlk_fast != "off" and "swiglu" in c.kernels.rl_kernel_ops
     )
     attention = (kind.attention.kept + gathered) / tp
-    post = 2 * shape.post_norms  # their inputs
+    post = 2 * shape.post_norms  # the inputs of the post-norms
     if kind.sparse:
         shared = (3 if full or not kernel else 2) * shape.shared_ffn / tp
         norms = 4 if keeps_outputs else 3
@@ -325,8 +325,8 @@ def layer_width(c: Config, shape: Shape, kind: Layer) -> float:
 
 
 def head_memory(c: Config, shape: Shape, tokens: int) -> tuple[float, str]:
-    """Bytes of the output layer and the loss if all tokens are responses: logits with their gradients, or the
-    workspace limit of the linear operators and their rows of the hidden states, forward and backward."""
+    """Returns the bytes of the output layer and the loss if all tokens are responses: logits with their gradients, or
+    the workspace limit of the linear operators and their rows of the hidden states, forward and backward."""
     size, columns = BYTES[c.megatron.params_dtype], shape.vocab / c.megatron.tensor_model_parallel_size
     head, _ = loss_head(c)
     if not head.has_logits:
@@ -343,14 +343,14 @@ def head_memory(c: Config, shape: Shape, tokens: int) -> tuple[float, str]:
 
 
 def native_logit_bytes(c: Config) -> int:
-    """Bytes per logit of a response in plain PyTorch (slime.megatron_backend.step.native), at the peak.
+    """Returns the bytes per logit of a response in plain PyTorch (slime.megatron_backend.step.native), at the peak.
 
-    Conversion to float32: Megatron's logits and the responses' rows of them in the model's dtype, and the rows in
+    Conversion to float32: Megatron's logits and the responses' rows of the logits in the model's dtype, and the rows in
     float32. Then the float32 logits z stay, and with a temperature also the logits before the division. The entropy
-    adds `z - max`, its exp, and their product: 4 + 12 B. Cross entropy works in place. If the loss has the entropy,
-    its softmax and log-probs stay, and its gradient (the product of two temporaries) exists together with the cross
-    entropy's: 2 x 4 + 3 x 4 + 4 B. The memory of a --custom-loss-function-path is not known, nor that of a
-    --selected-logprob-provider.
+    adds `z - max`, its exp, and their product: 4 + 12 B. Cross entropy works in place. If the loss has the entropy, its
+    softmax and log-probs stay, and its gradient (the product of two temporaries) exists together with the cross
+    entropy's gradient: 2 x 4 + 3 x 4 + 4 B. The memory of a --custom-loss-function-path is unknown, and so is the
+    memory of a --selected-logprob-provider.
     """
     size = BYTES[c.megatron.params_dtype]
     if not loss_of(c.algorithm).entropy:
@@ -359,7 +359,7 @@ def native_logit_bytes(c: Config) -> int:
 
 
 def adapters_sent(c: Config, shape: Shape) -> str:
-    """The bytes of an update that brings adapters alone, beside those of all weights, as the end of a line."""
+    """Returns the bytes of an update that sends only adapters, and the bytes of all weights, as the end of a line."""
     lora, size = Lora.of(c), BYTES[c.megatron.params_dtype]
     if lora is None or not sends_adapters(c):
         return ""

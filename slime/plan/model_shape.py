@@ -1,4 +1,4 @@
-"""The sizes of a model that its memory depends on, from config.json. Imports neither torch nor Megatron."""
+"""The sizes of a model that determine its memory, from config.json. Imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from slime.models.decoder import Hf
 
 @dataclass(frozen=True)
 class Params:
-    """Parameter counts by how ranks share them. Matrices only: norms and biases are about a thousandth of them."""
+    """Parameter counts by how ranks share them. Only matrices count: norms and biases are about a thousandth of the
+    parameters."""
 
     split: int = 0
-    """Over tensor parallelism."""
+    """Parameters that tensor parallelism splits."""
     whole: int = 0
-    """On each rank (routers)."""
+    """Parameters that each rank holds completely (routers)."""
     experts: int = 0
-    """Routed experts, over expert parallelism."""
+    """Parameters of routed experts, which expert parallelism splits."""
 
     def __add__(self, other: Params) -> Params:
         return Params(self.split + other.split, self.whole + other.whole, self.experts + other.experts)
@@ -33,38 +34,38 @@ _NONE = Experts(count=0, topk=0, width=0)
 
 @dataclass(frozen=True)
 class Shape:
-    """The counts of a decoder."""
+    """The sizes of a decoder that determine its memory."""
 
     hidden: int
     ffn: int
-    """The width of the MLP of a dense layer."""
+    """Width of the MLP of a dense layer."""
     vocab: int
     tied: bool
     kinds: tuple[Layer, ...]
     groups: int
-    """Heads of keys and values."""
+    """Number of heads of keys and values."""
     experts: int = 0
-    """Number of experts of a sparse layer, in place of the MLP."""
+    """Number of experts of a sparse layer, which replace the MLP."""
     topk: int = 0
-    """Experts per token."""
+    """Number of experts per token."""
     expert_ffn: int = 0
-    """The width of an expert."""
+    """Width of an expert."""
     shared_ffn: int = 0
-    """The width of the one shared expert."""
+    """Width of the one shared expert."""
     post_norms: bool = False
     """The outputs of attention and MLP have norms."""
     state_dtype: str = ""
-    """That of the layers' state in an engine, "" for the engine's."""
+    """Dtype of the layers' state in an engine, "" for the engine's dtype."""
     predictions: tuple[Layer, ...] = ()
-    """The layers of multi-token prediction, if the family trains them. Only what says so counts them."""
+    """Layers of multi-token prediction, if the family trains them. Only functions that mention them count them."""
     rows: tuple[str, ...] = ()
     """The family's names of parameters, with {i} and {e} for the numbers of layers and experts."""
     hf: Hf = field(default_factory=dict, compare=False)
-    """The config.json that it was read from."""
+    """The config.json from which the shape was read."""
 
     @classmethod
     def of(cls, hf: Hf) -> Shape:
-        """The shape in config.json. ValueError for a model that is not supported."""
+        """Returns the shape in config.json. Raises ValueError for an unsupported model."""
         rows = tuple(row.megatron for row in family_for(hf).rows)
         return replace(cls.from_decoder(decoder_of(hf)), rows=rows, hf=hf)
 
@@ -93,26 +94,27 @@ class Shape:
 
     @property
     def cache(self) -> int:
-        """Elements of all layers that an engine keeps per token."""
+        """Returns the elements that an engine keeps per token, over all layers."""
         return sum(kind.attention.cache for kind in self.kinds)
 
     @property
     def cache_whole(self) -> int:
-        """The part of `cache` that each tensor-parallel rank of an engine keeps whole."""
+        """Returns the part of `cache` that each tensor-parallel rank of an engine keeps whole."""
         return sum(kind.attention.cache for kind in self.kinds if kind.attention.cache_whole)
 
     @property
     def state(self) -> int:
-        """Elements of all layers' states that an engine keeps per sequence."""
+        """Returns the elements of the layers' states that an engine keeps per sequence."""
         return sum(kind.attention.state for kind in self.kinds)
 
     @property
     def newest(self) -> int:
-        """Elements that an engine keeps per sequence for all layers' convolutions."""
+        """Returns the elements that an engine keeps per sequence for the layers' convolutions."""
         return sum(kind.attention.newest for kind in self.kinds)
 
     def layer(self, kind: Layer | None = None) -> Params:
-        """One layer (default: the first): attention, and the gated MLP or router and experts."""
+        """Returns the parameters of a layer (default: the first): attention, and the gated MLP or router and
+        experts."""
         kind = kind or self.kinds[0]
         attention = Params(split=kind.attention.params, whole=kind.attention.whole)
         if not kind.sparse:
@@ -123,30 +125,31 @@ class Shape:
 
     @property
     def predicting(self) -> Params:
-        """All layers of multi-token prediction: each has a product of embedding and state, too."""
+        """Returns the parameters of the layers of multi-token prediction, each with a product of embedding and
+        state."""
         products = Params(split=2 * self.hidden**2 * len(self.predictions))
         return sum(map(self.layer, self.predictions), products)
 
     def params_of(self, kinds: Iterable[Layer], ends: int) -> Params:
-        """Parameters of layers and of `ends` matrices [vocab, hidden]."""
+        """Returns the parameters of layers and of `ends` matrices [vocab, hidden]."""
         return sum(map(self.layer, kinds), Params(split=self.vocab * self.hidden * ends))
 
     @property
     def params(self) -> int:
-        """Parameters of the whole model, matrices only."""
+        """Returns the parameters of the whole model, matrices only."""
         return self.params_of(self.kinds, 1 if self.tied else 2).total
 
     @property
     def active(self) -> int:
-        """Parameters that one token goes through in the layers, matrices only."""
+        """Returns the parameters that a token passes through in the layers, matrices only."""
         return self.params_of(self.kinds, 0).total - self._idle(self.kinds)
 
     @property
     def active_predicting(self) -> int:
-        """The same of the layers of multi-token prediction."""
+        """Returns the parameters that a token passes through in the layers of multi-token prediction."""
         return self.predicting.total - self._idle(self.predictions)
 
     def _idle(self, kinds: Iterable[Layer]) -> int:
-        """Parameters of experts that a token does not go to."""
+        """Returns the parameters of experts that a token does not go to."""
         sparse = sum(kind.sparse for kind in kinds)
         return 3 * self.hidden * self.expert_ffn * (self.experts - self.topk) * sparse

@@ -1,4 +1,4 @@
-"""How many parameters a trainer rank holds and trains, of the pipeline stage with the most."""
+"""Counts the parameters that a trainer rank holds and trains, in the pipeline stage with the most parameters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from slime.plan.units import count
 def rank_params(
     c: Config, shape: Shape, *, predicts: bool | None = None, head: bool = True, trained: bool = False
 ) -> Iterator[tuple[str, float, str, str, int]]:
-    """For the stage with the most parameters on a rank, first for all but experts, then for experts: (prefix of the
-    items' names, parameters on a rank, all parameters, how they are split, ranks that share their optimizer state).
-    `predicts`: whether with layers of multi-token prediction (default: if the run trains them). `head`: with the matrix
-    of a vocabulary; a value head is too small to count. `trained`: without what is frozen by name."""
+    """Yields tuples for the stage with the most parameters on a rank, first for all parameters except experts, then for
+    experts: (prefix of the items' names, parameters on a rank, all parameters, how they are split, ranks that share
+    their optimizer state). `predicts`: include the layers of multi-token prediction (default: if the run trains them).
+    `head`: include the matrix of a vocabulary; a value head is too small to count. `trained`: exclude parameters that
+    are frozen by name."""
     predicts = c.algorithm.enable_mtp_training if predicts is None else predicts
     params, stage = stage_params(c, shape, predicts, head=head, trained=trained)
     tp, ep, etp = (
@@ -41,7 +42,7 @@ def rank_params(
 
 
 def stage_layers(c: Config, shape: Shape) -> list[tuple[Layer, ...]]:
-    """The layers of each pipeline rank, those of all its virtual stages."""
+    """Returns the layers per pipeline rank, over all its virtual stages."""
     stages = stages_of(c.megatron, shape.layers)
     return [tuple(shape.kinds[i] for i in stages.layers(rank)) for rank in range(stages.ranks)]
 
@@ -49,10 +50,10 @@ def stage_layers(c: Config, shape: Shape) -> list[tuple[Layer, ...]]:
 def stage_params(
     c: Config, shape: Shape, predicts: bool, *, head: bool = True, trained: bool = False
 ) -> tuple[Params, str]:
-    """Parameters of the largest pipeline stage, and its description. A tied head is a copy on the last stage. With
-    `predicts`, the last stage has the layers of multi-token prediction, and an embedding for them. Without `head`, it
-    has no matrix of the vocabulary. `trained`: the trained ones of that stage, with all layers of multi-token
-    prediction."""
+    """Returns the parameters of the largest pipeline stage, and its description. A tied head is a copy on the last
+    stage. With `predicts`, the last stage has the layers of multi-token prediction, and an embedding for them. Without
+    `head`, it has no matrix of the vocabulary. `trained`: count the stage's trained parameters only, with all layers of
+    multi-token prediction."""
     stages = stages_of(c.megatron, shape.layers)
     last = stages.ranks - 1
     tp, experts = (
@@ -64,7 +65,7 @@ def stage_params(
         layers, ends = stages.layers(rank), ends_of(shape, first=rank == 0, last=rank == last, head=head)
         found = trained_params(selection, shape, layers, ends)
         if predicts and rank == last:
-            copy = 0 if shape.tied or not last else 1  # of the embedding
+            copy = 0 if shape.tied or not last else 1  # a copy of the embedding
             found += shape.predicting + shape.params_of((), copy)
         return found
 

@@ -1,7 +1,7 @@
-"""Which layers each stage of the pipeline has: --pipeline-model-parallel-size and the flags that refine it.
+"""Assigns layers to the stages of the pipeline: --pipeline-model-parallel-size and the flags that refine it.
 
-Trainer, memory estimate, plan and flag checks all read `Stages`, and Megatron gets the same list. Imports neither torch
-nor Megatron.
+Trainer, memory estimate, plan and flag checks all read `Stages`, and Megatron gets the same list. The module imports
+neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _LAYOUT, _PER_STAGE = "--pipeline-model-parallel-layout", "--num-layers-per-virt
 
 @dataclass(frozen=True)
 class Stages:
-    """`counts[v][r]`: number of layers of virtual stage v of pipeline rank r.
+    """The layers of every pipeline stage. `counts[v][r]` is the number of layers of virtual stage v on pipeline rank r.
 
     The layers run through all ranks of virtual stage 0, then through all ranks of virtual stage 1, and so on. The first
-    stage has the embedding too, the last one the head.
+    stage also has the embedding, the last stage the head.
     """
 
     counts: tuple[tuple[int, ...], ...]
 
     @property
     def virtual(self) -> int:
-        """Number of virtual stages of each rank. 1: the pipeline is not interleaved."""
+        """Returns the number of virtual stages per rank. 1 means that the pipeline is not interleaved."""
         return len(self.counts)
 
     @property
@@ -36,41 +36,41 @@ class Stages:
         return len(self.counts[0])
 
     def of_rank(self, rank: int) -> list[range]:
-        """The numbers of the layers of a rank, for each of its virtual stages."""
+        """Returns the numbers of the layers of a rank, for each of its virtual stages."""
         flat = [count for of_virtual in self.counts for count in of_virtual]
         ends = list(itertools.accumulate(flat))
         places = [virtual * self.ranks + rank for virtual in range(self.virtual)]
         return [range(ends[place] - flat[place], ends[place]) for place in places]
 
     def layers(self, rank: int) -> list[int]:
-        """The numbers of all layers of a rank."""
+        """Returns the numbers of a rank's layers."""
         return [layer for of_stage in self.of_rank(rank) for layer in of_stage]
 
     def layout(self, predictions: int = 0) -> list[list[str]]:
-        """The stages as Megatron's `pipeline_model_parallel_layout` spells them. `predictions`: number of layers of
-        multi-token prediction, which the last stage has."""
+        """Returns the stages as Megatron's `pipeline_model_parallel_layout` spells them. `predictions`: number of
+        layers of multi-token prediction, which the last stage has."""
         stages = [["decoder"] * count for of_virtual in self.counts for count in of_virtual]
         stages[0].insert(0, "embedding")
         stages[-1] += ["mtp"] * predictions + ["loss"]
         return stages
 
     def passes(self, rank: int, group: int) -> int:
-        """The most passes of a micro-batch through one virtual stage that wait for their backward on a rank.
+        """Returns the most passes of a micro-batch through one virtual stage that wait for their backward on a rank.
 
-        1F1B keeps one for each rank from this one to the last. The interleaved schedule computes `group` micro-batches
-        in one virtual stage before it goes on to the next (2104.04473, part 2.2).
+        1F1B keeps one pass for each rank from this one to the last. The interleaved schedule computes `group`
+        micro-batches in one virtual stage before it continues with the next stage (2104.04473, part 2.2).
         """
         to_last = self.ranks - rank
         return to_last if self.virtual == 1 else (self.virtual - 1) * group + 2 * to_last - 1
 
     def micro_batches(self, rank: int, group: int) -> int:
-        """The most micro-batches with such a pass."""
+        """Returns the most micro-batches with such a pass."""
         cycles, rest = divmod(self.passes(rank, group), self.virtual * group)
         return cycles * group + min(rest, group)
 
 
 def _counted(m: MegatronConfig) -> dict[str, bool]:
-    """Whether the embedding and the loss count as a layer."""
+    """Returns, per flag, whether the embedding or the loss counts as a layer."""
     return {
         "--account-for-embedding-in-pipeline-split": m.account_for_embedding_in_pipeline_split,
         "--account-for-loss-in-pipeline-split": m.account_for_loss_in_pipeline_split,
@@ -78,7 +78,7 @@ def _counted(m: MegatronConfig) -> dict[str, bool]:
 
 
 def _ends(m: MegatronConfig) -> dict[str, int | None]:
-    """The layers of the first and of the last rank, if they were given."""
+    """Returns the numbers of layers of the first and the last rank, if they were given."""
     return {
         "--decoder-first-pipeline-num-layers": m.decoder_first_pipeline_num_layers,
         "--decoder-last-pipeline-num-layers": m.decoder_last_pipeline_num_layers,
@@ -86,7 +86,7 @@ def _ends(m: MegatronConfig) -> dict[str, int | None]:
 
 
 def _virtual_flags(m: MegatronConfig) -> dict[str, int]:
-    """The flags for virtual stages that were given."""
+    """Returns the flags for virtual stages that were given."""
     flags: dict[str, int | None] = {
         "--num-virtual-stages-per-pipeline-rank": m.num_virtual_stages_per_pipeline_rank,
         "--virtual-pipeline-model-parallel-size": m.virtual_pipeline_model_parallel_size,
@@ -96,14 +96,14 @@ def _virtual_flags(m: MegatronConfig) -> dict[str, int]:
 
 
 def stages_of(m: MegatronConfig, num_layers: int) -> Stages:
-    """The stages of a model with `num_layers`. `m` has the flags of the Megatron section as attributes.
+    """Returns the stages of a model with `num_layers`. `m` has the flags of the Megatron section as attributes.
 
-    ValueError if the layers cannot be divided, or if flags contradict each other.
+    Raises ValueError if the layers cannot be divided, or if flags contradict each other.
     """
     ranks = m.pipeline_model_parallel_size
     if (
         ranks <= 1
-    ):  # as in Megatron, the other flags do nothing then; `FlagSpec.parse` refuses numbers below 1
+    ):  # as in Megatron, the other flags have no effect then; `FlagSpec.parse` rejects numbers below 1
         return Stages(((num_layers,),))
     if m.pipeline_model_parallel_layout is not None:
         return _explicit(m, m.pipeline_model_parallel_layout, num_layers)
@@ -124,7 +124,7 @@ def stages_of(m: MegatronConfig, num_layers: int) -> Stages:
 
 
 def micro_batch_group(m: MegatronConfig, num_layers: int) -> int:
-    """The number of micro-batches of a rank and step is a multiple of this: 1 without virtual stages."""
+    """Returns the divisor of the number of micro-batches per rank and step: 1 without virtual stages."""
     ranks = m.pipeline_model_parallel_size
     if stages_of(m, num_layers).virtual == 1:
         return 1
@@ -138,12 +138,12 @@ def micro_batch_group(m: MegatronConfig, num_layers: int) -> int:
 
 
 def virtual_flag(m: MegatronConfig, num_layers: int) -> str | None:
-    """The flag that gives pipeline ranks several virtual stages. None if they have one."""
+    """Returns the flag that gives pipeline ranks several virtual stages. None if each rank has one."""
     return next(iter(_virtual_flags(m)), _LAYOUT) if stages_of(m, num_layers).virtual > 1 else None
 
 
 def check_stages(m: MegatronConfig, num_layers: int) -> None:
-    """ValueError if the pipeline cannot run a model with `num_layers`."""
+    """Raises ValueError if the pipeline cannot run a model with `num_layers`."""
     two = micro_batch_group(m, num_layers) > 1 and m.pipeline_model_parallel_size == 2
     if two and not m.overrides.get("overlap_p2p_comm", True):
         raise ValueError(
@@ -153,7 +153,8 @@ def check_stages(m: MegatronConfig, num_layers: int) -> None:
 
 
 def _with_ends(m: MegatronConfig, num_layers: int) -> list[int]:
-    """Layers of each rank. --decoder-first/last-pipeline-num-layers give the ends, the rest is shared equally."""
+    """Returns the layers per rank. --decoder-first/last-pipeline-num-layers set the first and last rank; the other
+    ranks share the rest equally."""
     ranks = m.pipeline_model_parallel_size
     ends = zip((0, ranks - 1), _ends(m).values(), strict=True)
     said = {rank: layers for rank, layers in ends if layers is not None}
@@ -168,7 +169,7 @@ def _with_ends(m: MegatronConfig, num_layers: int) -> list[int]:
 
 
 def _with_counted(m: MegatronConfig, num_layers: int) -> list[int]:
-    """Layers of each rank, if the embedding or the loss counts as one."""
+    """Returns the layers per rank, if the embedding or the loss counts as a layer."""
     ranks, counted = m.pipeline_model_parallel_size, [name for name, on in _counted(m).items() if on]
     if both := [name for name, layers in _ends(m).items() if layers is not None]:
         raise ValueError(
@@ -186,7 +187,7 @@ def _with_counted(m: MegatronConfig, num_layers: int) -> list[int]:
 
 
 def _virtual(m: MegatronConfig, of_ranks: Sequence[int]) -> int:
-    """Number of virtual stages per rank."""
+    """Returns the number of virtual stages per rank."""
     said = _virtual_flags(m)
     if len(said) > 1:
         raise ValueError(
@@ -211,7 +212,7 @@ def _said(m: MegatronConfig, num_layers: int) -> str:
 
 
 def _explicit(m: MegatronConfig, text: str, num_layers: int) -> Stages:
-    """The stages of a layout string."""
+    """Returns the stages of a layout string."""
     ranks = m.pipeline_model_parallel_size
     others: dict[str, object] = {**_counted(m), **_ends(m), **_virtual_flags(m)}
     if also := [name for name, value in others.items() if value]:
@@ -242,7 +243,8 @@ def _explicit(m: MegatronConfig, text: str, num_layers: int) -> Stages:
 
 
 def expand(text: str) -> list[str]:
-    """The stages of a layout string, with repetitions written out: "Et*2|(tt|)*2L" -> ["Ett", "tt", "tt", "L"]."""
+    """Returns the stages of a layout string, with repetitions written out: "Et*2|(tt|)*2L" -> ["Ett", "tt", "tt",
+    "L"]."""
     text = text.replace(",", "").replace(" ", "")
     for repeated in (r"\(([^()]*)\)\*(\d+)", r"([^()*])\*(\d+)"):
         text = re.sub(repeated, lambda m: m[1] * int(m[2]), text)

@@ -1,7 +1,7 @@
-"""How many of a model's parameters a run trains, if some are frozen by name. Imports neither torch nor Megatron.
+"""Counts the parameters that a run trains, if some are frozen by name. Imports neither torch nor Megatron.
 
-Counts parts of a layer as `model_shape` does. A part of which some matrices are frozen counts in proportion where the
-sizes of its matrices are known (MLP, experts, grouped attention), and whole elsewhere.
+The count uses the same parts of a layer as `model_shape`. A part with some frozen matrices counts in proportion if the
+sizes of its matrices are known (MLP, experts, grouped attention). Otherwise it counts as a whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def parameter_names(hf: Hf) -> list[str]:
-    """The names that the parameters of a model may have. Some of them are of other models of the family."""
+    """Returns the names that a model's parameters may have. Some names occur only in other models of the family."""
     family, shape = family_for(hf), Shape.of(hf)
     rows = [row.megatron for row in family.rows]
     rows += [row.megatron for row in family.prediction.rows] if family.prediction else []
@@ -34,21 +34,22 @@ def parameter_names(hf: Hf) -> list[str]:
 
 
 def check_parameter_names(c: Config, hf: Hf) -> None:
-    """ValueError for lists that match none or all of the parameters that the model may have."""
+    """Raises ValueError for lists that match none or all of the parameters that the model may have."""
     if (selection := Selection.of(c)) and not c.lora.lora_rank:
-        with contextlib.suppress(re.error):  # `check_selection` reports it
+        with contextlib.suppress(re.error):  # `check_selection` reports this error
             selection.check(parameter_names(hf))
 
 
 def trained_params(selection: Selection, shape: Shape, layers: Iterable[int], ends: Sequence[str]) -> Params:
-    """Trained parameters of decoder layers, by their numbers in the model, and of `ends`: embedding and head."""
+    """Returns the trained parameters of decoder layers, given by their numbers in the model, and of `ends`: embedding
+    and head."""
     total = Params(split=shape.vocab * shape.hidden * sum(map(selection.trains, ends)))
     return sum((_of_layer(selection, shape, i) for i in layers), total)
 
 
 def ends_of(shape: Shape, *, first: bool, last: bool, head: bool = True) -> list[str]:
-    """The names of the matrices [vocab, hidden] of a pipeline stage. A tied head is a copy if the embedding is
-    elsewhere. Without `head`, no stage has one."""
+    """Returns the names of the matrices [vocab, hidden] of a pipeline stage. A tied head is a copy if the embedding is
+    on another stage. Without `head`, no stage has a head."""
     own = head and last and not (first and shape.tied)
     return [_EMBEDDING] * first + [_EMBEDDING if shape.tied else _HEAD] * own
 
@@ -73,7 +74,7 @@ def _of_layer(selection: Selection, shape: Shape, number: int) -> Params:
 
 
 def _of_attention(selection: Selection, shape: Shape, kind: Layer, prefix: str) -> float:
-    """The trained part of the split matrices of a layer's attention."""
+    """Returns the trained part of the split matrices of a layer's attention."""
     attention, q = kind.attention, kind.attention.pair_flops // 4
     if kind.kind != "full" or attention.params != shape.hidden * (2 * q + attention.cache):
         return float(_any(selection, shape, prefix + "self_attention."))
@@ -83,7 +84,7 @@ def _of_attention(selection: Selection, shape: Shape, kind: Layer, prefix: str) 
 
 
 def _any(selection: Selection, shape: Shape, prefix: str) -> bool:
-    """Whether a matrix whose name begins with `prefix` is trained."""
+    """Returns whether a matrix whose name begins with `prefix` is trained."""
     number = prefix.split(".")[2]
     names = (row.replace("{i}", number) for row in shape.rows)
     return any(

@@ -1,4 +1,4 @@
-"""Numbers and bytes as people read them."""
+"""Formats numbers and bytes for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ GIB = 2**30
 
 
 def count(number: float) -> str:
-    """1234567 -> "1.23 M"."""
+    """Formats a number: 1234567 -> "1.23 M"."""
     for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= scale:
             return f"{number / scale:.3g} {unit}"
@@ -14,7 +14,7 @@ def count(number: float) -> str:
 
 
 def amount(size: float) -> str:
-    """Bytes in binary units."""
+    """Formats bytes in binary units."""
     for unit, scale in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
             return f"{size / scale:.2f} {unit}"

@@ -1,6 +1,6 @@
-"""What a trainer rank gives to the engines in one update of the weights, from shapes.
+"""Computes, from shapes, the bytes that a trainer rank sends to the engines in one update of the weights.
 
-slime.megatron_backend.checkpoint.own_slices gives as this file computes. Imports neither torch nor Megatron.
+slime.megatron_backend.checkpoint.own_slices sends as this file computes. The module imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from slime.plan.units import amount, count
 from slime.weight_sync.registry import CHANNELS
 
 _CHANGED = 0.01
-"""The share of values that the plan takes a delta to change."""
+"""Share of values that the plan assumes a delta to change."""
 _POSITION_BYTES = 2
-"""Of the position of a changed value, where few change (slime.weight_sync.delta.sparse)."""
+"""Bytes of the position of a changed value, for a delta with few changes (slime.weight_sync.delta.sparse)."""
 
 
 def given_bytes(c: Config, shape: Shape) -> tuple[float, str]:
-    """Bytes that a rank of the largest pipeline stage gives in an update of all weights, and their arithmetic. Ranks
-    with the same shard share the work."""
+    """Returns the bytes that a rank of the largest pipeline stage sends in an update of all weights, and their
+    arithmetic. Ranks with the same shard share the work."""
     params, stage = stage_params(c, shape, c.algorithm.enable_mtp_training)
     tp, ep, etp = (
         c.megatron.tensor_model_parallel_size,
@@ -42,9 +42,10 @@ def given_bytes(c: Config, shape: Shape) -> tuple[float, str]:
 
 
 def update_lines(c: Config, shape: Shape, link: tuple[str, float] | None) -> Iterator[str]:
-    """Bytes and time of an update, per rank, and what bounds it. `link`: the name and the bytes per second of what
-    joins trainer and engines, or the node and a shared folder; None if it is not known. `c`: that of the policy's
-    group. Nothing where rank 0 gives all, and for GPUs that both share."""
+    """Yields lines about the bytes and the time of an update, per rank, and the bottleneck. `link`: the name and the
+    bytes per second of the connection between trainer and engines, or between the node and a shared folder; None if
+    unknown. `c` is the configuration of the policy's group. Yields nothing if rank 0 sends all weights, and for shared
+    GPUs."""
     channel = CHANNELS[c.weight_update.update_weight_transport]
     if not channel.sliced or not c.num_engines or sends_adapters(c):
         return
@@ -76,7 +77,8 @@ def update_lines(c: Config, shape: Shape, link: tuple[str, float] | None) -> Ite
 
 
 def _delta_lines(given: float, whole: float, size: int) -> Iterator[str]:
-    """`given`, `whole`: bytes of a rank's slices and of all weights; `size`: bytes of a value."""
+    """Yields lines about a delta. `given`, `whole`: bytes of a rank's slices and of all weights; `size`: bytes of a
+    value."""
     yield (
         f"this is its part of the first update, which is a file; a rank then keeps {amount(given)} in host memory, and "
         f"an engine's host {amount(whole)} on its disk"
