@@ -110,8 +110,8 @@ class TrainerActor:
     def build(self, init_method: str) -> tuple[int, int, list[Decision], tuple[str, ...], list[str]]:
         """Builds the model.
 
-        Returns the data-parallel rank, the first rollout to train, the decisions on operators, the lines on the state
-        that leaves the device with the reasons, and the remarks on the rank's GPU and CPUs.
+        Returns the data-parallel rank, the first rollout to train, the decisions on operators, lines on the offloaded
+        state, and remarks on the rank's GPU and CPUs.
         """
         with uncollected(freeze=True):
             from slime.megatron_backend.step.trainer import MegatronTrainer

@@ -65,7 +65,7 @@ class RolloutActor:
 
     @ray.method(concurrency_group="evaluation")
     def evaluate(self, rollout_id: int) -> Evaluated:
-        """Evaluates. A rollout may run at the same time."""
+        """Runs an evaluation. A rollout may run at the same time."""
         return self.manager.evaluate(rollout_id)
 
 

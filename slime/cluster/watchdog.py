@@ -2,8 +2,8 @@
 
 The watchdog is a process next to the driver. It keeps a list of the driver's descendants. If the driver ends without
 dismissing it, the watchdog kills the descendants that still run and removes the run's private directories. It is needed
-because Ray's helpers run for a long time after the end of their cluster, and because Ray kills the supervisor of an
-engine before the supervisor can end the engine.
+because Ray's helpers run long after the end of their cluster. Ray also kills the supervisor of an engine before the
+supervisor can end the engine.
 """
 
 from __future__ import annotations

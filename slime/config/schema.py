@@ -254,7 +254,7 @@ def section_of(section: type[S], args: object) -> S:
 
     This function is the border with plug-ins: the `args` of a plug-in or of slime lack some of our flags. A run reads
     the same `args` for each sample. So the last section of a type that was made without defaults is returned again
-    while its values are the same objects (a new section costs 37 us, a comparison 1 us).
+    while its values are the same objects. A new section costs 37 us, and a comparison 1 us.
     """
     names = _NAMES[section]
     if type(args) in (argparse.Namespace, SimpleNamespace):

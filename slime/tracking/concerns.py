@@ -51,8 +51,8 @@ BEGINS, ENDS = "concern_begin", "concern_end"
 Figures = Mapping[str, float]
 """The figures of a rollout: those of `slime.rollout.learning`, and those of the optimizer steps.
 
-The figures of the steps are grad_norm, learning_rate and ppo_kl (the largest), kl_loss and entropy (the last),
-lowest_entropy and highest_entropy (over the earlier rollouts). text_labels is 1 if each label is a text.
+The figures of the steps are grad_norm, learning_rate and ppo_kl (the largest), and kl_loss and entropy (the last).
+lowest_entropy and highest_entropy cover the earlier rollouts. text_labels is 1 if each label is a text.
 """
 
 

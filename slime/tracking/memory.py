@@ -46,7 +46,7 @@ def reserved_gib(device: torch.device) -> dict[str, float]:
 def leave_free(device: torch.device, least: float) -> None:
     """Keeps PyTorch's allocator from the last `least` bytes of a GPU. Has no effect on other devices.
 
-    Without a limit, its cached blocks fill the whole GPU, and later allocations by other code fail: on an 80 GiB card,
+    Without a limit, its cached blocks fill the whole GPU, and later allocations by other code fail. On an 80 GiB card,
     NCCL could not make the communicator of the first gradient norm. At the limit, the allocator releases its cached
     blocks and tries again.
     """

@@ -26,7 +26,7 @@ class WarningEvents(logging.Handler):
     """Records the warnings and errors that a process logs, up to a maximum per line of code."""
 
     def __init__(self, events: Events | None) -> None:
-        """`events` is None if the process has no journal yet. Then `begin` sets it."""
+        """Makes a handler. `events` is None if the process has no journal yet; then `begin` sets it."""
         super().__init__(logging.WARNING)
         self._events, self._seen = events, Counter[tuple[str, int]]()
         self._early: list[tuple[str, str]] = []

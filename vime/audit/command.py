@@ -98,8 +98,8 @@ def pairs_of(
 def trainer_layouts(rows: list[list[int]]) -> dict[str, list[list[int]]]:
     """Returns ways to pack the same samples.
 
-    They are: as in training; each sample alone; reversed within its row; mixed with samples from other rows (drawn with
-    a fixed seed, rows of the same lengths); and rows split in half.
+    The ways are: as in training; each sample alone; reversed within its row; mixed with samples from other rows; and
+    rows split in half. Mixed rows are drawn with a fixed seed and keep their lengths.
     """
     places = [i for row in rows for i in row]
     random.Random(0).shuffle(places)

@@ -91,7 +91,7 @@ def examine(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 
 def report(findings: Sequence[Finding], good: str, bad: str) -> list[str]:
-    """Aligned lines with each remedy below its finding, and the result: `bad` if there is a problem."""
+    """Returns aligned lines with each finding and its remedy, and the result: `bad` if there is a problem."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:

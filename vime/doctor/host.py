@@ -176,7 +176,7 @@ def check_compiler(machine: Machine, wanted: WantedRun) -> list[Finding]:
 
 
 def check_sandboxes(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """A model's commands, as for `--rm-type code`, run in bubblewrap if the host allows it."""
+    """Checks for bubblewrap, in which a model's commands run if the host allows it, as for `--rm-type code`."""
     found = machine.run("bwrap", "--version")
     refused = found.text if found.code != 0 else bubblewrap.way(os.getuid() == 0).refused
     if not refused:

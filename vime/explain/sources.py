@@ -138,12 +138,12 @@ def raises_to_the_user(call: ast.Call) -> bool:
 
 
 def files(root: Path = ROOT) -> list[Path]:
-    """The Python files of the packages, in a fixed order."""
+    """Returns the Python files of the packages, in a fixed order."""
     return [file for package in PACKAGES for file in sorted((root / package).rglob("*.py"))]
 
 
 def collected(root: Path = ROOT) -> tuple[Message, ...]:
-    """All messages, each text once."""
+    """Returns all messages, each text once."""
     found: dict[str, Message] = {}
     for file in files(root):
         for message in messages_of(file, root):
@@ -152,12 +152,12 @@ def collected(root: Path = ROOT) -> tuple[Message, ...]:
 
 
 def notes(root: Path = ROOT) -> dict[str, str]:
-    """Constant text of a message -> handwritten cause and remedy."""
+    """Returns constant text of a message -> handwritten cause and remedy."""
     return tomllib.loads((root / NOTES).read_text(encoding="utf-8"))
 
 
 def note_of(message: Message, written: dict[str, str]) -> str:
-    """The handwritten text of a message, from the longest key that fits."""
+    """Returns the handwritten text of a message, from the longest key that fits."""
     return written.get(max((k for k in written if fits(k, message)), key=len, default=""), "")
 
 
@@ -167,7 +167,7 @@ def fits(key: str, message: Message) -> bool:
 
 
 def remedy_of(message: Message, written: dict[str, str]) -> str:
-    """The remedy: the handwritten text, or else the remedy in the message."""
+    """Returns the remedy: the handwritten text, or else the remedy in the message."""
     own = message.remedy.removeprefix("or ")
     if re.match(r"(?!vLLM)[a-zA-Z]+\b(?![-_./])", own):
         own = own[0].upper() + own[1:]
@@ -176,13 +176,14 @@ def remedy_of(message: Message, written: dict[str, str]) -> str:
 
 
 def plain(text: str) -> str:
-    """Markdown as the text of a terminal: a link to a page becomes the page's path."""
+    """Converts Markdown to text for a terminal: a link to a page becomes the page's path."""
     text = re.sub(r"\[([^\]]+)\]\((?:\.\./)?([\w./-]+)[^)]*\)", r"\1 (\2)", text).replace("`", "")
     return re.sub(r"\((\w[\w-]*\.md)\)", r"(docs/\1)", text)
 
 
 def symptoms(root: Path = ROOT) -> list[list[object]]:
-    """The rows of the tables of SYMPTOMS whose first column is a symptom: [symptom, remedy, page, its quoted parts]."""
+    """Returns the rows of the tables of SYMPTOMS whose first column is a symptom: [symptom, remedy, page, its quoted
+    parts]."""
     rows: list[list[object]] = []
     in_table = False
     for line in (root / SYMPTOMS).read_text(encoding="utf-8").splitlines():
@@ -203,7 +204,7 @@ def pages_exist(root: Path = ROOT) -> bool:
 
 
 def key(root: Path = ROOT) -> str:
-    """A hash of everything that `page` reads. This module is among the sources."""
+    """Returns a hash of everything that `page` reads. This module is among the sources."""
     digest = hashlib.blake2b(digest_size=16)
     for file in (root / NOTES, root / SYMPTOMS, *files(root)):
         content = file.read_bytes()
@@ -212,7 +213,7 @@ def key(root: Path = ROOT) -> str:
 
 
 def page(root: Path = ROOT) -> str:
-    """The file's text: the key, and one line per message or symptom, in the order of the text."""
+    """Returns the file's text: the key, and one line per message or symptom, in the order of the text."""
     made_from, written = key(root), notes(root)
     messages: list[list[object]] = [
         [" ".join(m.rule.split()), plain(remedy_of(m, written)), str(m.path)] for m in collected(root)

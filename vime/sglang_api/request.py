@@ -267,7 +267,7 @@ def _refuse(fields: msgspec.Struct, names: dict[str, str], where: str) -> None:
 
 
 def _named(error: msgspec.DecodeError, body: bytes) -> str:
-    """msgspec's message with the field first: "Expected `int`, got `str` - at `$.a.b`" -> "a.b must be int"."""
+    """Returns msgspec's message with the field first: "Expected `int`, got `str` - at `$.a.b`" -> "a.b must be int"."""
     said = str(error)
     if found := re.fullmatch(r"Object contains unknown field `(.+?)`(?: - at `\$\.?(.*)`)?", said):
         name = ".".join(filter(None, (found[2], found[1])))

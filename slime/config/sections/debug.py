@@ -50,7 +50,7 @@ class DebugConfig:
 
 
 def profiled_steps(text: str | None, flag: str = "--profile-steps") -> range:
-    """The rollouts of --profile-steps: "2:4" -> 2, 3. The range is empty without the flag."""
+    """Returns the rollouts of --profile-steps: "2:4" -> 2, 3. The range is empty without the flag."""
     if text is None:
         return range(0)
     match = re.fullmatch(r"(\d+):(\d+)", text)

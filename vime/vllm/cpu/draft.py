@@ -1,8 +1,8 @@
 """Computes the sampling parameters of drafted tokens, for engines on CPUs.
 
-To check a draft, vLLM repeats each request's temperature, top-k and top-p for each of its drafted tokens. vLLM's
-function for CPUs writes them into a copy of another dtype and drops the copy. The sampler then reads uninitialised
-memory, and the log-probs are wrong, often NaN. Our function writes into vLLM's own tensor.
+To check a draft, vLLM repeats each request's temperature, top-k and top-p for every drafted token. vLLM's function for
+CPUs writes them into a copy of another dtype and drops the copy. The sampler then reads uninitialised memory, and the
+log-probs are wrong, often NaN. Our function writes into vLLM's own tensor.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def expand(
     replace_to: float,
     MAX_NUM_TOKENS: int | None = None,
 ) -> None:
-    """`output[:] = where(x == replace_from, replace_to, x).repeat_interleave(counts)`, with `counts` the differences of
-    `cu_num_tokens`.
+    """Computes `output[:] = where(x == replace_from, replace_to, x).repeat_interleave(counts)`, with `counts` the
+    differences of `cu_num_tokens`.
 
     output [N] and input_val [requests] may have any dtype. vLLM passes the arguments by name, so the names are vLLM's.
     """

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class CpuWorker(RunWorker, CPUWorker):
-    """vLLM's worker on CPUs, with three additions: it returns the experts of each token, exchanges the tokens of
-    replicas that share experts, and returns the memory of its key-value cache to the system."""
+    """Extends vLLM's worker on CPUs. It returns each token's experts, exchanges the tokens of replicas that share
+    experts, and returns the memory of its key-value cache to the system."""
 
     collector: Any = None
     """vLLM's collector of experts. None for an engine whose answers have no experts."""

@@ -115,8 +115,8 @@ def place(
 ) -> None:
     """Replaces the adapter of this name.
 
-    Raises ValueError for a matrix without its pair, for a module that the engine's model does not have, for a rank
-    above its slot's rank, and for a new name if no slot is free.
+    Raises ValueError for a matrix without its pair, for a module that the engine's model does not have, and for a rank
+    above its slot's rank. Raises ValueError for a new name if no slot is free.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper

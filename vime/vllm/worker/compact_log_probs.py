@@ -3,7 +3,7 @@
 vLLM decodes each token to text with its log-prob, in the single process that serves HTTP. The responses of a rollout
 end at the same time, so the GPU waits for this work (docs/design/decisions.md has the figures). Our client needs ids
 and floats only. In our servers, the function of vLLM that collects the log-probs of a request is therefore replaced
-(vime.vllm.patches): it gets no tokenizer for requests with `flat_logprobs`, a parameter that vLLM's HTTP routes do not
+(vime.vllm.patches). It gets no tokenizer for requests with `flat_logprobs`, a parameter that vLLM's HTTP routes do not
 have.
 """
 

@@ -31,8 +31,8 @@ export class Chart {
   }
 
   /**
-   * `lines`: {name, colour, dash, width, unit, steps, values}; a value that was not finite is null. `log`: the chart's
-   * default.
+   * `lines`: {name, colour, dash, width, unit, steps, values}; a value that was not finite is null. `log`: the axis is
+   * logarithmic by default.
    */
   set(lines, log) {
     this.lines = lines;

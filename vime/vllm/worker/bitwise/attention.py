@@ -60,8 +60,9 @@ class PagedAttention(Paged, CPUAttentionBackendImpl):
 
 
 def _padded(first: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns, for requests with `queries` tokens from row `first` on, the last ones of `keys`: the row of each query
-    [S, Q], a mask of the keys that it attends to [S, 1, Q, K], and a mask of the queries that exist [S, Q]."""
+    """Returns the row of each query [S, Q], a mask of the keys that it attends to [S, 1, Q, K], and a mask of the
+    queries that exist [S, Q]. A request has `queries` tokens from row `first` on, which are the last of its `keys`
+    tokens."""
     of_query = torch.arange(int(queries.max()), device=first.device)
     of_key = torch.arange(int(keys.max()), device=first.device)
     there = of_query < queries[:, None]
