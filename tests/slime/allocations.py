@@ -1,4 +1,4 @@
-"""Bytes of tensors that some code has alive at once, as torch's own profiler counts them on a CPU."""
+"""Measures the bytes of tensors that are alive at once, as torch's profiler counts them on a CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def peak_bytes(work: Callable[[], Any], trace: Path) -> int:
-    """The most bytes that `work` held at a time beyond those that were there before. `trace` is written."""
+    """Returns the most bytes that `work` held at once, beyond the bytes before it. Writes a trace to `trace`."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:

@@ -1,4 +1,4 @@
-"""Rollouts with the tiny policy's log-probs changed by known amounts, and rank data with their facts."""
+"""Makes rollouts whose tiny policy's log-probs are changed by known amounts, and rank data with their facts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slime.types import Sample, TrainData
 
 
 def truthful_samples(root: Path, *, temperature: float = 1.0, seed: int = 0) -> list[Sample]:
-    """make_samples() with the log-probs of root/policy in float64, and weight version 0."""
+    """Returns make_samples() with the log-probs of root/policy in float64, and weight version 0."""
     model = transformers.AutoModelForCausalLM.from_pretrained(root / "policy", dtype=torch.float64)
     samples = make_samples(seed)
     with torch.no_grad():
@@ -32,7 +32,7 @@ def truthful_samples(root: Path, *, temperature: float = 1.0, seed: int = 0) -> 
 
 
 def moved(samples: list[Sample], seed: int = 1) -> list[float]:
-    """Change every log-prob by up to 0.4 nats. Returns trainer - rollout of each active token, in order."""
+    """Changes every log-prob by up to 0.4 nats. Returns trainer - rollout for each active token, in order."""
     rng = random.Random(seed)
     differences = []
     for s in samples:
@@ -47,7 +47,7 @@ def moved(samples: list[Sample], seed: int = 1) -> list[float]:
 def with_facts(
     config: Config, samples: list[Sample], rank: int = 0, ranks: int = 1, facts: Facts | None = None
 ) -> TrainData:
-    """The data that the rollout manager sends to one data-parallel rank."""
+    """Returns the data that the rollout manager sends to one data-parallel rank."""
     hf_config = read_hf_config(config.rollout.hf_checkpoint)
     data = make_rank_data(config, Hooks(config), samples, ranks, hf_config)
     attach(data, samples, run_facts(config) if facts is None else facts)

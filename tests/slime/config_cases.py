@@ -1,4 +1,4 @@
-"""A valid checkpoint directory and command line. The configuration tests change them."""
+"""Makes a valid checkpoint directory and command line, which the configuration tests change."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ HF_CONFIG = {
 
 
 def write_model(directory: Path, **changes: object) -> Path:
-    """Write the files of a checkpoint that the configuration reads: config.json and tokenizer.json."""
+    """Writes the files of a checkpoint that the configuration reads: config.json and tokenizer.json."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(HF_CONFIG | changes))
     tokenizer = {"model": {"vocab": {chr(97 + i): i for i in range(26)}}, "added_tokens": [{"id": 63}]}
@@ -31,7 +31,7 @@ def write_model(directory: Path, **changes: object) -> Path:
 
 
 def good_argv(directory: Path) -> list[str]:
-    """Flags that pass every rule: 4 prompts x 8 samples = 16 samples x 2 steps, on two colocated CPU ranks."""
+    """Returns flags that pass every rule: 4 prompts x 8 samples = 16 samples x 2 steps, on two colocated CPU ranks."""
     model = write_model(directory / "model")
     prompts = directory / "prompts.jsonl"
     prompts.write_text('{"input": "1+1=", "label": "2"}\n')

@@ -1,5 +1,5 @@
-"""Fixtures that test files share: `root` and `build` of the trainer, `single_rank` and `hf_dir` of models alone,
-`checkpoint` of the rollout manager."""
+"""Shared fixtures: `root` and `build` for the trainer, `single_rank` and `hf_dir` for models without a trainer,
+`checkpoint` for the rollout manager."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single_rank(tmp_path_factory):
-    """Process groups of one rank, for a file that builds models without a trainer."""
+    """Creates process groups of one rank, for a file that builds models without a trainer."""
     init_parallel(
         0, 1, megatron_cases.make_config(), init_method=f"file://{tmp_path_factory.mktemp('init')}/store"
     )
@@ -36,7 +36,7 @@ def single_rank(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hf_dir(tmp_path_factory):
-    """A tiny checkpoint in Hugging Face's form."""
+    """Writes a tiny checkpoint in Hugging Face's format."""
     directory = tmp_path_factory.mktemp("hf")
     megatron_cases.tiny_checkpoint(directory)
     return directory
@@ -44,7 +44,7 @@ def hf_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The files of a checkpoint that a rollout reads: config.json and tokenizer."""
+    """Writes the files of a checkpoint that a rollout reads: config.json and tokenizer."""
     directory = tmp_path_factory.mktemp("model")
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(directory)
@@ -54,7 +54,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def states_close() -> Iterator[None]:
-    """Each state that ran has two threads and an event loop."""
+    """Closes each rollout state that ran, because it has two threads and an event loop."""
     yield
     while STATES:
         STATES.pop().close()

@@ -1,4 +1,4 @@
-"""The tiny models that every family is proved on: one line per model. All family tests read this table."""
+"""Table of the tiny models on which every family is tested, one line per model. All family tests read it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TINY: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
         "attn_logit_softcapping": 2.0,  # small enough to change each score
         "final_logit_softcapping": 3.0,
-        "attn_implementation": "eager",  # transformers leaves out the cap of scores elsewhere
+        "attn_implementation": "eager",  # other implementations of transformers leave out the cap of scores
     },
     "gemma3_text": {
         "head_dim": 32,
@@ -76,7 +76,7 @@ TINY: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
     },
-    # with another rms_norm_eps, transformers and vLLM differ (tests/slime/megatron_backend/model/test_latent.py)
+    # With another rms_norm_eps, transformers and vLLM differ (tests/slime/megatron_backend/model/test_latent.py).
     "glm4_moe_lite": {**_LATENT, "q_lora_rank": 24, "rms_norm_eps": 1e-6},
     "qwen3_next": {**_SOFTMAX, "shared_expert_intermediate_size": 80, **_HYBRID},
     "qwen3_5": _HYBRID,
@@ -84,7 +84,7 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {**_SOFTMAX, "shared_expert_intermediate_size": 80, **_HYBRID},
     "qwen3_5_moe_text": {**_SOFTMAX, "shared_expert_intermediate_size": 80, **_HYBRID},
 }
-"""`model_type` -> what its tiny model has beside the common sizes (`megatron_cases.tiny_checkpoint`)."""
+"""`model_type` -> the settings of its tiny model in addition to the common sizes (`megatron_cases.tiny_checkpoint`)."""
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -99,11 +99,11 @@ OLD = {"original_max_position_embeddings": 16}
 
 
 MULTIMODAL = ("qwen3_5", "qwen3_5_moe")
-"""Families whose checkpoints have a vision tower, too."""
+"""Families whose checkpoints also have a vision tower."""
 
 
 def multimodal(text: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a multimodal model with the text model `text`."""
+    """Returns the config.json of a multimodal model with the text model `text`."""
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
     vision |= {"num_position_embeddings": 16, "out_hidden_size": text["hidden_size"]}
     tied = text["tie_word_embeddings"]
@@ -111,19 +111,19 @@ def multimodal(text: dict[str, Any]) -> dict[str, Any]:
 
 
 BUILT_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
-"""Families that transformers does not have: the family whose layers they have."""
+"""Families that transformers does not have, each with the family whose layers they have."""
 
 PREDICTION = {
     "deepseek_v3": "model.layers.2.eh_proj.weight",
 }
-"""Families whose tiny model has a tensor of multi-token prediction, and the name of the tensor."""
+"""Families whose tiny model has a tensor of multi-token prediction, each with the tensor's name."""
 
 
 @dataclass(frozen=True)
 class FamilyCase:
-    """A tiny model: its family, and how it differs from the family's entry in `TINY`. `engine`: whether
-    tests/e2e/engines/test_engine_families.py compares it with an engine; other families have a test of their own.
-    `dtype`: that of the trainer and the engine there."""
+    """A tiny model: its family, and its differences from the family's entry in `TINY`. `engine`: whether
+    tests/e2e/engines/test_engine_families.py compares it with an engine; other families have separate tests.
+    `dtype`: dtype of trainer and engine in that test."""
 
     kind: str
     shape: dict[str, Any] = field(default_factory=dict)
@@ -150,7 +150,8 @@ CASES: dict[str, FamilyCase] = {
     "minimax-m2": FamilyCase("minimax_m2", {"tie_word_embeddings": False}, engine=True),
     "mimo": FamilyCase("mimo", {"tie_word_embeddings": False}, engine=True),
     "deepseek": FamilyCase("deepseek_v3", engine=True),
-    # Moonlight: queries from the hidden states; the published YaRN, where both factors are equal, changes the scale
+    # Moonlight computes queries from the hidden states. The published YaRN, where both factors are equal, changes the
+    # scale.
     "deepseek-plain-queries": FamilyCase(
         "deepseek_v3",
         {"q_lora_rank": None, "v_head_dim": 32, "rope_parameters": YARN | OLD | MSCALE},
@@ -163,7 +164,7 @@ CASES: dict[str, FamilyCase] = {
     "gemma2": FamilyCase("gemma2", engine=True),
     "gemma3": FamilyCase("gemma3_text", engine=True),
     "qwen2-moe": FamilyCase("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine=True),
-    # vLLM's kernels of gated delta nets for CPUs are in bfloat16 only
+    # vLLM's CPU kernels of gated delta nets only have bfloat16.
     "qwen3-next": FamilyCase(
         "qwen3_next", {"tie_word_embeddings": False, "mlp_only_layers": [0]}, True, "bfloat16"
     ),
@@ -172,10 +173,10 @@ CASES: dict[str, FamilyCase] = {
     "qwen3-5-moe": FamilyCase("qwen3_5_moe", {"tie_word_embeddings": False}, True, "bfloat16"),
     "qwen3-5-moe-text": FamilyCase("qwen3_5_moe_text", {"tie_word_embeddings": False}, True, "bfloat16"),
 }
-"""Name of a tiny model -> the model."""
+"""Name -> tiny model."""
 
 ENGINE_SHAPE: dict[str, Any] = {"hidden_size": 128, "max_position_embeddings": 512}
-"""vLLM's CPU kernels need heads of 32 and experts of 64 at least."""
+"""Sizes for vLLM's CPU kernels, which need heads of 32 and experts of 64 at least."""
 _ENGINE_LATENT = {
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
@@ -184,8 +185,8 @@ _ENGINE_LATENT = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
 }
-"""vLLM's kernel for latent attention on CPUs needs these two sizes. vLLM reads method and scores from config.json.
-Published files give them, and transformers does not."""
+"""Settings for vLLM's latent attention on CPUs, whose kernel needs these two sizes. vLLM reads method and scores from
+config.json. Published files have them, and transformers does not write them."""
 _EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "shared_expert_intermediate_size": 64}
 _STATE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
@@ -209,5 +210,5 @@ ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
 
 
 def engine_shape(case: FamilyCase) -> dict[str, Any]:
-    """The shape of a tiny model that vLLM serves too."""
+    """Returns a shape of a tiny model that vLLM can also serve."""
     return {**case.shape, **ENGINE_SHAPE, **ENGINE_EXPERTS.get(case.kind, {})}

@@ -1,4 +1,5 @@
-"""What the family tests measured, for scripts/docs_families.py: with VIME_FAMILY_RECORD=FILE, one line of JSON each."""
+"""Records the measurements of the family tests for scripts/docs_families.py. With VIME_FAMILY_RECORD=FILE, each
+measurement is one line of JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ VARIABLE = "VIME_FAMILY_RECORD"
 
 
 def note(model: str, what: str, value: float) -> None:
-    """Record that `what` of a tiny model (a name of `family_cases.CASES`) was `value`. Nothing without the variable."""
+    """Records the value of `what` for a tiny model (a name in `family_cases.CASES`). Without the variable, it does
+    nothing."""
     if path := os.environ.get(VARIABLE):
         with open(path, "a") as file:
             file.write(json.dumps({"model": model, "what": what, "value": float(value)}) + "\n")

@@ -1,8 +1,9 @@
-"""Parameters of the hybrid models of scripts/architectures.py."""
+"""Numbers of parameters of the hybrid models in scripts/architectures.py."""
 
 from __future__ import annotations
 
-# Without vision tower and layer of prediction, so the published checkpoints have more. Computed from the shapes.
+# The numbers leave out vision tower and prediction layer, so published checkpoints have more. They were computed from
+# the shapes.
 TEXT_ONLY = {
     "qwen3-next-80b-a3b": 79_674_391_296,
     "qwen3.5-0.8b": 752_393_024,

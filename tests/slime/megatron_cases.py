@@ -1,4 +1,4 @@
-"""Tiny HF checkpoints, configurations and a training step, shared by the Megatron tests and their worker processes."""
+"""Makes tiny HF checkpoints, configurations and a training step for the Megatron tests and their worker processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_config(**values: Any) -> Config:
 
 
 def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Module:
-    """Write a random checkpoint with random norms and biases too. Returns the HF model."""
+    """Writes a random checkpoint, in which norms and biases are random too, and returns the HF model."""
     values = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -69,9 +69,7 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
         for name, parameter in model.named_parameters():
-            if name.endswith(
-                "conv1d.weight"
-            ):  # a norm follows, which makes the rounding of tiny values large
+            if name.endswith("conv1d.weight"):  # a norm follows and makes the rounding of tiny values large
                 parameter.normal_(std=0.5)
         for name, buffer in model.named_buffers():
             # Scores differ by less, so the bias decides many choices.
@@ -89,7 +87,7 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
 
 
 def loaded(directory: Path, *, ddp: bool = True, **config: Any) -> list[nn.Module]:
-    """The model of a checkpoint, with its weights, on the ranks of this process."""
+    """Returns the model of a checkpoint with its weights, on the ranks of this process."""
     model = build_model(load_hf_config(directory), make_config(**config), ddp=ddp)
     load_hf(model, directory)
     return model
@@ -106,7 +104,7 @@ def hf_logits(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 def packed_logits(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    """Logits [T, V] of a packed row, for one tensor-parallel rank only."""
+    """Returns logits [T, V] of a packed row, for a single tensor-parallel rank."""
     return capped(hidden_of(model, batch) @ output_weight(model).T, logit_cap(model))[:, :VOCAB]
 
 
@@ -117,7 +115,7 @@ def hidden_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 def hf_gradients(hf: nn.Module, directory: Path) -> dict[str, Tensor]:
-    """Gradients under the names that checkpoints have: transformers saves them as if they were weights. After this, the
+    """Returns gradients under the names of a checkpoint: transformers saves them like weights. Afterwards the
     parameters of `hf` are gradients."""
     with torch.no_grad():
         for parameter in hf.parameters():
@@ -127,15 +125,17 @@ def hf_gradients(hf: nn.Module, directory: Path) -> dict[str, Tensor]:
 
 
 def trained(tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
-    """`tensors` of a checkpoint without those that the trainer does not build: prediction layers, a vision tower."""
+    """Returns the tensors of a checkpoint except those that the trainer does not build: prediction layers, a vision
+    tower."""
     hf_config = read_hf_config(directory)
     others = set(family_for(hf_config).prediction_names(tensors, hf_config))
     return {name: tensor for name, tensor in tensors.items() if name not in others}
 
 
 def assert_gradients_equal(got: Tensor, wanted: Tensor, name: str) -> float:
-    """To 1e-4, or 1e-5 of the tensor's largest value: the norm after a delta rule makes the rounding of small outputs
-    large, in transformers' float32 as in ours. Returns the largest difference, divided by the largest value."""
+    """Compares to 1e-4, or to 1e-5 of the tensor's largest value. The norm after a delta rule enlarges the rounding
+    of small outputs, in transformers' float32 as in ours. Returns the largest difference, divided by the largest
+    value."""
     largest = wanted.abs().max().item()
     atol = max(1e-6, 1e-5 * largest)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=atol, msg=lambda text: f"{name}: {text}")
@@ -143,8 +143,8 @@ def assert_gradients_equal(got: Tensor, wanted: Tensor, name: str) -> float:
 
 
 def as_published(directory: Path, kind: str) -> None:
-    """Give the files what transformers does not write: the model_type of a family that transformers does not have, and
-    a tensor of multi-token prediction."""
+    """Adds the parts of published files that transformers does not write: the model_type of a family that
+    transformers does not have, and a tensor of multi-token prediction."""
     hf_config = json.loads((directory / "config.json").read_text()) | {"model_type": kind}
     (directory / "config.json").write_text(json.dumps(hf_config))
     more = {PREDICTION[kind]: torch.randn(64, 128)} if kind in PREDICTION else {}
@@ -154,8 +154,8 @@ def as_published(directory: Path, kind: str) -> None:
 
 
 def add_prediction_layers(directory: Path) -> None:
-    """Give a checkpoint random layers of multi-token prediction, with the names that the family's published files have:
-    transformers has no such layers. The decoder layer inside is like the last one of the checkpoint."""
+    """Adds random layers of multi-token prediction to a checkpoint, under the names of the family's published files,
+    because transformers has no such layers. The decoder layer inside has the shape of the checkpoint's last layer."""
     hf_config, tensors = read_hf_config(directory), load_file(directory / "model.safetensors")
     mimo = hf_config["model_type"] == "mimo"
     depth, size = hf_config["num_hidden_layers"], hf_config["hidden_size"]
@@ -179,7 +179,8 @@ def add_prediction_layers(directory: Path) -> None:
 
 
 def sum_loss(logits: Tensor, batch: list[Tensor]) -> Tensor:
-    """Cross entropy of each next token (the first follows the last), summed and divided by the step's tokens."""
+    """Returns the cross entropy for each next token (the first follows the last), summed and divided by the step's
+    tokens."""
     targets = torch.cat([tokens.roll(-1) for tokens in batch])
     return cross_entropy(logits, targets, reduction="sum") / BATCH_TOKENS
 
@@ -187,7 +188,8 @@ def sum_loss(logits: Tensor, batch: list[Tensor]) -> Tensor:
 def train_step(
     model: nn.Module, optimizer: Any, scheduler: Any, batch: list[Tensor], **linear: Any
 ) -> list[float]:
-    """One optimizer step on this rank's part of a batch, through rl_kernel's head. Returns [loss, gradient norm]."""
+    """Runs one optimizer step on this rank's part of a batch, through rl_kernel's head. Returns [loss, gradient
+    norm]."""
     model.zero_grad_buffer()
     optimizer.zero_grad()
     start, size = vocab_range(model)

@@ -1,4 +1,5 @@
-"""Processes for the ranks of a test, forked from a server that imported once what they need: 5 s less per process."""
+"""Starts the processes of a test's ranks from a fork server that has imported their modules, which saves 5 s per
+process."""
 
 from __future__ import annotations
 
@@ -15,17 +16,18 @@ import torch
 from torch import multiprocessing
 
 _TRAINER = ["slime.megatron_backend.step.trainer", "torch._dynamo", "pytest", "transformers"]
-"""What each process needs: torch imports the second when a weight is loaded, the tests the others."""
+"""Modules for each process: torch imports the second when it loads a weight, and the tests import the others."""
 _OPERATORS = ["rl_kernel", "triton.language", "pytest"]
-"""What those of tests/rl_kernel need, which Triton's interpreter must not leave to others."""
+"""Modules for the tests of tests/rl_kernel, which must not reach other tests with Triton's interpreter on."""
 _served: list[str] = []
-"""What the present server has imported."""
+"""Modules that the present server has imported."""
 
 
 def forks() -> Any:
-    """A multiprocessing context whose processes have imported the trainer, or with Triton's interpreter the operators.
+    """Returns a multiprocessing context whose processes have imported the trainer, or the operators with Triton's
+    interpreter.
 
-    Their environment is that of the server, which is a new one only where the interpreter comes or goes.
+    The processes have the server's environment. A new server starts only if the interpreter is switched on or off.
     """
     global _served
     wanted = _OPERATORS if os.environ.get("TRITON_INTERPRET") else _TRAINER
@@ -37,19 +39,20 @@ def forks() -> Any:
 
 
 def on_ranks(work: Callable[..., None], *args: Any, ranks: int) -> None:
-    """Call `work(rank, *args)` in `ranks` processes of `forks` and wait for them."""
+    """Calls `work(rank, *args)` in `ranks` processes of `forks` and waits for them."""
     forks()
     multiprocessing.start_processes(_call, args=(work, *args), nprocs=ranks, start_method="forkserver")
 
 
 def _call(rank: int, work: Callable[..., None], *args: Any) -> None:
-    gc.freeze()  # else each checkpoint of Megatron looks at all that the server imported
+    gc.freeze()  # without this, each checkpoint of Megatron makes the collector look at all imported objects
     torch.set_num_threads(1)
     work(rank, *args)
 
 
 def killed(work: Callable[..., None], of_each: Sequence[Sequence[Any]]) -> None:
-    """Call `work(*args)` for each of the args in a process of its own, side by side. SIGKILL must end them all."""
+    """Calls `work(*args)` for each entry of `of_each` in a separate process, all at once. SIGKILL must end each
+    process."""
     context = forks()
     processes = [context.Process(target=work, args=tuple(args)) for args in of_each]
     for process in processes:
@@ -60,7 +63,7 @@ def killed(work: Callable[..., None], of_each: Sequence[Sequence[Any]]) -> None:
 
 
 def kill_when_seen(folder: Path, pattern: str) -> None:
-    """SIGKILL for this process as soon as `folder` has a file of that name."""
+    """Sends SIGKILL to this process as soon as `folder` has a file with that name."""
 
     def watch() -> None:
         while not list(folder.glob(pattern)):
@@ -73,7 +76,7 @@ def kill_when_seen(folder: Path, pattern: str) -> None:
 def in_layouts(
     layouts: Mapping[str, Mapping[str, Any]], rank: int, ranks: int, root: Path
 ) -> Iterator[tuple[str, Any]]:
-    """The name and the configuration of each layout, whose groups exist until the next one is asked for."""
+    """Yields each layout's name and configuration. A layout's groups exist until the next layout."""
     from megatron_cases import make_config
 
     from slime.megatron_backend.parallel import destroy_parallel, init_parallel

@@ -1,7 +1,7 @@
-"""What the data and rollout tests share: a byte tokenizer, full arguments, and an engine double for faults.
+"""Shared parts of the data and rollout tests: a byte tokenizer, complete arguments, and an engine double for faults.
 
-`EngineDouble` stands in for the served model only where a fault or an order of events has to be caused
-(stragglers, timeouts, aborts, refused prompts); the real engine is covered end to end elsewhere.
+`EngineDouble` replaces the served model only where a test must cause a fault or an order of events (stragglers,
+timeouts, aborts, refused prompts). End-to-end tests cover the real engine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ log_correct_samples use_rollout_routing_replay use_score_centering buffer_sort_b
 
 
 def make_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
-    """One token a byte (ids 0-255), then the special tokens: every string has a known number of tokens."""
+    """Makes a tokenizer with one token per byte (ids 0-255) and then the special tokens. Every text has a known
+    length."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -58,7 +59,7 @@ def write_lines(path: Path, rows: list[Any]) -> str:
 
 
 def make_args(**overrides: Any) -> SimpleNamespace:
-    """Every flag that the data source and the rollout read, at its default, for a batch of 2 prompts x 2
+    """Returns every flag that the data source and the rollout read, at its default, for a batch of 2 prompts x 2
     samples.
     """
     defaults: dict[str, Any] = dict.fromkeys(_UNSET.split())
@@ -96,13 +97,13 @@ def make_args(**overrides: Any) -> SimpleNamespace:
 
 
 class EngineDouble:
-    """Writes the letters a, b, c, ... (one token each) and an end marker; deterministic, with faults on
-    demand.
+    """Generates the letters a, b, c, ... (one token each) and an end marker. It is deterministic and causes faults on
+    request.
 
-    A prompt says what happens to it: "len=N" is the number of letters (default 3), "slow" waits for an abort
-    after two letters, "hold=X" waits until X is in `released`, "stuck" ignores deadline and abort, "late" misses
-    its deadline, "refuse" is not accepted. `version` is what the weights are called. `calls` records (prompt text,
-    sampling params, seed) of each request.
+    The prompt selects the behaviour: "len=N" is the number of letters (default 3), "slow" waits for an abort after
+    two letters, "hold=X" waits until X is in `released`, "stuck" ignores deadline and abort, "late" misses its
+    deadline, "refuse" is not accepted. `version` is the weight version. `calls` records (prompt text, sampling
+    params, seed) for each request.
     """
 
     streams = False
@@ -177,7 +178,7 @@ class EngineDouble:
 
 
 STATES: list[GenerateState] = []
-"""Those of `make_state` that are open."""
+"""Open states of `make_state`."""
 
 
 def make_state(
@@ -191,7 +192,7 @@ def make_state(
 
 
 class ListSource:
-    """A data source over given prompts, each used once, with a buffer as a plain list."""
+    """A data source over given prompts, which uses each prompt once and has a plain list as its buffer."""
 
     def __init__(self, args: SimpleNamespace, prompts: list[str]) -> None:
         self.args, self.prompts = args, prompts

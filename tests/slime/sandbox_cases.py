@@ -1,4 +1,4 @@
-"""Commands in a local sandbox, and what is left of it afterwards."""
+"""Runs commands in a local sandbox, and finds the processes and folders that are left afterwards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def namespaces_work():
 
 
 def run(isolation, body, **settings):
-    """`body(sandbox)` in a sandbox; afterwards no process and no folder of it is left."""
+    """Runs `body(sandbox)` in a sandbox, and checks that it leaves no process and no folder."""
 
     async def main():
         sandbox = LocalSandbox(isolation=isolation, **{"limits": SMALL, **settings})
@@ -54,7 +54,7 @@ def command(isolation, text, timeout=20, **settings):
 
 
 def left_behind(marker):
-    """Processes whose environment or command line has the marker."""
+    """Returns the processes whose environment or command line has the marker."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         for file in ("environ", "cmdline"):
@@ -67,7 +67,7 @@ def left_behind(marker):
 
 
 def titled(name):
-    """How many processes have the name as the first word of their command line."""
+    """Returns the number of processes whose command line starts with the name."""
     found = 0
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:

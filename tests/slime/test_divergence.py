@@ -1,4 +1,5 @@
-"""Numbers that are not finite end the run where they arise, with the rollout and the last good checkpoint."""
+"""A number that is not finite ends the run where it arises. The error names the rollout and the last good
+checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ def test_the_newest_checkpoint_from_before_is_named(tmp_path):
     for iteration in (1, 3, 5, 12):
         iteration_path(tmp_path, iteration).mkdir()
         (iteration_path(tmp_path, iteration) / COMPLETE).write_text("{}")
-    iteration_path(tmp_path, 4).mkdir()  # not complete
+    iteration_path(tmp_path, 4).mkdir()  # it is not complete
     error = DivergedError("weights must be finite, got nan after training rollout 5", 5)
     assert str(error.with_checkpoint(str(tmp_path))) == (
         f"weights must be finite, got nan after training rollout 5; iteration 3 of {tmp_path} is from before that: "

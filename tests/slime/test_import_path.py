@@ -1,4 +1,4 @@
-"""No process of a run imports from the folder where the user started it. Plug-ins come by PYTHONPATH."""
+"""No process of a run imports from the folder where the user started it. Plug-ins come from PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ print("good")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A current folder whose files would replace modules of others."""
+    """Changes to a folder whose files would replace modules of other packages."""
     for name in ("random.py", "vllm/__init__.py"):
         (tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "here" / name).write_text("raise SystemExit('shadowed')", encoding="utf-8")
@@ -59,7 +59,8 @@ def run(*arguments: str, path: list[str], **variables: str) -> str:
 
 
 def test_workers_of_ray_do_not_search_the_current_folder(folder, tmp_path):
-    """Ray would put it first, with the folder of the script. What workers start does not search it either."""
+    """Ray would put the current folder and the script's folder first on the path. Children of workers do not search
+    it either."""
     plug_ins = tmp_path / "plug-ins"
     plug_ins.mkdir()
     (plug_ins / "plug_in.py").touch()
@@ -70,7 +71,7 @@ def test_workers_of_ray_do_not_search_the_current_folder(folder, tmp_path):
 
 @pytest.mark.parametrize("start", [["-m", "vime"], ["-P", "-m", "vime"], [str(ROOT / "train.py")]])
 def test_commands_do_not_search_the_current_folder(folder, start):
-    """`import random` comes late in a command. An empty entry of PYTHONPATH is the current folder to Python."""
+    """Commands import `random` late. Python reads an empty entry of PYTHONPATH as the current folder."""
     command = ["--help"] if start[-1].endswith("train.py") else ["models"]
     assert "qwen3" in run(*start, *command, path=[str(ROOT)]).lower() or command == ["--help"]
 
@@ -102,7 +103,7 @@ def test_a_plug_in_of_the_current_folder_gets_an_error_that_says_how(folder):
 
 
 def test_a_clone_that_is_called_vime_does_not_hide_the_package(tmp_path):
-    """With the folder of such a clone on PYTHONPATH, `vime train` ran the train.py of the clone."""
+    """If such a clone's folder is on PYTHONPATH, `vime train` must not run the clone's train.py."""
     (tmp_path / "vime").symlink_to(ROOT)
     command = [Path(sys.executable).with_name("vime"), "train", "--num-rollout", "1"]
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""The order of the loop, seen through small implementations of its three protocols that write down every call."""
+"""The order of the loop, with small implementations of its three protocols that record every call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def done(value: Any) -> Future:
 
 
 class LoopRun:
-    """One run's calls in order, as words: "generate 0", "train 0", "publish 1", ..."""
+    """Records one run's calls in order, as words: "generate 0", "train 0", "publish 1", ..."""
 
     def __init__(self, start: int = 0, **flags: Any) -> None:
         defaults = {
@@ -54,9 +54,9 @@ class LoopRun:
         self.held_out: list[object] | None = None
         self.calls: list[str] = []
         self.logged: list[tuple] = []
-        self.version: int | None = None  # of the weights that the engines hold
+        self.version: int | None = None  # version of the weights in the engines
         self.generated_with: list[int | None] = []
-        self.with_checkpoint: list[int] = []  # the rollouts that a checkpoint follows, as the manager is told
+        self.with_checkpoint: list[int] = []  # rollouts that a checkpoint follows, as the manager gets them
         self.report = Reporter(self.config, Trackers([self]), StepLine(stream=io.StringIO()))
 
     def go(self, engines: Any = None) -> list[str]:
@@ -72,7 +72,7 @@ class LoopRun:
         return done(RolloutBatch([f"data {rollout_id}"], metrics, tokens=0, forward_flops=0.0))
 
     def evaluate(self, rollout_id: int, held_out: dict[str, list[object]] | None = None) -> Future:
-        """The rollout manager's, or the trainer's with its held-out sets."""
+        """Evaluates with the rollout manager, or with the trainer if it has held-out sets."""
         if held_out is not None:
             self.calls.append(f"losses {rollout_id} {held_out}")
             return done({"eval/held/loss": 0.5})
@@ -138,7 +138,7 @@ BRANCHES = (
 
 
 def test_the_loop_has_at_most_eight_branches():
-    """Each `if`, `for`, `while`, `except`, `match`, conditional expression, comprehension and boolean operator."""
+    """Counts each `if`, `for`, `while`, `except`, `match`, conditional expression, comprehension, boolean operator."""
     functions = ast.parse(Path(loop.__file__).read_text()).body
     run = next(f for f in functions if isinstance(f, ast.FunctionDef) and f.name == "run")
     assert sum(isinstance(node, BRANCHES) for node in ast.walk(run)) <= 8
@@ -266,7 +266,7 @@ def test_saving(flags, saved):
 
 
 def test_resumed_run():
-    """From rollout 3 of 5: the engines get version 3 first; an evaluation that was due there is made again."""
+    """The run resumes at rollout 3 of 5. The engines get version 3 first, and a due evaluation is repeated."""
     run = LoopRun(start=3, num_rollout=5, eval_interval=3, max_staleness=1)
     assert run.go() == words(
         "publish 3, evaluate 3, generate 3, generate 4,train 3, publish 4, train 4, publish 5"
@@ -287,7 +287,7 @@ def test_rollouts_alone():
 
 class LostEngine(LoopRun):
     def generate(self, rollout_id: int, saves: bool, version: int) -> Future:
-        return Future()  # never answers
+        return Future()  # this future never completes
 
     def check_health(self) -> None:
         super().check_health()
@@ -309,7 +309,7 @@ class FailingRollout(LoopRun):
 
 
 def test_a_timeout_of_the_work_itself_is_raised():
-    """It is told apart from the wait's own: the health check is not what ends the run."""
+    """The loop separates it from its wait's timeout, so the health check does not end the run."""
     run = FailingRollout()
     with pytest.raises(TimeoutError, match="passed its deadline"):
         run.go()
@@ -323,14 +323,14 @@ def test_a_run_that_is_asked_to_stop_saves_after_its_step():
         "publish 0, evaluate 0, generate 0, train 0, publish 1, generate 1, train 1, publish 2, save 1"
     )
     assert run.next == 2
-    assert run.with_checkpoint == [0, 1]  # any rollout may be the last: each leaves its data position
+    assert run.with_checkpoint == [0, 1]  # any rollout may be the last, so each stores its data position
     last = LoopRun(num_rollout=2, save="dir", exit_signal_handler=True)
     last.stops_in = 1
     assert last.go()[-1] == "save 1" and last.next == 2
 
 
 class StoppedRun(LoopRun):
-    """SIGTERM arrives while what `stops_at` names is made, which never ends."""
+    """A run that gets SIGTERM during the call `stops_at`, which never ends."""
 
     def __init__(self, stops_at: str, **flags: Any) -> None:
         super().__init__(save="dir", exit_signal_handler=True, eval_interval=2, num_rollout=5, **flags)
@@ -362,7 +362,7 @@ class StoppedRun(LoopRun):
     ],
 )
 def test_what_a_run_can_do_without_is_given_up(stops_at, flags, last_calls):
-    """A whole further rollout was made and trained before the save."""
+    """The run saves without waiting for a rollout or an evaluation that it does not need."""
     run = StoppedRun(stops_at, **flags)
     calls = [call for call in run.go() if call != "check_health"]
     wanted = words(last_calls)
@@ -380,7 +380,7 @@ def test_a_signal_before_the_first_step_starts_nothing():
 
 
 def test_an_evaluation_is_of_the_weights_of_its_step():
-    """With --update-weights-interval 2 those of step 3 came to no engine."""
+    """With --update-weights-interval 2, the loop publishes the weights of step 3 only for this evaluation."""
     run = LoopRun(update_weights_interval=2, max_staleness=1, num_rollout=3, eval_interval=1)
     assert run.go() == words(
         "publish 0, evaluate 0, generate 0, train 0, publish 1, evaluate 1,"

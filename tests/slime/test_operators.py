@@ -1,4 +1,5 @@
-"""The switch: which head a configuration takes and why, one decision an operator, strict mode, the counts of a step."""
+"""The switch: each configuration's head with its reason, one decision per operator, strict mode, a step's
+counts."""
 
 import os
 import subprocess
@@ -29,7 +30,7 @@ def configured(tmp_path):
 
 @pytest.fixture
 def switched():
-    """Puts the defaults of rl_kernel back."""
+    """Restores the defaults of rl_kernel."""
     yield
     rl_kernel.configure()
     rl_kernel.telemetry(reset=True)
@@ -99,7 +100,7 @@ def test_head_of_passes_without_gradient(configured, flags, head):
 
 
 def test_decisions_of_a_plain_run(configured):
-    """Two steps a rollout need old log-probs: the two-pass operator is called as well."""
+    """Two steps per rollout need old log-probs, so the two-pass operator is called as well."""
     config = configured()
     decisions = {d.operator: d for d in operators.decide(config, "cpu")}
     assert list(decisions) == [*ALL.split(","), "masked_whiten"]
@@ -156,7 +157,7 @@ def test_strict_refuses_a_cpu_naming_operator_and_reason(configured):
             match="must run the fast linear_logp, linear_token_loss, grpo_loss, swiglu, rotary, but the tensors",
         ):
             operators.decide(configured(*flag), "cpu")
-    # What runs on the host by design is no fall-back, and a run without a trainer has nothing else.
+    # Operators that run on the host by design are no fallback, and a run without a trainer has only these.
     operators.decide(configured("--rlk-fast", "strict", "--debug-rollout-only"), "cpu")
     operators.decide(configured("--rlk-fast", "strict", "--rl-kernel-ops", "group_advantage"), "cpu")
 
@@ -203,7 +204,8 @@ def test_counts_of_a_step(configured, switched):
 
 
 def test_a_head_that_falls_back_shows_beside_hundreds_of_layers(configured, switched):
-    """One operator of four falls back, and half of another's calls: (1 + 1 + 0 + 1/2) / 4, whatever the calls."""
+    """One operator of four falls back, and half of another's calls do: (1 + 1 + 0 + 1/2) / 4, for any number of
+    calls."""
     operators.install(configured())
     operators.step_metrics()
     for name, calls in {"swiglu": 720, "rotary": 720, "grpo_loss": 1}.items():
@@ -245,7 +247,8 @@ def test_a_run_says_what_both_sides_compute_alike(configured):
 
 
 def test_a_provider_that_is_not_there(configured):
-    """In mode auto the run says so at its start, in mode strict it is an error, as what can never be one in both."""
+    """In mode auto the run reports it at its start. In mode strict it is an error, and an invalid provider is one in
+    both."""
     flags = ("--selected-logprob-provider", "no_such_module.provider")
     notes = [note for note in configured(*flags).notes if "provider" in note]
     assert len(notes) == 1 and notes[0].startswith(
@@ -291,7 +294,7 @@ print([step.get("rl_kernel/compile_ms", 0) > 1 for step in steps], [len(step) fo
 
 
 def test_a_step_says_how_long_triton_compiled(tmp_path):
-    """The second step reads its kernel from the disk. The listener that Triton had is called as before."""
+    """The second step reads its kernel from the disk. Triton's earlier listener is still called."""
     pytest.importorskip("triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path)

@@ -1,4 +1,4 @@
-"""A run says where it starts, and replaces results of an earlier run only if it is told to."""
+"""A run reports where it starts, and replaces results of an earlier run only with a flag that allows it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def argv(tmp_path: Path) -> list[str]:
 
 
 def folder(path: Path, *iterations: int, record: str | None = None) -> str:
-    """A folder with complete checkpoints, as far as names go."""
+    """Makes a folder with complete checkpoints, judged by their file names."""
     for iteration in iterations:
         (path / f"iter_{iteration:07d}").mkdir(parents=True)
         (path / f"iter_{iteration:07d}" / "metadata.json").touch()
@@ -46,7 +46,7 @@ def test_a_new_run(argv, tmp_path):
 
 
 def test_what_a_second_command_adds_to_resume(argv, tmp_path):
-    """For each set of flags, the flags and the added ones resume after the newest checkpoint."""
+    """For each set of flags, the flags together with the added flags resume after the newest checkpoint."""
     out = folder(tmp_path / "out")
     save, load = ["--save", out], ["--load", out]
     for flags in ([], save, [*save, *load]):
@@ -76,7 +76,7 @@ def test_a_run_that_resumes(argv, tmp_path):
 
 
 def test_a_command_that_is_queued_again_does_not_repeat_its_rollouts(argv, tmp_path):
-    """--start-rollout-id 0 is for its first start."""
+    """--start-rollout-id 0 applies to the command's first start only."""
     out = folder(tmp_path / "out", 3, 7, record="7")
     queued = ("--load", out, "--save", out, "--num-rollout", "8", "--start-rollout-id")
     for first in ("0", "7"):
@@ -85,7 +85,7 @@ def test_a_command_that_is_queued_again_does_not_repeat_its_rollouts(argv, tmp_p
         assert start_line(resumed).startswith(
             f"resumes after rollout 7 of {out}; --start-rollout-id {first} was for"
         )
-    later = config(argv, *queued, "9")  # more than what was saved: it can only be a first start
+    later = config(argv, *queued, "9")  # this is more than the saved number, so it can only be a first start
     assert first_rollout(later, 7) == 9
     other = config(argv, "--load", out, "--save", str(tmp_path / "new"), "--start-rollout-id", "0")
     assert first_rollout(other, 7) == 0 and not finished(other)

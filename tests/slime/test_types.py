@@ -1,4 +1,5 @@
-"""The record of a sample: what its border check refuses, how a response grows, and that it survives being saved."""
+"""The record of a sample: the errors of its border check, how a response grows, and that a saved sample loads
+unchanged."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def test_check_accepts_what_can_be_trained_on():
 
 
 def test_append_response_tokens():
-    """The model's tokens carry log-probs and are trained on, a tool's are not."""
+    """The model's tokens have log-probs and are trained on; a tool's tokens are not trained on."""
     prompt = [10, 11]
     sample = Sample(tokens=prompt)
     sample.append_response_tokens(tokens=[1, 2], log_probs=[-0.5, -0.25], text="ab")
@@ -71,7 +72,7 @@ def test_append_response_tokens():
 
 
 def test_the_lists_that_a_plug_in_holds_grow():
-    """From an empty mask on, as retool begins, and with columns."""
+    """The lists grow from an empty mask on, as retool begins, and with columns."""
     tokens, mask, log_probs, margin = [7], [], [], [0.25]
     sample = Sample(tokens=tokens, loss_mask=mask, rollout_log_probs=log_probs)
     sample.append_response_tokens(tokens=[1], log_probs=[-0.5], columns={"margin": margin})
@@ -104,7 +105,7 @@ def test_an_answer_without_tokens_leaves_the_lists():
 
 
 def test_generated_tokens_after_some_without_log_probs():
-    """Their log-probs are not known, so 0.0 would be wrong; tokens of a tool need none."""
+    """Their log-probs are unknown, so 0.0 would be wrong; a tool's tokens need no log-probs."""
     sample = Sample(tokens=[7, 1, 2], response_length=2)
     with pytest.raises(ValueError, match="rollout_log_probs must be set .* got none for 2 response tokens"):
         sample.append_response_tokens(tokens=[3], log_probs=[-1.0])
@@ -118,7 +119,7 @@ def encoded(rows: np.ndarray) -> str:
 
 
 def test_experts_of_an_answer_are_kept():
-    """As from /generate with return_routed_experts: the whole sample, or from a token on."""
+    """The rows are those of /generate with return_routed_experts: for the whole sample, or from a token on."""
     args = SimpleNamespace(num_layers=2, moe_router_topk=3)
     rows = np.arange(4 * 2 * 3).reshape(4, 2, 3)
     sample = Sample(tokens=[7])
@@ -187,7 +188,7 @@ def test_experts_of_each_token_but_the_last_where_they_are_needed(rows, got):
 
 
 def test_dict_round_trip():
-    """Through JSON, status by name, without sharing the lists of the record."""
+    """The sample goes through JSON, with its status by name, and shares no list with the record."""
     sample = good(
         status=Sample.Status.TRUNCATED, metadata={"a": [1]}, weight_versions=[3, 4], reward={"x": 1.0}
     )
@@ -217,7 +218,7 @@ ANSWER = {
 
 
 def test_append_takes_what_plug_ins_pass():
-    """Arguments by name after `args`, arrays and tensors, and the engine's `meta_info`."""
+    """It accepts arguments by name after `args`, arrays and tensors, and the engine's `meta_info`."""
     sample, args = Sample(tokens=[10, 11]), SimpleNamespace()
     answer = {**ANSWER, "finish_reason": {"type": "abort"}}
     sample.append_response_tokens(
@@ -229,7 +230,8 @@ def test_append_takes_what_plug_ins_pass():
     assert sample.tokens == [10, 11, 1, 2, 3, 4] and sample.response == "ab<tool>c"
     assert all(type(token) is int for token in sample.tokens)
     assert sample.loss_mask == [1, 1, 0, 1] and sample.rollout_log_probs == [-0.5, -0.25, 0.0, -1.0]
-    assert sample.status is Sample.Status.TRUNCATED and sample.weight_versions == [7, 7]  # one per answer
+    # One version per answer.
+    assert sample.status is Sample.Status.TRUNCATED and sample.weight_versions == [7, 7]
     assert sample.prefix_cache_info == Sample.PrefixCacheInfo(cached_tokens=2, total_prompt_tokens=4)
     assert sample.prefix_cache_info.prefix_cache_hit_rate == 0.5
     assert sample.spec_info == Sample.SpecInfo(2, 8, 4, 4)
@@ -286,7 +288,7 @@ def test_append_refuses_before_it_changes_anything(settings, message):
 
 
 def test_a_sample_that_is_reset_is_built_again():
-    """As plug-ins retry: the fields that slime has are set back, and ours follow."""
+    """A plug-in that retries resets slime's fields, and our fields follow."""
     sample = good(status=Sample.Status.FAILED, columns={"margin": [0.5, None, 0.5]}, weight_versions=[3])
     sample.tokens, sample.response, sample.response_length = [1, 2], "", 0
     sample.rollout_log_probs = sample.loss_mask = None
@@ -295,7 +297,7 @@ def test_a_sample_that_is_reset_is_built_again():
     assert sample.tokens == [1, 2, 5, 6] and sample.loss_mask == [1, 1] and sample.columns == {}
     assert sample.weight_versions == [7] and sample.spec_info.completion_token_num == 2
     sample.check()
-    sample.response_length = 1  # half a reset
+    sample.response_length = 1  # this resets only half of the fields
     with pytest.raises(
         ValueError, match="loss_mask must .* got 2 for 1 tokens of sample 7 .* to start .* again"
     ):

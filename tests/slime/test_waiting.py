@@ -1,4 +1,4 @@
-"""A long wait says what it is for; a short one says nothing."""
+"""A long wait reports its reason; a short wait reports nothing."""
 
 from __future__ import annotations
 

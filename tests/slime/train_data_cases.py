@@ -1,4 +1,4 @@
-"""The flags and samples of which tests make a rollout's training data."""
+"""The flags and samples from which tests make a rollout's training data."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def make_args(**flags) -> SimpleNamespace:
 
 
 def border(**flags) -> tuple[Config, Hooks]:
-    """The configuration of these flags, and its functions of the user."""
+    """Returns the configuration with these flags, and its user functions."""
     config = Config.of_args(make_args(**flags))
     return config, Hooks(config)
 
 
 def sample(index: int, group: int | None, reward: float | None, response: int = 2, **fields) -> Sample:
     values = {
-        "tokens": [index, *range(1, response + 2)],  # two prompt tokens, the first tells the samples apart
+        "tokens": [index, *range(1, response + 2)],  # two prompt tokens; the first identifies the sample
         "rollout_log_probs": [-0.5] * response,
         "status": Sample.Status.COMPLETED,
     }

@@ -26,7 +26,7 @@ CALLS: list[tuple[Any, ...]] = []
 
 
 def make_checkpoints(root: Path, kind: str = "qwen3", **changes: Any) -> None:
-    """Write root/policy, and root/reference with the same shape and slightly different weights."""
+    """Writes root/policy, and root/reference with the same shape and slightly different weights."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16} | changes
     policy = tiny_checkpoint(root / "policy", kind, **shape)
     with torch.no_grad():
@@ -36,8 +36,8 @@ def make_checkpoints(root: Path, kind: str = "qwen3", **changes: Any) -> None:
 
 
 def make_config(root: Path, **flags: Any) -> Config:
-    """8 rollouts of one optimizer step in several micro-batches. With Adam's large epsilon, the step is a smooth
-    function of the gradient, so rounding differences stay small in the weights.
+    """Returns a config for 8 rollouts of one optimizer step in several micro-batches. With Adam's large epsilon, the
+    step is a smooth function of the gradient, so rounding differences stay small in the weights.
     """
     given = {
         "hf_checkpoint": str(root / "policy"),
@@ -64,9 +64,10 @@ def make_config(root: Path, **flags: Any) -> Config:
 
 
 def make_samples(seed: int = 0) -> list[Sample]:
-    """4 groups of 2 rollouts: different lengths, masks with gaps, one removed sample, one rollout with two samples.
+    """Makes 4 groups of 2 rollouts: different lengths, masks with gaps, one removed sample, one rollout with two
+    samples.
 
-    The samples of a group have one prompt, but for the two of group 2.
+    The samples of a group have one prompt, except the two of group 2.
     """
     rng = random.Random(seed)
     prompts: dict[int, list[int]] = {}
@@ -95,14 +96,14 @@ def make_samples(seed: int = 0) -> list[Sample]:
 
 
 def rank_data(config: Config, samples: list[Sample], rank: int = 0, ranks: int = 1) -> TrainData:
-    """New train data of one data-parallel rank (training adds columns to its input)."""
+    """Makes new train data for one data-parallel rank, because training adds columns to its input."""
     return make_rank_data(
         config, Hooks(config), samples, ranks, read_hf_config(config.rollout.hf_checkpoint)
     )[rank]
 
 
 def exported(trainer: MegatronTrainer) -> dict[str, Tensor]:
-    """A copy of all weights under their HF names."""
+    """Returns copies of the weights under their HF names."""
     return {name: tensor.cpu().clone() for name, tensor in export_hf(trainer.policy.model)}
 
 
@@ -111,7 +112,7 @@ def init_hook(args: Any) -> None:
 
 
 def read_mismatch_settings(args: Any) -> None:
-    """What --custom-config-path does with the keys of the example's file that are no flags."""
+    """Sets the example file's keys that are not flags on `args`, as --custom-config-path does."""
     path = Path(__file__).parents[2] / "examples/plugins/mismatch_correction.yaml"
     vars(args).update(yaml.safe_load(path.read_text()))
 
@@ -141,7 +142,7 @@ def advantage_hook(args: Any, data: TrainData) -> None:
 
 
 def reinforce_loss(args: Any, batch: TrainData, logits: Tensor, sum_of_sample_mean: Any) -> tuple:
-    """-A log p. Its gradient is the clipped objective's gradient if the policy is still the old policy."""
+    """Computes -A log p. Its gradient equals the clipped objective's gradient if the policy is still the old policy."""
     _, out = get_log_probs_and_entropy(
         logits,
         args=args,
@@ -160,7 +161,7 @@ def train(trainer: MegatronTrainer, rollout_id: int = 0, seed: int = 0) -> tuple
 
 
 def hf_log_probs(model: nn.Module, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob of each response token and entropy of its distribution, from full logits."""
+    """Returns the log-prob for each response token and the entropy of its distribution, from full logits."""
     tokens = torch.tensor(sample.tokens)
     rows = slice(len(tokens) - sample.response_length - 1, len(tokens) - 1)
     table = torch.log_softmax(model(tokens[None]).logits[0, rows] / temperature, dim=-1)

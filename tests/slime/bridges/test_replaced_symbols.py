@@ -1,4 +1,4 @@
-"""Replaced symbols: how a record is applied and undone, and that every record has a symbol that exists."""
+"""Replaced symbols: a record is applied and undone, and every record has a symbol that exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOREIGN = "a_foreign_program"
 
 
 class Program:
-    """A foreign class with a method of each kind."""
+    """A foreign class with every kind of method."""
 
     def plain(self, x: int) -> int:
         return x

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: what is wrong, in which file, and which older iteration is whole."""
+"""Errors for damaged checkpoints name the fault, the file, and the newest older iteration that is intact."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TENSORS = "__0_0.distcp"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Three iterations of a trained model, and the parts to load them into."""
+    """Saves three iterations of a trained model, and returns the parts to load them into."""
     root = tmp_path_factory.mktemp("saved")
     tiny_checkpoint(root / "hf")
     config = make_config(lr=1e-3)
@@ -47,7 +47,7 @@ def folder(saved, tmp_path) -> Path:
 
 
 def flip(file: Path, count: int = 4096) -> None:
-    """Invert `count` bytes in the middle: the size stays."""
+    """Inverts `count` bytes in the middle, so that the size stays."""
     content = bytearray(file.read_bytes())
     start = max(0, len(content) // 2 - count // 2)
     content[start : start + count] = bytes(255 - b for b in content[start : start + count])

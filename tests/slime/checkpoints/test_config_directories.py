@@ -1,4 +1,4 @@
-"""Paths of flags: what a run could not read or write is refused with the flags."""
+"""Paths of flags: a path that a run could not read or write is an error that names the flag."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def argv(tmp_path: Path) -> list[str]:
 
 
 def directory(root: Path, *names: str, record: str = "") -> str:
-    """A folder with these files; the record of the latest checkpoint where one is given."""
+    """Makes a folder with these files, and with the record of the latest checkpoint if it is given."""
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text('{"model_type": "qwen3"}' if name == "config.json" else "")
@@ -82,15 +82,15 @@ def test_directories_that_the_trainer_can_read_are_taken(argv, tmp_path):
     aside = directory(tmp_path / "aside", ".iter_0000004.old/metadata.json", record="4")
     for path in (single, sharded, saved, aside):
         assert parse_args([*argv, "--use-kl-loss", "--ref-load", path]).checkpoint.ref_load == path
-    # A run that saves where it loads begins with nothing there, or with what a killed save left.
+    # A run that saves to its --load folder starts without a folder, or with the files of a killed save.
     cut_off = directory(tmp_path / "cut_off", "iter_0000001/metadata.json", ".iter_0000002.partial/common.pt")
     for path in (single, saved, cut_off, directory(tmp_path / "empty"), str(tmp_path / "absent")):
         assert parse_args([*argv, "--load", path, "--save", path]).checkpoint.load == path
-    # The records of a run may lie there, too: its config.json is no model's.
+    # The folder may also have the records of a run, whose config.json does not describe a model.
     records = directory(tmp_path / "records")
     (tmp_path / "records" / "config.json").write_text('{"rollout": {}}')
     assert start_directory(parse_args([*argv, "--load", records, "--save", records])) != records
-    # Resumed without a reference, nothing reads --ref-load.
+    # A run that resumes without a reference does not read --ref-load.
     parse_args([*argv, "--load", saved, "--ref-load", "absent"])
 
 
@@ -120,11 +120,12 @@ def test_checkpoint_of_two_models(argv, tmp_path):
         parse_args(argv)
 
 
-CONVERTED = ("release/.metadata", "release/common.pt")  # a plan looks whether it is there, a run reads it
+CONVERTED = ("release/.metadata", "release/common.pt")  # a plan checks that it exists, and a run reads it
 
 
 def test_converted_checkpoints_are_taken(argv, tmp_path):
-    """As slime's scripts name them: the reference and the first weights, or a folder to save to and resume from."""
+    """The flags are those of slime's scripts: the reference and the first weights, or a folder to save to and resume
+    from."""
     path = directory(tmp_path / "model_torch_dist", *CONVERTED, record="release\n")
     saved = directory(tmp_path / "saved")
     config = parse_args([*argv, "--use-kl-loss", "--ref-load", path, "--load", saved, "--save", saved])

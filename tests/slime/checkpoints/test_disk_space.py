@@ -1,4 +1,4 @@
-"""A full disk: the folder and the flag are named, and what was saved before still loads."""
+"""If a disk is full, the error names the folder and the flag, and the earlier checkpoint still loads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def disk(tmp_path) -> Iterator[Callable[[int], Path]]:
 
 @pytest.fixture
 def largest_file() -> Iterator[Callable[[int], None]]:
-    """Limits the size of files that this process writes, as a quota does: EFBIG in place of a signal."""
+    """Limits the size of files that this process writes, as a quota does: the process gets EFBIG and no signal."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -100,7 +100,7 @@ def as_before(folder: Path, parts) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", ["all", "overhead", "common"])
 def test_a_disk_too_small_for_a_second_checkpoint_keeps_the_first(parts, tmp_path, disk, missing):
-    """Refused before a byte is written; gone while the tensors are written; gone in torch's writer in C++."""
+    """The save fails before it writes a byte, while it writes the tensors, or in torch's writer in C++."""
     save_checkpoint(tmp_path / "sized", 1, *parts, extra={"at": 1})
     one = bytes_of(tmp_path / "sized")
     folder = disk({"all": one * 3 // 2, "overhead": 2 * one - 16 * 1024, "common": one * 3 // 2}[missing])
@@ -171,7 +171,7 @@ def test_metrics_and_the_data_position(disk):
 
 
 def test_an_event_that_fills_the_disk_damages_no_other(disk):
-    """The kernel writes the part that fits, and says so; the line goes on with the next event."""
+    """The kernel writes the part that fits and reports its size. The next event starts a new line."""
     folder = disk(64 * 1024)
     events = Events("driver", str(folder))
     events.add("start", rollout=0)
@@ -180,7 +180,7 @@ def test_an_event_that_fills_the_disk_damages_no_other(disk):
     assert "must have room for the run's events, got 'No space left on device'" in text
     cut = (folder / "events.jsonl").read_bytes()
     assert len(cut) == 64 * 1024 and not cut.endswith(b"\n")
-    os.truncate(folder / "events.jsonl", 50_000)  # in place of a second file that is removed
+    os.truncate(folder / "events.jsonl", 50_000)  # this frees room as a removed file would
     (events := Events("driver", str(folder))).add("start", rollout=7)
     events.close()
     kinds = [(event.kind, event.get("rollout")) for event in read_events(folder, ("start", DAMAGED))]

@@ -1,4 +1,4 @@
-"""config.json and the headers of the weights beside it."""
+"""Reads config.json and the headers of the weight files in its folder."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def write(folder, **changes):
 
 
 def test_weights_that_fit(tmp_path):
-    check_checkpoint_shapes(tmp_path, CONFIG)  # nothing there to judge
+    check_checkpoint_shapes(tmp_path, CONFIG)  # there is nothing to check
     write(tmp_path)
     check_checkpoint_shapes(tmp_path, CONFIG)
 
@@ -58,7 +58,7 @@ def test_a_file_that_was_cut_off_is_named(tmp_path, size):
 def test_a_file_that_the_index_names_must_be_there(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "more.safetensors"}}))
-    check_checkpoint_shapes(tmp_path, CONFIG)  # JSON files alone
+    check_checkpoint_shapes(tmp_path, CONFIG)  # the folder has only JSON files
     write(tmp_path)
     with pytest.raises(ValueError, match=r"/more.safetensors must be a whole safetensors file, got no such"):
         check_checkpoint_shapes(tmp_path, CONFIG)

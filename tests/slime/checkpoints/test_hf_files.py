@@ -1,4 +1,5 @@
-"""Files of weights that other users of the machine may read, and errors for those that they may not."""
+"""Weight files are readable for the machine's other users, and a file that this user may not read gives its own
+error."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def test_the_umask_decides_who_may_read(tmp_path: Path, umask: int, mode: int) -
 
 
 def test_one_function_writes_weights() -> None:
-    """safetensors makes files with mode 0600, whatever the umask is, and so does `mkstemp`."""
+    """safetensors and `mkstemp` create files with mode 0600, whatever the umask is."""
     root = Path(__file__).parents[3]
     found = [
         str(file.relative_to(root))
@@ -43,7 +44,7 @@ def test_one_function_writes_weights() -> None:
 
 
 def test_a_file_of_another_user_is_no_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root may read all files, so the answer of the system is replaced."""
+    """Root may read all files, so the test replaces the system's answer."""
     file, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
     file.write_bytes(b"not read")
     index.write_text("not read")

@@ -1,4 +1,4 @@
-"""Models by their name on the Hugging Face hub: the local copy, the download, and what says why there is none."""
+"""Models by their name on the Hugging Face hub: the local copy, the download, and the error without them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.checkpoints.hub import is_hub_name, local_checkpoint
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A hub cache with one model, and no network."""
+    """Makes a hub cache with one model, and turns the network off."""
     snapshot = tmp_path / "models--owner--tiny" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")

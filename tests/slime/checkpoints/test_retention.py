@@ -1,4 +1,4 @@
-"""Which older checkpoints stay: real folders, and what a flag of the run names."""
+"""Removal of older checkpoints: real folders, and the folders that a flag of the run names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def test_the_last_ones_stay(tmp_path, keep, latest, spared, left):
 
 
 def test_an_incomplete_iteration_is_no_checkpoint(tmp_path):
-    """It is neither counted nor removed, and one that stopped between two renames counts under its number."""
+    """It is neither counted nor removed. A checkpoint whose save stopped between two renames counts under its
+    number."""
     folder(tmp_path, 1, 2, 3, 4, latest=4)
     (tmp_path / "iter_0000003" / "metadata.json").unlink()
     (tmp_path / "iter_0000002").rename(tmp_path / ".iter_0000002.old")
@@ -66,7 +67,7 @@ def test_what_another_flag_names_stays(tmp_path):
     assert named(here) == {1, 2}
     after_save(here, save)
     assert iterations(save) == [1, 2, 4]
-    assert positions(save) == [f"data_state_{i}.json" for i in (1, 2, 4, 5)]  # rollout 5 is under way
+    assert positions(save) == [f"data_state_{i}.json" for i in (1, 2, 4, 5)]  # rollout 5 is in progress
 
 
 def test_without_the_flags_nothing_is_removed(tmp_path):

@@ -9,7 +9,7 @@ from slime.config.sections.engine import EngineFacts
 
 
 def placement_config(device: str, **flags: Any) -> Config:
-    """One trainer rank and one engine, each on its own device."""
+    """Returns a config with one trainer rank and one engine, each on its own device."""
     defaults = {
         "actor_num_nodes": 1,
         "actor_num_gpus_per_node": 1,
@@ -32,7 +32,7 @@ def placement_config(device: str, **flags: Any) -> Config:
 
 
 def with_teachers(config: Config, *sources: str, gpus: int, per_engine: int = 1) -> Config:
-    """The same run with a teacher for each source."""
+    """Returns the same run with a teacher for each source."""
     return config.with_values(
         opd_type="vllm",
         opd_teacher_model=[f"{source}=DIR" for source in sources],

@@ -1,4 +1,4 @@
-"""Which of several failing ranks a run names: real Ray actors."""
+"""If several ranks fail, the run names the right one; the test uses real Ray actors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@ray.remote(num_cpus=0, max_concurrency=8)  # a call that waits leaves the actor to the tests behind it
+@ray.remote(num_cpus=0, max_concurrency=8)  # a waiting call leaves the actor usable for later tests
 class Rank:
     def ready(self) -> None:
         pass
@@ -53,7 +53,7 @@ def alive(cluster: None) -> list:
 
 @pytest.fixture
 def ranks(alive: list) -> list:
-    """Three actors; a new one in place of each that a test killed."""
+    """Yields three actors, and replaces each actor that a test killed."""
     for i, rank in enumerate(alive):
         try:
             ray.get(rank.ready.remote())
@@ -98,7 +98,7 @@ def test_a_call_is_not_waited_for_when_an_actor_that_it_will_need_has_died(
 
 
 def test_a_wait_ends_with_what_its_check_raises(tmp_path: Path, ranks: list) -> None:
-    """The calls go on; that an answer comes ends the wait as ever."""
+    """The calls continue. In the second wait the answer comes first and is returned."""
     config = Config.from_flat({"run_dir": str(tmp_path)})
     checks: list[float] = []
 
@@ -127,7 +127,7 @@ def test_what_a_process_is_made_of_is_out_of_later_collections() -> None:
     kept = [[] for _ in range(10_000)]
     freeze_objects()
     try:
-        found = gc.get_objects()  # those that a full collection walks over
+        found = gc.get_objects()  # the objects that a full collection visits
         assert len(found) < len(kept) and not any(each is kept for each in found)
     finally:
         gc.unfreeze()

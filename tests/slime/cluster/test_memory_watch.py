@@ -1,4 +1,5 @@
-"""The watch of a run's memory, on real processes: their sizes by role and phase, and the end on a full host."""
+"""The watch of a run's memory on real processes: their sizes by role and phase, and the end of the run on a full
+host."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ HOLD = "import sys; held = bytearray(b'x') * (int(sys.argv[1]) << 20); print('re
 
 @pytest.fixture
 def holder(tmp_path):
-    """A process that writes to logs/trainer-0.log and has 64 MiB."""
+    """Starts a process that writes to logs/trainer-0.log and has 64 MiB."""
     log = tmp_path / "logs" / "trainer-0.log"
     log.parent.mkdir()
     with log.open("w") as file:
@@ -65,9 +66,9 @@ def test_the_largest_values_of_each_phase_are_recorded(holder, tmp_path):
         for timer, phase in (("train_wait", GENERATING), ("sleep", HAND_OVER), ("train", TRAINING)):
             watch.observe(timer, begins=True)
             wait_for(lambda phase=phase: watch.now.phase == phase and watch.now.samples > 0)
-            watch.observe("forward", begins=True)  # no phase of a run
+            watch.observe("forward", begins=True)  # not a phase of a run
             watch.observe(timer, begins=False)
-        assert watch.now.phase == GENERATING  # engines generate between two others
+        assert watch.now.phase == GENERATING  # engines generate between two other phases
     events = memory_events(tmp_path)
     phases = [event["phase"] for event in events]
     assert phases[:2] == [LOADING, FIRST_WEIGHTS] and {GENERATING, HAND_OVER, TRAINING} <= set(phases)
@@ -107,7 +108,7 @@ def test_a_stay_keeps_the_largest_of_its_samples():
 
 
 def test_a_full_host_ends_the_run_with_the_reason(tmp_path):
-    """96 of 100 GiB: the kernel would kill a process soon."""
+    """96 of 100 GiB are in use: the kernel would soon kill a process."""
     for name, text in {
         "proc/meminfo": f"MemTotal: {100 << 20} kB\nMemAvailable: {4 << 20} kB\n",
         "proc/self/cgroup": "0::/\n",

@@ -1,4 +1,4 @@
-"""CPUs near a GPU, read from a tree like Linux's /sys, and a real child process bound to some of them."""
+"""Finds the CPUs near a GPU in a tree like Linux's /sys, and binds a real child process to some of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GB200 = ("0008:01:00.0", "0019:01:00.0")
 
 
 def sysfs(root: Path, nodes: dict[int, tuple[str, str]], devices: dict[str, int]) -> Path:
-    """/sys with NUMA nodes (CPUs, distances) and PCI devices on them."""
+    """Writes a /sys with NUMA nodes (CPUs, distances) and their PCI devices."""
     folder = root / "devices/system/node"
     for number, (cpus, distance) in nodes.items():
         (folder / f"node{number}").mkdir(parents=True)
@@ -36,14 +36,15 @@ def sysfs(root: Path, nodes: dict[int, tuple[str, str]], devices: dict[str, int]
 
 @pytest.fixture
 def two_sockets(tmp_path: Path) -> Path:
-    """An HGX host: two processors with hyperthreads, a GPU on each."""
+    """Writes the /sys of an HGX host: two processors with hyperthreads, each with a GPU."""
     nodes = {0: ("0-55,112-167", "10 21"), 1: ("56-111,168-223", "21 10")}
     return sysfs(tmp_path, nodes, {HGX[0]: 0, HGX[1]: 1})
 
 
 @pytest.fixture
 def tray(tmp_path: Path) -> Path:
-    """A GB200 tray: two Grace CPUs, and NUMA nodes 2 and 10 are the memory of GPUs. A GPU may be on either kind."""
+    """Writes the /sys of a GB200 tray: two Grace CPUs; NUMA nodes 2 and 10 are GPU memory. A GPU may be on either
+    kind."""
     nodes = {
         0: ("0-71", "10 40 80 120"),
         1: ("72-143", "40 10 120 80"),
@@ -97,7 +98,7 @@ def test_nothing_is_bound_where_it_is_off_or_not_known(two_sockets, tmp_path):
 
 
 def test_this_machine_can_be_read():
-    """Its own /sys: whatever it is, reading it works, and its nodes hold the CPUs that this process may use."""
+    """This machine's /sys can be read, and its nodes have the CPUs that this process may use."""
     nodes = nodes_with_cpus()
     assert not nodes or os.sched_getaffinity(0) <= set().union(*nodes.values())
     cpus, line = choose_cpus(["0000:00:00.0"], "auto")
@@ -140,7 +141,7 @@ def test_a_process_binds_itself_and_its_threads():
 
 
 class Printing(VllmServer):
-    """An engine server whose program prints where it may run."""
+    """An engine server whose program prints the CPUs on which it may run."""
 
     def command(self) -> list[str]:
         return [sys.executable, "-c", "import os; print('child', *os.sched_getaffinity(0))"]

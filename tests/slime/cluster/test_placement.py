@@ -1,5 +1,5 @@
-"""Devices for trainers and engines: the arithmetic, on a real local Ray, and what a run that does not fit is told. On
-CPUs; which GPUs who gets is in test_placement_gpus.py."""
+"""Devices for trainers and engines on CPUs: the arithmetic, on a real local Ray, and the errors for a run that does
+not fit. test_placement_gpus.py tests the choice of GPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CRITIC = {"advantage_estimator": "ppo"}
         (16, {"actor_num_nodes": 2, "rollout_num_gpus": 0, "debug_train_only": True}, (8, 16)),
         (2, {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 2}, (1, 1)),
         (16, {**CRITIC, "critic_num_gpus_per_node": 3, "colocate": True}, (4, 16)),
-        (None, {}, (1, 1)),  # a system that does not say
+        (None, {}, (1, 1)),  # the system does not report its cores
     ],
 )
 def test_cpu_threads(monkeypatch, cores, flags, threads):
@@ -38,7 +38,7 @@ def test_cpu_threads(monkeypatch, cores, flags, threads):
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Four devices: 2 CPU cores."""
+    """Starts a Ray with four devices, which are 2 CPU cores."""
     ray.init(
         address="local",
         num_cpus=2,
@@ -73,7 +73,7 @@ def test_engines_stand_behind_the_trainers(cluster):
 
 
 def test_colocated_engines_share_the_trainers_devices(cluster):
-    """Engines of 2 on 4 trainers; one bundle holds a trainer and an engine at the same time."""
+    """Two engines of 2 devices run on 4 trainers; a bundle holds a trainer and an engine at the same time."""
     placed = place(
         placement_config(
             "cpu", actor_num_gpus_per_node=4, rollout_num_gpus=4, rollout_num_gpus_per_engine=2, colocate=True
@@ -159,7 +159,7 @@ def test_a_run_that_does_not_fit_is_told_what_it_needs(cluster):
 @pytest.mark.parametrize("colocate", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_flags_of_the_error_fit(device, colocate):
-    """For each number of ranks and engines, the run with the printed flags needs no more than there is."""
+    """For each number of ranks and engines, the run with the printed flags fits the existing devices."""
     resource, share = ("GPU", 1.0) if device == "cuda" else ("CPU", DEVICE)
     seen = 0
     for existing, ranks, engines, tensor in itertools.product((1, 2, 4, 7), (1, 2, 8), (0, 1, 2, 8), (1, 2)):
@@ -195,16 +195,17 @@ def test_devices_held_by_another_job(cluster, monkeypatch):
             monkeypatch.context() as patch,
             pytest.raises(RuntimeError, match="2 devices must be free within 1 s, got only .* another job"),
         ):
-            # for this call alone: Ray gives back what the test before had within seconds, not at once
+            # The short limit is for this call only: Ray needs some seconds to give back the last test's devices.
             patch.setattr(placement, "_PLACEMENT_TIMEOUT_S", 1)
             place(placement_config("cpu"))
     finally:
         other.release()
-    place(placement_config("cpu", actor_num_gpus_per_node=3)).release()  # the one that failed holds nothing
+    # The failed placement holds no device.
+    place(placement_config("cpu", actor_num_gpus_per_node=3)).release()
 
 
 def test_an_engine_that_joins_takes_devices_that_are_free(cluster, monkeypatch):
-    """Two of four devices are taken: two engines of one device may join, and one more when one has left."""
+    """Two of four devices are in use: two engines of one device may join, and one more after an engine has left."""
     config = placement_config("cpu", actor_num_gpus_per_node=1, rollout_num_gpus=1)
     placed = place(config)
     joined = [place_engine(config, "policy") for _ in range(2)]

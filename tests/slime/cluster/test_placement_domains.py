@@ -1,4 +1,4 @@
-"""NVLink domains: what the driver reports, the order in which a run takes its GPUs, and what is refused."""
+"""NVLink domains: the driver's report, the order in which a run takes its GPUs, and layouts that are errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ RACK_A, RACK_B = "a1000000-0000-0000-0000-000000000001.0", "b1000000-0000-0000-0
 
 
 def racks(nodes_of: dict[str, int], per_node: int = 4) -> list[Gpu]:
-    """GPUs of racks whose nodes have interleaved addresses, in the order of bundles that Ray might choose: any."""
+    """Returns GPUs of racks whose nodes have interleaved addresses, in random order, because Ray may choose any
+    bundle order."""
     left = dict(nodes_of)
     gpus, address = [], 1
     while any(left.values()):
@@ -36,7 +37,7 @@ def racks(nodes_of: dict[str, int], per_node: int = 4) -> list[Gpu]:
 
 
 def groups(gpus: list[Gpu], blocks: list[int], size: int | None = None) -> list[list[Gpu]]:
-    """GPUs of each block, as the run takes them."""
+    """Returns the GPUs per block, as the run takes them."""
     order, _ = _ordered(gpus, blocks, size)
     assert sorted(order) == list(range(len(gpus)))
     starts = [sum(blocks[:i]) for i in range(len(blocks))]
@@ -63,7 +64,8 @@ def test_two_nvl72_racks_whose_nodes_ray_interleaves():
 
 
 def test_racks_of_which_a_run_has_parts():
-    """15 and 3 nodes: a group that starts in the rest of the first rack would end in the second."""
+    """The racks have 15 and 3 nodes. A group that starts on the first rack's remaining nodes would end on the second
+    rack."""
     found = groups(racks({RACK_A: 15, RACK_B: 3}), [16] * 3 + [8, 4, 8, 4])
     assert all(len(racks_of(group)) == 1 for group in found)
     assert [racks_of(group) for group in found[3:]] == [{RACK_A}, {RACK_A}, {RACK_B}, {RACK_B}]
@@ -78,7 +80,7 @@ def test_an_engine_takes_one_node_where_one_has_room():
 
 
 def test_an_engine_larger_than_a_domain_is_whole_nodes():
-    gpus = racks({"": 3}, per_node=8)  # no fabric: each node is a domain
+    gpus = racks({"": 3}, per_node=8)  # without a fabric, each node is a domain
     found = groups(gpus, [4, 16, 4])
     assert len(nodes_of(found[1])) == 2 and nodes_of(found[0]) == nodes_of(found[2])
     assert not nodes_of(found[0]) & nodes_of(found[1])
@@ -157,7 +159,7 @@ def test_what_the_driver_reports(cluster, clique, domain):
 
 
 def test_a_driver_of_a_host_without_a_fabric_reports_none():
-    """As the driver of an H100 in a virtual machine, 580.159.04, writes it."""
+    """The text is that of an H100's driver in a virtual machine, 580.159.04."""
     text = QUERY.format(state="N/A", cluster="N/A", clique="N/A").replace("Success", "N/A")
     assert parse(text) == GpuFacts("0008:01:00.0", "")
     assert parse("GPU 00000000:00:06.0\n    Product Name : Tesla\n") == GpuFacts("0000:00:06.0", "")
@@ -182,8 +184,8 @@ def test_a_driver_that_fails_is_an_error_and_none_is_not(tmp_path, monkeypatch):
 
 @pytest.fixture
 def two_racks(monkeypatch, tmp_path) -> Iterator[None]:
-    """A Ray of four nodes of two GPUs on this host. A program in the place of nvidia-smi answers that the nodes are of
-    two racks in turns."""
+    """Starts a Ray with four nodes of two GPUs on this host. A program that replaces nvidia-smi answers that the
+    nodes belong to two racks in turns."""
     text = QUERY.format(state="Completed", clique="1", cluster="$rack")
     fake_smi(tmp_path / "bin", f'case "$3" in GPU-a*) rack={RACK_A[:-2]};; *) rack={RACK_B[:-2]};; esac\n'
              f"cat <<END\n{text}\nEND")  # fmt: skip
@@ -269,7 +271,8 @@ def test_layouts_that_no_domain_has_room_for(argv, flags, error):
     [
         "--gpu gb200 --actor-num-nodes 4 --tensor-model-parallel-size 16",  # one domain of 72
         "--gpu gb200 --actor-num-nodes 20 --tensor-model-parallel-size 16 --nvlink-domain-size 64",
-        "--device cuda --actor-num-gpus-per-node 16 --tensor-model-parallel-size 16",  # nothing is known of domains
+        # The domains are unknown.
+        "--device cuda --actor-num-gpus-per-node 16 --tensor-model-parallel-size 16",
     ],
 )
 def test_layouts_that_fit(argv, flags, tmp_path):

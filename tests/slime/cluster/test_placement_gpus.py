@@ -1,5 +1,5 @@
-"""Which GPUs trainers and engines get: a real local Ray that was told of GPUs, which needs none, and real processes
-that say what they would see."""
+"""The GPUs of trainers and engines. A real local Ray counts GPUs that do not exist, and real processes report the
+GPUs that they would see."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUIET = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
 
 @ray.remote
 class Process:
-    """A trainer rank, or the one that starts an engine server: what it, and a child of it, may see."""
+    """A trainer rank, or the actor that starts an engine server. It reports the GPUs visible to it and to its child."""
 
     def __init__(self, env: dict[str, str]) -> None:
         self.env = env
@@ -50,7 +50,8 @@ class Process:
     ids=["all", "numbers", "uuids"],
 )
 def names(request) -> Iterator[list[str]]:
-    """A node of four GPUs and their names in order, by what CUDA_VISIBLE_DEVICES was when Ray started."""
+    """Starts a node of four GPUs and yields their names in order, for a value of CUDA_VISIBLE_DEVICES at
+    Ray's start."""
     given, names = request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(VISIBLE_VARIABLE, raising=False)
@@ -66,7 +67,8 @@ def start(placed: Placement, bundles: list[int]) -> ray.actor.ActorHandle:
 
 
 def test_colocated_engines_share_the_gpus_of_neighbouring_trainers(names):
-    """4 trainers and 2 engines of 2 at the same time, half a GPU each: rank r sees GPU r, engine i those of its two."""
+    """4 trainers and 2 engines of 2 run at once, with half a GPU each: rank r sees GPU r, and an engine sees its two
+    GPUs."""
     placed = place(
         placement_config(
             "cuda",
@@ -96,14 +98,14 @@ def test_an_engine_stands_behind_the_trainers_and_has_its_gpus_for_itself(names)
         actors.append(start(placed, placed.engine_bundles["policy"][0]))
         seen = ray.get([actor.child_sees.remote() for actor in actors], timeout=60)
         assert seen == [names[0], names[1], ",".join(names[2:])]
-        # the engine's second GPU has no actor, and still nobody outside the run gets it
+        # The engine's second GPU has no actor, and still no process outside the run gets it.
         assert ray.available_resources().get("GPU", 0) == 0
     finally:
         placed.release()
 
 
 def test_ray_may_leave_the_variable_alone(names, monkeypatch):
-    """Then every process sees all GPUs, but for what the placement tells it."""
+    """Then every process sees all GPUs, except those with a variable from the placement."""
     monkeypatch.setenv(NOSET, "1")
     placed = place(placement_config("cuda", actor_num_gpus_per_node=2, rollout_num_gpus=2))
     try:

@@ -1,5 +1,5 @@
-"""Engines of several GPUs on a Ray of two nodes, both of which are on this host and were told of GPUs. Engines that
-fill several nodes are in tests/vime/pool/test_engine_nodes.py."""
+"""Engines of several GPUs on a Ray with two nodes. Both nodes are on this host, and their GPUs do not exist.
+tests/vime/pool/test_engine_nodes.py tests engines that fill several nodes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def engines_of_two(rollout_num_gpus: int, num_gpus_per_node: int = 8) -> Config:
 
 @pytest.fixture
 def two_nodes(monkeypatch) -> Iterator[None]:
-    """One GPU here, three there."""
+    """Starts a head node with one GPU, and a second node with three."""
     monkeypatch.delenv(VISIBLE_VARIABLE, raising=False)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 1, **QUIET})
     cluster.add_node(num_cpus=1, num_gpus=3, object_store_memory=QUIET["object_store_memory"])
@@ -59,7 +59,7 @@ def test_an_engine_on_two_nodes_is_refused(two_nodes):
     ):
         place(engines_of_two(4, num_gpus_per_node=1))
     placed = place(engines_of_two(2))
-    try:  # nothing of the refused run is held, and Ray packs two onto the larger node
+    try:  # the failed run holds no GPU, and Ray packs two onto the larger node
         (bundles,) = placed.engine_bundles["policy"]
         assert len({placed.gpus[bundle].node for bundle in bundles}) == 1
     finally:

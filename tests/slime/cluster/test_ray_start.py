@@ -1,4 +1,4 @@
-"""Joining and starting Ray: an address where nothing listens, and a machine that is too busy for Ray's 30 s."""
+"""Joins and starts Ray: an address without a listener, and a machine that is too busy for Ray's limit of 30 s."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slime.cluster import ray_start, watchdog
 
 @pytest.mark.slow
 def test_ray_that_does_not_answer_in_time_is_started_again(monkeypatch):
-    """The first start never becomes known to the driver, as on a machine that is too busy."""
+    """The first start never reaches the driver, as on a machine that is too busy."""
     found, failing = services.get_node, [True]
 
     def get_node(*args, **kwargs):
@@ -45,7 +45,7 @@ def test_ray_that_does_not_answer_in_time_is_started_again(monkeypatch):
 
 
 def test_an_agent_without_ports_ends_with_the_process_that_started_it(tmp_path):
-    """Its files have the names for which the raylet waits: otherwise no cluster of a run would start."""
+    """The raylet waits for files with these names. Without them, no cluster of a run would start."""
     command = [sys.executable, "-P", quiet_agent.__file__, "agent.py", f"--session-dir={tmp_path}"]
     with subprocess.Popen([*command, "--node-id=n1", "--head"], stdin=subprocess.PIPE) as agent:
         assert agent.stdin is not None
@@ -64,7 +64,7 @@ def test_an_agent_without_ports_ends_with_the_process_that_started_it(tmp_path):
 
 def test_an_address_where_nothing_listens_is_named_within_seconds(monkeypatch):
     with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))  # bound and not listening: no other process gets the port
+        held.bind(("127.0.0.1", 0))  # bound and not listening, so that no other process gets the port
         address = f"127.0.0.1:{held.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The token of a Ray cluster: the file that holds it, and who gets in without it."""
+"""The token of a Ray cluster: the file that holds it, and the errors of clients without it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONNECT = (
     "connect(); print('nodes', len(ray.nodes())); ray.shutdown()"
 )
 PLAIN = "import ray; ray.init(); print('nodes', len(ray.nodes()))"
-"""A client of Ray that knows nothing of this project."""
+"""A client of Ray without this project's code."""
 
 
 def test_a_made_file_is_closed_to_others_and_never_overwritten(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 @contextmanager
 def started(command: list[str], log: Path, **variables: str) -> Iterator[None]:
-    """`command` while it runs; afterwards it and its descendants are ended by id."""
+    """Runs `command` during a `with` block, and then ends it and its descendants by id."""
     with open(log, "wb") as file:
         process = subprocess.Popen(
             command, env=environment(**variables), stdout=file, stderr=subprocess.STDOUT
@@ -122,7 +122,7 @@ def start_client(code: str, port: int, home: Path, **variables: str) -> subproce
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """Unix sockets have short paths only."""
+    """Yields a folder with a short path, because paths of Unix sockets have a limit."""
     with tempfile.TemporaryDirectory(prefix="vray-") as path:
         yield Path(path)
 
@@ -134,8 +134,8 @@ def test_only_clients_with_the_token_get_in(short: Path) -> None:
     command += [f"--temp-dir={short / 'r'}", "--num-cpus=1", "--object-store-memory=80000000"]
     with started(command, log, TOKEN_FILE=str(token), NODE_IP="127.0.0.1", PORT=str(port)):
         wait_until(lambda: "Ray runtime started" in log.read_text(errors="replace"), log)
-        once = {"RAY_NUM_REDIS_GET_RETRIES": "1"}  # else Ray asks for 20 s before it gives up
-        # Without the second variable Ray would take another address of this host, at which nothing listens.
+        once = {"RAY_NUM_REDIS_GET_RETRIES": "1"}  # otherwise Ray retries for 20 s
+        # Without the second variable, Ray would use another address of this host, where nothing listens.
         none = {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
         clients = {
             "right": start_client(CONNECT, port, short, RAY_AUTH_TOKEN_PATH=str(token)),
@@ -155,7 +155,7 @@ def test_only_clients_with_the_token_get_in(short: Path) -> None:
 
 
 class Recorder:
-    """Passes connections on to a port of this host, and keeps what the clients send."""
+    """Forwards connections to a port of this host, and records the bytes that the clients send."""
 
     def __init__(self, target: int) -> None:
         self.sent, self._target = bytearray(), target
@@ -178,11 +178,11 @@ class Recorder:
                 target.sendall(data)
             target.shutdown(socket.SHUT_WR)
         except OSError:
-            pass  # one side has closed; the other one ends with the test
+            pass  # one side has closed; the other side ends with the test
 
 
 def test_a_cluster_that_admits_anyone_gets_no_token(short: Path) -> None:
-    """Ray's own server without authentication: `connect` refuses it and never sends the token there."""
+    """The server is Ray's own, without authentication. `connect` raises an error and never sends the token."""
     port, path, log = free_port(), short / "token", short / "log"
     ray_token.make_token_file(path)
     command = [str(GCS_SERVER), f"--log_dir={short}", f"--gcs_server_port={port}"]
@@ -193,7 +193,7 @@ def test_a_cluster_that_admits_anyone_gets_no_token(short: Path) -> None:
         refusing, asking = Recorder(port), Recorder(port)
         clients = [
             start_client(CONNECT, refusing.port, short, **token),
-            # What a client sends that does not look first: shows that the recorder would see the token.
+            # This client does not check the server first. It proves that the recorder would see the token.
             start_client(
                 "import os; from ray._raylet import GcsClient\n"
                 "GcsClient(address=os.environ['RAY_ADDRESS']).internal_kv_keys(b'', None, timeout=20)",

@@ -1,4 +1,4 @@
-"""A driver whose Ray has died says so and ends, wherever it waits; what needs Ray is not called any more."""
+"""A driver whose Ray has died reports it and ends, wherever it waits. It makes no more calls that need Ray."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ leave(0)
 
 
 def driven(how: str, tmp_path: Path, *, interrupt: bool = False) -> tuple[str, float]:
-    """Output of a driver that waits in the way `how` while its Ray is killed, and the seconds to its end. With
-    `interrupt`, the driver gets SIGTERM and its Ray lives."""
+    """Returns the output of a driver that waits in the way `how` while its Ray is killed, and the seconds to its end.
+    With `interrupt`, the driver gets SIGTERM and its Ray lives."""
     folder = tmp_path / "private"
     folder.mkdir()
     command = [sys.executable, "-c", DRIVER, how, str(folder)]

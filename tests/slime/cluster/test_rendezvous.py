@@ -1,4 +1,4 @@
-"""Trainer ranks meet at a port that nobody can take in between."""
+"""Trainer ranks meet at a port that no other process can take meanwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from slime.cluster.rendezvous import open_store
 
 HOST = "127.0.0.2"
-"""An address of this machine, and not the one that every server here listens on."""
+"""An address of this machine other than the one on which every server here listens."""
 
 
 def meet(init_method: str, rank: int) -> float:
@@ -32,7 +32,7 @@ def test_the_port_is_held_until_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) 
         other.bind((HOST, port))
     assert refused.value.errno == errno.EADDRINUSE
     with socket.socket() as other:
-        other.bind(("127.0.0.3", port))  # only where it was asked to listen
+        other.bind(("127.0.0.3", port))  # it listens on the given address only
     process = mp.get_context("spawn").Process(target=meet, args=(init_method, 1))
     process.start()
     assert meet(init_method, 0) == 3

@@ -1,4 +1,4 @@
-"""A critic on ranks of its own: real Ray actors with a tiny model, against a trainer that has both models."""
+"""Compares a critic on separate ranks with a trainer that has both models, with real Ray actors and a tiny model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def start(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trainers]]:
-    """Starts trainers one after another, with one compute thread for each rank."""
+    """Starts trainers one after another, with one compute thread per rank."""
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     running: list[Callable[[], None]] = []
 
@@ -74,7 +74,7 @@ def start(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def data_of(config: Config, rollout_id: int) -> list[object]:
-    """As the rollout manager makes it: of each group's data-parallel ranks."""
+    """Returns data as the rollout manager makes it, for each group's data-parallel ranks."""
     sizes = [group.config.data_parallel_size for group in groups_of(config)]
     samples = make_samples(rollout_id)
     parts = (rank_data(config, samples, rank, size) for size in sizes for rank in range(size))
@@ -87,7 +87,7 @@ def trained(trainers: Trainers, rollout_id: int) -> TrainResult:
 
 
 def alone(build: Callable[..., Any], rollouts: int, **flags: Any) -> list[TrainResult]:
-    """The same rollouts by one rank that has both models."""
+    """Trains the same rollouts on one rank that has both models."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -105,7 +105,7 @@ def test_numbers_to_the_last_digit_a_resumed_run_and_a_rank_that_dies(
     trainers = start(**flags, colocate=True, offload_train=True)
     assert [group.group.name for group in trainers._groups] == ["trainer", "critic"]
     told = "between trainings gradients, parameters, optimizer leave the device, "
-    assert [line.startswith(told) for line in trainers.memory] == [True]  # the critic stays
+    assert [line.startswith(told) for line in trainers.memory] == [True]  # the critic stays on its device
     for rollout_id in range(2):
         got = trained(trainers, rollout_id)
         assert (got.steps, got.rollout) == (wanted[rollout_id].steps, wanted[rollout_id].rollout)

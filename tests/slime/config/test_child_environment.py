@@ -1,4 +1,4 @@
-"""Children that need no key do not get one: what the kernel shows of each child's environment."""
+"""Child processes that need no key do not get one; the test reads each child's environment from the kernel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def secrets_of_the_user(monkeypatch):
 def environment(pid: int) -> dict[str, str]:
     end = time.monotonic() + 10
     while not (entries := Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0"))[0]:
-        assert time.monotonic() < end  # the kernel fills it in a moment after the start
+        assert time.monotonic() < end  # the kernel fills it a moment after the start
     return dict(entry.split("=", 1) for entry in entries if entry)
 
 
@@ -82,4 +82,4 @@ def test_processes_of_ray_get_no_run_key():
         listed = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout.splitlines()
     environ = dict(line.split("=", 1) for line in listed if "=" in line)
     assert leaked(environ) == set(SECRETS) - {"VIME_RUN_KEY"}
-    assert os.environ["VIME_RUN_KEY"] == SECRETS["VIME_RUN_KEY"]  # the driver's
+    assert os.environ["VIME_RUN_KEY"] == SECRETS["VIME_RUN_KEY"]  # the driver keeps its key

@@ -1,4 +1,4 @@
-"""Flags of models with experts: what slime's scripts say of them, and what is refused with its reason."""
+"""Flags of models with experts: the flags of slime's scripts, and errors with their reasons."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ SLIME_GLM = (
     "--moe-router-load-balancing-type seq_aux_loss --moe-token-dispatcher-type alltoall --moe-grouped-gemm "
     "--moe-router-dtype fp32 --moe-permute-fusion --moe-aux-loss-coeff 0 --add-qkv-bias"
 )
-"""What slime's script of GLM-4.5-Air says of experts, with the numbers of this model."""
+"""The expert flags of slime's script for GLM-4.5-Air, with the numbers of this model."""
 
 
 def test_flags_of_the_script_of_glm_are_taken(argv: list[str], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Megatron's flags: generated, historical, and those that only describe the checkpoint."""
+"""Megatron's flags: generated flags, historical names, and flags that only describe the checkpoint."""
 
 import dataclasses
 import importlib.metadata
@@ -114,7 +114,7 @@ def test_wrong_megatron_flags(argv, extra, message):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_flag_has_one_owner(backend):
-    """Names of this project shadow core fields on purpose; the hand-written tables may not overlap at all."""
+    """This project's flags replace some core fields on purpose; the hand-written tables may not overlap at all."""
     found = BACKENDS[backend]
     backends = [found.specs, found.unsupported, found.no_effect]
     tables = [own_flags(), UNSUPPORTED, NO_EFFECT, *backends, MODEL_ARGS, HISTORICAL, MANAGED]
@@ -144,7 +144,7 @@ def test_every_core_field_is_a_flag_or_cannot_be_one():
     fields = {f.name for cls in core_config_classes() for f in dataclasses.fields(cls)}
     known.add(
         "fp4_param_gather"
-    )  # of 0.19: the flag of that name sets fp4_param, and needs Transformer Engine
+    )  # new in 0.19: the flag with this name sets fp4_param, and needs Transformer Engine
     assert fields - known == objects & fields
 
 
@@ -250,7 +250,8 @@ def test_mismatch_stops_parse_args(argv):
 
 
 def test_the_table_of_flags_is_that_of_the_installed_version():
-    """For every version that was run: to write a row of another, scripts/docs_core_flags.py."""
+    """The table has a row for each version that was run. scripts/docs_core_flags.py writes the row of another
+    version."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     found = {name: row_of(flag) for name, flag in imported_core_flags().items()}
     assert table[importlib.metadata.version("megatron-core")] == json.loads(json.dumps(found))

@@ -1,4 +1,4 @@
-"""Every number has a range: NaN, infinities and absurd sizes are refused, with the flag and the value."""
+"""Every number has a range: NaN, infinities and absurd sizes are errors that name the flag and the value."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ COUNTS = {
         for name, spec in own_flags().items()
         if spec.range in (COUNT, COUNT_OR_ZERO)
     },
-    # of Megatron's own flags
+    # These flags are Megatron's own.
     "--recompute-num-layers": COUNT,
     "--ddp-bucket-size": COUNT,
     "--num-distributed-optimizer-instances": COUNT_OR_ZERO,
@@ -57,7 +57,7 @@ COUNTS = {
 
 @pytest.mark.parametrize("flag_", COUNTS)
 def test_a_count_below_its_range_is_one_line(argv: list[str], flag_: str) -> None:
-    """The flag, the rule and the value, without a second problem that follows from the first."""
+    """The error has the flag, the rule and the value, and no second problem that follows from the first."""
     for value in ("0", "-1", "-7") if COUNTS[flag_] is COUNT else ("-1", "-7"):
         rule = "above 0" if COUNTS[flag_] is COUNT else "0 or more"
         with pytest.raises(ValueError) as error:

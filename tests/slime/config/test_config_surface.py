@@ -1,4 +1,4 @@
-"""The flags of this project are its public surface: a change must be on purpose, and every flag must do something."""
+"""The flags of this project are its public surface: a change must be on purpose, and every flag must have an effect."""
 
 import ast
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_flags_and_defaults_are_those_on_record():
     )
 
 
-# Read through another flag that they set while the configuration is resolved, or by the parser itself.
+# The parser reads these flags, or they set another flag while the configuration is resolved.
 RESOLVED_AWAY = {
     *("custom_config_path", "dump_details", "bf16", "fp16", "fp32", "update_weight_disk_dir"),
     *("num_gpus_per_node", "expert_tensor_parallel_size", "train_backend", "update_weight_transport"),
@@ -39,7 +39,7 @@ RESOLVED_AWAY = {
 
 
 def names_in_code() -> set[str]:
-    """Every attribute and string of slime and vime outside slime/config."""
+    """Returns every attribute and string of slime and vime outside slime/config."""
     names: set[str] = set()
     for path in [*ROOT.glob("slime/**/*.py"), *ROOT.glob("vime/**/*.py")]:
         if path.parent.name != "config":

@@ -33,7 +33,7 @@ def advised(function: Any, **keys: Any) -> str:
 
 
 def run(function: Any, of: Sample | None = None, **keys: Any) -> Any:
-    """What the printed expression gives."""
+    """Returns the value of the printed expression."""
     names = {"f": function, "sample": of or sample()}
     text = advised(function, **keys)
     if not inspect.iscoroutinefunction(function):
@@ -42,7 +42,7 @@ def run(function: Any, of: Sample | None = None, **keys: Any) -> Any:
     return asyncio.run(names["call"]())  # type: ignore[operator]
 
 
-# TRL
+# A reward of TRL.
 def accuracy(completions, solution, **kwargs):
     assert completions[0].startswith("It is 4") and kwargs["difficulty"] == [3]
     return [float(s in c) for c, s in zip(completions, solution, strict=True)]
@@ -87,7 +87,7 @@ def of_input(completions, question, solution, **kwargs):
     return [float(s in c) for c, s in zip(completions, solution, strict=True)]
 
 
-# verl
+# A reward of verl.
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source == "gsm8k" and extra_info["difficulty"] == 3
     return float(ground_truth in solution_str)
@@ -115,7 +115,7 @@ def easy_r1_batch(reward_inputs):
     return [float(one["ground_truth"] in one["response"]) for one in reward_inputs]
 
 
-# OpenRLHF
+# A reward of OpenRLHF.
 def reward_func(queries, prompts, labels, **kwargs):
     assert queries[0].startswith("<user>6*7It is 4")
     return [float(label in query) for query, label in zip(queries, labels, strict=True)]
@@ -125,7 +125,7 @@ def reward_record(queries, prompts, labels):
     return {"rewards": [float(label in query) for query, label in zip(queries, labels, strict=True)]}
 
 
-# texts in place of args and sample
+# Rewards that take texts instead of args and sample.
 def two(response, label):
     return float(label in response)
 
@@ -181,7 +181,7 @@ def test_extra_info_is_the_column_where_there_is_one() -> None:
 
 
 def test_a_label_of_another_name_is_the_missing_column() -> None:
-    """`--label-key answer` and a reward that wants `solution`. A column of this name wins."""
+    """With `--label-key answer`, a reward's argument `solution` gets the label, unless a column has this name."""
     for function in (accuracy, two_columns):
         assert run(function, label_key="answer") == 1.0
         assert run(function, sample(metadata={**METADATA, "solution": "41"}), label_key="answer") == 0.0
@@ -189,7 +189,7 @@ def test_a_label_of_another_name_is_the_missing_column() -> None:
 
 @pytest.mark.parametrize("function", [two, graded, prompted, batch, with_args], ids=lambda one: one.__name__)
 def test_texts_in_place_of_the_flags_and_the_sample_are_refused(function: Any) -> None:
-    """`def two(response, label)` was called with the flags and the sample."""
+    """Without this error, `def two(response, label)` would be called with the flags and the sample."""
     assert advised(function).startswith("f(")
 
 

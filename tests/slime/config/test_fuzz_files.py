@@ -1,4 +1,4 @@
-"""Files that users write, over generated texts: YAML, prompt files and config.json give a result or a ValueError."""
+"""Generated texts for files that users write: YAML, prompt files and config.json give a result or a ValueError."""
 
 from __future__ import annotations
 

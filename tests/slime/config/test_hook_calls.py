@@ -1,4 +1,4 @@
-"""Functions of users are called as their flags say: a wrong signature is an error before anything starts."""
+"""Functions of users are called with their flags' arguments: a wrong signature is an error before anything starts."""
 
 from __future__ import annotations
 

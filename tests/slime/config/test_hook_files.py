@@ -82,7 +82,7 @@ def test_threads_get_a_whole_module(folder):
 def test_errors_name_the_file(folder, path, kind, message):
     (folder / "broken.py").write_text("1 / 0")
     (folder / "lacking.py").write_text("import no_such_dependency")
-    for _ in range(2):  # a file that failed is no module at the second time
+    for _ in range(2):  # a file that failed must not be a loaded module the second time
         with pytest.raises(kind, match=message):
             load_function(path, "--custom-rm-path")
 
@@ -102,7 +102,7 @@ def test_errors_name_the_file(folder, path, kind, message):
     ],
 )
 def test_a_file_without_a_function_is_answered_with_its_functions(folder, path, end):
-    """`--custom-rm-path several.py` was "no module named several"."""
+    """`--custom-rm-path several.py` names the functions of the file, not a missing module."""
     text = "from os.path import join\nNUMBER = 1\nclass Box: ...\n"
     (folder / "no_functions.py").write_text(text)
     (folder / "several.py").write_text(

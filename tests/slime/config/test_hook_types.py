@@ -1,4 +1,4 @@
-"""The types of hooks: the calls that the checks of a run know, and functions that mypy refuses."""
+"""The types of hooks: the calls that a run's checks accept, and functions that mypy rejects."""
 
 from __future__ import annotations
 

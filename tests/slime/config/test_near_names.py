@@ -1,4 +1,4 @@
-"""A wrong name is answered with the one that was meant, and with none if no name is near."""
+"""The error for a wrong name suggests the nearest name, or no name if none is near."""
 
 import pytest
 
@@ -12,19 +12,19 @@ FLAGS = [*own_flags(), *core_flags(), "vllm_..."]
 @pytest.mark.parametrize(
     ("wrong", "meant"),
     [
-        # spelling
+        # These differ in spelling.
         ("rolout-batch-size", "--rollout-batch-size"),
         ("rollout_batchsize", "--rollout-batch-size"),
         ("lrr", "--lr"),
         ("num-rollouts", "--num-rollout"),
-        # the beginning of a name
+        # These are the beginning of a name.
         ("n-samples", "--n-samples-per-prompt"),
         ("n-sample", "--n-samples-per-prompt"),
         ("rollout-temp", "--rollout-temperature"),
         ("global-batch", "--global-batch-size"),
         ("use-kl", "--use-kl-loss"),
         ("balance-by", "--balance-by-flops"),
-        # the same words
+        # These have the same words.
         ("max-tokens-gpu", "--max-tokens-per-gpu"),
         ("rollout-max-response-length", "--rollout-max-response-len"),
         ("entropy-coefficient", "--entropy-coef"),

@@ -1,4 +1,4 @@
-"""What a run masks in the files that it writes."""
+"""Secrets that a run masks in the files that it writes."""
 
 import json
 import time
@@ -124,7 +124,7 @@ def test_no_file_of_a_run_has_a_secret(tmp_path):
     "part", ["token: ", "token=", "a: ", '"a": "', "://", "Bearer ", "[", "eyJaaaaaaaaa.", "a-"]
 )
 def test_masking_takes_linear_time(part):
-    """A text of a model, or of a server that answers with an error, may be long."""
+    """The text of a model, or of a server that answers with an error, may be long."""
     began = time.process_time()
     mask_secrets(part * 40_000)
     assert time.process_time() - began < 2

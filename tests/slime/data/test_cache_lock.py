@@ -1,4 +1,4 @@
-"""The cache of prompts on a file system without flock, which a test cannot make: no wait is silent or without end."""
+"""The cache of prompts on a file system without flock, which a test cannot make. No wait is silent or endless."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_prompts_are_read_without_flock(prompts, monkeypatch, code):
 
 @pytest.mark.parametrize("left", ["77\nnode-3\n", ""])
 def test_a_lock_that_another_host_left_ends_the_wait(prompts, tmp_path, monkeypatch, capsys, left):
-    """An empty file is what flock leaves where it works."""
+    """flock leaves an empty file if it works."""
     no_flock(monkeypatch, errno.ENOSYS)
     monkeypatch.setattr(cache_lock, "_LIMIT_S", 0.5)
     read_table(prompts)
@@ -58,7 +58,7 @@ def test_a_lock_that_another_host_left_ends_the_wait(prompts, tmp_path, monkeypa
 
 @pytest.mark.parametrize("code", [0, errno.ENOSYS])
 def test_a_lock_that_is_held_is_waited_for_and_said(tmp_path, monkeypatch, capsys, code):
-    """Longer than a file of another host would be."""
+    """The lock is held longer than another host's file would count."""
     if code:
         no_flock(monkeypatch, code)
     monkeypatch.setattr(cache_lock, "_SAY_EVERY_S", 0.1)

@@ -1,4 +1,4 @@
-"""The table of columns: a new record reaches the loss from the engine's answer, and no other code names it."""
+"""The table of columns: a new record brings values from the engine's answer to the loss, and no other code names it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ MARGIN = Column(
 
 @pytest.fixture
 def margin(monkeypatch) -> None:
-    """One record more in the table."""
+    """Adds a record to the table."""
     monkeypatch.setitem(COLUMNS, "margin", MARGIN)
 
 
 class TellingDouble(EngineDouble):
-    """Also tells a margin of each token that it samples: 0.5 more from one to the next."""
+    """An engine double that also returns a margin per sampled token, which rises by 0.5 from token to token."""
 
     async def generate(self, token_ids, sampling_params, **others) -> GenerateResult:
         result = await super().generate(token_ids, sampling_params, **others)
@@ -46,7 +46,7 @@ class TellingDouble(EngineDouble):
 
 
 def generated(index: int) -> Sample:
-    """Two turns of an engine with two tokens of a tool between them."""
+    """Returns a sample with two turns of an engine and a tool's two tokens between them."""
     args, tokenizer = make_args(), make_tokenizer()
     engine = TellingDouble(tokenizer)
     make_state(args, tokenizer).engine = engine
@@ -94,7 +94,7 @@ def test_a_field_of_the_engine_reaches_the_micro_batch(margin, cp_size):
             assert torch.equal(batch.local(batch.columns["margin"]), wanted[mine])
             assert len(batch.local(batch.columns["margin"])) == len(batch.rows)
             found[mine] = batch.local(batch.columns["margin"])
-        assert torch.equal(found, wanted)  # the ranks have every response token, each once
+        assert torch.equal(found, wanted)  # together the ranks have every response token once
 
 
 def test_without_a_record_nothing_of_it_travels():
@@ -125,7 +125,7 @@ def test_values_must_be_as_many_as_tokens():
 
 
 def test_every_list_of_a_rank_is_in_the_table():
-    """But what counts optimizer steps and micro-batches, and the places of the samples."""
+    """The table leaves out counts of optimizer steps and micro-batches, and the indices of the samples."""
     (data,) = make_rank_data(*make_data_border(), [generated(i) for i in range(4)], 1, HF)
     facts.attach([data], [], None)
     steps = {
@@ -154,7 +154,7 @@ def test_flags_turn_columns_on():
 
 
 def test_places_of_a_ragged_column_follow_the_tokens_of_the_rank(monkeypatch):
-    """[L_i, 2] per sample, sliced as the tokens are: by the record's own function."""
+    """The column is [L_i, 2] per sample. The record's own function slices it like the tokens."""
 
     def rows(data, samples, part):
         joined = torch.cat([data["spans"][i] for i in samples])

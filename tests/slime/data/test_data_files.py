@@ -1,4 +1,4 @@
-"""Prompt files as tables of `datasets`: every kind of source, what is remembered, and each named error."""
+"""Prompt files as tables of `datasets`: every kind of source, the cached facts, and each named error."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_slice_counts_no_empty_lines_and_reads_only_its_rows(tmp_path, part, w
 
 
 def test_values_are_those_of_the_file(tmp_path):
-    """A JSON reader that guesses types would make a date of the first label and give both rows all fields."""
+    """A JSON reader that guesses types would turn the first label into a date and give both rows all fields."""
     rows = [
         {"prompt": "a\u2028b", "label": "2024-01-01", "metadata": {"a": 1}},
         {"prompt": [{"role": "user", "content": "hi"}], "label": 7, "metadata": {"b": [None, "x"]}},
@@ -252,7 +252,7 @@ print(json.dumps(dict(seconds=seconds, rss=memory.rss, uss=memory.uss, number=le
 
 @pytest.mark.slow
 def test_ten_million_prompts(tmp_path):
-    """The second start takes seconds of CPU, and a process that holds the prompts less than 1 GiB."""
+    """The second start takes seconds of CPU, and a process with the prompts has less than 1 GiB."""
     number = 10_000_000
     with (tmp_path / "d.jsonl").open("w") as file:
         for start in range(0, number, 100_000):

@@ -1,4 +1,4 @@
-"""The same rows as jsonl, Parquet and Arrow are the same prompts, and each row that a run cannot use is named."""
+"""The same rows in jsonl, Parquet and Arrow give the same prompts. Each row that a run cannot use is named."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_nested_rows_are_the_same_in_each_format(tmp_path):
         assert list(found) == list(want)
         plain = load_prompts(str(tmp_path / name), COLUMNS)
         assert [prompt.text for prompt in plain] == [row["prompt"] for row in NESTED]
-        assert list(plain[1].metadata["choices"]) == ["A", "B"]  # C and D are other rows'
+        assert list(plain[1].metadata["choices"]) == ["A", "B"]  # C and D belong to other rows
         assert compute_gpqa_reward("The answer is C.", "A", copy.deepcopy(plain[2].metadata)) == 0.0
 
 
@@ -338,7 +338,7 @@ def test_values_that_are_no_json(tmp_path):
 
 
 def test_names_that_a_run_writes_itself_are_left_out_with_a_warning(tmp_path, caplog):
-    """A column `tools` is not the tools of the prompt with another --tool-key."""
+    """With another --tool-key, the prompt's tools do not come from a column `tools`."""
     row = {"prompt": "a", "tools": [tool("add")], "session": "7", "level": 1}
     path = write_lines(tmp_path / "d.jsonl", [row])
     (prompt,) = load_prompts(path, Columns("prompt", tool_key="functions"))

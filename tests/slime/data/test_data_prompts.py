@@ -58,7 +58,7 @@ def test_prompt_label_metadata_and_tools(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_dot_leads_into_a_column(tmp_path, suffix):
-    """The layout that DAPO-Math-17k is published in."""
+    """DAPO-Math-17k is published in this layout."""
     row = {
         "prompt": [{"role": "user", "content": "1+1?"}],
         "reward_model": {"ground_truth": "2", "style": "rule"},
@@ -92,7 +92,8 @@ def test_chat_template_kwargs_and_tools_reach_the_template(tmp_path):
 
 
 def test_an_argument_that_no_template_reads_is_an_error():
-    """Macros, loops and tests count; what transformers itself takes is no argument of a template."""
+    """Names in macros, loops and tests of the template count. Arguments of transformers itself are not template
+    arguments."""
     template = (
         "{% macro say(m) %}{{ m.content }}{{ style }}{% endmacro %}{% set own = 1 %}"
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ say(m) }}{% endgeneration %}"
@@ -124,7 +125,8 @@ def test_long_prompts_are_left_out_and_reported(tmp_path, caplog):
     path = write_lines(tmp_path / "d.jsonl", [{"prompt": "x" * n} for n in (3, 4, 5, 9)])
     with caplog.at_level(logging.WARNING):
         prompts = load_prompts(path, Columns("prompt"), tokenizer=make_tokenizer(), max_prompt_len=4)
-    assert [p.text for p in prompts] == ["xxx", "xxxx"]  # one token a letter; the limit itself is allowed
+    # One token per letter; a prompt at the limit is allowed.
+    assert [p.text for p in prompts] == ["xxx", "xxxx"]
     assert "2 of 4 prompts" in caplog.text and "--rollout-max-prompt-len 4" in caplog.text
     with pytest.raises(
         ValueError, match=r"--rollout-max-prompt-len must leave at least one prompt.* has 3 tokens"
@@ -133,7 +135,7 @@ def test_long_prompts_are_left_out_and_reported(tmp_path, caplog):
 
 
 def test_a_prompt_that_fills_the_context_is_found_in_the_file(tmp_path):
-    """Without a limit. An engine refused it minutes later."""
+    """The check needs no limit. Otherwise an engine would reject the prompt minutes later."""
     rows = [{"prompt": "x" * n} for n in (3, 9, 8, 7)]
     path = write_lines(tmp_path / "d.jsonl", rows)
     loaded = []
@@ -163,7 +165,7 @@ def test_a_prompt_that_fills_the_context_is_found_in_the_file(tmp_path):
 
 
 def test_prompts_that_leave_less_than_a_response_are_named(tmp_path, caplog):
-    """Their responses are cut, and a run in the middle was ended by them."""
+    """Otherwise their responses would be cut, and such a prompt would end a run in the middle."""
     path = write_lines(tmp_path / "d.jsonl", [{"prompt": "x" * n} for n in (3, 7, 9, 6)])
 
     def load(**more):
@@ -291,7 +293,7 @@ def test_load_tokenizer(tmp_path):
 
 
 def gsm8k_file(tmp_path: Path) -> str:
-    """The real test set where the machine has it, else a file of the same form."""
+    """Returns the real test set if the machine has it, otherwise a file in its format."""
     real = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k" / "test.jsonl"
     if real.is_file():
         return str(real)

@@ -61,7 +61,7 @@ def test_shuffle_is_decided_by_seed_and_epoch(data):
 
 
 def test_the_order_of_earlier_versions_is_kept(tmp_path):
-    """A checkpoint saved before the prompts were tables continues at the same prompt."""
+    """A checkpoint from before the prompts were tables continues at the same prompt."""
     data = write_lines(tmp_path / "d.jsonl", [{"prompt": f"p{i}", "label": "x"} for i in range(10)])
     source = source_of(data, rollout_shuffle=True, rollout_seed=42)
     saved = {"version": 1, "num_prompts": 10, "rollout_seed": 42, "rollout_shuffle": True, "epoch": 1}
@@ -168,7 +168,7 @@ def test_fresh_start_and_no_checkpoint(data, tmp_path):
     source = source_of(data, load=str(tmp_path))
     source.load(-1)
     assert source.position == 0
-    source.save(0)  # no --save: nothing to do
+    source.save(0)  # without --save, nothing is written
     assert list(tmp_path.iterdir()) == [tmp_path / "d.jsonl"]
     with pytest.raises(
         ValueError, match=r"--load must hold the data position of rollout 4.*--start-rollout-id 0"
@@ -208,7 +208,7 @@ def test_no_dataset():
 
 
 def test_a_plug_in_gives_the_arguments_that_it_knows():
-    """slime's data source needs two of them for its buffer."""
+    """slime's data source needs two arguments for its buffer."""
     args = SimpleNamespace(prompt_data=None, n_samples_per_prompt=1)
     source = RolloutDataSourceWithBuffer(args)
     source.add_samples([[Sample(index=0)], [Sample(index=1)]])
@@ -235,7 +235,7 @@ def test_limits_and_template_come_from_the_flags(tmp_path):
 
 
 def test_template_arguments_must_be_read_by_the_template(tmp_path):
-    """Also without --apply-chat-template: SFT, sessions and rows of messages render them later."""
+    """This also holds without --apply-chat-template: SFT, sessions and rows of messages render them later."""
     make_tokenizer("{{ messages }}{{ style }}").save_pretrained(tmp_path / "model")
     (tmp_path / "model/config.json").write_text("{}")
     data = write_lines(tmp_path / "d.jsonl", [{"prompt": "a"}])
@@ -257,7 +257,7 @@ def test_messages_keep_the_template_arguments(tmp_path):
 
 
 def test_each_flipped_bit_of_a_saved_position_is_found(data, tmp_path):
-    """One bit of the position would skip or repeat a prompt, and the numbers of groups would still be right."""
+    """A flipped bit of the position would skip or repeat a prompt, and the numbers of groups would still be right."""
     flags = {"rollout_shuffle": True, "save": str(tmp_path), "load": str(tmp_path)}
     source = source_of(data, **flags)
     source.get_samples(3)

@@ -1,4 +1,5 @@
-"""--replay-kept-tokens on the trainer: log-probs over what top-p kept, by hand, in every head and on two ranks."""
+"""--replay-kept-tokens on the trainer: log-probs over the tokens that top-p kept, by hand, in every head and on two
+ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ KEPT = {
     "replay_kept_tokens": 8,
     "rollout_top_p": 0.9,
     "rollout_temperature": 0.8,
-    "advantage_estimator": "gspo",  # which needs the old log-probs
+    "advantage_estimator": "gspo",  # gspo needs the old log-probs
     "use_kl_loss": True,
     "kl_loss_coef": 0.1,
     "entropy_coef": 0.01,
@@ -31,7 +32,7 @@ KEPT = {
 
 
 def with_sets(samples: list[Sample], seed: int = 0) -> list[Sample]:
-    """Each token kept up to 6 ids, its own among them; one in five was not cut."""
+    """Adds kept ids to the samples: up to 6 per token, its own id among them; one token in five was not cut."""
     rng = random.Random(seed)
     for sample in samples:
         targets = sample.tokens[-sample.response_length :]
@@ -61,7 +62,7 @@ def test_the_record_of_a_sample_grows_with_it():
     sample = Sample(tokens=[1, 2])
     sample.append_response_tokens(tokens=[3, 4], log_probs=[-1.0, -1.0])
     kept_tokens.append(sample, [3, 9, 4], [2, 1])
-    sample.append_response_tokens(tokens=[5, 6], trainable=False)  # a tool's
+    sample.append_response_tokens(tokens=[5, 6], trainable=False)  # a tool's tokens
     sample.append_response_tokens(tokens=[7], log_probs=[-1.0])
     kept_tokens.append(sample, [7, 8, 9], [3])
     assert sample.rollout_top_p_token_offsets == [0, 2, 3, 3, 3, 6]
@@ -80,7 +81,8 @@ def test_the_record_of_a_sample_grows_with_it():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_rows_of_a_micro_batch(ranks):
-    """Each row that predicts a response token has that token's set, on the context-parallel rank that computes it."""
+    """Each row that predicts a response token has that token's set, on the context-parallel rank that computes the
+    row."""
     lengths, responses = [7, 12, 3], [4, 9, 2]
     records = [
         torch.arange(100 * i, 100 * i + 2 * r, dtype=torch.int32).view(r, 2) for i, r in enumerate(responses)
@@ -113,7 +115,7 @@ def test_old_log_probs_by_hand(root, build):
 
 @pytest.mark.parametrize("estimator", ["grpo", "gspo"])
 def test_every_head_takes_the_same_step(build, estimator):
-    """Fused in blocks, without logits, from logits, and in plain PyTorch."""
+    """The heads are fused in blocks, without logits, from logits, and in plain PyTorch."""
     found = []
     for flags in (
         {"rlk_fast": "off"},
@@ -131,7 +133,7 @@ def test_every_head_takes_the_same_step(build, estimator):
 
 
 def test_without_sets_nothing_changes(build):
-    """Samples whose tokens were not cut: the run without the flag."""
+    """Samples whose tokens were not cut train like a run without the flag."""
     wanted = build(**KEPT | {"replay_kept_tokens": 0})
     step = wanted.train(0, rank_data(wanted.config, make_samples())).steps[0]
     trainer, samples = build(**KEPT), make_samples()

@@ -1,4 +1,4 @@
-"""Several data sets with weights, the curriculum by pass rates, and a restart of both that continues exactly."""
+"""Several data sets with weights, the curriculum by pass rates, and a restart that continues both exactly."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def drawn(source, number) -> list[str]:
     ("weights", "math_of_each_28"), [(None, 8), (["math=0.75", "code=0.25"], 21), (["1", "3"], 7)]
 )
 def test_the_share_of_each_data_set_is_its_weight(files, weights, math_of_each_28):
-    """Without weights it is the number of prompts, so that all data sets end their epochs together."""
+    """Without weights, the share is the number of prompts, so that all data sets end their epochs together."""
     source = source_of(files, prompt_data_weights=weights)
     assert len(source) == 14
     for _ in range(5):
@@ -95,7 +95,7 @@ def test_samples_have_the_name_of_their_data_set(files):
     groups = source_of(files).get_samples(14)
     names = Counter(sample.metadata["data_source"] for group in groups for sample in group)
     assert names == {"math": 8, "code": 18, "its own": 2}
-    (group,) = source_of(files[0]).get_samples(1)  # one file may have a name, too
+    (group,) = source_of(files[0]).get_samples(1)  # a single file may have a name, too
     assert group[0].metadata == {"data_source": "math"}
     (group,) = source_of(files[0].partition("=")[2]).get_samples(1)
     assert group[0].metadata == {}
@@ -140,13 +140,13 @@ def test_values_of_the_flags(tmp_path):
 
 
 def rewarded(source, number, reward) -> list[str]:
-    """Draw groups, and tell the source that each has two rewards of `reward(prompt)`."""
+    """Draws groups, and reports two rewards of `reward(prompt)` per group to the source."""
     groups = source.get_samples(number)
     for group in groups:
         for sample, value in zip(group, reward(group[0].prompt), strict=True):
             sample.reward = value
     source.observe(groups)
-    source.observe(groups[:2])  # does not count twice
+    source.observe(groups[:2])  # the second report does not count
     return [group[0].prompt for group in groups]
 
 
@@ -209,7 +209,7 @@ def test_what_is_recorded_of_a_prompt():
     assert rates.rows[7].tolist() == (4, 0.75, 1.0, True, 6)
     assert rates.rows.nbytes == 170_000_000 and np.count_nonzero(rates.rows["tries"]) == 1
     assert len(rates.state_dict()) < 100
-    second[0].reward, second[0].group_index = None, 8  # aborted
+    second[0].reward, second[0].group_index = None, 8  # an aborted group
     rates.observe([second], "acc")
     assert rates.rows[7].tolist() == (4, 0.75, 1.0, True, 6)
 

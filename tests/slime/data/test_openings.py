@@ -69,7 +69,8 @@ def test_a_file_of_rendered_prompts_is_named_once(tmp_path: Any, caplog: Any) ->
     assert warnings_of(tmp_path, caplog, rows) == []
     assert warnings_of(tmp_path, caplog, rows[:1], apply_chat_template=True) == []
     messages = [{"prompt": [{"role": "user", "content": RENDERED}]}]
-    assert len(warnings_of(tmp_path, caplog, messages)) == 1  # an engine gets messages rendered
+    # Messages are rendered before an engine gets them.
+    assert len(warnings_of(tmp_path, caplog, messages)) == 1
 
 
 def test_tools_that_no_one_reads(tmp_path: Any, caplog: Any) -> None:

@@ -1,4 +1,4 @@
-"""A file of prompts that is nearly right: another separator, another suffix, or a column by nearly its name."""
+"""A prompt file that is almost right: another separator, another suffix, or a similar name of a column."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The micro-batch schedule against hand-made plans, and the packed rows against the samples they came from."""
+"""The micro-batch schedule compared with hand-made plans, and the packed rows compared with their samples."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ HF = {
 
 
 def shape_of(hf):
-    """What transformers takes: without the name of the class."""
+    """Returns a config for transformers, without the name of the class."""
     return {key: value for key, value in hf.items() if key != "model_type"}
 
 
@@ -54,14 +54,14 @@ def args(**changes):
 
 
 def test_flops_of_a_sample_by_hand():
-    # Weights of a layer: attention 8*4*(2*2 + 2*1) = 192, MLP 3*8*16 = 384. Five tokens see 1+2+3+4+5 = 15 pairs, each
-    # costs 2*4 FLOPs twice in each of 2 heads. The head, 8*10, sees three response tokens.
+    # A layer has these weights: attention 8*4*(2*2 + 2*1) = 192, MLP 3*8*16 = 384. Five tokens have 1+2+3+4+5 = 15
+    # pairs. A pair costs 2*4 FLOPs twice in each of 2 heads. The head, 8*10, sees three response tokens.
     assert ForwardFlops(HF)(5, 3) == 2 * (2 * 576 * 5 + 15 * 2 * 2 * 2 * 4) + 2 * 80 * 3
 
 
 def test_flops_of_a_sample_are_those_of_a_real_model():
-    """What PyTorch counts while transformers' Qwen3 runs, but for attention: the eager one computes the whole square,
-    the pairs with later tokens in vain."""
+    """PyTorch counts the FLOPs of transformers' Qwen3. Its eager attention computes the whole square, so the pairs
+    with later tokens are subtracted."""
     length, response = 12, 5
     model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, attn_implementation="eager"))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -71,7 +71,8 @@ def test_flops_of_a_sample_are_those_of_a_real_model():
 
 
 def test_flops_of_multi_token_prediction_by_hand():
-    """Two layers like the decoder's: forward, and backward for inputs and weights. The head has none for weights."""
+    """Two layers like the decoder's run forward, and backward for inputs and weights. The head has no gradient for
+    weights."""
     hf = HF | {"model_type": "mimo", "num_nextn_predict_layers": 2, "tie_word_embeddings": False}
     layer = 2 * (576 + 2 * 8 * 8) * 5 + 15 * 2 * 2 * 2 * 4
     assert PredictionFlops(hf)(5, 3) == 2 * (3 * layer + 2 * (2 * 80 * 3))
@@ -88,7 +89,7 @@ def test_a_window_has_fewer_pairs():
 
 
 def test_flops_of_experts_are_those_a_token_goes_to():
-    """Three layers, the last without experts: what PyTorch counts of transformers' Qwen3-MoE."""
+    """Three layers, the last without experts, are compared with PyTorch's count for transformers' Qwen3-MoE."""
     length, response = 12, 5
     experts = {
         "model_type": "qwen3_moe",
@@ -104,14 +105,14 @@ def test_flops_of_experts_are_those_a_token_goes_to():
         model(torch.zeros(1, length, dtype=torch.int64), logits_to_keep=response)
     in_vain = 3 * 2 * 2 * 2 * 4 * (length * (length - 1) // 2)
     assert counter.get_total_flops() - in_vain == ForwardFlops(hf)(length, response)
-    # Qwen's spelling and that of transformers are one
+    # Qwen's name of the field and transformers' name give the same number.
     renamed = {k: v for k, v in hf.items() if k != "num_experts"} | {"num_local_experts": 7}
     assert ForwardFlops(renamed)(length, response) == ForwardFlops(hf)(length, response)
 
 
 def test_flops_of_shared_experts_are_counted():
-    """The first layer dense, two with experts and a shared one twice as wide: what PyTorch counts of transformers'
-    GLM."""
+    """The model has a dense layer, then two with experts and a shared expert that is twice as wide. The reference is
+    PyTorch's count for transformers' GLM."""
     length, response = 12, 5
     experts = {
         "n_routed_experts": 7,
@@ -135,14 +136,14 @@ def test_flops_of_shared_experts_are_counted():
 
 def test_first_fit_then_stride():
     schedule = build_dp_schedule(args(), [6, 5, 4, 5], [0, 1, 2, 3], 1, HF)
-    # first fit under 10: 6+4, 5+5
+    # First fit under 10: 6+4, 5+5.
     assert schedule.ranks == [[[[0, 2], [1, 3]]]]
     assert schedule.global_batch_sizes == [4]
 
 
 def test_bins_are_split_until_ranks_get_the_same_number():
     schedule = build_dp_schedule(args(max_tokens_per_gpu=100), [6, 5, 4], [0, 1, 2], 2, HF)
-    # one bin of 15 tokens becomes two, 6 | 5+4 differs least
+    # One bin of 15 tokens becomes two; 6 | 5+4 has the smallest difference.
     assert sorted(schedule.ranks[0][0][0] + schedule.ranks[1][0][0]) == [0, 1, 2]
     assert {tuple(schedule.ranks[0][0][0]), tuple(schedule.ranks[1][0][0])} == {(0,), (1, 2)}
 
@@ -175,7 +176,7 @@ def test_balance_data_evens_out_work():
 
 
 def test_balance_data_counts_the_head_where_it_works():
-    """Equally long samples; the head costs more than all layers, and two samples have nearly only prompt."""
+    """The samples are equally long. The head costs more than all layers, and two samples are almost only prompt."""
     large_head = {**HF, "vocab_size": 1000}
     lengths, responses = [10] * 4, [9, 1, 9, 1]
     schedule = build_dp_schedule(args(balance_data=True), lengths, range(4), 2, large_head, responses)
@@ -198,7 +199,7 @@ def test_too_few_samples_for_the_ranks():
 
 
 def test_karmarkar_karp_known_instance():
-    # 8,7,6,5,4 into two: the differencing method reaches 16 | 14.
+    # 8,7,6,5,4 in two parts: the differencing method reaches 16 | 14.
     parts = karmarkar_karp([8, 7, 6, 5, 4], 2, equal_size=False)
     assert sorted(sum([8, 7, 6, 5, 4][i] for i in p) for p in parts) == [14, 16]
     equal = karmarkar_karp([10, 1, 1, 10], 2, equal_size=True)
@@ -223,7 +224,8 @@ def test_pack_points_every_response_token_at_the_state_before_it():
 
 
 def test_virtual_stages_want_whole_groups_of_micro_batches():
-    """Two ranks of data, groups of two: four micro-batches where three would hold the tokens."""
+    """With two data-parallel ranks and groups of two, four micro-batches are needed, though three would hold the
+    tokens."""
     virtual = dict(
         pipeline_model_parallel_size=2,
         pipeline_model_parallel_layout="E|t|t|L",

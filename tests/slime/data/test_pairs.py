@@ -1,4 +1,4 @@
-"""Rows of preference pairs: text and messages, with and without a prompt, and each named error; and the rollout."""
+"""Rows of preference pairs: text and messages, with and without a prompt, each named error, and the rollout."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_pairs_become_samples(tmp_path):
 
 @pytest.mark.parametrize("long", ["chosen", "rejected"])
 def test_limits_look_at_both_responses(tmp_path, caplog, long):
-    """A long rejected response was trained, whatever the limits were."""
+    """Limits also apply to the rejected response."""
     make_tokenizer().save_pretrained(tmp_path / "model")
     rows = [{"prompt": "1+1", "chosen": "2", "rejected": "3"} for _ in range(3)]
     rows[1] = {**rows[1], long: "x" * 40}  # 64 tokens
@@ -175,7 +175,8 @@ def test_samples_of_a_rollout_share_a_micro_batch():
 
 
 def test_a_held_out_set_of_any_size_fills_every_rank():
-    """One rank and several ranks have the same micro-batches. The smallest one is repeated, and does not count then."""
+    """One rank and several ranks have the same micro-batches. The smallest micro-batch is repeated and does not count
+    then."""
     lengths, rollouts = [9, 3, 4, 4, 8, 8, 2, 2], [0, 0, 1, 1, 2, 2, 3, 3]
     dynamic = DataConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=16, global_batch_size=64)
     static = DataConfig(micro_batch_size=3, global_batch_size=64)

@@ -1,4 +1,4 @@
-"""A rank's data know which columns they have after which stage, and give them typed."""
+"""A rank's data have fixed columns after each stage, and return them with their types."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_schedule_and_denominators(data):
         for i in chain(*step):
             wanted = max(data["rollout_mask_sums"][i], 1.0) * 4
             assert data["loss_denominators"][i].tolist() == [wanted] * data.response_lengths[i]
-    data.to_device(torch.device("cpu"), per_token=True)  # trained again: it begins anew
+    data.to_device(torch.device("cpu"), per_token=True)  # it is trained again from the start
     assert data.stage == "device" and data.normalisers == data["global_token_counts"]
 
 
@@ -50,7 +50,7 @@ def test_a_column_has_one_value_per_response_token(data):
 
 
 def test_rewards_of_a_group():
-    """Its own first. The two samples of one rollout count once, with their mean."""
+    """A sample's own reward comes first. Two samples of the same rollout count once, with their mean."""
     samples = [Sample(index=i, group_index=i // 3, rollout_id=7 if i in (4, 5) else None) for i in range(6)]
     first = [[1.0, 2.0, 3.0], [2.0, 1.0, 3.0], [3.0, 1.0, 2.0]]
     second = [[4.0, 5.5], [5.5, 4.0], [5.5, 4.0]]

@@ -1,4 +1,4 @@
-"""Experts of the engine from its answers to a packed row: joined, checked against the model, cut, saved."""
+"""Expert ids from the engine's answers to a packed row: joined, checked against the model, cut, saved."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HF = {
 
 
 def rows_of(start: int, stop: int) -> np.ndarray:
-    """[stop - start, 3, 2]: what token i is sent to, layer 0 dense; i can be told from it."""
+    """Returns [stop - start, 3, 2], the experts for each token i with layer 0 dense; the values identify i."""
     i = np.arange(start, stop)
     rows = np.zeros((len(i), 3, 2), np.uint8)
     rows[:, 1] = np.stack([i % 8, (i + 1 + i // 8 % 6) % 8], 1)
@@ -48,7 +48,7 @@ def rows_of(start: int, stop: int) -> np.ndarray:
 
 
 class RoutingDouble(EngineDouble):
-    """Gives rows as `rows_of` says."""
+    """An engine double that returns the rows of `rows_of`."""
 
     async def generate(self, token_ids, sampling_params, *, experts_from=None, **others):
         result = await super().generate(token_ids, sampling_params, **others)
@@ -81,14 +81,14 @@ def run(prompt: str, *, evaluation: bool = False, turns: int = 1, **flags):
 
 def test_a_response_in_parts_has_the_rows_of_all_its_tokens_once():
     sample, engine = run("len=5", turns=2, use_rollout_routing_replay=True)
-    assert engine.asked == len("len=5") + 6 - 1  # the last token of the first part was never fed back
+    assert engine.asked == len("len=5") + 6 - 1  # the last token of the first part was not an input yet
     assert len(sample.tokens) == 5 + 6 + 6
     np.testing.assert_array_equal(sample.rollout_routed_experts, rows_of(0, 16))
     sample.check(require_experts=True)
 
 
 async def by_hand(args, sample, sampling_params):
-    """A generate function as users write them: it does not know whether it evaluates."""
+    """A generate function as users write it, with no code for evaluations."""
     return await generate(args, sample, sampling_params)
 
 
@@ -99,7 +99,7 @@ def test_nothing_is_asked_for_without_the_flag_nor_in_an_evaluation(function):
     assert engine.asked is None and sample.rollout_routed_experts is None
     sample, engine = run("len=5", evaluation=True, use_rollout_routing_replay=True, **flags)
     assert engine.asked is None and sample.rollout_routed_experts is None
-    assert engine.args.use_rollout_routing_replay  # the next rollout asks again
+    assert engine.args.use_rollout_routing_replay  # the next rollout requests them again
 
 
 def changed(place, value) -> np.ndarray:
@@ -184,7 +184,7 @@ def test_a_packed_row_has_them_beside_its_tokens(size, multiple):
 
 
 def test_packing_writes_each_row_once(tmp_path):
-    """The host does it in every pass: no copy but the result."""
+    """The host does it in every pass, so it makes no copy except the result."""
     data = {COLUMN: [as_tensor(np.resize(rows_of(0, 100), (n - 1, 3, 2))) for n in (500, 300)]}
     part = token_slice([500, 300], multiple=1)
     peak = peak_bytes(lambda: packed(data, [0, 1], part), tmp_path / "trace.json")
@@ -203,7 +203,7 @@ def test_saved_rollouts_keep_them(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 def test_the_batch_of_a_stopped_run_has_them_again(dtype):
-    """What --rlk-consistency strict saves is what `vime audit` and --load-debug-rollout-data replay."""
+    """`vime audit` and --load-debug-rollout-data read the samples that --rlk-consistency strict saves."""
     given, samples = border(use_rollout_routing_replay=True), make_samples()
     for sample in samples:
         sample.rollout_routed_experts = sample.rollout_routed_experts.astype(dtype)

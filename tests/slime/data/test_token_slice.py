@@ -1,4 +1,4 @@
-"""Context-parallel slices of packed rows, by hand and by what must hold for any lengths."""
+"""Context-parallel slices of packed rows, by hand and by properties for any lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LENGTHS = [8, 3, 5, 1, 40]
 
 
 def test_by_hand():
-    """8 tokens in 4 runs of 2: rank 0 has the first and the last. 3 tokens: bounds 0, 0, 1, 2, 3."""
+    """8 tokens form 4 runs of 2: rank 0 has the first and the last. 3 tokens have the bounds 0, 0, 1, 2, 3."""
     first, second = (token_slice([8, 3], rank=rank, size=2, multiple=4) for rank in (0, 1))
     assert first.runs == [Run(0, 0, 2), Run(0, 6, 8), Run(1, 2, 3)]
     assert second.runs == [Run(0, 2, 4), Run(0, 4, 6), Run(1, 0, 1), Run(1, 1, 2)]
@@ -45,7 +45,7 @@ def sequence_of(tokens: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_causal_work_is_equal(size):
-    """Pairs of query and key on each rank, of one long sequence."""
+    """Each rank has equally many pairs of query and key of a long sequence."""
     parts = [token_slice([4096], rank=rank, size=size) for rank in range(size)]
     pairs = [sum(t + 1 for run in part.runs for t in range(run.start, run.stop)) for part in parts]
     assert max(pairs) - min(pairs) <= 4096 and sum(pairs) == 4096 * 4097 // 2
@@ -67,7 +67,7 @@ def test_pack_gives_each_rank_its_part():
     }
     packs = [pack(data, [0, 1], ["loss_masks"], device="cpu", cp_rank=r, cp_size=2) for r in (0, 1)]
     assert [b.tokens.tolist() for b in packs] == [[10, 11, 16, 17, 22, 0], [12, 13, 14, 15, 20, 21]]
-    # the states at 3, 4, 5, 6 of the first sequence and at 1 of the second predict
+    # The states at 3, 4, 5, 6 of the first sequence and at 1 of the second predict response tokens.
     assert [b.mine.tolist() for b in packs] == [[3], [0, 1, 2, 4]]
     assert [b.targets.tolist() for b in packs] == [[17], [14, 15, 16, 22]]
     for batch in packs:
@@ -79,7 +79,7 @@ def test_pack_gives_each_rank_its_part():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_hooks_see_the_response_tokens_that_pack_gives_a_rank(size):
-    """The offsets of slime's cp_utils are those of our runs, for prompts and responses of any length."""
+    """The offsets of slime's cp_utils equal those of our runs, for prompts and responses of any length."""
     responses = [5, 1, 4, 1, 33]
     totals = [n + 1 for n in LENGTHS]
     tokens = [torch.arange(100 * i, 100 * i + n) for i, n in enumerate(totals)]

@@ -1,4 +1,4 @@
-"""The tools of a row: objects, their JSON texts and names; anything else is an error with its line."""
+"""The tools of a row may be objects, their JSON texts and names; any other value is an error with its line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "o
     "tools", [[ADD], json.dumps([ADD]), [json.dumps(ADD)], json.dumps([json.dumps(ADD)])], ids=str
 )
 def test_a_tool_is_the_same_as_an_object_and_as_json_text(tmp_path, tools):
-    """A column of texts, as files have it in which each tool has other fields."""
+    """Files whose tools have different fields store a column of texts."""
     path = write_lines(tmp_path / "d.jsonl", [{"prompt": "hi", "tools": tools}])
     columns = Columns("prompt", apply_chat_template=True)
     (prompt,) = load_prompts(path, columns, tokenizer=make_tokenizer("{{ tools | tojson }}"))
@@ -80,7 +80,7 @@ def test_tools_that_are_no_list_are_an_error_with_their_line(tmp_path, tools):
 
 
 def test_null_fields_of_a_tool_count_as_absent(tmp_path):
-    """Parquet gives each tool the fields of all."""
+    """Parquet gives each tool the union of the fields."""
     tool = {"name": "add", "description": None, "parameters": {"type": "object", "properties": None}}
     tools = [{**tool, "function": None}, {"type": "function", "function": tool, "name": None}]
     path = write_lines(
@@ -95,6 +95,6 @@ def test_null_fields_of_a_tool_count_as_absent(tmp_path):
     [({"name": "add"}, "tools must be a list"), ([{"name": 5}], "a tool must have a name that is a text")],
 )
 def test_tools_of_a_hook_are_checked_before_the_template_reads_them(tools, rule):
-    """The metadata of a sample may bring them."""
+    """Such tools may come from the metadata of a sample."""
     with pytest.raises(ValueError, match=rule):
         render_chat([{"role": "user", "content": "hi"}], make_tokenizer("{{ tools | tojson }}"), {}, tools)

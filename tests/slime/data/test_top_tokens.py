@@ -1,4 +1,4 @@
-"""The likeliest ids of the sampler: from an engine's answer over several turns to the micro-batches of a rank."""
+"""The sampler's most likely ids, from an engine's answers over several turns to the micro-batches of a rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ K = 3
 
 
 class TopDouble(EngineDouble):
-    """Gives ids 10 j, 10 j + 1, ... to token j of each answer."""
+    """An engine double that returns ids 10 j, 10 j + 1, ... for token j of an answer."""
 
     async def generate(self, token_ids, sampling_params, *, top_tokens=0, kept_tokens=0, **others):
         result = await super().generate(token_ids, sampling_params, **others)

@@ -1,4 +1,4 @@
-"""Samples to the columns of each rank, against numbers worked out by hand."""
+"""Converts samples to each rank's columns, compared with numbers by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HF_CONFIG = {
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        # std of (1, 0) is sqrt(1/2), of (3, 5) sqrt(2): both give +-1/sqrt(2)
+        # The std of (1, 0) is sqrt(1/2), and of (3, 5) it is sqrt(2): both give +-1/sqrt(2).
         ({}, [0.707106, -0.707106, -0.707106, 0.707106]),
         ({"advantage_estimator": "gspo"}, [0.707106, -0.707106, -0.707106, 0.707106]),
         ({"advantage_estimator": "cispo"}, [0.707106, -0.707106, -0.707106, 0.707106]),
@@ -48,7 +48,7 @@ def test_rewards_by_estimator(flags, wanted):
 
 
 def test_siblings_count_once_in_the_group():
-    """Rollouts of rewards 1 and mean(0, 1) = 0.5: mean 0.75, std 0.353553."""
+    """The rewards of the rollouts are 1 and mean(0, 1) = 0.5: mean 0.75, std 0.353553."""
     samples = [
         sample(0, 5, 1.0),
         sample(1, 5, 0.0, rollout_id=9),
@@ -101,7 +101,7 @@ def test_columns():
     assert data["prompt"][0] == "p" and data["metadata"][0] == {"k": 1}
     assert data["rollout_log_probs"][0] == [-0.5] * 3
     assert "teacher_log_probs" not in data
-    assert samples[4].loss_mask is None  # the samples are not changed
+    assert samples[4].loss_mask is None  # the samples do not change
 
 
 def test_conversion_checks_every_sample():
@@ -128,7 +128,7 @@ def test_split_gives_each_rank_its_tensors():
     samples = [sample(i, i // 2, float(i), response=i + 1) for i in range(4)]
     samples[3].remove_sample = True
     data = convert_samples_to_train_data(*border(), samples)
-    # two steps; rank 0 trains samples 1 then 3, rank 1 samples 0 then 2
+    # In two steps, rank 0 trains samples 1 and 3, and rank 1 trains samples 0 and 2.
     schedule = Schedule([[[[1]], [[3]]], [[[0]], [[2]]]], [[0, 1], [2, 3]], [2, 2])
     first, second = split_by_dp(data, schedule)
     assert (first["partition"], second["partition"]) == ([1, 3], [0, 2])
@@ -139,7 +139,7 @@ def test_split_gives_each_rank_its_tensors():
     assert first["raw_reward"] == [1.0, 3.0] and second["sample_indices"] == [0, 2]
     assert first["micro_batch_indices"] == second["micro_batch_indices"] == [[0], [1]]
     assert first["num_microbatches"] == [1, 1] and first["global_batch_sizes"] == [2, 2]
-    # sample lengths 1 + 2, then 3 and a removed sample that still counts as one token
+    # The sample lengths are 1 + 2, then 3 and a removed sample that still counts as one token.
     assert first["global_token_counts"] == second["global_token_counts"] == [3, 4]
 
 
@@ -183,7 +183,7 @@ def test_micro_batches_count_within_the_rank():
 
 
 def test_rank_data_end_to_end():
-    """4 samples, 2 ranks, one step of micro-batches of one sample, taken by stride."""
+    """Two ranks have one step with 4 samples, taken by stride, in micro-batches of one sample."""
     ranks = make_rank_data(*border(), four(), 2, HF_CONFIG)
     assert [r["partition"] for r in ranks] == [[0, 2], [1, 3]]
     assert [r["num_microbatches"] for r in ranks] == [[2], [2]]

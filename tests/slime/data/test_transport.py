@@ -1,4 +1,4 @@
-"""Train data packed for its way between processes comes back as it was."""
+"""Train data that are packed for transport between processes come back unchanged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_columns_come_back_as_they_were() -> None:
 
 def test_unpacked_tensors_may_be_written_to() -> None:
     packed = pack_columns({"tokens": [torch.tensor([1, 2]), torch.tensor([3])]})
-    packed["tokens"].values.flags.writeable = False  # as Ray's shared memory is
+    packed["tokens"].values.flags.writeable = False  # Ray's shared memory is read-only, too
     first, second = unpack_columns(packed)["tokens"]
     first += 10
     assert first.tolist() == [11, 12] and second.tolist() == [3]

@@ -1,4 +1,4 @@
-"""The host's memory and its limits, from the files of hosts of several kinds."""
+"""The host's memory and its limits, read from the files of several kinds of hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEMINFO = "MemTotal: {total} kB\nMemFree: 1024 kB\nMemAvailable: {free} kB\nHuge
 
 
 def host(root: Path, *, total: int = 512, free: int = 400, files: dict[str, str] | None = None) -> Path:
-    """A root with a host of `total` GiB, of which `free` are available, and these files."""
+    """Makes a root folder with a host of `total` GiB (`free` GiB available), and with these files."""
     text = MEMINFO.format(total=total * 2**20, free=free * 2**20)
     for name, content in {"proc/meminfo": text, **(files or {})}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,8 @@ def test_a_host_without_limits(tmp_path):
 
 @pytest.mark.parametrize("visible", [True, False], ids=["own path", "seen as the root"])
 def test_the_limit_of_a_container_counts_without_page_cache(tmp_path, visible):
-    """Version 2. Without a namespace the path is that on the host; a container sees its own cgroup as the root."""
+    """This is cgroup version 2. Without a namespace, the path is the host's; a container sees its own cgroup as the
+    root."""
     folder = "sys/fs/cgroup" + ("/job" if visible else "")
     files = {
         "proc/self/cgroup": "0::/job\n",

@@ -1,4 +1,4 @@
-"""gpt-oss checkpoints in MXFP4: read as transformers reads them, and written again in bfloat16."""
+"""gpt-oss checkpoints in MXFP4 are read as transformers reads them, and written again in bfloat16."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HIDDEN, WIDTH, EXPERTS = 64, 32, 6
 
 
 def quantised(shape, seed):
-    """Random codes and scales of a weight [E, outputs, inputs]."""
+    """Returns random codes and scales of a weight [E, outputs, inputs]."""
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(0, 256, (*shape[:-1], shape[-1] // 32, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(119, 124, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
@@ -32,7 +32,7 @@ def quantised(shape, seed):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """(directory with MXFP4 experts, the transformers model with the same weights)."""
+    """Returns (directory with MXFP4 experts, the transformers model with the same weights)."""
     folder = tmp_path_factory.mktemp("mxfp4")
     tiny_checkpoint(folder, "gpt_oss", tie_word_embeddings=False)
     tensors = load_file(folder / "model.safetensors")
@@ -57,7 +57,7 @@ def checkpoints(tmp_path_factory):
 
 
 def test_every_code_and_scale():
-    """By hand: code 2 is 1, code 15 is -6, and scale 126 is a half."""
+    """Code 2 is 1, code 15 is -6, and scale 126 is a half."""
     blocks = torch.tensor([[[0xF2] * 16, [0x21] * 16]], dtype=torch.uint8)
     values = dequantised(blocks, torch.tensor([[126, 128]], dtype=torch.uint8))
     assert values.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Shapes of published models beside their model cards, and of hybrid models beside the planner."""
+"""Compares shapes of published models with their model cards, and shapes of hybrid models with the planner."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def test_the_shapes_of_hybrid_models(arch):
 
 
 def test_glm_has_the_tensors_of_the_published_one():
-    """Of its 110,468,824,832 elements those are not ours that predict further tokens: a layer, an embedding, a head,
-    three norms and what joins the two inputs."""
+    """The model has 110,468,824,832 elements. This project leaves out those that predict further tokens: a layer, an
+    embedding, a head, three norms and the matrix that joins the two inputs."""
     model = build_model(build_config("glm-4.5-air"), 0, "meta")
     count = {name: tensor.numel() for name, tensor in stored_tensors(model)}
     layer = sum(number for name, number in count.items() if name.startswith("model.layers.45."))
@@ -33,11 +33,11 @@ def test_glm_has_the_tensors_of_the_published_one():
 
 
 def test_what_a_token_uses_is_as_published():
-    """3.35 billion, of which the card says 3.3: FLOPs over 2 of one token, less its pair of attention, and the
-    embedding."""
+    """A token uses 3.35 billion elements; the card rounds to 3.3. They are half of its FLOPs, without its pair of
+    attention, and the embedding."""
     config = json.loads(build_config("qwen3-30b-a3b").to_json_string(use_diff=False))
     pair = 48 * 4 * 32 * 128
     assert f"{((ForwardFlops(config)(1, 1) - pair) / 2 + 151936 * 2048) / 1e9:.2f}" == "3.35"
     config = json.loads(build_config("glm-4.5-air").to_json_string(use_diff=False))
-    pair = 46 * 4 * 96 * 128  # 12.2 without the head and the embedding; the card says 12
+    pair = 46 * 4 * 96 * 128  # 12.2 without the head and the embedding; the card rounds to 12
     assert f"{(ForwardFlops(config)(1, 0) - pair) / 2e9:.1f}" == "12.2"

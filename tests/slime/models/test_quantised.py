@@ -1,4 +1,4 @@
-"""Checkpoints in fp8 and int4: a tiny DeepSeek-V3 that the test quantises is loaded as its dequantised weights."""
+"""Checkpoints in fp8 and int4: the test quantises a tiny DeepSeek-V3, which loads as its dequantised weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ PREDICTION = "model.layers.2.eh_proj.weight"
 
 
 def in_fp8(name, weight):
-    """Blocks of 16 x 16 with their largest element at the end of the range, as the published files have 128 x 128."""
+    """Makes blocks of 16 x 16 whose largest element is at the end of the range. Published files have blocks of 128 x
+    128."""
     rows, columns = (-(-size // 16) for size in weight.shape)
     padded = torch.zeros(16 * rows, 16 * columns)
     padded[: weight.shape[0], : weight.shape[1]] = weight
@@ -44,7 +45,7 @@ def in_fp8(name, weight):
 
 
 def in_int4(name, weight):
-    """Groups of eight columns, packed by compressed-tensors."""
+    """Makes groups of eight columns, packed by compressed-tensors."""
     groups = weight.unflatten(1, (-1, 8))
     scales = (groups.abs().amax(-1) / 7).to(torch.bfloat16)
     codes = (groups / scales[..., None].float()).round().clamp(-8, 7)
@@ -57,7 +58,8 @@ def in_int4(name, weight):
 
 
 def per_expert(tensors):
-    """One tensor per expert and projection, as in published files. transformers may write those of a layer in one."""
+    """Returns one tensor per expert and projection, as in published files. transformers may write one tensor per
+    layer."""
     found = {}
     for name, tensor in tensors.items():
         layer, stacked, part = name.rpartition(".experts.")
@@ -72,8 +74,8 @@ def per_expert(tensors):
 
 
 def quantise(directory, said, form):
-    """Store the routed experts, one latent projection and the prediction layer of a tiny model in `form`. Returns the
-    weights that it stands for."""
+    """Stores the routed experts, one latent projection and the prediction layer of a tiny model in `form`. Returns
+    the dequantised weights."""
     tiny_checkpoint(directory, "deepseek_v3")
     file = directory / "model.safetensors"
     stored, wanted = {}, {}

@@ -1,4 +1,4 @@
-"""A Qwen3-4B and the configuration of a run of it, for the tests of memory."""
+"""A Qwen3-4B and the configuration of its run, for the tests of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 
 def config(**flags: Any) -> Config:
-    """One rank and one engine on one GPU."""
+    """Returns a config with one rank and one engine on one GPU."""
     given = {
         "device": "cuda",
         "actor_num_gpus_per_node": 1,

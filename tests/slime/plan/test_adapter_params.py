@@ -1,4 +1,4 @@
-"""The plan counts the adapters that the trainer builds, and a run with adapters fits where the goals say."""
+"""The plan counts the adapters that the trainer builds, and a run with adapters fits the intended GPUs."""
 
 from __future__ import annotations
 

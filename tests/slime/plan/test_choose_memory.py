@@ -1,5 +1,5 @@
-"""What a launcher chooses so that a run fits the cards and the host that are there, and what a run that does not is
-refused with."""
+"""A launcher's choices that make a run fit the existing cards and the host, and the errors for a run that does not
+fit."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from vime.vllm.backend import FLAG_OF, engine_facts
 
 H200, H100 = MachineSizes(139.8 * GIB, HOST), MachineSizes(79.18 * GIB, HOST)
 ALONE = {**FOUR, "tensor_model_parallel_size": 1, "sequence_parallel": False}
-"""Each rank has the whole attention, and a quarter of the experts."""
+"""Sizes per rank: each rank has the whole attention, and a quarter of the experts."""
 
 
 @pytest.mark.parametrize("layout", [FOUR, ALONE], ids=["TP4", "TP1"])
 @pytest.mark.parametrize("machine", [H200, H100], ids=["H200", "H100"])
 def test_the_30b_runs_on_four_cards(layout, machine):
-    """With what is chosen the run fits with a margin, and the choice is the same each time."""
+    """With the launcher's choices the run fits with a margin, and the choices are equal each time."""
     c = config(**layout)
     found = choose(c, QWEN3_30B, machine, set())
     assert found == choose(c, QWEN3_30B, machine, set()) and found
@@ -36,7 +36,7 @@ def test_the_30b_runs_on_four_cards(layout, machine):
             values |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": float(words[2])}
         elif words[0] == FLAG_OF["memory_share"].replace("--", "").replace("-", "_"):
             share = float(words[1])
-            assert c.engine.engine_facts.memory_share > share >= 0.4  # 28.4 GiB of weights are in it
+            assert c.engine.engine_facts.memory_share > share >= 0.4  # the share contains 28.4 GiB of weights
             values["engine_facts"] = engine_facts({"gpu_memory_utilization": share})
         else:
             values[words[0]] = int(words[1])
@@ -82,8 +82,8 @@ def test_a_machine_that_is_too_small_is_refused_before_anything_starts(machine, 
 
 
 def test_half_a_model_on_disk_is_refused(tmp_path):
-    """Its index is there, and no file of weights. Where some are there, the flags' rules name the first one that is
-    missing (`check_checkpoint_shapes`)."""
+    """The model has its index and no file of weights. If some files exist, a rule of the flags names the first
+    missing file (`check_checkpoint_shapes`)."""
     require_weight_files(tmp_path)
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -103,7 +103,7 @@ def test_experts_that_do_not_divide_are_refused():
 
 
 def test_the_command_prints_flags_and_reasons(tmp_path, capsys):
-    """The engine's flags count without its parser, which takes seconds to import."""
+    """The engine's flags count without its parser, whose import takes seconds."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B | {"vocab_size": 151936}))
     (tmp_path / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
     flags = f"""--run --device cuda --hf-checkpoint {tmp_path} --prompt-data {tmp_path}/p.jsonl --num-rollout 1
@@ -122,7 +122,7 @@ def test_the_command_prints_flags_and_reasons(tmp_path, capsys):
 
 
 def test_a_run_is_fitted_to_the_gpus_that_are_here(tmp_path, capsys, monkeypatch):
-    """The layout's --gpu names the GPU that the layout was made for: a plan follows it, a run does not."""
+    """The layout's --gpu names the GPU that the layout was made for: a plan uses it, and a run does not."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B | {"vocab_size": 151936}))
     (tmp_path / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
     flags = f"""--device cuda --gpu h200 --hf-checkpoint {tmp_path} --prompt-data {tmp_path}/p.jsonl --num-rollout 1

@@ -1,4 +1,4 @@
-"""The table of GPUs, and what --gpu sets and refuses in a configuration."""
+"""The table of GPUs, and the settings and errors of --gpu in a configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.rules import parse_args
 
 @pytest.fixture
 def argv(tmp_path: Path) -> list[str]:
-    """A run that names neither a device nor the GPUs of a node."""
+    """Returns flags that name neither a device nor the GPUs of a node."""
     flags = good_argv(tmp_path)
     for flag in ("--device", "--actor-num-gpus-per-node"):
         at = flags.index(flag)

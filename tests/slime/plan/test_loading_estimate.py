@@ -1,4 +1,4 @@
-"""What a rank reads at the start, and its host memory, by hand."""
+"""The bytes that a rank reads at the start, and its host memory, by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def planned(hf, **values):
 
 
 def test_a_235b_under_expert_parallelism():
-    """TP 4, EP 8, one rank per expert: each rank reads 57 of 438 GiB."""
+    """With TP 4, EP 8 and one rank per expert, each rank reads 57 of 438 GiB."""
     found = planned(
         QWEN3_235B,
         actor_num_gpus_per_node=8,
@@ -40,7 +40,7 @@ def test_a_235b_under_expert_parallelism():
 
 
 def test_weights_stay_on_the_host_of_a_cpu_run():
-    """In float32. A reference model is read too."""
+    """The weights are in float32. A reference model is read too."""
     found = planned(QWEN3_4B, device="cpu", kl_loss_coef=0.01, use_kl_loss=True)
     assert found["weights read"].bytes == 2 * 2 * 4_022_272_000
     assert found["host memory"].bytes == 2 * 4 * 4_022_272_000 + 151936 * 2560 * 2 + 64 * 2**20
@@ -52,7 +52,7 @@ def test_float32_files_are_read_as_they_are():
 
 
 def test_quantised_files_have_no_estimate_of_bytes():
-    """Their tensors are whole when they are dequantised."""
+    """Their tensors have full size when they are dequantised."""
     fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     hf = {"model_type": "deepseek_v3", **ARCHITECTURES["deepseek-v3"].config_fields(), **fp8}
     found = planned(hf, actor_num_gpus_per_node=8, tensor_model_parallel_size=8, sequence_parallel=True)

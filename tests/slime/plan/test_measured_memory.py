@@ -1,6 +1,6 @@
-"""The plan next to what real runs had in use: cards by nvidia-smi, hosts by the resident sets of their processes.
+"""Compares the plan with the memory of real runs: cards by nvidia-smi, hosts by the resident sets of their processes.
 
-Each case is a run of benchmarks/results or of four H200 with 503 GiB on their host (Qwen3-30B-A3B, whole).
+Each case is a run in benchmarks/results or a run on four H200 with 503 GiB on their host (Qwen3-30B-A3B, whole).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_the_fullest_phase_of_a_card_is_within_5_percent(hf, flags, card, measur
     [
         pytest.param({"offload_train": True}, 54.3, id="smoke_qwen3_4b_h100"),
         pytest.param(
-            # measured with all gradients pinned (4 B x 4.02 G), where three buffers are now
+            # This was measured with all gradients pinned (4 B x 4.02 G); now there are three buffers.
             {"offload_train": True, "optimizer_cpu_offload": True},
             69.26 - 14.98 + 0.75,
             id="host_adam_qwen3_4b_h100",
@@ -123,7 +123,7 @@ def test_the_host_memory_of_a_trainer_is_within_5_percent(flags, measured_gib):
     names = ("trainers", "Adam on the host", "offloaded state")
     own = sum(item.bytes for item in host.items if item.name in names)
     assert own / GIB == pytest.approx(measured_gib, rel=0.05)
-    # against_trl_h100: all processes of such a run had 57.95 GiB, 3.65 of them not the trainer's
+    # In against_trl_h100, all processes of such a run had 57.95 GiB, and 3.65 GiB were outside the trainer.
     others = sum(
         item.bytes for item in host.items if item.name in ("engines", "driver, manager, router, Ray")
     )
@@ -131,8 +131,8 @@ def test_the_host_memory_of_a_trainer_is_within_5_percent(flags, measured_gib):
 
 
 def test_the_30b_on_four_h200_that_died_does_not_fit():
-    """The first run ended with NCCL out of memory in its first step. Ray killed the second, whose trainers had all
-    gradients pinned (114.8 GiB each); without them it fits."""
+    """The first run ended with NCCL out of memory in its first step. Ray killed the second run, whose trainers had
+    all gradients pinned (114.8 GiB each); without pinned gradients it fits."""
     first = fit(config(**FOUR), QWEN3_30B, MachineSizes(H200, HOST))
     assert [(need.of, need.phase) for need in first.short()] == [("a GPU", TRAINING)]
     assert "too much for a GPU of 139.8 GiB" in shortage(first.short()[0])
@@ -144,7 +144,7 @@ def test_the_30b_on_four_h200_that_died_does_not_fit():
 
 
 def test_advice_is_what_a_new_plan_gives():
-    """The first flag makes it fit, and no smaller step of it does."""
+    """The first flag makes the run fit, and no smaller value of the flag does."""
     c, machine = config(**FOUR), MachineSizes(H200, HOST)
     best, *others = advise(c, QWEN3_30B, machine)
     assert (
@@ -164,7 +164,7 @@ def test_advice_is_what_a_new_plan_gives():
 
 
 def test_flags_that_are_enough_together_say_so():
-    """No single flag makes room for 72 GiB of a step on a card of 66."""
+    """No single flag frees the 72 GiB of a step on a card of 66 GiB."""
     lines = advice_lines(config(max_tokens_per_gpu=65536), QWEN3_4B, MachineSizes(20 * GIB))
     *single, together = lines
     assert len(single) > 1 and all("are still missing" in line for line in single)
@@ -188,7 +188,7 @@ def test_what_saves_on_a_full_card_is_computed_for_its_phase():
 
 
 def test_communicators_of_a_layout():
-    """The bytes of one connection are those that were measured: 10 MiB and two structures of 2 MiB."""
+    """A connection's bytes are as measured: 10 MiB and two structures of 2 MiB."""
     names = {one.name: (one.ranks, one.use) for one in trainer_communicators(config(**FOUR))}
     assert names == {
         "all ranks": (4, "ring"),
@@ -200,7 +200,7 @@ def test_communicators_of_a_layout():
     connection = 14 * 2**20
     assert Communicator("a", 2, "tree").bytes({}) == OWN + CHANNELS_OF_COLLECTIVES * connection
     assert Communicator("a", 8, "tree").bytes({}) == OWN + 2 * CHANNELS_OF_COLLECTIVES * connection
-    # NVIDIA/nccl issue 1685: the first all-to-all of eight H100 took 3.28 GB
+    # NVIDIA/nccl issue 1685: the first all-to-all of eight H100 took 3.28 GB.
     assert Communicator("a", 8, "exchange").bytes({}) - OWN == pytest.approx(3.28e9, rel=0.01)
     small = Communicator("a", 8, "tree").bytes({"NCCL_BUFFSIZE": 2**20, "NCCL_MAX_NCHANNELS": "4"})
     assert small == OWN + 2 * 4 * (8 + 4) * 2**20
@@ -227,7 +227,7 @@ def test_a_checkpoint_in_flight_and_published_weights_are_on_the_host(tmp_path):
 
 
 def test_a_container_counts_not_the_host():
-    """A limit of 100 GiB refuses what a host of 503 GiB has room for."""
+    """A run that fits a host of 503 GiB does not fit a limit of 100 GiB."""
     flags = {"offload_train": True, "optimizer_cpu_offload": True, "max_tokens_per_gpu": 8192}
     small = fit(config(**flags), QWEN3_4B, MachineSizes(H100, 60 * GIB))
     assert small.over > 0 and small.worst.of == "a host" and small.worst.limit == USABLE * 60 * GIB

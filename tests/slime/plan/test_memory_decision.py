@@ -1,4 +1,4 @@
-"""What leaves the device on GPUs of several sizes, and what is said of it."""
+"""The parts of the state that leave the device on GPUs of several sizes, and the lines that report it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def decided(device_gib: float | None, **flags: Any) -> tuple[tuple[str, ...], st
     [
         (200, ()),
         (129, ()),  # (68.88 + 7.5) / 0.6 = 127.3
-        (126, ("gradients",)),  # free: nobody needs their contents
-        (101, ("gradients", "parameters")),  # 7.5 GiB each way, where the optimizer would be 45
+        (126, ("gradients",)),  # this costs nothing, because their contents are not needed
+        (101, ("gradients", "parameters")),  # 7.5 GiB each way; the optimizer would be 45 GiB
         (89, ("gradients", "optimizer")),
         (26, ("gradients", "parameters", "optimizer")),
         (10, ("gradients", "parameters", "optimizer")),
@@ -90,7 +90,7 @@ def test_lines_say_what_leaves_and_what_is_short():
     ids=["disaggregated", "alone"],
 )
 def test_a_trainer_with_a_gpu_of_its_own_gets_a_verdict(apart, besides):
-    """Its tensors, 1.5 GiB and the communicators with engines; no engine sleeps there."""
+    """The GPU has the trainer's tensors, 1.5 GiB and the communicators with engines; no engine sleeps on it."""
     e = estimate(config(**apart), QWEN3_4B)
     needed = (e.peak + FRAGMENTATION * max(item.bytes for item in e.work)) / GIB + besides
     leaving, text = decided(needed + 0.01, **apart)
@@ -102,7 +102,7 @@ def test_a_trainer_with_a_gpu_of_its_own_gets_a_verdict(apart, besides):
 
 
 def test_state_that_must_stay_counts_while_engines_generate():
-    """68.88 + 0.4 x 100 + 7.5 = 116.38, where training has room."""
+    """68.88 + 0.4 x 100 + 7.5 = 116.38 does not fit, although training does."""
     _, text = decided(100, offload_train=False)
     assert text.endswith("\ndoes not fit a GPU of 100 GiB: 16.38 GiB too much while engines generate")
 
@@ -115,7 +115,8 @@ def given_kv(share: float) -> dict[str, Any]:
 
 
 def test_kv_cache_in_bytes_is_what_an_engine_takes_whatever_its_share():
-    """68.88 of state, 7.49 + 16 of the engine, 7.5 besides = 99.87; a share of 0.2 has to be free at its start."""
+    """68.88 of state, 7.49 + 16 of the engine and 7.5 elsewhere are 99.87. A share of 0.2 must be free at its
+    start."""
     leaving, text = decided(100, **given_kv(0.2))
     assert leaving == () and text.endswith("\nfits a GPU of 100 GiB")
     assert (
@@ -129,7 +130,7 @@ def test_kv_cache_in_bytes_is_what_an_engine_takes_whatever_its_share():
 
 
 def test_the_share_must_be_free_when_an_engine_starts_even_where_its_kv_cache_is_given():
-    """vLLM refuses to start otherwise: 68.88 + 1.5 + 0.4 x 116 = 116.78."""
+    """Otherwise vLLM does not start: 68.88 + 1.5 + 0.4 x 116 = 116.78."""
     assert decided(116, **given_kv(0.4))[0] == ("gradients",)
     _, text = decided(116, **given_kv(0.4), offload_train=False)
     assert (

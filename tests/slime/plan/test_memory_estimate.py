@@ -1,4 +1,4 @@
-"""Memory of a trainer rank by hand, and against measured runs."""
+"""Memory of a trainer rank by hand, and compared with measured runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OTHER = {
     "mimo-7b": (7_622_098_944, 36 * 2 * 1024),
     "minimax-m2": (228_688_920_576, 62 * 2 * 1024),
 }
-"""Model of scripts/architectures.py -> elements of its matrices, elements of its cache per token."""
+"""Model of scripts/architectures.py -> number of elements in its matrices, and in its cache per token."""
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 PARAMS = 4_022_272_000
 QWEN3_30B_A3B = QWEN3_4B | {
@@ -97,7 +97,8 @@ def test_the_measured_run():
     [(0, {"overrides": {}}, 0.02), (1, {}, 0.02)],  # without and with full recomputation
 )
 def test_training_alone_as_measured(row: int, flags: dict[str, Any], error: float):
-    """Micro-batches of 16,384 tokens; the fused Adam came later, so the peak of the optimizer's step is left out."""
+    """Micro-batches have 16,384 tokens. The fused Adam is newer than the records, so the optimizer step's peak is
+    left out."""
     measured = json.loads((RESULTS / "training_qwen3_4b_h200.json").read_text())["rows"][row]["medians"]
     c = config(colocate=False, rollout_num_gpus=0, debug_train_only=True, max_tokens_per_gpu=16384, **flags)
     parts = ("forward", "backward", "policy_loss")
@@ -106,7 +107,7 @@ def test_training_alone_as_measured(row: int, flags: dict[str, Any], error: floa
 
 
 def test_widths_of_a_layer():
-    """What a token and layer keeps: less than its inputs and outputs, unless something keeps all of them."""
+    """A layer keeps less per token than its inputs and outputs, unless a setting keeps all inputs and outputs."""
     attention = 4 * 4096 + 4 * 1024
 
     def width(**flags: Any) -> float:
@@ -121,8 +122,8 @@ def test_widths_of_a_layer():
 
 
 def test_experts_by_hand():
-    """Qwen3-30B-A3B on eight GPUs as slime's script has it: a rank has 16 whole experts a layer, a quarter of the rest,
-    whole routers; of its 8 copies of a token sequence parallelism leaves it a quarter."""
+    """Qwen3-30B-A3B on eight GPUs with the flags of slime's script. A rank has 16 whole experts per layer, a quarter
+    of the other weights, and whole routers. Sequence parallelism leaves it a quarter of a token's 8 copies."""
     layout = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "actor_num_gpus_per_node": 8}
     shared = layout | {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}
     shape, found = Shape.of(QWEN3_30B_A3B), items(config(**shared), QWEN3_30B_A3B)
@@ -136,17 +137,17 @@ def test_experts_by_hand():
     assert shape.active == attention + routers + 48 * 8 * expert
     assert found["weights"] == (rest / 4 + routers) * 2 and found["expert weights"] == 48 * 16 * expert * 2
     assert found["optimizer"] == (rest / 4 + routers) * 12 / 2  # two data-parallel ranks
-    assert found["expert optimizer"] == 48 * 16 * expert * 12  # nobody else has these experts
+    assert found["expert optimizer"] == 48 * 16 * expert * 12  # no other rank has these experts
     one = 4 * 2048 / 4 + (4 * 4096 + 4 * 512) / 4 + 2 * (2048 + 4 * 768)
     back = 2 * (4 * 768 + 2 * 2048) + 2 * 2048 / 4
     assert found["layers, backward"] == 2 * 9216 * (48 * 2048 / 4 + one + back)
     alone = items(
         config(), QWEN3_30B_A3B
-    )  # all experts on one rank: their stacked weights outweigh a product's copies
+    )  # one rank has all experts, whose stacked weights are larger than a product's copies
     one = 4 * 2048 + 4 * 4096 + 4 * 512 + 8 * (2048 + 4 * 768)
     back = 9216 * (8 * (2 * 768 + 2048) + 2 * 2048) + 128 * 2 * 768 * 2048
     assert alone["layers, backward"] == 2 * (9216 * (48 * 2048 + one) + back)
-    plain = items(config(**layout), QWEN3_30B_A3B)  # each expert cut like all else
+    plain = items(config(**layout), QWEN3_30B_A3B)  # each expert is split like the other weights
     assert plain["expert weights"] == 48 * 128 * expert / 4 * 2
     assert plain["expert optimizer"] == 48 * 128 * expert / 4 * 12 / 2
     kept = items(config(overrides={}), QWEN3_30B_A3B)["head and loss"]
@@ -155,9 +156,10 @@ def test_experts_by_hand():
 
 
 def test_experts_without_operators_as_measured():
-    """6 layers of a Qwen3-30B-A3B on an H200, micro-batches of 8,192 tokens, --rlk-fast off: 92.01 GiB in the forward,
-    81.14 in the backward. Both say that 94.6% of the tokens were responses: of each of their logits the entropy in the
-    forward wants 16 B, the backward 6, the gradient in float32 and in bfloat16."""
+    """6 layers of a Qwen3-30B-A3B on an H200 with micro-batches of 8,192 tokens and --rlk-fast off took 92.01 GiB in
+    the forward and 81.14 in the backward. Both imply that 94.6% of the tokens were responses. Per logit of a
+    response, the entropy takes 16 B in the forward, and the gradient takes 6 B in the backward, in float32 and in
+    bfloat16."""
     six = QWEN3_30B_A3B | {"num_hidden_layers": 6}
     e = estimate(config(max_tokens_per_gpu=8192, rlk_fast="off"), six)
     held = sum(item.bytes for item in e.kept) + 6 * 8192 * 2048 * 2
@@ -169,8 +171,8 @@ def test_experts_without_operators_as_measured():
 
 
 def test_stages_by_hand():
-    """Layer inputs with full recomputation: 5/2 micro-batches on the first rank of an interleaved pipeline; where the
-    first rank has no layers, of one micro-batch on the last."""
+    """With full recomputation, the first rank of an interleaved pipeline has layer inputs of 5/2 micro-batches. If
+    the first rank has no layers, the last rank has those of one micro-batch."""
     pair = {"actor_num_gpus_per_node": 2, "pipeline_model_parallel_size": 2}
     full = {"overrides": {"recompute_granularity": "full"}}
 
@@ -187,7 +189,8 @@ def test_stages_by_hand():
 
 
 def test_replayed_experts_by_hand():
-    """Two bytes an id, of all layers, beside the activations of each micro-batch in flight; nothing between steps."""
+    """An id takes two bytes. Each micro-batch in flight has every layer's ids in addition to its activations;
+    between steps no ids are kept."""
     stages = {"actor_num_gpus_per_node": 2, "pipeline_model_parallel_size": 2}
     for flags, flight in ({}, 1), (stages, 2):
         plain, replayed = (
@@ -203,7 +206,8 @@ def test_replayed_experts_by_hand():
 
 
 def test_a_shared_expert_by_hand():
-    """GLM-4.5-Air: a dense layer, then 45 with a shared expert, which tensor parallelism cuts like an MLP."""
+    """GLM-4.5-Air has a dense layer, then 45 layers with a shared expert, which tensor parallelism splits like an
+    MLP."""
     shape = Shape.of(GLM_AIR)
     attention, expert, dense = 4096 * 128 * (2 * 96 + 2 * 8), 3 * 4096 * 1408, 3 * 4096 * 10944
     sparse = attention + 4096 * 128 + 129 * expert
@@ -230,24 +234,27 @@ def test_splits():
     assert tp["layers, backward"] == 2 * (9216 * (36 * 2560 / 2 + one) + back)
     assert tp["weights"] == PARAMS and tp["optimizer"] == PARAMS * 6
     stages = items(config(actor_num_gpus_per_node=4, pipeline_model_parallel_size=2, context_parallel_size=2))
-    stage = 18 * Shape.of(QWEN3_4B).layer().total + 151936 * 2560  # the embedding here, its copy there
+    # One stage has the embedding, the other its copy.
+    stage = 18 * Shape.of(QWEN3_4B).layer().total + 151936 * 2560
     assert stages["weights"] == stage * 2
-    assert stages["optimizer"] == stage * 12 / 2  # sharded over the context-parallel ranks too
-    # Keys and values of the whole row, twice this rank's, and of a quarter of it again: 2.5 times 2 x 1024 a token.
+    assert stages["optimizer"] == stage * 12 / 2  # the context-parallel ranks also share it
+    # A rank has keys and values of the whole row, twice its own part, and once more of a quarter: 2.5 times 2 x 1024
+    # per token.
     one = 4 * 2560 + 4 * 4096 + 4 * 1024 + 2.5 * 2 * 1024 + 3 * 9728
     assert stages["layers, backward"] == 2 * (
         9216 * (18 * 2 * 2560 + one) + 9216 * (2 * 9728 + 2 * 2560) + 2 * 2560 * 9728
-    )  # two micro-batches in flight
+    )  # two micro-batches are in flight
 
 
 def test_other_heads_and_precisions():
     kept = 2 * 9216 * 36 * 2560
     columns = 9216 * 151936
-    # of each logit: itself in float32, and for the entropy less its maximum, the exp of that, the product of both
+    # Per logit: its float32 value, and for the entropy its difference to the maximum, the exp and their product.
     assert items(config(rlk_fast="off"))["head and loss"] == kept + columns * 16
-    # back: the entropy's softmax, log-probs, two temporaries and gradient, and the cross entropy's gradient
+    # In the backward: the entropy's softmax, log-probs, two temporaries and gradient, and the cross entropy's
+    # gradient.
     assert items(config(rlk_fast="off", entropy_coef=0.1))["head and loss"] == kept + columns * 24
-    # beside the 16 the logits before they were divided
+    # In addition to the 16 bytes: the logits before the division.
     assert items(config(rlk_fast="off", rollout_temperature=0.7))["head and loss"] == kept + columns * 20
     assert items(config(rl_kernel_ops=["logp"]))["head and loss"] == kept + columns * 4
     plain = items(config(overrides={"grad_reduce_in_fp32": False}))
@@ -263,7 +270,7 @@ def test_peak_is_reported_against_the_estimate():
     e = estimate(config(), QWEN3_4B)
     compared = e.compared({"perf/trainer_peak_gib": 2 * e.peak / GIB})
     assert compared == {"perf/memory/estimate_gib": e.peak / GIB, "perf/memory/peak_of_estimate": 2.0}
-    assert e.compared({"perf/trainer_time": 1.0}) == {}  # on a CPU no peak is measured
+    assert e.compared({"perf/trainer_time": 1.0}) == {}  # a CPU has no measured peak
 
 
 def test_units():
@@ -271,15 +278,15 @@ def test_units():
 
 
 def test_shapes_of_other_families():
-    """Matrices, what one token goes through, and the engine's cache per token; GLM-4 keeps the inputs of two more
-    norms."""
+    """The test covers matrices, the elements that one token uses, and the engine's cache per token. GLM-4 keeps the
+    inputs of two more norms."""
     fields = {
         name: ARCHITECTURES[name].config_fields() | {"model_type": ARCHITECTURES[name].family}
         for name in OTHER
     }
     shapes = {name: Shape.of(hf) for name, hf in fields.items()}
     assert {name: (shape.params, shape.cache) for name, shape in shapes.items()} == OTHER
-    assert f"{shapes['minimax-m2'].active / 1e9:.1f}" == "9.8"  # the card says 10, with the head
+    assert f"{shapes['minimax-m2'].active / 1e9:.1f}" == "9.8"  # the card has 10, with the head
     glm = shapes["glm-4-9b"]
     plain, more = (
         layer_width(config(), replace(glm, post_norms=post), glm.kinds[0]) for post in (False, True)
@@ -288,7 +295,7 @@ def test_shapes_of_other_families():
 
 
 def test_an_optimizer_on_the_host_by_hand():
-    """The device loses 12 bytes per parameter, and the host gets them, and buffers for arriving gradients."""
+    """The device loses 12 bytes per parameter. The host gets these bytes, and buffers for arriving gradients."""
     plain, host = config(), config(optimizer_cpu_offload=True)
     assert items(host) == items(plain) | {"optimizer": 0}
     assert estimate(plain, QWEN3_4B).host == ()

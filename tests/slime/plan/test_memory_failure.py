@@ -1,4 +1,4 @@
-"""What a run says when memory has ended it, and what `vime doctor` makes of it."""
+"""The error of a run that ended without memory, and the findings of `vime doctor` for it."""
 
 from __future__ import annotations
 

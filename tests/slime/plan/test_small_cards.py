@@ -1,4 +1,4 @@
-"""One card of 24 GB is enough for the 0.5B, the 1.7B and, with adapters, the 4B: the flags that a launcher adds."""
+"""A launcher adds flags so that a card of 24 GB is enough for the 0.5B, the 1.7B and, with adapters, the 4B."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 
 
 def chosen(folder: Path, capsys, file: str, user: list[str], layout: str = "") -> tuple[str, float, Config]:
-    """The flags that the launcher adds, the bytes that are then too much, and the configuration."""
+    """Returns the flags that the launcher adds, the bytes that still do not fit, and the configuration."""
     model = plan_examples.write_model(file.partition("/")[0], folder)
     argv = [*plan_examples.flags(plan_examples.EXAMPLES / file, model), *ONE.split(), *layout.split()]
     assert main([PLAN, *argv, "--", *user]) == 0
@@ -29,7 +29,7 @@ def chosen(folder: Path, capsys, file: str, user: list[str], layout: str = "") -
 @pytest.mark.parametrize("size", ["--gpu-memory-gib 24", "--gpu rtx4090", "--gpu l4", "--gpu a10"])
 @pytest.mark.parametrize("model", ["qwen2.5-0.5b", "qwen3-1.7b"])
 def test_full_training_fits_a_card_of_24_gb(tmp_path, capsys, model, size):
-    """With responses of 8192 tokens. A host of 64 GiB is enough."""
+    """The responses have 8192 tokens. A host of 64 GiB is enough."""
     user = [*size.split(), "--host-memory-gib", "64"]
     found, over, c = chosen(tmp_path, capsys, f"{model}/colocated.yaml", user)
     assert over <= 0 and c.data.max_tokens_per_gpu >= c.rollout.rollout_max_response_len == 8192

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage has: by hand, as Megatron places them, and what cannot be divided."""
+"""Each pipeline stage's layers: by hand, as Megatron distributes them, and layouts that cannot be divided."""
 
 from __future__ import annotations
 
@@ -67,8 +67,9 @@ def test_a_layout_is_read_as_megatron_reads_it(text: str) -> None:
 
 
 def test_passes_in_flight_by_hand() -> None:
-    """1F1B: 4, 3, 2, 1. Interleaved, 2 ranks, 2 stages, groups of 2: before its first backward, the first rank computes
-    micro-batches 0 and 1 in its stage 0, both in its stage 1, and 2 in stage 0; the last rank does not wait for 2."""
+    """1F1B has 4, 3, 2, 1. The interleaved case has 2 ranks, 2 stages and groups of 2. Before its first backward, the
+    first rank computes micro-batches 0 and 1 in its stage 0, both in its stage 1, and 2 in stage 0. The last rank
+    does not wait for micro-batch 2."""
     assert [Stages(((1, 1, 1, 1),)).passes(rank, 1) for rank in range(4)] == [4, 3, 2, 1]
     interleaved = Stages(((1, 1), (1, 1)))
     assert [interleaved.passes(rank, 2) for rank in range(2)] == [5, 3]

@@ -1,4 +1,4 @@
-"""Which roles live on which ranks, and what the ranks send to each other."""
+"""Each role's ranks, and the values that the ranks send to each other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OWN = PPO | {"critic_devices": "own"}
         (
             PPO | {"critic_num_gpus_per_node": 1},
             {"trainer": 1},
-        ),  # as many as the policy: slime's shared devices
+        ),  # the critic has the policy's number of ranks, on slime's shared devices
         (
             PPO | {"actor_num_gpus_per_node": 4, "critic_num_nodes": 2, "critic_num_gpus_per_node": 2},
             {"trainer": 4},

@@ -1,4 +1,4 @@
-"""Which models a configuration has, in which order they run, and where their weights and checkpoints are."""
+"""The models of a configuration, their order, and the folders of their weights and checkpoints."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_records_agree_with_themselves():
 
 
 def test_memory_and_loading_count_every_role(root):
-    """A frozen role has weights alone; the critic has all of it, without the matrix of the vocabulary."""
+    """A frozen role has only weights. The critic has all parts of the state, without the matrix of the vocabulary."""
     hf = read_hf_config(str(root / "policy"))
     plain, kl, ppo = (estimate(make_config(root, **flags), hf) for flags in ({}, KL, PPO))
     of = {item.name: item.bytes for item in plain.kept}
@@ -123,7 +123,7 @@ def test_checkpoints_of_both_fit_together(root, tmp_path):
     with pytest.raises(ValueError, match=rule):
         check_directories(make_config(root, **PPO, load=load, critic_load=own))
     check_directories(make_config(root, **PPO, load=load, critic_load=own, ckpt_step=3))
-    check_directories(make_config(root, **PPO, load=load))  # a policy from a run without a critic
+    check_directories(make_config(root, **PPO, load=load))  # the policy comes from a run without a critic
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="--critic-load must name a directory, got the file"):
         check_directories(make_config(root, **PPO, critic_load=str(tmp_path / "file")))

@@ -1,4 +1,4 @@
-"""--replay-kept-tokens in the configuration: what it needs, and what engines are asked for."""
+"""--replay-kept-tokens in the configuration: its requirements, and the engines' requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def test_engines_are_asked_and_the_note_is_gone(tmp_path):
     assert [engine_settings(c)["top_tokens"] for c in (plain, replayed)] == [0, 64]
     assert any("--replay-kept-tokens N computes both" in note for note in plain.notes)
     assert not any("--rollout-top-p" in note for note in replayed.notes)
-    parse_args([*argv, "--replay-kept-tokens", "64", "--use-rollout-logprobs"])  # of the same ids
+    # The log-probs are over the same ids.
+    parse_args([*argv, "--replay-kept-tokens", "64", "--use-rollout-logprobs"])
 
 
 def test_sglangs_engines_do_not_have_them(tmp_path):

@@ -1,4 +1,4 @@
-"""--offload and its kin: what is taken, and what is refused with a reason."""
+"""--offload and related flags: accepted values, and errors with a reason."""
 
 import pytest
 from config_cases import good_argv

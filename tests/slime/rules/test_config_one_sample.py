@@ -1,4 +1,4 @@
-"""--n-samples-per-prompt 1: refused where all advantages would be 0, noted where a hook makes the groups."""
+"""--n-samples-per-prompt 1 is an error if all advantages would be 0. It gives a note if a hook makes the groups."""
 
 from __future__ import annotations
 

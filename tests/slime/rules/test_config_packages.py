@@ -1,4 +1,4 @@
-"""A package that a flag needs is missed before anything starts, and looked for without an import."""
+"""A missing package that a flag needs is an error before anything starts. The check does not import the package."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from slime.tracking.trackers import TRACKERS
         *(
             (kind.flag, kind.module, kind.package)
             for kind in TRACKERS
-            if not kind.optional  # a script of slime with --use-wandb runs without wandb, too
+            if not kind.optional  # a script of slime with --use-wandb also runs without wandb
         ),
         ("--rm-type boxed_math", "math_verify", "math-verify"),
     ],
 )
 def test_a_package_that_a_flag_needs(tmp_path, monkeypatch, flags, module, package):
     argv = good_argv(tmp_path)
-    monkeypatch.setitem(sys.modules, module, None)  # hides it where it is installed
+    monkeypatch.setitem(sys.modules, module, None)  # this hides an installed package
     assert parse_args([*argv, "--rm-type", "gsm8k"]).data.num_rollout == 3
     with pytest.raises(ValueError) as error:
         parse_args([*argv, *flags.split()])
@@ -37,7 +37,7 @@ def test_a_package_that_a_flag_needs(tmp_path, monkeypatch, flags, module, packa
 
 
 def test_a_folder_is_no_package(tmp_path, monkeypatch):
-    """wandb leaves a folder of its name where it has run, which Python would import as an empty package."""
+    """A run with wandb leaves a folder with its name, which Python would import as an empty package."""
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     asked = Config.from_flat({"use_wandb": True, "run_dir": str(tmp_path)})

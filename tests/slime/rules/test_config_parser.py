@@ -1,4 +1,4 @@
-"""From the words of a command line to typed, owned values."""
+"""From the words of a command line to typed values with one owner."""
 
 import json
 import pickle
@@ -132,7 +132,7 @@ def test_flags_without_effect_leave_a_note(argv):
 
 
 def test_flags_of_slime_scripts_that_need_no_action_leave_a_note(argv):
-    """Router, conversion and layout: what they ask for is what happens here; hooks find them at the default."""
+    """These flags of router, conversion and layout ask for the present behaviour; hooks see their defaults."""
     router = "--use-slime-router --slime-router-timeout 60 --slime-router-max-connections 9"
     c = parse_args(
         [*argv, *router.split(), "--megatron-to-hf-mode", "bridge", "--qkv-format", "thd"], BACKENDS
@@ -257,7 +257,7 @@ def test_namespace_is_a_flat_mutable_copy(argv):
 
 
 def test_saved_file_holds_no_secret(argv, tmp_path):
-    """Neither a key of its own, nor one in an address, nor one for the environment of the ranks."""
+    """The file holds no key, no key in an address, and no key for the environment of the ranks."""
     secrets = ["--wandb-key", "s3cret", "--rm-url", "http://:s3cret@judge:80", "--train-env-vars"]
     c = parse_args([*argv, *secrets, '{"HF_TOKEN": "s3cret", "N": "1"}'])
     c.save_json(tmp_path / "config.json")
@@ -279,7 +279,7 @@ def test_parsing_imports_neither_megatron_nor_vllm(argv):
 
 
 def test_missing_megatron_is_said(argv, monkeypatch):
-    """Without the package, and without its version in the table."""
+    """The package is missing, and its version is not in the table."""
     monkeypatch.setattr(core_table, "core_flags", core_table.core_flags.__wrapped__)
     monkeypatch.setattr(parser, "core_flags", core_table.core_flags)
     monkeypatch.setattr("slime.megatron_versions.installed", lambda: "0.0.1")

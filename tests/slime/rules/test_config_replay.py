@@ -1,4 +1,4 @@
-"""Routing replay in the configuration: what it goes with, what it changes, and what is refused with its reason."""
+"""Routing replay in the configuration: flags that it allows, flags that it changes, and errors with their reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of the shelf of algorithms: names, what does not go together, and what `vime plan` recommends."""
+"""Rules of the shelf of algorithms: names, flags that cannot be combined, and the advice of `vime plan`."""
 
 from __future__ import annotations
 
@@ -67,11 +67,13 @@ def test_corrections_per_token_stay_in_the_operator(argv):
         "--use-rs --rs-veto-threshold 1e-4",
     ):
         assert loss_head(parsed(argv, more))[0] is LINEAR, more
-    assert loss_head(parse_args([*argv, "--tis-level", "sequence"])) == (ONE_PASS, "")  # nothing is weighed
+    # No token has a weight.
+    assert loss_head(parse_args([*argv, "--tis-level", "sequence"])) == (ONE_PASS, "")
 
 
 def test_settings_of_slimes_example_file(argv, tmp_path):
-    """Its keys are flags here; null leaves a flag out, and the rest are settings of the user's function."""
+    """The file's keys are flags here. null leaves a flag out, and the other keys are settings of the user's
+    function."""
     (tmp_path / "mis.yaml").write_text(
         "use_tis: true\nuse_rs: false\ntis_level: token\nrs_level: token\ntis_mode: truncate\ntis_lower_bound: 0.5\n"
         "tis_upper_bound: 2.0\nrs_lower_bound: null\nrs_upper_bound: null\nrs_veto_threshold: 1.0e-4\n"
@@ -166,7 +168,7 @@ def test_masks_of_whole_sequences_go_with_ratios_of_sequences(argv):
 
 
 def test_masks_of_whole_sequences_go_with_ratios_of_tokens(argv):
-    """They drop whole responses, and the ratios of the tokens that stay are what they were."""
+    """The masks drop whole responses, and the ratios of the remaining tokens do not change."""
     parsed(argv, "--use-rs --rs-level sequence")
     parsed(argv, "--use-tis --tis-mode mask --tis-level sequence")
 

@@ -1,4 +1,4 @@
-"""Derived values, and every rule with the numbers it shows."""
+"""Derived values, and every rule with the numbers that its error shows."""
 
 from pathlib import Path
 
@@ -159,7 +159,7 @@ def test_notes_name_what_was_adjusted(argv):
 
 
 def test_supervised_training_needs_no_reference(argv):
-    """A KL that is only reported is left out with a note; one that is asked for is an error."""
+    """A reported KL is left out with a note; a KL in the loss is an error."""
     sft = [*argv, "--loss-type", "sft_loss", "--n-samples-per-prompt", "1", "--global-batch-size", "4"]
     sft += ["--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout"]
     c = parse_args([*sft, "--use-kl-loss"])

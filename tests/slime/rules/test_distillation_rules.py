@@ -1,4 +1,4 @@
-"""Which teachers a run can have: flags that fit together, and the policy's own vocabulary."""
+"""The teachers that a run can have: flags that fit together, and the policy's own vocabulary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def argv(tmp_path: Path) -> list[str]:
 
 
 def teacher_of(folder: Path, **changes: object) -> list[str]:
-    """A teacher without tensors: its config.json and an index, which `vime plan` looks at."""
+    """Writes a teacher without tensors: its config.json and an index, which `vime plan` reads."""
     teacher = write_model(folder / "teacher", **changes)
     (teacher / f"{WEIGHTS}.index.json").write_text('{"weight_map": {}}')
     return ["--use-opd", "--opd-type", "megatron", "--opd-teacher-load", str(teacher)]
@@ -144,12 +144,13 @@ def test_notes_on_a_teacher(argv):
 def test_a_teacher_of_another_shape_is_accepted(argv, tmp_path):
     larger = teacher_of(tmp_path, num_hidden_layers=6, hidden_size=256)
     assert parse_args([*argv, *larger]).distillation.use_opd
-    padded = teacher_of(tmp_path, vocab_size=128)  # the same tokenizer, and rows that pad the matrix
+    # The tokenizer is the same, and the matrix has padding rows.
+    padded = teacher_of(tmp_path, vocab_size=128)
     assert parse_args([*argv, *padded]).distillation.opd_kl_coef == 1.0
 
 
 def test_served_models_are_records(argv, tmp_path):
-    """The policy first, then a frozen model for each teacher, at the temperature of the samples."""
+    """The policy comes first, then one frozen model per teacher, at the temperature of the samples."""
     teacher = str(write_model(tmp_path / "large", num_hidden_layers=6))
     flags = ["--use-opd", "--opd-type", "vllm", "--opd-teacher-model", f"math={teacher}", teacher]
     more = [
@@ -195,7 +196,7 @@ def test_a_teacher_of_another_vocabulary_is_an_error(argv, tmp_path):
     ):
         parse_args([*argv, *other])
     path.unlink()
-    assert parse_args([*argv, *other])  # a size that fits is all that is known
+    assert parse_args([*argv, *other])  # the size fits, and nothing else can be checked
     unknown = teacher_of(tmp_path, vocab_size=128)
     path.unlink()
     with pytest.raises(ValueError, match="got vocab_size 128 in"):

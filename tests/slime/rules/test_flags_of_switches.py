@@ -1,4 +1,5 @@
-"""Flags that are read only with another flag: a note where it is missing, and for adapters an error."""
+"""Flags that have an effect only with another flag. If the other flag is missing, they give a note, or an error for
+adapters."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ OTHER = {
     "update_weight_delta_checksum": "adler32",
     "eval_top_p": "0.5",
 }
-"""Field -> a value that is not its default, for those that take neither 3 nor a text."""
+"""Field -> a value that is not its default, for fields that accept neither 3 nor a text."""
 
 
 def notes(tmp_path: Path, *flags: str) -> list[str]:

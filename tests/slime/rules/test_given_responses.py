@@ -1,4 +1,4 @@
-"""Losses on given responses: what they need first, and values that decide what else a run needs."""
+"""Losses on given responses: their requirements, and values that decide the requirements of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GENERATION = (
 
 @pytest.fixture
 def bare(tmp_path: Path) -> list[str]:
-    """The flags that every loss needs, and none of generation."""
+    """Returns the flags that every loss needs, without flags of generation."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"input": "1+1=", "label": "2"}\n')
     model = write_model(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Flags of existing launch scripts: what is compared with config.json, what has no effect, and what is refused."""
+"""Flags of existing launch scripts: those compared with config.json, those without effect, and errors."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_keys_of_the_custom_config_that_are_no_flags_reach_hooks(argv, tmp_path)
 
 
 def converted(folder: Path) -> Path:
-    """The files of a checkpoint that slime converted, as far as the configuration looks at them."""
+    """Writes the files of a checkpoint that slime converted, as far as the configuration reads them."""
     (folder / "release").mkdir(parents=True)
     (folder / "release" / ".metadata").touch()
     (folder / "latest_checkpointed_iteration.txt").write_text("release")
@@ -255,7 +255,7 @@ def test_a_missing_conversion_of_the_checkpoint_is_not_needed(argv, tmp_path):
 
 
 def test_one_report_has_the_reasons_of_every_stage(argv, tmp_path):
-    """An unknown flag, hooks, files and the model are reported together, and no traceback comes from an early one."""
+    """An unknown flag, hooks, files and the model are reported together. No early error raises a traceback."""
     write_model(tmp_path / "model", model_type="qwen9")
     flags = (
         "--fo 1 --custom-rm-path absent.f --custom-generate-function-path absent.g --eval-config absent.yaml"
@@ -290,7 +290,7 @@ def test_lists_of_parameters(argv):
 
 
 def test_schedules(argv):
-    """Flags of one schedule come together."""
+    """Flags of a schedule come together."""
     for flags, message in {
         "--lr-decay-style WSD": "--lr-wsd-decay-iters must be given with --lr-decay-style WSD .* got None with WSD",
         "--lr-wsd-decay-iters 5": "and only there, got 5 with constant",
@@ -313,7 +313,7 @@ def test_what_is_done_with_checkpoints_needs_a_folder(argv):
             parse_args([*argv, *flags.split()])
     with pytest.raises(ValueError, match="--weight-dir must be given with --update-weight-disk-keep-files"):
         parse_args([*argv, "--update-weight-disk-keep-files"])
-    assert parse_args([*argv, "--async-save"]).checkpoint.async_save  # scripts have it without --save, too
+    assert parse_args([*argv, "--async-save"]).checkpoint.async_save  # scripts also have it without --save
 
 
 def test_flags_of_megatron_with_rules_of_their_own(argv):

@@ -1,4 +1,4 @@
-"""Layouts that do not divide what a family has: heads, latent heads, windows, experts. Each error has the division."""
+"""Layouts that do not divide a family's parts: heads, latent heads, windows, experts. Each error shows the division."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What adapters cannot be combined with: each error says what must be, what it got and what to do."""
+"""Flags that cannot be combined with adapters: each error has the rule, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEFT_OUT = "must be left out with --lora-rank, got"
 
 
 def peft(directory: Path) -> Path:
-    """A PEFT directory of rank 4."""
+    """Writes a PEFT directory of rank 4."""
     directory.mkdir()
     config = Lora(4, 8.0, 0.0, ("q_proj",)).peft("base", ["model.layers.0.self_attn.q_proj"])
     (directory / CONFIG_FILE).write_text(json.dumps(config))

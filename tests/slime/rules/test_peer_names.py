@@ -1,4 +1,4 @@
-"""Settings of TRL and verl are answered with the flags of this project."""
+"""The error for a setting of TRL or verl names the flags of this project."""
 
 import re
 from collections import Counter
@@ -30,14 +30,14 @@ def problems_of(argv: list[str]) -> list[str]:
 
 
 def typed_as(name: str, program: str) -> list[str]:
-    """The spellings of a setting on a command line, with the value 1."""
+    """Returns the spellings of a setting on a command line, with the value 1."""
     if program == VERL:
         return [f"{name}=1"]
     return [f"--{name}=1", f"--{name.replace('_', '-')}=1"]
 
 
 def test_each_name_of_the_table_is_answered_in_one_table():
-    """All in one command, with dashes where a name has underscores too, and as Hydra spells the names of verl."""
+    """All names are in one command, with dashes for underscores too, and verl's names as Hydra spells them."""
     assert Counter(each.program for each in PEER_NAMES.values()) >= Counter({TRL: 80, VERL: 120, OTHERS: 30})
     tokens = [token for name, each in PEER_NAMES.items() for token in typed_as(name, each.program)]
     (text,) = problems_of(tokens)
@@ -51,7 +51,7 @@ def test_each_name_of_the_table_is_answered_in_one_table():
 
 
 def test_a_peer_name_is_no_flag_of_this_project():
-    """Otherwise the flag of this project could not be given."""
+    """Otherwise users could not give the flag of this project."""
     known = {row["flag"] for row in all_rows()}
     assert not [name for name in PEER_NAMES if f"--{name.replace('_', '-')}" in known]
 
@@ -95,7 +95,7 @@ def test_the_value_decides(words, answer):
 
 
 def test_each_switch_of_a_peer_has_both_answers():
-    """A setting with an answer for true has one for false, and the two differ."""
+    """A setting with an answer for true also has one for false, and the two differ."""
     for each in PEER_NAMES.values():
         if "true" in each.values:
             pair = each.ours("True"), each.ours("False")
@@ -142,7 +142,7 @@ def test_flags_of_values_exist():
 
 
 def test_each_flag_of_the_table_exists():
-    """Flags of the plan's owner, of Megatron and of vLLM; also those in the notes."""
+    """The flags are the plan's own, Megatron's and vLLM's, including those in the notes."""
     known = {row["flag"] for row in all_rows()}
     for each in PEER_NAMES.values():
         text = " ".join([each.flags, each.note, *each.values.values()])

@@ -1,4 +1,4 @@
-"""Flags of the objective that nothing reads: an error or a note, for all estimators, losses and corrections."""
+"""Flags of the objective that nothing reads give an error or a note, for all estimators, losses and corrections."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OTHER: dict[str, str] = {
     "dr_grpo_length": "20",
     "score_centering_top_k": "16",
 }
-"""Field -> a value that is not its default, for those that are no switch and no share."""
+"""Field -> a value that is not its default, for fields that are neither a switch nor a share."""
 
 
 class Section:
@@ -62,7 +62,7 @@ class Section:
 
 
 class Recording:
-    """The sections of an objective at their defaults. `seen`: the fields that were read."""
+    """The sections of an objective at their defaults. `seen` collects the fields that are read."""
 
     def __init__(self) -> None:
         found = Config.from_flat({"eps_clip_high": 0.3, "use_tis": True})
@@ -100,7 +100,7 @@ def test_a_policy_loss_declares_the_flags_that_it_reads(record):
     record.per_token(c, t, one, one)
     if record.choose is not None:
         record.choose(c.algorithm, one, one, rows, None)
-    elsewhere = {"score_centering_top_k"}  # engines are asked for that many
+    elsewhere = {"score_centering_top_k"}  # engines return this many ids
     assert c.seen == record.flags - elsewhere
 
 
@@ -109,7 +109,7 @@ def config(tmp_path: Path, *flags: str) -> Config:
 
 
 def assert_unread(tmp_path: Path, name: str, *flags: str) -> None:
-    """An error or a note that names the flag, and no reference model for it."""
+    """Checks that an error or a note names the flag, and that the flag adds no reference model."""
     flag = spelled(name)
     value = [] if SPECS[name].kind is bool else [OTHER.get(name, "0.25")]
     try:
@@ -142,7 +142,7 @@ def test_every_flag_of_another_estimator_is_reported(tmp_path, estimator):
         {name for other in ESTIMATORS.values() for name in other.flags | other.flags_of_group}
     ):
         if name in CRITIC or (estimator, name) == ("rloo", "disable_rewards_normalization"):
-            continue  # rules of their own
+            continue  # these have separate rules
         if name in record.flags | record.flags_of_group:
             assert_read(tmp_path, name, *flags)
         else:

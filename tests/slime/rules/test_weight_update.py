@@ -1,4 +1,4 @@
-"""What --update-weight-mode delta goes with, and the older names of its flags."""
+"""Flags that --update-weight-mode delta allows, and the older names of its flags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DELTA = ["--update-weight-mode", "delta"]
 
 
 def written(args: object, version_dir: str, rollout_engines: list[str]) -> None:
-    """The hook of the tests."""
+    """The hook of the tests in this file."""
 
 
 @pytest.mark.parametrize(

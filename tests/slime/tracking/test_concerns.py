@@ -51,7 +51,7 @@ AT_ONCE = "sessions fail"
 
 
 def begun(rollouts: list[dict[str, float]]) -> list[tuple[str, int, str]]:
-    """Name, rollout and state of what is printed."""
+    """Returns name, rollout and state per printed concern."""
     watch = Concerns()
     return [
         (concern.condition.name, rollout, concern.state)
@@ -77,7 +77,7 @@ def test_a_condition_is_told_after_three_rollouts_and_when_it_ends(name: str) ->
 @pytest.mark.parametrize(
     "figures",
     [
-        {"reward_mean": 0.0},  # rewards of -1 and 1
+        {"reward_mean": 0.0},  # rewards are -1 and 1
         {"without_spread": 0.99},  # one group has spread
         {"truncated": 0.99},
         {"untrained": 0.99},
@@ -100,7 +100,7 @@ def test_sessions_that_fail_are_a_concern_at_once() -> None:
 
 
 def test_console_and_doctor_show_why_sessions_ended(tmp_path: Path, capsys) -> None:
-    """A quarter of the sessions ended with a tool without a name, and neither showed anything."""
+    """A quarter of the sessions end, because a tool has no name. Console and doctor show this reason."""
     shown = run(tmp_path, [HEALTHY | BAD[AT_ONCE]] * 2)
     told = "25% of the sessions of rollout 0 are not trained on; sessions ended request: 25%, said: a tool must have"
     assert f"warning: sessions fail: {told} a name, got None; look at" in shown
@@ -111,7 +111,7 @@ def test_console_and_doctor_show_why_sessions_ended(tmp_path: Path, capsys) -> N
 
 
 def test_a_learning_rate_that_kills_the_policy_is_named() -> None:
-    """--lr 10: after one step the entropy and the gradient are 0, and the warning asked about prompts alone."""
+    """With --lr 10, the entropy and the gradient are 0 after one step. The warning names this, not only the prompts."""
     dead = HEALTHY | EQUAL | {"reward_mean": 1.0, "entropy": 1e-7}
     assert [name for name, _, _ in begun([HEALTHY, *[dead] * 3])] == [
         "entropy collapses",
@@ -154,7 +154,7 @@ def steps_of(figures: dict[str, float]) -> list[dict[str, float]]:
 
 
 def run(run_dir: Path, rollouts: list[dict[str, float]], sizes: int = 3) -> str:
-    """What the console of a run shows, whose rollouts have these figures."""
+    """Returns the console output of a run whose rollouts have these figures."""
     screen = io.StringIO()
     config = Config.from_flat({"run_dir": str(run_dir), "num_steps_per_rollout": 1, "rollout_num_gpus": 1})
     run_dir.mkdir(exist_ok=True)
@@ -173,7 +173,7 @@ def run(run_dir: Path, rollouts: list[dict[str, float]], sizes: int = 3) -> str:
 
 
 def test_console_journal_and_doctor_name_a_run_that_cannot_learn(tmp_path: Path, capsys) -> None:
-    """20 rollouts with equal rewards and gradient 0 ended with 0 problems."""
+    """20 rollouts with equal rewards and a gradient of 0 are a problem for all three."""
     shown = run(tmp_path, [HEALTHY | BAD["all rewards 0"]] * 20)
     lines = [line for line in shown.splitlines() if "warning" in line]
     assert lines[0].startswith("warning: all rewards 0: each reward of rollouts 0 to 2 is 0; look at samples")
@@ -211,12 +211,12 @@ def test_a_run_that_resumes_is_watched_anew(tmp_path: Path) -> None:
 
 
 def test_the_console_shows_what_the_rollout_manager_records(tmp_path: Path, monkeypatch) -> None:
-    """All groups of a rollout are dropped: no rollout ends, so the driver has no figures."""
+    """All groups of a rollout are dropped, so no rollout ends and the driver has no figures."""
     screen, clock = io.StringIO(), iter(range(0, 1000, 10))
     monkeypatch.setattr(concerns.time, "monotonic", lambda: next(clock))
     config = Config.from_flat({"run_dir": str(tmp_path), "rollout_num_gpus": 1})
     events = Events("rollout", str(tmp_path))
-    concerns.dropped_groups(0, 12, 4).record(events)  # of an earlier process
+    concerns.dropped_groups(0, 12, 4).record(events)  # an earlier process recorded it
     report = Reporter(config, Trackers([]), StepLine(stream=screen))
     report.heed()
     report.heed()
@@ -249,7 +249,7 @@ def test_a_tail_begins_at_the_end_of_the_last_file(tmp_path: Path) -> None:
 
 
 def test_the_remedy_names_the_run_and_the_type_of_the_labels(tmp_path: Path) -> None:
-    """It was `vime ui RUN_DIR`. A reward that compares a CSV's label with a number is 0 for ever."""
+    """The remedy has the run's real folder. A reward that compares a CSV's text label with a number is always 0."""
     bad, run_dir = HEALTHY | BAD["all rewards 0"], tmp_path / "my run"
     for labels in ({}, {"text_labels": 1.0}):
         shown = run(run_dir, [bad | labels] * 4)

@@ -1,4 +1,4 @@
-"""These tests read what a run prints: columns by loss and by width, the time left, samples, and the last lines."""
+"""The console output of a run: columns by loss and by width, the time left, samples, and the last lines."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_the_last_lines_name_the_best_evaluation_the_weights_and_the_next_comman
     report._evaluations = {
         0: {"a": 0.1, "b": float("nan"), "d": 0.0},
         2: {"a": 0.9, "d": 0.0},
-        3: {"a": 0.9},  # an equal one that is later
+        3: {"a": 0.9},  # an equal value that comes later
         4: {"a": 0.5, "c": 1.0, "d": 0.0},
     }
     report._saved = 3

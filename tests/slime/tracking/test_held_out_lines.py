@@ -1,4 +1,4 @@
-"""Held-out losses in what people see: scores, the step line, the line of an evaluation, and the last lines."""
+"""Held-out losses in the output for users: scores, the step line, the line of an evaluation, and the last lines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def config(kind: str, **more) -> Config:
 
 
 def evaluated(*losses: float) -> Evaluated:
-    """An evaluation of the sets a and b, with these losses. The other figures are multiples of the loss."""
+    """Returns an evaluation of the sets a and b with these losses. The other figures are multiples of the loss."""
     return Evaluated(
         {
             f"eval/{name}/{figure}": value * (i + 1)
@@ -54,7 +54,7 @@ def test_scores_of_held_out_sets():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_lines_of_a_run_with_held_out_sets(kind, tmp_path):
-    """Each line has the newest evaluation before it; the best loss is the lowest, the best accuracy the highest."""
+    """Each line has the newest evaluation before it. The best loss is the lowest, the best accuracy the highest."""
     c, screen = config(kind, run_dir=str(tmp_path)), io.StringIO()
     report = Reporter(c, Trackers([]), StepLine(total=9, stream=screen, columns=columns_of(c)))
     losses = {0: 0.5, 2: 0.25, 4: 0.375}

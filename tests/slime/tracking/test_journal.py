@@ -1,4 +1,4 @@
-"""The journal of a run: written by several processes, killed or out of room, and read while it goes on."""
+"""The journal of a run: several processes write it, die or run out of room, and readers follow it during the run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_an_event_has_the_fields_of_its_kind(tmp_path: Path, fields: dict[str, o
 
 
 def test_a_process_keeps_its_order_whatever_waits(tmp_path: Path) -> None:
-    """A durable event writes those before it."""
+    """A durable event also writes the earlier events."""
     events = Events("rollout", str(tmp_path))
     for group in range(5):
         events.add("ended", groups=[group])
@@ -160,8 +160,8 @@ except ValueError as error:
 def test_a_run_of_another_user_that_may_not_be_read(tmp_path: Path) -> None:
     events = Events("driver", str(tmp_path))
     events.add("start", rollout=0)
-    (tmp_path / EVENTS_FILE).chmod(0o600)  # the folders of pytest are its user's alone, too
-    # read before the change of the user, who may not read the interpreter's own files
+    (tmp_path / EVENTS_FILE).chmod(0o600)  # pytest's folders are readable for their user only
+    # The import comes before the change of the user, who may not read the interpreter's own files.
     code = "import slime.tracking.journal\n" + AS_NOBODY
     run = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
@@ -175,10 +175,10 @@ def test_phases_begin_and_end_and_a_killed_process_ends_its_own(tmp_path: Path) 
     timers.observer = spans
     spans.set_rollout(4)
     with driver.phase("eval", rollout=4), pytest.raises(RuntimeError), timers.measure("trainer"):
-        with timers.measure("forward"):  # of a micro-batch: no phase
+        with timers.measure("forward"):  # a micro-batch has no phase
             pass
         raise RuntimeError
-    rank.add("phase_begin", phase="save", device="cuda:0", rollout=5)  # and is killed
+    rank.add("phase_begin", phase="save", device="cuda:0", rollout=5)  # the rank is killed here
     rank.close()
     driver.add("phase_begin", phase="wait")
     driver.close()
@@ -195,8 +195,8 @@ def test_phases_begin_and_end_and_a_killed_process_ends_its_own(tmp_path: Path) 
 
 
 def test_an_event_costs_little(tmp_path: Path) -> None:
-    """More than the events of a step with 64 groups. They take less than 1 ms of a core's time, 0.1% of a step of one
-    second. The bound is 0.5%: CPU time counts, which hardly changes on a loaded machine."""
+    """The number exceeds the events of a step with 64 groups. They take less than 1 ms of a core's time, 0.1% of a
+    one-second step. The bound is 0.5%, in CPU time, which changes little on a loaded machine."""
     events = Events("rollout", str(tmp_path))
     began = time.process_time()
     for _ in range(10):

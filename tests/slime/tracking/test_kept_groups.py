@@ -1,4 +1,5 @@
-"""Which samples of a rollout a run keeps for people: whole groups, the one with the largest spread of rewards first."""
+"""The samples of a rollout that a run keeps for users: whole groups, the one with the largest spread of rewards
+first."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def group(number: int, rewards: Sequence[Any], status: Sample.Status = DONE) -> 
 
 
 def groups_kept(groups: Sequence[SampleGroup], keep: int) -> list[tuple[int, int]]:
-    """(group, number of its samples that are kept), in the rollout's order."""
+    """Returns (group, number of its kept samples), in the rollout's order."""
     flat = [sample for each in groups for sample in each]
     places = kept_places(groups, [spread(each, None) for each in groups], keep)
     assert places == sorted(set(places)) and len(places) <= max(keep, 0)
@@ -45,7 +46,7 @@ def test_further_groups_are_far_apart_and_none_is_in_parts() -> None:
     same[10] = group(10, [0.0, 1.0, 0.0, 1.0])
     assert groups_kept(same, 16) == [(0, 4), (3, 4), (6, 4), (10, 4)]
     assert groups_kept(same[:2], 16) == [(0, 4), (1, 4)]
-    singles = [group(i, [None]) for i in range(64)]  # as those of SFT
+    singles = [group(i, [None]) for i in range(64)]  # SFT has such groups
     assert [number for number, _ in groups_kept(singles, 16)] == list(range(0, 64, 4))
 
 
@@ -58,7 +59,7 @@ def test_a_group_that_is_larger_than_the_limit_keeps_its_first_samples() -> None
 
 
 def test_groups_of_several_sizes_and_without_samples() -> None:
-    """Agents fan out to several samples, and a filter of the user may leave a group empty."""
+    """Agents return several samples, and a user's filter may leave a group empty."""
     groups = [[], group(1, [0.5] * 9), group(2, [0.0, 1.0, 1.0]), group(3, [0.5] * 4), []]
     assert groups_kept(groups, 16) == [(1, 9), (2, 3), (3, 4)]
     assert groups_kept(groups, 8) == [(2, 3), (3, 4)]

@@ -1,4 +1,4 @@
-"""The ledger of a run from its events, also of a run that was killed and resumed."""
+"""The ledger of a run from its events, including a run that was killed and resumed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vime.doctor import command
 
 
 class Written:
-    """A run as its processes write it."""
+    """A run with the events that its processes write."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -32,7 +32,7 @@ class Written:
         self.rollout.add("drawn", groups=groups, version=0)
 
     def named(self, places: dict[int, tuple[int, int, int, int]]) -> None:
-        """Groups with the places of their prompts."""
+        """Records groups with the positions of their prompts."""
         self.rollout.add("drawn", groups=list(places), version=0, prompts=list(places.values()))
 
     def dropped(self, *groups: int, reason: str = "filtered") -> None:
@@ -179,7 +179,7 @@ def test_prompts_in_the_order_of_the_data_are_right(run: Written, capsys: pytest
 def test_a_resume_at_another_prompt_is_a_problem(
     run: Written, capsys: pytest.CaptureFixture[str], shift: int, said: str
 ) -> None:
-    """As after a flipped bit in the data position: no group is lost, and none trained twice."""
+    """A flipped bit in the data position has this effect: no group is lost, and no group is trained twice."""
     run.start(0)
     run.named(visits(range(4)))
     run.trained(0, 0, 1, 2, 3)

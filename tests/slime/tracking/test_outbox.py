@@ -1,4 +1,4 @@
-"""What functions of the user log: the numbers, their step, and who gets them."""
+"""The metrics that functions of the user log: the numbers, their step, and their receivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loop reports: which numbers go to the trackers under which step, and the line on the screen."""
+"""The reports of the loop: the numbers that trackers get under each step, and the line on the screen."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Clock:
 
 
 class Recorder:
-    """A tracker that keeps what it is given."""
+    """A tracker that stores its metrics."""
 
     def __init__(self) -> None:
         self.logged: list[tuple] = []
@@ -54,7 +54,7 @@ def parts():
 
 
 def test_a_step(parts):
-    """Two optimizer steps a rollout: rollout 3 holds train steps 6 and 7."""
+    """With two optimizer steps per rollout, rollout 3 has train steps 6 and 7."""
     report, recorder, screen = parts
     clock = Clock()
     report.timers = Timers(clock)
@@ -87,9 +87,10 @@ def test_a_step(parts):
         "perf/columns_wait_time": 0.25,
         "perf/actor_train_time": 2.0,
         "perf/actor_train_tok_per_s": 400.0,
-        "perf/actor_train_tflops": 3.5,  # 3 x 4 TFLOPs, and 2 of multi-token prediction, by 2 s and 2 ranks
+        # 3 x 4 TFLOPs, and 2 of multi-token prediction, divided by 2 s and 2 ranks
+        "perf/actor_train_tflops": 3.5,
         "perf/ref_log_probs_time": 0.5,
-        "perf/ref_log_probs_tflops": 4.0,  # no pass for old log-probs: no figure of one
+        "perf/ref_log_probs_tflops": 4.0,  # there is no figure for old log-probs without their pass
         "perf/handover_time": 0.5,
         "perf/wait_time_ratio": 0.5,
         "perf/step_tokens_per_sec": 100.0,
@@ -125,7 +126,8 @@ def test_the_event_of_a_step_has_the_times_of_its_parts(tmp_path):
 
 
 def test_percentiles_leave_out_the_first_and_traced_steps(parts):
-    """Rollout 3 is the first of this start, rollout 5 is traced: p50 is that of rollouts 4 and 6, 1 and 3 seconds."""
+    """Rollout 3 is the first of this start, and rollout 5 is traced. p50 is from rollouts 4 and 6, with 1 and 3
+    seconds."""
     report, recorder, _ = parts
     clock = Clock()
     report.timers = Timers(clock)
@@ -135,7 +137,7 @@ def test_percentiles_leave_out_the_first_and_traced_steps(parts):
         report.step(rollout_id, RolloutBatch([], {}, 6, 0.0), TrainResult([{}], {}, {}))
     logged = [metrics for key, _, metrics in recorder.logged if key == "rollout/step"]
     assert [metrics.get("perf/step_time_p50") for metrics in logged] == [None, 1.0, 1.0, 2.0]
-    assert logged[-1]["perf/step_tokens_per_sec_p50"] == 4.0  # of 6 and 2
+    assert logged[-1]["perf/step_tokens_per_sec_p50"] == 4.0  # from 6 and 2
 
 
 def test_rollout_alone_and_evaluation(parts):
@@ -169,7 +171,7 @@ def test_a_set_with_a_slash_in_its_name_is_shown(tmp_path):
 
 
 def test_what_functions_of_the_user_log_comes_with_the_answers(tmp_path):
-    """Before the rollout's own line and after the lines of its optimizer steps. The console and the journal show it."""
+    """They come before the rollout's own line and after its optimizer steps. The console and the journal show them."""
     ranks = {"num_steps_per_rollout": 1, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}
     config = Config.from_flat({"run_dir": str(tmp_path), **ranks})
     recorder, screen = Recorder(), io.StringIO()
@@ -184,7 +186,7 @@ def test_what_functions_of_the_user_log_comes_with_the_answers(tmp_path):
     report.step(3, batch, TrainResult([{}], {}, {}, [of_training]))
     logged = [Logged({"eval/set": 0.5, "eval/set-pass@2": 1.0, "mine/b": 2.0}, 4, "rollout/step")]
     report.evaluation(4, Evaluated({}, logged))
-    report.evaluation(5, Evaluated({}, [Logged({"mine/b": 2.0}, 5, "eval/step")]))  # no score
+    report.evaluation(5, Evaluated({}, [Logged({"mine/b": 2.0}, 5, "eval/step")]))  # without a score
     report.close()
     first, own, step, own_step, *evaluations = recorder.logged
     assert first == ("rollout/step", 3, {"rollout/raw_reward": 0.75}) and own[:2] == ("rollout/step", 3)

@@ -1,4 +1,4 @@
-"""Optimizer steps of a run that resumes with another number of them per rollout."""
+"""Optimizer steps of a run that resumes with another number of optimizer steps per rollout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.tracking import make_trackers
 
 
 def logged(run_dir: Path, start: int, stop: int, steps: int) -> None:
-    """Rollouts `start` to `stop`, as `Reporter.step` logs them."""
+    """Logs rollouts `start` to `stop` as `Reporter.step` does."""
     config = Config.from_flat(
         {"num_steps_per_rollout": steps, "global_batch_size": 8, "run_dir": str(run_dir)}
     )
@@ -22,7 +22,7 @@ def logged(run_dir: Path, start: int, stop: int, steps: int) -> None:
         first = trackers.first_step(rollout, steps)
         for step in range(first, first + steps):
             trackers.log({"train/loss": float(rollout)}, step, "train/step")
-        trackers.log({"perf/save_time": 1.0}, rollout, "rollout/step")  # of the checkpoint
+        trackers.log({"perf/save_time": 1.0}, rollout, "rollout/step")  # the checkpoint's time
     trackers.close()
 
 
@@ -34,7 +34,7 @@ def rows(run_dir: Path) -> list[tuple[int, float]]:
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_no_row_vanishes_and_no_number_is_left_out(tmp_path, steps):
     logged(tmp_path, 0, 3, 2)
-    logged(tmp_path, 2, 4, steps)  # the checkpoint was of rollout 1: rollout 2 is trained again
+    logged(tmp_path, 2, 4, steps)  # the checkpoint is from rollout 1, so rollout 2 is trained again
     before = [(0, 0.0), (1, 0.0), (2, 1.0), (3, 1.0)]
     after = [(4 + i, 2.0 + i // steps) for i in range(2 * steps)]
     assert rows(tmp_path) == before + after

@@ -1,4 +1,4 @@
-"""Timers, peaks of memory, percentiles and traces, against hand-computed figures."""
+"""Timers, peaks of memory, percentiles and traces, compared with hand-computed figures."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_real_time():
 
 
 def test_spans_are_read_by_flush_alone():
-    """As with CUDA events, whose reading waits: the ends of a span are handed to `seconds` late, and in pairs."""
+    """Reading a CUDA event waits for it. So the ends of a span reach `seconds` late, and in pairs."""
     ticks, read = iter(range(100)), []
 
     def seconds(start: int, end: int) -> float:
@@ -95,7 +95,7 @@ def test_spans_are_read_by_flush_alone():
 
 
 class Allocator:
-    """An allocator's bookkeeping: bytes now, and their peak since the last reset."""
+    """An allocator's statistics: bytes now, and their peak since the last reset."""
 
     now = peak = 0
 
@@ -114,7 +114,7 @@ def test_peak_memory_of_nested_phases():
     allocator, gib = Allocator(), 2**30
     timers = Timers(Clock(), memory=PeakMemory(allocator.read, allocator.reset))
     allocator.use(9 * gib)
-    allocator.use(-8 * gib)  # before any phase: nobody's peak
+    allocator.use(-8 * gib)  # before any phase, so it counts for no phase
     with timers.measure("actor_train"):
         for extra in (3, 2):
             with timers.measure("forward"):
@@ -139,7 +139,8 @@ def test_peak_memory_of_nested_phases():
 def test_resident_peak_sees_a_tensor_that_is_gone():
     before = resident_peak_gib()
     size = int((before + 0.25) * 2**30)
-    tensor = torch.ones(size, dtype=torch.uint8)  # with what is resident already, above any earlier peak
+    # Together with the resident tensors it exceeds any earlier peak.
+    tensor = torch.ones(size, dtype=torch.uint8)
     del tensor
     assert before + 0.25 <= resident_peak_gib() < 2 * before + 1
 

@@ -20,7 +20,7 @@ from slime.types import Sample
 
 
 class Collector:
-    """Takes OTLP over HTTP, as an OpenTelemetry collector does."""
+    """A server that receives OTLP over HTTP, as an OpenTelemetry collector does."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []

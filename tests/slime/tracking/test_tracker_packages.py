@@ -1,7 +1,8 @@
-"""MLflow, SwanLab, Trackio and Prometheus: what they receive of a run, in their own files and answers.
+"""MLflow, SwanLab, Trackio and Prometheus: the values that they receive from a run, in their own files and answers.
 
-MLflow, SwanLab and Trackio are no packages of this project. Where one is installed, the real one is used. Where it is
-not, a stand-in with the signatures of the recorded version takes the calls: a call that the version refuses fails here.
+MLflow, SwanLab and Trackio are no packages of this project. If one is installed, the test uses it. If it is not
+installed, a stand-in with the signatures of the recorded version takes the calls: a call that the version would not
+accept fails here.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def config_of(**changes) -> Config:
 
 
 def log_all(trackers) -> None:
-    """Two steps: values, then one that is not finite."""
+    """Logs two steps: values, then a value that is not finite."""
     for step in (0, 1):
         metrics = dict.fromkeys(NAMES, step + 0.5)
         trackers.log(metrics, step=step, step_key="rollout/step")
@@ -76,7 +77,7 @@ def log_all(trackers) -> None:
 
 
 def real(package: str) -> None:
-    """Skip where the package is missing; its signatures are those on record."""
+    """Skips the test if the package is missing; its signatures must be the recorded ones."""
     pytest.importorskip(package)
     for place, parameters in SIGNATURES[package].items():
         module, _, names = place.partition(":")
@@ -137,7 +138,7 @@ def test_trackio_has_the_run(tmp_path, monkeypatch):
     real("trackio")
     from trackio import sqlite_storage, utils
 
-    for module in (sqlite_storage, utils):  # read from TRACKIO_DIR when it was imported
+    for module in (sqlite_storage, utils):  # they read TRACKIO_DIR at import
         if hasattr(module, "TRACKIO_DIR"):
             monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
     trackers = make_trackers(config_of(**FLAGS["trackio"]), tmp_path, resume_step=0)
@@ -153,11 +154,12 @@ def test_trackio_has_the_run(tmp_path, monkeypatch):
 
 
 class Anything:
-    """What a stand-in returns: the object whose methods the tracker calls next."""
+    """The result of a stand-in: the object whose methods the tracker calls next."""
 
 
 def stand_in(package: str, monkeypatch) -> list[tuple[str, dict]]:
-    """Modules with the recorded signatures; returns the list of their calls. A wrong call is a TypeError."""
+    """Installs modules with the recorded signatures and returns the list of their calls. A wrong call is a
+    TypeError."""
     calls: list[tuple[str, dict]] = []
     modules: dict[str, types.ModuleType] = {}
     result = Anything()
@@ -188,7 +190,7 @@ def stand_in(package: str, monkeypatch) -> list[tuple[str, dict]]:
             if not hasattr(modules[module], owner):
                 setattr(modules[module], owner, type(owner, (), {}))
             setattr(getattr(modules[module], owner), method, called)
-            if method != "__init__":  # of the object that a factory returned
+            if method != "__init__":  # a factory returned this object
                 setattr(Anything, method, lambda self, *args, _call=called, **kw: _call(self, *args, **kw))
         else:
             setattr(modules[module], name, called)
@@ -274,7 +276,7 @@ def test_a_run_has_the_name_of_its_directory(tmp_path):
 
 
 def test_what_mlflow_did_not_take_is_a_warning(tmp_path, monkeypatch, caplog):
-    """Of a server that is lost during the run; the real client tries again for minutes."""
+    """The server is lost during the run. The real client would retry for minutes."""
     calls = stand_in("mlflow", monkeypatch)
 
     def lost(operation) -> None:

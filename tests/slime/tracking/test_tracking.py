@@ -1,4 +1,4 @@
-"""Numbers that are logged, the console lines and environment.json, against hand-computed figures."""
+"""Logged numbers, the console lines and environment.json, compared with hand-computed figures."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_environment_file_has_facts_and_no_secret(tmp_path):
 
 
 def test_what_packages_carry_along_is_not_of_the_environment():
-    """Setuptools and Ray add folders of their own to the path once they are imported."""
+    """Setuptools and Ray add their own folders to the path once they are imported."""
     code = "from slime.tracking import collect_environment; print(collect_environment([], {})['packages'])"
     imports = ("", "import setuptools; ", "import ray; ")
     found = [subprocess.check_output([sys.executable, "-c", before + code], text=True) for before in imports]
@@ -152,7 +152,7 @@ def test_environment_names_the_commit_only_of_its_own_checkout(tmp_path):
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     git("init", "-q")
-    assert git_state(tmp_path.resolve()) is None  # no commit yet
+    assert git_state(tmp_path.resolve()) is None  # there is no commit yet
     (tmp_path / "inner").mkdir()
     (tmp_path / "file").write_text("1")
     git("add", "file")

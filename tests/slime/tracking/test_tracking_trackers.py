@@ -1,4 +1,4 @@
-"""metrics.jsonl, TensorBoard and W&B: what is written, and that a resumed run does not write it twice."""
+"""metrics.jsonl, TensorBoard and W&B: their contents, and that a resumed run does not write them twice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slime.tracking.trackers.wandb import group_of
 
 
 def make_config(**changes) -> Config:
-    """One rollout is 2 optimizer steps."""
+    """Returns a config in which a rollout has 2 optimizer steps."""
     fields = {
         "num_steps_per_rollout": 2,
         "use_tensorboard": False,
@@ -90,7 +90,7 @@ def test_resume_withdraws_what_will_be_logged_again(tmp_path):
     log_rollouts(trackers, 0, 4)
     trackers.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step_key": "train/step", "st')  # killed while writing
+        file.write('{"step_key": "train/step", "st')  # the process was killed while it wrote
     trackers = make_trackers(make_config(), tmp_path, resume_step=2)
     log_rollouts(trackers, 2, 5, shift=100.0)
     trackers.close()

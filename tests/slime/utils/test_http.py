@@ -1,4 +1,4 @@
-"""The run's key goes to the run's own servers and to no other."""
+"""The run's key goes only to the run's own servers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def own() -> Iterator[None]:
 
 
 class Server:
-    """Answers with the key that it got. /moved redirects to `elsewhere`."""
+    """A server that answers with the key of its request. /moved redirects to `elsewhere`."""
 
     elsewhere = ""
     workers: list[str] = []
@@ -91,7 +91,7 @@ def test_an_engine_gets_the_key_if_the_router_lists_it() -> None:
         router.workers = [engine.url + "/secret"]
         assert await post(engine.url + "/generate", {}) == {
             "key": None
-        }  # no path of an engine: nobody is asked
+        }  # not a path of an engine, so no request is sent
         assert router.asked == []
         assert await post(stranger.url + "/secret/generate", {}) == {"key": None}
         assert await post(engine.url + "/secret/generate", {}) == {"key": KEY["Authorization"]}
@@ -110,6 +110,6 @@ def test_a_redirect_does_not_carry_the_key_away() -> None:
         engine.elsewhere = stranger.url + "/x"
         assert await post(engine.url + "/moved", {}) == {
             "key": None
-        }  # not the run's: followed without the key
+        }  # not a server of the run, so the request has no key
 
     run(body)

@@ -13,7 +13,8 @@ from slime.data import packing, prompts, source, tokenizer
 from slime.rollout import data_source, eval_datasets, generate, metrics, rewards, vllm_rollout
 from slime.tracking import outbox
 
-# module, name, the parameters a plug-in passes: a prefix of the signature, "=" marks those with a default
+# Each line has a module, a name, and the parameters that a plug-in passes: a prefix of the signature. "=" marks a
+# default.
 PATHS = """
 slime.utils.misc load_function path
 slime.utils.misc group_by iterable key=
@@ -193,7 +194,8 @@ def test_a_data_source_has_the_methods_that_subclasses_override():
 
 
 def test_arguments_by_name():
-    """Of append_response_tokens all but `args`; of the log-probs all but the logits."""
+    """The arguments of append_response_tokens have names except `args`, and those of the log-probs except the
+    logits."""
     names = "self args tokens log_probs trainable meta_info text update_terminal_info columns"
     parameters = inspect.signature(types.Sample.append_response_tokens).parameters
     assert list(parameters) == names.split()

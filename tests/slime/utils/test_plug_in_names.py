@@ -1,4 +1,4 @@
-"""Names, keywords and defaults that plug-ins of slime rely on, by what they do."""
+"""Names, keywords and defaults on which slime's plug-ins rely, tested by their behaviour."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_discounted_returns_by_hand():
     rewards = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.float64)
     returns = chunked_discounted_returns(rewards, 0.5)
     assert returns.tolist() == [[3.0, 4.0, 4.0]] and returns.dtype == torch.float64
-    assert rewards.tolist() == [[1.0, 2.0, 4.0]]  # not changed in place
+    assert rewards.tolist() == [[1.0, 2.0, 4.0]]  # they keep their values
     assert chunked_discounted_returns(rewards.bfloat16(), 0.5).dtype == torch.bfloat16
     (found,) = get_reinforce_plus_plus_returns(
         torch.tensor([2.0]),
@@ -105,7 +105,7 @@ def test_hooks_get_other_keywords_and_lists_keep_their_shape():
     args.rollout_sample_hook_path = ["test_plug_in_names.wrong"]
     with pytest.raises(TypeError, match="must return a sample, got int"):
         asyncio.run(apply_rollout_sample_hooks(args, groups))
-    assert asyncio.run(apply_rollout_sample_hooks(SimpleNamespace(), groups)) == groups  # no hooks
+    assert asyncio.run(apply_rollout_sample_hooks(SimpleNamespace(), groups)) == groups  # there are no hooks
 
 
 async def length_reward(args, sample, **kwargs):
@@ -113,7 +113,7 @@ async def length_reward(args, sample, **kwargs):
 
 
 def test_a_function_that_is_replaced_is_the_one_that_runs(monkeypatch):
-    """As slime's plug-ins and their tests do it: on the module under slime's name."""
+    """slime's plug-ins and their tests replace it on the module under slime's name."""
     args = make_args(custom_rm_path="test_plug_in_names.length_reward")
     state = make_state(args)
 
@@ -136,7 +136,7 @@ async def custom(args, sample, sampling_params):
 
 
 def test_arguments_of_a_plug_in_get_the_defaults_of_flags():
-    make_state(make_args())  # the run's own, which `args` below do not have
+    make_state(make_args())  # the run's own state, which `args` below do not have
     args = SimpleNamespace(custom_generate_function_path="test_plug_in_names.custom")
     sample = asyncio.run(sglang_rollout.generate_and_rm(args, Sample(prompt="q"), {}, evaluation=True))
     assert (sample.response, sample.reward) == ("custom", 1.0) and vars(args).keys() == {
@@ -150,7 +150,8 @@ def test_arguments_of_a_plug_in_get_the_defaults_of_flags():
     flags = section_of(RolloutConfig, args)
     assert (flags.rollout_seed, flags.rollout_deadline_s) == (7, 600.0)
     flags.rollout_sample_hook_path.append("x")
-    assert section_of(RolloutConfig, args).rollout_sample_hook_path == []  # a default is not shared
+    # Two objects do not share a default.
+    assert section_of(RolloutConfig, args).rollout_sample_hook_path == []
     config = Config.of_args(args)
     assert (config.rollout.rollout_seed, config.data.rollout_batch_size) == (7, None)
 
@@ -185,7 +186,7 @@ def test_metrics_by_hand():
     with pytest.raises(ValueError, match="whole groups of 2, got 4 rewards for 3 groups"):
         compute_pass_rate([1, 0, 0, 0], 2, num_groups=3)
     assert has_repetition("ab" * 60) and not has_repetition("ab")
-    # One place converts steps: the tracker of W&B.
+    # Only the tracker of W&B converts steps.
     assert compute_rollout_step(SimpleNamespace(wandb_always_use_train_step=True), 3) == 3
     assert group_by("abca") == {"a": ["a", "a"], "b": ["b"], "c": ["c"]}
     assert group_by([1, 2, 3], lambda x: x % 2) == {1: [1, 3], 0: [2]}
@@ -225,7 +226,7 @@ def test_a_plug_in_derives_its_data_source():
 
 
 def test_a_data_set_of_a_plug_in(tmp_path):
-    """As data sources and evaluations of plug-ins build it: from their args, in the order of --rollout-shuffle."""
+    """Plug-ins' data sources and evaluations build it from their args, in the order of --rollout-shuffle."""
     tokenizer = make_tokenizer()
     rows = [
         {"q": [{"role": "user", "content": c * (i + 1)}], "a": c, "m": {"i": i}} for i, c in enumerate("abcd")
@@ -264,5 +265,5 @@ def test_a_data_set_of_a_plug_in(tmp_path):
 def test_the_address_of_this_host():
     name, address = get_host_info()
     assert name == socket.gethostname()
-    with socket.socket() as server:  # it is one of this host
+    with socket.socket() as server:  # the address is one of this host
         server.bind((address, 0))

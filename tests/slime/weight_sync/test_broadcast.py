@@ -1,4 +1,4 @@
-"""Weights that one process sends to others, as the trainer does to engines: gloo here, NCCL on GPUs."""
+"""One process sends weights to others, as the trainer does to engines: gloo here, NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def engine(name: str, worker: int, orders: mp.SimpleQueue, answers: mp.SimpleQue
 
 
 class Engines:
-    """Processes, one a worker; `update` sends a version to some of them and returns what each has then."""
+    """One process per worker. `update` sends a version to some workers and returns the weights that each worker then
+    has."""
 
     def __init__(self, root: Path) -> None:
         dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)
@@ -69,7 +70,7 @@ class Engines:
             assert part.version == version and not part.lasting
             for member in members:
                 self.queues[member][0].put(json.dumps(part.info))
-            part = next(parts, None)  # sends what the engines were just told of
+            part = next(parts, None)  # this sends the part that the engines now expect
             for member, tensors in zip(members, got, strict=True):
                 tensors |= self.queues[member][1].get()
         return got
@@ -108,7 +109,7 @@ def test_who_is_not_in_the_group_says_so(engines: Engines) -> None:
 
 
 def cut(version: int, rank: int) -> Iterator[Slice]:
-    """The slices of one of two ranks: half of the rows, or of the columns, or a whole tensor."""
+    """Yields a rank's slices, for two ranks: half of the rows, or of the columns, or a whole tensor."""
     axes = {"odd": 0, "large": 1, "half": 0}
     for number, (name, tensor) in enumerate(weights(version).items()):
         if name not in axes:
@@ -131,11 +132,11 @@ def trainer_rank(rank: int, root: Path, orders: mp.SimpleQueue, answers: mp.Simp
         version, receivers = order
         part = publisher.next(version, receivers)
         answers.put(None if part is None else json.dumps(part.info))
-    os._exit(0)  # a group that was given up is not waited for
+    os._exit(0)  # this does not wait for a group that was given up
 
 
 class Ranks:
-    """Two trainer ranks and the engines of WORKERS, which the test tells what the driver would."""
+    """Two trainer ranks and the engines of WORKERS. The test sends them the driver's messages."""
 
     def __init__(self, root: Path) -> None:
         context = forks()
@@ -157,7 +158,8 @@ class Ranks:
             orders.put((version, receivers))
 
     def part(self) -> str | None:
-        """What rank 0 tells of a part; the other rank has it at the same time, and tells nothing."""
+        """Returns rank 0's description of a part. The other rank has the part at the same time, without a
+        description."""
         first, second = (answers.get() for _, answers in self.trainers)
         assert second == (None if first is None else "{}")
         return first
@@ -197,7 +199,7 @@ def test_each_trainer_rank_sends_its_slices_also_after_an_engine_died(ranks: Ran
         ranks.engines[worker][0].put(told)
     BroadcastChannel.give_up(json.loads(told))  # as the driver does
     ranks.part()
-    for worker in WORKERS[:2]:  # gloo may have brought the part before
+    for worker in WORKERS[:2]:  # gloo may have delivered the part before
         ranks.engines[worker][1].get()
     for held in update_of(ranks, 3, WORKERS[:2], {"engine-0-1": 2}):
         assert all(torch.equal(held[name], tensor) for name, tensor in weights(3).items())
@@ -211,7 +213,7 @@ def update_of(
     while (told := ranks.part()) is not None:
         for member in members:
             ranks.engines[member][0].put(told)
-        ranks.ask(version, receivers)  # sends the part
+        ranks.ask(version, receivers)  # this sends the part
         for member, held in zip(members, got, strict=True):
             held |= ranks.engines[member][1].get()
     return got

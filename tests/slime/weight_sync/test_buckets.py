@@ -1,4 +1,4 @@
-"""How weights are dealt into buckets."""
+"""The distribution of weights over buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights as files: what is written, what is kept, and digests that see every bit."""
+"""Weights as files: the written files, the kept files, and digests that depend on every bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_publish_writes_all_tensors(tmp_path):
     update = channel.publish(whole_slices(weights(1.5)), 3)
     path = tmp_path / "new/weights/weights-3/model.safetensors"
     assert update.version == 3 and update.info == {"path": str(path)}
-    json.dumps(update.info)  # travels as JSON
+    json.dumps(update.info)  # the message is sent as JSON
     loaded = load_file(path)
     assert loaded["a.weight"].tolist() == [[1.5] * 3] * 2
     assert loaded["b"].dtype == torch.bfloat16 and loaded["b"].item() == 1.5

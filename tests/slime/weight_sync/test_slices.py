@@ -1,5 +1,5 @@
-"""One file of whole tensors that several ranks write, each its slices; what a failing or a killed rank leaves; and how
-much of the file a reader of slices touches."""
+"""Several ranks write one file of whole tensors, each rank its slices. The tests cover the files that a failing or a
+killed rank leaves, and how much of the file a reader of slices touches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 
 def cut(name: str, tensor: torch.Tensor, axis: int, ends: list[int]) -> Iterator[Slice]:
-    """`tensor` in pieces that end at `ends` of `axis`."""
+    """Cuts `tensor` into pieces that end at `ends` of `axis`."""
     for start, end in itertools.pairwise([0, *ends, tensor.shape[axis]]):
         where = [(0, size) for size in tensor.shape]
         where[axis] = start, end
@@ -102,7 +102,7 @@ def place(name: str, rank: int) -> Place:
 
 
 def tells_its_places(rank: int, root: Path) -> None:
-    """Rank 1 alone has another order in the second round, and in the third one a tensor that rank 0 lacks."""
+    """In the second round, only rank 1 has another order. In the third round it has a tensor that rank 0 lacks."""
     dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
     made: list[list[list[str]]] = []
 
@@ -130,7 +130,7 @@ def tells_its_places(rank: int, root: Path) -> None:
 
 
 def test_ranks_tell_their_places_once(tmp_path: Path) -> None:
-    """Until they change on any rank, and anew after an error."""
+    """Ranks send them again after a change on any rank, and after an error."""
     on_ranks(tells_its_places, tmp_path, ranks=2)
     wrong = "the ranks must publish each value of c once, got 8 of 16 bytes; report this as a bug"
     told = ["first 1"] * 2 + ["second 2"] * 3 + [f"third {wrong}"] + ["last 3"] * 2
@@ -171,7 +171,7 @@ def rank(rank: int, root: Path, fault: Values) -> None:
     if fault is not dies:
         assert rank or not (root / "weights/weights-2").exists()  # rank 0 removes it
         channel.publish(sliced(3)[rank::2], 3)
-    os._exit(0)  # without waiting for a dead rank
+    os._exit(0)  # this does not wait for a dead rank
 
 
 def test_a_rank_that_fails_fails_all_and_the_next_version_comes(tmp_path: Path) -> None:
@@ -190,7 +190,8 @@ def test_a_rank_killed_in_a_write_leaves_the_old_version(tmp_path: Path) -> None
         on_ranks(rank, tmp_path, dies, ranks=2)
     assert [x.parent.name for x in tmp_path.glob("weights/*/*.safetensors")] == ["weights-1"]
     assert_holds(str(tmp_path / "weights/weights-1/model.safetensors"), 1)
-    again = FileChannel(tmp_path / "weights").publish(sliced(2), 2)  # what the killed run left is no obstacle
+    # Files of the killed run do not stop the next publication.
+    again = FileChannel(tmp_path / "weights").publish(sliced(2), 2)
     assert_holds(again.info["path"], 2)
 
 
@@ -212,7 +213,7 @@ def test_ranks_that_share_no_folder_say_so(tmp_path: Path) -> None:
 
 
 def mapped_bytes(path: str) -> int:
-    """Bytes of the file that this process has touched through its mappings."""
+    """Returns the bytes of the file that this process has touched through its mappings."""
     found, of_file = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
@@ -223,7 +224,7 @@ def mapped_bytes(path: str) -> int:
 
 
 def test_a_reader_touches_the_rows_that_it_takes(tmp_path: Path) -> None:
-    """A worker of two that narrows whole tensors before it copies them, as vLLM's loaders do."""
+    """One of two workers narrows whole tensors before it copies them, as vLLM's loaders do."""
     tensors = {f"layer.{i}": torch.randn(1024, 1024) for i in range(8)}
     update = FileChannel(tmp_path).publish(whole_slices(tensors.items()), 1)
     size = 8 * 4 * 1024**2
@@ -232,4 +233,4 @@ def test_a_reader_touches_the_rows_that_it_takes(tmp_path: Path) -> None:
         got = {name: part.get(name)[512:].clone() for name in part.shapes}
         touched = mapped_bytes(update.info["path"])
     assert all(torch.equal(got[name], tensor[512:]) for name, tensor in tensors.items())
-    assert size / 2 <= touched <= 0.6 * size  # the kernel maps some pages around each one
+    assert size / 2 <= touched <= 0.6 * size  # the kernel maps some pages around each touched page

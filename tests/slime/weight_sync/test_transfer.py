@@ -17,7 +17,7 @@ from slime.weight_sync.transfer import Engine, State, WeightTransfer
 
 
 class OneEngine:
-    """An engine, its pool and its trainer: notes every call, and fails at those in `fails`."""
+    """An engine, its pool and its trainer in one object. It records every call, and the calls in `fails` fail."""
 
     name, workers = "engine", 2
 
@@ -73,7 +73,7 @@ def test_an_update_pauses_and_resumes_engines_that_serve() -> None:
 
 
 def test_an_update_tells_what_its_time_is_made_of() -> None:
-    """Each part from the calls that it measures, and none from an update that failed before."""
+    """Each part is the time of its own calls, and an update that failed before adds nothing."""
     one = OneEngine(fails=("finish_weight_update",))
     slow = {"pause": 0.05, "start_weight_update": 0.02, "update_weights": 0.04, "reset_prefix_cache": 0.03}
     slow |= {"resume": 0.02, "next_weights": 0.01}
@@ -150,7 +150,7 @@ def test_each_channel_has_its_name_and_a_default_exists_for_each_machine() -> No
 def test_a_refused_delta_is_followed_by_the_whole_set(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Within one update: the engine is paused all the time, and has no call that failed."""
+    """This is one update: the engine stays paused, and no call fails."""
     one = OneEngine()
     said = new_file(tmp_path)
     delta = WeightSet("delta", 3, settings={"refusals": str(said)})

@@ -1,5 +1,5 @@
-"""Two trainer ranks that send deltas of their own slices, by file and by broadcast: an engine's host has the bits that
-one rank gives, and a rank that fails or is killed leaves the last version."""
+"""Two trainer ranks send deltas of their own slices, by file and by broadcast. An engine's host gets the bits that
+one rank would give, and a rank that fails or is killed leaves the last version."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHAPES = {
     "tall": (129, 3),
 }
 AXES = {"embed": 0, "experts": 0, "out": 1}
-"""Where a tensor is cut for the two ranks. Of the others, one rank has all."""
+"""Index at which a tensor is cut for the two ranks. Other tensors are whole on one rank."""
 VERSIONS = (0, 1, 3, 4)
 
 
@@ -57,7 +57,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 
 def own(version: int, rank: int) -> Iterator[Slice]:
-    """The slices of one of two ranks."""
+    """Yields a rank's slices, for two ranks."""
     for number, (name, tensor) in enumerate(weights(version).items()):
         where = [(0, size) for size in tensor.shape]
         if name in AXES:
@@ -71,7 +71,7 @@ def own(version: int, rank: int) -> Iterator[Slice]:
 
 
 class Trainer:
-    """A rank's publisher; `export` gives the weights of the version that is asked for."""
+    """A rank's publisher; `export` returns the weights of the requested version."""
 
     def __init__(self, root: Path, transport: str, encoding: str, export: Callable[[int], Export]) -> None:
         self.version = 0
@@ -89,7 +89,7 @@ class Trainer:
 
 
 class Engine:
-    """What an engine's worker does with a message, without a model."""
+    """An engine's worker without a model, which handles messages as the real worker does."""
 
     def __init__(self, root: Path) -> None:
         self.worker = Worker(CPU, 0, ENGINE, str(root / "weights"), str(root / "local"))
@@ -112,8 +112,8 @@ class Engine:
 
 
 def updated(trainer: Trainer, engine: Engine | None, version: int) -> list[WeightUpdate]:
-    """One update of the engine, which is with the first rank; the next part is asked for while it takes one.
-    RuntimeError when the broadcast is given up, as in the driver when all its engines run."""
+    """Updates the engine, which is in the first rank's process. The next part is requested while the engine loads
+    one. Raises RuntimeError when the broadcast is given up, as in the driver when all its engines run."""
     found: list[WeightUpdate] = []
     with ThreadPoolExecutor(1) as thread:
         taking: Future[None] | None = None
@@ -159,7 +159,7 @@ def of_one_rank(root: Path, encoding: str) -> Iterator[tuple[bytes, float, Weigh
 
 
 def pairs(copy: LocalCopy, version: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The bits of each tensor, and those of the trainer's."""
+    """Yields the bits per tensor in the copy, with the trainer's bits."""
     found, wanted = load_file(copy.path), weights(version)
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -179,7 +179,7 @@ def test_two_ranks_give_the_bits_that_one_gives(tmp_path: Path, transport: str, 
 
 
 def fails(rank: int, root: Path) -> None:
-    """Rank 0 has a tensor of another dtype once."""
+    """Rank 0 once has a tensor of another dtype."""
     export, engine = of_ranks(rank, root)
 
     def other(version: int) -> Iterator[Slice]:
@@ -216,7 +216,7 @@ def test_a_rank_that_fails_fails_all_and_the_whole_set_comes_next(tmp_path: Path
 
 
 def deadly(act: Callable[..., Any], calls: int, ready: Callable[[], bool]) -> Callable[..., Any]:
-    """`act`, but the process is killed when it is called after `calls` calls, as soon as it is `ready`."""
+    """Wraps `act`: after `calls` calls, the next call kills the process as soon as it is `ready`."""
     count = itertools.count(1)
 
     def wrapped(*args: Any) -> Any:
@@ -230,7 +230,8 @@ def deadly(act: Callable[..., Any], calls: int, ready: Callable[[], bool]) -> Ca
 
 
 def dies(rank: int, root: Path, transport: str) -> None:
-    """Rank 1 is killed when it writes or sends its part of version 2, of which the engine has a bucket by then."""
+    """Rank 1 is killed when it writes or sends its part of version 2. The engine has a bucket of this version by
+    then."""
     export, engine = of_ranks(rank, root)
     trainer = Trainer(root, transport, "xor", export)
     for version in (0, 1):
@@ -249,7 +250,7 @@ def dies(rank: int, root: Path, transport: str) -> None:
     if engine is not None and transport == "nccl":
         with pytest.raises(ValueError, match=r"a delta must have all 6 tensors, got [1-5];"):
             engine.loader.finish()  # the engine does not serve
-    os._exit(0)  # without waiting for a dead rank
+    os._exit(0)  # this does not wait for a dead rank
 
 
 @pytest.mark.parametrize("transport", ["disk", "nccl"])
@@ -270,7 +271,7 @@ def test_a_rank_killed_in_a_delta_leaves_the_last_version(tmp_path: Path, transp
     assert all(torch.equal(x, y) for x, y in pairs(engine.copy, 1))
     published = {path.parent.name for path in tmp_path.glob("weights/*/*.safetensors")}
     assert published == ({"weights-0", "delta-1"} if transport == "disk" else {"weights-0"})
-    # the run that starts again
+    # This is the run that starts again.
     trainer = Trainer(tmp_path, "disk", "xor", lambda version: Export(weights(version).items))
     for version, kind in ((2, "full"), (3, "delta")):
         (part,) = updated(trainer, engine, version)

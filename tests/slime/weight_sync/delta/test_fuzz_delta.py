@@ -1,4 +1,4 @@
-"""Deltas over generated and damaged records: applied or refused, within bounded memory, and nothing else."""
+"""Deltas over generated and damaged records are either applied or rejected with an error, within bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differences of tensors: exact to the bit, for all bits, and damage is found."""
+"""Differences of tensors are exact to the bit, for all bits, and damage is found."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES += [torch.float8_e4m3fn, torch.complex128]
 
 
 def bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Any bits at all: infinities, subnormals and payloads of NaN among them."""
+    """Returns random bits, which include infinities, subnormals and payloads of NaN."""
     size = torch.Size(shape).numel() * dtype.itemsize
     top = 2 if dtype == torch.bool else 256
     data = torch.randint(top, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
@@ -24,7 +24,7 @@ def bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def changed(old: torch.Tensor, share: float, seed: int = 7) -> torch.Tensor:
-    """Other bits in a `share` of the values."""
+    """Changes the bits of a `share` of the values."""
     new, other = old.clone(), bits(tuple(old.shape), old.dtype, seed)
     mask = torch.rand(old.shape, generator=torch.Generator().manual_seed(seed)) < share
     octets(new).reshape(-1, old.dtype.itemsize)[mask.view(-1).numpy()] = octets(other).reshape(
@@ -34,7 +34,7 @@ def changed(old: torch.Tensor, share: float, seed: int = 7) -> torch.Tensor:
 
 
 def place(tensor: torch.Tensor, where: Where | None = None) -> Place:
-    """Of the whole tensor, or of a slice of it."""
+    """Returns the position of the whole tensor, or of a slice."""
     shape = tuple(tensor.shape)
     whole = tuple((0, size) for size in shape)
     return Place("x", str(tensor.dtype).removeprefix("torch."), shape, whole if where is None else where)
@@ -43,7 +43,7 @@ def place(tensor: torch.Tensor, where: Where | None = None) -> Place:
 def record(
     old: torch.Tensor, new: torch.Tensor, by: str, checked_by: str = "sha256"
 ) -> tuple[torch.Tensor, int]:
-    """From one whole tensor to another."""
+    """Returns the record from one whole tensor to another."""
     return encode(octets(old), octets(new), place(old), by=by, checked_by=checked_by)
 
 
@@ -138,14 +138,14 @@ def test_records_of_slices_give_the_whole_tensor(name: str, dtype: torch.dtype, 
     sizes = [place(old, where).nbytes for where in slices]
     for given, size in ((lost, sum(sizes[1:])), (twice, sizes[0] + sum(sizes))):
         said = apply(octets(old).copy(), torch.cat([each for each, _ in given]))
-        if name == "overwrite" or given is lost:  # an xor that comes twice brings the old values back
+        if name == "overwrite" or given is lost:  # an xor that is applied twice restores the old values
             assert said == f"{old.nbytes} bytes must have a record, got records of {size}"
         else:
             assert said is not None
 
 
 def test_a_slice_that_is_wrong_does_not_reach_the_tensor() -> None:
-    """Of a slice that does not lie together, which is changed in a copy."""
+    """The slice is not contiguous, so the change happens in a copy."""
     old = bits((6, 8), torch.float32, 1)
     where = ((0, 6), (2, 5))
     part = place(old, where).of(old).contiguous()
@@ -172,7 +172,7 @@ def test_damage_is_found(name: str) -> None:
         assert apply(octets(old).copy(), broken) is not None, f"byte {at}"
     assert apply(octets(old).copy(), payload[: head + 200]) is not None
     other = octets(old).copy()
-    other[0] ^= 1  # not the base; an overwritten value may have been there
+    other[0] ^= 1  # this is not the base; an overwritten value may have been there
     said = apply(other, payload)
     assert said is None or "xxh3-128 must be" in said
     said = apply(octets(old)[:-2].copy(), payload)

@@ -1,4 +1,4 @@
-"""The trainer's series of deltas and the host's copy together: what it holds after each update, and what it refuses."""
+"""The trainer's series of deltas with the host's copy: the copy's weights after each update, and rejected deltas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def weights(version: int) -> Tensors:
-    """Of version 0 all values, and then others in one tensor after the other."""
+    """Returns all values of version 0; each later version changes values in one tensor after the other."""
     generator = torch.Generator().manual_seed(0)
     found = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
     found["scale"] = found["scale"].float()
@@ -46,7 +46,7 @@ class Trainer:
         )
 
     def update(self, version: int, receivers: dict[str, int] = ENGINE) -> WeightUpdate:
-        """The only part of `weights(version)`."""
+        """Returns the only part of `weights(version)`."""
         self.tensors = weights(version)
         part = self.publisher.next(version, receivers)
         assert part is not None and self.publisher.next(version, receivers) is None
@@ -55,7 +55,7 @@ class Trainer:
 
 
 def take(copy: LocalCopy, part: WeightUpdate) -> None:
-    """As an engine's worker does."""
+    """Applies a part to the copy, as an engine's worker does."""
     settings = part.weights.settings
     place = Place(settings["chain"], settings["version"])
     if part.weights.kind == "full":
@@ -83,11 +83,11 @@ def test_a_whole_set_then_deltas(tmp_path: Path, encoding: str) -> None:
         kinds.append((part.weights.kind, part.weights.base_version, part.lasting))
         shares.append(part.density)
         take(copy, part)
-        take(copy, part)  # of another worker, which finds the work done
+        take(copy, part)  # another worker finds that the work is done
         assert_holds(copy, weights(version))
     whole = ("full", None, True)
     deltas = [("delta", base, False) for base in (0, 1, 2, 5)]
-    assert kinds == [whole, *deltas, whole]  # version 6 was asked for again
+    assert kinds == [whole, *deltas, whole]  # version 6 was requested again
     values = sum(tensor.nbytes for tensor in weights(0).values())
     assert shares == [1.0, 2 / values, 4 / values, (6 + 4 + 10) / values, 12 / values, 1.0]
     stems = ["weights" if kind == "full" else "delta" for kind, *_ in kinds]
@@ -100,10 +100,10 @@ def test_without_engines_and_after_a_cut_off_series_the_whole_set_comes(tmp_path
     assert trainer.update(0, {}).weights.kind == "full"
     assert trainer.update(1).weights.kind == "delta"
     assert trainer.update(2, {}).weights.kind == "full"
-    file = trainer.publisher.file(2)  # the version that engines have: deltas may follow
+    file = trainer.publisher.file(2)  # the version of the engines: deltas may follow
     assert file.weights.settings["version"] == 2 and file.weights.kind == "full"
     trainer.tensors = weights(3)
-    assert trainer.publisher.next(3, ENGINE).weights.kind == "delta"  # its end is not asked for
+    assert trainer.publisher.next(3, ENGINE).weights.kind == "delta"  # the test does not request its end
     assert trainer.publisher.next(3, {"engine-0-2": 1}).weights.kind == "full"
     file = trainer.publisher.file(3)
     assert file.weights == WeightSet() and file.lasting
@@ -118,7 +118,7 @@ def test_a_delta_on_another_version_is_refused(tmp_path: Path) -> None:
         RefusedError, match=r"a delta to version 2 must be applied to version 1, got version 0 in"
     ):
         take(copy, parts[2])
-    assert_holds(copy, weights(0))  # it is as it was, and version 1 can come
+    assert_holds(copy, weights(0))  # the copy is unchanged, and version 1 can follow
     take(copy, parts[1])
     with pytest.raises(RefusedError, match="must be applied to version 0, got no complete copy in"):
         take(late, parts[1])
@@ -134,7 +134,7 @@ def test_damage_is_named_and_the_whole_set_repairs_it(tmp_path: Path) -> None:
     part = trainer.update(2)
     path = Path(part.info["path"])
     data = bytearray(path.read_bytes())
-    data[-1] ^= 1  # safetensors sorts by dtype and name: this is the end of "tall"
+    data[-1] ^= 1  # safetensors sorts by dtype and name, so this is the end of "tall"
     path.write_bytes(data)
     with pytest.raises(
         RefusedError, match=r"must give the trainer's weights, got 1 tensors that differ: tall "
@@ -143,9 +143,9 @@ def test_damage_is_named_and_the_whole_set_repairs_it(tmp_path: Path) -> None:
     assert copy.state() is None
     with pytest.raises(RefusedError, match="got no complete copy"):
         take(copy, trainer.update(3))
-    take(copy, trainer.update(3))  # asked for again
+    take(copy, trainer.update(3))  # this is the second request
     assert_holds(copy, weights(3))
-    # a copy that someone has changed
+    # Another program has changed the copy.
     data = bytearray(copy.path.read_bytes())
     data[-1] ^= 1
     copy.path.write_bytes(data)
@@ -171,7 +171,7 @@ def test_other_tensors_are_refused(tmp_path: Path) -> None:
 
 
 def test_workers_of_a_host_change_the_copy_once(tmp_path: Path) -> None:
-    """An xor that is applied twice would bring the old values back."""
+    """An xor that is applied twice would restore the old values."""
     trainer = Trainer(tmp_path / "weights")
     first, second = trainer.update(0), trainer.update(4)
     with ThreadPoolExecutor(6) as workers:
