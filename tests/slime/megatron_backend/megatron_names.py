@@ -1,10 +1,10 @@
 """Looks up every name of megatron-core that slime uses in the megatron-core that this process imports.
 
-    python megatron_names.py      prints what `look` returns, as JSON
+    python megatron_names.py      prints the result of `look`, as JSON
 
-Looks at three things: functions and classes that slime imports or reads from a module, the arguments of its calls of
-them, and the methods of Megatron's classes that slime's subclasses replace. What slime reads from Megatron's objects,
-only a run shows.
+It checks three things: functions and classes that slime imports or reads from a module, the arguments of slime's
+calls, and the methods of Megatron's classes that slime's subclasses replace. Only a run can check the attributes that
+slime reads from Megatron's objects.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ FILES = (
 
 
 def look() -> dict[str, Any]:
-    """`problems`: what is missing. `checked`: how many uses were looked up. `replaced`: the methods of Megatron's
-    classes that slime's classes replace. `version`: of megatron-core."""
+    """Returns `problems`: the missing names. `checked`: number of checked uses. `replaced`: methods of Megatron's
+    classes that slime's classes replace. `version`: version of megatron-core."""
     import slime.megatron_backend
 
     for module in pkgutil.iter_modules(slime.megatron_backend.__path__):
@@ -44,7 +44,7 @@ def look() -> dict[str, Any]:
 
 
 def _uses(file: Path) -> list[str | None]:
-    """One entry per use of a name in `file`: its problem, or None."""
+    """Returns one entry per use of a name in `file`: its problem, or None."""
     tree = ast.parse(file.read_text())
     names: dict[str, Any] = {}
     found: list[str | None] = []
@@ -82,7 +82,7 @@ def _imported(module: str, name: str) -> Any:
 
 
 def _value(node: ast.expr, names: dict[str, Any]) -> Any:
-    """What a name or an attribute of a module is, None for anything else."""
+    """Returns the value of a name or an attribute of a module, and None for any other expression."""
     if isinstance(node, ast.Name):
         value = names.get(node.id)
         return None if isinstance(value, ModuleType) else value
@@ -93,7 +93,7 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
 
 
 def _arguments(node: ast.Call, called: Any) -> str | None:
-    """None if `called` takes the arguments of the call. Arguments in * and ** are any."""
+    """Returns None if `called` takes the arguments of the call. Arguments in * and ** may be anything."""
     try:
         signature = inspect.signature(called)
     except ValueError:
@@ -109,7 +109,7 @@ def _arguments(node: ast.Call, called: Any) -> str | None:
 
 
 def _replaced() -> set[str]:
-    """The methods of Megatron's classes that a class of slime defines anew."""
+    """Returns the methods of Megatron's classes that a class of slime replaces."""
     found = set()
     for module in [m for name, m in sys.modules.items() if name.startswith("slime.megatron_backend.")]:
         for owner in vars(module).values():

@@ -1,9 +1,9 @@
-"""A checkpoint of the trainer that another megatron-core continues.
+"""Writes a checkpoint of the trainer, which another megatron-core then continues.
 
     python megatron_resume.py ROOT FROM OUT     continues the checkpoint in FROM, and saves one in OUT
 
-ROOT has the models of `trainer_cases.make_checkpoints`. OUT gets the weights after the third rollout: `continued` from
-the checkpoint in FROM, and `saved` by a trainer that saved a checkpoint in OUT after the second rollout.
+ROOT has the models of `trainer_cases.make_checkpoints`. OUT gets the weights after the third rollout: `continued`
+from the checkpoint in FROM, and `saved` by a trainer that saved a checkpoint in OUT after the second rollout.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ FLAGS = {"lr_decay_style": "cosine", "min_lr": 0.01, "lr_warmup_iters": 1}
 
 
 def saved(root: Path, out: Path) -> dict[str, Tensor]:
-    """Train two rollouts, save a checkpoint in `out`, train a third. Returns its weights."""
+    """Trains two rollouts, saves a checkpoint in `out`, trains a third, and returns the weights."""
     return _weights(root, out / "store-saved", saves=out, save=str(out))
 
 
 def continued(root: Path, source: Path) -> dict[str, Tensor]:
-    """The weights after a third rollout from the checkpoint in `source`."""
+    """Returns the weights after a third rollout from the checkpoint in `source`."""
     return _weights(root, source / "store-continued", load=str(source))
 
 

@@ -1,4 +1,5 @@
-"""The loss of held-out samples, with real Megatron: against transformers, against training, and in layouts of ranks."""
+"""The loss of held-out samples in real Megatron, compared with transformers, with training, and between layouts of
+ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ SHARED = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewa
 
 
 def given_samples(kind: str, seed: int = 0) -> list[Sample]:
-    """Conversations, or 5 pairs: responses of different lengths, with gaps in their masks."""
+    """Returns conversations, or 5 pairs: responses of different lengths, with gaps in their masks."""
     samples = make_samples(seed)
     for sample in samples:
         sample.rollout_log_probs = sample.reward = sample.rollout_id = None
@@ -44,7 +45,7 @@ def given_samples(kind: str, seed: int = 0) -> list[Sample]:
 
 
 def sets(trainer: MegatronTrainer, kind: str, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
-    """The data of a rank for two held-out sets: all samples, and the first or the first pair."""
+    """Returns a rank's data for two held-out sets: all samples, and the first sample or pair."""
     config = trainer.config
     hf_config = read_hf_config(config.rollout.hf_checkpoint)
     samples, found = given_samples(kind), {}
@@ -55,7 +56,7 @@ def sets(trainer: MegatronTrainer, kind: str, rank: int = 0, ranks: int = 1) -> 
 
 
 def by_transformers(root: Path, kind: str) -> dict[str, float]:
-    """Plain PyTorch over the same samples, one by one."""
+    """Computes the metrics in plain PyTorch over the same samples, one by one."""
     policy, reference = (
         transformers.AutoModelForCausalLM.from_pretrained(root / name) for name in ("policy", "reference")
     )
@@ -81,7 +82,7 @@ def by_transformers(root: Path, kind: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_held_out_losses_are_those_of_training_and_of_transformers(root, build, kind):
-    """Also against the first step over the same samples, whose loss is computed before its update."""
+    """The losses also equal the first step over the same samples, whose loss is computed before its update."""
     samples = given_samples(kind)
     rollouts = len(samples) if kind.startswith("sft") else len(samples) // 2
     trainer = build(**KINDS[kind], global_batch_size=rollouts, rollout_batch_size=rollouts)
@@ -100,7 +101,7 @@ def test_held_out_losses_are_those_of_training_and_of_transformers(root, build, 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_training_is_the_same_with_and_without_evaluations(build, kind):
-    """Metrics and weights to the last bit, with dropout, which draws from the random state."""
+    """Metrics and weights are equal to the last bit, with dropout, which uses the random state."""
     flags = {**KINDS[kind], "global_batch_size": 2, "overrides": {"hidden_dropout": 0.1}}
     flags["rollout_batch_size"] = 6 if kind == "sft" else 4
     runs = []
@@ -141,7 +142,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "reward cp": REWARD | CONTEXT,
     "reward pp": REWARD | STAGES,
 }
-"""The sets have 7 conversations or 5 pairs, and one: no number of ranks divides them."""
+"""Sizes of the sets: 7 conversations or 5 pairs, and one. No number of ranks divides them."""
 SHORT = ("sft dp", "sft dp static", "dpo dp", "dpo pp", "reward cp")
 
 
@@ -164,7 +165,7 @@ def work(rank: int, root: Path, layouts: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def several(request, root):
-    """Layout -> metrics, for each of two ranks."""
+    """Returns layout -> metrics, for each of two ranks."""
     slow = any(item.get_closest_marker("slow") for item in request.session.items)
     on_ranks(work, root, list(LAYOUTS) if slow else list(SHORT), ranks=2)
     return [torch.load(root / f"held-out-{rank}.pt") for rank in range(2)]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def redirect():
     install_cpu_redirect()
-    install_cpu_redirect()  # twice is once
+    install_cpu_redirect()  # a second call changes nothing
 
 
 def test_device_arguments_reach_the_cpu():
@@ -73,7 +73,7 @@ def test_rng_tracker_forks_and_restores():
         first = torch.rand(2)
     with tracker.fork("other"):
         second = torch.rand(2)
-    torch.testing.assert_close(torch.rand(3), expected, rtol=0, atol=0)  # untouched outside the forks
+    torch.testing.assert_close(torch.rand(3), expected, rtol=0, atol=0)  # it is unchanged outside the forks
     torch.manual_seed(11)
     torch.testing.assert_close(torch.cat([first, second]), torch.rand(4), rtol=0, atol=0)
 

@@ -1,7 +1,8 @@
-"""The one file that knows versions of megatron-core, and the trainer on the version that is not installed here.
+"""Tests the one file with rules for versions of megatron-core, and the trainer on the version that is not installed
+here.
 
-scripts/setup.sh unpacks the megatron-core of the other Pythons beside the environment. Its Python code runs on this
-Python too, so a process with that folder first on the path runs the trainer on it.
+scripts/setup.sh unpacks the megatron-core of the other Pythons next to the environment. Its Python code also runs on
+this Python, so a process with that folder first on the path runs the trainer on the other version.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ ALL = [
 
 @pytest.fixture(scope="module")
 def other() -> dict[str, str]:
-    """The environment of a process that gets the other megatron-core."""
+    """Returns the environment of a process that gets the other megatron-core."""
     folder = Path(sys.prefix) / f"megatron-core-{OTHER}"
     assert (folder / "megatron/core").is_dir(), f"{folder} is missing; run scripts/setup.sh"
     paths = [str(folder), str(ROOT), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -147,7 +148,7 @@ def test_a_run_is_told_of_its_version(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_either_version_continues_on_the_other(root, tmp_path, other):
-    """With the same bits, optimizer and schedule included."""
+    """The bits are equal, optimizer and schedule included."""
     wanted = megatron_resume.saved(root, tmp_path / "here")
     run(
         other,
@@ -166,7 +167,8 @@ def test_a_checkpoint_of_either_version_continues_on_the_other(root, tmp_path, o
 
 
 def test_all_names_are_in_both_versions(other):
-    """What slime imports, the attributes and keywords it uses, and the methods it replaces."""
+    """The test covers slime's imports, the attributes and keywords that slime uses, and the methods that it
+    replaces."""
     here = megatron_names.look()
     there = json.loads(run(other, megatron_names.__file__))
     # In a git checkout, newer versions add the commit of the current folder.

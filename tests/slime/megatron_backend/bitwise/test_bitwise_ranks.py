@@ -1,5 +1,5 @@
-"""--rlk-bitwise in trainers of two tensor-parallel ranks over gloo: bits that do not depend on the packing, and steps
-as those of one rank with the default operators."""
+"""--rlk-bitwise in trainers of two tensor-parallel ranks over gloo: bits are equal in every packing, and steps are
+those of one rank with the default operators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TWO = {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2, "rollout_n
 SEQUENCE = TWO | {"sequence_parallel": True}
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("qwen3", {}),
-    # biases of queries, keys and values; fewer key heads than ranks
+    # This case has biases of queries, keys and values, and fewer key heads than ranks.
     "one group": ("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": False}),
 }
 CASES = {
@@ -38,7 +38,8 @@ ALONE, TOGETHER = [[i] for i in range(9)], [[8, 0, 3], [1, 2, 4, 5, 6, 7]]
 
 
 def run(name: str, root: Path, flags: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    """Log-probs of the samples in two packings, and a step with those of the first as the engine's."""
+    """Returns log-probs of the samples in two packings, and a step with the first packing's log-probs as the
+    engine's."""
     paths = {"weight_dir": str(root / f"weights {name}"), "run_dir": str(root / f"run {name}")}
     config = make_config(root, rollout_temperature=0.9, **paths, **flags)
     trainer = MegatronTrainer(config, rank, ranks, init_method=f"file://{root}/store-{name}", local_rank=rank)
@@ -78,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> dict[str, dict[str, Any]]:
-    """One rank with the default operators."""
+    """Trains on one rank with the default operators."""
     flags = {"rlk_consistency": "audit"}
     return {name: run("one", folder / name, flags, 0, 1) for name in CHECKPOINTS}
 
@@ -118,7 +119,7 @@ def test_two_ranks_train_as_one_with_the_default_operators(one, two, case):
 
 
 def checked(folder: Path, engine: dict[str, Any], **flags: Any) -> None:
-    """The rules for an engine with these arguments of vLLM."""
+    """Applies the rules for an engine with these arguments of vLLM."""
     flags = {"colocate": False, "rollout_num_gpus": 2, "engine_facts": engine_facts(engine)} | flags
     check_kernels(make_config(folder / "tied", **flags, **BITWISE))
 

@@ -1,4 +1,4 @@
-"""--rlk-bitwise in a real trainer: bits that do not depend on the packing, what is refused, and what ends a run."""
+"""--rlk-bitwise in a real trainer: bits are equal in every packing, and the errors before and during a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def log_probs(root: Any, tmp_path: Any, samples: list[Any], **flags: Any) -> dic
 
 @pytest.fixture
 def samples(root, tmp_path):
-    """With the log-probs of the trainer itself, each sample packed alone."""
+    """Returns samples with the log-probs of the trainer itself, each sample packed alone."""
     found = make_samples()
     for sample, values in zip(found, log_probs(root, tmp_path, found, **BITWISE)["alone"], strict=True):
         sample.rollout_log_probs, sample.weight_versions = values.tolist(), [0]
@@ -84,7 +84,7 @@ def test_gradients_are_those_of_the_default_operators(root, tmp_path, samples):
 
 
 def moved(samples: list[Any]) -> tuple[int, int]:
-    """Change the last bit of one active token. Returns its sample's index and its position."""
+    """Changes the last bit of an active token. Returns its sample's index and its position."""
     sample = next(s for s in samples[2:] if not s.remove_sample and any(s.loss_mask))
     at = sample.loss_mask.index(1)
     value = torch.tensor(sample.rollout_log_probs[at])

@@ -1,4 +1,4 @@
-"""--async-save: what is on disk, when, and what a kill or an error leaves. The thread is held back by a gate."""
+"""--async-save: the files on disk at each time, and those after a kill or an error. A gate holds the thread back."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def weights(parts: tuple) -> dict[str, torch.Tensor]:
     [{}, {"use_distributed_optimizer": False}, {"optimizer_cpu_offload": True}, {"params_dtype": "bfloat16"}],
 )
 def test_training_goes_on_while_files_are_written(hf_dir, tmp_path, background, config):
-    """The checkpoint holds the values of its step, and becomes the latest only when it is complete."""
+    """The checkpoint has the values of its step, and becomes the latest only when it is complete."""
     whole = trainer(hf_dir, **config)
     expected = run(whole, 0, 4)
     parts = trainer(hf_dir, **config)
@@ -98,7 +98,7 @@ def test_the_files_are_those_of_a_plain_save(hf_dir, tmp_path, background):
 
 
 def test_an_error_of_the_thread_is_raised_by_the_next_wait(hf_dir, tmp_path, background):
-    """The save after it is not written: the checkpoints of two roles appear together or not at all."""
+    """The next save is not written: the checkpoints of two roles appear together or not at all."""
     parts = trainer(hf_dir)
     save_checkpoint(tmp_path, 1, *parts)
     gate = threading.Event()
@@ -118,7 +118,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_wait(hf_dir, tmp_path, bac
 
 
 def save_twice(out: Path, hf_dir: Path, watched: str) -> None:
-    """In a process of its own, which ends in the second save."""
+    """Runs in a child process, which ends in the second save."""
     torch.set_num_threads(1)
     init_parallel(0, 1, make_config(), init_method=f"file://{out}/store")
     parts, background = trainer(hf_dir), BackgroundSaves(1)
@@ -133,7 +133,7 @@ def save_twice(out: Path, hf_dir: Path, watched: str) -> None:
 
 @pytest.mark.slow
 def test_kill_in_the_middle_leaves_the_checkpoint_before(hf_dir, tmp_path):
-    """SIGKILL when the copies are made, when the first tensor file appears, and when the folder takes its place."""
+    """SIGKILL comes after the copies, at the first tensor file, or when the finished folder is renamed."""
     watched = [".iter_0000002.partial/common.pt", ".iter_0000002.partial/*.distcp", "iter_0000002"]
     folders = [tmp_path / str(i) for i in range(len(watched))]
     for out in folders:
@@ -144,7 +144,7 @@ def test_kill_in_the_middle_leaves_the_checkpoint_before(hf_dir, tmp_path):
         assert found == 1 if i < 2 else found in (1, 2)
         parts = trainer(hf_dir)
         assert load_checkpoint(out, *parts) == {"rollout_id": found}
-        save_checkpoint(out, 2, *parts)  # the leftovers are no obstacle
+        save_checkpoint(out, 2, *parts)  # files of the killed save do not stop this save
         assert latest(out) == 2 and not list(out.glob(".iter*"))
 
 
@@ -160,7 +160,7 @@ def work(rank: int, root: Path, hf_dir: Path) -> None:
         train_step(*parts, sequences(0), **group)
         save_checkpoint(root / name, 1, *parts, background=background)
         wanted = weights(parts)
-        for step in (1, 2):  # the collectives of both threads run side by side
+        for step in (1, 2):  # both threads' collectives run at the same time
             train_step(*parts, sequences(step), **group)
         background.wait()
         assert latest(root / name) == 1

@@ -1,4 +1,4 @@
-"""Loading reads only a rank's slices: the bytes that safetensors returned, on two ranks and on one."""
+"""Loading reads only a rank's slices: the tests count the bytes that safetensors returns, on two ranks and on one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 class Counting:
-    """An open file that notes the bytes of every tensor and slice that it gives."""
+    """An open file that counts the bytes of every tensor and slice that it returns."""
 
     def __init__(self, file: Any, given: list[int]) -> None:
         self.file, self.given = file, given
@@ -77,7 +77,7 @@ class CountingSlice:
 
 
 def loaded(directory: Path, config: Any) -> tuple[Any, dict[str, Any]]:
-    """A model of this rank, and what was read for it."""
+    """Returns this rank's model, and the bytes that were read for it."""
     given: list[int] = []
     hf_files.open_weights = lambda file, framework: Counting(open_weights(file, framework), given)  # type: ignore[assignment]
     model = build_model(load_hf_config(directory), config, ddp=False)
@@ -94,7 +94,7 @@ def loaded(directory: Path, config: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def held_bytes(name: str, tensor: torch.Tensor) -> int:
-    """Bytes of a tensor of the model without rows of padding."""
+    """Returns the bytes of a model's tensor without rows of padding."""
     rows = len(tensor)
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         first = rows * parallel_state.get_tensor_model_parallel_rank()
@@ -134,7 +134,7 @@ def test_a_rank_reads_its_shard_and_no_more(root, ranks):
 
 
 def test_the_plan_counts_the_same_bytes(ranks):
-    """The plan counts matrices, of the stage with the most of them. The tiny vocabulary is not split evenly."""
+    """The plan counts the matrices of the stage with the most matrices. The tiny vocabulary does not divide evenly."""
     for key in ranks[0]:
         read = [rank[key]["said"] for rank in ranks]
         most = sum(read) / 2 if key[0] == "tp" else max(read)
@@ -198,7 +198,7 @@ WIDTHS = [2 * rows for rows in DELTA.widths]
     ],
 )
 def test_pieces_are_what_join_and_shard_give(layout, shapes):
-    """Also with more ranks than key/value heads."""
+    """This also holds with more ranks than key/value heads."""
     parts = [torch.randn(shape) for shape in shapes]
     full = layout.join(parts, SIZES)
     for ranks in (1, 2, 4):
@@ -269,8 +269,8 @@ def work_of_memory(rank: int, root: Path, ranks: int) -> None:
     init_parallel(rank, ranks, config, init_method=f"file://{root}/store-{ranks}", local_rank=rank)
     model = build_model(load_hf_config(root), config, ddp=False)
     for parameter in model.parameters():
-        parameter.data.zero_()  # its pages exist now
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+        parameter.data.zero_()  # this allocates the pages
+    Path("/proc/self/clear_refs").write_text("5")  # this resets the peak
     before = resident("VmRSS")
     load_hf(model, root)
     torch.save({"more": resident("VmHWM") - before}, root / f"memory-{ranks}-{rank}.pt")
@@ -278,7 +278,7 @@ def work_of_memory(rank: int, root: Path, ranks: int) -> None:
 
 
 def resident(kind: str) -> int:
-    """Bytes of this process in memory."""
+    """Returns the bytes of this process in memory."""
     return 1024 * int(
         next(x for x in Path("/proc/self/status").read_text().splitlines() if kind in x).split()[1]
     )
@@ -287,7 +287,7 @@ def resident(kind: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_host_memory_is_the_shard_and_one_tensor(tmp_path, ranks):
-    """A model of 630 MB in one file. Its largest tensor has 131 MB."""
+    """A model of 630 MB is in one file. Its largest tensor has 131 MB."""
     tiny_checkpoint(
         tmp_path,
         "qwen3",
@@ -314,8 +314,8 @@ def work_of_export(rank: int, root: Path) -> None:
 
 @pytest.mark.slow
 def test_an_export_never_holds_the_whole_model(tmp_path):
-    """A model of 1.2 GB whose largest parameter has 34 MB: one file (67 MB), the parameter, what torch reads it into,
-    and what the allocators keep. Measured: up to 222 MB.
+    """The model has 1.2 GB, and its largest parameter 34 MB. Memory has one file (67 MB), the parameter, torch's read
+    buffer, and the allocators' reserve. Measured: up to 222 MB.
     """
     tiny_checkpoint(
         tmp_path / "hf",

@@ -1,4 +1,4 @@
-"""The index of a checkpoint with generated fields: read, or refused with the name of the file."""
+"""The index of a checkpoint with generated fields is read, or it is an error with the name of the file."""
 
 from __future__ import annotations
 

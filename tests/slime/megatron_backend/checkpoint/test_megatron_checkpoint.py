@@ -1,4 +1,4 @@
-"""Checkpoints: exact continuation, kills in the middle of a save, and what is refused."""
+"""Checkpoints: exact continuation, kills in the middle of a save, and errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(parts, first, last):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("distributed", [True, False])
 def test_resumed_run_is_bitwise_the_uninterrupted_one(hf_dir, tmp_path, dtype, distributed):
-    """Losses, gradient norms and random numbers of steps 3-5, and the final weights."""
+    """Losses, gradient norms and random numbers of steps 3-5 are equal, and so are the final weights."""
     config = {"params_dtype": dtype, "use_distributed_optimizer": distributed}
     random.seed(0), torch.manual_seed(0)
     whole = trainer(hf_dir, **config)
@@ -65,7 +65,7 @@ def test_layout_and_latest(hf_dir, tmp_path):
     assert save_checkpoint(tmp_path, 10, *parts) == tmp_path / "iter_0000010"
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "10"
     save_checkpoint(tmp_path, 20, *parts)
-    save_checkpoint(tmp_path, 20, *parts)  # again, over itself
+    save_checkpoint(tmp_path, 20, *parts)  # a second save replaces the first
     assert latest(tmp_path) == 20
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "iter_0000010",
@@ -91,7 +91,7 @@ def test_without_optimizer_state_moments_start_afresh(hf_dir, tmp_path, caplog):
     with_optimizer = save_checkpoint(tmp_path, 1, model, optimizer, scheduler)
     without = save_checkpoint(tmp_path, 2, model, None, scheduler)
     size = {path: sum(f.stat().st_size for f in path.iterdir()) for path in (with_optimizer, without)}
-    assert size[without] < 0.4 * size[with_optimizer]  # one tensor a parameter instead of four
+    assert size[without] < 0.4 * size[with_optimizer]  # one tensor per parameter instead of four
     resumed = trainer(hf_dir)
     load_checkpoint(tmp_path, *resumed)
     assert "holds no optimizer" in caplog.text
@@ -99,7 +99,7 @@ def test_without_optimizer_state_moments_start_afresh(hf_dir, tmp_path, caplog):
     assert {float(s["step"]) for s in only.optimizer.state.values()} == {0.0}
     for (name, a), (_, b) in zip(export_hf(model), export_hf(resumed[0]), strict=True):
         assert torch.equal(a, b), name
-    run(resumed, 2, 3)  # the masters were refreshed: a step starts from the loaded weights
+    run(resumed, 2, 3)  # a step starts from the loaded weights, because the main weights were refreshed
     for (name, a), (_, b) in zip(export_hf(model), export_hf(resumed[0]), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-3, msg=name)
 
@@ -147,7 +147,7 @@ def test_wrong_model_and_broken_directories_are_refused(hf_dir, tmp_path):
 
 @pytest.mark.slow
 def test_cut_off_between_two_renames_still_loads(hf_dir, tmp_path):
-    """A second save of an iteration moves the first aside before it takes its place."""
+    """A second save of an iteration moves the first one aside before it renames the new folder."""
     parts = trainer(hf_dir)
     path = save_checkpoint(tmp_path, 4, *parts, extra={"first": True})
     path.rename(tmp_path / ".iter_0000004.old")
@@ -158,7 +158,7 @@ def test_cut_off_between_two_renames_still_loads(hf_dir, tmp_path):
 
 
 def save_twice(out: Path, hf_dir: Path, watched: str) -> None:
-    """In a process of its own, which ends in the second save."""
+    """Runs in a child process, which ends in the second save."""
     torch.set_num_threads(1)
     init_parallel(0, 1, make_config(), init_method=f"file://{out}/store")
     parts = trainer(hf_dir)
@@ -169,7 +169,7 @@ def save_twice(out: Path, hf_dir: Path, watched: str) -> None:
 
 
 def test_kill_during_a_save_leaves_a_latest_that_loads(hf_dir, tmp_path):
-    """SIGKILL when the first tensor file appears, and when the finished directory takes its place."""
+    """SIGKILL comes at the first tensor file, or when the finished directory is renamed."""
     watched = [".iter_0000002.partial/*.distcp", "iter_0000002"]
     folders = [tmp_path / str(i) for i in range(len(watched))]
     for out in folders:
@@ -180,5 +180,5 @@ def test_kill_during_a_save_leaves_a_latest_that_loads(hf_dir, tmp_path):
         found = latest(out)
         assert found == 1 if i == 0 else found in (1, 2)
         assert load_checkpoint(out, *parts) == {"rollout_id": found}
-        save_checkpoint(out, 2, *parts)  # the leftovers are no obstacle
+        save_checkpoint(out, 2, *parts)  # files of the killed save do not stop this save
         assert latest(out) == 2 and not list(out.glob(".iter*"))

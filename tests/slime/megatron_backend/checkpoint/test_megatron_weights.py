@@ -1,4 +1,4 @@
-"""HF checkpoints in and out of the Megatron model: same logits, same bytes, clear refusals."""
+"""Loads HF checkpoints into the Megatron model and writes them: same logits, same bytes, clear errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def loaded(directory, **config):
 
 
 def test_a_file_that_was_cut_off_is_named(tmp_path):
-    """Also --load and --ref-load, which only the trainer reads."""
+    """The same holds for --load and --ref-load, which only the trainer reads."""
     tiny_checkpoint(tmp_path / "hf")
     model = build_model(load_hf_config(tmp_path / "hf"), make_config())
     os.truncate(file := tmp_path / "hf/model.safetensors", 9999)
@@ -64,7 +64,7 @@ def test_gradients_equal_hf(checkpoint):
     sum_loss(torch.cat([hf(tokens[None]).logits[0] for tokens in batch]), batch).backward()
     wanted = dict(hf.named_parameters())
     for parameter in unwrap(model).parameters():
-        parameter.data = parameter.main_grad  # so that the export lists gradients
+        parameter.data = parameter.main_grad  # the export then lists gradients
     for name, gradient in export_hf(model):
         torch.testing.assert_close(gradient, wanted[name].grad, rtol=1e-4, atol=1e-6, msg=name)
 
@@ -104,7 +104,7 @@ def test_saved_directory_loads_in_transformers_with_the_same_logits(checkpoint, 
     assert (out / "tokenizer.json").read_text() == "{}"
     again = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert torch.equal(hf_logits(again, sequences(3)), hf_logits(hf, sequences(3)))
-    reloaded = loaded(out)  # also through our own reader, sharded or not
+    reloaded = loaded(out)  # this project's reader also loads it, sharded or not
     assert torch.equal(packed_logits(reloaded, sequences(3)), packed_logits(loaded(directory), sequences(3)))
 
 
@@ -221,12 +221,12 @@ def test_qkv_and_gate_up_order_by_hand():
 
 
 def test_interrupted_save_leaves_no_config(tmp_path):
-    """config.json comes last, so a directory that was cut off is not taken for a checkpoint."""
+    """config.json is written last, so an incomplete directory is not mistaken for a checkpoint."""
     tiny_checkpoint(tmp_path / "in")
     out = tmp_path / "out"
     shutil.copytree(tmp_path / "in", out)
     model = loaded(tmp_path / "in")
     (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
-    save_hf(model, tmp_path / "in", out)  # over an older, differently sharded save
+    save_hf(model, tmp_path / "in", out)  # this replaces an older save with other shards
     assert not (out / "model.safetensors.index.json").exists()
     assert torch.equal(packed_logits(loaded(out), sequences(0)), packed_logits(model, sequences(0)))

@@ -1,5 +1,5 @@
-"""What ranks publish: together each weight of the model, bit by bit, each value once, and each rank its own shard. As a
-whole set, and as a delta."""
+"""Ranks together publish each weight of the model, bit by bit and each value once; each rank publishes its own shard.
+The tests cover whole sets and deltas."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ FOUR: dict[str, dict[str, Any]] = {
 
 
 def published(rank: int, directory: Path, config: Any, weight_dir: Path) -> dict[str, Any]:
-    """What this rank gave of the model in `directory`."""
+    """Returns the slices that this rank publishes for the model in `directory`."""
     model = build_model(load_hf_config(directory), config, ddp=False)
     load_hf(model, directory)
     asked: list[int] = []
@@ -89,8 +89,8 @@ def published(rank: int, directory: Path, config: Any, weight_dir: Path) -> dict
 
 
 def after_delta(model: Any, own: OwnSlices, directory: Path, weight_dir: Path) -> dict[str, Any]:
-    """A whole set of the live model, then a delta to the weights of `changed`: what this rank gave, and the first
-    rank's copy of them."""
+    """Publishes a whole set of the live model, then a delta to the changed weights. Returns this rank's part, and the
+    first rank's copy of the weights."""
     place = TrainerPlace(weight_dir / "deltas", 1 << 20, torch.device("cpu"), 60.0)
     snapshot, copy = Snapshot("xor", "sha256"), LocalCopy(weight_dir / "copy")
     export = Export(None, own)
@@ -111,7 +111,7 @@ def after_delta(model: Any, own: OwnSlices, directory: Path, weight_dir: Path) -
 
 
 def change(directory: Path) -> None:
-    """A checkpoint beside it, in which each eleventh value differs."""
+    """Writes a second checkpoint next to it, in which every eleventh value differs."""
     changed = directory.with_name(f"{directory.name}-changed")
     shutil.copytree(directory, changed)
     tensors = load_file(changed / "model.safetensors")
@@ -160,7 +160,7 @@ def assert_published(root: Path, layouts: dict[str, dict[str, Any]], ranks: int)
         if layout in ("dp", "ep"):  # the plan counts matrices
             planned = first["planned"] * ranks
             assert 0.97 * sum(given) < planned <= sum(given), (key, planned)
-        if layout == "dp":  # the most that one rank has more than another: a parameter and an expert's
+        if layout == "dp":  # a rank may have one parameter and one expert more than another
             assert max(given) - min(given) <= 2 * max(x.nbytes for x in wanted.values()), (name, given)
 
 

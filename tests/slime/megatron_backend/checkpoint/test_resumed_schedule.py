@@ -1,4 +1,4 @@
-"""The learning rate of a run that resumes with optimizer steps of another number of samples."""
+"""The learning rate of a resumed run whose optimizer steps have another number of samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rates(trainer: MegatronTrainer, rollout_id: int) -> list[float]:
 
 
 def linear(step: int) -> float:
-    """The rate of optimizer step `step`, from 0: two steps up, then eight down."""
+    """Returns the rate of optimizer step `step`, from 0: two steps up, then eight down."""
     return 0.4 * step / 2 if step < 2 else 0.4 * (1 - (step - 2) / 8)
 
 

@@ -1,4 +1,4 @@
-"""No file of a checkpoint that looks like ours runs code, whoever reads it."""
+"""No file of a forged checkpoint runs code in any reader."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def index(path: Path) -> None:
 
 
 def hidden_index(path: Path) -> None:
-    """An index that is right, with an attack among its fields."""
+    """Writes a correct index with an attack among its fields."""
     metadata = dcp.FileSystemReader(path).read_metadata()
     metadata.planner_data = Attack()
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -61,7 +61,7 @@ def place_outside(path: Path) -> None:
 
 
 def stored_object(path: Path) -> None:
-    """The random generators, which Megatron saves as an object among the tensors."""
+    """Replaces the random generators, which Megatron saves as an object among the tensors."""
     metadata = dcp.FileSystemReader(path).read_metadata()
     (key,) = (key for key, value in metadata.storage_data.items() if key.fqn.startswith("rng"))
     place, content = metadata.storage_data[key], io.BytesIO()
@@ -101,7 +101,7 @@ READERS = {
 
 @pytest.mark.parametrize("attack", [index, hidden_index, records, stored_object, place_outside])
 def test_no_reader_runs_code_of_a_checkpoint(saved, tmp_path, monkeypatch, attack):
-    """The checksums are those of the attack, so that nothing else stops it."""
+    """The checksums belong to the attack, so that no checksum stops it."""
     _, parts = saved
     monkeypatch.chdir(tmp_path)
     path = save_checkpoint(tmp_path / "checkpoint", 1, *parts)
@@ -116,7 +116,7 @@ def test_no_reader_runs_code_of_a_checkpoint(saved, tmp_path, monkeypatch, attac
             assert "\n" not in str(error), (name, error)
             failed.append(name)
     assert not Path("attacked").exists()
-    # Records with a class are those of Megatron, of which weights alone are read. Weights need no generators.
+    # Records with a class are Megatron's own, and only their weights are read. Readers of weights need no generators.
     wanted = {"index": 4, "hidden_index": 0, "records": 0, "stored_object": 2, "place_outside": 4}
     assert len(failed) == wanted[attack.__name__], failed
 
@@ -134,7 +134,7 @@ UNSAFE = re.compile(
     r"|\bUnsafeLoader\b|\b(shelve|dill|joblib)\."
 )
 OWN_FORK = "vime/pool/apart.py"
-"""Unpickles what a fork of its own process writes into a pipe."""
+"""A file that unpickles bytes from a pipe, which only its forked child writes."""
 
 
 def test_nothing_else_in_the_packages_reads_a_file_in_a_way_that_runs_code():

@@ -1,4 +1,4 @@
-"""Checkpoints of slime's converter and of Megatron: read on one rank, what is refused, and written."""
+"""Checkpoints of slime's converter and of Megatron: read on one rank, rejected with errors, and written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def hf_dirs(tmp_path_factory):
 
 
 def empty_model(hf_dir, **config):
-    """A model whose every value is wrong."""
+    """Returns a model in which every value is wrong."""
     model = build_model(load_hf_config(hf_dir), make_config(**config), ddp=False)
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -73,7 +73,8 @@ def assert_holds(model, hf):
     ],
 )
 def test_every_tensor_equals_the_hugging_face_one(hf_dirs, tmp_path, kind, options):
-    """Stacked or numbered layers, cut as several ranks save them, padded vocabularies smaller and larger."""
+    """Layers are stacked or numbered, and split as several ranks save them. Padded vocabularies are smaller and
+    larger."""
     hf = convert(hf_dirs / kind, release(tmp_path), **options)
     model = empty_model(hf_dirs / kind)
     load_weights(model, str(tmp_path))
@@ -81,7 +82,7 @@ def test_every_tensor_equals_the_hugging_face_one(hf_dirs, tmp_path, kind, optio
 
 
 def test_norms_of_local_layers_are_read_under_their_own_names(hf_dirs, tmp_path):
-    """Norms are modules of their own where layers do not fuse them."""
+    """In local layers, norms are separate modules, because the layers do not fuse them."""
     hf = load_file(hf_dirs / "qwen2" / "model.safetensors")
     tensors = megatron_tensors(
         hf, {**json.loads((hf_dirs / "qwen2/config.json").read_text()), "head_dim": 16}
@@ -195,14 +196,16 @@ def test_an_iteration_of_slime_gives_weights_and_number_and_its_optimizer_starts
     twin = (twin, *build_optimizer(twin, config, total_steps=10))
     assert train_step(*parts, sequences(0)) == train_step(*twin, sequences(0))
     for (name, a), (_, b) in zip(export_hf(parts[0]), export_hf(twin[0]), strict=True):
-        assert torch.equal(a, b), name  # a step starts from the weights that were read
+        assert torch.equal(a, b), name  # a step starts from the loaded weights
     save_checkpoint(tmp_path, 101, *parts, extra={"rollout_id": 101})
-    assert load_checkpoint(tmp_path, *parts) == {"rollout_id": 101}  # ours, in the same folder
+    # This project's checkpoint is in the same folder.
+    assert load_checkpoint(tmp_path, *parts) == {"rollout_id": 101}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_has_the_converters_names_and_reads_back(hf_dirs, tmp_path, kind):
-    """Names, shapes and values are those of the mapping by hand: stacked dense layers, numbered ones with experts."""
+    """A hand-written mapping has the same names, shapes and values: stacked dense layers, numbered layers with
+    experts."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

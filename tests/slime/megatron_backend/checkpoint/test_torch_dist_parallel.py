@@ -1,4 +1,4 @@
-"""Checkpoints of slime's converter on several ranks: each reads its own parts, whatever layout wrote them."""
+"""Several ranks read checkpoints of slime's converter. Each rank reads its own parts, whatever layout wrote them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def read_on_rank(rank: int, root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory):
-    """What two ranks read of each source in each layout."""
+    """Returns the results of two ranks for each source in each layout."""
     root = tmp_path_factory.mktemp("read")
     config = start(root, 0, 1, seed=1234)
     assert config is not None
@@ -93,7 +93,7 @@ def test_every_rank_has_its_part_of_the_hugging_face_tensors(read, kind, layout)
     hf = load_file(read / kind / "model.safetensors")
     for rank in range(2):
         got = torch.load(read / f"{kind}-{layout}-{rank}.pt")
-        assert got["own"] and all(got["own"])  # bitwise what load_hf gives this rank, with padding
+        assert got["own"] and all(got["own"])  # it has the bits that load_hf gives this rank, with padding
         assert got["full"].keys() == hf.keys()
         for name, tensor in got["full"].items():
             assert torch.equal(tensor, hf[name]), name
@@ -115,9 +115,10 @@ def _status_kib(name: str) -> int:
 def read_large(rank: int, root: Path) -> None:
     config = start(root, rank, 1, seed=2)
     tiny = build_model(load_hf_config(root / "tiny"), config, ddp=False)
-    load_torch_dist(tiny, root / "tiny_torch_dist" / "release")  # what is imported and allocated once
+    # This imports and allocates everything that is needed once.
+    load_torch_dist(tiny, root / "tiny_torch_dist" / "release")
     model = build_model(load_hf_config(root / "large"), config, ddp=False)
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    Path("/proc/self/clear_refs").write_text("5")  # this resets the peak
     before = _status_kib("VmRSS")
     load_torch_dist(model, root / "release")
     peak = _status_kib("VmHWM")
@@ -129,7 +130,7 @@ def read_large(rank: int, root: Path) -> None:
 
 
 def test_reading_needs_memory_for_its_own_part_and_one_stored_part(tmp_path):
-    """A second copy of gate and up alone would be half of the model."""
+    """A second copy of only gate and up would be half of the model."""
     tiny_checkpoint(tmp_path / "large", "qwen3", **LARGE)
     tiny_checkpoint(tmp_path / "tiny", "qwen3")
     start(tmp_path, 0, 1, fp32=True)

@@ -1,4 +1,4 @@
-"""The trainer from converted checkpoints and from parts of its own, and conversion both ways."""
+"""The trainer starts from converted checkpoints and from its own parts. Conversion works in both directions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.megatron_backend.checkpoint.export import export_checkpoint
 
 @pytest.fixture(scope="module")
 def converted(root):
-    """root/policy and root/reference as slime's converter writes them."""
+    """Writes root/policy and root/reference as slime's converter does."""
     for name in ("policy", "reference"):
         config = make_config(root, load=None, hf_checkpoint=str(root / name))
         assert export_checkpoint(config, None, root / f"{name}_torch_dist", "torch_dist") == str(root / name)
@@ -57,6 +57,6 @@ def test_parts_of_a_checkpoint_can_be_left(root, build, tmp_path):
         assert trainer.start_rollout_id == start and trainer.policy.scheduler.num_steps == 0
         assert not any(state["exp_avg"].any() for state in moments())
         assert all(torch.equal(tensor, weights[name]) for name, tensor in exported(trainer).items())
-        train(trainer)  # from these weights, not from masters of earlier ones
+        train(trainer)  # training starts from these weights, not from earlier main weights
         moved = [(tensor - weights[name]).abs().max() for name, tensor in exported(trainer).items()]
         assert 0 < max(moved) < 0.1

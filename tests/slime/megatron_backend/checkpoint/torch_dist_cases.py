@@ -1,4 +1,4 @@
-"""Writes a torch_dist checkpoint from Hugging Face tensors as slime's converter does, by a mapping written by hand."""
+"""Writes a torch_dist checkpoint from Hugging Face tensors as slime's converter does, with a hand-written mapping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import Tensor
 
 
 def megatron_tensors(hf: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
-    """Full tensors under Transformer Engine's names, with numbered layers, and experts stacked on their first axis."""
+    """Returns full tensors under Transformer Engine's names, with numbered layers, and experts stacked on their first
+    axis."""
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     size, out = config["head_dim"], {}
     out["embedding.word_embeddings.weight"] = hf["model.embed_tokens.weight"]
@@ -67,7 +68,7 @@ def _both(hf: dict[str, Tensor], place: str) -> Tensor:
 
 
 def stacked(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """The same with one tensor for a parameter of all layers, as Megatron saves equal layers."""
+    """Stacks each parameter over the layers into one tensor, as Megatron saves equal layers."""
     out = {name: tensor for name, tensor in tensors.items() if ".layers." not in name}
     for name in tensors:
         if name.startswith("decoder.layers.0."):
@@ -85,8 +86,9 @@ def write_torch_dist(
     cut: int = 1,
     trained: bool = False,
 ) -> None:
-    """Save full tensors in `path`, each in `cut` parts along an axis that can be cut. `vocab_rows`: with padding, which
-    is not zero. `trained`: with an optimizer's tensors and random generators, as a training run saves them."""
+    """Saves full tensors in `path`, each in `cut` parts along an axis that can be cut. `vocab_rows` adds padding
+    rows, which are not zero. `trained` adds an optimizer's tensors and random generators, as a training run saves
+    them."""
     path.mkdir(parents=True)
     state: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -109,7 +111,7 @@ def write_torch_dist(
 
 
 def convert(hf_dir: Path, path: Path, *, stack: bool = False, **options: Any) -> dict[str, Tensor]:
-    """`write_torch_dist` of a Hugging Face directory. Returns its tensors."""
+    """Runs `write_torch_dist` on a Hugging Face directory and returns its tensors."""
     hf = load_file(hf_dir / "model.safetensors")
     config = json.loads((hf_dir / "config.json").read_text())
     tensors = megatron_tensors(hf, config)
@@ -118,7 +120,7 @@ def convert(hf_dir: Path, path: Path, *, stack: bool = False, **options: Any) ->
 
 
 def release(folder: Path) -> Path:
-    """Where a release of `folder` goes. Writes the record beside it."""
+    """Returns the folder for a release in `folder`, and writes the record next to it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("release")
     return folder / "release"

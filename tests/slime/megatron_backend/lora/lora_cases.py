@@ -1,4 +1,4 @@
-"""Tiny models with adapters, shared by the tests of adapters and their worker processes."""
+"""Makes tiny models with adapters for the tests of adapters and their worker processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPERTS = {
 
 
 def adapted(directory: Path, *, ddp: bool = True, **flags: Any) -> Any:
-    """The model of a checkpoint with new adapters."""
+    """Returns the model of a checkpoint with new adapters."""
     config = make_config(**{"lora_rank": 4, "lr": 1e-2, **flags})
     adapt = partial(add_adapters, lora=Lora.of(config), seed=config.train.seed)
     model = build_model(load_hf_config(directory), config, ddp=ddp, adapt=adapt)
@@ -36,7 +36,7 @@ def adapted(directory: Path, *, ddp: bool = True, **flags: Any) -> Any:
 
 
 def trainer(directory: Path, **flags: Any) -> tuple[Any, ...]:
-    """Model, optimizer and schedule."""
+    """Returns model, optimizer and schedule."""
     model = adapted(directory, **flags)
     config = make_config(**{"lora_rank": 4, "lr": 1e-2, **flags})
     return model, *build_optimizer(model, config, total_steps=10)
@@ -44,7 +44,7 @@ def trainer(directory: Path, **flags: Any) -> tuple[Any, ...]:
 
 @torch.no_grad()
 def randomise(model: Any, seed: int = 3) -> None:
-    """Give B values, which are zero at first. For one rank."""
+    """Sets random values in B, which is zero at first (for one rank)."""
     generator = torch.Generator().manual_seed(seed)
     for inner in unwrapped(model):
         for _, adapter in adapters_of(inner):

@@ -1,4 +1,4 @@
-"""--lora-dropout: passes that score compute what engines serve, and training passes draw."""
+"""--lora-dropout: scoring passes compute the engines' model without dropout, and training passes draw dropout masks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DROPOUT = {"lora_rank": 4, "lora_alpha": 8.0, "lora_dropout": 0.1, "lr": 0.3}
 
 
 def served(root: Any, trainer: MegatronTrainer) -> Any:
-    """The policy as transformers computes it, with the adapters merged in."""
+    """Returns the policy in transformers, with the adapters merged in."""
     model = transformers.AutoModelForCausalLM.from_pretrained(root / "policy")
     weights = dict(export_hf(trainer.policy.model, merged(trainer.policy.model, live)))
     model.load_state_dict({k: v.clone() for k, v in weights.items()}, strict=False)
@@ -40,7 +40,7 @@ def truthful(model: Any, samples: list[Sample]) -> list[Sample]:
 
 
 def moved(root: Any, build: Any, **flags: Any) -> tuple[MegatronTrainer, Any]:
-    """A trainer after a step, whose adapters are no longer zero, and the model that its engines would have."""
+    """Returns a trainer after a step, whose adapters are no longer zero, and the model that its engines would have."""
     trainer = build(**DROPOUT, **{"ref_load": str(root / "policy")} | flags)
     trainer.train(0, rank_data(trainer.config, make_samples()))
     return trainer, served(root, trainer)
@@ -68,7 +68,7 @@ def test_old_log_probs_are_those_of_the_served_policy(root, build, flags):
     assert_near(data["ref_log_probs"], log_probs_of(base, in_order))
     first = result.steps[0]
     assert first["train/train_rollout_logprob_abs_diff_max"] < 2e-5
-    assert abs(first["train/ppo_kl"]) > 1e-4  # the training pass draws
+    assert abs(first["train/ppo_kl"]) > 1e-4  # the training pass draws masks
     if flags.get("use_tis"):
         assert first["train/tis_abs"] < 2e-5
 

@@ -1,4 +1,5 @@
-"""Two trainer ranks with adapters against one: metrics, gradient norm, adapters, merged weights and checkpoints."""
+"""Compares two trainer ranks with adapters with one rank: metrics, gradient norm, adapters, merged weights,
+checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from slime.megatron_backend.parallel import destroy_parallel
 from slime.megatron_backend.step.trainer import MegatronTrainer
 
 FLAGS = {
-    # two optimizer steps; a norm that is clipped
+    # There are two optimizer steps, and the gradient norm is clipped.
     "global_batch_size": 4,
     "max_tokens_per_gpu": 24,
     "balance_data": True,

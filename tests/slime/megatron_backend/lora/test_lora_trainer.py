@@ -1,4 +1,4 @@
-"""A trainer with adapters: what moves, the reference, and resuming."""
+"""A trainer with adapters: the weights that change, the reference, and resuming."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _alone():
-    """A trainer that is refused leaves its groups."""
+    """Removes the process groups that a trainer leaves when it raises an error."""
     yield
     if torch.distributed.is_initialized():
         destroy_parallel()
@@ -55,7 +55,7 @@ def adapters(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
 
 
 def test_adapters_move_and_the_base_does_not(root, tmp_path):
-    """And only they have gradients, moments and a place in the gradient norm."""
+    """Only the adapters have gradients and moments and count in the gradient norm."""
     trainer = make(root, tmp_path)
     before, first = exported(trainer), adapters(trainer)
     assert all(bool(tensor.any()) == ("lora_A" in name) for name, tensor in first.items())
@@ -68,7 +68,7 @@ def test_adapters_move_and_the_base_does_not(root, tmp_path):
     weights = dict(export_hf(trainer.policy.model, merged(trainer.policy.model, live)))
     moved = {name for name in before if not torch.equal(before[name], weights[name])}
     assert moved == {name for name in before if "_proj." in name}
-    published = trainer.next_weights(1, {})  # no engine: the adapters alone
+    published = trainer.next_weights(1, {})  # without an engine, only the adapters
     assert (published.weights.kind, published.weights.base_version) == ("adapter", CHECKPOINT)
     sent = load_file(published.info["path"])
     assert sent.keys() == first.keys()
@@ -84,7 +84,7 @@ def test_adapters_move_and_the_base_does_not(root, tmp_path):
 
 
 def test_the_reference_is_the_model_without_adapters(root, tmp_path):
-    """One model in memory, with the log-probs of a second one."""
+    """Memory has one model, which also gives the log-probs of the reference."""
     kl = {"use_kl_loss": True, "kl_loss_coef": 0.1}
     trainer = make(root, tmp_path, **kl)
     assert trainer.models[REFERENCE.name] is trainer.policy.model
@@ -162,7 +162,7 @@ def test_other_adapters_than_the_checkpoints_are_refused(root, tmp_path, flags, 
 
 
 def test_another_base_than_the_checkpoints_is_refused(root, tmp_path):
-    """In a run that resumes, and when adapters are merged. The base's name may be another one."""
+    """It is an error in a run that resumes, and when adapters are merged. The base may have another name."""
     save = {"save": str(tmp_path / "saved"), "load": str(tmp_path / "saved")}
     trainer = make(root, tmp_path, **save)
     trainer.save(0)
@@ -170,7 +170,7 @@ def test_another_base_than_the_checkpoints_is_refused(root, tmp_path):
     message = (
         "the base of adapters must be the weights that they were trained over, got others for .*iter_0000000"
     )
-    other = str(root / "reference")  # of the same shapes
+    other = str(root / "reference")  # it has the same shapes
     with pytest.raises(ValueError, match=message):
         make(root, tmp_path, "b", **save, hf_checkpoint=other, ref_load=other)
     destroy_parallel()
@@ -183,7 +183,7 @@ def test_another_base_than_the_checkpoints_is_refused(root, tmp_path):
 
 
 def test_dropout_is_drawn_anew_in_training_alone(root, tmp_path):
-    """Log-probs of one batch: scoring draws nothing, each forward in training draws once."""
+    """For one batch, scoring draws no masks, and each forward in training draws masks once."""
     trainer = make(root, tmp_path, lora_dropout=0.5, lr=0.1)
     step(trainer)  # B is no longer zero
     model, batch = trainer.policy.model, sequences(2)
@@ -198,7 +198,7 @@ def test_dropout_is_drawn_anew_in_training_alone(root, tmp_path):
 
 
 def test_recomputed_layers_draw_the_same_dropout(root, tmp_path):
-    """Otherwise the backward is of another function than the forward."""
+    """Otherwise the backward would belong to another function than the forward."""
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     found = []
     for name, overrides in (("a", {}), ("b", full)):
@@ -217,6 +217,6 @@ def test_a_checkpoint_of_whole_weights_is_no_checkpoint_of_adapters(root, tmp_pa
     with pytest.raises(ValueError, match="--load must hold adapters with --lora-rank, got whole weights"):
         make(root, tmp_path, "b", **save)
     destroy_parallel()
-    over = make(root, tmp_path, "c", finetune=True, **save)  # adapters over these weights
+    over = make(root, tmp_path, "c", finetune=True, **save)  # the adapters are for these weights
     step(over)
     over.close()

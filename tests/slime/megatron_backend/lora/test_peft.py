@@ -1,4 +1,4 @@
-"""PEFT directories: both programs compute the same logits, and what was read is written again bit for bit."""
+"""PEFT directories: both programs compute the same logits, and a directory is written as it was read, bit for bit."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_directory_of_peft_comes_back_bit_for_bit(root, one, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_moe"])
 def test_merged_weights_compute_what_the_adapters_do(root, one, tmp_path, kind):
-    """Of gated delta nets and experts too, whose modules have other names in transformers than in files."""
+    """The test includes gated delta nets and experts, whose modules have other names in transformers than in files."""
     model = adapted(root / kind, ddp=False, lora_rank=8)
     randomise(model)
     batch = sequences(2)
@@ -185,7 +185,7 @@ def test_targets_that_match_nothing_are_refused(root, one, targets, message):
 
 @pytest.mark.parametrize("kind", [True, False, "gaussian", "orthogonal", "pissa", "olora"])
 def test_an_adapter_of_peft_is_the_model_that_peft_has_or_is_refused(root, one, tmp_path, kind):
-    """However PEFT began: the logits of its adapter over the plain base."""
+    """For every initialisation of PEFT, the logits are those of its adapter over the plain base."""
     base = transformers.AutoModelForCausalLM.from_pretrained(root / "qwen3", dtype=torch.float32)
     config = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=kind, task_type="CAUSAL_LM"
@@ -210,7 +210,7 @@ def test_an_adapter_of_peft_is_the_model_that_peft_has_or_is_refused(root, one, 
 
 
 def test_every_setting_of_this_peft_is_known(tmp_path):
-    """A field of PEFT at its default is accepted, so that a new one needs a decision only where it is set."""
+    """A field of PEFT at its default is accepted, so a new field needs a decision only if it is set."""
     save_file({}, tmp_path / "adapter_model.safetensors")
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
     config.save_pretrained(tmp_path)

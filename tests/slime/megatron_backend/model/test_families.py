@@ -1,4 +1,5 @@
-"""Every family on a tiny random model against transformers: logits, log-probs, gradients, and the bytes of weights."""
+"""Compares every family with transformers on a tiny random model: logits, log-probs, gradients, and the bytes of
+weights."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def single_rank(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=CASES)
 def tiny(request, tmp_path_factory):
-    """(directory, transformers' model, ours) of one tiny model."""
+    """Returns (directory, transformers' model, this project's model) for one tiny model."""
     case, directory = CASES[request.param], tmp_path_factory.mktemp("hf")
     hf = tiny_checkpoint(directory, case.kind, **case.shape)
     return directory, hf, loaded(directory)
@@ -58,7 +59,7 @@ def tiny(request, tmp_path_factory):
 
 @pytest.fixture
 def note(request):
-    """Record a measured number of the tiny model."""
+    """Returns a function that records a measured number of the tiny model."""
     return partial(family_record.note, request.node.callspec.params["tiny"])
 
 
@@ -105,12 +106,12 @@ def test_weights_are_exported_as_they_were_loaded(tiny, note, tmp_path):
     written = load_file(tmp_path / "model.safetensors")
     assert written.keys() == original.keys()
     assert all(torch.equal(written[name], original[name]) for name in original)
-    # not the same bits: a product may depend on where in memory a weight begins
+    # The bits differ, because a product may depend on the address at which a weight begins.
     torch.testing.assert_close(hf_logits(again, sequences(3)), hf_logits(hf, sequences(3)), rtol=0, atol=1e-6)
 
 
 def test_bad_files_are_named(tiny, tmp_path):
-    """A rotary setting that nobody knows, a tensor that is missing, and one of another shape."""
+    """The files have an unknown rotary setting, a missing tensor, or a tensor of another shape."""
     directory, _, model = tiny
     hf = load_hf_config(directory)
     rotary = hf.get("rope_parameters") or {"rope_theta": 1e4}
@@ -137,12 +138,12 @@ def test_bad_files_are_named(tiny, tmp_path):
 
 
 def test_gradients(tiny, note, tmp_path):
-    """The last test of a model: its parameters become gradients."""
+    """This is the last test of a model, because its parameters become gradients."""
     directory, hf, model = tiny
     sum_loss(packed_logits(model, BATCH), BATCH).backward()
     sum_loss(torch.cat([hf(tokens[None]).logits[0] for tokens in BATCH]), BATCH).backward()
     for parameter in unwrap(model).parameters():
-        parameter.data = parameter.main_grad  # so that the export lists gradients
+        parameter.data = parameter.main_grad  # the export then lists gradients
     got = {name: x for name, x in export_hf(model) if not name.endswith("e_score_correction_bias")}
     wanted = {
         n: x for n, x in hf_gradients(hf, tmp_path).items() if not n.endswith("e_score_correction_bias")

@@ -1,7 +1,7 @@
-"""Every family on two processes against transformers: log-probs, gradients and the bytes of weights, with tensor (and
-sequence), pipeline and expert parallelism.
+"""Compares every family on two processes with transformers: log-probs, gradients and the bytes of weights, with
+tensor (and sequence), pipeline and expert parallelism.
 
-Two worker processes run all layouts and models in turn and write what they got; the tests compare.
+Two worker processes run all layouts and models in turn and write their results; the tests compare.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from slime.models import decoder_of, family_for
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp": {"pipeline_model_parallel_size": 2},
-    # with the distributed optimizer, a data-parallel rank would have its part of the gradients only
+    # With the distributed optimizer, a data-parallel rank would have only its part of the gradients.
     "ep": {"expert_model_parallel_size": 2, "use_distributed_optimizer": False},
 }
 BATCH = [*sequences(0), torch.tensor([1, 2, 3])]
-"""32 tokens: sequence parallelism needs a multiple of the ranks."""
+"""Lengths with a sum of 32 tokens, because sequence parallelism needs a multiple of the ranks."""
 
 
 def fits(directory: Path, layout: str) -> bool:
@@ -96,7 +96,7 @@ def one_model(directory: Path, config: Any, info: Any, *, steps: bool) -> dict[s
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """The directory of all tiny models, and transformers' models."""
+    """Returns the directory of the tiny models, and transformers' models."""
     root = tmp_path_factory.mktemp("families")
     return root, {name: tiny_checkpoint(root / name, case.kind, **case.shape) for name, case in CASES.items()}
 

@@ -1,4 +1,4 @@
-"""Freezing by name: what is trained, that nothing else moves, and that two ranks agree with one."""
+"""Freezing by name: the trained weights move, no other weights move, and two ranks agree with one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def moved(hf_dir: Path, **values: Any) -> tuple[set[str], tuple]:
-    """The HF names of the tensors that two steps change."""
+    """Returns the HF names of the tensors that two steps change."""
     parts = trainer(hf_dir, **values)
     before = weights(parts[0])
     for step in range(2):
@@ -98,7 +98,7 @@ CASES = {
     "more", [{}, {"optimizer_cpu_offload": True}, {"overrides": FULL}], ids=["", "host", "recomputed"]
 )
 def test_only_what_is_trained_moves(root, one, kind, case, more):
-    """And only that has gradients, moments and main weights."""
+    """Only trained weights have gradients, moments and main weights."""
     flags, is_trained = CASES[kind][case]
     found, parts = moved(root / kind, **flags, **more)
     assert found == {name for name in weights(parts[0]) if is_trained(name)}
@@ -123,7 +123,7 @@ def test_plan_counts_the_same_matrices(root, one, kind, case):
     ends = (
         "embedding.word_embeddings.weight",
         "output_layer.weight",
-    )  # the plan counts no padding of the vocabulary
+    )  # the plan does not count the vocabulary's padding
     real = sum((VOCAB if name in ends else p.shape[0]) * p.shape[1] for name, p in matrices.items())
     shape = Shape.of(hf)
     found = trained_params(
@@ -157,7 +157,7 @@ def test_a_run_with_frozen_parameters_resumes(root, one, tmp_path):
     resumed = trainer(root / "qwen3", **flags)
     load_checkpoint(tmp_path / "saved", *resumed)
     assert got + [train_step(*resumed, sequences(step)) for step in (2, 3)] == expected
-    other = trainer(root / "qwen3")  # trains more than the checkpoint has moments of
+    other = trainer(root / "qwen3")  # it trains more weights than the checkpoint has moments for
     with pytest.raises(ValueError, match="must hold the tensors of this model and optimizer"):
         load_checkpoint(tmp_path / "saved", *other)
 

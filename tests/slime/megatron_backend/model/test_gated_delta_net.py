@@ -1,4 +1,4 @@
-"""Gated delta net layers: the delta rule by its definition, packed rows that share nothing, dtypes and refusals."""
+"""Gated delta net layers: the delta rule by its definition, packed rows that share nothing, dtypes and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HEADS, VALUES, K, V = 2, 4, 8, 6
 
 
 def columns(tokens: int) -> list[torch.Tensor]:
-    """q, k, v, the logarithm of the decay, beta."""
+    """Returns q, k, v, the logarithm of the decay, and beta."""
     generator = torch.Generator().manual_seed(0)
     random = [
         torch.randn(tokens, *shape, generator=generator) for shape in ((HEADS, K), (HEADS, K), (VALUES, V))
@@ -43,7 +43,7 @@ def columns(tokens: int) -> list[torch.Tensor]:
 
 
 def by_definition(query, key, value, decay, beta) -> torch.Tensor:
-    """One token after the other, in float64."""
+    """Computes one token after the other, in float64."""
     query, key, value, decay, beta = (x.double() for x in (query, key, value, decay, beta))
     query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
     query, key = (x.repeat_interleave(VALUES // HEADS, 1) for x in (query * K**-0.5, key))
@@ -57,7 +57,7 @@ def by_definition(query, key, value, decay, beta) -> torch.Tensor:
 
 
 def test_delta_rule_is_its_definition():
-    """Values and gradients of a packed row, with sequences of several chunks and of one token."""
+    """The test compares values and gradients of a packed row, with sequences of several chunks and of a single token."""
     layout, inputs = packed_layout(token_slice(LENGTHS), "cpu"), columns(sum(LENGTHS))
     got = padded_delta_rule(*inputs, layout)
     wanted = torch.cat(
@@ -101,7 +101,7 @@ def batch(seed: int) -> list[torch.Tensor]:
 
 
 def test_a_packed_row_is_its_sequences_one_by_one(tiny):
-    """Logits, and the gradient of every parameter."""
+    """Logits are equal, and the gradient of every parameter."""
     model = model_of(tiny)
 
     def of(rows):
@@ -129,7 +129,7 @@ def test_a_sample_does_not_change_a_bit_of_another(tiny, changed):
 
 
 def of_part(rank: int, ranks: int, directory) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Places of a rank's tokens in the row, their logits, and the gradients of all ranks."""
+    """Returns the positions of a rank's tokens in the row, their logits, and all ranks' gradients."""
     model = model_of(directory, context_parallel_size=ranks, use_distributed_optimizer=False)
     part = token_slice(LENGTHS, rank=rank, size=ranks)
     group = parallel_state.get_context_parallel_group() if ranks > 1 else None
@@ -151,7 +151,7 @@ def share_a_row(rank: int, directory) -> None:
 
 
 def test_context_parallel_ranks_share_the_heads(tiny):
-    """Sequences of one token too, of which a rank has none."""
+    """Some sequences have one token, so that a rank has no token."""
     _, logits, gradients = of_part(0, 1, tiny)
     on_ranks(share_a_row, tiny, ranks=2)
     for rank in (0, 1):

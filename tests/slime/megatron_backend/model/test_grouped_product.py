@@ -1,4 +1,5 @@
-"""The product of all experts at once against one expert after the other, in float64, without a model around it."""
+"""Compares the joint product of the experts with one expert after the other, in float64, without a model
+around it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def shares(request: pytest.FixtureRequest) -> list[int]:
 
 
 def problem(shares: list[int], dtype: torch.dtype) -> tuple[Tensor, list[nn.Parameter], Tensor]:
-    """x [C, 16], weights of [24, 16] each, upstream gradient [C, 24]."""
+    """Returns x [C, 16], weights of [24, 16] each, upstream gradient [C, 24]."""
     torch.manual_seed(0)
     x = torch.randn(sum(shares), 16).to(dtype).requires_grad_()
     weights = [nn.Parameter(torch.randn(24, 16).to(dtype)) for _ in shares]
@@ -31,7 +32,7 @@ def problem(shares: list[int], dtype: torch.dtype) -> tuple[Tensor, list[nn.Para
 
 
 def one_by_one(shares: list[int], x: Tensor, weights: list[Tensor], upstream: Tensor) -> list[Tensor]:
-    """y, d_x and the gradient of each weight, in float64."""
+    """Returns y, d_x and each weight's gradient, in float64."""
     leaf, leaves = (
         x.detach().double().requires_grad_(),
         [w.detach().double().requires_grad_() for w in weights],
@@ -63,11 +64,11 @@ def test_gradients_are_added_to_the_buffers_that_megatron_gives(shares, dtype):
     for weight in weights:
         weight.main_grad, weight.grad_added_to_main_grad = torch.full(weight.shape, 3.0), False
     ends = expert_ends(torch.tensor(shares), x.device)
-    for _ in range(2):  # micro-batches
+    for _ in range(2):  # two micro-batches
         GroupedProduct.apply(x, ends, *weights).backward(upstream)
         for weight in weights:
             assert weight.grad is not None and weight.grad_added_to_main_grad
-            weight.grad = None  # as Megatron's hook does
+            weight.grad = None  # Megatron's hook does the same
     wanted = one_by_one(shares, x, weights, upstream)
     added = [(weight.main_grad - 3.0) / 2 for weight in weights]
     compare([x.grad / 2, *added], wanted[1:], dtype)
@@ -97,7 +98,7 @@ def test_an_upstream_gradient_that_was_expanded():
 
 
 def test_a_weight_changed_before_the_backward_is_an_error():
-    """Stacked anew in the backward, it would give the gradient of another product."""
+    """If the backward stacked the changed weight, it would give the gradient of another product."""
     x, weights, upstream = problem([2, 3], torch.float32)
     y = GroupedProduct.apply(x, expert_ends(torch.tensor([2, 3]), x.device), *weights)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""--optimizer-cpu-offload: Adam with its state on the host against the plain one, on a CPU to the last bit."""
+"""--optimizer-cpu-offload: Adam with its state on the host equals plain Adam, to the last bit on a CPU."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def test_the_fraction_counts_elements_from_the_first_weight_on(hf_dir):
 
 
 def test_parts_share_few_buffers(hf_dir, monkeypatch):
-    """Parts of one weight each: many more parts than buffers, each as large as the largest weight."""
+    """Each part has one weight, so there are many more parts than buffers. A buffer has the size of the largest
+    weight."""
     wanted = trainer(hf_dir, **HOST)
     monkeypatch.setattr(host_adam, "PART_BYTES", 1)
     parts = trainer(hf_dir, **HOST)
@@ -105,7 +106,7 @@ def test_threads_are_set_for_the_step_only(hf_dir):
 
 
 def test_the_state_is_written_by_all_threads(hf_dir, monkeypatch):
-    """Moments and main weights: the host zeroes their memory when it is first written."""
+    """Linux zeroes the memory of moments and main weights at the first write."""
     seen, zeros = [], torch.zeros_like
 
     def counted(*args, **kwargs):
@@ -137,7 +138,7 @@ def test_a_run_resumes_from_the_checkpoint_of_either(hf_dir, tmp_path, dtype, sa
         assert got == expected
         assert_same(weights(resumed), weights(whole))
     assert sorted(path.name for path in tmp_path.rglob("common.pt")) == ["common.pt"]
-    torch.load(tmp_path / "iter_0000003" / "common.pt", weights_only=True)  # plain values alone
+    torch.load(tmp_path / "iter_0000003" / "common.pt", weights_only=True)  # the file has plain values only
 
 
 def test_main_weights_follow_weights_that_were_loaded_later(hf_dir):

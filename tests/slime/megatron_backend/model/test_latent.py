@@ -1,5 +1,5 @@
-"""What is latent attention's own: the softmax scale, the norm of latent vectors, heads over ranks, context parallelism,
-memory and FLOPs of published shapes, and what is an error."""
+"""The parts that only latent attention has: the softmax scale, the norm of latent vectors, heads over ranks, context
+parallelism, memory and FLOPs of published shapes, and errors."""
 
 from __future__ import annotations
 
@@ -83,17 +83,17 @@ def test_the_published_deepseek_is_read():
     assert decoder.ropes[0].amplitude == 1 and decoder.ropes[0].interleaved
     assert decoder.experts.groups == (8, 4) and decoder.sparse == (False,) * 3 + (True,) * 58
     shape = Shape.of(DEEPSEEK)
-    # 671.0 B parameters, 37 B per token with the embedding, as the report says (2412.19437, abstract)
+    # The report has 671.0 B parameters, 37 B per token with the embedding (2412.19437, abstract).
     assert shape.params == pytest.approx(671.0e9, rel=1e-3)
     assert shape.active + 2 * shape.hidden * shape.vocab == pytest.approx(37.5e9, rel=0.01)
     assert shape.cache == 61 * 576
     pairs = 61 * 2 * 128 * (192 + 128)
     grown = ForwardFlops(DEEPSEEK)(2, 0) - 2 * ForwardFlops(DEEPSEEK)(1, 0)
-    assert grown == pairs  # three pairs for two tokens, one for one
+    assert grown == pairs  # three pairs for two tokens, one pair for one token
 
 
 def test_the_norm_of_latent_vectors_has_the_engines_eps(tmp_path, single_rank):
-    """transformers takes 1e-6 for these norms whatever config.json says. vLLM and megatron-core take rms_norm_eps."""
+    """transformers takes 1e-6 for these norms whatever config.json has. vLLM and megatron-core take rms_norm_eps."""
     hf = tiny_checkpoint(tmp_path / "hf", "deepseek_v3", rms_norm_eps=1e-3)
     model = loaded(tmp_path / "hf")
     with torch.no_grad():
@@ -138,7 +138,7 @@ def of_a_rank(rank, root):
 
 
 def test_context_parallelism_computes_the_same(tmp_path):
-    """Hidden states and gradients of two ranks that share every sequence, and of one."""
+    """Two ranks that share every sequence have the hidden states and gradients of a single rank."""
     tiny_checkpoint(tmp_path / "hf", "deepseek_v3")
     on_ranks(of_a_rank, tmp_path, ranks=2)
     init_parallel(0, 1, make_config(), init_method=f"file://{tmp_path}/one")

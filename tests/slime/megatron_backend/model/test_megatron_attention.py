@@ -1,4 +1,4 @@
-"""Packed attention against attention computed one sequence at a time."""
+"""Compares packed attention with attention that is computed one sequence at a time."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_values_and_gradients_match_single_sequences(lengths, kv_heads, window):
 
 
 def test_interleaved_pairs_give_the_scores_of_a_rotation_in_place():
-    """Dimensions 2 k and 2 k + 1 of the first R turn by the same angle; where they lie afterwards does not matter to a
+    """Dimensions 2 k and 2 k + 1 of the first R turn by the same angle. Their order afterwards does not change a
     product of q and k. A layer without a rotary embedding gets its input."""
     torch.manual_seed(0)
     layout = packed_layout(token_slice([5, 2]), "cpu")
@@ -83,13 +83,13 @@ def test_layout_by_hand():
     assert layout.cu_seqlens_q.tolist() == [0, 3, 4, 8] and layout.cu_seqlens_q.dtype == torch.int32
     assert (layout.qkv_format, layout.max_seqlen_q, layout.own) == ("thd", 4, 8)
     assert layout.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
-    # buckets by length: {1}, {3}, {4}: their rows follow each other
+    # Buckets by length are {1}, {3} and {4}, and their rows follow each other.
     assert layout.buckets == [Bucket(1, 1, 1), Bucket(1, 3, 3), Bucket(1, 4, 4)]
     assert layout.query_slots.tolist() == layout.key_slots.tolist() == [1, 2, 3, 0, 4, 5, 6, 7]
 
 
 def test_late_runs_have_few_queries():
-    """A prompt of 6; one sequence ends with it, two go on for 1 and 2 tokens."""
+    """A prompt has 6 tokens; one sequence ends with it, and two continue for 1 and 2 tokens."""
     part = token_slice([6, 7, 8], prompts=[(0, 0), (0, 6), (0, 6)])
     layout = packed_layout(part, "cpu")
     causal, one, two = layout.buckets

@@ -1,5 +1,5 @@
-"""A tiny Qwen3-MoE and a tiny GLM-4.5 in Megatron against transformers': logits, log-probs, gradients, and the bytes of
-their checkpoints."""
+"""Compares a tiny Qwen3-MoE and a tiny GLM-4.5 in Megatron with transformers: logits, log-probs, gradients, and the
+bytes of their checkpoints."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_gradients_equal_hf(checkpoint, tmp_path):
     sum_loss(torch.cat([hf(tokens[None]).logits[0] for tokens in batch]), batch).backward()
     wanted = hf_gradients(hf, tmp_path / "gradients")
     for parameter in unwrap(model).parameters():
-        parameter.data = parameter.main_grad  # so that the export lists gradients
+        parameter.data = parameter.main_grad  # the export then lists gradients
     exported = {name: x for name, x in export_hf(model) if not name.endswith("e_score_correction_bias")}
     wanted = {name: x for name, x in wanted.items() if not name.endswith("e_score_correction_bias")}
     assert set(exported) == set(wanted)
@@ -124,7 +124,7 @@ def test_saved_directory_loads_in_transformers_with_the_same_logits(checkpoint, 
 
 
 def test_training_steps_lower_the_loss_and_a_checkpoint_goes_on_from_there(tmp_path):
-    """Adam over dense and sparse layers; the saved state continues bitwise."""
+    """Adam trains dense and sparse layers; the saved state continues with equal bits."""
     tiny_checkpoint(tmp_path / "hf", "qwen3_moe", mlp_only_layers=[1])
     config = make_config(lr=3e-3, lr_decay_style="constant", weight_decay=0.0)
     batch, losses = sequences(5), []

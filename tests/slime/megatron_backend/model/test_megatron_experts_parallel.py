@@ -1,4 +1,5 @@
-"""Two processes with experts against one: tensor (and sequence), data and expert parallel, and their checkpoints."""
+"""Compares two processes with experts with one: tensor (and sequence), data and expert parallel, and their
+checkpoints."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def trainer(hf_dir: Path, config: Any) -> tuple:
 def two_steps(parts: tuple, info: Any) -> dict[str, Any]:
     logs = []
     for step in (0, 1):
-        # 32 tokens: sequence parallelism wants a multiple of the ranks
+        # There are 32 tokens, because sequence parallelism needs a multiple of the ranks.
         mine = [*sequences(step), torch.tensor([1, 2, 3])][info.dp_rank :: info.dp_size]
         logs.append(train_step(*parts, mine, tp_group=info.tp_group if info.tp_size > 1 else None))
     return {"logs": logs, "weights": exported(parts[0])}
@@ -72,7 +73,7 @@ def work(rank: int, root: Path) -> None:
 
 
 def stages(rank: int, root: Path) -> dict[str, Any]:
-    """Layer 0 is dense and on the first stage, layer 1 has experts and is on the second."""
+    """Layer 0 is dense and on the first stage, layer 1 has experts and is on the second stage."""
     config = make_config(pipeline_model_parallel_size=2)
     init_parallel(rank, 2, config, init_method=f"file://{root}/store-pp", local_rank=rank)
     model = build_model(read_hf_config(root / "moe"), config, ddp=False)
@@ -96,7 +97,7 @@ def root(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one(root):
-    """The same steps on a single rank, which stays up for the tests."""
+    """Runs the same steps on a single rank, which stays up for the tests."""
     config = make_config(lr=LR)
     info = init_parallel(0, 1, config, init_method=f"file://{root}/store-one")
     parts = trainer(root / "moe", config)
@@ -121,12 +122,12 @@ def test_two_ranks_train_as_one(one, two, layout):
     for name, tensor in one["weights"].items():
         first, second = (rank[layout]["weights"][name] for rank in two)
         assert torch.equal(first, second), name
-        # Adam turns the sign of a rounding error in a gradient near zero into at most one rate per step
+        # Adam turns the sign of a rounding error in a gradient near zero into at most one rate per step.
         difference = (first - tensor).abs()
         assert difference.max() < 2.5 * LR, name
         if name.endswith(
             "k_proj.bias"
-        ):  # what is not rotated adds one number to all logits of a query: no gradient
+        ):  # without rotation it adds one number to all logits of a query, so it has no gradient
             difference = difference.unflatten(0, (-1, 32))[:, :16]
         assert (difference > 1e-5).float().mean() < 0.01, name
 

@@ -1,4 +1,5 @@
-"""What is GLM-4.5's own: the correction bias, half of a head rotated, the layer of multi-token prediction."""
+"""The parts that only GLM-4.5 has: the correction bias, rotation of half a head, the layer of multi-token
+prediction."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ def router_of(model):
 
 
 def test_the_bias_chooses_and_does_not_weigh(checkpoint):
-    """Scores [T, E] of the router's own logits: the experts of a token are the best of score + bias, and its weights
-    those of the scores alone."""
+    """The scores [T, E] come from the router's own logits. A token's experts have the best score + bias, and their
+    weights come from the scores alone."""
     directory, _ = checkpoint
     model = loaded(directory, ddp=False)
     router, x = router_of(model), torch.randn(64, 1, 64)
@@ -63,7 +64,7 @@ def test_the_bias_chooses_and_does_not_weigh(checkpoint):
     own = scores.gather(1, best)
     torch.testing.assert_close(weights.gather(1, best), own / own.sum(1, keepdim=True), rtol=1e-6, atol=0)
     changed = (chosen != torch.zeros_like(chosen).scatter(1, scores.topk(2).indices, True)).any(1)
-    assert changed.float().mean() > 0.2  # else the bias of these tests decides nothing
+    assert changed.float().mean() > 0.2  # otherwise the bias would decide nothing
 
 
 def test_equal_biases_change_nothing_and_others_do(checkpoint):
@@ -128,7 +129,7 @@ def test_in_bfloat16_the_bias_keeps_its_bits(checkpoint, tmp_path):
 
 
 def test_half_of_a_head_is_rotated():
-    """Dimensions k and k + R/2 of the first R by the angle `position * theta ** (-2 k / R)`, the others not."""
+    """Dimensions k and k + R/2 of the first R turn by the angle `position * theta ** (-2 k / R)`, the others do not."""
     layout = packed_layout(token_slice([5]), "cpu")
     angles = torch.arange(5.0)[:, None, None] * torch.tensor([1.0, 0.1])
     layout.rotary = [Rotary(angles.cos(), angles.sin())]
@@ -138,7 +139,7 @@ def test_half_of_a_head_is_rotated():
 
 
 def test_published_config_of_glm_is_understood(checkpoint):
-    """config.json as zai-org writes it: rotary settings at the top, or none of the half, which is the family's."""
+    """zai-org's config.json has rotary settings at the top. If it lacks the half, the family's default is the half."""
     directory, _ = checkpoint
     written = read_hf_config(directory)
     top = {k: v for k, v in written.items() if k != "rope_parameters"} | {"rope_theta": 1e6}
@@ -164,7 +165,7 @@ def test_published_config_of_glm_is_understood(checkpoint):
 
 
 def with_prediction_layer(directory, number):
-    """Behind the last layer: a few tensors as a published checkpoint has them there."""
+    """Adds a few tensors after the last layer, as in a published checkpoint."""
     file = directory / "model.safetensors"
     more = {
         f"model.layers.{number}.eh_proj.weight": torch.randn(64, 128),

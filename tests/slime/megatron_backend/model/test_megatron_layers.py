@@ -1,4 +1,5 @@
-"""Layers that keep no outputs of norms and activations: the same bits, less memory, and nothing held too long."""
+"""Layers that do not keep the outputs of norms and activations: the same bits, less memory, and no storage held too
+long."""
 
 from __future__ import annotations
 
@@ -51,12 +52,12 @@ def loaded(directory: Any, **values: Any) -> nn.Module:
 
 
 def keeping(make: Callable[[Tensor], Tensor], x: Tensor, product: Callable[[Tensor], Any]) -> Any:
-    """What a layer does without `without_keeping`."""
+    """Computes a layer without `without_keeping`."""
     return product(make(x))
 
 
 def layer_step(model: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
-    """Output, input gradient and weight gradients of the first layer."""
+    """Returns output, input gradient and weight gradients of the first layer."""
     inner, layout = unwrap(model), packed_layout(token_slice(list(LENGTHS)), x.device)
     layout.rotary = inner.rotary(layout.positions)
     layer, leaf = inner.decoder.layers[0], x.clone().requires_grad_()
@@ -94,22 +95,22 @@ def backward_of(model: nn.Module) -> Tensor:
     ids=lambda o: "-".join(o.get("recompute_modules", ["full"])),
 )
 def test_recomputation_changes_nothing(checkpoint, monkeypatch, overrides):
-    """Full: layers stay as Megatron has them. --recompute-modules layernorm asks for what they do anyway; inside a
-    recomputed MLP they do it while the backward computes it again."""
+    """With full recomputation, layers stay as in Megatron. --recompute-modules layernorm asks for their usual
+    behaviour. Inside a recomputed MLP, they do the same while the backward computes it again."""
     model = loaded(checkpoint(), overrides=overrides)
     first = unwrap(model).decoder.layers[0]
     assert first.input_layernorm.deferred is (overrides is not FULL)
     assert not first.recompute_input_layernorm and not first.recompute_pre_mlp_layernorm
     got, plain = backward_of(model), backward_of(loaded(checkpoint()))
     torch.testing.assert_close(got, plain, rtol=0, atol=1e-6)
-    # Megatron's recomputation of an MLP adds up the residual's gradient in another order
+    # Megatron's recomputation of an MLP sums the residual's gradient in another order.
     assert "mlp" in overrides.get("recompute_modules", ()) or torch.equal(got, plain)
     monkeypatch.setattr(layers, "without_keeping", keeping)
     assert torch.equal(got, backward_of(loaded(checkpoint(), overrides=overrides)))
 
 
 def kept_bytes(model: nn.Module) -> int:
-    """What the graph of a forward holds, but for parameters."""
+    """Returns the bytes that the graph of a forward holds, without parameters."""
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         hidden = hidden_of(model, sequences(2))
@@ -120,7 +121,8 @@ def kept_bytes(model: nn.Module) -> int:
 
 
 def test_what_is_not_kept(checkpoint, monkeypatch):
-    """Two norms of H and an activation of F a token and layer, to the byte; full recomputation keeps less still."""
+    """A layer drops two norms of H and an activation of F per token, to the byte; full recomputation keeps
+    even less."""
     ours = kept_bytes(loaded(checkpoint()))
     recomputed = kept_bytes(loaded(checkpoint(), overrides=FULL))
     monkeypatch.setattr(layers, "without_keeping", keeping)
@@ -143,7 +145,7 @@ def test_without_a_gradient_nothing_is_made_twice(checkpoint, monkeypatch):
 
 
 class Chain:
-    """Products one after the other, and what became of the storages between them."""
+    """Products one after the other, and the state of the storages between them."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -162,7 +164,7 @@ class Chain:
 
 
 def test_each_storage_is_filled_for_its_product_and_dropped_after_it():
-    """While the loss, and with it the graph's nodes, lives on: hooks hold nothing that the backward has used."""
+    """The loss and the graph's nodes are still alive, but hooks hold no storage that the backward has used."""
     chain, inputs, seen = Chain(4), [], []
 
     def step(make, x, product):

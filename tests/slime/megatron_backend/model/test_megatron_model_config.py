@@ -1,4 +1,4 @@
-"""config.json -> TransformerConfig, and what is refused."""
+"""Converts config.json to TransformerConfig, and raises errors for unsupported settings."""
 
 from __future__ import annotations
 

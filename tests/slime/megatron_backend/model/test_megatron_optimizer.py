@@ -31,7 +31,7 @@ def trainer(directory, **config):
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_two_steps_equal_torch_adamw(checkpoint, distributed, tmp_path):
-    """Clipped to norm 0.5, weight decay on matrices only, as the two libraries must agree."""
+    """Gradients are clipped to norm 0.5, and only matrices have weight decay. The two libraries must agree."""
     settings = {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5, "adam_beta2": 0.95}
     directory, _ = checkpoint
     model, optimizer, scheduler = trainer(directory, use_distributed_optimizer=distributed, **settings)
@@ -53,15 +53,15 @@ def test_two_steps_equal_torch_adamw(checkpoint, distributed, tmp_path):
         reference.step()
         assert loss == pytest.approx(expected.item(), rel=1e-5)
         assert norm == pytest.approx(expected_norm.item(), rel=1e-4)
-        assert norm > 0.5  # clipping was at work
+        assert norm > 0.5  # the gradient was clipped
     wanted = dict(hf.named_parameters())
     for name, tensor in export_hf(model):
-        # Adam divides by the root of tiny second moments: single entries may differ by a fraction of the rate
+        # Adam divides by the root of tiny second moments: single entries may differ by a fraction of the rate.
         torch.testing.assert_close(tensor, wanted[name].data, rtol=0, atol=2e-5, msg=name)
 
 
 def test_bfloat16_keeps_fp32_masters(checkpoint):
-    """A rate below bf16's resolution still adds up over steps."""
+    """Steps with a rate below bf16's resolution still add up."""
     directory, _ = checkpoint
     model, optimizer, scheduler = trainer(directory, params_dtype="bfloat16", lr=1e-5, clip_grad=0.0)
     (only,) = optimizer.chained_optimizers
@@ -94,7 +94,7 @@ def test_schedule_counts_batches(checkpoint):
         0.75,
         1.0,
         1.0,
-    ]  # of total_steps = 10
+    ]  # total_steps is 10
     assert rates(directory, 4, lr_warmup_iters=2, lr_warmup_init=0.5) == [0.5, 0.75, 1.0, 1.0]
     linear = rates(directory, 6, lr_decay_style="linear", lr_decay_iters=4, min_lr=0.2)
     assert linear == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
@@ -104,7 +104,7 @@ def test_schedule_counts_batches(checkpoint):
 
 R2, C1, C3 = 2**-0.5, 0.5 * (1 + math.cos(math.pi / 4)), 0.5 * (1 + math.cos(3 * math.pi / 4))
 SCHEDULES = {
-    # rates before steps 0, 2, 4, 6 and 8 of ten: a warm-up of 2 steps to 1, then 8 steps down to 0.2
+    # The rates are those before steps 0, 2, 4, 6 and 8 of ten: a warm-up of 2 steps to 1, then 8 steps down to 0.2.
     "constant": [0.0, 1.0, 1.0, 1.0, 1.0],
     "linear": [0.0, 1.0, 0.8, 0.6, 0.4],
     "cosine": [0.0, 1.0, 0.2 + 0.8 * C1, 0.6, 0.2 + 0.8 * C3],
@@ -112,7 +112,7 @@ SCHEDULES = {
     "inverse-square-root": [0.0, 1.0, R2, (2 / 6) ** 0.5, 0.5],
 }
 WSD = {
-    # the last 4 steps: before step 8, half of them are over
+    # The rate falls in the last 4 steps, and two of the 4 are over before step 8.
     "linear": [0.0, 1.0, 1.0, 1.0, 0.6],
     "cosine": [0.0, 1.0, 1.0, 1.0, 0.6],
     "exponential": [0.0, 1.0, 1.0, 1.0, 0.2 + 0.8 * (2 * R2 - 1)],
@@ -142,7 +142,7 @@ def test_schedules_by_hand(checkpoint):
     ],
 )
 def test_weight_decay_by_hand(checkpoint, style, wanted):
-    """Over eight steps, of matrices; vectors have none."""
+    """The values are the decay of matrices over eight steps; vectors have no decay."""
     flags = {"start_weight_decay": 0.1, "end_weight_decay": 0.5, "weight_decay_incr_style": style}
     _, optimizer, scheduler = trainer(checkpoint[0], **flags, lr_decay_iters=8)
     found = []
@@ -172,7 +172,7 @@ def test_bad_settings_are_refused(checkpoint, config, message):
 
 
 def test_gradient_that_is_not_finite_shows_in_the_norm(checkpoint):
-    """Without a loss scale Megatron reports success all the same: callers must look at the norm."""
+    """Without a loss scale, Megatron still reports success, so callers must check the norm."""
     model, optimizer, _ = trainer(checkpoint[0])
     (sum_loss(packed_logits(model, sequences(0)), sequences(0)) * math.nan).backward()
     updated, norm, _ = optimizer.step()

@@ -1,6 +1,6 @@
-"""Two processes over gloo against one: tensor parallel, sequence parallel, data parallel, and resharded checkpoints.
+"""Compares two processes over gloo with one: tensor, sequence and data parallel, and resharded checkpoints.
 
-The worker processes run every layout in turn and write what they got; the tests compare it with a single rank.
+The worker processes run every layout in turn and write their results; the tests compare them with a single rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def batch_of(step: int) -> list[Tensor]:
-    """32 tokens: sequence parallelism wants a multiple of the ranks."""
+    """Returns 32 tokens, because sequence parallelism needs a multiple of the ranks."""
     return [*sequences(step), torch.tensor([1, 2, 3])]
 
 
@@ -54,7 +54,7 @@ def two_steps(parts: tuple, info: Any, first: int = 0) -> dict[str, Any]:
 
 
 def exported(model: Any) -> dict[str, Tensor]:
-    """A copy of all weights on the host."""
+    """Returns a copy of the weights on the host."""
     return {name: tensor.cpu().clone() for name, tensor in export_hf(model)}
 
 
@@ -67,7 +67,7 @@ def work(rank: int, root: Path) -> None:
         out[name] = two_steps(parts, info)
         out[name]["ranks"] = (info.tp_rank, info.tp_size, info.dp_rank, info.dp_size)
         save_checkpoint(root / f"from-{name}", 2, *parts, extra={"from": name})
-        if name in ("tp", "dp", "dp-host"):  # a checkpoint of one rank, continued by two
+        if name in ("tp", "dp", "dp-host"):  # two ranks continue the checkpoint of a single rank
             resumed = trainer(root / "qwen3", config)
             assert load_checkpoint(root / "from-one", *resumed) == {"from": "one"}
             out[name]["resumed"] = two_steps(resumed, info, first=2)
@@ -91,7 +91,7 @@ def tensor_parallel_only(root: Path, model: Any) -> dict[str, Any]:
 
 
 def forward_loss(model: Any) -> float:
-    """Mean log-prob over the batch, through the vocabulary-parallel head."""
+    """Returns the mean log-prob over the batch, through the vocabulary-parallel head."""
     batch = batch_of(0)
     start, size = vocab_range(model)
     group = parallel_state.get_tensor_model_parallel_group()
@@ -114,7 +114,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one(root):
-    """The same steps on a single rank, which stays up for the tests."""
+    """Runs the same steps on a single rank, which stays up for the tests."""
     config = make_config(lr=LR)
     info = init_parallel(0, 1, config, init_method=f"file://{root}/store-one")
     parts = trainer(root / "qwen3", config)
@@ -134,7 +134,7 @@ def two(root, one):
 def compare_weights(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert got.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        # Adam turns the sign of a rounding error in a gradient near zero into at most one rate per step
+        # Adam turns the sign of a rounding error in a gradient near zero into at most one rate per step.
         difference = (got[name] - tensor).abs()
         assert difference.max() < 2.5 * LR and (difference > 1e-5).float().mean() < 0.01, name
 
@@ -164,7 +164,7 @@ def test_two_ranks_train_as_one(one, two, layout):
 def test_ranks_and_shards(two):
     assert [r["tp"]["ranks"] for r in two] == [(0, 2, 0, 1), (1, 2, 0, 1)]
     assert [r["dp"]["ranks"] for r in two] == [(0, 1, 0, 2), (0, 1, 1, 2)]
-    # vocabulary 99 padded to 256 = 128 x 2; q, k, v of 4 + 2 + 2 heads of 32
+    # The vocabulary of 99 is padded to 256 = 128 x 2; q, k, v have 4 + 2 + 2 heads of 32.
     assert [r["tp"]["head"] for r in two] == [((128, 64), (0, 99)), ((128, 64), (128, 99))]
     assert two[0]["tp"]["qkv"] == (128, 64)
 

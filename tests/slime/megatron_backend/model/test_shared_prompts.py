@@ -1,5 +1,5 @@
-"""A prompt that is computed once for its samples, against each sample with its own copy: the same log-probs, losses and
-gradients in float32, up to the order of sums."""
+"""Compares a prompt that is computed once for its samples with a copy per sample. Log-probs, losses and gradients are
+equal in float32, up to the order of sums."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slime.plan.flops import ForwardFlops
 from slime.types import Sample
 
 STEPS = {"global_batch_size": 4, "max_tokens_per_gpu": 200, "clip_grad": 0.0, "entropy_coef": 0.01}
-"""Two optimizer steps, each of one micro-batch with samples of two groups."""
+"""Flags with two optimizer steps, each with one micro-batch that has samples of two groups."""
 
 REPLAY = {"use_rollout_routing_replay": True}
 DENSE: dict[str, dict[str, Any]] = {
@@ -62,7 +62,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def samples_with_experts() -> list[Sample]:
-    """Random experts per token, the same ones for a prompt; but sample 8 has others than sample 7."""
+    """Returns samples with random experts per token, equal for a prompt, except that sample 8 differs from sample 7."""
     samples, generator = make_samples(), np.random.default_rng(0)
     prompts: dict[Any, np.ndarray] = {}
     for sample in samples:
@@ -76,7 +76,8 @@ def samples_with_experts() -> list[Sample]:
 
 
 def trained(root: Path, name: str, rank: int = 0, ranks: int = 1, **flags: Any) -> dict[str, Any]:
-    """Two steps: metrics, old log-probs, the last gradients and how many rows the model computed."""
+    """Runs two steps and returns metrics, old log-probs, the last gradients and the number of rows that the model
+    computed."""
     given = STEPS | {"weight_dir": str(root / f"weights-{name}")} | flags
     config = make_config(root, actor_num_gpus_per_node=ranks, **given)
     trainer = MegatronTrainer(config, rank, ranks, init_method=f"file://{root}/store-{name}", local_rank=rank)
@@ -154,7 +155,7 @@ def test_which_samples_share():
     tokens = [[*prompt, 4, 5], [7, 8, 9], [*prompt, 6], [*prompt, 4], [1, 2, 4]]
     data = {"tokens": [torch.tensor(t) for t in tokens], "response_lengths": [2, 1, 1, 1, 1]}
     batch = pack(data, [0, 1, 2, 3, 4], [], device="cpu", multiple=4, share_prompts=True)
-    # of samples 2 and 3 only the response; [1, 2] of sample 4 is another prompt than [1, 2, 3]
+    # Samples 2 and 3 have only their response; [1, 2] of sample 4 is another prompt than [1, 2, 3].
     assert batch.tokens.tolist() == [1, 2, 3, 4, 5, 7, 8, 9, 6, 4, 1, 2, 4, 0, 0, 0]
     assert batch.rows.tolist() == [2, 3, 6, 2, 2, 11] and batch.targets.tolist() == [4, 5, 9, 6, 4, 4]
     assert batch.sample_of_row.tolist() == [0, 0, 1, 2, 3, 4] and batch.mine is None
@@ -176,7 +177,7 @@ def test_experts_of_a_prompt_must_be_the_same(roots):
     without = pack(data, [6, 7, 8], [], device="cpu", share_prompts=True)
     prompt = len(data["tokens"][6]) - data["response_lengths"][6]
     assert len(with_record.part.tokens) == len(without.part.tokens) + prompt
-    # every row has the record of its own token
+    # Every row has the record of its own token.
     plain = pack(data, [6, 7, 8], column, device="cpu")
     rows = plain.of_rows[column[0]][with_record.part.tokens]
     assert torch.equal(with_record.of_rows[column[0]][: len(rows)], rows)
@@ -188,7 +189,7 @@ def test_flops_count_a_shared_prompt_once(roots):
     lengths = list(zip(data["total_lengths"], data["response_lengths"], strict=True))
     own = sum(ForwardFlops(hf)(n, r) for n, r in lengths)
     assert forward_flops(data, [], hf, share_prompts=False) == own
-    # groups 0 and 1 have two samples with the prompt, group 3 has three
+    # Groups 0 and 1 have two samples with the prompt, group 3 has three.
     n0, n1, n3 = (lengths[i][0] - lengths[i][1] for i in (0, 2, 6))
     saved = sum(ForwardFlops(hf)(n, 0) for n in (n0, n1, n3, n3))
     assert forward_flops(data, [], hf, share_prompts=True) == pytest.approx(own - saved, rel=1e-12)
@@ -226,7 +227,8 @@ def test_gradients_of_readers_are_added_in_float32(dtype):
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_attention_over_a_shared_prompt(kv_heads):
-    """Ragged: a prompt of 30 for three sequences, one of which has no token more, and another prompt."""
+    """The lengths are ragged: a prompt of 30 for three sequences, one of which has no other token, and another
+    prompt."""
     torch.manual_seed(0)
     lengths, prompts = [37, 30, 9, 64], [(0, 0), (0, 30), (2, 0), (0, 30)]
     shared, own = token_slice(lengths, prompts=prompts), token_slice(lengths)
@@ -234,7 +236,7 @@ def test_attention_over_a_shared_prompt(kv_heads):
     leaves = [torch.randn(len(shared.tokens), n, 8, requires_grad=True) for n in (4, kv_heads, kv_heads)]
     attention = PackedAttention(SimpleNamespace(kv_channels=8))  # type: ignore[arg-type]
     upstream = torch.randn(sum(lengths), 32)
-    # the copies of the prompt have outputs of their own, which nobody reads
+    # The copies of the prompt have their own outputs, which nothing reads.
     upstream[37:67] = upstream[76:106] = 0
 
     def run(part: Any, inputs: list[Tensor]) -> Tensor:

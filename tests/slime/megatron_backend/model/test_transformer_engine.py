@@ -1,5 +1,5 @@
-"""--transformer-impl transformer_engine as far as it can be seen without that package: what is refused and noted, and
-the way of packed rows to a kernel that keeps to the contract of theirs."""
+"""The parts of --transformer-impl transformer_engine that need no such package: errors and notes, and packed rows
+that reach a kernel with the documented contract."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def thd(
     attn_mask_type: AttnMaskType,
     packed_seq_params: PackedSeqParams,
 ) -> Tensor:
-    """Their documented contract for qkv_format "thd" and a causal mask: `cu_seqlens` bound the sequences and cover all
-    rows; the output is [rows, A * D]."""
+    """Checks Transformer Engine's documented contract for qkv_format "thd" and a causal mask: `cu_seqlens` bound the
+    sequences and cover all rows; the output is [rows, A * D]."""
     given = packed_seq_params
     assert (given.qkv_format, attn_mask_type, attention_mask) == ("thd", AttnMaskType.causal, None)
     bounds = given.cu_seqlens_q.tolist()
@@ -61,7 +61,7 @@ def test_rows_get_what_our_own_attention_gives_them():
     layout = packed_layout(token_slice([5, 1, 9, 3], multiple=8), "cpu")
     rows = layout.positions.numel()
     assert (layout.own, rows) == (18, 24)
-    mixed = torch.randn(rows, 8, 8, requires_grad=True)  # as the projection leaves them: views of one tensor
+    mixed = torch.randn(rows, 8, 8, requires_grad=True)  # views of a common tensor, as after the projection
     q, k, v = mixed.split([4, 2, 2], dim=1)
     angles = torch.randn(rows, 1, 4)
     layout.rotary = [Rotary(angles.cos(), angles.sin())]
@@ -76,7 +76,7 @@ def test_rows_get_what_our_own_attention_gives_them():
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
 def test_its_layers_stand_where_local_layers_stand(kind, tmp_path, monkeypatch):
-    """With local modules in the place of theirs, the model has the same parameters and the same bits."""
+    """If local modules replace Transformer Engine's, the model has the same parameters and the same bits."""
     theirs = transformer_engine.te
     monkeypatch.setattr(theirs, "HAVE_TE", True)
     local = {"TENorm": RMSNorm, "TEColumnParallelLinear": ColumnParallelLinear}
