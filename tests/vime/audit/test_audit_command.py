@@ -1,4 +1,4 @@
-"""`vime audit` without an engine: what it starts from, what it refuses, the replay, the table, the picture."""
+"""`vime audit` without an engine: its inputs, its errors, the replay, the table, the picture."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def make_samples() -> list[Sample]:
 
 @pytest.fixture
 def run(checkpoint, tmp_path):
-    """A run directory with the configuration of 4 x 2 samples a rollout, in rows of two samples."""
+    """Makes a run directory with the configuration of 4 x 2 samples per rollout, in rows of two samples."""
     values = {
         "hf_checkpoint": str(checkpoint),
         "run_dir": str(tmp_path),
@@ -145,7 +145,7 @@ def test_what_is_missing_is_said_with_what_to_add(run, tmp_path, capsys):
 def test_weights_of_a_version(run, tmp_path, checkpoint):
     config = run(save=str(tmp_path / "save"), save_hf=str(tmp_path / "hf-{rollout_id}"))
     assert weights_of(config, 0, tmp_path) == str(checkpoint)
-    other = config.with_values(ref_load=str(tmp_path / "other"))  # where a trainer begins, and no engine
+    other = config.with_values(ref_load=str(tmp_path / "other"))  # a trainer starts there, and no engine
     assert weights_of(other, -1, tmp_path) == str(checkpoint)
     with pytest.raises(
         ValueError, match=r"version 2 of the weights .* got no checkpoint 1 .* run again with --save-hf"

@@ -1,4 +1,5 @@
-"""The import paths of upstream vime: the same objects as slime's, in each process, and vime's own modules first."""
+"""The import paths of upstream vime give the same objects as slime's in each process, and vime's own modules come
+first."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def test_pickles_are_the_same_in_a_process_that_has_not_seen_the_alias():
 
 
 def test_threads_that_import_both_names_at_once():
-    """In a new process, where nothing is loaded yet."""
+    """The test uses a new process, in which nothing is loaded yet."""
     code = (
         "import threading, importlib, vime\n"
         "names = ['vime.utils.types', 'slime.utils.types'] * 8\n"

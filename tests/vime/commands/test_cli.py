@@ -53,7 +53,7 @@ STOCK = """
 
 @pytest.fixture
 def stock(tmp_path: Path) -> list[str]:
-    """The arguments of slime's Qwen3-4B script as they are."""
+    """Returns the unchanged arguments of slime's Qwen3-4B script."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 64)
     return STOCK.format(dir=tmp_path).split()
@@ -251,7 +251,7 @@ def test_plan_prints_everything_and_starts_nothing(stock, tmp_path, capsys):
 
 
 def test_plan_shows_each_engine_flag_once_and_which_has_no_effect(stock, tmp_path, capsys):
-    (tmp_path / "make_model.json").write_text('{"weights": null}')  # a shape, whose run is elsewhere
+    (tmp_path / "make_model.json").write_text('{"weights": null}')  # a shape, whose run is on another machine
     flags = (
         "--device cpu --rollout-num-gpus-per-engine 1 --vllm-max-num-seqs 64 --vllm-enable-chunked-prefill"
     )
@@ -281,7 +281,7 @@ def test_plan_finds_a_malformed_prompt_line(stock, tmp_path, capsys):
 
 @pytest.mark.parametrize("axis", ["data", "pipeline"])
 def test_engines_that_no_broadcast_reaches_take_files(stock, axis):
-    """No transport was given, so none may be refused."""
+    """The command gives no transport, so a missing transport is not an error."""
     apart = [*stock, "--no-colocate", "--rollout-num-gpus", "2"]
     assert parse_config(apart).weight_update.update_weight_transport == "nccl"
     c = parse_config([*apart, f"--vllm-{axis}-parallel-size", "2"])
@@ -348,7 +348,8 @@ def test_slime_entry_points(stock):
 
 
 def test_plan_of_experts(tmp_path):
-    """The layout of slime's Qwen3-30B-A3B on eight GPUs: what a rank has of experts stands apart."""
+    """The layout is that of slime's Qwen3-30B-A3B on eight GPUs. The plan lists a rank's part of the experts
+    separately."""
     routed = {
         "num_experts": 128,
         "num_experts_per_tok": 8,

@@ -1,4 +1,4 @@
-"""`vime config`, `vime flags WORD`, `vime train --help` and shell completion, each as a person types it."""
+"""`vime config`, `vime flags WORD`, `vime train --help` and shell completion, as a user types them."""
 
 import re
 import shutil
@@ -41,7 +41,7 @@ def test_yaml_is_what_config_reads(file, tmp_path, capsys):
 
 
 def test_the_flags_are_those_of_a_run(file, capsys):
-    """A flag that is repeated keeps its place and its values, as a run reads them."""
+    """A repeated flag keeps its position and its values, as a run reads them."""
     hooks = ["--rollout-sample-hook-path", "json.dumps", "--rollout-sample-hook-path", "json.loads"]
     assert main(["config", file, *hooks, "--no-colocate", "--colocate", "--no-colocate"]) == 0
     content = yaml.safe_load(capsys.readouterr().out)
@@ -81,7 +81,7 @@ def test_flags_are_searched_by_name_and_meaning(capsys):
 
 
 def test_help_has_the_flags_that_people_set_first(capsys):
-    """About twenty flags in sections; --help-all has all of them, also where both are given."""
+    """--help shows about twenty flags in sections. --help-all shows all flags, even together with --help."""
     for command in ("train", "plan"):
         assert main([command, "--help"]) == 0
         text = capsys.readouterr().out

@@ -58,7 +58,7 @@ def test_the_command_fails_with_a_line_when_nothing_fits(capsys: pytest.CaptureF
 
 
 def test_every_message_finds_itself() -> None:
-    """By its own text, with a value in each place of one. A more general message may come after it."""
+    """The query is its own text, with a value for each placeholder. A more general message may come after it."""
     messages = [m for m in entries() if m.constant >= 12]
     assert len(messages) > 400
     lost = [
@@ -105,12 +105,12 @@ def test_a_line_of_a_library_finds_its_symptom(line: str, remedy: str) -> None:
 
 
 def test_every_symptom_of_the_page_finds_itself() -> None:
-    """By its whole text, and by each part with several words that the page quotes."""
+    """The queries are its whole text, and each part with several words that the page quotes."""
     every = entries()
     symptoms = [m for m in every if m.path == PAGE]
     tables = (sources.ROOT / PAGE).read_text(encoding="utf-8").split("| Symptom |")[1:]
     rows = [row for table in tables for row in table.partition("\n## ")[0].splitlines()]
-    of_headers = len(tables)  # the line below each
+    of_headers = len(tables)  # the line below each header
     assert len(symptoms) == sum(row.startswith("| ") for row in rows) - of_headers > 20
     for symptom in symptoms:
         for text in (symptom.rule.replace("…", "7"), *(part for part in symptom.quoted if " " in part)):
@@ -118,7 +118,7 @@ def test_every_symptom_of_the_page_finds_itself() -> None:
 
 
 def code_of(root: Path) -> Path:
-    """A checkout with one module and the pages."""
+    """Makes a checkout with one module and the pages."""
     (root / "vime").mkdir(parents=True)
     (root / "vime/a.py").write_text('raise ValueError(f"--a must be 1, got {x}; raise it")')
     (root / "docs").mkdir()
@@ -136,7 +136,8 @@ def rules(root: Path) -> set[str]:
 def test_the_messages_are_read_once_for_each_change(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a checkout: the first command makes the file and reports it, and each source makes the file stale."""
+    """In a checkout, the first command makes the file and reports it, and a change of any source makes the file
+    stale."""
     root = code_of(tmp_path)
     made = "vime explain: reading the messages of the code, once for each change of the code\n"
     assert rules(root) == {"--a must be 1, got …", "disk full"} and capsys.readouterr().err == made
@@ -166,14 +167,14 @@ def test_a_folder_that_cannot_be_written_is_read_each_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = code_of(tmp_path)
-    (root / FILE).mkdir()  # also root cannot replace a folder by a file
+    (root / FILE).mkdir()  # even root cannot replace a folder by a file
     for _ in range(2):
         assert "disk full" in rules(root) and "reading the messages" in capsys.readouterr().err
     assert sorted(file.name for file in (root / "vime").iterdir()) == ["a.py", FILE.name]
 
 
 def test_symptoms_are_found_without_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A wheel has the modules and messages.json, and no docs. Without that file there is one line."""
+    """A wheel has the modules and messages.json, and no docs. Without that file the command prints one line."""
     root = code_of(tmp_path)
     entries(root)
     shutil.rmtree(root / "docs")
@@ -187,7 +188,7 @@ def test_symptoms_are_found_without_the_page(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_the_build_of_the_messages_needs_the_standard_library_only(tmp_path: Path) -> None:
-    """Also a build with isolation, which has setuptools only, makes the file that a checkout makes."""
+    """An isolated build has only setuptools. It makes the same file as a checkout."""
     (tmp_path / "vime").mkdir()
     subprocess.run([sys.executable, "-I", "-S", sources.__file__, tmp_path], cwd=sources.ROOT, check=True)
     made = json.loads((tmp_path / FILE).read_text(encoding="utf-8"))
@@ -195,7 +196,8 @@ def test_the_build_of_the_messages_needs_the_standard_library_only(tmp_path: Pat
 
 
 def refusals() -> list[tuple[str, str]]:
-    """(reason, text) of each `Refused` of the server of sessions, and of the sessions' ends without one."""
+    """Returns (reason, text) of each `Refused` of the server of sessions, and of the ends of sessions that have no
+    `Refused`."""
     found = []
     for file in sorted((sources.ROOT / "slime/sessions").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -206,7 +208,7 @@ def refusals() -> list[tuple[str, str]]:
 
 
 def test_every_answer_of_the_session_server_is_found() -> None:
-    """By its text with values, and by the reason that the samples have."""
+    """The queries are its text with values, and the reason in the samples."""
     every = entries()
     texts = {said for _, said in refusals() if said.strip("…")}
     reasons = {reason for reason, _ in refusals()} - {"", "…", "error", "key"} | {

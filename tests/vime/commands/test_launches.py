@@ -1,5 +1,5 @@
-"""Whole launch lines in the style of slime's scripts, planned in this process: the model flags of a family, converted
-checkpoints, SGLang's flags, hooks with settings of their own."""
+"""Plans whole launch lines in the style of slime's scripts in this process: the model flags of a family, converted
+checkpoints, SGLang's flags, hooks with separate settings."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def planned(folder: Path, name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_launch_line_is_planned_as_it_stands(folder, capsys, monkeypatch, name):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # hides it where it is installed
+    monkeypatch.setitem(sys.modules, "wandb", None)  # this hides an installed package
     assert main(["plan", *planned(folder, name)]) == 0
     out = capsys.readouterr().out
     notes = out.partition("\nNotes\n")[2]
@@ -149,7 +149,7 @@ def test_a_launch_line_is_planned_as_it_stands(folder, capsys, monkeypatch, name
 
 
 def test_one_report_has_every_reason(folder, capsys):
-    """Flags, their translation, hooks, the model, MODEL_ARGS and the prompts: five stages, one report."""
+    """One report covers five stages: flags, their translation, hooks, the model with MODEL_ARGS, and the prompts."""
     (folder / "model" / "config.json").write_text(json.dumps(QWEN | {"model_type": "qwen9"}))
     (folder / "prompts.jsonl").write_text('{"prompt": "1+1="\n')
     more = "--sglang-enable-lora --lrr 1 --custom-rm-path nowhere.f --custom-config-path {dir}/none.yaml --use-opd"
@@ -171,7 +171,7 @@ def test_one_report_has_every_reason(folder, capsys):
 
 
 def test_deterministic_inference_sets_the_engines_environment(folder):
-    """vLLM has batch invariance on GPUs alone."""
+    """vLLM has batch invariance on GPUs only."""
     argv = planned(folder, "dense, apart")
     assert engine_settings(parse_config(argv))["env"] == {"VLLM_BATCH_INVARIANT": "1"}
     c = parse_config([*argv, "--device", "cpu"])

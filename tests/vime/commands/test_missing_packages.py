@@ -1,4 +1,4 @@
-"""A machine that lacks packages, or runs another system: each command works, or one line says what to do."""
+"""On a machine that lacks packages or runs another system, each command works or prints one line with the remedy."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def answers(
     wheel: bool = True,
     lines: list[list[str]] = LINES,
 ) -> list[tuple[list[str], object, str, str]]:
-    """Line, exit code, stdout and stderr of each command, in children of one process that hides these packages."""
+    """Returns the line, exit code, stdout and stderr of each command, run in children of one process that hides these
+    packages."""
     argument = json.dumps([hidden, platform, wheel, hidden == tuple(BASE_HIDES), lines])
     done = subprocess.run(
         [sys.executable, "-c", CHILDREN, argument], cwd=tmp_path, capture_output=True, text=True, check=False
@@ -113,7 +114,8 @@ BASE_HIDES = [
     *("aiohttp", "datasets", "matplotlib", "megatron", "msgspec", "pyarrow", "pydantic", "ray", "rich"),
     *("safetensors", "textual", "tokenizers", "torch", "transformers", "triton", "vllm", "vllm_router"),
 ]
-"""Nothing but the small base dependencies is left. torch is hidden too, because its import takes seconds."""
+"""Packages that are hidden: only the small base dependencies are left. torch is hidden too, because its import takes
+seconds."""
 FOR_HELP = ("train", "plan", "config", "serve", "doctor", "models", "explain", "completion", "trace", "watch")
 
 
@@ -175,7 +177,7 @@ def test_another_system_gets_one_line(platform: str, line: str, tmp_path: Path) 
 
 
 def test_no_text_of_the_wheel_names_a_file_that_it_lacks() -> None:
-    """Docstrings are not printed. `example` in a record is the link of a page. extras and cli ask for IS_CHECKOUT."""
+    """Docstrings are not printed. `example` in a record is the link of a page. extras and cli check IS_CHECKOUT."""
     found = []
     for package in ("rl_kernel", "slime", "vime"):
         for path in (ROOT / package).rglob("*.py"):
@@ -191,7 +193,7 @@ FOLDERS = re.compile(r"\b(scripts|examples|requirements|tests)/")
 
 
 def printed(tree: ast.Module) -> list[str]:
-    """The constants with the path of a file that only a checkout has."""
+    """Returns the constants with the path of a file that only a checkout has."""
     unprinted = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg == "example":

@@ -16,7 +16,7 @@ from vime.cli import main
 ROOT = Path(__file__).resolve().parents[3]
 DOCS, EXAMPLES = ROOT / "docs", ROOT / "examples"
 OWN_RUNS = {"qwen2", "qwen3", "qwen3_moe", "glm4_moe"}
-"""Families whose whole runs are in tests of their own."""
+"""Families whose whole runs are in separate tests."""
 
 
 def test_every_family_is_printed_with_its_status(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,7 +38,7 @@ def test_the_status_says_what_the_tests_run() -> None:
 
 
 def test_every_family_has_configurations() -> None:
-    """They are planned by tests/scripts/test_examples.py."""
+    """tests/scripts/test_examples.py plans them."""
     for name, status in STATUS.items():
         family = ARCHITECTURES[status.example].family
         assert (EXAMPLES / status.example / "README.md").is_file(), name

@@ -1,4 +1,4 @@
-"""`vime plan --gpu NAME`: the memory of that GPU decides, and a section shows its figures and what they allow."""
+"""`vime plan --gpu NAME`: that GPU's memory decides, and a section shows its figures and their consequences."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ APART = ("--rollout-num-gpus", "1", "--vllm-gpu-memory-utilization", "0.85")
 
 @pytest.fixture
 def flags(tmp_path: Path) -> list[str]:
-    """A run of a Qwen3-4B that names no device."""
+    """Returns flags of a Qwen3-4B run without a device."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
     (tmp_path / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n' * 64)
     return FLAGS.format(dir=tmp_path).split()
 
 
 def section(text: str, title: str) -> list[str]:
-    """Lines of a section of a printed plan."""
+    """Returns the lines of a section of a printed plan."""
     found = re.search(rf"^{title}\n((?:  .*\n)+)", text, re.M)
     assert found, text
     return [line[2:] for line in found[1].splitlines()]
@@ -109,7 +109,7 @@ LARGE = """
 
 @pytest.mark.parametrize("transport", ["nccl", "disk"])
 def test_what_a_rank_gives_in_an_update_and_what_bounds_it(flags, tmp_path, capsys, transport):
-    """Qwen3-235B on 64 ranks: all of them together give every weight once."""
+    """Qwen3-235B runs on 64 ranks, which together send every weight once."""
     arch = {
         "model_type": "qwen3_moe",
         "hidden_act": "silu",
@@ -135,7 +135,8 @@ def test_what_a_rank_gives_in_an_update_and_what_bounds_it(flags, tmp_path, caps
 
 
 def test_what_a_rank_keeps_and_gives_with_deltas(flags, tmp_path, capsys):
-    """Qwen3-4B on four ranks, of which two share each shard; 1% of the values, with two bytes each for the position."""
+    """Qwen3-4B runs on four ranks, two of which share each shard. 1% of the values change, with two bytes for each
+    position."""
     more = (
         "--actor-num-gpus-per-node 4 --rollout-num-gpus 1 --tensor-model-parallel-size 2 --sequence-parallel"
     )

@@ -1,4 +1,4 @@
-"""Plans of pipelines with virtual stages, of engines that spread experts, and of a critic on GPUs of its own."""
+"""Plans of pipelines with virtual stages, of engines that spread experts, and of a critic on separate GPUs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_plan_of_a_critic_on_gpus_of_its_own(tmp_path):
 
 
 def moe_flags(tmp_path):
-    """A run with engines of two GPUs and a model with experts."""
+    """Returns flags with engines of two GPUs and a model with experts."""
     routed = {
         "num_experts": 128,
         "num_experts_per_tok": 8,
@@ -87,7 +87,7 @@ def moe_flags(tmp_path):
 
 
 def test_replicas_of_an_engine_share_the_experts(tmp_path):
-    """As slime's scripts have it: attention is whole on each GPU, experts are spread over all of them."""
+    """As in slime's scripts, each GPU has the whole attention, and all GPUs share the experts."""
     spread = ["--sglang-dp-size", "2", "--sglang-ep-size", "2", "--sglang-enable-dp-attention"]
     flags = [*moe_flags(tmp_path), "--device", "cuda"]
     experts = 48 * 128 * 3 * 2048 * 768

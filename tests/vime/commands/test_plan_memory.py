@@ -1,4 +1,4 @@
-"""`vime plan --gpu-memory-gib N`: what is decided on a GPU that is not here, and engine flags that were given twice."""
+"""`vime plan --gpu-memory-gib N`: the decisions for a GPU of another machine, and engine flags that are given twice."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ TRAINER, ENGINE = "Memory of a trainer rank", "Memory of an engine, per GPU"
 
 @pytest.fixture
 def flags(tmp_path: Path) -> list[str]:
-    """A run of a Qwen3-4B, but for who runs where."""
+    """Returns flags of a Qwen3-4B run without placement."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
     (tmp_path / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n' * 64)
     return FLAGS.format(dir=tmp_path).split()
 
 
 def parts(capsys, *argv: str) -> dict[str, list[str]]:
-    """The parts of a printed plan by their titles."""
+    """Returns the parts of a printed plan by their titles."""
     status = main(["plan", *argv])
     said = capsys.readouterr()
     asked = any(word.startswith(("--gpu-memory", "--gpu_memory", "--host-memory")) for word in argv)
@@ -85,7 +85,7 @@ def test_a_colocated_plan_decides_for_the_gpu_that_is_named(flags, capsys):
 
 
 def test_a_plan_adds_up_the_host_and_compares_it(flags, capsys):
-    """45 GiB of Adam on the host: a host of 60 GiB is too small, whatever the GPU."""
+    """Adam takes 45 GiB on the host, so a host of 60 GiB is too small for any GPU."""
     argv = (*flags, *COLOCATED, "--gpu-memory-gib", "140.4", "--optimizer-cpu-offload")
     found = parts(capsys, *argv, "--host-memory-gib", "503")
     host = found["Memory of a host"]
@@ -126,7 +126,7 @@ def test_a_disaggregated_plan_gets_both_verdicts(flags, capsys):
 
 
 def test_the_gpu_that_is_here_is_the_one_without_the_option(flags, capsys, monkeypatch):
-    """No machine of these tests has one: what torch would say of it is put in its place."""
+    """The test machines have no GPU, so the test replaces torch's answer."""
     monkeypatch.setattr(sizes, "device_memory", lambda c: int(140.4 * GIB))
     here = parts(capsys, *flags, *COLOCATED)
     assert here[TRAINER][-1] == "fits a GPU of 140.4 GiB" and here[ENGINE][-1].startswith(
@@ -278,7 +278,7 @@ def test_of_an_engine_flag_that_is_given_twice_the_last_one_is_left(flags, capsy
         assert VLLM.parser().parse_args(command).gpu_memory_utilization == 0.3
         assert "Found duplicate keys" not in caplog.text
         VLLM.parser().parse_args([*command, "--dtype", "auto"])
-        assert "Found duplicate keys --dtype" in caplog.text  # what it would have said
+        assert "Found duplicate keys --dtype" in caplog.text  # vLLM's own parser would log this
     finally:
         logger.removeHandler(caplog.handler)
 
@@ -331,7 +331,7 @@ QWEN3_NEXT = {
     ],
 )
 def test_an_engine_keeps_a_state_per_request(flags, more, bytes_of_layer, arithmetic):
-    """vLLM keeps [32, 128, 128] and 3 x (2 x 2048 + 4096) numbers per layer, twice where prefixes are cached."""
+    """vLLM keeps [32, 128, 128] and 3 x (2 x 2048 + 4096) numbers per layer, and twice as much with cached prefixes."""
     Path(flags[1], "config.json").write_text(json.dumps(QWEN3_NEXT))
     c = parse_config([*flags, *APART, "--rollout-num-gpus", "4", *PER_ENGINE, "--bf16", *more.split()])
     items = {item.name: item for item in engine_memory(c, Shape.of(QWEN3_NEXT))}
@@ -349,7 +349,7 @@ def test_an_engine_keeps_a_state_per_request(flags, more, bytes_of_layer, arithm
 
 
 def test_the_state_has_the_dtype_of_config_json(flags):
-    """As Qwen3.5's files give it, and vLLM takes it."""
+    """Qwen3.5's files have this field, and vLLM reads it."""
     hf = QWEN3_NEXT | {"model_type": "qwen3_5_moe_text", "mamba_ssm_dtype": "float32"}
     Path(flags[1], "config.json").write_text(json.dumps(hf))
     c = parse_config([*flags, *APART, "--bf16"])
@@ -358,7 +358,7 @@ def test_the_state_has_the_dtype_of_config_json(flags):
 
 
 def test_a_draft_adds_its_layers(tmp_path: Path, flags: list[str]) -> None:
-    """MiMo: one more layer, its product of embedding and state, and its keys and values."""
+    """MiMo adds a layer, its product of embedding and state, and its keys and values."""
     mimo = {"model_type": "mimo", "hidden_act": "silu", **ARCHITECTURES["mimo-7b"].config_fields()}
     (tmp_path / "config.json").write_text(json.dumps(mimo | {"num_nextn_predict_layers": 1}))
     shape = Shape.of(mimo | {"num_nextn_predict_layers": 1})

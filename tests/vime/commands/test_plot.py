@@ -1,4 +1,4 @@
-"""`vime plot` on synthetic runs: what is read, what is computed, which pictures are written and which not."""
+"""`vime plot` on synthetic runs: its inputs, its figures, and the pictures that it writes and leaves out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PICTURES = ("reward", "step_time", "logprob_diff", "kl", "response_length", "los
 
 
 def write_run(directory, steps: int, seed: int = 0, drop: tuple[str, ...] = ()):
-    """A run as the loop logs it: 2 optimizer steps a rollout, an evaluation every 10 rollouts."""
+    """Writes a run as the loop logs it: 2 optimizer steps per rollout, an evaluation every 10 rollouts."""
     directory.mkdir(parents=True)
     draw = random.Random(seed)
     lines = []
@@ -126,11 +126,12 @@ def test_step_times_by_hand(tmp_path):
             "step_key": "rollout/step",
             "step": 1,
             "perf/save_model_time": 9.0,
-        },  # after the step, in a line of its own
+        },  # it comes after the step, in a separate line
     )
     times = step_times(load_run(write_lines(tmp_path / "apart", *rows)))
     assert {part: seconds.tolist() for part, seconds in times.parts.items()} == {
-        "waiting for the rollout": [2.0, 2.0],  # rollout lies in it, or beside it: no part of its own
+        # It includes the rollout, or runs at the same time: no separate part.
+        "waiting for the rollout": [2.0, 2.0],
         "data": [0.5, 0.0],
         "forward": [0.5, 0.0],  # train contains it
         "optimizer": [0.0, 1.0],
@@ -152,7 +153,7 @@ def test_all_pictures_of_one_run(tmp_path, capsys):
     assert printed == [str(run_dir / "plots" / f"{name}.png") for name in PICTURES]
     for name in PICTURES:
         pixels = imread(run_dir / "plots" / f"{name}.png")
-        assert pixels.shape[0] > 500 and pixels[..., :3].std() > 0.05  # something is drawn
+        assert pixels.shape[0] > 500 and pixels[..., :3].std() > 0.05  # the picture is not empty
 
 
 def test_missing_metrics_are_named_and_not_drawn(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The VIME_* variables of the switch: what they add to a command line, and that flags win."""
+"""The VIME_* variables of the switch add flags to a command line, and given flags win."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`vime --version`: the version, the commit of checkout or wheel, one line a package."""
+"""`vime --version` prints the version, the commit of checkout or wheel, and one line per package."""
 
 from __future__ import annotations
 

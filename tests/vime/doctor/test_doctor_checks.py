@@ -1,4 +1,4 @@
-"""The checks of `vime doctor` on machines that are not here: files below a directory, the text of nvidia-smi."""
+"""The checks of `vime doctor` on other kinds of machines: files below a directory, the text of nvidia-smi."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vime.doctor.machine import Machine, Output, Space, run_command
 SMI = "| NVIDIA-SMI 580.159.04   Driver Version: 580.159.04   CUDA Version: {cuda}     |"
 H100 = "{index}, NVIDIA H100 80GB HBM3, 81559, {used}, {capability}, {errors}"
 QUERY = ("nvidia-smi", f"--query-gpu={gpus.QUERY}", "--format=csv,noheader,nounits")
-# As nvidia-smi 580 prints it; the head line is underlined.
+# The text is that of nvidia-smi 580; the head line is underlined.
 TOPOLOGY = (
     "\t\x1b[4mGPU0\tGPU1\t\x1b[0m\n GPU0\tX\t{cell}\t\n GPU1\t{cell}\tX\t\n\nLegend:\n\n  X    = Self\n"
 )
@@ -31,7 +31,7 @@ CUDA, CPU = WantedRun("cuda"), WantedRun("cpu")
 def machine(
     root: Path = Path("/"), commands: dict[tuple[str, ...], Output] | None = None, **changes
 ) -> Machine:
-    """A machine whose files are below `root` and which has the commands of the dictionary and no others."""
+    """Returns a machine whose files are below `root` and which has only the commands of the dictionary."""
     missing = Output(None, "it is not installed")
     return Machine(
         root=root, environ={}, command=lambda words: (commands or {}).get(words, missing), **changes
@@ -82,7 +82,7 @@ def test_no_driver_is_a_problem_of_gpu_runs_only():
     finding = only(gpus.check_driver(machine(), CUDA))
     assert finding.status == "problem" and "--gpus all" in finding.remedy
     assert only(gpus.check_driver(machine(), CPU)).status == "ok"
-    assert not gpus.check_torch_cuda(machine(), CUDA)  # one line says it
+    assert not gpus.check_torch_cuda(machine(), CUDA)  # one line reports it
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_peer_access(cell: str, status: str, found: str):
     topology = {("nvidia-smi", "topo", "-p2p", "r"): Output(0, TOPOLOGY.format(cell=cell).strip())}
     finding = only(gpus.check_peer_access(gpu_machine(gpu(0), gpu(1), more=topology), CUDA))
     assert finding.status == status and finding.found.startswith(found)
-    assert not gpus.check_peer_access(gpu_machine(gpu()), CUDA)  # one GPU has no peer
+    assert not gpus.check_peer_access(gpu_machine(gpu()), CUDA)  # a single GPU has no peer
 
 
 def versions(installed: dict[str, str], device: str, listed: list[str]) -> dict[str, Finding]:
@@ -187,7 +187,7 @@ def test_versions_against_the_tested_ones():
 @pytest.mark.parametrize(
     "version, status, said",
     [
-        ("0.16.1", "ok", "megatron-core 0.16.1, run on CPUs and GPUs"),  # whatever Python this is
+        ("0.16.1", "ok", "megatron-core 0.16.1, run on CPUs and GPUs"),  # on every Python
         ("0.19.2", "ok", "megatron-core 0.19.2, run on CPUs"),
         ("0.18.1", "warning", "megatron-core 0.18.1 is between 0.16 and 0.19 and was never run here"),
         ("0.20.0", "warning", "megatron-core 0.20.0 is newer than 0.19 and was never run here"),
@@ -246,7 +246,7 @@ def test_shared_memory(total: int, status: str, tmp_path: Path, monkeypatch: pyt
 
 def test_shared_memory_for_the_weights_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with open(tmp_path / "model.safetensors", "wb") as file:
-        file.truncate(9 * GIB)  # sparse: takes no disk
+        file.truncate(9 * GIB)  # a sparse file, which takes no disk
     finding = shared(16 * GIB, monkeypatch, tmp_path, tmp_path)
     assert finding.status == "problem" and "2 versions of the weights (9.0 GiB each)" in finding.remedy
     assert shared(20 * GIB, monkeypatch, tmp_path, tmp_path).status == "ok"
@@ -299,7 +299,7 @@ def test_compiler():
 
 
 def test_directories_that_are_not_writable(tmp_path: Path):
-    (tmp_path / "file").write_text("")  # also for root no directory can be made below a file
+    (tmp_path / "file").write_text("")  # even root cannot make a directory below a file
     blocked = tmp_path / "file" / "below"
     write(tmp_path, {"tmp/x": ""})
     pc = replace(
@@ -329,7 +329,7 @@ def test_ray_cluster():
         reached, token = joining(RAY_ADDRESS=address, RAY_AUTH_TOKEN="secret-of-a-test")
         assert (reached.status, token.status) == ("ok", "ok") and "secret-of-a-test" not in str(token)
         assert joining(RAY_ADDRESS=f"ray://{address}", RAY_AUTH_MODE="disabled")[1].status == "warning"
-    assert joining(RAY_ADDRESS=address)[0].status == "problem"  # nobody listens there now
+    assert joining(RAY_ADDRESS=address)[0].status == "problem"  # nothing listens there now
     assert only(joining(RAY_ADDRESS="10.0.0.1:nothing")).status == "problem"
     assert only(joining()).status == "ok"
 

@@ -48,7 +48,7 @@ def test_the_cause_of_a_fault_is_one_line(
 
 
 ORDER = [
-    # An error that two causes of the table fit: the cause that it is.
+    # Two causes of the table fit each error. A row's first entry is the right cause.
     ("no permission", "PermissionError", "[Errno 13] Permission denied: '/data/prompts.jsonl'"),
     (
         "no permission",
@@ -84,7 +84,7 @@ ORDER = [
 
 @pytest.mark.parametrize(("cause", "kind", "text"), ORDER)
 def test_the_first_cause_that_fits_is_named(tmp_path: Path, cause: str, kind: str, text: str) -> None:
-    """A read-only run directory once had the cause "wrong data", because its error names metrics.jsonl."""
+    """The error of a read-only run directory names metrics.jsonl, but its cause is not "wrong data"."""
     assert cause_of(RunSummary(tmp_path, state="failed", error_type=kind, cause=text)).name == cause
 
 
@@ -102,7 +102,7 @@ def test_an_unknown_cause_is_the_error_itself(tmp_path: Path) -> None:
 
 
 def test_the_last_line_follows_from_the_findings() -> None:
-    """A run that finished and learned nothing "failed, or its records are not in order"."""
+    """The line for a finished run that learned nothing must not report a failure or damaged records."""
     finished, failed = ok("end of the run", "finished"), problem("end of the run", "full disk", "")
     equal, lost = problem("gradient 0", "from rollout 2", ""), problem("lost groups", "3", "")
     run, slow = Path("runs/k9"), warning("warnings", "1", "")
@@ -151,7 +151,8 @@ def test_a_directory_without_a_journal_is_refused(tmp_path: Path) -> None:
 
 
 def interrupted(run_dir: Path, trained: int, saved: int | None, save: Path | None) -> Finding:
-    """What doctor finds of a run that trained so many rollouts, and whose newest checkpoint is of rollout `saved`."""
+    """Returns doctor's findings for a run that trained `trained` rollouts, and whose newest checkpoint is of rollout
+    `saved`."""
     run_dir.mkdir(exist_ok=True)
     (run_dir / "config.json").write_text(
         json.dumps({"checkpoint": {"save": None if save is None else str(save)}})

@@ -1,4 +1,4 @@
-"""Signals in the first seconds of a command, a reader of its output that goes, and what a failed start leaves."""
+"""Signals in the first seconds of a command, a reader of its output that ends, and the files after a failed start."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def command(tmp_path):
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_a_signal_while_modules_are_imported_is_one_line(command, name, code):
-    """Also where an import catches every exception."""
+    """This also holds if an import catches every exception."""
     module = f"try:\n    {STRIKE.format(name)}except BaseException:\n    pass\n"
     process = command("train", module)
     assert process.communicate(timeout=60) == (
@@ -74,7 +74,7 @@ ASKED = "{0}: the run saves a checkpoint of its last step and ends; another {0} 
 
 @pytest.fixture
 def signals(monkeypatch):
-    """The handlers of a command that runs, and no signal yet."""
+    """Installs the handlers of a running command, without a signal so far."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     monkeypatch.setattr(interrupts, "stop", threading.Event())
@@ -121,7 +121,7 @@ def test_the_first_signal_asks_and_another_one_ends_at_once(signals, capfd, numb
 
 
 def test_ctrl_c_that_is_ignored_stays_so(signals):
-    """In the background of a script."""
+    """A script's background commands ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     strike(signal.SIGINT)
     assert not interrupts.stop.is_set()
@@ -140,7 +140,7 @@ def main(argv):
 
 @pytest.mark.parametrize("reader", ["goes", "full", "none"])
 def test_a_command_that_works_goes_on_without_a_reader(command, tmp_path, reader):
-    """`vime train | head -1`, a log on a full disk, and `vime train >&-`."""
+    """The cases are `vime train | head -1`, a log on a full disk, and `vime train >&-`."""
     reason = ""
     if reader == "goes":
         process = command("train", PRINTS)

@@ -1,4 +1,5 @@
-"""A run that was killed after its last rollout, with its watchdog: the next start of the command ends its records."""
+"""A run is killed after its last rollout, together with its watchdog. The next start of the command ends its
+records."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ with ExitStack() as stack:
 
 
 def killed(run_dir: Path, trained: int = 3, how: str = "killed") -> Path:
-    """The folder of weights that a driver of a run left when it was killed."""
+    """Returns the folder of weights that a run's driver left when it was killed."""
     command = [sys.executable, "-c", DRIVER, str(run_dir), str(trained), how]
     driver = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     assert driver.returncode == -signal.SIGKILL

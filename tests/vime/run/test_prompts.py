@@ -1,4 +1,4 @@
-"""`vime plan` reads the prompts as `vime train` does before it starts anything: both refuse the same files."""
+"""`vime plan` reads the prompts as `vime train` does before it starts anything: the same files are errors for both."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_no_rollout_needs_an_evaluation(model, tmp_path):
 
 
 def test_several_data_sets(model, tmp_path, capsys):
-    """A plan has a line for each, and refuses a wrong row of any."""
+    """A plan has a line for each set, and a wrong row in any set is an error."""
     easy = write_lines(tmp_path / "easy.jsonl", [GOOD] * 3)
     hard = write_lines(tmp_path / "hard.jsonl", [GOOD] * 5)
     words = flags(model, f"easy={easy}")
@@ -149,7 +149,7 @@ def test_one_file_stays_a_plain_value(model, tmp_path):
 
 
 def test_held_out_sets_are_read_as_training_data(model, tmp_path, capsys):
-    """A plan has a line for each set, keeps --eval-interval without an engine, and refuses a row that has no mask."""
+    """A plan has a line for each set and keeps --eval-interval without an engine. A row without a mask is an error."""
     make_tokenizer().save_pretrained(model)
     chat = {"prompt": [USER, {"role": "assistant", "content": "yes"}]}
     data = write_lines(tmp_path / "d.jsonl", [chat] * 3)

@@ -1,4 +1,4 @@
-"""A second run is refused a directory that a run uses, also through --save, and gets it once that run has died."""
+"""A directory that a run uses is an error for a second run, also as --save, until the first run has died."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ with ExitStack() as stack:
 def test_a_used_directory_is_refused_until_its_run_has_died(
     tmp_path: Path, missing: int, monkeypatch
 ) -> None:
-    """Also on a file system without flock, which a test cannot make: there the lock of a dead run is taken over."""
+    """A file system without flock, which a test cannot make, does the same: the lock of a dead run is taken over."""
     run_dir, save = tmp_path / "run", tmp_path / "save"
     if missing:
         no_flock(monkeypatch, missing)

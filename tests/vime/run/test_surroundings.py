@@ -1,4 +1,4 @@
-"""What processes of a run inherit: a user name, direct ways to each other, imports without the current folder."""
+"""The environment of a run's processes: a user name, direct connections, imports without the current folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOWHERE = "http://127.0.0.1:9"  # nothing listens at the port `discard`
 
 
 def test_a_user_id_without_a_name():
-    """As under `docker --user 54321`, with no HOME: vime, torch and Triton find their names and folders."""
+    """As under `docker --user 54321`, there is no HOME: vime, torch and Triton still find their names and folders."""
     code = (
         "import os, getpass; os.setuid(54321); os.environ.pop('HOME', None)\n"
         "from vime.run import surroundings, temporary\n"
@@ -37,7 +37,8 @@ def test_a_user_id_without_a_name():
         pytest.skip("only root may take another user id")
     dropped = ("LOGNAME", "USER", "USERNAME", "TORCHINDUCTOR_CACHE_DIR")
     env = {name: value for name, value in os.environ.items() if name not in dropped}
-    # The interpreter's own folders may be closed to other users; what it needs is imported before the change.
+    # The interpreter's own folders may be closed to other users, so its modules are imported before the change of
+    # user.
     preload = "import pwd, shutil, tempfile, slime.http, vime.doctor.machine\n"
     preload += "from vime.run import surroundings, temporary\n"
     done = subprocess.run(
@@ -93,7 +94,7 @@ def test_the_router_serves_behind_a_proxy_that_is_not_there(proxied, tmp_path):
 
 
 def test_the_current_folder_does_not_shadow_packages(tmp_path, monkeypatch):
-    """Neither of a server nor of what it starts. As a module, Python would put the folder first."""
+    """This holds for a server and its children. Python would put the folder first for a module."""
     (tmp_path / "random.py").write_text("raise SystemExit('shadowed')")
     library = tmp_path / "library"
     library.mkdir()
@@ -111,7 +112,7 @@ def test_the_current_folder_does_not_shadow_packages(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("locale", ["C", "POSIX"])
 def test_text_is_utf8_under_any_locale(locale, tmp_path):
-    """In this process, in its children, and in servers on hosts that have such a locale."""
+    """This holds in this process, in its children, and in servers on hosts with such a locale."""
     (tmp_path / "vocab.txt").write_text("\u0120 \u2192", encoding="utf-8")
     code = (
         "import os, subprocess, sys\n"

@@ -23,7 +23,7 @@ def test_weights_get_a_new_folder_and_leftovers_go(tmp_path: Path) -> None:
         assert first.stat().st_mode & 0o777 == 0o700
         (first / "weights-1").mkdir()
         other = make_weights_folder(parent, tmp_path / "other", stack)
-        # Another run with the same path, as in another container, goes on with its own.
+        # Another run with the same path, as in another container, continues with its own folder.
         second = make_weights_folder(parent, run_dir, stack)
         assert {*parent.iterdir()} == {first, other, second}
     # The locks end with the process, also by kill -9.
@@ -65,7 +65,7 @@ def test_what_others_can_write_to_is_not_own(tmp_path: Path) -> None:
 def test_folders_of_another_user_are_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The name of published weights, and that of compiled kernels, which would run as this user."""
+    """The names are those of published weights and of compiled kernels, which would run as this user."""
     with ExitStack() as stack:
         mine = make_weights_folder(tmp_path, Path("run"), stack)
     squatted = mine.with_name(f"{mine.name[:-8]}squatted")
@@ -76,7 +76,7 @@ def test_folders_of_another_user_are_left_alone(
     with ExitStack() as stack:
         again = make_weights_folder(tmp_path, Path("run"), stack)
         assert again != squatted and is_own(again) and squatted.is_dir() and not mine.exists()
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is put back
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is restored
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
         folder = tmp_path / "vime-temporary"
         folder.mkdir()

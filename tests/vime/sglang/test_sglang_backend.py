@@ -1,4 +1,4 @@
-"""--rollout-backend sglang: its flags, its server's command line, and how answers are read. With an engine:
+"""--rollout-backend sglang: its flags, its server's command line, and the parsing of answers. With an engine:
 e2e/test_backend_conformance.py."""
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def test_the_servers_command_has_no_key(tmp_path: Path) -> None:
 
 
 def test_sglang_gets_the_key_and_logs_none(tmp_path: Path) -> None:
-    """`sglang` is a folder with a launch_server here, as SGLang has no build for CPUs."""
+    """`sglang` is a folder with a launch_server here, because SGLang has no build for CPUs."""
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang/__init__.py").touch()
     (tmp_path / "sglang/launch_server.py").write_text(
@@ -257,7 +257,7 @@ def test_parts_of_another_channel_and_modes_that_sglang_lacks() -> None:
 
 
 class Recorder(ThreadingHTTPServer):
-    """Notes path and body of each POST, and answers all of them with `answer`."""
+    """A server that records path and body per POST, and always answers with `answer`."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), self.Handler)

@@ -1,4 +1,5 @@
-"""The real sglang-router before servers that say what reached them. With an engine: e2e/test_backend_conformance.py."""
+"""The real sglang-router in front of servers that report their requests. With an engine:
+e2e/test_backend_conformance.py."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangRouter]:
 
 @contextlib.asynccontextmanager
 async def worker(seen: list[tuple[str, Any, list[str]]], *, hidden: bool) -> AsyncIterator[str]:
-    """A server that notes path, body and keys of each request. `hidden`: /health is open below a secret path only."""
+    """Runs a server that records path, body and keys per request. `hidden`: only a secret path has /health."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         body = await request.read()
@@ -79,7 +80,7 @@ def test_an_engine_joins_serves_and_leaves(router: SglangRouter, hidden: bool) -
             assert (result.token_ids, result.log_probs) == ([7], [-1.0])
             path, body, keys = seen[-1]
             assert path == (HIDDEN if hidden else "") + "/generate" and HEADERS["Authorization"] in keys
-            # all that the client sends arrives, and what the router adds means nothing more
+            # All fields of the client arrive, and the router's additional fields have no effect.
             assert body["sampling_params"] == {**values, "sampling_seed": 11}
             assert (body["input_ids"], body["return_logprob"]) == ([5, 6], True)
             whole = json.dumps(body, separators=(",", ":")).encode()

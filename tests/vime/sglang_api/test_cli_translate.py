@@ -1,4 +1,4 @@
-"""`--sglang-*` flags: what each becomes, and what has no counterpart."""
+"""`--sglang-*` flags: the flag that each becomes, and those without a counterpart."""
 
 import json
 

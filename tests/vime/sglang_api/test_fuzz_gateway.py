@@ -1,4 +1,4 @@
-"""Bodies of the gateway's routes over generated texts: carried on as they are, or a ValueError that names the fault."""
+"""Generated bodies for the gateway's routes are either passed on unchanged, or a ValueError names the fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The gateway and the real vllm-router before servers that say what reached them. Engines: gateway_cases of e2e."""
+"""The gateway and the real vllm-router in front of servers that report their requests. Engines: gateway_cases
+of e2e."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def test_what_the_gateway_cannot_read_is_refused(body: bytes) -> None:
 
 
 class Workers:
-    """Two servers. Each answers every request with its number, the path below its secret one, key, and body."""
+    """Two servers. Each answers every request with its number, the path below its secret path, the key, and
+    the body."""
 
     async def __aenter__(self) -> Workers:
         self.runners, self.urls = [], []
@@ -192,7 +194,7 @@ def test_the_gateway_and_the_router(router: VllmRouter) -> None:
 
 
 def answer_to_headers(port: int, length: int, *headers: str) -> str:
-    """The status line that comes before any byte of a body is sent."""
+    """Returns the status line that arrives before any byte of a body is sent."""
     sent = ["POST /generate HTTP/1.1", "Host: x", f"Content-Length: {length}", *headers]
     with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
         connection.sendall(("\r\n".join(sent) + "\r\n\r\n").encode())

@@ -1,4 +1,4 @@
-"""--vllm-config and --sglang-config: which layouts become flags, and what is said of the others."""
+"""--vllm-config and --sglang-config: layouts that become flags, and the messages for other layouts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def frozen(groups: list[FlagGroup]) -> list[dict[str, Any]]:
 
 
 def test_other_models_are_frozen(tmp_path: Path) -> None:
-    """The policy is the model that says so, or that has its checkpoint. The others keep their own."""
+    """The policy is the model that is marked so, or that has its checkpoint. The other models keep their
+    checkpoints."""
     judge = {
         "name": "judge",
         "model_path": "/j",
@@ -68,7 +69,7 @@ def test_other_models_are_frozen(tmp_path: Path) -> None:
     }
     groups = groups_of(path, [judge, ACTOR], "--hf-checkpoint /m --rollout-num-gpus 6", key="vllm")
     assert frozen(groups) == [made]
-    # slime's --rollout-num-gpus counts the devices of all models
+    # slime's --rollout-num-gpus counts every model's devices.
     assert [group.values for group in groups if group.name == "rollout_num_gpus"] == [["4"]]
     groups = groups_of(
         path, [judge | {"update_weights": True}, ACTOR | {"model_path": "/a"}], "--hf-checkpoint /j", "vllm"
@@ -88,7 +89,7 @@ def test_other_models_are_frozen(tmp_path: Path) -> None:
 
 
 def test_groups_for_prefill_and_decode(tmp_path: Path) -> None:
-    """Of the policy's engines alone."""
+    """Only the policy's engines have such groups."""
     split = [{**REGULAR, "worker_type": kind} for kind in ("prefill", "decode")]
     model = {"name": "a", "num_gpus_per_engine": 2, "server_groups": split}
     made = "--policy-name a --rollout-num-gpus 8 --rollout-num-gpus-per-engine 2 --prefill-num-servers 2"
@@ -165,6 +166,6 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         translate_sglang(split_argv(["--sglang-config", str(tmp_path / "no.yaml")]))
     with pytest.raises(ValueError, match="must name one YAML file, got a b; give one path"):
         translate_sglang(split_argv(["--sglang-config", "a", "--vllm-config", "b"]))
-    (tmp_path / "vllms.yaml").write_text("port: 8000\n")  # a file of vLLM's own --config
+    (tmp_path / "vllms.yaml").write_text("port: 8000\n")  # a file for vLLM's own --config
     with pytest.raises(ValueError, match="must have a list of models under sglang or vllm, got"):
         translate_sglang(split_argv(["--vllm-config", str(tmp_path / "vllms.yaml")]))

@@ -1,4 +1,4 @@
-"""What an engine reads of SGLang's POST /generate. With an engine: e2e/engines/gateway_cases.py."""
+"""The fields of SGLang's POST /generate that an engine reads. With an engine: e2e/engines/gateway_cases.py."""
 
 from __future__ import annotations
 

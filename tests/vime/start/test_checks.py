@@ -1,4 +1,4 @@
-"""`vime plan` returns what `vime train` would, and prints the same message: one function decides for both."""
+"""`vime plan` returns the status of `vime train` and prints the same message: one function decides for both."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def argv(made: Path, tmp_path: Path) -> list[str]:
-    """A run that can start on two cores."""
+    """Returns flags of a run that can start on two cores."""
     shutil.copytree(made, tmp_path / "model")
     words = f"--hf-checkpoint {tmp_path}/model --prompt-data {tmp_path}/model/arithmetic/train.jsonl"
     words += f" --input-key prompt --label-key label --rm-type math --run-dir {tmp_path}/run --save {tmp_path}/save"
@@ -187,7 +187,7 @@ def test_one_report_has_what_is_missing_and_the_errors_of_the_data(
 
 
 def test_plan_and_train_accept_the_same(argv, tmp_path, capsys):
-    """What `vime train` does before it starts anything returns, and `vime plan` returns 0."""
+    """The checks of `vime train` before it starts anything pass, and `vime plan` returns 0."""
     before = sorted(tmp_path.rglob("*"))
     assert check_run(argv, _read, download=True).data.num_rollout == 2
     assert main(["plan", *argv]) == 0
@@ -216,7 +216,7 @@ def test_plan_and_train_accept_the_same(argv, tmp_path, capsys):
 def test_a_plan_for_another_machine_needs_no_files_of_it(
     argv, made, tmp_path, capsys, monkeypatch, change, flags
 ):
-    """A model that was made without weights is a shape, for plans alone."""
+    """A model that was made without weights is a shape, which only plans accept."""
     monkeypatch.setattr(checks, "device_memory", lambda config: None)
     if not flags:
         note = json.loads((tmp_path / "model" / "make_model.json").read_text())
@@ -229,7 +229,7 @@ def test_a_plan_for_another_machine_needs_no_files_of_it(
 
 
 def test_a_folder_without_weights_is_planned_unless_a_device_is_named(argv, tmp_path, capsys):
-    """As the launch scripts of slime are, on a machine that is not theirs."""
+    """slime's launch scripts are planned so, on a machine for which they were not made."""
     for file in [*(tmp_path / "model").glob("*.safetensors*"), tmp_path / "model" / "make_model.json"]:
         file.unlink()
     place = argv.index("--device")
@@ -249,7 +249,7 @@ def test_a_cluster_that_a_run_joins_has_devices_elsewhere(argv, tmp_path, monkey
 
 
 def test_a_model_of_the_hub_without_a_copy_is_one_line_and_no_request(argv, tmp_path, capsys, monkeypatch):
-    """The plan asked the hub for the tokenizer: 45 s and 23 lines of retries without a network."""
+    """The plan must not query the hub for the tokenizer. Without a network, that took 45 s and 23 lines of retries."""
     asked = []
 
     def look_up(host, *more, **options):

@@ -1,5 +1,5 @@
-"""The reward is called once before a run starts: what is wrong with it is an error of `vime plan` and `vime train`, and
-the call changes nothing."""
+"""The reward is called once before a run starts. Its faults are errors of `vime plan` and `vime train`, and the call
+changes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROW = {"prompt": "1+1=", "label": "2", "metadata": {"answer": "2"}}
 
 
 def length(args: Any, sample: Any, **kwargs: Any) -> float:
-    """Reads what a sample of a run has."""
+    """Reads the fields of a run's sample."""
     CALLS.append(sample)
     assert sample.response == sample.prompt == "1+1=" and sample.label == "2" and sample.metadata["answer"]
     assert len(sample.tokens) == 2 * sample.response_length == 2 * len(sample.rollout_log_probs) > 0
@@ -107,7 +107,7 @@ def slow(args: Any, sample: Any) -> float:
 
 
 def own_files(args: Any, sample: Any) -> float:
-    """Temporary files are its own, and /dev/null swallows."""
+    """Writes its temporary files and to /dev/null."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w", encoding="utf-8") as nowhere:
@@ -247,7 +247,7 @@ def test_the_call_has_no_effect_and_an_end(
 
 
 def test_a_reward_over_the_network_is_not_called(model: Path, tmp_path: Path) -> None:
-    """Neither a judge of the user, even if he catches every error, nor remote_rm."""
+    """Neither a user's judge that catches every error nor remote_rm is called."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         port = server.getsockname()[1]
@@ -261,7 +261,7 @@ def test_a_reward_over_the_network_is_not_called(model: Path, tmp_path: Path) ->
 
 
 def test_who_else_may_score(model: Path, tmp_path: Path) -> None:
-    """Rows with a reward of their own, and functions that make samples: these may set the reward, and metadata."""
+    """Rows with their own reward, and functions that make samples, may set the reward and metadata."""
     row = {**ROW, "metadata": {"rm_type": "math"}}
     config = parse_config(words(model, tmp_path, "--metadata-key", "metadata", row=row))
     assert len(list(prompts(config))) == 1
@@ -272,7 +272,8 @@ def test_who_else_may_score(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_reward_of_lists_is_called_with_a_list(model: Path, tmp_path: Path) -> None:
-    """That of docs/agents.md takes the samples of a session as a list, and was called with a sample alone."""
+    """The reward of docs/agents.md takes the samples of a session as a list, so the call must not pass a single
+    sample."""
     page = (Path(__file__).parents[3] / "docs/agents.md").read_text(encoding="utf-8")
     (tmp_path / "my_agent.py").write_text(page.partition('title="my_agent.py"\n')[2].partition("```")[0])
     made = ["--custom-generate-function-path", f"{tmp_path}/my_agent.py:generate"]

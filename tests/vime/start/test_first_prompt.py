@@ -1,5 +1,5 @@
-"""`vime plan` shows the first prompt as the model reads it, its label with its type, and the reward of the dry call. A
-CSV cell with the JSON text of chat messages is read as messages."""
+"""`vime plan` shows the first prompt as the model reads it, its label with its type, and the reward of the dry call.
+The JSON text of chat messages in a CSV cell is read as messages."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def lines(argv: list[str]) -> list[str]:
 
 
 def test_messages_of_a_cell_are_messages(model: Path, tmp_path: Path) -> None:
-    """They were the text of one user turn, without a word."""
+    """Otherwise they would silently become the text of a user turn."""
     for text in (json.dumps([SYSTEM, ASKED]), json.dumps([SYSTEM, ASKED], indent=1)):
         data = table(tmp_path / "d.csv", (text, "2"))
         assert lines(flags(model, data, TEMPLATE)) == [
@@ -112,7 +112,7 @@ def test_a_list_that_is_no_json_is_an_error(model: Path, tmp_path: Path, text: s
 
 
 def test_formats_with_lists(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """JSON text stays text there, with a warning. A Python list is an error."""
+    """In these formats JSON text stays text, with a warning. A Python list is an error."""
     data = write_lines(tmp_path / "d.jsonl", [{"prompt": json.dumps([ASKED]), "label": 2}])
     with caplog.at_level(logging.WARNING):
         shown = lines(flags(model, data, TEMPLATE))
@@ -166,7 +166,7 @@ def test_the_command_shows_it(model: Path, tmp_path: Path, capsys: pytest.Captur
 def test_a_record_without_a_key_is_an_error_also_with_a_generate_function(
     model: Path, tmp_path: Path, generate: list[str]
 ) -> None:
-    """It was a note, and the run ended after its engines had started."""
+    """A note is not enough, because the run would end after its engines have started."""
     data = table(tmp_path / "d.csv", ("1+1=", "2"))
     argv = flags(model, data, *generate, reward="record")
     for read in (lambda: lines(argv), lambda: with_data(parse_config(argv), FirstPrompt().score)):

@@ -1,4 +1,4 @@
-"""All readers of a run directory, for tests of directories that are damaged or hostile."""
+"""All readers of a run directory, for tests of damaged or hostile directories."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ READERS: dict[str, Callable[[Path], object]] = {
 SLOW: dict[str, Callable[[Path], object]] = {
     "plot": lambda run_dir: plot([str(run_dir), "--out", str(run_dir.parent / "plots")]),
 }
-"""Pictures take seconds."""
+"""Readers that draw pictures, which takes seconds."""
 
 
 @contextlib.contextmanager
 def ends_within(seconds: float) -> Iterator[None]:
-    """TimeoutError if the block takes longer: a reader that waits for a pipe would wait for ever."""
+    """Raises TimeoutError if the block takes longer, because a reader that waits for a pipe would never end."""
 
     def late(number: int, frame: object) -> None:
         raise TimeoutError(f"it took longer than {seconds} s")
@@ -73,7 +73,7 @@ def ends_within(seconds: float) -> Iterator[None]:
 
 
 def read_with(name: str, run_dir: Path) -> tuple[str, str | None]:
-    """(what the reader prints or returns, its ValueError or None). Other errors are the caller's."""
+    """Returns (printed text or result of the reader, its ValueError or None). Other errors propagate to the caller."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), ends_within(60):
         try:
@@ -81,5 +81,5 @@ def read_with(name: str, run_dir: Path) -> tuple[str, str | None]:
         except ValueError as error:
             return output.getvalue(), str(error)
     text = output.getvalue() + str(found)
-    text.encode()  # a terminal takes no half of a surrogate pair
+    text.encode()  # a terminal cannot print half of a surrogate pair
     return text, None

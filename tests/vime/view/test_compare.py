@@ -1,4 +1,4 @@
-"""`vime compare`: what differs between two sides, in Markdown, with intervals over pairs of seeds."""
+"""`vime compare` prints the differences between two sides in Markdown, with intervals over pairs of seeds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_three_seeds_a_side(tmp_path: Path) -> None:
     )
     rewards = text[text.index("`rollout/raw_reward`") :].splitlines()[2:9]
     assert rewards[0] == "| rollouts | A | B | B - A |" and rewards[2].startswith("| 0 to 1 |")
-    # the pairs differ by 0.1, 0.11 and 0.09: standard deviation 0.01, t = 4.303, half = 4.303 * 0.01 / sqrt(3)
+    # The pairs differ by 0.1, 0.11 and 0.09: standard deviation 0.01, t = 4.303, half = 4.303 * 0.01 / sqrt(3).
     assert rewards[-1] == "| 0 to 7 | 0.5833 ± 0.2517 | 0.6833 ± 0.2577 | **+0.1 [+0.07516, +0.1248]** |"
     assert "| 0 to 7 | 1,350 ± 0 | 1,350 ± 0 | 0 % [0, 0] |" in text
     loss = text[text.index("`train/loss`") :].splitlines()[4]

@@ -1,4 +1,4 @@
-"""Readers of run directories over generated and damaged files: a ValueError or a result, and nothing else."""
+"""Readers of run directories return a result or raise a ValueError for generated and damaged files."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_readers_take_any_lines(fuzz: Callable[..., None], tmp_path: Path) -> No
 
 
 def test_readers_take_any_damage(fuzz: Callable[..., None], tmp_path: Path) -> None:
-    """Bytes that were changed, cut out or moved, as by a disk that fails."""
+    """Bytes are changed, cut out or moved, as by a failing disk."""
     run = write_run(tmp_path / "run")
     right = {name: (run / name).read_bytes() for name in ("events.jsonl", "metrics.jsonl")}
 

@@ -1,4 +1,4 @@
-"""Run directories that others have changed: links, pipes, huge files, and lines that are JSON and wrong."""
+"""Run directories that other users have changed: links, pipes, huge files, and valid JSON lines with wrong content."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def folder(path: Path) -> None:
 
 def huge(path: Path) -> None:
     with path.open("wb") as file:
-        file.truncate(MOST_BYTES + 1)  # takes no room on the disk
+        file.truncate(MOST_BYTES + 1)  # it takes no room on the disk
 
 
 def loop(path: Path) -> None:
@@ -136,7 +136,7 @@ WRONG = (None, True, -1.5, "text", [], [None], {}, {"a": {}}, float("nan"), 10**
 
 
 def wrong_lines() -> list[str]:
-    """Each kind without each of its fields, and with each wrong value in each of its fields."""
+    """Returns each kind without each of its fields, and with each wrong value in each of its fields."""
     texts = {name: "x" for name, check in CHECKS.items() if check("x")}
     right: dict[str, object] = {**texts, "state": "finished", "groups": [1]}
     right |= {"engines": ["x"], "scores": {"x": 1.0}}
@@ -160,7 +160,7 @@ def wrong_lines() -> list[str]:
 
 
 def test_lines_that_are_json_and_wrong_are_counted_and_change_nothing(tmp_path: Path) -> None:
-    """The table of kinds knows the fields, so no reader meets a wrong one."""
+    """The table of kinds lists the fields, so no reader gets a wrong field."""
     run = write_run(tmp_path / "run")
     clean = {
         reader: read_with(reader, run)[0]

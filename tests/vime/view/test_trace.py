@@ -1,4 +1,4 @@
-"""`vime trace`: the file has every process, its lanes can be drawn, and a range of steps is cut out."""
+"""`vime trace`: the file has every process, a viewer can draw its lanes, and a range of steps is cut out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def check(events: list[dict[str, Any]]) -> None:
-    """What a viewer needs: names of all lanes, whole moments from 0 on, and spans of a lane in each other or apart."""
+    """Checks a viewer's requirements: all lanes' names, whole times from 0 on, and spans of a lane that nest or are
+    separate."""
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     lanes = defaultdict(list)
     for event in events:

@@ -1,4 +1,4 @@
-"""`vime watch` with Textual's pilot: what is on the screen of running, finished and failed runs at two sizes."""
+"""`vime watch` with Textual's pilot: the screen of running, finished and failed runs at two sizes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL, LARGE = (80, 24), (120, 40)
 
 
 def lines(app: App[None]) -> list[str]:
-    """The characters of the screen."""
+    """Returns the characters of the screen."""
     width, height = app.size
     strips = app.screen._compositor.render_strips()
     return ["".join(segment.text for segment in strip)[:width] for strip in strips[:height]]
@@ -52,7 +52,7 @@ async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
 def screen(
     run: Path, size: tuple[int, int], then: Callable[[Pilot[None]], Awaitable[None]] | None = None
 ) -> list[str]:
-    """The screen of the run after the first look, and after `then`."""
+    """Returns the screen of the run after the first refresh, and after `then`."""
 
     async def shown() -> list[str]:
         app = make_app(run, every_s=0.1)
@@ -84,7 +84,7 @@ def test_a_finished_run(tmp_path: Path, size: tuple[int, int]) -> None:
 
 
 def test_a_run_on_given_responses_shows_its_held_out_loss(tmp_path: Path) -> None:
-    """In the first curve, and with the accuracy in the second line."""
+    """The loss is in the first curve, and in the second line with the accuracy."""
     run = write_run(tmp_path / "mine")
     rows = [{"step_key": "train/step", "step": i, "time": 1.0, "train/loss": 0.5} for i in range(4)]
     figures = {"eval/a/rewards/accuracies": 0.75, "eval/a/rewards/margins": 3.0}
@@ -103,7 +103,7 @@ def test_a_run_on_given_responses_shows_its_held_out_loss(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("size", [SMALL, (110, 36), (120, 36), (181, 40), (182, 36)])
 def test_no_title_of_a_curve_is_cut(tmp_path: Path, size: tuple[int, int]) -> None:
-    """Each has its title, steps and newest value whole, also in a run of thousands of steps."""
+    """Each curve shows its whole title, steps and newest value, also in a run of thousands of steps."""
     run = write_run(tmp_path / "mine", rollouts=4)
     named = {curve.metrics[0]: -0.123456 for curve in CURVES}
     with (run / "metrics.jsonl").open("a") as file:

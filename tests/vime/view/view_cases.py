@@ -1,4 +1,4 @@
-"""A run directory, as a run with an engine and a trainer rank writes it: for the tests of `vime.view`."""
+"""Writes a run directory as a run with an engine and a trainer rank writes it, for the tests of `vime.view`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def begin(engines: Events) -> None:
 
 
 def rollout(number: int, driver: Events, manager: Events, trainer: Events, engines: Events) -> None:
-    """One rollout of two groups, the second of which is dropped."""
+    """Writes one rollout of two groups, the second of which is dropped."""
     groups = [2 * number, 2 * number + 1]
     with manager.phase("rollout", rollout=number):
         manager.add("drawn", groups=groups, version=number)
@@ -62,7 +62,7 @@ def rollout(number: int, driver: Events, manager: Events, trainer: Events, engin
 
 
 def write_run(run_dir: Path, rollouts: int = 2, error: BaseException | None = None, **flags: object) -> Path:
-    """A run of four rollouts that has ended after `rollouts`; `error` ended it."""
+    """Writes a run of four rollouts that has ended after `rollouts`; `error` ended it."""
     run_dir.mkdir(parents=True, exist_ok=True)
     manager, trainer, engines = (Events(name, str(run_dir)) for name in ("rollout", "trainer-0", "engines"))
     write_config(run_dir, **flags)

@@ -1,4 +1,4 @@
-"""vLLM's own parsers take the model's text apart, and names that do not fit are errors."""
+"""vLLM's own parsers parse the model's text, and names that do not fit are errors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ CALLS = (
     '<｜DSML｜function_calls>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">%s'
     "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
 )
-"""The formats of the parsers in which a model can write JSON or Python."""
+"""Formats of the parsers in which a model can write JSON or Python."""
 MARKS = re.compile(r"<\|[^|>]*\|>|</?(?:seed|minimax|think)[:\w]*>|</?tool_call>|\[[A-Z_]+\]")
 OBJECTS: Any = [
     {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "object"}}}}}
@@ -75,7 +75,7 @@ OBJECTS: Any = [
 
 
 def outcomes(name: str) -> set[str]:
-    """What becomes of the answers above: "call", "text" or "refused". Any other error is a failure."""
+    """Returns the results of the answers above: "call", "text" or "refused". Any other error is a failure."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(sorted({mark for call in CALLS for mark in MARKS.findall(call)}))
     parser = make_parser(Config.from_flat({"hook_args": {"vllm_tool_call_parser": name}}), tokenizer)
@@ -108,7 +108,7 @@ def test_so_does_it_with_each_parser_of_vllm() -> None:
     for name in ToolParserManager.list_registered():
         try:
             made[name] = outcomes(name)
-        except ValueError as error:  # needs a tokenizer of its own
+        except ValueError as error:  # this parser needs a tokenizer with its own tokens
             assert "must fit the model's tokenizer" in str(error)
     assert len(made) > 40 and sum("refused" in found for found in made.values()) > 10
     assert sum("call" in found for found in made.values()) > 20

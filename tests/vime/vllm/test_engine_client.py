@@ -1,4 +1,4 @@
-"""Requests, retries and refusals of the client, against a local HTTP server that fails on purpose."""
+"""Requests, retries and errors of the client, with a local HTTP server that fails on purpose."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def result(answer: SampleAnswer) -> GenerateResult:
 
 
 def serve(handler: Callable[[web.Request], Any], ask: Callable[[VllmEngineClient], Any]) -> Any:
-    """What `ask` returns when the router is `handler`."""
+    """Returns the result of `ask` when `handler` is the router."""
 
     async def run() -> Any:
         app = web.Application()
@@ -138,7 +138,7 @@ def test_a_sample_that_the_engine_refuses_is_an_error() -> None:
 
 
 def test_samples_of_one_prompt_and_moment_share_a_request() -> None:
-    """Each gets the answer of its own seed, as soon as that sample has finished."""
+    """Each sample gets the answer of its own seed as soon as it has finished."""
     seen: list[dict[str, Any]] = []
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -187,7 +187,7 @@ def test_only_what_an_answer_lacks_is_asked_for_again() -> None:
     assert serve(handler, ask) == ["0", "1", "2"]
     later = [seed for seeds in seen[1:] for seed in seeds]
     assert seen[0] == [0, 1, 2] and 0 not in later and later.count(1) == 1
-    assert later.count(2) in (1, 2)  # the second and third are asked for again together or apart
+    assert later.count(2) in (1, 2)  # the second and third may be requested again together or separately
 
 
 def test_a_request_ends_when_nobody_waits_for_it() -> None:
@@ -234,7 +234,7 @@ def test_transient_faults_are_retried_with_the_key() -> None:
 
 
 def test_a_lost_answer_is_asked_for_again_and_a_slow_one_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first answer never comes. The second one is finished after three times the limit."""
+    """The first answer never comes. The second answer is finished after three times the limit."""
     monkeypatch.setattr(client_module, "SILENT_S", 0.5)
     calls, answered = [], asyncio.Event()
 
@@ -343,7 +343,7 @@ def test_the_command_line_of_an_engine_holds_no_secret_and_user_flags_come_last(
     assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     gpu = VllmSpec(**made, run_key="k", device="cuda", dtype="bfloat16")
     assert "--enforce-eager" not in VllmServer(gpu).command()
-    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)  # vLLM sets it where it is imported
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)  # vLLM sets it at import
     assert VllmServer(gpu).environment()["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert VllmServer(gpu).environment()["OMP_NUM_THREADS"] == "1", "as in an actor of Ray"

@@ -57,7 +57,7 @@ def test_the_remark_names_the_correction(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", [DENSE, EXPERTS])
 def test_the_plan_counts_fp8(tmp_path: Path, model: dict) -> None:
-    """One byte per weight of a layer and a scale per 16384 of them; embedding and head stay in bfloat16."""
+    """A layer has one byte per weight and a scale per 16384 weights; embedding and head stay in bfloat16."""
     shape = Shape.of(model)
     ends = shape.vocab * shape.hidden * (1 if shape.tied else 2)
     two = ("--rollout-num-gpus-per-engine", "2", "--vllm-quantization", "fp8")

@@ -1,4 +1,4 @@
-"""What an engine says of its load, read from its page of metrics."""
+"""The load of an engine, read from its page of metrics."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_its_processes_are_added_up(control: VllmControl) -> None:
 
 @pytest.mark.parametrize("control", ["python_gc_objects_collected_total 7.0\n"], indirect=True)
 def test_a_server_without_gauges_does_not_say(control: VllmControl) -> None:
-    """As with --vllm-disable-log-stats."""
+    """--vllm-disable-log-stats has this effect."""
     assert control.load() is None
 
 

@@ -1,6 +1,7 @@
-"""Names of vLLM that no type checker sees: routes, flags, variables, and attributes that it gives to a model's modules.
+"""Names of vLLM that no type checker sees: routes, flags, variables, and attributes that it adds to a model's
+modules.
 
-They are checked in the vLLM that is first on the path: the installed one, and the oldest one by test_vllm_oldest.
+The tests check them in the vLLM that is first on the path: the installed vLLM, and the oldest in test_vllm_oldest.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def test_kernels_of_fp8_have_the_names_by_which_they_are_known() -> None:
 
 
 def test_what_replaces_a_function_of_vllm_has_the_names_of_its_arguments() -> None:
-    """vLLM calls them by these names. Where a replacement has types, the type checker compares them."""
+    """vLLM calls them with these names. If a replacement has types, the type checker compares them."""
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
     from vllm.utils import cpu_triton_utils
 
@@ -126,7 +127,7 @@ def arguments(function: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def engine() -> Any:
-    """Has the methods of vLLM's engine client and their arguments, and nothing else."""
+    """Returns a double that has only the methods of vLLM's engine client with their arguments."""
     double = create_autospec(AsyncLLM, instance=True)
     double.output_handler = None
     double.output_processor = SimpleNamespace(
@@ -140,7 +141,7 @@ def engine() -> Any:
 
 @pytest.fixture(scope="module")
 def url(engine: Any) -> Iterator[str]:
-    """vLLM's own routes, as a server of ours has them, in front of the double."""
+    """Serves vLLM's own routes in front of the double, as this project's servers do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(KEY_VARIABLE, KEY)
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
@@ -174,12 +175,13 @@ CALLS: dict[str, tuple[Callable[[VllmControl], Any], str, tuple[Any, ...]]] = {
     "wake": (lambda control: control.wake(["weights", "kv_cache"]), "wake_up", (["weights", "kv_cache"],)),
     "abort all": (lambda control: control._post("/abort_requests", {}), "abort", (["one"], True)),
 }
-"""A call of our client, the method of vLLM's engine that it reaches, and arguments that this must get."""
+"""A call of this project's client, the method of vLLM's engine that it reaches, and the arguments that the method
+must get."""
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_each_call_of_our_client_reaches_the_engine(call: str, url: str, engine: Any) -> None:
-    """Path, query and body of each are what vLLM's own routes read, and the answer is what we read."""
+    """vLLM's own routes read each call's path, query and body, and the client reads the answer."""
     made, name, wanted = CALLS[call]
     method = getattr(engine, name)
     method.reset_mock()
@@ -195,9 +197,10 @@ def test_routes_that_are_asked_elsewhere(url: str) -> None:
     control = VllmControl(url, KEY)
     assert control.is_healthy(9) and control.weight_version() >= -1
     for path in ("/v1/completions", "/inference/v1/generate"):
-        with pytest.raises(ControlError, match=r"got HTTP (?!404)"):  # the body is missing, the route is not
+        # The body is missing, but the route exists.
+        with pytest.raises(ControlError, match=r"got HTTP (?!404)"):
             request(url, KEY, "POST", path, {}, timeout_s=9)
-    for path in ("/v1/models", "/metrics"):  # what `model` and `load` read; the double has no models
+    for path in ("/v1/models", "/metrics"):  # `model` and `load` read these; the double has no models
         try:
             request(url, KEY, "GET", path, timeout_s=9)
         except ControlError as error:

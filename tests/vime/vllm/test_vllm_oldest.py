@@ -1,7 +1,8 @@
-"""The oldest vLLM that is supported has every name that this project uses, on a machine without a GPU.
+"""The oldest supported vLLM has every name that this project uses, on a machine without a GPU.
 
-scripts/setup.sh unpacks it into .venv/vllm-oldest. Its compiled part does not load beside the installed torch, so no
-model runs. The type checker compares our source with its source, and the tests that ask vLLM run with it, too.
+scripts/setup.sh unpacks it into .venv/vllm-oldest. Its compiled part does not load with the installed torch, so no
+model runs. The type checker compares this project's source with its source, and the tests that use vLLM also run with
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LACKS = {
     'worker.py: "SchedulerOutput" has no attribute "aux_output_connector_metadata"',
     'draft.py: Cannot find implementation or library stub for module named "vllm.triton_utils.dispatcher"',
 }
-"""What the oldest one lacks, and the code does without: both files ask before. One line for each."""
+"""Names that the oldest vLLM lacks and that the code can do without: both files check first. Each entry is one line."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def found(folder: Path) -> set[str]:
 
 
 def replace(folder: Path, place: str, old: str, new: str) -> None:
-    """In a file of such a copy. An empty `old`: the file gets the name `new`."""
+    """Replaces text in a file of such a copy. If `old` is empty, the file gets the name `new`."""
     file = folder / place
     if not old:
         file.rename(file.with_name(new))
@@ -63,7 +64,7 @@ def replace(folder: Path, place: str, old: str, new: str) -> None:
     file.write_text(text)
 
 
-TYPED = {  # in what file, what is renamed, and what the type checker says
+TYPED = {  # the file, the renamed name, and the type checker's message
     "the call of today's main": (
         "vime/vllm/versions.py",
         r"mapper\.apply_list\(\[name\]\)",
@@ -113,7 +114,7 @@ TYPED = {  # in what file, what is renamed, and what the type checker says
         'adapter.py: "OutputProcessor" has no attribute "parent_requests"',
     ),
 }
-ASKED = {  # in what file, what is renamed, and the test that fails
+ASKED = {  # the file, the renamed name, and the test that fails
     "a route": (
         "entrypoints/serve/dev/rlhf/api_router.py",
         '"/start_weight_update"',
@@ -155,7 +156,7 @@ def test_it_has_every_name_that_has_a_type(copy: Path) -> None:
 
 
 def test_a_renamed_one_is_found(copy: Path) -> None:
-    """All at once, each by its own message."""
+    """All names are renamed at once, and each has its own message."""
     for place, old, new, _ in TYPED.values():
         replace(copy, place, old, new)
     said = found(copy) - LACKS
@@ -164,7 +165,7 @@ def test_a_renamed_one_is_found(copy: Path) -> None:
 
 
 def asking_tests() -> list[str]:
-    """Test files of vime that import vLLM, or read a live model."""
+    """Returns the test files of vime that import vLLM, or read a live model."""
     uses = re.compile(
         r"^ *(?:from|import) vllm\b|vllm_parser\("
         r"|from vime\.vllm\.patches import|vllm\.worker(?:\.| import )(?:live_\w+|weight_receiver|adapter_loader)",

@@ -1,4 +1,4 @@
-"""The one file that knows versions of vLLM: its range, and its bridges on the version that is installed here."""
+"""Tests the one file with rules for versions of vLLM: its range, and its bridges on the installed version."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_installed_server_knows_what_it_is_started_with(device):
 
 
 def test_the_server_is_started_by_its_newest_name(tmp_path, monkeypatch):
-    """Of the vLLM that is found, which is not imported; without one a plan shows the oldest."""
+    """The name is that of the vLLM on the path, which is not imported. Without vLLM, a plan shows the oldest name."""
     newest, oldest = vllm_versions.SERVER_MODULES
     assert vllm_versions.server_module() == (oldest if installed() == OLDEST else newest)
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
@@ -151,7 +151,7 @@ def test_a_server_forks_its_engine_where_it_is_told_to(monkeypatch):
     from vllm.utils.system_utils import get_mp_context
 
     monkeypatch.setenv(METHOD, "fork")
-    cli_env_setup()  # spawns where nothing is said
+    cli_env_setup()  # without a setting, it spawns
     assert get_mp_context().get_start_method() == "fork"
     monkeypatch.delenv(METHOD)
     cli_env_setup()
@@ -164,7 +164,7 @@ def test_installed_one_is_found():
 
 
 def test_ranks_of_an_older_engine_meet_in_a_file(monkeypatch):
-    """vLLM 0.26 has no file store of its own. The ranks of an engine are children of one process."""
+    """vLLM 0.26 has no file store. The ranks of an engine are children of the same process."""
     from vllm.utils import network_utils
 
     address = "tcp://127.0.0.1:5"
@@ -195,7 +195,7 @@ def test_a_class_of_a_model_renames_tensors():
 
 @pytest.mark.slow
 def test_the_cuda_build_makes_its_flags_without_a_gpu():
-    """vLLM keeps the flags that it made, so this is a process of its own. vLLM alone fails there."""
+    """vLLM caches its flags, so this is a separate process, in which vLLM alone fails."""
     code = """if True:
         from vllm import platforms
         from vllm.platforms.interface import UnspecifiedPlatform
@@ -216,7 +216,7 @@ def test_the_cuda_build_makes_its_flags_without_a_gpu():
 
 
 def test_the_warning_of_the_cpu_build_about_triton_is_not_logged():
-    """It came on stderr of `vime plan`, and was the last warning of `vime doctor RUN_DIR`."""
+    """It would be on the stderr of `vime plan`, and the last warning of `vime doctor RUN_DIR`."""
     seen: list[str] = []
     log, handler = logging.getLogger("vllm.triton_utils.importing"), logging.Handler()
     handler.emit = lambda record: seen.append(record.getMessage())

@@ -1,8 +1,9 @@
-"""What this project uses of vLLM, and what of it a vLLM lacks. For test_vllm_names and test_vllm_oldest.
+"""Lists the names of vLLM that this project uses, and those that a vLLM lacks, for test_vllm_names and
+test_vllm_oldest.
 
-Names that have a type are found by the type checker: modules, classes, functions, methods, arguments, fields
-(`type_errors`). The other functions compare our source with vLLM's for names that are strings, or that vLLM gives to
-the modules of a model.
+The type checker finds names with a type: modules, classes, functions, methods, arguments, fields (`type_errors`). The
+other functions compare this project's source with vLLM's, for names that are strings, or that vLLM adds to the
+modules of a model.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ OLDEST = re.findall(
 _FOLDERS = ("vime", "slime", "rl_kernel", "benchmarks", "examples", "scripts", "tests/e2e", "tests/gpu")
 _USES = re.compile(r"^ *(?:from|import) vllm\b", re.MULTILINE)
 _GIVES = re.compile(r"(?:^|\.)(?:register_\w+|setattr|replace_parameter)$")
-"""Functions that give a module an attribute by its name."""
+"""Functions that set an attribute of a module by its name."""
 _SETTINGS = """
 [mypy]
 python_version = 3.11
@@ -115,7 +116,7 @@ GIVEN = {
     "weight_transfer_engine": "v1/worker/gpu_worker.py",
     "weight_scale_inv": _FP8,
 }
-"""Attributes that vLLM gives to the modules of a model and to their parts, and the file of vLLM that does it."""
+"""Attributes that vLLM adds to the modules of a model and to their parts, each with the file of vLLM that does it."""
 NEWER = {
     "_use_zentorch": f"{_MOE}/experts/cpu_moe.py",
     "_verify_aux_output_compatibility": "config/vllm.py",
@@ -127,7 +128,7 @@ NEWER = {
     "set_prompt_token_ids": "parser/abstract_parser.py",
     "spec_decode_metrics": "outputs.py",
 }
-"""Names that the oldest vLLM lacks, and that the code does without."""
+"""Names that the oldest vLLM lacks, and that the code can do without."""
 _OF_OTHERS = {"__name__", "__wrapped__", "getLogger", "name", "tie_word_embeddings", "get_shape"}
 _OURS = {
     "adapter",
@@ -137,27 +138,27 @@ _OURS = {
     "vllm_tool_call_parser",
 }
 _OWN_OPTIONS = {"batch_invariant", "pd_disaggregation", "server_concurrency", "weight_sync_mode"}
-"""Flags with vLLM's prefix that are no flags of its server."""
+"""Flags with vLLM's prefix that are not flags of its server."""
 _LIVE = ("live_weights", "live_experts", "live_quantised", "live_places", "draft", "weight_receiver")
-"""Our modules that read a live model, whose parts have no types."""
+"""This project's modules that read a live model, whose parts have no types."""
 
 
 def our_files() -> list[Path]:
-    """Every file that imports vLLM, and that we ship or that starts an engine for tests."""
+    """Returns every file that imports vLLM and is shipped or starts an engine for tests."""
     files = _files(_FOLDERS, ".py")
     return [file for file in files if not file.name.startswith("test_") and _USES.search(file.read_text())]
 
 
 def _files(folders: tuple[str, ...], *endings: str) -> list[Path]:
-    """Below these folders, but not below a hidden one, where a benchmark installs packages."""
+    """Yields the files below these folders, but not below a hidden folder, where a benchmark installs packages."""
     files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*")) if file.is_file()]
     ours = [file for file in files if not any(part[0] == "." for part in file.relative_to(ROOT).parts)]
     return [file for file in ours if file.suffix in endings]
 
 
 def copy_of(folder: Path, vllm: Path) -> Path:
-    """`folder` with our source and `packages` below it: a vLLM, and what our types need beside it. All are links to
-    files, so that one file can be replaced."""
+    """Makes a copy in `folder` with this project's source and `packages` below it: a vLLM, and the packages of its
+    types. All entries are links to files, so that a single file can be replaced."""
     for name in _FOLDERS:
         shutil.copytree(ROOT / name, folder / name, copy_function=os.symlink)
     shutil.copytree(
@@ -171,7 +172,8 @@ def copy_of(folder: Path, vllm: Path) -> Path:
 
 
 def type_errors(folder: Path) -> list[str]:
-    """What mypy says of our files in such a copy, one line each: FILE: MESSAGE. A second call checks what changed."""
+    """Returns mypy's messages for this project's files in such a copy, one line each: FILE: MESSAGE. A second call
+    checks only changed files."""
     command = [sys.executable, "-m", "mypy", "--no-error-summary", "--hide-error-context"]
     done = subprocess.run(
         [*command, *(str(file.relative_to(ROOT)) for file in our_files())],
@@ -187,7 +189,7 @@ def type_errors(folder: Path) -> list[str]:
 
 
 def defined(file: Path) -> set[str]:
-    """Names that a source file defines, assigns, or registers with a module."""
+    """Returns the names that a source file defines, assigns, or registers with a module."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -204,13 +206,13 @@ def defined(file: Path) -> set[str]:
 
 
 def missing_attributes(vllm: Path, given: Mapping[str, str]) -> list[str]:
-    """The entries of `given` that the source of a vLLM does not define."""
+    """Returns the entries of `given` that the source of a vLLM does not define."""
     names = functools.cache(lambda file: defined(vllm / file) if (vllm / file).is_file() else set())
     return [f"{name} in {file}" for name, file in given.items() if name not in names(file)]
 
 
 def unnamed_attributes() -> set[str]:
-    """Attributes that our code reads from objects without a type, and that neither table has."""
+    """Returns attributes that this project's code reads from objects without a type, and that neither table has."""
     return _attributes() - GIVEN.keys() - NEWER.keys() - _OF_OTHERS - _OURS
 
 
@@ -232,7 +234,7 @@ def _attributes() -> set[str]:
 
 
 def _known_attributes() -> set[str]:
-    """Of torch, of Python's own types, and of our own classes."""
+    """Returns the attributes of torch, of Python's own types, and of this project's classes."""
     known = set(dir(builtins))
     nn = torch.nn
     owners = (torch, torch.Tensor, torch.Size, torch.finfo, torch.accelerator, nn, nn.Module, nn.functional)
@@ -248,7 +250,7 @@ def _known_attributes() -> set[str]:
 
 
 def _own(file: Path) -> set[str]:
-    """Functions, classes and fields, but not what is set on an object, which may be vLLM's."""
+    """Returns functions, classes and fields, but not attributes set on an object, which may be vLLM's."""
     own: set[str] = set()
     for node in ast.walk(_parsed(file)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -261,7 +263,7 @@ def _own(file: Path) -> set[str]:
 
 
 def app_of(args: Any) -> Any:
-    """vLLM's application with its routes, for the arguments of a server."""
+    """Returns vLLM's application with its routes, for the arguments of a server."""
     for module in ("vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server"):  # newest first
         if find_spec(module.rpartition(".")[0]) is not None and hasattr(import_module(module), "build_app"):
             return import_module(module).build_app(args, ("generate",))
@@ -269,19 +271,20 @@ def app_of(args: Any) -> Any:
 
 
 def routes(app: Any) -> set[tuple[str, str]]:
-    """Method and path of each."""
+    """Returns method and path of the routes."""
     return {(method, one.path) for one in app.routes for method in getattr(one, "methods", None) or ()}
 
 
 def variables() -> set[str]:
-    """vLLM's environment variables in what we ship."""
+    """Returns vLLM's environment variables in shipped files."""
     texts = [file.read_text() for file in _shipped(".py", ".sh", ".yaml")]
     found = {name for text in texts for name in re.findall(r"[\"' ](VLLM_[A-Z0-9_]+)[\"'=:]", text)}
     return found - {"VLLM_RESERVED"}
 
 
 def shipped_options() -> set[str]:
-    """Flags of vLLM's server that a shipped command, a message or a page has, and those whose values we read."""
+    """Returns flags of vLLM's server in a shipped command, a message or a page, and flags whose values this project
+    reads."""
     texts = [file.read_text() for file in _shipped(".sh", ".yaml", ".md", ".py")]
     found = {name for text in texts for name in re.findall(r"--vllm-([a-z0-9-]+[a-z0-9])\b", text)}
     read = {name for text in texts for name in re.findall(r"backend_args(?:\.get\(|\[)\"(\w+)", text)}

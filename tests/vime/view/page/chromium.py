@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of the page, driven by its DevTools protocol. Needs `chromium` on PATH."""
+"""Runs a headless Chromium for tests of the page through its DevTools protocol. It needs `chromium` on PATH."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 class Chromium:
-    """`async with Chromium() as tab`: one tab. The browser has no network but loopback."""
+    """`async with Chromium() as tab` opens one tab. The browser has no network except loopback."""
 
     def __init__(
         self, width: int = 1280, height: int = 900, *, phone: bool = False, dark: bool = False
@@ -27,7 +27,7 @@ class Chromium:
         self._numbers = itertools.count(1)
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.errors: list[str] = []
-        """What the page threw or logged as an error, the policy's refusals included."""
+        """Errors that the page threw or logged, including those of the content security policy."""
 
     async def __aenter__(self) -> Chromium:
         program = next((found for name in NAMES if (found := shutil.which(name))), None)
@@ -83,7 +83,7 @@ class Chromium:
             pass
 
     async def call(self, method: str, **params: object) -> dict[str, Any]:
-        """Call a method of the DevTools protocol and return its result."""
+        """Calls a method of the DevTools protocol and returns its result."""
         number = next(self._numbers)
         await self._socket.send_json({"id": number, "method": method, "params": params})
         while True:
@@ -105,14 +105,14 @@ class Chromium:
         await self.call("Page.navigate", url=address)
 
     async def run(self, script: str) -> Any:
-        """The value of an expression, awaited if it is a promise. True for an element."""
+        """Returns the value of an expression, awaited if it is a promise. The value of an element is True."""
         asked = f"Promise.resolve({script}).then((found) => found instanceof Node || found)"
         found = await self.call("Runtime.evaluate", expression=asked, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     async def until(self, script: str, seconds: float = 20) -> Any:
-        """Wait until an expression is true, and return its value."""
+        """Waits until an expression is true, and returns its value."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         while not (value := await self.run(script)):
@@ -123,7 +123,7 @@ class Chromium:
         return value
 
     async def key(self, name: str, *, shift: bool = False) -> None:
-        """Press a key: "ArrowLeft", "Enter", "a"."""
+        """Presses a key: "ArrowLeft", "Enter", "a"."""
         text = {"text": name} if len(name) == 1 else {"text": "\r"} if name == "Enter" else {}
         codes = {"Enter": 13, "Tab": 9, "Escape": 27, "Home": 36, "End": 35, "PageDown": 34}
         common = {"key": name, "modifiers": 8 * shift, "windowsVirtualKeyCode": codes.get(name, 0)}

@@ -1,4 +1,4 @@
-"""Run directories for tests of the page, written by what writes them in a run."""
+"""Writes run directories for tests of the page, with the code that writes them in a run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ WORDS = ("The", " sum", " of", " two", " numbers", " is", " 12", "\n", " and", "
 def make_run(
     run_dir: Path, steps: int = 3, state: str = "finished", lr: float = 1e-3, pid: int | None = None
 ) -> Path:
-    """A run with `steps` steps, one engine and one trainer rank. `state`: finished, running, failed. `pid`: of its
-    driver."""
+    """Writes a run with `steps` steps, one engine and one trainer rank. `state`: finished, running, failed. `pid`:
+    the driver's."""
     run_dir.mkdir(parents=True)
     driver, engines, trainer, rollouts = (
         Events(name, str(run_dir)) for name in ("driver", "engines", "trainer-0", "rollout")
@@ -66,7 +66,7 @@ def make_run(
 def make_samples(
     run_dir: Path, rollout: int, prompts: Sequence[str], tokens: int = 6, trained: bool = True
 ) -> None:
-    """Samples of a rollout: the second half of each response is a tool's."""
+    """Writes samples of a rollout, in which each response's second half comes from a tool."""
     samples = []
     for place, prompt in enumerate(prompts):
         ids = [(place + i) % len(WORDS) for i in range(tokens)]

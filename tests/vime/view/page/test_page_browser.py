@@ -1,4 +1,4 @@
-"""The page of `vime ui` in headless Chromium: what people see, keyboard, phone width, 10,000 samples, texts as text."""
+"""The page of `vime ui` in headless Chromium: its content, keyboard, phone width, 10,000 samples, texts as text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SCROLL = """new Promise((done) => {
 
 
 def in_browser(runs: list[Path], steps: Steps, **look: Any) -> None:
-    """Show the page of `runs`, and call `steps(tab, address without the key)`. The page may throw no error."""
+    """Shows the page of `runs`, and calls `steps(tab, address without the key)`. The page may throw no error."""
 
     async def go() -> None:
         server = PageServer(open_runs(runs))
@@ -58,7 +58,7 @@ def in_browser(runs: list[Path], steps: Steps, **look: Any) -> None:
 
 def test_curves_of_runs_and_their_values_by_keys(tmp_path: Path) -> None:
     async def steps(tab: Chromium, base: str) -> None:
-        assert await tab.run("location.search") == ""  # the key is in no history
+        assert await tab.run("location.search") == ""  # the key is not in the history
         cards = await tab.run("[...document.querySelectorAll('.run')].map((card) => card.innerText)")
         assert "finished" in cards[0] and "the loss must be finite, got nan" in cards[1]
         assert "3 of 5 rollouts trained" in cards[0]
@@ -125,7 +125,8 @@ def test_texts_of_samples_are_shown_as_text(tmp_path: Path) -> None:
 
 
 def write_answers(run: Path) -> None:
-    """A group of four answers: one turn, two turns with a tool, one that is cut, and two conversations of an agent."""
+    """Writes a group of four answers: one turn, two turns with a tool, one that is cut, and two conversations of an
+    agent."""
     ids, words = [0, 1, 2, 3, 4, 5], len(WORDS)
     made = [
         Sample(

@@ -1,4 +1,4 @@
-"""What `vime ui` reads from run directories: state, curves, timeline, samples, settings, and what it refuses."""
+"""The data that `vime ui` reads from run directories: state, curves, timeline, samples, settings; and its errors."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_timeline_has_a_lane_for_each_process_and_device(tmp_path: Path) -> 
     for step in range(3):
         assert ("rollout", 0, "rollout", step) in spans
         assert ("trainer-0", 0, "train", step) in spans
-        assert ("trainer-0", 1, "actor_train", step) in spans  # inside of the other
+        assert ("trainer-0", 1, "actor_train", step) in spans  # one span contains the other
     assert {name for source, _, name, _ in spans if source == "engine-0"} == {"starting", "serving"}
     assert all(0 <= begin <= end <= timeline["end"] for _, _, _, begin, end, _ in timeline["spans"])
     marks = [(lanes[lane][0], kind, text) for lane, _, kind, text in timeline["marks"]]
@@ -258,7 +258,7 @@ def test_a_link_out_of_the_samples_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_stands_for_all_runs_below_it(tmp_path: Path) -> None:
-    """By name, not into a run, and not through links; a folder without runs is the error of before."""
+    """Runs are found by name, not inside a run, and not through links. A folder without runs is an error."""
     for name in ("b/grpo", "a", "b/deep/er/one"):
         make_run(tmp_path / "runs" / name)
     make_run(tmp_path / "runs/a/inside")
@@ -289,7 +289,7 @@ except ValueError as error:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "config.json"])
 def test_a_run_of_another_user_that_may_not_be_read(name: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are open to their user alone
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are open to their user only
         Path(folder).chmod(0o755)
         run_dir = make_run(Path(folder, "run"))
         (run_dir / name).chmod(0o600)

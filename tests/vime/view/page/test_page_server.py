@@ -1,4 +1,4 @@
-"""The server and the exported file of `vime ui`: who may ask, what they get, and that texts stay texts."""
+"""The server and the exported file of `vime ui`: access, answers, and texts that stay texts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Steps = Callable[[aiohttp.ClientSession, str], Awaitable[None]]
 
 
 def with_server(runs: list[Path], steps: Steps) -> None:
-    """Start the server of `runs`, and call `steps(client, address with the key)`. The client keeps cookies."""
+    """Starts the server of `runs`, and calls `steps(client, address with the key)`. The client keeps cookies."""
 
     async def go() -> None:
         server = PageServer(open_runs(runs))
@@ -156,7 +156,7 @@ def test_the_page_of_a_run_that_disappears_says_so(tmp_path: Path) -> None:
         (runs[0] / "events.jsonl").write_text(
             '{"time": 1.0, "source": "x", "kind": "journal", "version": 99}\n'
         )
-        await asyncio.sleep(0.3)  # what is read quickly is kept for as short a time
+        await asyncio.sleep(0.3)  # an answer that is read quickly is cached for an equally short time
         async with client.get(address.replace("/?", "/api/runs?")) as answer:
             first, second = await answer.json()
         assert (first["state"], second["state"]) == ("unknown", "finished")

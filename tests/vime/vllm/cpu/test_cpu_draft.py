@@ -1,4 +1,4 @@
-"""The sampling parameters of drafted tokens on CPUs. That log-probs are right: e2e/test_engine_draft.py."""
+"""The sampling parameters of drafted tokens on CPUs. e2e/test_engine_draft.py tests their log-probs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vime.vllm.cpu import draft as cpu_draft
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
 def test_repeats_into_the_output(dtype: torch.dtype) -> None:
-    """Requests with two, none, one and three drafted tokens; a greedy one has the temperature 0."""
+    """The requests have two, no, one and three drafted tokens; a greedy request has the temperature 0."""
     output = torch.full((6,), -7, dtype=dtype)
     values = torch.tensor([3, 5, 0, 2], dtype=dtype)
     counts = torch.tensor([2, 2, 3, 6], dtype=torch.int32)
@@ -23,7 +23,7 @@ def test_repeats_into_the_output(dtype: torch.dtype) -> None:
 
 
 def test_keeps_fractions() -> None:
-    """Temperature and top-p are no integers, although vLLM's form for CPUs takes them as such."""
+    """Temperature and top-p are not integers, although vLLM's CPU function treats them as such."""
     output = torch.empty(3)
     cpu_draft.expand(output, torch.tensor([0.7, 0.95]), torch.tensor([1, 3]), 0, 0)
     assert torch.equal(output, torch.tensor([0.7, 0.95, 0.95]))
@@ -32,7 +32,7 @@ def test_keeps_fractions() -> None:
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM is built for GPUs")
 @pytest.mark.skipif(find_spec("vllm.triton_utils.dispatcher") is None, reason="this vLLM drafts on GPUs only")
 def test_vllm_registers_this_form() -> None:
-    """A worker reads it from this place when it starts, by the names of vLLM's own arguments."""
+    """A worker reads the function from here when it starts, with the names of vLLM's own arguments."""
     from vllm.triton_utils import dispatcher
 
     current_platform.register_triton_kernel_overrides()

@@ -1,4 +1,4 @@
-"""The settings of an engine on CPUs. A real one that is forked: tests/e2e/engines/test_engine_start.py."""
+"""The settings of an engine on CPUs. tests/e2e/engines/test_engine_start.py has a real engine that is forked."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_model_with_a_state_is_served_without_a_cache_of_prefixes():
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_vllm_keeps_the_start_method(method):
-    """In a process of its own, as vLLM's CPU platform sets many variables."""
+    """The test uses a child process, because vLLM's CPU platform sets many variables."""
     program = (
         "import os; from vime.vllm import patches; [patches.apply('server on CPUs') for _ in range(2)]\n"
         "from vllm.config import VllmConfig, CacheConfig, DeviceConfig\n"

@@ -15,7 +15,7 @@ from vime.vllm.cpu.experts import all_gatherv, local_choice, reduce_scatterv
 
 
 def test_a_rank_computes_its_own_experts_only() -> None:
-    """Experts 1 and 3 are this rank's 0 and 1. The others weigh nothing."""
+    """Experts 1 and 3 are this rank's 0 and 1. The other experts have no weight."""
     weights, ids = torch.tensor([[0.7, 0.3], [0.6, 0.4]]), torch.tensor([[3, 0], [2, 1]], dtype=torch.int32)
     mine, local = local_choice(torch.tensor([-1, 0, -1, 1], dtype=torch.int32), weights, ids)
     torch.testing.assert_close(mine, torch.tensor([[0.7, 0.0], [0.0, 0.4]]), rtol=0, atol=0)
@@ -23,7 +23,7 @@ def test_a_rank_computes_its_own_experts_only() -> None:
 
 
 def of_ranks(call: Callable[[Any, int], Any], ranks: int) -> list[Any]:
-    """`call(communicator, rank)` in a thread per rank. Their communicators add up over the threads."""
+    """Runs `call(communicator, rank)` in a thread per rank. Their communicators sum over the threads."""
     meet, given, results = threading.Barrier(ranks), [torch.empty(0)] * ranks, [None] * ranks
 
     def work(rank: int) -> None:

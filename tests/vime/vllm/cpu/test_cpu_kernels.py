@@ -37,7 +37,7 @@ print(used[1] - used[0])
 
 
 def grown_mib(**given: str) -> float:
-    """What steps of 101 to 300 tokens add to the memory of a process that had those of 1 to 100."""
+    """Returns the memory that steps of 101 to 300 tokens add to a process, after steps of 1 to 100 tokens."""
     env = {**os.environ, **environment(given, 1, eager=True)}
     done = subprocess.run(
         [sys.executable, "-c", GROWTH], env=env, capture_output=True, text=True, timeout=120

@@ -1,4 +1,4 @@
-"""Memory that an engine on CPUs gives back or never takes. A real engine's cache: tests/e2e/engines/test_engine.py."""
+"""Memory that an engine on CPUs frees or never takes. tests/e2e/engines/test_engine.py tests a real engine's cache."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ print(loaded, before, after)
 
 
 def resident_mib() -> float:
-    """Of this process, without files."""
+    """Returns the resident memory of this process, without files."""
     rows = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
     return next(int(row.split()[1]) for row in rows if row.startswith("Anonymous:")) / 1024
 
@@ -64,7 +64,7 @@ def test_pages_of_a_tensor_become_zeros_that_take_no_memory() -> None:
     layers = torch.ones(2, 32 * MIB, dtype=torch.int8)
     other = torch.full((32 * MIB,), 5, dtype=torch.int8)
     before = resident_mib()
-    drop_pages([layers[0], [layers[1], layers]])  # views of one storage
+    drop_pages([layers[0], [layers[1], layers]])  # views of the same storage
     assert before - resident_mib() > 60
     whole = layers.view(-1)[4096:-4096]  # the storage may begin and end within a page
     assert not whole.any() and (other == 5).all()

@@ -1,4 +1,4 @@
-"""The import of vision code without torchvision, in a process of its own. A real engine with it: qwen3-5 in
+"""The import of vision code without torchvision, in a child process. A real engine that uses it: qwen3-5 in
 tests/e2e/engines/test_engine_families.py."""
 
 from __future__ import annotations

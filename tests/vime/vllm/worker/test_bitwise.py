@@ -1,5 +1,5 @@
-"""vLLM's layers with the operators of rl_kernel.invariant: which modules of a real model are not ours, and the names
-of vLLM that are strings. Whole runs are in tests/e2e/examples/test_train_bitwise.py."""
+"""vLLM's layers with the operators of rl_kernel.invariant: modules of a real model without replacement, and names of
+vLLM that are strings. tests/e2e/examples/test_train_bitwise.py has whole runs."""
 
 from __future__ import annotations
 
@@ -182,7 +182,8 @@ def test_classes_that_are_named_by_a_string_are_in_vllm(source: Path) -> None:
     "given", [(), ("--max-cudagraph-capture-size", "64"), ("--cudagraph-capture-sizes", "1", "2")]
 )
 def test_who_chooses_the_steps_that_are_graphs_chooses_all(given: tuple[str, ...]) -> None:
-    """vLLM refuses sizes in --compilation-config beside each of these flags, --sglang-cuda-graph-max-bs for example."""
+    """vLLM does not accept sizes in --compilation-config together with these flags, for example
+    --sglang-cuda-graph-max-bs."""
     paths = {"model_path": "m", "run_key": "k", "log_path": "l", "weight_dir": "/w"}
     spec = VllmSpec(**paths, device="cuda", bitwise=("head",), vllm_argv=("--max-num-seqs", "8", *given))
     parsed = vllm_parser().parse_args(VllmServer(spec).command()[4:])

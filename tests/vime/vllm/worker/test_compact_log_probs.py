@@ -1,4 +1,4 @@
-"""Which requests get their log-probs as numbers alone, and that others get vLLM's own. By HTTP: e2e/test_engine.py."""
+"""Requests that get their log-probs as numbers only, and others that get vLLM's own. By HTTP: e2e/test_engine.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vime.vllm import patches
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    """As in a server's process, and undone after the test."""
+    """Installs it as in a server's process, and undoes it after the test."""
     with bridges.applied(*patches.PATCHES["server"]):
         yield
 

@@ -1,4 +1,4 @@
-"""The key in front of every route, and which versions of the weights an answer names."""
+"""The key in front of every route, and the weight versions in an answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AUTHORIZED = [(b"authorization", b"Bearer secret")]
 
 
 class ProtectedApp:
-    """The middleware around an app that says which path reached it, and can be held."""
+    """The middleware around an app that reports the path of its request, and that a test can hold back."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("VIME_RUN_KEY", KEY)
@@ -124,7 +124,7 @@ def test_with_the_key_all_is_reached(app: ProtectedApp) -> None:
 def test_an_empty_cache_on_cpus_is_returned_while_the_engine_is_paused(
     app: ProtectedApp, monkeypatch: pytest.MonkeyPatch, path: str, is_paused: bool, is_empty: bool
 ) -> None:
-    """Keys and values that a request still has would become zeros."""
+    """Otherwise keys and values of a waiting request would become zeros."""
     from vllm import platforms
 
     monkeypatch.setattr(platforms.current_platform, "is_cpu", lambda: True)
@@ -150,7 +150,7 @@ def test_the_router_path_is_stripped_and_opens_health_alone(app: ProtectedApp) -
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/inference/v1/generate", "/reads"])
 def test_no_body_is_kept_without_the_key_or_beyond_its_bound(app: ProtectedApp, path: str) -> None:
     piece = bytes(1 << 20)
-    app.pieces = itertools.repeat(piece)  # endless
+    app.pieces = itertools.repeat(piece)  # it never ends
     assert app.status_of(path, [], method="POST") == 401 and app.taken == 0
     length = (b"content-length", str(LARGEST_BODY_BYTES + 1).encode())
     assert app.status_of(path, [*AUTHORIZED, length], method="POST") == 413 and app.taken == 0
@@ -184,7 +184,7 @@ def test_a_malformed_challenge_is_refused(app: ProtectedApp, challenge: str) -> 
 
 
 def test_the_proof_of_a_server_is_of_its_key_and_address(app: ProtectedApp) -> None:
-    """Without the key, on this route alone."""
+    """It needs no key, and only this route has it."""
     app.query = f"challenge={'ab' * 32}".encode()
     assert app.status_of("/vime_proof", []) == 200
     assert app.body == proof(KEY, "AB" * 32, "127.0.0.1", 8000).encode()
@@ -255,7 +255,7 @@ def test_each_adapter_has_versions_of_its_own(app: ProtectedApp) -> None:
         ]
         return found
 
-    # a request without a name is told of the last update
+    # A request without a name gets the version of the last update.
     assert asyncio.run(run()) == [b"-1,7", b"-1", b"-1,0", b"7", b"-1", b"0"]
     assert sorted(app.models.lora_requests) == ["a", "b"]
 
@@ -270,7 +270,7 @@ def test_adapters_are_updated_one_after_the_other(app: ProtectedApp, monkeypatch
         assert await ask("/pause", b"a") == 200
         waiting = asyncio.create_task(ask("/pause", b"b"))
         await asyncio.sleep(0.05)
-        assert await ask("/resume", b"b") == 200  # of a run that has just begun, say
+        assert await ask("/resume", b"b") == 200  # for example for a run that has just begun
         assert app.reached == ["/pause"] and not waiting.done()
         assert await ask("/pause", b"a") == 200 and await ask("/resume", b"a") == 200
         assert await waiting == 200

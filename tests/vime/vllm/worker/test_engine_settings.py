@@ -1,4 +1,4 @@
-"""The settings of an engine's workers, in vLLM's flag and with the user's own value of that flag."""
+"""The settings of an engine's workers, in vLLM's flag and together with the user's value of that flag."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETTINGS = {"gate": "/run/gate", "temperature": 0.7, "routed_experts": True, "bi
 
 
 def config(flags: list[str]) -> Any:
-    """As vLLM's configuration has the flag."""
+    """Returns the flag as vLLM's configuration has it."""
     return SimpleNamespace(additional_config=json.loads(flags[1]) if flags else {})
 
 

@@ -1,4 +1,5 @@
-"""What a server reads of a request for a group of samples, and what it answers. With an engine: e2e/test_engine.py."""
+"""The fields that a server reads from a request for a group of samples, and its answers. With an engine:
+e2e/test_engine.py."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def body(
 
 def test_each_sample_has_its_own_parameters_and_those_of_all() -> None:
     each = [{"seed": 3, "max_tokens": 4}, {"seed": 5, "max_tokens": 2}]
-    # `echo` is one of the fields that the router adds
+    # `echo` is one of the fields that the router adds.
     request = GroupRequest(body([1, 2], each, {"temperature": 0.5}, echo=False), 6, 50)
     found = [(p.seed, p.max_tokens, p.temperature, p.flat_logprobs) for p in request.samples]
     assert found == [(3, 4, 0.5, True), (5, 2, 0.5, True)]
@@ -42,7 +43,7 @@ def test_each_sample_has_its_own_parameters_and_those_of_all() -> None:
 
 
 def test_a_response_is_cut_to_a_context_that_the_client_does_not_know() -> None:
-    """That of --max-model-len auto."""
+    """The context is that of --max-model-len auto."""
     each = [{"max_tokens": 9, "min_tokens": 7}, {"max_tokens": 3}, {}]
     request = GroupRequest(body([1, 2], each), 6, 50, cuts=True)
     assert [(p.max_tokens, p.min_tokens) for p in request.samples] == [(4, 4), (3, 0), (4, 0)]
@@ -90,7 +91,7 @@ def test_what_sampling_kept_of_each_token() -> None:
     flat.append_fast([7, 7, 9, 4], [half, half, half, cut], iter([1, 1, 2, 3]), iter([None] * 4))
     flat.append_fast(
         [3, 8, 9], [-1.5, -1.0, -1.2], iter([4, 1, 2]), iter([None] * 3)
-    )  # more ids have the rest
+    )  # more ids have the remaining probability
     flat.append_fast([5, 5, 6], [0.0, 0.0, cut], iter([1, 1, 2]), iter([None] * 3))
     made = CompletionOutput(0, "text", [7, 3, 5], None, flat, finish_reason="length")
     attach(made, [Span(1, 0, 3)])
@@ -157,7 +158,8 @@ def test_times_are_in_seconds_and_missing_where_vllm_has_none() -> None:
 
 
 def test_a_fault_of_the_engine_breaks_the_answer() -> None:
-    """The client sees no answer and retries. A double: a real engine cannot be made to fail in one request."""
+    """The client gets no answer and retries. The test uses a double, because it cannot make a real engine fail in one
+    request."""
 
     async def generate(*_: Any, **__: Any) -> AsyncIterator[Any]:
         raise RuntimeError("out of memory")

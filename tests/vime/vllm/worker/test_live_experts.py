@@ -1,4 +1,4 @@
-"""Which experts and rows a rank of an engine compares. Real engines: tests/e2e, tests/gpu."""
+"""The experts and rows that a rank of an engine compares. Real engines: tests/e2e, tests/gpu."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def test_a_rank_has_the_experts_of_its_map() -> None:
 
 
 def test_the_ranks_of_an_engine_compare_every_expert_once() -> None:
-    """vLLM deals experts out in runs or in turn. In both ways, what a rank does not have the others have."""
+    """vLLM distributes experts in runs or in turn. In both cases, the other ranks have the experts that a
+    rank lacks."""
     update = {f"model.layers.0.mlp.experts.{e}.w1.weight" for e in range(4)}
     for maps in ([[0, 1, -1, -1], [-1, -1, 0, 1]], [[0, -1, 1, -1], [-1, 0, -1, 1]]):
         own = [experts_of_rank(layer(of_rank), 2) for of_rank in maps]
@@ -40,7 +41,8 @@ def test_the_ranks_of_an_engine_compare_every_expert_once() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_tensor_of_files_that_is_several_projections_of_vllm(rank: int) -> None:
-    """Qwen3.5 on two ranks: files have q, k and v in one tensor, and z in another. vLLM has all four in one matrix."""
+    """Qwen3.5 runs on two ranks. Its files have q, k and v in one tensor, and z in another. vLLM has all four in one
+    matrix."""
     q, k, v, z = (torch.randn(rows, 3) for rows in (4, 4, 8, 8))
     module = nn.Module()
     module.in_proj_qkvz = nn.Module()

@@ -1,4 +1,4 @@
-"""Weights in blocks of fp8 against the plain ones of an update. In a real engine: e2e/test_engine_fp8.py."""
+"""Compares weights in blocks of fp8 with the plain weights of an update. In a real engine: e2e/test_engine_fp8.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = [100, 60, 40]
 
 @pytest.fixture
 def weight() -> torch.Tensor:
-    """fp32, as a trainer's, over two blocks of rows and two of columns, one of them tiny."""
+    """Returns fp32 weights, like a trainer's, over two blocks of rows and two of columns, one of which is tiny."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(200, 130, generator=generator)
     weight[128:, 128:] *= 1e-6
@@ -48,7 +48,7 @@ def test_one_code_that_is_not_the_nearest_is_found(weight: torch.Tensor) -> None
 
 @pytest.mark.parametrize("factor", [0.5, 4.0])
 def test_scales_of_other_weights_are_found(weight: torch.Tensor, factor: float) -> None:
-    """Codes that fit such scales are coarser than they need to be, or cut off."""
+    """Codes for such scales are coarser than necessary, or clipped."""
     linear = layer(weight.bfloat16(), [200])
     linear.weight_scale_inv[0, 0] *= factor
     scales = spread(linear.weight_scale_inv, BLOCK, weight.shape)
@@ -58,7 +58,7 @@ def test_scales_of_other_weights_are_found(weight: torch.Tensor, factor: float) 
 
 
 def test_scales_of_powers_of_two_are_kept(weight: torch.Tensor) -> None:
-    """DeepGEMM has such scales on some GPUs: up to twice as large."""
+    """DeepGEMM has such scales on some GPUs, up to twice as large."""
     linear = layer(weight.bfloat16(), [200])
     linear.weight_scale_inv = torch.exp2(linear.weight_scale_inv.log2().ceil())
     scales = spread(linear.weight_scale_inv, BLOCK, weight.shape)

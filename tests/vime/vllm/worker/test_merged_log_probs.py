@@ -1,4 +1,4 @@
-"""Log-probs of a step, through vLLM's own packing. That engines answer with the right ones: e2e/test_engine.py."""
+"""Log-probs of a step, through vLLM's own packing. e2e/test_engine.py tests the values in engines' answers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from vime.vllm.worker import merged_log_probs
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    """As in a server's process, and undone after the test."""
+    """Installs it as in a server's process, and undoes it after the test."""
     with bridges.applied(*patches.PATCHES["server"]):
         yield
 
 
 def lists(log_probs: list[float], *, width: int = 1) -> LogprobsLists:
-    """Of one request: a row a token, the sampled one first."""
+    """Returns the lists of a single request: a row per token, the sampled token first."""
     rows = np.array(log_probs, np.float32)[:, None].repeat(width, 1)
     return LogprobsLists(np.arange(rows.size).reshape(rows.shape), rows, np.arange(len(rows)) + 3, None)
 
 
 def through_the_socket(each: list[LogprobsLists | None]) -> tuple[list[LogprobsLists | None], int]:
-    """What the process that speaks HTTP gets of a step's outputs, and the arrays that were packed for it."""
+    """Returns a step's outputs as the HTTP process receives them, and the arrays that were packed for it."""
     outputs = EngineCoreOutputs(
         outputs=[
             EngineCoreOutput(request_id=str(i), new_token_ids=[i], new_logprobs=found)
@@ -60,10 +60,10 @@ def same(got: LogprobsLists | None, sent: LogprobsLists | None) -> bool:
     "each, arrays",
     [
         ([lists([-0.5]), lists([-0.25, -1.0]), lists([float("-inf")])], 3),
-        ([None, lists([-0.5]), None, lists([-2.0])], 3),  # of the first request nobody wants any
-        ([lists([-0.5]), lists([-0.25], width=3)], 6),  # another token's log-probs too: vLLM's own way
+        ([None, lists([-0.5]), None, lists([-2.0])], 3),  # the first request asks for no log-probs
+        ([lists([-0.5]), lists([-0.25], width=3)], 6),  # another token's log-probs too, in vLLM's own way
         ([lists([-0.5]), None], 3),
-        ([lists([-0.5 * i]) for i in range(1, 300)], 3),  # arrays that vLLM would send as frames of their own
+        ([lists([-0.5 * i]) for i in range(1, 300)], 3),  # vLLM would send these arrays as separate frames
         ([None, None], 0),
         ([], 0),
     ],

@@ -1,4 +1,4 @@
-"""Rows of experts in an answer: read, cut where the server knows no start, refused where they are not the tokens'."""
+"""Rows of experts in an answer: read, cut if the server has no start, and an error if they do not match the tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sleeping on a GPU that others use. Its start gate: tests/e2e/engines/test_engine_start.py, with a real server."""
+"""Sleep on a GPU with other users. tests/e2e/engines/test_engine_start.py tests its start gate with a real server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vime.vllm.worker.workers import RunWorker
 
 
 def test_vllm_says_so_at_the_end_of_sleep():
-    """What is let through is the last thing that the installed vLLM's worker does, but for its log line."""
+    """The allowed check is the last statement of the installed vLLM's worker before its log line."""
     (sleep,) = ast.parse(textwrap.dedent(inspect.getsource(Worker.sleep))).body
     assert isinstance(sleep, ast.FunctionDef)
     *_, check, log = sleep.body
@@ -40,7 +40,7 @@ def test_a_worker_waits_for_its_gate_and_sleeps(tmp_path, monkeypatch):
     did = []
 
     class Device:
-        """In place of vLLM's worker, which needs a GPU."""
+        """A stand-in for vLLM's worker, which needs a GPU."""
 
         model_runner = None
 

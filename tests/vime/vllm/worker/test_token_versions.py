@@ -1,4 +1,4 @@
-"""Which weights sampled which tokens, through vLLM's own record of requests. With an engine: e2e/engines."""
+"""Each sampled token's weight version, through vLLM's own record of requests. With an engine: e2e/engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vime.vllm.worker.token_versions import Span, TokenVersions, spans, spans_of
 
 
 class Server:
-    """vLLM's process of a server, without an engine: what would come from the engine's process is put in its queue."""
+    """vLLM's process of a server without an engine; the test puts the engine's messages into its queue."""
 
     def __init__(self) -> None:
         self.versions = TokenVersions()
@@ -46,7 +46,7 @@ class Server:
         self.llm.output_processor.add_request(request, None, None, 0, self.answers[name])
 
     def step(self, *names: str, tokens: int = 1, ends: bool = False) -> None:
-        """What the engine sends after a step. It is counted later, in a task of vLLM's."""
+        """Sends an engine's outputs of a step. A task of vLLM counts them later."""
         reason = FinishReason.LENGTH if ends else None
         outputs = [EngineCoreOutput(name, list(range(tokens)), finish_reason=reason) for name in names]
         self.queue.put_nowait(EngineCoreOutputs(outputs=outputs))
@@ -70,7 +70,7 @@ def test_every_token_has_the_version_that_was_live_when_it_came() -> None:
         server.ask("a")
         server.ask("b")
         server.step("a", tokens=3)
-        await server.change(4)  # at once: the three tokens are still in the queue
+        await server.change(4)  # this comes at once: the three tokens are still in the queue
         assert server.queue.empty()
         server.ask("c")
         server.step("a", "b", "c")
@@ -167,7 +167,7 @@ def test_a_handler_that_has_ended_is_not_waited_for() -> None:
         ((), 0, [(7, 0, 0)]),
         (((5, 0), (6, 2)), 3, [(6, 0, 2), (7, 2, 3)]),
         (((5, 2), (6, 2)), 2, [(5, 0, 2)]),
-        (((5, 4),), 3, [(5, 0, 3)]),  # a stop string took tokens back
+        (((5, 4),), 3, [(5, 0, 3)]),  # a stop string removed tokens
     ],
 )
 def test_spans_have_no_gaps_and_none_is_empty(notes: Any, tokens: int, expected: Any) -> None:

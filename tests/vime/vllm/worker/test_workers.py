@@ -1,4 +1,4 @@
-"""A model served at a temperature: vLLM's own layer, without an engine. The example's teacher is a real one."""
+"""A model served at a temperature: vLLM's own layer, without an engine. The example's teacher is a real engine."""
 
 from __future__ import annotations
 
