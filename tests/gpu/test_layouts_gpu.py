@@ -1,10 +1,10 @@
 """Whole runs on two GPUs in five layouts at the same time: each process's GPUs, and the weights of the engines.
 
-  tensor   trainer TP 2 with sequence parallelism, one engine TP 2 on the same two GPUs; weights by shared memory
-  data     trainer DP 2, two engines of one GPU, each on a trainer's GPU; weights by shared memory
-  apart    one trainer on the first GPU, one engine on the second; weights by NCCL
-  experts  trainer EP 2 and one engine whose two ranks share the experts; weights by shared memory
-  stages   trainer PP 2 with two virtual stages per rank, two engines of one GPU; weights by shared memory
+    tensor   trainer TP 2 with sequence parallelism, one engine TP 2 on the same two GPUs; weights by shared memory
+    data     trainer DP 2, two engines of one GPU, each on a trainer's GPU; weights by shared memory
+    apart    one trainer on the first GPU, one engine on the second; weights by NCCL
+    experts  trainer EP 2 and one engine whose two ranks share the experts; weights by shared memory
+    stages   trainer PP 2 with two virtual stages per rank, two engines of one GPU; weights by shared memory
 
 Each engine compares all of its weights with the trainer's after every update (--check-weight-update-equal). The
 engines' memory is given in bytes, because vLLM's own measurement would count the other runs' memory. All layouts take

@@ -57,7 +57,7 @@ def by_definition(query, key, value, decay, beta) -> torch.Tensor:
 
 
 def test_delta_rule_is_its_definition():
-    """The test compares values and gradients of a packed row, with sequences of several chunks and of a single token."""
+    """The test compares values and gradients of a packed row, whose sequences have several chunks or a single token."""
     layout, inputs = packed_layout(token_slice(LENGTHS), "cpu"), columns(sum(LENGTHS))
     got = padded_delta_rule(*inputs, layout)
     wanted = torch.cat(
