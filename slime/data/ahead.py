@@ -1,8 +1,8 @@
-"""Multi-token prediction over a packed row: which token each place reads ahead, and which token it predicts.
+"""Multi-token prediction over a packed row: the token that each index reads ahead, and the token that it predicts.
 
-Depth k of multi-token prediction gets the state of place t and the token of place t + k. It predicts the token of place
-t + k + 1. All of them are of one sequence. Shapes: T packed tokens, P rows of this rank, R response tokens of the
-micro-batch, r of them this rank's.
+Depth k of multi-token prediction reads the state at index t and the token at index t + k, and predicts the token at
+index t + k + 1. All three indices are in one sequence. Shapes: the row has T packed tokens, this rank has P rows, and
+the micro-batch has R response tokens, of which this rank predicts r.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from slime.data.token_slice import TokenSlice, token_slice
 
 @dataclass(frozen=True)
 class Ahead:
-    """What depth k reads and predicts, int64 on the host.
+    """The inputs and targets of depth k, int64 on the host.
 
-    The first k tokens of a sequence are not predicted by its own places, so that a response may lack up to k
-    tokens.
+    No index of a sequence predicts the sequence's first k tokens, so a response may lack up to k targets.
     """
 
     tokens: Tensor
-    """[P]: the token k places after that of each row, 0 where the sequence has ended, and in padding."""
+    """[P]: the token k indices after that of each row, and 0 after the end of the sequence and in padding."""
     rows: Tensor
     """[r]: the rows that predict a response token."""
     targets: Tensor
-    """[r]: these tokens."""
+    """[r]: the predicted response tokens."""
     of_response: Tensor
-    """[r]: their places among all R response tokens."""
+    """[r]: indices of the predicted tokens among all R response tokens."""
 
 
 def unshared(part: TokenSlice, multiple: int) -> TokenSlice:
-    """The rank's part of the row in which no sequence takes its prompt from another one. The last token of a shared
-    prompt has a next token in each sequence."""
+    """Returns the rank's part of the row without shared prompts. The last token of a shared prompt has a different next
+    token in each sequence."""
     return token_slice(part.lengths, multiple=multiple) if part.shares else part
 
 
 def look_ahead(batch: MicroBatch, part: TokenSlice, depth: int) -> Ahead:
-    """`part`: that of `batch`, or `unshared` of it."""
+    """Returns the inputs and targets of depth `depth`. `part` is the part of `batch`, or the result of `unshared` for
+    it."""
     lengths = torch.tensor(part.lengths, dtype=torch.int64)
     ends = lengths.cumsum(0)
     sequence = torch.arange(len(lengths)).repeat_interleave(lengths)

@@ -1,7 +1,8 @@
-"""The locks that `datasets` takes in its cache, with two differences: a wait is said, and it ends.
+"""Replaces the locks that `datasets` takes in its cache. The replacement logs a wait, and its wait ends.
 
-Where flock works, the kernel frees the lock of a process that has ended. Elsewhere the lock is a file (see
-slime.soft_lock), which a process on another host may have left behind: `datasets` would wait for it for ever.
+On a file system with flock, the kernel frees the lock of a process that has ended. On other file systems the lock is a
+file (see slime.soft_lock). A process on another host may have left this file behind, and `datasets` would wait for
+ever.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from slime.soft_lock import has_flock, holder
 
 _SAY_EVERY_S = 10.0
 _LIMIT_S = 300.0
-"""For a lock file whose process cannot be looked at. A copy of a large data set takes minutes."""
+"""Longest wait in seconds for a lock file whose process runs on another host. A copy of a large data set takes
+minutes."""
 
 
 class CacheLock:
-    """`with CacheLock(path):` as `datasets` uses its FileLock. ValueError for a lock file that may be a left one."""
+    """A lock with the interface of the FileLock in `datasets`. ValueError for a lock file whose process may have
+    ended."""
 
     def __init__(self, path: str) -> None:
         from datasets.utils._filelock import FileLock
@@ -64,5 +67,5 @@ class CacheLock:
 
 
 def cache_lock(_: type) -> type[CacheLock]:
-    """In place of the lock that `datasets` takes while it builds a table."""
+    """Returns CacheLock as the class of the lock that `datasets` takes while it builds a table."""
     return CacheLock

@@ -1,8 +1,8 @@
 """The ids that the engine's top-p, top-k or min-p sampling kept for each response token (--replay-kept-tokens).
 
-A sample has them under slime's names, `rollout_top_p_token_ids` and `rollout_top_p_token_offsets`: response token j
-kept ids[offsets[j] : offsets[j + 1]]. A token without ids, such as that of a tool, counts as not cut.
-Shapes: R response tokens of a sample, K ids of the token that kept the most, P rows of a packed micro-batch.
+A sample stores the ids under slime's names, `rollout_top_p_token_ids` and `rollout_top_p_token_offsets`: sampling kept
+ids[offsets[j] : offsets[j + 1]] for response token j. A token without ids, such as a tool's token, counts as not cut.
+Shapes: a sample has R response tokens, the largest set of a token has K ids, and a packed micro-batch has P rows.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from slime.types import Sample, TrainData
 
 COLUMN = "rollout_kept_tokens"
 NONE = -1
-"""Fills the rows."""
+"""Id that fills the rest of a row."""
 
 
 def append(sample: Sample, ids: list[int], counts: list[int]) -> None:
-    """Record what sampling kept for the last tokens of the response: `counts[i]` of `ids` for each."""
+    """Appends the ids that sampling kept for the last tokens of the response. Token i has the next `counts[i]` of
+    `ids`."""
     before = sample.response_length - len(counts)
     offsets = (sample.rollout_top_p_token_offsets or [0] * (before + 1))[: before + 1]
     for count in counts:
@@ -34,8 +35,8 @@ def append(sample: Sample, ids: list[int], counts: list[int]) -> None:
 
 
 def check_answer(sample: Sample, result: GenerateResult, *, cut: bool) -> None:
-    """ValueError, with the sample's name, for an engine's answer without a set for each token. `cut`: top-k keeps so
-    few ids that no set can be larger than was asked for, and an empty one is an error too."""
+    """ValueError, with the sample's name, for an engine's answer without a set for each token. With `cut`, an empty set
+    is an error, too: top-k then keeps fewer ids than the request allows."""
     counts = [] if result.kept is None else result.kept[1]
     empty = counts.count(0) if cut else 0
     if len(counts) == len(result.token_ids) and not empty:
@@ -49,7 +50,8 @@ def check_answer(sample: Sample, result: GenerateResult, *, cut: bool) -> None:
 
 
 def of_sample(sample: Sample) -> np.ndarray:
-    """int32 [R, K], `NONE` after the last id of a token. ValueError without a record."""
+    """Returns the kept ids as int32 [R, K], with `NONE` after the last id of a token. ValueError for a sample without
+    them."""
     ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
     if ids is None or offsets is None or len(offsets) != sample.response_length + 1:
         got = "none" if offsets is None else len(offsets)
@@ -65,8 +67,8 @@ def of_sample(sample: Sample) -> np.ndarray:
 
 
 def figures(samples: Sequence[Sample]) -> dict[str, float]:
-    """Metrics of samples with a record: the mean size of a token's set, and the share of tokens without one. Such a
-    token counts as not cut. Empty without a record."""
+    """Returns metrics of the samples with kept ids: the mean size of a token's set, and the share of tokens without a
+    set. Such a token counts as not cut. The result is empty if no sample has kept ids."""
     counts = [np.diff(s.rollout_top_p_token_offsets) for s in samples if s.rollout_top_p_token_offsets]
     sizes = np.concatenate(counts) if counts else np.zeros(0)
     if not len(sizes):
@@ -82,22 +84,20 @@ def as_tensor(rows: np.ndarray) -> Tensor:
 
 
 def same_width(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The records of all samples with the K of the widest."""
+    """Returns the rows of all samples, padded to the largest K."""
     width = max(x.shape[1] for x in rows)
     return [np.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=NONE) for x in rows]
 
 
 def packed(data: TrainData, samples: list[int], part: TokenSlice) -> Tensor:
-    """This context-parallel rank's rows of the micro-batch of `samples`: int32 [P, K], each what the token after it
-    kept."""
+    """Returns this context-parallel rank's rows for the micro-batch of `samples`, int32 [P, K]. A row has the kept ids
+    of the next token."""
     records: list[Tensor] = [data[COLUMN][i] for i in samples]
     out = torch.full((part.rows, records[0].shape[1]), NONE, dtype=torch.int32)
     row = 0
     for run in part.runs:
         record = records[run.sequence]
-        first = (
-            part.lengths[run.sequence] - len(record) - 1
-        )  # the place that predicts the first response token
+        first = part.lengths[run.sequence] - len(record) - 1  # index that predicts the first response token
         begin, end = max(run.start, first), min(run.stop, first + len(record))
         if begin < end:
             out[row + begin - run.start : row + end - run.start] = record[begin - first : end - first]
@@ -106,7 +106,8 @@ def packed(data: TrainData, samples: list[int], part: TokenSlice) -> Tensor:
 
 
 def of_rows(columns: Mapping[str, Tensor], rows: Tensor) -> KeptTokens | None:
-    """The ids that sampling kept for the tokens that `rows` [r] of a micro-batch predict; None where it has none."""
+    """Returns the ids that sampling kept for the tokens that `rows` [r] of a micro-batch predict. Returns None if the
+    micro-batch has no kept ids."""
     found = columns.get(COLUMN)
     if found is None:
         return None

@@ -1,5 +1,5 @@
-"""Where a chat template begins, and whether it reads tools. Owns the warnings about prompts that a template spoils: it
-renders without an error, and the model reads another text than the user thinks."""
+"""Finds the beginning of a chat template's text, and checks if the template reads tools. Owns the warnings about
+prompts that a template renders without an error, but into another text than the user expects."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def openings(self) -> list[str]:
-        """Texts with which a rendered conversation begins: up to the first user's or system's words, and its first
-        special token."""
+        """Texts with which a rendered conversation begins: the text before the first user's or system's message, and
+        the first special token."""
         found = set()
         for messages in ([_USER], [_SYSTEM, *_ASKED]):
             before, mark, _ = self._render(messages, None).partition(_MARK)
@@ -74,12 +74,12 @@ class ChatTemplate:
 
     @functools.cached_property
     def reads_tools(self) -> bool:
-        """Whether the model reads the tools of a conversation. True where the template cannot render one."""
+        """True if the model reads the tools of a conversation, or if the template cannot render a conversation."""
         text = self._render(_ASKED, _TOOL)
         return not text or text != self._render(_ASKED, None)
 
     def doubled(self, contents: Iterable[str]) -> str | None:
-        """The opening with which the first such content begins."""
+        """Returns the opening of the first content that begins with an opening, or None."""
         return next(
             (one for text in contents for one in self.openings if text.lstrip()[: len(one)] == one),
             None,
@@ -89,7 +89,7 @@ class ChatTemplate:
     def _special(self) -> list[str]:
         added = getattr(
             self._tokenizer, "added_tokens_decoder", {}
-        ).values()  # Mistral's own tokenizer has none
+        ).values()  # Mistral's own tokenizer lacks it
         return sorted(
             {str(token) for token in added if token.special}
             | set(getattr(self._tokenizer, "all_special_tokens", ()))
@@ -103,7 +103,7 @@ class ChatTemplate:
 
 
 def contents_of(prompt: str | Sequence[Message]) -> list[str]:
-    """The text of a prompt, or the texts of its messages."""
+    """Returns the text of a prompt, or the texts of its messages."""
     if isinstance(prompt, str):
         return [prompt]
     return [text for message in prompt if isinstance(text := message.get("content"), str)]
@@ -112,9 +112,9 @@ def contents_of(prompt: str | Sequence[Message]) -> list[str]:
 def warn_of_rows(
     first: Iterable[tuple[Place, Row]], columns: Columns, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Log one warning for each thing that is wrong in the first rows of a file without an error: a column with the name
-    of a key that a run writes, a prompt that begins as the chat template does, and tools that the template does not
-    read. The last two need a tokenizer."""
+    """Logs one warning per kind of problem in the first rows of a file that raises no error: a column with the name of
+    a key that a run writes, a prompt that begins as the chat template does, and tools that the template does not read.
+    The last two kinds need a tokenizer."""
     plain, told = dataclasses.replace(columns, apply_chat_template=False), set[str]()
     template = None if tokenizer is None else ChatTemplate(tokenizer, columns.apply_chat_template_kwargs)
 
@@ -137,7 +137,8 @@ def warn_of_rows(
 
 
 class ChatRemarks:
-    """What a run warns of once, at the first request of a session that shows it."""
+    """Warnings about chat templates. A run logs each warning once, at the first request of a session with the
+    problem."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -145,7 +146,8 @@ class ChatRemarks:
         self._told: set[str] = set()
 
     def look(self, messages: list[Message], tools: Tools | None, options: dict[str, object]) -> None:
-        """Log a warning for messages that begin as the template does, and for tools that it does not read."""
+        """Logs a warning for messages that begin as the template does, and for tools that the template does not
+        read."""
         key = json.dumps(options, sort_keys=True, default=str)
         template = self._templates.setdefault(key, ChatTemplate(self._tokenizer, options))
         self._once("opening", lambda: template.doubled(contents_of(messages)), SESSION_DOUBLED)

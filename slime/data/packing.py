@@ -1,8 +1,8 @@
-"""Which sample is trained in which optimizer step, on which data-parallel rank, in which micro-batch; and the packing
-of a micro-batch into one row of tokens.
+"""Assigns each sample to an optimizer step, a data-parallel rank and a micro-batch, and packs a micro-batch into one
+row of tokens.
 
-The schedule follows the rules that slime users know (SLIME contract, "Micro-batches"). Pure functions of lengths.
-Shapes: P rows that the model computes, R response tokens of the micro-batch, r of them this rank's.
+The schedule follows slime's rules (SLIME contract, "Micro-batches"). Pure functions of lengths.
+Shapes: the model computes P rows, and the micro-batch has R response tokens, of which this rank predicts r.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Schedule:
-    """`ranks[r][step][k]` is the list of sample positions in micro-batch k of that rank and optimizer step."""
+    """Micro-batches of a rollout. `ranks[r][step][k]` lists the sample positions in micro-batch k for rank r and
+    optimizer step `step`."""
 
     ranks: list[list[list[list[int]]]]
     step_samples: list[list[int]]
@@ -42,7 +43,7 @@ class Schedule:
 
 
 def karmarkar_karp(costs: Sequence[float], k: int, *, equal_size: bool) -> list[list[int]]:
-    """Split positions 0..n-1 into k parts with near-equal cost sums (largest differencing method, Karmarkar and Karp
+    """Splits positions 0..n-1 into k parts with near-equal cost sums (largest differencing method, Karmarkar and Karp
     1982). `equal_size` also makes the parts equally long and needs n % k == 0. Deterministic.
     """
     if equal_size and len(costs) % k:
@@ -69,7 +70,8 @@ def karmarkar_karp(costs: Sequence[float], k: int, *, equal_size: bool) -> list[
 
 
 def _steps(rollout_ids: Sequence[int], global_batch_size: int) -> list[list[int]]:
-    """Sample positions of each optimizer step: `global_batch_size` rollouts in order of appearance."""
+    """Returns the sample positions per optimizer step. A step has `global_batch_size` rollouts, in order of
+    appearance."""
     by_rollout: dict[int, list[int]] = {}
     for position, rollout in enumerate(rollout_ids):
         by_rollout.setdefault(rollout, []).append(position)
@@ -104,8 +106,8 @@ def _first_fit(positions: Sequence[int], lengths: Sequence[int], cap: int) -> li
 def _round_up_bins(
     bins: list[list[int]], dp_size: int, group: int, lengths: Sequence[int]
 ) -> list[list[int]]:
-    """Split the largest bins in two until their number is a multiple of the ranks, and of the group of a virtual stage
-    on each rank."""
+    """Halves the largest bins until their number is a multiple of the number of ranks times the group size of a virtual
+    stage."""
     while len(bins) % (dp_size * group):
         splittable = [b for b in bins if len(b) > 1]
         if not splittable:
@@ -122,7 +124,8 @@ def _round_up_bins(
 
 
 def _halves(positions: list[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Two parts with near-equal sums. Neighbours, which may share a prompt, stay together if that costs no balance."""
+    """Returns two parts with near-equal sums. Neighbours may share a prompt, so they stay together if the balance is
+    not worse."""
     sizes = [lengths[i] for i in positions]
     parts = [[positions[i] for i in part] for part in karmarkar_karp(sizes, 2, equal_size=False)]
     sums = list(itertools.accumulate(sizes))
@@ -133,8 +136,8 @@ def _halves(positions: list[int], lengths: Sequence[int]) -> list[list[int]]:
 
 
 def bins_of_pass(data: DataConfig, context_parallel: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Micro-batches as large as those of training, for a pass without optimizer steps: in any number, and the last one
-    may be smaller."""
+    """Returns micro-batches of the size that training uses, for a pass without optimizer steps. Their number is free,
+    and the last micro-batch may be smaller."""
     positions = range(len(lengths))
     if not data.use_dynamic_batch_size:
         size = data.micro_batch_size
@@ -180,7 +183,7 @@ def build_dp_schedule(
     hf_config: Hf,
     response_lengths: Sequence[int] | None = None,
 ) -> Schedule:
-    """`plan_steps` for plug-ins, with the sections that are in `args`."""
+    """Calls `plan_steps` with the sections in `args`. Plug-ins of slime call this function."""
     sections = section_of(DataConfig, args), section_of(MegatronConfig, args)
     return plan_steps(*sections, total_lengths, rollout_ids, dp_size, hf_config, response_lengths)
 
@@ -194,13 +197,14 @@ def plan_steps(
     hf_config: Hf,
     response_lengths: Sequence[int] | None = None,
 ) -> Schedule:
-    """Plan the optimizer steps of one rollout.
+    """Plans the optimizer steps of a rollout.
 
-    Every step holds --global-batch-size rollouts (all of them when None), siblings together; trailing rollouts
-    are dropped. With --use-dynamic-batch-size the step's samples are packed first-fit under
-    `max_tokens_per_gpu * context_parallel_size` tokens, a longer sample alone; the number of micro-batches is a
-    multiple of `dp_size`, with virtual pipeline stages of `dp_size * micro_batch_group`. Ranks take them by stride, or
-    balanced by FLOPs with --balance-data (`ForwardFlops`; without `response_lengths` as if all tokens were responses).
+    Every step has --global-batch-size rollouts (without the flag: every rollout) with all siblings. The last rollouts
+    are dropped if they fill no step. With --use-dynamic-batch-size, the step's samples are packed first-fit under
+    `max_tokens_per_gpu * context_parallel_size` tokens, and a longer sample gets its own micro-batch. The number of
+    micro-batches is a multiple of `dp_size`, or of `dp_size * micro_batch_group` with virtual pipeline stages. Ranks
+    take micro-batches by stride, or balanced by FLOPs with --balance-data (`ForwardFlops`). Without `response_lengths`,
+    all tokens count as response tokens.
     """
     steps = _steps(rollout_ids, data.global_batch_size or len(set(rollout_ids)))
     responses = total_lengths if response_lengths is None else response_lengths
@@ -221,41 +225,46 @@ def plan_steps(
 
 @dataclass
 class MicroBatch:
-    """One packed row, and what the loss needs for it. Every context-parallel rank has all data of the samples, and
-    the model computes this rank's part of the tokens (all of them if there is one rank)."""
+    """A packed row of samples with the inputs of their loss. Every context-parallel rank has all data of the samples,
+    and the model computes this rank's part of the tokens.
+
+    Example:
+        batch = pack(data, [0, 1], ["loss_masks", "advantages"], device="cpu")
+        batch.tokens                     # [P] int64: the tokens of samples 0 and 1, then padding
+        batch.columns["advantages"]      # [R] fp32: one number per response token
+    """
 
     part: TokenSlice
-    """Which tokens are this rank's."""
+    """The part of the row that this rank computes."""
     tokens: torch.Tensor
     """[P] int64: this rank's tokens, then padding."""
     rows: torch.Tensor
-    """[r] int64: of the response tokens that this rank predicts, the row of `tokens` whose hidden state predicts
-    each."""
+    """[r] int64: indices into `tokens`. The hidden state at such an index predicts a response token."""
     targets: torch.Tensor
-    """[r] int64: those response tokens."""
+    """[r] int64: the predicted response tokens."""
     mine: torch.Tensor | None
-    """[r] int64: their places among all R response tokens. None when r = R."""
+    """[r] int64: indices of the predicted tokens among all R response tokens. None if r = R."""
     sample_of_row: torch.Tensor
-    """[R] int64: position in `samples`."""
+    """[R] int64: index into `samples` for each response token."""
     samples: list[int]
-    """Positions within the rank's data."""
+    """Positions of the samples in the rank's data."""
     columns: dict[str, torch.Tensor]
-    """The columns of one number per response token that were asked for, each [R]."""
+    """The requested columns with one number per response token, [R] per column."""
     of_rows: dict[str, torch.Tensor]
-    """The ragged columns, each [P, ...] beside `tokens`, such as the engine's experts."""
+    """The ragged columns, such as the engine's experts, [P, ...] per column. Row i belongs to `tokens[i]`."""
     packed: torch.Tensor
     """[T] int64 on the host: the tokens of the whole row."""
     predicting: torch.Tensor
-    """[R] int64 on the host: the place in `packed` that predicts each response token."""
+    """[R] int64 on the host: the index into `packed` that predicts each response token."""
     routing: Any = None
-    """Which experts the layers of this pass take, see `slime.megatron_backend.step.routing_replay`."""
+    """Experts that the layers of this pass take, see `slime.megatron_backend.step.routing_replay`."""
 
     def split(self, per_token: torch.Tensor, response_lengths: list[int]) -> list[torch.Tensor]:
-        """Cut [R] back into one tensor per sample of the micro-batch."""
+        """Splits [R] into one tensor per sample of the micro-batch."""
         return list(torch.split(per_token, [response_lengths[i] for i in self.samples]))
 
     def local(self, per_token: torch.Tensor) -> torch.Tensor:
-        """[R] -> [r]: the part of a column that belongs to `rows`."""
+        """Returns the part of a column [R] that belongs to `rows`, [r]."""
         return per_token if self.mine is None else per_token[self.mine]
 
 
@@ -270,10 +279,10 @@ def pack(
     cp_size: int = 1,
     share_prompts: bool = False,
 ) -> MicroBatch:
-    """Concatenate samples of a rank into a MicroBatch whose rows P are a multiple of `multiple`.
+    """Concatenates samples of a rank into a MicroBatch whose rows P are a multiple of `multiple`.
 
-    `share_prompts`: compute a prompt once for the samples that begin with it; with one context-parallel rank only.
-    `columns`: names of `slime.data.columns` of kind response or ragged, which `data` has.
+    With `share_prompts`, the model computes a prompt once for all samples that begin with it. This needs one
+    context-parallel rank. `columns` are names of `slime.data.columns` with kind response or ragged, which `data` has.
     """
     lengths = [len(data["tokens"][i]) for i in samples]
     prompts = shared_prompts(data, samples, columns) if share_prompts else ()
@@ -287,7 +296,7 @@ def pack(
     ends = torch.tensor(lengths).cumsum(0)
     response = torch.tensor([data["response_lengths"][i] for i in samples])
     sample_of_row = torch.repeat_interleave(torch.arange(len(samples)), response)
-    # Response token j of sample s is predicted at place end_s - response_s - 1 + j: by the state before it.
+    # The state at index end_s - response_s - 1 + j predicts response token j of sample s.
     first_row = torch.cat([torch.zeros(1, dtype=torch.int64), response.cumsum(0)[:-1]])
     offset = torch.arange(int(response.sum())) - first_row[sample_of_row]
     predicting = (ends - response - 1)[sample_of_row] + offset
@@ -312,8 +321,8 @@ def pack(
 
 
 def shares_prompts(config: Config, hf_config: Hf) -> bool:
-    """Whether a prompt is computed once for all samples of a micro-batch that have it. Not with layers that have a
-    state: the state after the prompt is not kept."""
+    """Returns true if the model computes a prompt once for all samples of a micro-batch with this prompt. Layers with a
+    state prevent sharing, because their state after the prompt is not stored."""
     if decoder_of(hf_config).stateful:
         return False
     engine = config.megatron.overrides.get("transformer_impl") == "transformer_engine"
@@ -321,11 +330,11 @@ def shares_prompts(config: Config, hf_config: Hf) -> bool:
 
 
 def shared_prompts(data: TrainData, samples: list[int], columns: Sequence[str]) -> list[tuple[int, int]]:
-    """For each of `samples` the place of the first with the same prompt, and the tokens that it takes from there: the
-    prompt, or 0 from itself.
+    """Returns a pair for each sample: the index of the first sample with the same prompt, and the number of tokens that
+    the sample takes from it. The number is the length of the prompt, or 0 for the first sample.
 
-    Prompts are the same if their tokens are, and in each ragged one of `columns` their rows: the experts that the
-    engine used for a prompt may differ between samples, and such samples share nothing.
+    Two prompts are the same if their tokens and their rows in the ragged `columns` are equal. The experts that the
+    engine used for a prompt may differ between samples. Such samples do not share.
     """
     ragged = [COLUMNS[name].to_rows for name in columns]
     first: dict[tuple[bytes, ...], int] = {}
@@ -340,7 +349,7 @@ def shared_prompts(data: TrainData, samples: list[int], columns: Sequence[str]) 
 
 
 def prediction_flops(data: TrainData, hf_config: Hf) -> float:
-    """FLOPs of a training pass through the layers of multi-token prediction, over a rank's samples."""
+    """Returns the FLOPs of a training pass through the layers of multi-token prediction, over a rank's samples."""
     flops = PredictionFlops(hf_config)
     samples = (i for batch in data["micro_batch_indices"] for i in batch)
     return sum(flops(data["total_lengths"][i], data["response_lengths"][i]) for i in samples)
@@ -354,9 +363,10 @@ def forward_flops(
     share_prompts: bool,
     first_step: bool = True,
 ) -> float:
-    """FLOPs of one forward pass over a rank's samples. A prompt that a micro-batch shares counts once.
+    """Returns the FLOPs of one forward pass over a rank's samples. A prompt that a micro-batch shares counts once.
 
-    `columns`: those that the micro-batches carry, as in `pack`. `first_step`: with the samples of the first step.
+    `columns` are the columns that the micro-batches carry, as in `pack`. With `first_step`, the samples of the first
+    step count, too.
     """
     flops = ForwardFlops(hf_config)
     total = 0.0

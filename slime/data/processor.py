@@ -1,4 +1,5 @@
-"""What plug-ins call for images, video and audio. Prompts are text only, so that each call with media is an error."""
+"""Functions that plug-ins call for images, video and audio. Prompts are text only, so each call with media is an
+error."""
 
 from __future__ import annotations
 
@@ -8,19 +9,19 @@ _TEXT_ONLY = "images, video and audio are not supported yet; leave them out of t
 
 
 def load_processor(name_or_path: str, **kwargs: object) -> None:
-    """None, as slime returns for a checkpoint that has no processor. Code that asks for one goes on with text."""
+    """Returns None, as slime does for a checkpoint without a processor. Code that loads a processor then uses text."""
 
 
 def process_vision_info(prompt: object, processor: object) -> NoReturn:
-    """ValueError."""
+    """Raises ValueError, because prompts are text only."""
     raise ValueError(f"prompts must be text only, got a call of process_vision_info; {_TEXT_ONLY}")
 
 
 def build_processor_kwargs(multimodal_inputs: dict[str, object] | None = None) -> NoReturn:
-    """ValueError."""
+    """Raises ValueError, because prompts are text only."""
     raise ValueError(f"prompts must be text only, got a call of build_processor_kwargs; {_TEXT_ONLY}")
 
 
 def encode_image_for_rollout_engine(image: object) -> NoReturn:
-    """ValueError."""
+    """Raises ValueError, because prompts are text only."""
     raise ValueError(f"prompts must be text only, got an image; {_TEXT_ONLY}")

@@ -1,11 +1,11 @@
-"""The columns of one trainer rank: a mapping that knows which columns it has after which stage of a step.
+"""The columns of a trainer rank: a mapping that tracks the stage of a step and the columns that must exist then.
 
     sent -> device -> scored -> advantages        (`slime.data.columns.STAGES`)
 
-`slime.data.train_data` makes one per data-parallel rank, the trainer adds to it, and hooks get it as a dict: each
-column is a list with one entry per sample. Beside the columns it holds the schedule of the rank's micro-batches.
+`slime.data.train_data` makes one RankData per data-parallel rank, the trainer adds columns, and hooks get the RankData
+as a dict. Each column is a list with one entry per sample. Other keys hold the schedule of the rank's micro-batches.
 
-Shapes: R_i response tokens of sample i.
+Shapes: sample i has R_i response tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slime.data.columns import COLUMNS, STAGES, Stage, present, reported
 
 
 class RankData(dict[str, Any]):
-    """Typed access to what a rank has. `stage`: the last one that is complete."""
+    """Typed access to the data of a rank. `stage` is the last stage that is complete."""
 
     stage: Stage = "sent"
 
@@ -41,13 +41,13 @@ class RankData(dict[str, Any]):
 
     @property
     def micro_batches(self) -> list[list[int]]:
-        """The samples of each micro-batch of all optimizer steps, in order."""
+        """The samples per micro-batch, for every optimizer step in order."""
         batches: list[list[int]] = self["micro_batch_indices"]
         return batches
 
     @property
     def steps(self) -> Iterator[list[list[int]]]:
-        """The micro-batches of each optimizer step."""
+        """Yields the micro-batches per optimizer step."""
         first = 0
         for count in self.step_sizes:
             yield self.micro_batches[first : first + count]
@@ -55,41 +55,43 @@ class RankData(dict[str, Any]):
 
     @property
     def step_sizes(self) -> list[int]:
-        """Number of micro-batches of each optimizer step."""
+        """Number of micro-batches per optimizer step."""
         sizes: list[int] = self["num_microbatches"]
         return sizes
 
     @property
     def counted_micro_batches(self) -> int:
-        """In a held-out set, the first micro-batches count, and this is their number."""
+        """Number of micro-batches of a held-out set that count. These are the first micro-batches."""
         count: int = self["counted_micro_batches"]
         return count
 
     @property
     def global_batch_sizes(self) -> list[int]:
-        """Rollouts of each optimizer step, of all ranks."""
+        """Number of rollouts per optimizer step, over all ranks."""
         sizes: list[int] = self["global_batch_sizes"]
         return sizes
 
     @property
     def normalisers(self) -> list[float]:
-        """The last factor of `loss_denominators` for each optimizer step: its rollouts or its tokens, of all ranks."""
+        """The last factor of `loss_denominators` per optimizer step: the number of rollouts or tokens over all
+        ranks."""
         values: list[float] = self["normalisers"]
         return values
 
     def tensors(self, column: str) -> list[Tensor]:
-        """A column of kind response: one tensor [R_i] per sample."""
+        """Returns a column of kind response: one tensor [R_i] per sample."""
         values: list[Tensor] = self[column]
         return values
 
     def fill(self, column: str, of_sample: Mapping[int, Tensor]) -> None:
-        """Set a column from its entries by sample. Every sample must have one, of the length of its response."""
+        """Sets a column from its entries by sample. Every sample must have an entry with one value per response
+        token."""
         values = [of_sample[i] for i in range(self.samples)]
         assert [len(x) for x in values] == self.response_lengths, f"{column} has one value per response token"
         self[column] = values
 
     def filled(self, columns: Iterable[str]) -> RankData:
-        """What other ranks get of `columns`, on the host, with the place in the rollout of each sample."""
+        """Returns `columns` on the host for other ranks, with each sample's index in the rollout."""
         found = RankData(partition=self["partition"])
         for name in columns:
             lengths = [len(values) for values in self[name]]
@@ -97,7 +99,7 @@ class RankData(dict[str, Any]):
         return found
 
     def receive(self, parts: Iterable[RankData], device: torch.device) -> None:
-        """Set the columns that other ranks have filled for the samples of this one."""
+        """Sets the columns that other ranks have filled for the samples of this rank."""
         place = {of_rollout: i for i, of_rollout in enumerate(self["partition"])}
         found: dict[str, dict[int, Tensor]] = defaultdict(dict)
         for part in parts:
@@ -112,7 +114,7 @@ class RankData(dict[str, Any]):
             self[name] = list(torch.cat(self[name]).to(device).split(self.response_lengths))
 
     def reach(self, stage: Stage, needed: Iterable[str] = (), reader: str = "") -> None:
-        """Complete a stage. ValueError if a column that `reader` needs then is missing."""
+        """Completes a stage. ValueError if a column that `reader` needs is missing."""
         assert STAGES.index(stage) >= STAGES.index(self.stage), f"{stage} comes before {self.stage}"
         self.stage = stage
         if missing := sorted(name for name in needed if name not in self):
@@ -122,17 +124,20 @@ class RankData(dict[str, Any]):
             )
 
     def of_stage(self, stage: Stage) -> list[str]:
-        """The columns that this stage has filled."""
+        """Returns the columns that this stage has filled."""
         return [name for name in self if name in COLUMNS and COLUMNS[name].stage == stage]
 
     def to_device(self, device: torch.device, *, per_token: bool, length: int | None = None) -> None:
-        """Move the tensors of one number per response token (the packer reads the others on the host), and add the
-        denominator of every token in the loss: `max(rollout_mask_sum, 1) * global_batch_size`; with `per_token` the
-        step's tokens. `length`, of --use-dr-grpo, stands for every rollout's mask sum. Data that were trained before
-        begin anew."""
+        """Moves the tensors with one number per response token to `device`, and adds the denominator of every token in
+        the loss. The packer reads the other tensors on the host.
+
+        The denominator is `max(rollout_mask_sum, 1) * global_batch_size`, or with `per_token` the number of the step's
+        tokens. `length`, from --use-dr-grpo, replaces every rollout's mask sum. Data that were trained before start at
+        the first stage again.
+        """
         self.stage = "sent"
         for name in [column.name for column in present(self, "response") if column.to_tensor is None]:
-            joined = torch.cat(self[name]).to(device)  # in one copy: each waits for the device
+            joined = torch.cat(self[name]).to(device)  # one copy, because every copy waits for the device
             self[name] = list(joined.split([len(tensor) for tensor in self[name]]))
         self["normalisers"] = self["global_token_counts"] if per_token else self.global_batch_sizes
         denominators: dict[int, Tensor] = {}
@@ -147,15 +152,15 @@ class RankData(dict[str, Any]):
 
 
 def mark_kept(ranks: Iterable[RankData], places: Iterable[int]) -> None:
-    """Add the column `kept` to the data of each rank. `places` are the numbers of the samples that the run keeps."""
+    """Adds the column `kept` to the data of each rank. `places` are the indices of the samples that the run keeps."""
     kept = set(places)
     for data in ranks:
         data["kept"] = [place in kept for place in data["partition"]]
 
 
 def rollout_means(data: RankData, config: Config, group: dist.ProcessGroup) -> dict[str, float]:
-    """`rollout/{column}`: means over the samples of all ranks of `group`. Of a per-token column, a sample contributes
-    the mean over its trained tokens. With --get-mismatch-metrics also `rollout/mismatch_{name}`. Collective."""
+    """Returns `rollout/{column}`: means over the samples on the ranks of `group`. For a per-token column, a sample
+    contributes the mean over its trained tokens. --get-mismatch-metrics adds `rollout/mismatch_{name}`. Collective."""
     count, mask = data.samples, torch.cat(data.tensors("loss_masks"))
     lengths = torch.tensor([len(m) for m in data.tensors("loss_masks")])
     sample_of_row = torch.repeat_interleave(torch.arange(count), lengths).to(mask.device)

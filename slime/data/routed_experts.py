@@ -1,11 +1,12 @@
-"""The experts that the engine used for each token, from its answer to a packed row (`Sample.rollout_routed_experts`,
---use-rollout-routing-replay).
+"""The experts that the engine used for each token, from the engine's answer to a packed row
+(`Sample.rollout_routed_experts`, --use-rollout-routing-replay).
 
-Owns the check against the model, and the rows of a micro-batch. `Sample` joins the parts of a response. The trainer's
-router chooses experts only for padding and for the last token of a sample, which no forward pass of the engine read. A
-record that misses another token is an error: the trainer would train another policy than the one that sampled.
+This file owns the check against the model and the rows of a micro-batch. `Sample` joins the parts of a response. The
+trainer's router chooses experts only for padding and for the last token of a sample, which no forward pass of the
+engine read. A record without another token is an error, because the trainer would train another policy than the one
+that sampled.
 
-Shapes: N tokens of a sample, L layers of the model, K experts per token, P rows of a packed micro-batch.
+Shapes: a sample has N tokens, the model has L layers and K experts per token, and a packed micro-batch has P rows.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from slime.types import TrainData
 
 COLUMN = "rollout_routed_experts"
 OPEN = -1
-"""In a packed row: the router chooses."""
+"""Value in a packed row for which the router chooses the expert."""
 
 
 def check_column(data: TrainData, hf_config: Hf) -> None:
-    """ValueError for the first sample whose record is not [N - 1, L, K], with different experts of the model per token.
+    """ValueError for the first sample whose record is not [N - 1, L, K] with different experts of the model for each
+    token.
 
-    The engine leaves zeros where it wrote nothing, so that the first two experts of such a token are equal. With one
-    expert per token this check is impossible, and `slime.config` makes the flag an error.
+    The engine leaves zeros for a token without a record, so the first two experts of such a token are equal. With one
+    expert per token, this check is impossible, and `slime.rules` makes the flag an error.
     """
     decoder = decoder_of(hf_config)
-    assert decoder.experts is not None  # slime.config raises an error for a dense model
+    assert decoder.experts is not None  # slime.rules raises an error for a dense model
     layers, topk, experts = len(decoder.layers), decoder.experts.topk, decoder.experts.count
     sparse = np.array(decoder.sparse)
     found: list[np.ndarray | None] = data.get(COLUMN) or [None] * len(data["tokens"])
@@ -60,12 +62,13 @@ def check_column(data: TrainData, hf_config: Hf) -> None:
 
 
 def as_tensor(rows: np.ndarray) -> Tensor:
-    """uint8 stays; wider ids become int16, which torch can concatenate and index."""
+    """Returns the rows as uint8, or as int16 for larger ids. torch can concatenate and index both dtypes."""
     return torch.from_numpy(rows if rows.dtype == np.uint8 else rows.astype(np.int16))
 
 
 def of_sample(data: TrainData, i: int) -> np.ndarray | None:
-    """The record of sample i as the engine gave it, unsigned: the inverse of `as_tensor`. None without a record."""
+    """Returns the record of sample i with the engine's unsigned dtype: the inverse of `as_tensor`. None without a
+    record."""
     if COLUMN not in data:
         return None
     rows: np.ndarray = data[COLUMN][i].numpy()
@@ -73,7 +76,8 @@ def of_sample(data: TrainData, i: int) -> np.ndarray | None:
 
 
 def packed(data: TrainData, samples: list[int], part: TokenSlice) -> Tensor:
-    """This context-parallel rank's rows of the micro-batch of `samples`: int16 [P, L, K], `OPEN` without a record.
+    """Returns this context-parallel rank's rows for the micro-batch of `samples`: int16 [P, L, K], with `OPEN` for a
+    token without a record.
 
     Each row is written once. 32,768 tokens with 48 layers and 8 experts take 3 to 9 ms on one CPU core.
     """

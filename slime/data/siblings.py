@@ -1,5 +1,5 @@
-"""Two more schedules: one that keeps the samples of a rollout in one micro-batch, for losses that compare them, and one
-for a held-out set."""
+"""Two more schedules: the first keeps the samples of a rollout in one micro-batch, for losses that compare samples. The
+second is for a held-out set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def plan_together(
     hf_config: Hf,
     response_lengths: Sequence[int],
 ) -> Schedule:
-    """`plan_steps` of whole rollouts, each as long as its samples together. --micro-batch-size counts rollouts."""
+    """Calls `plan_steps` with whole rollouts as units. A rollout is as long as its samples together, and
+    --micro-batch-size counts rollouts."""
     units = _rollouts(rollout_ids)
     totals, responses = (
         [sum(lengths[i] for i in unit) for unit in units] for lengths in (total_lengths, response_lengths)
@@ -49,8 +50,8 @@ def plan_held_out(
     """Returns a schedule with one step over all samples, and the number of micro-batches that count per rank.
 
     The micro-batches do not depend on the number of ranks. All ranks must run the same number, so a rank with fewer
-    repeats the smallest micro-batch at its end. A repeated micro-batch does not count. `together`: the samples of a
-    rollout share a micro-batch.
+    micro-batches repeats the smallest micro-batch at its end. A repeated micro-batch does not count. With `together`,
+    the samples of a rollout share a micro-batch.
     """
     units = _rollouts(rollout_ids) if together else [[position] for position in range(len(rollout_ids))]
     totals = [sum(total_lengths[i] for i in unit) for unit in units]
@@ -68,7 +69,7 @@ def plan_held_out(
 
 
 def _rollouts(rollout_ids: Sequence[int]) -> list[list[int]]:
-    """A list of sample positions for each rollout, in the order of the rollouts' first samples."""
+    """Returns a list of sample positions for each rollout, in the order of the rollouts' first samples."""
     of_rollout: dict[int, list[int]] = {}
     for position, rollout in enumerate(rollout_ids):
         of_rollout.setdefault(rollout, []).append(position)

@@ -1,12 +1,12 @@
-"""Context parallelism as arithmetic: which tokens of a packed row each rank computes.
+"""The arithmetic of context parallelism: the tokens of a packed row that each rank computes.
 
 Each sequence is cut into 2 C nearly equal runs for C ranks, and rank c computes runs c and 2 C - 1 - c. An early run
-needs little causal attention and a late run much, so that all ranks have the same work ("zigzag", as in Megatron-LM).
+needs little causal attention and a late run needs much, so all ranks have the same work ("zigzag", as in Megatron-LM).
 Sequences are not padded. A rank may have no token of a short sequence.
 
-Where one rank computes the row, sequences with the same prompt share its tokens: the first one computes them, and the
-others begin after them. Every token keeps a place in the packed row, as if nothing were shared.
-Shapes: T packed tokens, n tokens of this rank, P rows that every rank computes (its tokens, then padding).
+If one rank computes the row, sequences with the same prompt share the prompt's tokens: the first sequence computes
+them, and the other sequences begin after them. Every token has an index in the packed row, also a shared token. Shapes:
+the row has T packed tokens, this rank has n tokens, and every rank computes P rows (its tokens, then padding).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens [start, stop) of one sequence. Their attention reads its tokens [0, stop)."""
+    """Tokens [start, stop) of one sequence. Their attention reads the sequence's tokens [0, stop)."""
 
     sequence: int
     start: int
@@ -32,29 +32,30 @@ class TokenSlice:
     """The part of one packed row that rank `rank` of `size` computes. Tensors are int64 on the host."""
 
     lengths: tuple[int, ...]
-    """Tokens of each sequence of the row."""
+    """Number of tokens per sequence in the row."""
     rank: int
     size: int
     runs: list[Run]
-    """This rank's runs, in its order."""
+    """This rank's runs, in the order of computation."""
     tokens: Tensor
-    """[n]: the place of each of its tokens in the packed row."""
+    """[n]: the indices of this rank's tokens in the packed row."""
     rows: int
-    """P, equal on all ranks."""
+    """P, which is equal on all ranks."""
     gathered: Tensor
-    """[T]: the place of each packed token when the P rows of all ranks are concatenated."""
+    """[T]: the index of each packed token in the concatenation of every rank's P rows."""
     shares: bool = False
-    """Some tokens are computed once for several sequences."""
+    """True if the rank computes some tokens once for several sequences."""
 
     def row_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the packed places `tokens` this rank computes (indices into `tokens`), and in which of its rows."""
+        """Returns which of the packed indices `tokens` this rank computes (as indices into `tokens`), and the rank's
+        rows for them."""
         row = self.gathered[tokens] - self.rank * self.rows
         (mine,) = torch.nonzero((row >= 0) & (row < self.rows), as_tuple=True)
         return mine, row[mine]
 
 
 def ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """`cat([arange(s, s + n) for s, n in zip(starts, lengths)])`, int64. Fast for a thousand short ranges."""
+    """Returns `cat([arange(s, s + n) for s, n in zip(starts, lengths)])`, int64. Fast for a thousand short ranges."""
     sizes = torch.tensor(lengths, dtype=torch.int64)
     shift = torch.tensor(starts, dtype=torch.int64) - (sizes.cumsum(0) - sizes)
     return shift.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
@@ -68,10 +69,12 @@ def token_slice(
     multiple: int = 1,
     prompts: Sequence[tuple[int, int]] = (),
 ) -> TokenSlice:
-    """The part of rank `rank` of `size` in a row of sequences of `lengths` tokens; P is a multiple of `multiple`.
+    """Returns the part of rank `rank` of `size` in a row of sequences with `lengths` tokens. P is a multiple of
+    `multiple`.
 
-    `prompts`: for each sequence an earlier one, or itself, and how many first tokens it takes from there (0 from
-    itself); for one rank only. ValueError for an empty list or a length below 1.
+    `prompts` has a pair for each sequence: an earlier sequence, or the sequence itself, and the number of first tokens
+    that it takes from there (0 from itself). `prompts` needs `size` 1. ValueError for an empty list or a length below
+    1.
     """
     assert size == 1 or not prompts
     if not lengths or min(lengths) < 1:
@@ -99,7 +102,7 @@ def token_slice(
 
 
 def run_bounds(length: int, rank: int, size: int) -> list[tuple[int, int]]:
-    """(start, stop) of the two runs of one rank in a sequence of `length` tokens; a run may be empty. With one rank,
+    """Returns (start, stop) of a rank's two runs in a sequence of `length` tokens. A run may be empty. With one rank,
     the sequence is one run."""
     if size == 1:
         return [(0, length)]
@@ -107,7 +110,7 @@ def run_bounds(length: int, rank: int, size: int) -> list[tuple[int, int]]:
 
 
 def _runs(lengths: Sequence[int], rank: int, size: int) -> list[Run]:
-    """The non-empty runs of one rank."""
+    """Returns the non-empty runs of a rank."""
     return [
         Run(s, start, stop)
         for s, length in enumerate(lengths)

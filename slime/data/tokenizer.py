@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a checkpoint. Owns its source: a local directory, and the checkpoint's own code only with
+"""Loads the tokenizer of a checkpoint. The source is a local directory, and the checkpoint's own code runs only with
 --trust-remote-code.
 """
 
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 _VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json", "tokenizer.model")
 
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""The names under which transformers 4 and 5 write the class that adds nothing to tokenizer.json."""
+"""The names that transformers 4 and 5 write for the class that adds nothing to tokenizer.json."""
 
 
 def tokenizer_fingerprint(directory: str) -> str | None:
-    """The first 16 hex digits of the SHA-256 of the vocabulary files in `directory`, or None without such files."""
+    """Returns the first 16 hex digits of the SHA-256 over the vocabulary files in `directory`, or None without such
+    files."""
     digest, found = hashlib.sha256(), False
     for name in _VOCABULARY_FILES:
         path = Path(directory) / name
@@ -31,7 +32,7 @@ def tokenizer_fingerprint(directory: str) -> str | None:
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of all that decides what a tokenizer makes of a text, its chat template included."""
+    """Returns the SHA-256 of all settings that change the ids of a text or of a rendered conversation."""
     import transformers
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -47,8 +48,8 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that the tokenizer puts before a text: BOS for many models. What it puts after a text is not added to a
-    prompt, which the model continues."""
+    """Returns the ids that the tokenizer puts before a text, such as BOS. A prompt does not get the ids that the
+    tokenizer puts after a text, because the model continues the prompt."""
     letter = "a"
     alone, whole = tokenizer.encode(letter, add_special_tokens=False), tokenizer.encode(letter)
     starts = (i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
@@ -56,17 +57,17 @@ def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def opened(ids: list[int], opening: list[int]) -> list[int]:
-    """The ids of a raw text with `opening` before them, unless the text spells it out itself."""
+    """Returns the ids of a raw text with `opening` before them, unless the text contains the opening already."""
     return ids if ids[: len(opening)] == opening else opening + ids
 
 
 def load_tokenizer(
     name_or_path: str, *, trust_remote_code: bool = False, **kwargs: object
 ) -> PreTrainedTokenizerBase:
-    """The Hugging Face tokenizer stored at `name_or_path`.
+    """Returns the Hugging Face tokenizer stored at `name_or_path`.
 
-    A path that looks local (it exists, or starts with "." or "/") never uses the network. Other keyword
-    arguments go to `from_pretrained`. ValueError if there is no tokenizer.
+    A path that looks local (it exists, or starts with "." or "/") never uses the network. Other keyword arguments go to
+    `from_pretrained`. ValueError if the directory has no tokenizer.
     """
     path = Path(name_or_path)
     if not path.exists() and (path.is_absolute() or str(name_or_path).startswith(".")):
@@ -82,7 +83,7 @@ def load_tokenizer(
         )
     except Exception as error:  # border: the tokenizers package raises bare Exception, transformers any error
         raise _not_loaded(name_or_path, str(error)) from error
-    # Where the files are missing, transformers makes a tokenizer of the model type without tokens.
+    # Without the files, transformers makes a tokenizer of the model type that has no tokens.
     if not tokenizer.encode("a", add_special_tokens=False):
         raise _not_loaded(name_or_path, "it makes no token of the text 'a'")
     return tokenizer
@@ -96,8 +97,8 @@ def _not_loaded(name_or_path: str, why: str) -> ValueError:
 
 
 def _tokenizer_class(path: Path) -> Any:
-    """AutoTokenizer, or the class that it would choose for a checkpoint whose tokenizer.json says everything: to import
-    AutoTokenizer takes 2.5 s more, as it imports the code of all models."""
+    """Returns AutoTokenizer, or the class that it would choose for a checkpoint with a complete tokenizer.json. The
+    import of AutoTokenizer takes 2.5 s more, as it imports the code of all models."""
     try:
         settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""The likeliest ids of another distribution for each response token, with its log-probs: of the engine that sampled
-(--use-score-centering) or of a teacher (--opd-top-k).
+"""The likeliest ids of another distribution for each response token, with their log-probs. The distribution is that of
+the engine that sampled (--use-score-centering) or of a teacher (--opd-top-k).
 
-Shapes: R response tokens of a sample, K ids of a token, likeliest first.
+Shapes: a sample has R response tokens, and a token has K ids, the likeliest id first.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from torch import Tensor
 from slime.types import Sample, TrainData
 
 ROLLOUT = ("rollout_top_ids", "rollout_top_log_probs")
-"""The columns of the sampler's: int32 and float32 [R, K]."""
+"""The sampler's columns, int32 and float32 [R, K]."""
 TEACHER = ("teacher_top_ids", "teacher_top_log_probs")
-"""Those of the teacher's."""
+"""The teacher's columns, int32 and float32 [R, K]."""
 NONE = -1
-"""Fills the ids of a token that the engine did not sample; its log-probs are 0."""
+"""Id of a token that the engine did not sample. The log-probs of such a token are 0."""
 
 Top = tuple[np.ndarray, np.ndarray]
 """(ids [R, K] int32, log-probs [R, K] float32 in nats)."""
 
 
 def append(sample: Sample, top: Top) -> None:
-    """Record the sampler's ids of the last tokens of the response. ValueError unless there is one row per token."""
+    """Appends the sampler's ids and log-probs for the last tokens of the response. ValueError unless both have one row
+    per token."""
     ids, log_probs = top
     first = sample.response_length - len(ids)
     if first < 0 or ids.shape != log_probs.shape:
@@ -41,7 +42,7 @@ def append(sample: Sample, top: Top) -> None:
 
 
 def of_rollout(sample: Sample) -> Top:
-    """The sampler's record. ValueError, with the sample's name, if a trained token has none."""
+    """Returns the sampler's ids and log-probs. ValueError, with the sample's name, for a trained token without ids."""
     flag = "--use-score-centering"
     return _checked(
         sample, sample.rollout_topk_token_ids, sample.rollout_topk_log_probs, "rollout_topk", flag
@@ -49,7 +50,8 @@ def of_rollout(sample: Sample) -> Top:
 
 
 def of_teacher(sample: Sample) -> Top | None:
-    """The record of a served teacher; None without one. ValueError as in `of_rollout`."""
+    """Returns ids and log-probs of a served teacher, or None if the sample has no such ids. ValueError as in
+    `of_rollout`."""
     if sample.teacher_top is None:
         return None
     return _checked(sample, *sample.teacher_top, "teacher_top", "--opd-top-k")
@@ -84,12 +86,12 @@ def _checked(sample: Sample, ids: object, log_probs: object, name: str, flag: st
 
 
 def _ids(values: np.ndarray | None, count: int, width: int) -> np.ndarray:
-    """The first `count` rows of `values`, and rows of `NONE` where it has fewer."""
+    """Returns the first `count` rows of `values`, with rows of `NONE` after the last row of `values`."""
     return _into(np.full((count, width), NONE, np.int32), values)
 
 
 def _log_probs(values: np.ndarray | None, count: int, width: int) -> np.ndarray:
-    """The same with rows of 0."""
+    """Returns the first `count` rows of `values`, with rows of 0 after the last row of `values`."""
     return _into(np.zeros((count, width), np.float32), values)
 
 
@@ -100,12 +102,12 @@ def _into(out: np.ndarray, values: np.ndarray | None) -> np.ndarray:
 
 
 def as_tensor(rows: object) -> Tensor:
-    """Of a sample's rows, or of the lists that a conversion hook made of them."""
+    """Returns the tensor of a sample's rows, which may be the lists of a conversion hook."""
     return torch.from_numpy(np.asarray(rows))
 
 
 def same_width(data: TrainData) -> None:
-    """Give all samples of a column the K of the widest."""
+    """Pads the rows of a column to the largest K of its samples, in place."""
     for name, fill in zip((*ROLLOUT, *TEACHER), (NONE, 0.0) * 2, strict=True):
         if name in data:
             width = max(x.shape[1] for x in data[name])
@@ -115,7 +117,7 @@ def same_width(data: TrainData) -> None:
 
 
 def of_data(data: TrainData, i: int) -> dict[str, Any]:
-    """The fields of sample i again, as `of_rollout` and `of_teacher` read them."""
+    """Returns the fields of sample i that `of_rollout` and `of_teacher` read."""
     fields: dict[str, Any] = {}
     if ROLLOUT[0] in data:
         names = ("rollout_topk_token_ids", "rollout_topk_log_probs")

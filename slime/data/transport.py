@@ -1,7 +1,7 @@
-"""Train data on its way between processes: each column of tensors as one array.
+"""The form of train data between processes: one array per column of tensors.
 
-Pickling a tensor takes as long as copying 100 kB, and a rollout has thousands of small tensors: three per sample. A
-column is packed because of what it holds, so that no column is named here.
+Pickling a tensor takes as long as copying 100 kB, and a rollout has thousands of small tensors, three per sample. The
+content of a column decides if it is packed, so this file names no column.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from slime.types import TrainData
 
 @dataclass(frozen=True)
 class PackedColumn:
-    """Tensors of one dtype that differ in their first size only."""
+    """Tensors with the same dtype and the same shape after the first dimension."""
 
     values: np.ndarray
-    """All of them, concatenated."""
+    """The concatenated tensors."""
     lengths: list[int]
-    """The first size of each."""
+    """First size per tensor."""
 
 
 def pack_columns(data: RankData) -> TrainData:
-    """Make a PackedColumn of each list of host tensors that have one dtype and differ in their first size only. Other
-    columns stay as they are."""
+    """Makes a PackedColumn from each list of host tensors that have one dtype and differ in their first size only.
+    Other columns stay as they are."""
     return {name: _packed(column) for name, column in data.items()}
 
 
@@ -36,7 +36,7 @@ def _packed(column: object) -> object:
         return column
     if not all(isinstance(x, torch.Tensor) and x.dim() >= 1 and x.device.type == "cpu" for x in column):
         return column
-    if column[0].dtype == torch.bfloat16:  # which numpy does not have
+    if column[0].dtype == torch.bfloat16:  # numpy has no bfloat16
         return column
     if len({(x.dtype, x.shape[1:]) for x in column}) > 1:
         return column
@@ -44,7 +44,7 @@ def _packed(column: object) -> object:
 
 
 def unpack_columns(data: TrainData) -> RankData:
-    """Inverse of `pack_columns`. The tensors of a column share one new array, so that callers may write to them."""
+    """Inverse of `pack_columns`. The tensors of a column share one new array, and callers may write to them."""
     return RankData(
         {
             name: list(torch.split(torch.from_numpy(column.values.copy()), column.lengths))
