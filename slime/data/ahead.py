@@ -2,7 +2,7 @@
 
 Depth k of multi-token prediction reads the state at index t and the token at index t + k, and predicts the token at
 index t + k + 1. All three indices are in one sequence. Shapes: the row has T packed tokens, this rank has P rows, and
-the micro-batch has R response tokens, of which this rank predicts r.
+the micro-batch has R response tokens. This rank predicts r of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Ahead:
     """
 
     tokens: Tensor
-    """[P]: the token k indices after that of each row, and 0 after the end of the sequence and in padding."""
+    """[P]: for each row, the token k indices later, and 0 after the end of the sequence and in padding."""
     rows: Tensor
     """[r]: the rows that predict a response token."""
     targets: Tensor

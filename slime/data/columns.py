@@ -1,9 +1,10 @@
-"""The table of train data's columns: one record per column. Conversion, split, packing, trainer and loss read it.
+"""The table of train data's columns: one record per column. Conversion, split, packing, trainer and loss read the
+table.
 
-Train data is a dict of lists with one entry per sample (`slime.types.TrainData`). A new column needs one record here,
-its producer and its reader. Lists with one entry per optimizer step (such as `num_microbatches`) are not columns.
+Train data is a dict of lists with one entry per sample (`slime.types.TrainData`). A new column needs one record here, a
+producer and a reader. Lists with one entry per optimizer step (such as `num_microbatches`) are not columns.
 
-Shapes: R_i response tokens of sample i, L_i prompt and response tokens, P rows of a packed micro-batch.
+Shapes: sample i has R_i response tokens and L_i prompt and response tokens, and a packed micro-batch has P rows.
 """
 
 from __future__ import annotations
@@ -22,27 +23,30 @@ from slime.protocols import UNKNOWN_VERSION, VERSIONS
 from slime.types import Sample, TrainData
 
 Kind = Literal["response", "sequence", "ragged", "sample"]
-"""What an entry is, and which part of it a context-parallel rank gets.
+"""The form of an entry, and the part of an entry that a context-parallel rank gets.
 
 response: [R_i] numbers, or [R_i, K]; the response tokens that the rank predicts (`MicroBatch.local`).
 sequence: [L_i] numbers; the rank's tokens (`TokenSlice.tokens`).
-ragged: an array of its own shape; `Column.to_rows` makes the rows of the rank.
-sample: one value of any type; all of it.
+ragged: an array of any shape; `Column.to_rows` makes the rows of the rank.
+sample: one value of any type, which every rank gets.
 """
 
 Origin = Literal["sample", "batch", "hook", "trainer", "pass", "estimator"]
-"""Who makes a column: read from each sample; computed from all samples of a rollout; only a hook; the trainer, when it
-gets the data; a pass of a model (`slime.roles`); the advantage estimator."""
+"""The producer of a column.
+
+sample: conversion reads it from each sample. batch: conversion computes it from all samples of a rollout. hook: only a
+hook fills it. trainer: the trainer fills it when it gets the data. pass: a pass of a model fills it (`slime.roles`).
+estimator: the advantage estimator fills it."""
 
 Stage = Literal["sent", "device", "scored", "advantages"]
-"""How far a trainer rank is with its data (`slime.data.rank_data`)."""
+"""The stages of a trainer rank's data (`slime.data.rank_data`)."""
 
 STAGES: tuple[Stage, ...] = ("sent", "device", "scored", "advantages")
 _STAGE_OF: dict[Origin, Stage] = {"trainer": "device", "pass": "scored", "estimator": "advantages"}
 
 Carried = Literal["never", "training", "policy", "every"]
-"""Which micro-batches carry a column: none; those of the training pass; those of every pass of the policy; those of
-every pass of any model."""
+"""The micro-batches that carry a column: none; those of the training pass; those of the policy's passes; those of any
+model's passes."""
 
 
 @dataclass(frozen=True)
@@ -53,35 +57,37 @@ class Column:
     kind: Kind
     origin: Origin
     dtype: type[np.generic] | None = None
-    """Of its tensors, for kind response and sequence."""
+    """dtype of the tensors, for kind response and sequence."""
     read: Callable[[Sample], object] | None = None
-    """Its entry of one sample, for origin sample. Without it: the engine's values under this name
+    """Returns the entry of a sample, for origin sample. None to read the engine's values with the name of the column
     (`Sample.columns`)."""
     optional: bool = False
-    """All samples have it or none. Otherwise it is there. With a `default`, some samples may have it."""
+    """True if a batch may lack the column. Then all samples have the column, or no sample has it. With a `default`, a
+    part of the samples may have it."""
     default: float | None = None
-    """Replaces the engine's values that no one gave, if some token of the batch has one."""
+    """Value for the tokens without a value of the engine, if a token of the batch has one."""
     flag: str = ""
-    """The field of the configuration that turns the column on, "" for always."""
+    """Field of the configuration that turns the column on, or "" for a column that is always on."""
     carried: Carried = "never"
     mean: bool = False
-    """The trainer reports `rollout/{name}`."""
+    """True if the trainer reports the mean as `rollout/{name}`."""
     to_tensor: Callable[[np.ndarray], Tensor] | None = None
-    """For kind ragged, and for kind response with K numbers per token: the entry of a sample as a host tensor."""
+    """Returns an entry as a host tensor, for kind ragged, and for kind response with K numbers per token."""
     to_rows: Callable[[TrainData, list[int], TokenSlice], Tensor] | None = None
-    """For kind ragged: this rank's rows [P, ...] of a packed micro-batch."""
+    """Returns this rank's rows [P, ...] of a packed micro-batch, for kind ragged."""
 
     @property
     def stage(self) -> Stage:
-        """After which stage of a trainer rank the column is there."""
+        """The stage of a trainer rank after which the column exists."""
         return _STAGE_OF.get(self.origin, "sent")
 
     def on(self, config: Config) -> bool:
-        """Whether the flags ask for this column."""
+        """Returns true if the flags turn the column on."""
         return not self.flag or bool(config.value_of(self.flag))
 
     def of_samples(self, samples: list[Sample]) -> list[object] | None:
-        """The column of these samples; None where an optional one is set on none. ValueError for a part of them."""
+        """Returns the samples' entries, or None if the column is optional and no sample has it. ValueError if
+        only a part of the samples has the column."""
         read = self.read or self._from_engine
         values = [read(sample) for sample in samples]
         present = sum(value is not None for value in values)
@@ -121,8 +127,9 @@ def _loss_mask(sample: Sample) -> list[int]:
 
 
 def token_versions(sample: Sample) -> list[int]:
-    """The version of the weights that sampled each response token, `UNKNOWN_VERSION` for a token without one. Empty for
-    a sample without versions, and for one whose response a hook has made longer or shorter."""
+    """Returns the version of the weights that sampled each response token, and `UNKNOWN_VERSION` for a token without a
+    version. The result is empty for a sample without versions, and for a sample whose response a hook has made longer
+    or shorter."""
     found = sample.columns.get(VERSIONS, [])
     if len(found) != sample.response_length:
         return []
@@ -130,7 +137,7 @@ def token_versions(sample: Sample) -> list[int]:
 
 
 def _part(read: Callable[[Sample], top_tokens.Top | None], place: int) -> Callable[[Sample], object]:
-    """The ids or the log-probs of a record."""
+    """Returns a function that reads the ids (`place` 0) or the log-probs (`place` 1) of a sample's record."""
 
     def part(sample: Sample) -> object:
         found = read(sample)
@@ -163,7 +170,7 @@ _TABLE = (
     ),
     Column("round_number", "sample", "hook"),
     Column("source_names", "sample", "hook"),
-    Column("rollout_facts", "sample", "batch"),  # slime.rollout.facts adds it to the data of each rank
+    Column("rollout_facts", "sample", "batch"),  # slime.rollout.facts adds it to every rank's data
     Column("kept", "sample", "batch"),  # --save-samples: slime.data.rank_data.mark_kept adds it
     Column("loss_masks", "response", "sample", np.int32, _loss_mask, carried="training"),
     Column("loss_denominators", "response", "trainer", np.float32, carried="training"),
@@ -255,7 +262,7 @@ COLUMNS: dict[str, Column] = {column.name: column for column in _TABLE}
 
 
 def of_engine(data: TrainData, i: int) -> dict[str, list[float | None]]:
-    """`Sample.columns` of sample i again: its values of the columns that an engine fills by name."""
+    """Returns `Sample.columns` of sample i: the values of the columns that an engine fills by name."""
     named = (
         c.name
         for c in present(data, "response")
@@ -265,16 +272,16 @@ def of_engine(data: TrainData, i: int) -> dict[str, list[float | None]]:
 
 
 def present(data: TrainData, kind: Kind | None = None) -> Iterator[Column]:
-    """The columns that `data` has, of one kind or of all, in the table's order."""
+    """Yields the columns that `data` has, for one kind or for every kind, in the table's order."""
     return (c for c in COLUMNS.values() if kind in (None, c.kind) and c.name in data)
 
 
 def carried(data: TrainData, config: Config, *, training: bool, policy: bool) -> list[str]:
-    """Names of the columns of `data` that a micro-batch of this pass carries."""
+    """Returns the names of the columns of `data` that a micro-batch of this pass carries."""
     passes = ["every", *(name for name, on in (("training", training), ("policy", policy)) if on)]
     return [column.name for column in present(data) if column.carried in passes and column.on(config)]
 
 
 def reported(data: TrainData, config: Config, kind: Kind) -> list[str]:
-    """Names of the columns of `data` of this kind whose mean the trainer reports."""
+    """Returns the names of the columns of `data` with this kind whose mean the trainer reports."""
     return [column.name for column in present(data, kind) if column.mean and column.on(config)]

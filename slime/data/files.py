@@ -1,10 +1,10 @@
-"""What a prompt flag names -> a memory-mapped table of rows, through Hugging Face `datasets`.
+"""Reads the files or the dataset that a prompt flag names into a memory-mapped table, with Hugging Face `datasets`.
 
-Owns the file formats, the names of hub datasets, the slice and the place of a row in error messages. A table lies in
-the cache of `datasets` (HF_DATASETS_CACHE) and is made again when its file changes.
+Owns the file formats, the names of hub datasets, the slice, and the file and line of a row in error messages. A table
+is stored in the cache of `datasets` (HF_DATASETS_CACHE) and is made again when the file changes.
 
-JSON is kept as text and parsed row by row: the JSON reader of `datasets` turns a text such as 2024-01-01 into a date,
-and it gives each row the fields of all others.
+The table stores JSON as text, which is parsed row by row. The JSON reader of `datasets` would turn a text such as
+2024-01-01 into a date, and would add every row's fields to each row.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ _HUB = re.compile(r"^[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+){0,2}$")
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 _CACHE = "HF_DATASETS_CACHE"
 _ROWS_PER_BATCH = 100_000
-"""Each start reads the header of every batch. With 1,000 rows a batch, that would bring a whole table into memory."""
+"""Rows per record batch. Each start reads all batch headers, which for 1,000 rows is close to the whole table."""
 
 Row: TypeAlias = dict[str, Any]
-"""A row of a prompt file: column -> value."""
+"""A row of a prompt file: maps a column to its value."""
 _LONGEST_FIELD = 2**31 - 1
-"""Of csv, in characters. Python's own limit of 131,072 is less than a long prompt has."""
+"""Longest field of a CSV file in characters. Python's own limit of 131,072 is too small for a long prompt."""
 
 
 @dataclass(frozen=True)
 class FileSource:
-    """Files of one kind, or a dataset of the hub."""
+    """Files with the same suffix, or a dataset of the hub."""
 
     name: str
     files: tuple[Path, ...]
-    """In the order of their names. Empty for a dataset of the hub."""
+    """The files in the order of their names. Empty for a dataset of the hub."""
     flag: str
     part: slice | None = None
-    """The slice."""
+    """The slice `@[a:b]` of the name, or None."""
 
     @property
     def suffix(self) -> str:
-        """The kind of the files, "" for a dataset of the hub."""
+        """The suffix of the files, or "" for a dataset of the hub."""
         return self.files[0].suffix if self.files else ""
 
     @property
     def is_json(self) -> bool:
-        """Whether a row of the table is JSON text."""
+        """True if a row of the table is JSON text."""
         return self.suffix in (".jsonl", ".json")
 
     def row(self, stored: Row, where: Place) -> Row | None:
-        """The row that the table stores, None for an empty line. ValueError if it is not a JSON object."""
+        """Returns a stored row, or None for an empty line. ValueError for text that is not a JSON object."""
         if not self.is_json:
             if self.suffix != ".csv":
                 return {name: _present(value) for name, value in stored.items()}
@@ -90,11 +90,11 @@ class FileSource:
 
 @dataclass(frozen=True)
 class Place:
-    """A row of a table. As text "file:line", which is looked up only for an error."""
+    """A row of a table. Its text is "file:line", which is computed only for an error."""
 
     source: FileSource
     number: int
-    """From 0, in the table of `source`."""
+    """Index of the row in the table of `source`, from 0."""
 
     def __str__(self) -> str:
         number, source = self.number, self.source
@@ -113,7 +113,7 @@ class Place:
 
 
 def parse_json(text: str) -> Json:
-    """The value of a JSON text. ValueError for text that is not JSON, too deep, or half of a surrogate pair."""
+    """Parses a JSON text. ValueError for text that is not JSON, is too deep, or has half of a surrogate pair."""
     try:
         value: Json = json.loads(text)
     except RecursionError as error:
@@ -132,14 +132,14 @@ def parse_json(text: str) -> Json:
 
 
 def _present(value: object) -> object:
-    """`value` without the fields that are None, at every depth. One Arrow schema gives each row the fields of all."""
+    """Returns `value` without fields that are None, at every depth. Arrow adds every row's fields to each row."""
     if isinstance(value, dict):
         return {name: _present(one) for name, one in value.items() if one is not None}
     return [_present(one) for one in value] if isinstance(value, list) else value
 
 
 def split_slice(spec: str) -> tuple[str, slice | None]:
-    """("data.jsonl", slice(a, b)) of "data.jsonl@[a:b]"; None for the slice of a name without one."""
+    """Splits "data.jsonl@[a:b]" into ("data.jsonl", slice(a, b)). The second value is None without a slice."""
     match = _SLICE.match(spec)
     if match is None:
         return spec, None
@@ -147,7 +147,7 @@ def split_slice(spec: str) -> tuple[str, slice | None]:
 
 
 def find_source(spec: str, flag: str = "--prompt-data") -> FileSource:
-    """The files or the hub dataset of `path`, `folder` or `name[:config[:split]]`, each with an optional `@[a:b]`.
+    """Finds the files or the hub dataset for `path`, `folder` or `name[:config[:split]]`, with an optional `@[a:b]`.
 
     A text that looks like a path, or that exists, is never looked up on the hub. ValueError with `flag` for a missing
     file, for another file type, and for a folder without such files or with files of several types.
@@ -173,20 +173,20 @@ def find_source(spec: str, flag: str = "--prompt-data") -> FileSource:
 
 
 def prompt_files(spec: str, flag: str = "--prompt-data") -> list[Path]:
-    """The files of a prompt flag; none for a dataset of the hub."""
+    """Returns the files of a prompt flag, or an empty list for a dataset of the hub."""
     return list(find_source(spec, flag).files)
 
 
 def read_table(source: FileSource) -> Dataset:
-    """All rows of `source`, memory-mapped. A JSON row is in the column "text", with empty lines of .jsonl as rows.
+    """Returns all rows of `source`, memory-mapped. JSON is in the column "text", and empty lines of .jsonl are rows.
 
-    ValueError with file and line for text that is not UTF-8, and with the file for one that cannot be read.
+    ValueError with file and line for text that is not UTF-8, and with the file for a file that cannot be read.
     """
     import datasets
     import pyarrow
 
     datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # errors are raised
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # errors are raised anyway
     folder = _cache_folder()
     try:
         with Room(_CACHE, folder, "a copy of the prompts"), bridges.applied(LOCK):
@@ -223,7 +223,7 @@ def _build(source: FileSource, folder: Path) -> Dataset:
     if not files:
         return Dataset.from_dict({"text": []})
     stats = [file.stat() for file in files]
-    # `datasets` names the table after these, so a changed file gives another table.
+    # `datasets` derives the table's name from these values, so a changed file gets a new table.
     changes = [(str(stat.st_size), str(stat.st_mtime_ns), str(stat.st_ctime_ns)) for stat in stats]
     options: dict[str, object] = {}
     if source.is_json:
@@ -240,7 +240,7 @@ def _build(source: FileSource, folder: Path) -> Dataset:
     else:
         _check_types(files)
     if source.suffix == ".parquet":
-        # The builder's own is the first row group's, and fails for one without rows.
+        # The builder's own schema is that of the first row group, and fails for a group without rows.
         options = {"batch_size": 10_000}
     builders = {".csv": Csv, ".parquet": Parquet, ".arrow": Arrow}
     builder = builders.get(source.suffix, Text)(
@@ -258,7 +258,7 @@ def _build(source: FileSource, folder: Path) -> Dataset:
 
 
 def _check_types(files: list[Path]) -> None:
-    """ValueError for a column of a Parquet or Arrow file whose type a table of `datasets` cannot hold."""
+    """ValueError for a column of a Parquet or Arrow file with a type that a table of `datasets` cannot store."""
     import pyarrow
     from datasets import Features
 
@@ -288,7 +288,7 @@ def _schema(file: Path) -> pyarrow.Schema:
 
 
 def _from_hub(source: FileSource) -> Dataset:
-    """The dataset `name[:config[:split]]`; the split is train if it is not given."""
+    """Returns the dataset `name[:config[:split]]`. The default split is train."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
@@ -329,7 +329,7 @@ def _cache_folder() -> Path:
 def _entries(
     batch: dict[str, list[str]], numbers: list[int], files: tuple[Path, ...]
 ) -> dict[str, list[str]]:
-    """The entries of a .json file as JSON texts."""
+    """Returns the entries of a .json file as JSON texts."""
     path = [file for file in files if file.stat().st_size][numbers[0]]
     try:
         rows = json.loads(batch["text"][0].removeprefix("\ufeff"))
@@ -344,13 +344,13 @@ def _entries(
 
 
 def _csv_columns(files: tuple[Path, ...]) -> list[str]:
-    """The columns of the files. ValueError if two files, or two columns, do not agree."""
+    """Returns the columns of the files. ValueError if two files differ in them, or if a file has a column twice."""
     starts = [list(itertools.islice(_csv_lines(file), 2)) for file in files]
     headers = [start[0][1] if start else [] for start in starts]
     for file, start, header in zip(files, starts, headers, strict=True):
         require_commas(file, start)
         if any(len(fields) > len(header) for _, fields in start):
-            _check_fields((file,))  # pandas would take the first field of such rows for an index
+            _check_fields((file,))  # pandas would read the first field of such rows as an index
         if header != headers[0] or len(set(header)) < len(header):
             raise ValueError(
                 f"{file}:1: columns must have different names and be those of {files[0]}, got {header}; fix the header"
@@ -372,7 +372,7 @@ def _check_fields(files: tuple[Path, ...]) -> None:
 
 
 def _csv_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """(line number of its end, fields) of each row, the header first. Empty lines are left out, as pandas does."""
+    """Yields (number of the last line, fields) per row, the header first. Empty lines are left out, as in pandas."""
     csv.field_size_limit(_LONGEST_FIELD)
     reader = csv.reader(_lines(path))
     try:
@@ -386,7 +386,7 @@ def _csv_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The lines of a file. ValueError with file and line for bytes that are not UTF-8."""
+    """Yields the lines of a file. ValueError with file and line for bytes that are not UTF-8."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             try:

@@ -84,7 +84,7 @@ def as_tensor(rows: np.ndarray) -> Tensor:
 
 
 def same_width(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the rows of all samples, padded to the largest K."""
+    """Returns every sample's rows, padded to the largest K."""
     width = max(x.shape[1] for x in rows)
     return [np.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=NONE) for x in rows]
 

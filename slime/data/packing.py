@@ -2,7 +2,7 @@
 row of tokens.
 
 The schedule follows slime's rules (SLIME contract, "Micro-batches"). Pure functions of lengths.
-Shapes: the model computes P rows, and the micro-batch has R response tokens, of which this rank predicts r.
+Shapes: the model computes P rows, and the micro-batch has R response tokens. This rank predicts r of them.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ def forward_flops(
     share_prompts: bool,
     first_step: bool = True,
 ) -> float:
-    """Returns the FLOPs of one forward pass over a rank's samples. A prompt that a micro-batch shares counts once.
+    """Returns the FLOPs of a forward pass over a rank's samples. A prompt that a micro-batch shares counts once.
 
     `columns` are the columns that the micro-batches carry, as in `pack`. With `first_step`, the samples of the first
     step count, too.

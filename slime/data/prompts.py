@@ -1,8 +1,8 @@
-"""Prompt files -> Prompt records. Owns what is checked, what is remembered, and the length limit.
+"""Reads prompt files into Prompt records. Owns the checks, their cached results, and the length limit.
 
-A row that cannot be read is an error with file and line. No row is skipped and no prompt is truncated. Prompts over
-the limit are left out, and a warning counts them. `datasets` remembers the checks of a file with its table
-(slime.data.files), so that only the first start reads all rows.
+A row that cannot be read is an error with file and line. No row is skipped and no prompt is truncated. Prompts over the
+limit are left out, and a warning has their number. `datasets` caches the checks of a file with the file's table
+(slime.data.files), so only the first start reads all rows.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LabelCheck = Callable[[object, Metadata], None]
-"""(label, metadata) -> ValueError for a label that the reward of its row cannot use."""
+"""`check(label, metadata)` raises ValueError for a label that the reward of the row cannot use."""
 
 _ROWS_AT_A_TIME = 1024
 _ROWS_PER_PROCESS = 100_000
-"""A check of more rows is shared by several processes."""
+"""Number of rows above which several processes share a check."""
 _MASKS_PER_PROCESS = 5_000
-"""The same for the loss masks of conversations, which take about a millisecond each."""
+"""Number of rows above which several processes share a check of loss masks. A mask takes about a millisecond."""
 _LOOKED_AT = 8
-"""Prompts of a file that warnings are about."""
+"""Number of first prompts of a file for which warnings are logged."""
 _CHECKED = ("row", "size", "list", "tokens")
-"""The columns of a check."""
+"""The columns that a check makes."""
 _VERSION = 7
-"""Of the checks: a new number makes every file be checked again."""
+"""Version of the checks. With a new version, every file is checked again."""
 
 
 class Prompts(Sequence[Prompt]):
-    """The prompts of a file. Each access makes a new record from the memory-mapped table; nothing is kept."""
+    """The prompts of a file. Each access makes a new record from the memory-mapped table, and no record is stored."""
 
     def __init__(
         self,
@@ -65,13 +65,13 @@ class Prompts(Sequence[Prompt]):
         source: FileSource,
         columns: Columns,
         tokenizer: PreTrainedTokenizerBase | None,
-        rows: np.ndarray,  # [prompts] uint32, their rows in the table
+        rows: np.ndarray,  # [prompts] uint32: the prompts' rows in the table
         unread: int = 0,
     ) -> None:
         self._table, self._source, self._columns = table, source, columns
         self._tokenizer, self._rows = tokenizer, rows
         self.unread = unread
-        """Rows of the file that were left out because of `most_bytes`."""
+        """Number of rows of the file that were left out because of `most_bytes`."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -92,22 +92,22 @@ class Prompts(Sequence[Prompt]):
         return to_prompt(row, where, self._columns, self._tokenizer)
 
     def first(self, most: int) -> Iterator[tuple[Place, Row]]:
-        """The first rows of the file, with their places."""
+        """Yields the first rows of the file with their Place."""
         for number in map(int, self._rows[:most]):
             where = Place(self._source, number)
             yield where, self._source.row(self._table[number], where) or {}
 
     def place(self, index: int) -> str:
-        """File and line of a prompt."""
+        """Returns file and line of a prompt."""
         return str(Place(self._source, int(self._rows[index])))
 
     def kept(self, indices: np.ndarray) -> Prompts:
-        """The prompts of these indices, or of a mask."""
+        """Returns the prompts at these indices, or those that a mask selects."""
         rows = self._rows[indices]
         return Prompts(self._table, self._source, self._columns, self._tokenizer, rows, self.unread)
 
     def lengths(self, indices: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-        """[indices] uint32, the tokens of each prompt. Remembered."""
+        """Returns the number of tokens per prompt, [indices] uint32. The result is cached."""
         rows = self._rows[indices]
         if not len(rows):
             return np.empty(0, np.uint32)
@@ -128,7 +128,7 @@ class Prompts(Sequence[Prompt]):
 
 
 def read_file(path: str, flag: str = "--prompt-data") -> Iterator[Row]:
-    """The rows of a file, a folder or a hub dataset, in order. `path@[a:b]` is the slice rows[a:b].
+    """Yields the rows of a file, a folder or a hub dataset, in order. `path@[a:b]` is the slice rows[a:b].
 
     ValueError with `flag` for a missing file or another file type, and with file and line for a wrong row.
     """
@@ -153,17 +153,17 @@ def load_prompts(
     masks: Masks | None = None,
     most_bytes: int | None = None,
 ) -> Prompts:
-    """All prompts of a file, a folder or a hub dataset (`slime.data.files.find_source`).
+    """Returns all prompts of a file, a folder or a hub dataset (`slime.data.files.find_source`).
 
-    With `columns.apply_chat_template`, the text is the rendered template, open for the assistant's turn, and a plain
-    string becomes one user turn. Without it, strings and message lists do not change. Tool descriptions are in
-    `metadata["tools"]`. Prompts with more than `max_prompt_len` tokens are left out with a warning. `conversations`:
-    each row must be one that SFT can train on. `masks`: the trained conversations of each row must have a loss mask and
-    fit the model's context, and `max_prompt_len` limits the longest of them. `most_bytes`: read about the first ones.
+    With `columns.apply_chat_template`, the text is the rendered template, open for the assistant's turn. A plain string
+    becomes one user turn. Without it, strings and message lists do not change. Tool descriptions are in
+    `metadata["tools"]`. Prompts over `max_prompt_len` tokens are left out with a warning. With `conversations`, SFT
+    must be able to train on each row. With `masks`, the trained conversations must have a loss mask and fit the model's
+    context, and `max_prompt_len` limits the longest one. About the first `most_bytes` bytes are read.
 
     ValueError with file and line for a missing column, a wrong type, a message list that the chat template cannot
-    render, or a label that `check_label` refuses. Its text is part of what is remembered, so it must name all that it
-    depends on. ValueError if no prompt remains, or if one leaves no room in `context`: engines refuse such a prompt.
+    render, or a label that `check_label` refuses. The text of `check_label` is in the cache's key, so it must name all
+    settings of the check. ValueError if no prompt remains, or if a prompt leaves no room in `context`.
     """
     if tokenizer is None and (columns.apply_chat_template or max_prompt_len is not None):
         raise ValueError(
@@ -204,7 +204,7 @@ def load_prompts(
 def _checked(
     table: Dataset, part: range, check: Callable[..., dict[str, list[int]]], key: str, *, slow: bool
 ) -> list[np.ndarray]:
-    """The columns _CHECKED of a part of the table. `slow`: a check of conversations."""
+    """Returns the columns _CHECKED for a part of the table. `slow` is true for a check of conversations."""
     if not part:
         return [np.empty(0, np.uint32) for _ in _CHECKED]
     each = _MASKS_PER_PROCESS if slow else _ROWS_PER_PROCESS
@@ -213,7 +213,7 @@ def _checked(
 
 
 def _fits(lengths: np.ndarray, max_prompt_len: int, path: str, limit_flag: str) -> np.ndarray:
-    """A mask of the prompts of at most `max_prompt_len` tokens. ValueError if no prompt is left."""
+    """Returns a mask of the prompts with at most `max_prompt_len` tokens. ValueError if no prompt is left."""
     kept = lengths <= max_prompt_len
     if (few := int(kept.sum())) < len(lengths):
         logger.warning(
@@ -229,7 +229,7 @@ def _fits(lengths: np.ndarray, max_prompt_len: int, path: str, limit_flag: str) 
 
 
 def _part(table: Dataset, source: FileSource) -> range:
-    """The rows of the slice. Empty lines do not count, and may be among them."""
+    """Returns the rows of the slice. Empty lines do not count for the slice, and may be in the result."""
     if source.part is None:
         return range(len(table))
     if source.suffix != ".jsonl" or not len(table):
@@ -241,7 +241,7 @@ def _part(table: Dataset, source: FileSource) -> range:
 
 @contextmanager
 def _unicode(table: Dataset, source: FileSource, part: range) -> Iterator[None]:
-    """ValueError with the place of the first row whose bytes are not UTF-8, which Parquet may hold."""
+    """ValueError with the Place of the first row whose bytes are not UTF-8. A Parquet file may have such bytes."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -270,8 +270,8 @@ def _check(
     batch: dict[str, list[object]],
     numbers: list[int],
 ) -> dict[str, list[int]]:
-    """Row and size in characters of each prompt, whether it is a list, and with `masks` the tokens of its longest
-    conversation. ValueError with the place of the first wrong row."""
+    """Returns the row, the size in characters and the kind (a list or a text) per prompt, and with `masks` the
+    number of tokens in the longest conversation. ValueError with the Place of the first wrong row."""
     rows, sizes, lists, lengths = [], [], [], []
     for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
         where = Place(source, first + number)
@@ -306,7 +306,8 @@ def _count(
     template: PreTrainedTokenizerBase | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, list[int]]:
-    """Tokens of each prompt of the checked `rows`. Message lists are rendered, open for the assistant's turn."""
+    """Returns the number of tokens per prompt of the checked `rows`. Message lists are rendered, open for the
+    assistant's turn."""
     texts, raw = [], []
     for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
         where = Place(source, int(rows[number]))
@@ -329,7 +330,8 @@ def _mapped(
     *,
     rows_per_process: int | None = None,
 ) -> Dataset:
-    """Columns `names`, uint32, that `function` makes of batches of rows. Remembered beside the table under `key`."""
+    """Returns the columns `names`, uint32, that `function` makes from batches of rows. The cache stores them next to
+    the table under `key`."""
     from datasets import Features, Value
 
     each = rows_per_process or len(table) + 1
@@ -359,7 +361,7 @@ def _key(
     tokenizer: PreTrainedTokenizerBase | None,
     rows: str,
 ) -> str:
-    """The name under which a result is remembered: all that decides it."""
+    """Returns the cache's key of a result: a hash over every input of the result."""
     identities = [None if one is None else tokenizer_identity(one) for one in (template, tokenizer)]
     parts = [_VERSION, table._fingerprint, dataclasses.asdict(columns), identities, rows]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
@@ -368,7 +370,8 @@ def _key(
 def filter_long_prompt(
     samples: list[Sample], tokenizer: PreTrainedTokenizerBase, processor: object, max_length: int | None
 ) -> list[Sample]:
-    """The samples whose prompt has at most `max_length` tokens (None: all). Logs the number of dropped samples."""
+    """Returns the samples whose prompt has at most `max_length` tokens (None: any number). Logs the number of dropped
+    samples."""
     if processor is not None:
         raise ValueError(
             "processor must be None, got a multimodal processor; only text prompts are supported"

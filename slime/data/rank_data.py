@@ -152,7 +152,7 @@ class RankData(dict[str, Any]):
 
 
 def mark_kept(ranks: Iterable[RankData], places: Iterable[int]) -> None:
-    """Adds the column `kept` to the data of each rank. `places` are the indices of the samples that the run keeps."""
+    """Adds the column `kept` to every rank's data. `places` are the indices of the samples that the run keeps."""
     kept = set(places)
     for data in ranks:
         data["kept"] = [place in kept for place in data["partition"]]

@@ -1,4 +1,4 @@
-"""A row of a prompt file -> a Prompt record. Owns the columns, the chat template and the errors of a row."""
+"""Turns a row of a prompt file into a Prompt record. Owns the columns, the chat template and the errors of a row."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 _TEXTS_AT_A_TIME = 1024
 _LOOKED_AT = 8
-"""Rows of a table in which a column that one row lacks is looked for."""
+"""Number of first rows of a table that are searched for a column which a row lacks."""
 _NAME = re.compile(r"[\w./:-]+")
-"""The name of a tool."""
+"""Pattern of a tool's name."""
 _LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["']\w+["']\s*:""")
-"""The beginning of a list of records, as JSON or as Python writes it."""
+"""Pattern of the beginning of a list of records, in JSON or in Python's own form."""
 _ROLE = re.compile(r"""["']role["']\s*:""")
 OWN_KEYS = frozenset(
     (
@@ -45,12 +45,12 @@ OWN_KEYS = frozenset(
         "removed",
     )
 )
-"""Keys of a sample's metadata that a run writes and reads itself. No column that the flags do not name fills them."""
+"""Keys of a sample's metadata that a run writes and reads. A column that no flag names does not fill them."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a file, and how a prompt becomes text. The field names are the names of the flags.
+    """The columns of a file, and the settings that turn a prompt into text. The field names are the names of the flags.
 
     "a.b" means field b of column a, for example "reward_model.ground_truth".
     """
@@ -60,12 +60,13 @@ class Columns:
     metadata_key: str = "metadata"
     tool_key: str | None = "tools"
     chosen_key: str | None = None
-    """Of a pair, with `rejected_key`: each row holds two responses, which become conversations in the metadata."""
+    """Column of the chosen response, together with `rejected_key`. Each row then has two responses, which become
+    conversations in the metadata."""
     rejected_key: str | None = None
     apply_chat_template: bool = False
     apply_chat_template_kwargs: dict[str, object] = field(default_factory=dict)
     conversations: bool = False
-    """Each prompt is a conversation to train on."""
+    """True if each prompt is a conversation to train on."""
     left_out: tuple[str, ...] = ()
     """Columns that do not reach the metadata."""
 
@@ -77,7 +78,7 @@ class Columns:
 
 
 def to_prompt(row: Row, where: Place, columns: Columns, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
-    """The prompt of a row. ValueError with its place for a missing column or a wrong type."""
+    """Returns the prompt of a row. ValueError with file and line for a missing column or a wrong type."""
     pair = None if columns.chosen_key is None else _pair(row, columns, where)
     text = pair["chosen"] if pair is not None else _column(row, columns.input_key, "--input-key", where)
     if (columns.apply_chat_template or columns.conversations) and pair is None:
@@ -109,8 +110,8 @@ def to_prompt(row: Row, where: Place, columns: Columns, tokenizer: PreTrainedTok
 
 
 def _others(row: Row, columns: Columns) -> Metadata:
-    """The columns that no flag names, for the metadata. Empty cells, and columns with bytes such as images, are not in
-    it; dates and decimal numbers become text, because metadata are JSON values."""
+    """Returns the columns that no flag names, for the metadata. Empty cells and columns with bytes, such as images, are
+    left out. Dates and decimal numbers become text, because metadata are JSON values."""
     skipped = OWN_KEYS.union(columns.used, columns.left_out)
     found: Metadata = {}
     for name, value in row.items():
@@ -121,7 +122,7 @@ def _others(row: Row, columns: Columns) -> Metadata:
 
 
 def _json(value: object) -> object:
-    """`value` as a JSON value. TypeError for one that has none, such as bytes."""
+    """Returns `value` as a JSON value. TypeError for a value without a form in JSON, such as bytes."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, list | tuple):
@@ -150,7 +151,7 @@ def _column(row: Row, key: str, flag: str, where: Place) -> object:
 
 
 def _others_have(key: str, where: Place) -> bool:
-    """Whether one of the first rows of the table has a value in this column."""
+    """Returns true if one of the first rows of the table has a value in this column."""
     table = read_table(where.source)
     places = (Place(where.source, number) for number in range(min(len(table), _LOOKED_AT)))
     rows = (where.source.row(table[place.number], place) for place in places if place.number != where.number)
@@ -158,7 +159,7 @@ def _others_have(key: str, where: Place) -> bool:
 
 
 def _near(key: str, row: Row) -> str:
-    """The column that was meant by a name that is none, such as "task" by "Task"."""
+    """Returns a hint with the column whose name is closest to `key`, such as "Task" for "task"."""
     inner = [f"{name}.{field}" for name, value in row.items() if isinstance(value, dict) for field in value]
     names = {name.strip().casefold(): name for name in map(str, [*inner, *row])}
     found = difflib.get_close_matches(key.strip().casefold(), names, n=1)
@@ -202,8 +203,8 @@ def _message(entry: object, key: str, where: Place) -> Message:
 
 
 def _pair(row: Row, columns: Columns, where: Place) -> dict[str, list[Message]]:
-    """The two conversations of a row: the prompt's messages, if it has any, and each response. A response of messages
-    that begins with a system or user turn is a whole conversation. Turns that both have are not trained on."""
+    """Returns a row's two conversations: the prompt's messages, if any, and a response. A response that begins with a
+    system or user turn is a whole conversation. Turns that both conversations share are not trained on."""
     prompt = _cell(row.get(columns.input_key), columns.input_key, where)
     before = _messages(prompt, "user", columns.input_key, where) if prompt else []
     found = {}
@@ -212,7 +213,7 @@ def _pair(row: Row, columns: Columns, where: Place) -> dict[str, list[Message]]:
         value = _cell(_column(row, key, f"--{name}-key", where), key, where)
         turns = _messages(value, "assistant", key, where)
         if turns[0]["role"] == "assistant" and not before:
-            _column(row, columns.input_key, "--input-key", where)  # raises for a prompt that is missing
+            _column(row, columns.input_key, "--input-key", where)  # raises an error for a missing prompt
         found[name] = turns if turns[0]["role"] != "assistant" else [*before, *turns]
         require_conversation(found[name], key, where)
     same = 0
@@ -231,14 +232,14 @@ def _pair(row: Row, columns: Columns, where: Place) -> dict[str, list[Message]]:
 
 
 def is_message_list(value: object) -> bool:
-    """Whether `value` is a list of chat messages."""
+    """Returns true if `value` is a list of chat messages."""
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(m, dict) and isinstance(m.get("role"), str) and len(m) > 1 for m in value)
 
 
 def message_text(value: object) -> bool:
-    """Whether `value` is the JSON text of a list of chat messages."""
+    """Returns true if `value` is the JSON text of a list of chat messages."""
     if not isinstance(value, str) or not _LIKE_MESSAGES.match(value):
         return False
     with contextlib.suppress(ValueError):
@@ -247,8 +248,8 @@ def message_text(value: object) -> bool:
 
 
 def _cell(value: object, key: str, where: Place) -> object:
-    """The chat messages of a cell whose text is a JSON list of them, in a file format without lists (CSV). Other values
-    are as they are. ValueError for a text that looks like such a list and is no JSON."""
+    """Returns the chat messages of a cell with a JSON list of messages, in a format without lists (CSV), else `value`.
+    ValueError for a text that looks like such a list but is not JSON."""
     if not isinstance(value, str) or not _LIKE_MESSAGES.match(value) or not _ROLE.search(value):
         return value
     in_csv = where.source.suffix == ".csv"
@@ -274,7 +275,7 @@ def _python_list(text: str) -> object:
 
 
 def _messages(value: object, role: str, key: str, where: Place) -> list[Message]:
-    """A text as one turn of `role`; messages as they are."""
+    """Returns a text as one turn of `role`, and messages without a change."""
     if isinstance(value, str) and value:
         return [{"role": role, "content": value}]
     if isinstance(value, list) and value:
@@ -300,7 +301,7 @@ def require_conversation(text: str | list[Message], key: str, where: Place) -> N
 
 
 def _text_of(part: object, key: str, where: Place) -> str:
-    """The text of a part of a message's content."""
+    """Returns the text of a part of a message's content."""
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         raise ValueError(
             f'{where}: every part of a message\'s content in column {key!r} must be {{"type": "text", "text": ...}}, '
@@ -310,7 +311,7 @@ def _text_of(part: object, key: str, where: Place) -> str:
 
 
 def _parsed(value: object, kind: type[T], key: str, flag: str, where: Place) -> T:
-    """`value` as a `kind`. A string is parsed as JSON, because csv and parquet files often contain JSON."""
+    """Returns `value` as a `kind`. A string is parsed as JSON, because csv and parquet files often contain JSON."""
     if isinstance(value, str):
         try:
             value = parse_json(value)
@@ -325,8 +326,7 @@ def _parsed(value: object, kind: type[T], key: str, flag: str, where: Place) -> 
 
 
 def _tool(entry: object, key: str, where: Place) -> object:
-    """An entry of a tools column: an object, its JSON text, which some files have because it fits one column, or the
-    name of a function."""
+    """Returns an entry of a tools column: an object, the JSON text of an object, or the name of a function."""
     if isinstance(entry, str) and _NAME.fullmatch(entry):
         return entry
     found = entry
@@ -345,7 +345,7 @@ def render_chat(
     template_kwargs: dict[str, object],
     tools: Tools | None = None,
 ) -> str:
-    """The text that a model continues: the chat template of the messages, open for the assistant's turn."""
+    """Returns the text that a model continues: the messages in the chat template, open for the assistant's turn."""
     options: dict[str, Any] = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
     return str(tokenizer.apply_chat_template(messages, tools=tool_schemas(tools), **options))
 
@@ -353,7 +353,7 @@ def render_chat(
 def require_template_reads(
     options: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, name: str
 ) -> None:
-    """ValueError for an argument that no chat template of the tokenizer reads. `name`: of the option that has them."""
+    """ValueError for an argument that no chat template of the tokenizer reads. `name` is the option in the error."""
     templates = tokenizer.chat_template
     if not options or not templates:
         return
@@ -379,7 +379,7 @@ def rendered(
     tools: Tools | None,
     where: Place,
 ) -> str:
-    """`render_chat` of a row. ValueError with its place for any error of the template."""
+    """Calls `render_chat` for a row. ValueError with file and line for any error of the template."""
     try:
         return render_chat(messages, tokenizer, template_kwargs, tools)
     except Exception as error:  # border: a chat template is a program of the model's author
@@ -390,7 +390,7 @@ def rendered(
 
 
 def prompt_lengths(texts: list[str], raw: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Number of tokens of each text. `raw`: no chat template made the text, so it gets the tokenizer's BOS."""
+    """Returns the number of tokens per text. `raw` is true for a text without a chat template, which gets a BOS."""
     opening = opening_ids(tokenizer)
     lengths: list[int] = []
     for start in range(0, len(texts), _TEXTS_AT_A_TIME):

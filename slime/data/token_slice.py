@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens [start, stop) of one sequence. Their attention reads the sequence's tokens [0, stop)."""
+    """Tokens [start, stop) of a sequence. Their attention reads the sequence's tokens [0, stop)."""
 
     sequence: int
     start: int
@@ -29,7 +29,7 @@ class Run:
 
 @dataclass(frozen=True)
 class TokenSlice:
-    """The part of one packed row that rank `rank` of `size` computes. Tensors are int64 on the host."""
+    """The part of a packed row that rank `rank` of `size` computes. Tensors are int64 on the host."""
 
     lengths: tuple[int, ...]
     """Number of tokens per sequence in the row."""

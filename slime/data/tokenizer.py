@@ -32,7 +32,7 @@ def tokenizer_fingerprint(directory: str) -> str | None:
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the SHA-256 of all settings that change the ids of a text or of a rendered conversation."""
+    """Returns the SHA-256 over the settings that change the ids of a text or of a rendered conversation."""
     import transformers
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -98,7 +98,7 @@ def _not_loaded(name_or_path: str, why: str) -> ValueError:
 
 def _tokenizer_class(path: Path) -> Any:
     """Returns AutoTokenizer, or the class that it would choose for a checkpoint with a complete tokenizer.json. The
-    import of AutoTokenizer takes 2.5 s more, as it imports the code of all models."""
+    import of AutoTokenizer takes 2.5 s more, as it imports every model's code."""
     try:
         settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""From the samples of one rollout to the columns of train data: reward normalization, conversion, and the split over
+"""Turns the samples of a rollout into the columns of train data: reward normalization, conversion, and the split over
 data-parallel ranks. Runs in the rollout manager, without model and engine.
 
-Shapes: S samples, R response tokens of one sample, L prompt + response tokens of one sample.
+Shapes: a rollout has S samples, and a sample has R response tokens and L prompt + response tokens.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 def post_process_rewards(
     config: Config, hooks: Hooks, samples: list[Sample]
 ) -> tuple[list[float], list[float]]:
-    """Raw rewards and the rewards to train on. --custom-reward-post-process-path replaces both.
+    """Returns raw rewards and the rewards to train on. --custom-reward-post-process-path makes both instead.
 
-    Maths: `(r - r[group].mean()) / (r[group].std() + 1e-6)` where the estimator's record says `group="mean and std"`;
+    Maths: `(r - r[group].mean()) / (r[group].std() + 1e-6)` if the estimator's record has `group="mean and std"`;
     without the division for "mean" or --disable-grpo-std-normalization; `r` for "none" or
-    --disable-rewards-normalization. `r` is the raw reward plus its `overlong_penalty`. Groups are `Sample.group_index`;
-    the siblings of one `rollout_id` count once.
+    --disable-rewards-normalization. `r` is the raw reward plus the sample's `overlong_penalty`. The group is
+    `Sample.group_index`. Siblings with the same `rollout_id` count once.
     """
     if config.reward.custom_reward_post_process_path:
         raw, rewards = hooks.call("custom_reward_post_process_path", samples)
@@ -67,11 +67,12 @@ def post_process_rewards(
 
 
 def overlong_penalty(config: Config, sample: Sample) -> float:
-    """DAPO's soft overlong punishment (2503.14476, equation 13), times --overlong-penalty-factor; 0 without
-    --overlong-buffer-len.
+    """Returns DAPO's soft overlong punishment (2503.14476, equation 13) times --overlong-penalty-factor. Returns 0
+    without --overlong-buffer-len.
 
-    `((limit - zone) - length) / zone` between `limit - zone` and `limit`, 0 below and -1 above: length in response
-    tokens, limit --rollout-max-response-len, zone --overlong-buffer-len.
+    The punishment is `((limit - zone) - length) / zone` between `limit - zone` and `limit`, 0 below and -1 above.
+    `length` is the number of response tokens, `limit` is --rollout-max-response-len, and `zone` is
+    --overlong-buffer-len.
     """
     zone, limit = config.reward.overlong_buffer_len, config.rollout.rollout_max_response_len
     if zone is None or limit is None:
@@ -81,8 +82,8 @@ def overlong_penalty(config: Config, sample: Sample) -> float:
 
 
 def group_rewards(samples: list[Sample], raw: list[float]) -> list[list[float]]:
-    """For each sample the rewards of its group: its own, then the others in the order of the samples. The siblings of
-    one rollout count once, with their mean."""
+    """Returns for each sample the rewards of its group: first the reward of the sample's rollout, then the rewards of
+    the other rollouts in the order of the samples. Siblings count once, with their mean."""
     of_rollout: dict[Key, list[float]] = defaultdict(list)
     for key, reward in zip(trajectory_keys(samples), raw, strict=True):
         of_rollout[key].append(reward)
@@ -106,13 +107,17 @@ def _group_key(sample: Sample) -> int:
 
 
 def convert_samples_to_train_data(config: Config, hooks: Hooks, samples: list[Sample]) -> TrainData:
-    """One column per field, one entry per sample (SLIME contract 2b). Checks every sample on the way.
+    """Makes one column per field with one entry per sample (SLIME contract 2b), and checks every sample.
     --custom-convert-samples-to-train-data-path makes all columns instead.
 
-    A missing loss mask becomes ones; `remove_sample` zeroes it, and so does --use-overlong-filtering for a truncated
-    sample (DAPO, 2503.14476, section 3.4). `rollout_mask_sums[i]` is the number of trained
-    tokens of all siblings of sample i, so that a rollout with several samples has the weight of one with a single
-    sample.
+    A missing loss mask becomes ones. `remove_sample` sets the mask to zeros, and so does --use-overlong-filtering for a
+    truncated sample (DAPO, 2503.14476, section 3.4). `rollout_mask_sums[i]` is the number of trained tokens over all
+    siblings of sample i. A rollout with several samples then has the weight of a rollout with one sample.
+
+    Example:
+        data = convert_samples_to_train_data(config, Hooks(config), samples)
+        data["tokens"][0], data["rewards"][0], data["loss_masks"][0]     # the entries of sample 0
+
     """
     if config.reward.custom_convert_samples_to_train_data_path:
         made: TrainData = hooks.call("custom_convert_samples_to_train_data_path", samples)
@@ -149,10 +154,11 @@ def convert_samples_to_train_data(config: Config, hooks: Hooks, samples: list[Sa
 
 
 def check_samples(config: Config, samples: list[Sample]) -> None:
-    """`Sample.check` of each sample that becomes train data. A conversion hook checks its samples itself.
+    """Calls `Sample.check` for each sample that becomes train data. With a conversion hook, the hook checks the
+    samples.
 
-    Log-probs of the engine may be missing if no sample has them, as from some generate functions of slime, and training
-    can do without (`needs_sampled_log_probs`). A part of the samples without them is an error.
+    Some generate functions of slime fill no log-probs of the engine. All samples may lack them if training does not
+    need them (`needs_sampled_log_probs`). ValueError if only a part of the samples lacks them.
     """
     if config.reward.custom_convert_samples_to_train_data_path:
         return
@@ -172,7 +178,7 @@ def check_samples(config: Config, samples: list[Sample]) -> None:
 
 
 def _for_estimator(config: Config, samples: list[Sample], raw: list[float]) -> TrainData:
-    """The columns of a batch that only the run's estimator reads."""
+    """Returns the columns of a batch that only the run's estimator reads."""
     reads = estimator_of(config.algorithm).reads
     data: TrainData = {}
     if "group_rewards" in reads:
@@ -188,9 +194,9 @@ def _for_estimator(config: Config, samples: list[Sample], raw: list[float]) -> T
 
 
 def split_by_dp(data: TrainData, schedule: Schedule) -> list[RankData]:
-    """The part of `data` that each data-parallel rank trains on, as tensors, with its micro-batch schedule.
+    """Returns the part of `data` for each data-parallel rank, as tensors, with the rank's micro-batch schedule.
 
-    `micro_batch_indices` of a rank counts from 0 within that rank's own samples; `num_microbatches`,
+    `micro_batch_indices` of a rank counts from 0 within that rank's samples; `num_microbatches`,
     `global_batch_sizes` (rollouts) and `global_token_counts` (Σ max(trained tokens, 1)) have one entry per
     optimizer step.
     """
@@ -217,7 +223,7 @@ def split_by_dp(data: TrainData, schedule: Schedule) -> list[RankData]:
 
 
 def _split_ready(data: TrainData, column: Column) -> Sequence[object]:
-    """A column as it travels to the ranks: host tensors, or the values of a column that has one per sample."""
+    """Returns a column in the form for the ranks: host tensors, or the plain values of a column of kind sample."""
     values = data[column.name]
     if column.to_tensor is not None:
         return [column.to_tensor(value) for value in values]
@@ -228,12 +234,12 @@ def _split_ready(data: TrainData, column: Column) -> Sequence[object]:
 
 
 def _host_tensors(column: Sequence[object], name: str, dtype: type[np.generic]) -> list[torch.Tensor]:
-    """A column as tensors, from lists, arrays or tensors of numbers. ValueError for other values."""
+    """Returns a column as tensors, from lists, arrays or tensors of numbers. ValueError for other values."""
     tensors = []
     for place, values in enumerate(column):
-        if isinstance(values, torch.Tensor):  # numpy knows neither bfloat16 nor other devices
+        if isinstance(values, torch.Tensor):  # numpy has no bfloat16 and reads no other device
             values = values.tolist()
-        found = np.array(values)  # for a list three times as fast as torch.tensor
+        found = np.array(values)  # three times as fast as torch.tensor for a list
         if found.ndim != 1 or found.dtype.kind not in "biuf":
             raise ValueError(
                 f"{name} must be a list of numbers for every sample, got {str(values)[:80]} at place {place}; "
@@ -246,12 +252,12 @@ def _host_tensors(column: Sequence[object], name: str, dtype: type[np.generic]) 
 def make_rank_data(
     config: Config, hooks: Hooks, samples: list[Sample], dp_size: int, hf_config: Hf
 ) -> list[RankData]:
-    """Samples of a rollout -> one dict per data-parallel rank: convert, schedule, split."""
+    """Converts, schedules and splits the samples of a rollout. Returns one RankData per data-parallel rank."""
     return scheduled(config, checked_data(config, hooks, samples, hf_config), dp_size, hf_config)
 
 
 def checked_data(config: Config, hooks: Hooks, samples: list[Sample], hf_config: Hf) -> TrainData:
-    """The train data of a rollout, before it is split."""
+    """Returns the train data of a rollout before the split."""
     data = convert_samples_to_train_data(config, hooks, samples)
     data.setdefault("total_lengths", [len(tokens) for tokens in data["tokens"]])
     if config.off_policy.use_rollout_routing_replay:  # here, as a hook may have made the columns
@@ -260,7 +266,8 @@ def checked_data(config: Config, hooks: Hooks, samples: list[Sample], hf_config:
 
 
 def scheduled(config: Config, data: TrainData, dp_size: int, hf_config: Hf) -> list[RankData]:
-    """`checked_data` in the micro-batches of `dp_size` data-parallel ranks, one part per rank."""
+    """Splits the result of `checked_data` into micro-batches of `dp_size` data-parallel ranks. Returns one part per
+    rank."""
     plan = plan_together if loss_of(config.algorithm).pairs else plan_steps
     schedule = plan(
         config.data,
@@ -275,8 +282,8 @@ def scheduled(config: Config, data: TrainData, dp_size: int, hf_config: Hf) -> l
 
 
 def held_out_data(config: Config, data: TrainData, dp_size: int, hf_config: Hf) -> list[RankData]:
-    """`checked_data` of a held-out set in micro-batches of `dp_size` data-parallel ranks, one part per rank. The
-    denominators make means over the whole set, as if it were one optimizer step."""
+    """Splits the `checked_data` of a held-out set into micro-batches of `dp_size` data-parallel ranks. Returns one part
+    per rank. The denominators make means over the whole set, as for a single optimizer step."""
     schedule, counted = plan_held_out(
         *(config.data, config.megatron, data["total_lengths"], data["rollout_ids"], dp_size, hf_config),
         together=loss_of(config.algorithm).pairs,

@@ -1,4 +1,4 @@
-"""Trajectories: the samples of one rollout. A custom generate function may fan a sample out to several siblings, which
+"""Trajectories: the samples of a rollout. A custom generate function may fan a sample out to several siblings, which
 share a `rollout_id`; any other sample is its own trajectory."""
 
 from __future__ import annotations

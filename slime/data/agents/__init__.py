@@ -1,1 +1,1 @@
-"""What sessions of agents add to samples: how they ended, and rewards of turns."""
+"""Data that sessions of agents add to samples: the end of a session, and rewards of turns."""

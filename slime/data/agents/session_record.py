@@ -1,4 +1,4 @@
-"""What a session says about itself in the metadata of its samples, and the metrics of that."""
+"""The record of a session in the metadata of its samples, and the metrics of such records."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import TypedDict
 from slime.types import Sample
 
 KEY = "session"
-"""In `Sample.metadata`."""
+"""Key of the record in `Sample.metadata`."""
 
 
 class SessionRecord(TypedDict):
-    """Of a whole session. Only its first sample has one, so nothing counts twice."""
+    """The record of a whole session. Only the first sample of a session has it, so that nothing counts twice."""
 
     ended: str
-    """Why: "done" by the agent itself, else the limit or the fault."""
+    """Reason of the end: "done" if the agent ended the session, else the limit or the fault."""
     said: str
-    """What the agent was told about it."""
+    """Text about the end that the agent got."""
     turns: int
     tool_calls: int
     samples: int
-    """More than one where the agent rewrote history or ran several conversations."""
+    """Number of samples. It is above 1 if the agent rewrote history or ran several conversations."""
     prefix_mismatch: int
-    """Requests that repeated the history, but whose new messages could not be found in the rendered template."""
+    """Number of requests that repeated the history, but whose new messages were not found in the rendered template."""
     ignored: list[str]
     """Fields of requests that had no effect."""
 
 
 def figures(samples: Sequence[Sample]) -> dict[str, float]:
-    """Metrics of the samples that come from sessions: means per session, the sum of prefix mismatches, and the share of
-    sessions by why they ended. Empty without a session."""
+    """Returns metrics of the samples that come from sessions: means per session, the sum of prefix mismatches, and the
+    share of sessions per reason of the end. The result is empty without a session."""
     records: list[SessionRecord] = [s.metadata[KEY] for s in samples if KEY in s.metadata]
     if not records:
         return {}
@@ -47,8 +47,8 @@ def figures(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def failures(samples: Sequence[Sample]) -> tuple[float, str] | None:
-    """The share of sessions that nothing is trained on, and why: their reasons with shares, and the most frequent text.
-    None without a session."""
+    """Returns the share of sessions without a trained token, and a text with the reasons, their shares and the most
+    frequent message. Returns None without a session."""
     first = [sample for sample in samples if KEY in sample.metadata]
     if not first:
         return None

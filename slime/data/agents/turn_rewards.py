@@ -1,7 +1,7 @@
-"""Rewards of single turns -> one advantage per token.
+"""Turns rewards of single turns into one advantage per token.
 
-A turn is a run of trained tokens; between two turns are tokens of tools or users. `metadata["turn_rewards"]` of a
-sample has one reward per turn (`slime.sessions.Session.reward`).
+A turn is a run of trained tokens. Tokens of tools or users separate two turns. `metadata["turn_rewards"]` of a sample
+has one reward per turn (`slime.sessions.Session.reward`).
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import rl_kernel
 from slime.types import Sample
 
 KEY = "turn_rewards"
-"""In `Sample.metadata`."""
+"""Key of the rewards in `Sample.metadata`."""
 
 
 def turn_advantages(
     samples: list[Sample], *, centred: bool = True, normalize_std: bool = True
 ) -> list[list[float]]:
-    """For each response token, the advantage of its turn among the same turns of the group; 0 for tokens that are not
-    trained on and for samples without rewards of turns.
+    """Returns for each response token the advantage of its turn among the same turns of the group. The advantage is 0
+    for a token that is not trained on, and for a sample without rewards of turns.
 
     Maths: `G_k = r[k:].sum()`, `A_k = (G_k - G_k[group].mean()) / (G_k[group].std() + 1e-6)`, over the samples of the
-    group that have a turn k. Without `normalize_std` nothing is divided, and without `centred` `A_k = G_k`. ValueError
-    for a number of rewards that is not the number of turns, and for one that is not finite.
+    group that have a turn k. Without `normalize_std`, there is no division. Without `centred`, `A_k = G_k`. ValueError
+    if the number of rewards is not the number of turns, or if a reward is not finite.
     """
     returns: list[list[float]] = []
     for sample in samples:
@@ -66,7 +66,7 @@ def _turns(sample: Sample) -> int:
 
 
 def _spread(sample: Sample, advantages: list[float]) -> list[float]:
-    """The advantage of its turn for each token."""
+    """Returns for each token the advantage of its turn."""
     found: list[float] = []
     turns = iter(advantages)
     for trained, run in itertools.groupby(_mask(sample)):

@@ -1,1 +1,1 @@
-"""Which prompt is drawn next: from which data set, and whether it is worth it."""
+"""Chooses the next prompt: the data set, the order, and the prompts that an epoch leaves out."""

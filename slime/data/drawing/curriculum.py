@@ -1,7 +1,7 @@
-"""Pass rates of prompts, and which prompts a later epoch passes over (`--curriculum`).
+"""Pass rates of prompts, and the choice of prompts that a later epoch leaves out (`--curriculum`).
 
-A group whose rewards are equal has no advantage, so generating it teaches nothing. A prompt whose last group was such a
-group is drawn again with the probability of the flag only.
+A group with equal rewards has no advantage, so its generation has no effect on training. If the last group of a prompt
+had equal rewards, the prompt is drawn again with the probability of the flag.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from slime.data.trajectories import trajectory_rewards
 from slime.types import SampleGroup
 
 PROMPT = "prompt_index"
-"""Key of a sample's metadata: the number of its prompt."""
+"""Key in a sample's metadata for the number of its prompt."""
 _NAMES = ("tries", "mean", "last", "equal", "group")
 _ROW = np.dtype(list(zip(_NAMES, ("<u4", "<f4", "<f4", "?", "<u4"), strict=True)))
-"""Of one prompt: its responses so far, their mean reward, the mean reward of its last group, whether these were equal,
-and that group's number plus 1 (0: never seen)."""
+"""The record of a prompt: number of responses, their mean reward, mean reward of the last group, true if the last group
+had equal rewards, and the number of this group plus 1 (0: no group yet)."""
 _SAVED = np.dtype([("prompt", "<u4"), *((name, _ROW[name]) for name in _NAMES)])
 
 
 class PassRates:
-    """The rewards of prompts, 17 bytes each. A page of memory is used once one of its prompts was seen.
+    """The rewards of prompts, 17 bytes per prompt. A page of memory is allocated when the first of its prompts has a
+    reward.
 
-    `keep`: the probability with which a prompt is drawn again after a group of equal rewards.
+    `keep` is the probability with which a prompt is drawn again after a group of equal rewards.
     """
 
     def __init__(self, size: int, keep: float, seed: int) -> None:
@@ -37,7 +38,8 @@ class PassRates:
         self.seen = self.equal = self.solved = self.passed_over = 0
 
     def passes_over(self, prompt: int, epoch: int) -> bool:
-        """Whether this epoch leaves the prompt out. A function of the seed, the epoch, the prompt and its row."""
+        """Returns true if this epoch leaves the prompt out. The result depends on seed, epoch, prompt and the prompt's
+        record."""
         if not self.rows["equal"][prompt]:
             return False
         left_out = random.Random(f"{self.seed}/{epoch}/{prompt}").random() >= self.keep
@@ -45,8 +47,8 @@ class PassRates:
         return left_out
 
     def observe(self, groups: Sequence[SampleGroup], reward_key: str | None) -> None:
-        """Record the rewards of finished groups. A group that was recorded last for its prompt is not counted again,
-        nor is one in which a sample has no reward."""
+        """Records the rewards of finished groups. A group counts once, and a group with a sample without a reward does
+        not count."""
         for group in groups:
             prompt = next((s.metadata[PROMPT] for s in group if PROMPT in s.metadata), None)
             number = group[0].group_index
@@ -71,8 +73,9 @@ class PassRates:
         self.solved += change * (equal and last >= 1)
 
     def take_metrics(self) -> dict[str, float]:
-        """seen: prompts. equal_rewards and solved: the shares of them whose last group had equal rewards, and rewards
-        of 1. passed_over: prompts that were left out since the last call."""
+        """Returns the metrics of the curriculum: seen is the number of prompts with a reward. equal_rewards and solved
+        are the shares of seen prompts whose last group had equal rewards, and rewards of 1. passed_over is the number
+        of prompts that were left out since the last call."""
         figures = {"seen": float(self.seen), "passed_over": float(self.passed_over)}
         self.passed_over = 0
         if self.seen:
@@ -80,7 +83,8 @@ class PassRates:
         return {f"rollout/curriculum/{name}": value for name, value in figures.items()}
 
     def state_dict(self) -> str:
-        """The rows of the prompts that were seen, as compressed text: at most 105 MB for 10 million prompts."""
+        """Returns the records of the prompts with a reward as compressed text: at most 105 MB for 10 million
+        prompts."""
         seen = np.flatnonzero(self.rows["group"])
         saved = np.empty(len(seen), _SAVED)
         saved["prompt"] = seen

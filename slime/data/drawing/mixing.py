@@ -1,7 +1,7 @@
-"""Several data sets in one run (`--prompt-data NAME=PATH ...`): names, weights, and which prompt comes next.
+"""Several data sets in one run (`--prompt-data NAME=PATH ...`): names, weights, and the choice of the next prompt.
 
-The order is a function of the seed, the weights and how many prompts were drawn, so a restart needs three numbers of
-each data set.
+The order depends on the seed, the weights and the number of drawn prompts, so a restart needs three numbers per data
+set.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.config.sections.data import DataConfig
 from slime.types import Prompt
 
 SOURCE = "data_source"
-"""Key of a sample's metadata with the name of its data set."""
+"""Key in a sample's metadata for the name of its data set."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,10 @@ class DataSet:
 
 
 def data_sets(data: DataConfig) -> list[DataSet]:
-    """The data sets of --prompt-data, in order. A value is `NAME=PATH`, or a path whose name is that of its file.
+    """Returns the data sets of --prompt-data, in order. A value is `NAME=PATH`, or a path, whose name is the file's
+    name.
 
-    One path without a name has none. ValueError for a name that is there twice, and for weights that do not fit.
+    A single path without NAME= gets no name. ValueError for a name that occurs twice, and for weights that do not fit.
     """
     values = [data.prompt_data] if isinstance(data.prompt_data, str) else data.prompt_data or []
     sets = [_split(value) for value in values]
@@ -61,7 +62,7 @@ def _split(value: str) -> DataSet:
 
 
 def _weights(names: Sequence[str | None], values: Sequence[str]) -> list[float | None]:
-    """The weight of each name. `values`: NAME=WEIGHT, or plain numbers in the order of the names."""
+    """Returns the weight per name. `values` are NAME=WEIGHT, or plain numbers in the order of the names."""
     if not values:
         return [None] * len(names)
     found: dict[str | None, float] = {}
@@ -83,7 +84,7 @@ def _weights(names: Sequence[str | None], values: Sequence[str]) -> list[float |
 
 
 class Joined(Sequence[Prompt]):
-    """The prompts of several data sets, one after another. Reads only what is asked for."""
+    """The prompts of several data sets, one after another. Reads only the requested prompts."""
 
     def __init__(self, parts: Sequence[Sequence[Prompt]]) -> None:
         self.parts = parts
@@ -105,7 +106,8 @@ class Joined(Sequence[Prompt]):
 
 
 def shuffled(size: int, seed: int) -> Sequence[int]:
-    """The order of an epoch, which a checkpoint continues. 10 million prompts take 40 MB and about 4 s."""
+    """Returns the order of an epoch. It must not change, because a checkpoint continues it. 10 million prompts take 40
+    MB and about 4 s."""
     visits = array("I", range(size))
     random.Random(seed).shuffle(visits)
     return visits
@@ -122,12 +124,12 @@ class Order:
 
     @property
     def visits(self) -> int:
-        """How many prompts came so far, those that were left out included."""
+        """Number of prompts so far, including those that were left out."""
         return self.epoch * self.size + self.position
 
     def next(self, passes_over: Callable[[int, int], bool]) -> int:
-        """The next prompt. Leaves out those for which `passes_over(prompt, epoch)` is true, but never more in a row
-        than there are prompts."""
+        """Returns the next prompt, without the prompts for which `passes_over(prompt, epoch)` is true. It leaves out at
+        most `size` prompts in a row."""
         prompt = self._step()
         for _ in range(self.size):
             if not passes_over(prompt, self.epoch):
@@ -149,11 +151,12 @@ class Order:
 
 
 class Mixture:
-    """Which of several data sets the next prompt comes from.
+    """Chooses the data set of the next prompt.
 
-    Next is data set i with the lowest `(drawn[i] + u) / weight[i]`, where u in [0, 1) is the first number of
-    `random.Random(f"{seed}/{name}/{drawn[i]}")`. So a run has drawn a share `weight[i] / sum(weight)` of each to within
-    about one prompt at any time, in an order that does not repeat. Independent draws would deviate more.
+    The next data set is the one with the lowest `(drawn[i] + u) / weight[i]`, where u in [0, 1) is the first number of
+    `random.Random(f"{seed}/{name}/{drawn[i]}")`. At any time, the share of data set i in the drawn prompts is
+    `weight[i] / sum(weight)` to within about one prompt, and the order does not repeat. Independent draws would deviate
+    more.
     """
 
     def __init__(
@@ -162,7 +165,7 @@ class Mixture:
         self.orders, self.weights, self.names, self.seed = orders, weights, names, seed
 
     def next(self) -> int:
-        """The number of the next data set."""
+        """Returns the index of the next data set."""
         return min(range(len(self.orders)), key=self._due) if len(self.orders) > 1 else 0
 
     def _due(self, number: int) -> float:

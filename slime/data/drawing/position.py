@@ -1,6 +1,6 @@
 """The file with the data position of a rollout: a JSON object with the checksum of its values.
 
-A changed bit in it would skip or repeat prompts, while the numbers of the groups would still be right.
+Without the checksum, a changed bit could skip or repeat prompts without an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slime.disk_space import Room
 
 logger = logging.getLogger(__name__)
 VERSION = 2
-"""1 is without a checksum, and otherwise the same."""
+"""Version of the file. Version 1 has no checksum and is otherwise the same."""
 _SUM = "sha256"
 
 
@@ -26,7 +26,7 @@ def state_path(root: str, rollout_id: int) -> Path:
 
 
 def write_state(path: Path, state: Mapping[str, object]) -> None:
-    """Write a state of plain values in one atomic step. ValueError for other values, and for a full disk."""
+    """Writes a state of plain values in one atomic step. ValueError for other values, and for a full disk."""
     text = json.dumps({**state, _SUM: _digest(state)}, default=_refuse)
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     with Room("--save", path.parent, "the data position"):
@@ -39,7 +39,7 @@ def write_state(path: Path, state: Mapping[str, object]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state as it was saved. ValueError for a damaged file."""
+    """Returns the saved state. ValueError for a damaged file."""
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         problem = None if isinstance(state, dict) else f"it is {type(state).__name__}"
@@ -59,7 +59,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _digest(state: Mapping[str, object]) -> str:
-    """Of the values that a state has when it is read again."""
+    """Returns the checksum of a state, computed from the values after a round trip through JSON."""
     values = json.loads(json.dumps({name: state[name] for name in state if name != _SUM}, default=_refuse))
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 

@@ -1,1 +1,1 @@
-"""The formats of prompt files that are not read as they are, and what to do about them."""
+"""The formats of prompt files that a run does not read, and the remedy for each format."""

@@ -1,4 +1,4 @@
-"""What to do about a file of prompts in another format: another suffix, or a CSV with another separator."""
+"""Remedies for a prompt file in another format: another suffix, or a CSV with another separator."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _PANDAS = {
     ".pkl": "read_pickle({file!r})",
     ".feather": "read_feather({file!r})",
 }
-"""The suffix -> what reads such a file with pandas."""
+"""Maps a suffix to the call of pandas that reads such a file."""
 _RENAMED = {".ndjson": ".jsonl", ".pq": ".parquet"}
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _SEPARATORS = {";": "a semicolon", "\t": "a tab", "|": "a vertical bar"}
 
 
 def what_to_do(file: Path) -> str:
-    """The remedy for a file whose suffix is none of those that a run reads."""
+    """Returns the remedy for a file with a suffix that a run does not read."""
     if reads := _PANDAS.get(file.suffix):
         call = reads.format(file=str(file))
         csv = str(file.with_suffix(".csv"))
@@ -33,8 +33,8 @@ def what_to_do(file: Path) -> str:
 
 
 def require_commas(file: Path, starts: Sequence[tuple[int, Sequence[str]]]) -> None:
-    """ValueError for a CSV that has one column, because its lines are separated by something else than a comma.
-    `starts`: the header and the first line."""
+    """ValueError for a CSV with one column whose fields have another separator than a comma. `starts` are the header
+    and the first line."""
     (_, header), *rest = starts or [(0, ())]
     for sign, name in _SEPARATORS.items():
         times = header[0].count(sign) if len(header) == 1 else 0

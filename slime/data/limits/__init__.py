@@ -1,1 +1,2 @@
-"""The lengths that rows of prompt files may have: engines' contexts for prompts, the model's own for conversations."""
+"""Limits for the length of rows in prompt files: the engines' context for prompts, the model's context for
+conversations."""

@@ -1,4 +1,5 @@
-"""The room that a prompt leaves for its response: how many tokens one sequence may have, and what sets that number."""
+"""The room that a prompt leaves for the response: the largest number of tokens in a sequence, and the setting for
+it."""
 
 from __future__ import annotations
 
@@ -20,53 +21,54 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MODEL_SETTING = "max_position_embeddings"
-"""The setting of config.json with the longest sequence of a model."""
+"""Setting of config.json with the longest sequence of a model."""
 _TEMPLATE_BYTES = 4096
-"""More than a chat template adds to a prompt."""
+"""Upper bound in bytes for the text that a chat template adds to a prompt."""
 _MOST_COUNTED = 20_000
-"""Prompts that are tokenised only to warn about short responses: the longest ones."""
+"""Largest number of prompts, the longest ones, that are tokenised only to warn about short responses."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """The longest sequence, if there is one, and what loads the model's tokenizer, which few files need."""
+    """The longest sequence, and a function that loads the model's tokenizer, which few files need. `tokens` is None
+    without a limit."""
 
     tokens: int | None
     tokenizer: Callable[[], PreTrainedTokenizerBase]
     setting: str = MODEL_SETTING
     """The flag or the setting of config.json that sets `tokens`."""
     response: int | None = None
-    """The tokens that a response may have. None: any number."""
+    """Largest number of tokens in a response, or None for any number."""
     response_flag: str = "--rollout-max-response-len"
 
     @classmethod
     def of(cls, c: Config, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> Context:
-        """The context of the policy's engines."""
+        """Returns the context of the policy's engines."""
         tokens, setting = longest_sequence(c)
         return cls(tokens, tokenizer, setting, c.rollout.rollout_max_response_len)
 
     def for_responses(self, tokens: int | None, flag: str) -> Context:
-        """The same context for responses of another length."""
+        """Returns the same context for responses of another length."""
         return dataclasses.replace(self, response=tokens, response_flag=flag)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Prompts of a file, as `require_room` needs them."""
+    """The prompts of a file in the form that `require_room` reads."""
 
     sizes: np.ndarray
-    """Characters of each prompt."""
+    """Number of characters per prompt."""
     lists: np.ndarray
-    """Whether each prompt is a list of messages."""
+    """True for each prompt that is a list of messages."""
     lengths: Callable[[np.ndarray, PreTrainedTokenizerBase], np.ndarray]
-    """The tokens of the prompts at some indices."""
+    """Returns the number of tokens for the prompts at the given indices."""
     place: Callable[[int], str]
-    """File and line of the prompt at an index."""
+    """Returns file and line of the prompt at an index."""
 
 
 def longest_sequence(c: Config) -> tuple[int | None, str]:
-    """The most tokens that prompt and response may have together in the policy's engines, and what sets the number: a
-    flag of the engine, or the model's config.json. None if neither has one."""
+    """Returns the largest number of tokens that prompt and response may have together in the policy's engines, and the
+    setting for it: a flag of the engine, or the model's config.json. The number is None if neither has a limit."""
     facts, checkpoint = c.engine.engine_facts, c.rollout.hf_checkpoint
     of_model = read_hf_config(checkpoint).get(MODEL_SETTING) if checkpoint else None
     if facts.context is not None:
@@ -75,20 +77,20 @@ def longest_sequence(c: Config) -> tuple[int | None, str]:
 
 
 def prompt_limit(max_prompt_len: int | None, max_context_len: int | None) -> int | None:
-    """The longest prompt that both limits allow. The context leaves room for a response token."""
+    """Returns the longest prompt that both limits allow. The context must have room for one response token."""
     return min_of(max_prompt_len, None if max_context_len is None else max_context_len - 1)
 
 
 def min_of(*limits: int | None) -> int | None:
-    """The lowest of the limits. None for no limit."""
+    """Returns the lowest limit, or None without a limit."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def require_room(rows: Rows, context: Context, limit_flag: str) -> None:
-    """ValueError if a prompt has `context.tokens` tokens or more. A warning if one leaves less room than a response may
-    need: generation cuts such a response.
+    """ValueError if a prompt has `context.tokens` tokens or more. Logs a warning if a prompt leaves less room than a
+    response may need, because generation cuts such a response.
 
-    Renders all message lists, and tokenises of the texts only those that may be that long.
+    Renders all message lists, and tokenises only the texts that may reach the limit.
     """
     if context.tokens is None:
         _measured(rows, np.flatnonzero(rows.lists > 0), math.inf, context)
@@ -120,18 +122,18 @@ def require_room(rows: Rows, context: Context, limit_flag: str) -> None:
 
 
 def _doubtful(rows: Rows, tokens: int) -> np.ndarray:
-    """The indices of the prompts that may have that many tokens. A token is at least one byte and a character at most
-    four, so that a shorter text has fewer tokens."""
+    """Returns the indices of the prompts that may have `tokens` tokens. A token has at least one byte and a character
+    has at most four bytes, so a text with fewer characters than `tokens` / 4 has fewer tokens."""
     return np.flatnonzero((rows.sizes >= max(0, tokens - _TEMPLATE_BYTES + 3) // 4) | (rows.lists > 0))
 
 
 def _measured(rows: Rows, indices: np.ndarray, longest: float, context: Context) -> dict[int, int]:
-    """The tokens of the prompts at `indices`, without those that are longer than `longest` for certain: to tokenise
-    such a prompt may take minutes."""
+    """Returns the number of tokens for the prompts at `indices`. A prompt that must be longer than `longest` is left
+    out, because its tokenisation may take minutes."""
     if not len(indices):
         return {}
     tokenizer = context.tokenizer()
-    # A text with more than this many characters is too long whatever its tokens are.
+    # A text with more characters than this is too long for any choice of tokens.
     certain = longest * max(map(len, tokenizer.get_vocab()))
     unclear = indices[rows.sizes[indices] <= certain]
     return dict(zip(unclear.tolist(), rows.lengths(unclear, tokenizer).tolist(), strict=True))

@@ -1,4 +1,5 @@
-"""The conversations that SFT and preference pairs train on: each must have a loss mask, and fit the model's context."""
+"""Checks of the conversations that SFT and preference pairs train on: each conversation must have a loss mask and fit
+the model's context."""
 
 from __future__ import annotations
 
@@ -24,18 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Masks:
-    """Measures the conversations of a row as the trainer will see them."""
+    """Measures the conversations of a row in the form that the trainer gets."""
 
     tokenizer: PreTrainedTokenizerBase
     kind: str
-    """--loss-mask-type."""
+    """Value of --loss-mask-type."""
     template_kwargs: dict[str, object] = field(default_factory=dict)
     names: tuple[str, ...] = ()
-    """The entries of a row's metadata that are conversations. Without names, the prompt is the conversation."""
+    """Keys of a row's metadata that hold conversations. Without names, the prompt is the conversation."""
     longest: int | None = None
-    """The tokens that the model's config.json allows."""
+    """Largest number of tokens that the model's config.json allows, or None."""
     flag: str = "--rollout-max-context-len"
-    """The flag that leaves out longer conversations."""
+    """Flag that leaves out longer conversations."""
 
     @classmethod
     def of(
@@ -45,7 +46,7 @@ class Masks:
         columns: Columns,
         flag: str = "--rollout-max-context-len",
     ) -> Masks:
-        """For the rows of a file with these columns."""
+        """Returns the measure for the rows of a file with these columns."""
         names = () if columns.chosen_key is None else ("chosen", "rejected")
         kwargs = columns.apply_chat_template_kwargs
         longest = read_hf_config(c.rollout.hf_checkpoint).get(MODEL_SETTING)
@@ -53,11 +54,12 @@ class Masks:
 
     @property
     def identity(self) -> str:
-        """All that decides `measure`, besides the row and its columns."""
+        """All inputs of `measure` other than the row and the columns."""
         return f"{self.kind} {self.names} {tokenizer_identity(self.tokenizer)}"
 
     def measure(self, prompt: Prompt, where: Place) -> int:
-        """The tokens of the longest conversation of a row. ValueError with its place for one without a loss mask."""
+        """Returns the number of tokens in the longest conversation of a row. ValueError with file and line for a
+        conversation without a loss mask."""
         every = [prompt.metadata[name] for name in self.names] or [prompt.text]
         return max(self._tokens(messages, prompt, where) for messages in every)
 
@@ -81,7 +83,7 @@ class Masks:
         return len(tokens)
 
     def require_fit(self, lengths: np.ndarray, place: Callable[[int], str]) -> None:
-        """ValueError if a conversation is longer than the model's context. `place`: file and line of a row."""
+        """ValueError if a conversation is longer than the model's context. `place` returns file and line of a row."""
         too_long = np.flatnonzero(lengths > self.longest) if self.longest is not None else ()
         if len(too_long):
             worst = int(lengths.argmax())
