@@ -175,8 +175,8 @@ def _places(config: Config) -> _Places:
 
 
 def place(config: Config) -> Placement:
-    """Reserves the devices of trainers and engines. Raises an error with the devices needed and the devices present if
-    they do not suffice, and ValueError if an engine would span more nodes than it needs."""
+    """Reserves the devices of trainers and engines. If the devices do not suffice, raises an error with the numbers of
+    needed and present devices. Raises ValueError if an engine would span more nodes than it needs."""
     existing = require_devices(config, ray.cluster_resources())  # type: ignore[no-untyped-call]
     places = _places(config)
     devices = places.devices

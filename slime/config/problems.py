@@ -24,7 +24,8 @@ class Problems:
     """Collects the ValueErrors of independent checks. `report` raises them together.
 
     Checks run in stages. A problem that names a flag of an earlier stage's problem is left out, because the earlier
-    problem may be its cause (an unknown `--rolout-batch-size` also leaves `--rollout-batch-size` without a value).
+    problem may be its cause. For example, an unknown `--rolout-batch-size` also leaves `--rollout-batch-size` without a
+    value.
     """
 
     def __init__(self) -> None:

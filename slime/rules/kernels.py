@@ -144,8 +144,8 @@ def check_bitwise_model(c: Config, decoder: Decoder) -> None:
 
 
 def _check_bitwise_ranks(c: Config) -> None:
-    """Checks that the ranks of an engine and of a trainer cut the inputs of a product at the same positions, and add
-    the same number of parts."""
+    """Checks that an engine's and a trainer's ranks cut the inputs of a product at the same positions, and add the same
+    number of parts."""
     facts, trainer = c.engine.engine_facts, c.megatron.tensor_model_parallel_size
     for name in ("data_parallel_size", "pipeline_parallel_size"):
         if (size := getattr(facts, name)) != 1:

@@ -1,8 +1,8 @@
 """Reads the journal of a run, events.jsonl, while the run is running or after its end.
 
     read_events(run_dir, kinds=("step",), since=time)    the events so far, in the order of the files
-    follow(run_dir)                                      these, and then each new one
-    phases(read_events(run_dir))                         who did what from when to when
+    follow(run_dir)                                      the events so far, and then each new event
+    phases(read_events(run_dir))                         the phases of each process, with begin and end
     slime.tracking.run_summary.run_summary(run_dir)      the state of the run
     slime.tracking.samples.read_samples(run_dir, 3)      samples of a rollout
 

@@ -1,9 +1,9 @@
 """`python -m vime.vllm.router_main ARGS`: runs vllm-router with the run's key, from $VIME_RUN_KEY, on every route.
 
 vllm-router's --api-key must not be used: the router sends that key to the workers even for callers without a key. The
-router can guard its own routes with a list of URLs that it queries once per new key (`api_key_validation_urls`, which
-is not an option of its command line). This file starts the router with one such URL, which a child process on loopback
-serves. The router does not start without a key. A second child process serves the requests of plug-ins (see
+router can guard its own routes with a list of URLs, `api_key_validation_urls`, that it queries once per new key. This
+list is not an option of its command line. This file starts the router with one such URL, which a child process on
+loopback serves. The router does not start without a key. A second child process serves the requests of plug-ins (see
 vime.sglang_api.gateway).
 
 The router's Prometheus counters cannot be turned off. They are read-only, on loopback at a free port. They contain the

@@ -11,7 +11,7 @@ subject                 0.26.0                              0.32.0              
 ----------------------- ----------------------------------- ----------------------------------- -----------------------
 server's module         vllm.entrypoints.openai.api_server  vllm.entrypoints.launchers.         `server_module`
                                                             api_server.entry; the older name
-                                                            warns twice that it will go
+                                                            warns twice of its removal
 module of its parser    vllm.entrypoints.openai.cli_args    vllm.entrypoints.launchers.cli_args `make_arg_parser`
 base class of workers   requires trainer_send_weights from  a separate class with a factory     `ReceivesOnly`
                         all backends                        sends; no backend must have it
