@@ -179,53 +179,36 @@ def accepted(off_policy: OffPolicyConfig, t: TokenColumns, old: Tensor) -> tuple
     return keep.float(), {"rs_dropped": 1 - keep.float()}
 
 
-def vanilla_tis_function(
-    args: Namespace,
-    *,
-    pg_loss: Tensor,
-    train_log_probs: list[Tensor],
-    rollout_log_probs: list[Tensor],
-    loss_masks: list[Tensor],
-    **_: object,
-) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Computes truncated importance sampling per token, for --custom-tis-function-path. The result is that of --use-tis
-    without a function."""
-    off_policy = section_of(OffPolicyConfig, args)
-    return _weighted(off_policy, "truncate", pg_loss, train_log_probs, rollout_log_probs, loss_masks)
+@dataclass(frozen=True)
+class TokenWeights:
+    """A function for --custom-tis-function-path: weights each token as --tis-mode does without a function."""
+
+    mode: Mode
+
+    def __call__(
+        self,
+        args: Namespace,
+        *,
+        pg_loss: Tensor,
+        train_log_probs: list[Tensor],
+        rollout_log_probs: list[Tensor],
+        loss_masks: list[Tensor],
+        **_: object,
+    ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+        """Returns the weighted loss, the masks without a change, and the metrics of `weigh`."""
+        import torch
+
+        from slime.algo.importance import ratio_of
+
+        off_policy, mask = section_of(OffPolicyConfig, args), torch.cat(loss_masks)
+        d = torch.cat(train_log_probs).detach().float() - torch.cat(rollout_log_probs).float()
+        if d.shape == mask.shape:  # with context parallelism, masks are whole and d is a part
+            d = torch.where(mask != 0, d, 0.0)
+        weights, metrics = weigh(ratio_of(d), self.mode, off_policy.tis_clip_low, off_policy.tis_clip)
+        return pg_loss * weights, loss_masks, metrics
 
 
-def icepop_function(
-    args: Namespace,
-    *,
-    pg_loss: Tensor,
-    train_log_probs: list[Tensor],
-    rollout_log_probs: list[Tensor],
-    loss_masks: list[Tensor],
-    **_: object,
-) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Computes IcePop per token, for --custom-tis-function-path. The result is that of --tis-mode mask without a
-    function."""
-    off_policy = section_of(OffPolicyConfig, args)
-    return _weighted(off_policy, "mask", pg_loss, train_log_probs, rollout_log_probs, loss_masks)
-
-
-def _weighted(
-    off_policy: OffPolicyConfig,
-    mode: str,
-    pg: Tensor,
-    train: list[Tensor],
-    rollout: list[Tensor],
-    masks: list[Tensor],
-) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    import torch
-
-    from slime.algo.importance import ratio_of
-
-    d = torch.cat(train).detach().float() - torch.cat(rollout).float()
-    if (
-        d.shape == (mask := torch.cat(masks)).shape
-    ):  # under context parallelism masks are whole, and d is a part
-        d = torch.where(mask != 0, d, 0.0)
-    ratio = ratio_of(d)
-    weights, metrics = weigh(ratio, MODES[mode], off_policy.tis_clip_low, off_policy.tis_clip)
-    return pg * weights, masks, metrics
+vanilla_tis_function = TokenWeights(MODES["truncate"])
+"""slime's name for truncated importance sampling per token."""
+icepop_function = TokenWeights(MODES["mask"])
+"""slime's name for IcePop per token."""
