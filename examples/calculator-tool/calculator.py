@@ -1,9 +1,9 @@
-"""A model that may call a calculator before it answers: a loop over OpenAI's client in a session.
+"""An agent whose model may call a calculator before it answers: a loop over OpenAI's client in a session.
 
     PYTHONPATH=examples/calculator-tool vime train ... --custom-generate-function-path calculator.generate \
         --custom-rm-path calculator.score --vllm-tool-call-parser PARSER
 
-The reward is for the right answer, never for a call. PARSER is that of the model's family.
+The reward depends on the answer only, never on a call. PARSER is vLLM's tool-call parser for the model's family.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from slime.sessions import Session, open_session
 from slime.utils.types import Sample
 
 TURNS = 3
-"""Answers of the model at most: two with calls, and one without."""
+"""Largest number of answers of the model: two with calls, and one without."""
 TOOL_S = 2.0
-"""Seconds for one call of the tool."""
+"""Largest time of one call of the tool, in seconds."""
 LONGEST = 40
-"""Characters of an expression, so that neither its tree nor its value can get large."""
+"""Largest length of an expression, in characters. It limits the sizes of the syntax tree and of the value."""
 TOOL: Any = {
     "type": "function",
     "function": {
@@ -38,10 +38,10 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 
 
 def calculate(expression: str) -> int:
-    """The value of whole numbers with +, -, * and brackets. ValueError for anything else, without computing it.
+    """Returns the value of an expression of whole numbers with +, -, * and brackets. ValueError for any other text.
 
-    A model writes the expression, so it is never executed: the parser gives a tree, and this function knows four kinds
-    of its nodes. There is no power and no name, and `LONGEST` characters give at most that many digits.
+    A model writes the expression, so it is never executed. The function evaluates four kinds of nodes of the syntax
+    tree. Powers and names are not among them, so the value has at most `LONGEST` digits.
     """
     if len(expression) > LONGEST:
         raise ValueError(f"an expression may have {LONGEST} characters, got {len(expression)}; shorten it")
@@ -62,7 +62,7 @@ def _value(node: ast.expr) -> int:
 
 
 async def use_tool(name: str, arguments: str) -> str:
-    """What the model reads after a call. A wrong call is an answer, too: the model can learn from it."""
+    """Returns the text that the model reads after a call. After a wrong call, this is an error to learn from."""
     try:
         given = json.loads(arguments)
         if name != "calc" or not isinstance(given, dict) or not isinstance(given.get("sum"), str):
@@ -74,12 +74,12 @@ async def use_tool(name: str, arguments: str) -> str:
 
 @functools.cache
 def connections(loop: asyncio.AbstractEventLoop) -> Any:
-    """Those of all samples of an event loop: while they are made, no other sample goes on."""
+    """Returns the HTTP client that all samples of one event loop share. Its creation blocks the loop."""
     return openai.DefaultAsyncHttpxClient()
 
 
 async def solve(session: Session, question: str) -> str:
-    """The model's last words, after its calls. "" if it still calls after `TURNS` answers, or a tool takes too long."""
+    """Returns the model's last answer. "" if the model still calls after `TURNS` answers, or a tool takes too long."""
     messages: list[Any] = [{"role": "user", "content": question}]
     http = connections(asyncio.get_running_loop())
     client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=http)
@@ -101,7 +101,7 @@ async def solve(session: Session, question: str) -> str:
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-    """The samples of one question. What the tool said has loss mask 0."""
+    """Returns the samples of one question. The tokens of the tool have loss mask 0."""
     answer = ""
     async with open_session(args, sample, sampling_params) as session:
         answer = await solve(session, sample.prompt)
@@ -111,6 +111,6 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 async def score(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
-    """1 for the right answer, whether the tool was called or not."""
+    """Returns 1 for the right answer, with or without a call of the tool."""
     right = samples[0].metadata["answer"].strip() == samples[0].label
     return [float(right)] * len(samples)

@@ -1,9 +1,9 @@
-"""Lessons of a supervised warm-up that shows the tool to a model without training.
+"""Writes lessons for a supervised warm-up that shows the tool to an untrained model.
 
     python examples/calculator-tool/lessons.py runs/tiny/train.jsonl runs/tiny/lessons.jsonl
 
-Three lessons in ten call the calculator and repeat its result. The others answer at once, which the tiny model has no
-time to learn in so short a warm-up.
+Three lessons in ten call the calculator and repeat its result. The other lessons answer at once; the warm-up is too
+short for the tiny model to learn such answers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ CALLS = 0.3
 
 
 def call_text(expression: str) -> str:
-    """A call as vLLM's parser `pythonic` reads it. A long one takes a tiny model longer to learn."""
+    """Returns a call in the format of vLLM's parser `pythonic`. It is short, because a tiny model learns it faster."""
     return f'[calc(sum="{expression}")]'
 
 
 def lesson(prompt: str, label: str, calls: bool) -> list[dict[str, Any]]:
-    """A conversation about a prompt such as "12+34="."""
+    """Returns a conversation about a prompt such as "12+34="."""
     answer = {"role": "assistant", "content": label}
     question = {"role": "user", "content": prompt}
     if not calls:

@@ -1,4 +1,4 @@
-"""Preference pairs from prompts with a label: the bare label is preferred to a sentence that holds it.
+"""Writes preference pairs from prompts with a label: the label alone is preferred to a sentence that contains it.
 
 python examples/dpo/pairs.py PROMPTS.jsonl PAIRS.jsonl
 """

@@ -4,7 +4,7 @@
         --custom-rm-path solver_critic.score --custom-reward-post-process-path solver_critic.advantages \
         --custom-rollout-log-function-path solver_critic.log
 
-`generate` returns a sample per role. They are siblings: together they have the weight of one sample.
+`generate` returns one sample per role. The samples are siblings: together they have the weight of one sample.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QUESTION = "Is this right? Say yes or no."
 
 
 def _of_role(sample: Sample, role: str, messages: list[dict[str, str]]) -> Sample:
-    """A new sample of the same place, with random numbers of its own (`session_id`)."""
+    """Returns a new sample with the same group and index, and with a separate random stream (`session_id`)."""
     return Sample(
         group_index=sample.group_index,
         index=sample.index,
@@ -36,7 +36,7 @@ def _of_role(sample: Sample, role: str, messages: list[dict[str, str]]) -> Sampl
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-    """The solver's sample and, unless the rollout aborted it, the critic's. `sample.prompt` is the question."""
+    """Returns the solver's sample and, unless the rollout aborted it, the critic's. `sample.prompt` is the question."""
     asked = [{"role": "user", "content": sample.prompt}]
     solver = await generate_one(args, _of_role(sample, SOLVER, asked), dict(sampling_params))
     if solver.status is Sample.Status.ABORTED:
@@ -48,7 +48,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 async def score(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
-    """The solver gets 1 for an answer with the label, the critic for the right judgement of it."""
+    """Returns 1 for a solver's answer with the label, and 1 for a critic's right judgement of that answer."""
     right = next(str(s.label) in s.response for s in samples if s.metadata["role"] == SOLVER)
     return [
         float(right if s.metadata["role"] == SOLVER else s.response.lower().startswith(("no", "yes")[right]))
@@ -57,8 +57,8 @@ async def score(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
 
 
 async def score_untrained(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
-    """For weights without training, which neither solve nor judge: the share of odd ids among the solver's tokens, and
-    of even ids among the critic's. To get both, the policy has to see from the prompt which role it has."""
+    """Returns rewards for untrained weights: the share of odd ids among the solver's tokens, and of even ids among the
+    critic's. To get both rewards, the policy must recognise its role from the prompt."""
     rewards = []
     for sample in samples:
         response = sample.tokens[-sample.response_length :]
@@ -68,10 +68,10 @@ async def score_untrained(args: Any, samples: list[Sample], **kwargs: Any) -> li
 
 
 def advantages(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
-    """Raw rewards, and each reward compared with those of its own role in the group.
+    """Returns raw rewards, and advantages that compare each reward with the rewards of the same role in the group.
 
-    Without this hook, both roles would be compared with the mean of all: the role whose rewards are higher would be
-    pushed towards everything that it does, and the other away from it.
+    Without this hook, both roles would be compared with one common mean. All answers of the role with the higher
+    rewards would then have positive advantages, and the answers of the other role negative ones.
     """
     raw = [float(sample.reward) for sample in samples]
     places: dict[tuple[int, str], int] = {}
@@ -80,7 +80,7 @@ def advantages(args: Any, samples: list[Sample]) -> tuple[list[float], list[floa
 
 
 def log(rollout_id: int, args: Any, samples: list[Sample], metrics: dict[str, float], seconds: float) -> bool:
-    """Add each role's mean reward to the metrics. False: vime logs them."""
+    """Adds each role's mean reward to the metrics. Returns False, so that vime logs them."""
     for role in (SOLVER, CRITIC):
         its = [float(s.reward) for s in samples if s.metadata["role"] == role]
         metrics[f"rollout/raw_reward/{role}"] = statistics.fmean(its)

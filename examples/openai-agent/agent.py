@@ -3,8 +3,8 @@
     PYTHONPATH=examples/openai-agent vime train ... --custom-generate-function-path agent.generate \
         --custom-rm-path agent.score
 
-A model that was never trained writes no JSON, so `FirstTokenCalls` reads a call of the calculator in an answer whose
-first token has an odd id. A real model gets the parser of its family instead: leave `parser` out, and give
+An untrained model writes no JSON. Therefore `FirstTokenCalls` treats an answer whose first token has an odd id as a
+call of the calculator. For a real model, use the parser of its family: leave `parser` out, and set
 --vllm-tool-call-parser.
 """
 
@@ -33,12 +33,12 @@ TOOL: Any = {
 
 @functools.cache
 def connections(loop: asyncio.AbstractEventLoop) -> Any:
-    """Those of all samples of an event loop: while they are made, no other sample goes on."""
+    """Returns the HTTP client that all samples of one event loop share. Its creation blocks the loop."""
     return openai.DefaultAsyncHttpxClient()
 
 
 async def solve(client: openai.AsyncOpenAI, model: str, question: str) -> None:
-    """Ask until the model gives an answer without a call, at most twice."""
+    """Sends requests until the model answers without a call, at most two requests."""
     messages: list[Any] = [{"role": "user", "content": question}]
     for _ in range(2):
         answer = await client.chat.completions.create(model=model, messages=messages, tools=[TOOL])
@@ -53,7 +53,7 @@ async def solve(client: openai.AsyncOpenAI, model: str, question: str) -> None:
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-    """The samples of one agent."""
+    """Runs one agent and returns its samples."""
     parser, http = FirstTokenCalls(sample.prompt), connections(asyncio.get_running_loop())
     async with open_session(args, sample, sampling_params, parser=parser) as session:
         client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=http)
@@ -62,12 +62,12 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 async def score(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
-    """1 for an agent whose model called the tool, else 0."""
+    """Returns 1 for an agent whose model called the tool, else 0."""
     return [float(samples[0].metadata["session"]["tool_calls"] > 0)] * len(samples)
 
 
 class FirstTokenCalls:
-    """A `slime.sessions.messages.ChatParser` for a model without training."""
+    """A `slime.sessions.messages.ChatParser` for an untrained model."""
 
     tools = True
 

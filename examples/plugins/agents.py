@@ -10,7 +10,7 @@ from slime.utils.types import Sample
 
 
 async def solve_and_review(args, sample: Sample, sampling_params) -> list[Sample]:
-    """The solver's sample and, unless it was aborted, the reviewer's."""
+    """Returns the solver's sample and, unless it was aborted, the reviewer's."""
     solver = await generate(args, sample, dict(sampling_params))
     solver.train_metadata = {"agent": "solver"}
     if solver.status is Sample.Status.ABORTED:
@@ -28,6 +28,6 @@ async def solve_and_review(args, sample: Sample, sampling_params) -> list[Sample
 
 
 async def score(args, samples, **kwargs) -> list[float]:
-    """One reward for both agents: what the solver earned."""
+    """Returns the solver's reward for both agents."""
     right = next(float(s.label in s.response) for s in samples if s.train_metadata["agent"] == "solver")
     return [right for _ in samples]

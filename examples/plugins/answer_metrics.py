@@ -1,4 +1,4 @@
-"""Logs each rollout and each evaluation itself: what vime logs, and figures of right answers.
+"""Logs each rollout and each evaluation in place of vime: the metrics that vime logs, and metrics of right answers.
 
     --custom-rollout-log-function-path answer_metrics.log_rollout
     --custom-eval-rollout-log-function-path answer_metrics.log_evaluation
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def answers(args, samples: list[Sample]) -> dict[str, float]:
-    """The share of prompts with a right answer, and the lengths of the right answers."""
+    """Returns the share of prompts with a right answer, and statistics of the right answers' lengths."""
     prompts = group_by(samples, lambda sample: sample.group_index)
     right = [sample for sample in samples if sample.get_reward_value(args) > 0]
     solved = {sample.group_index for sample in right}
@@ -35,7 +35,7 @@ def answers(args, samples: list[Sample]) -> dict[str, float]:
 
 
 def log_rollout(rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool:
-    """True: vime does not log the rollout again."""
+    """Logs a rollout. Returns True, so that vime does not log the rollout again."""
     metrics = {**(rollout_extra_metrics or {})}
     metrics |= dict_add_prefix(compute_metrics_from_samples(args, samples), "rollout/")
     metrics |= dict_add_prefix(compute_perf_metrics_from_samples(args, samples, rollout_time), "perf/")
@@ -47,7 +47,7 @@ def log_rollout(rollout_id, args, samples, rollout_extra_metrics, rollout_time) 
 
 
 def log_evaluation(rollout_id, args, data, extra_metrics) -> bool:
-    """True: vime does not log the evaluation again."""
+    """Logs an evaluation. Returns True, so that vime does not log the evaluation again."""
     metrics = {**(extra_metrics or {})}
     for name, result in data.items():
         rewards, samples = result["rewards"], result["samples"]

@@ -1,4 +1,4 @@
-"""Adds up the policy loss with a fixed length, so that long responses weigh more (Dr. GRPO, 2503.20783).
+"""Divides the policy loss by a fixed length, so that long responses have more weight (Dr. GRPO, 2503.20783).
 
 --custom-pg-loss-reducer-function-path fixed_length.reducer
 """
@@ -9,6 +9,6 @@ LENGTH = 1000.0
 
 
 def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
-    """fn(pg_loss) -> `(pg_loss * mask).sum() / LENGTH` over this rank's tokens."""
+    """Returns a function of pg_loss: `(pg_loss * mask).sum() / LENGTH` over this rank's tokens."""
     total = get_sum_of_sample_mean(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=True)
     return lambda pg_loss: total(pg_loss) / LENGTH

@@ -2,8 +2,8 @@
 
     --use-tis --custom-tis-function-path mismatch_correction.correct --custom-config-path mismatch_correction.yaml
 
-The keys of the file are attributes of `args`. `tis_level` token weights each token, sequence each response;
-`rs_lower_bound` and `rs_upper_bound` drop responses whose mean ratio lies outside.
+The keys of the file are attributes of `args`. With `tis_level` token, each token has a weight; with sequence, each
+response has a weight. Responses whose mean ratio is outside of `rs_lower_bound` and `rs_upper_bound` are dropped.
 """
 
 import torch
@@ -22,7 +22,7 @@ def correct(
     response_lengths,
     **kwargs,
 ):
-    """The weighted losses, the masks without the dropped responses, and metrics per token."""
+    """Returns the weighted losses, the masks without the dropped responses, and metrics per token."""
     weights, masks, dropped = [], [], []
     columns = (train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths)
     for train, rollout, mask, *place in zip(*columns, strict=True):

@@ -1,4 +1,4 @@
-"""A reward from another model: a judge behind HTTP, one client per process.
+"""A reward from another model: a judge behind HTTP, with one client per process.
 
     --custom-rm-path remote_judge.score
 
@@ -25,7 +25,7 @@ class Judge(metaclass=SingletonMeta):
 
 
 async def score(args, sample, **kwargs) -> float:
-    """1.0 if the judge's answer starts with "yes"."""
+    """Returns 1.0 if the judge's answer starts with "yes"."""
     question = (
         f"{sample.prompt}{sample.response}\nRight answer: {sample.label}\nIs the response right? yes or no:"
     )

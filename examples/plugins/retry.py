@@ -1,4 +1,4 @@
-"""Starts a sample again if its response did not end, and keeps the beginning that looked good.
+"""Generates a sample again if its response did not end, and keeps the first tokens of the response.
 
     --custom-generate-function-path retry.until_it_ends
 
@@ -10,7 +10,7 @@ from vime.utils.types import Sample
 
 
 async def until_it_ends(args, sample: Sample, sampling_params) -> Sample:
-    """The first response that ends by itself, or the last of `args.max_attempts`."""
+    """Returns the first response that is not truncated, or the last of `args.max_attempts` responses."""
     for attempt in range(1, args.max_attempts + 1):
         sample = await generate(args, sample, dict(sampling_params))
         sample.attempts = attempt
@@ -21,7 +21,7 @@ async def until_it_ends(args, sample: Sample, sampling_params) -> Sample:
 
 
 def rebuild(args, sample: Sample, kept: int) -> None:
-    """Set the sample back, then append the first `kept` tokens of its response again."""
+    """Resets the sample, then appends the first `kept` tokens of its response again."""
     tokens = sample.tokens[-sample.response_length :][:kept]
     log_probs = sample.rollout_log_probs[:kept]
     sample.tokens = sample.tokens[: -sample.response_length]

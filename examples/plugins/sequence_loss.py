@@ -3,7 +3,7 @@
     --loss-type custom_loss --custom-loss-function-path sequence_loss.loss
 
 Each rank of the context-parallel group has a part of each response. The mean over a response needs the parts of all
-ranks (`all_gather_with_cp`); the loss is then this rank's part again (`slice_log_prob_with_cp`).
+ranks (`all_gather_with_cp`). The returned loss is this rank's part (`slice_log_prob_with_cp`).
 """
 
 import torch
@@ -12,7 +12,7 @@ from vime.backends.megatron_utils.loss import get_log_probs_and_entropy
 
 
 def loss(args, batch, logits, sum_of_sample_mean):
-    """`-min(s * A, clip(s, 1 - eps, 1 + eps) * A)` with `s` the exponential of the mean log-ratio of a response."""
+    """Computes `-min(s * A, clip(s, 1 - eps, 1 + eps) * A)`; `s` is the exponential of a response's mean log-ratio."""
     places = list(zip(batch["total_lengths"], batch["response_lengths"], strict=True))
     _, out = get_log_probs_and_entropy(
         logits,

@@ -11,7 +11,7 @@ from vime.utils.types import Sample
 
 
 class SumSource:
-    """One more digit after every 100 groups. The position is saved with the checkpoints."""
+    """Makes sums with one more digit after every 100 groups. The position is saved with the checkpoints."""
 
     def __init__(self, args):
         self.args = args

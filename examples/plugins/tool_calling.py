@@ -1,9 +1,9 @@
-"""A generate function with a tool, which posts to the run's router as the examples of slime do.
+"""A generate function with a tool, which posts to the run's router as slime's examples do.
 
     PYTHONPATH=examples/plugins vime train ... --custom-generate-function-path tool_calling.generate
 
-The model writes an expression and "=". The calculator writes the result after it, and the model goes on. The tokens of
-the calculator are not trained on: their loss mask is 0.
+The model writes an expression and "=". The function appends the calculator's result, and the model continues. The
+tokens of the calculator are not trained on: their loss mask is 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 
 
 def calculate(text: str) -> str:
-    """The value of the expression at the end of `text`, or "error"."""
+    """Returns the value of the expression at the end of `text`, or "error"."""
     expression = text[len(text.rstrip("0123456789+-*() ")) :].strip()
 
     def value(node: ast.expr) -> int:

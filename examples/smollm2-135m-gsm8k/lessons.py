@@ -1,10 +1,10 @@
-"""Write GSM8K's training rows as conversations for supervised fine-tuning: the question, and its solution in short.
+"""Writes GSM8K's training rows as conversations for supervised fine-tuning: the question, and a short solution.
 
     python examples/smollm2-135m-gsm8k/lessons.py gsm8k/train.jsonl lessons.jsonl
 
-GSM8K marks each calculation of a solution, as in "Natalia sold 48/2 = <<48/2=24>>24 clips". A lesson's answer is these
-calculations, one per line, and the final answer: 35 tokens on average; the whole solution has 125. Rows whose last
-calculation does not give the answer are left out.
+GSM8K marks each calculation of a solution, as in "Natalia sold 48/2 = <<48/2=24>>24 clips". The answer of a lesson has
+these calculations, one per line, and the final answer. It has 35 tokens on average; a whole solution has 125. Rows
+whose last calculation does not result in the answer are left out.
 """
 
 import json
@@ -16,7 +16,7 @@ CALCULATION = re.compile(r"<<([^<>]*)>>")
 
 
 def lesson(row: dict[str, str]) -> dict[str, list[dict[str, str]]] | None:
-    """The conversation of a row, None where the marked calculations do not lead to the answer."""
+    """Returns the conversation of a row, or None if the marked calculations do not result in the answer."""
     solution, _, answer = row["answer"].partition("#### ")
     steps = CALCULATION.findall(solution)
     answer = answer.strip().replace(",", "")
