@@ -8,8 +8,11 @@ import os
 import subprocess
 import threading
 import time
-from pathlib import Path
 from types import TracebackType
+
+import psutil
+
+from slime.memory.processes import proportional
 
 INTERVAL_S = 1.0
 GPU_HOST_INTERVAL_S = 5.0
@@ -27,30 +30,12 @@ def adopt_orphans() -> None:
 
 def descendants(root: int) -> list[int]:
     """The processes below `root`, without it."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                # The name of the command, in parentheses, may hold spaces and parentheses itself.
-                fields = (
-                    (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-                )
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # ended since the folder was listed
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found = list(children.get(root, ()))
-    for process in found:  # grows while it is read
-        found.extend(children.get(process, ()))
-    return found
+    return [process.pid for process in psutil.Process(root).children(recursive=True)]
 
 
 def pss_bytes(process: int) -> int:
     """The proportional set size: a page that n processes share counts 1/n. 0 for a process that has ended."""
-    try:
-        lines = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return proportional(process) or 0
 
 
 def visible_gpu() -> str:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from slime.cluster.watchdog import descendants, processes
+from slime.cluster.watchdog import descendants
 from slime.memory.cards import Cards
 from slime.memory.host import RAY_THRESHOLD, HostMemory, host_memory
 from slime.memory.peaks import Peaks, Sample
@@ -136,7 +136,7 @@ class MemoryWatch:
         cards, count = Cards(), 0
         while not self._closing.is_set():
             if count % _ROLES_EVERY == 0:
-                started = descendants({os.getpid()}, processes())
+                started = [process.pid for process in descendants(os.getpid())]
                 self._roles = roles_of(self._logs, os.getpid(), started)
             sample = self._sample(cards, walks=count % _WALK_EVERY == 0)
             with self._lock:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 import ray.job_config
 from ray._private import services
@@ -21,7 +21,7 @@ from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 from slime import bridges
 from slime.bridges.ray import LOOPBACK, PROCESSES
 from slime.cluster import ray_token
-from slime.cluster.watchdog import descendants, processes
+from slime.cluster.watchdog import descendants
 from slime.config.child_environment import RUN_KEY
 from slime.import_path import SAFE_PATH, UTF8, of_workers
 
@@ -144,16 +144,16 @@ def _safe_path() -> Iterator[None]:
 def _start(**settings: Any) -> None:
     """Calls ray.init, and calls it again if Ray's first processes do not answer within the 30 s that Ray waits for
     them."""
-    before = descendants({os.getpid()}, processes())
+    before = descendants(os.getpid())
     try:
         ray.init(**settings)
     except Exception as error:  # Ray raises a plain Exception
         if "timed out during startup" not in str(error):
             raise
         logger.warning("Ray did not start within 30 s; the machine may be busy; trying once more")
-        for pid in descendants({os.getpid()}, processes()).keys() - before.keys():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in descendants(os.getpid()) - before:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         ray.init(**settings)
 
 

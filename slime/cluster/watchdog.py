@@ -1,4 +1,4 @@
-"""Ends the processes of a driver that was killed (kill -9, out of memory). Linux, standard library only.
+"""Ends the processes of a driver that was killed (kill -9, out of memory).
 
 The watchdog is a process next to the driver. It keeps a list of the driver's descendants. If the driver ends without
 dismissing it, the watchdog kills the descendants that still run and removes the run's private directories. It is needed
@@ -17,6 +17,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+
+import psutil
 
 _EVERY_S = 0.5
 _DONE, _KILL = b"done", b"kill"
@@ -55,22 +57,22 @@ def main(argv: Sequence[str]) -> None:
     driver, directories = int(argv[0]), argv[1:]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # systemd and Slurm signal every process of a job
-    seen: dict[int, str] = {}
+    seen: set[psutil.Process] = set()
     while True:
-        table = processes()
-        seen = alive(seen, table) | descendants({driver}, table)
+        seen = set(filter(is_running, seen)) | descendants(driver)
         if select.select([sys.stdin], [], [], _EVERY_S)[0]:
             break
     order = os.read(sys.stdin.fileno(), len(_DONE))
     if order == _DONE:
         return
     began = time.monotonic()
-    while seen := alive(seen, table := processes()):
-        seen |= descendants(set(seen), table)
-        for pid in seen:
-            if time.monotonic() - began > _TRACKER_S or not is_tracker(pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+    while seen := set(filter(is_running, seen)):
+        for process in list(seen):
+            seen |= descendants(process.pid)
+        for process in seen:
+            if time.monotonic() - began > _TRACKER_S or not is_tracker(process):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         time.sleep(0.05)
     if order != _KILL:
         remove(directories)
@@ -87,54 +89,40 @@ def remove(directories: Sequence[str]) -> None:
             time.sleep(0.1)
 
 
-def is_stopped(pid: int) -> bool:
+def is_stopped(process: psutil.Process) -> bool:
     """Returns True if a signal has stopped the process (SIGSTOP)."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        return file.read().rpartition(")")[2].split()[0] == "T"
-    return False
+    return _status(process) == str(psutil.STATUS_STOPPED)
 
 
-def is_tracker(pid: int) -> bool:
+def is_running(process: psutil.Process) -> bool:
+    """Returns False for a process that has ended, also if its parent has not yet read its exit status."""
+    return _status(process) not in ("", str(psutil.STATUS_ZOMBIE))
+
+
+def _status(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return str(process.status()) if process.is_running() else ""
+    return ""
+
+
+def is_tracker(process: psutil.Process) -> bool:
     """Returns True for Python's resource tracker.
 
     The tracker removes the semaphores and the shared memory of processes that were killed, and ends when these
     processes have ended.
     """
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-        return b"multiprocessing.resource_tracker" in file.read()
+    with contextlib.suppress(psutil.Error):
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     return False
 
 
-def processes() -> dict[int, tuple[int, str]]:
-    """Returns pid -> (parent, start time) of every running process. pid and start time together identify a process."""
-    table = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with (
-                contextlib.suppress(OSError),
-                open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file,
-            ):
-                # The second field is a name in brackets and may contain brackets, so split at the last bracket.
-                fields = file.read().rpartition(")")[2].split()
-                if fields[0] != "Z":
-                    table[int(entry)] = (int(fields[1]), fields[19])
-    return table
-
-
-def alive(seen: dict[int, str], table: dict[int, tuple[int, str]]) -> dict[int, str]:
-    return {pid: started for pid, started in seen.items() if pid in table and table[pid][1] == started}
-
-
-def descendants(roots: set[int], table: dict[int, tuple[int, str]]) -> dict[int, str]:
-    """Returns pid -> start time for every descendant of `roots`, without this process."""
-    found: dict[int, str] = {}
-    fresh = roots
-    while fresh:
-        fresh = {
-            pid for pid, (parent, _) in table.items() if parent in fresh and pid != os.getpid()
-        } - found.keys()
-        found |= {pid: table[pid][1] for pid in fresh}
-    return found
+def descendants(pid: int, *, recursive: bool = True) -> set[psutil.Process]:
+    """Returns the running processes below a process, or only its children. This process is never among them."""
+    try:
+        found = psutil.Process(pid).children(recursive=recursive)
+    except psutil.NoSuchProcess:
+        return set()
+    return {process for process in found if process.pid != os.getpid() and is_running(process)}
 
 
 if __name__ == "__main__":

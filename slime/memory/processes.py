@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 DRIVER, OTHER = "driver", "other"
 _RESIDENT = re.compile(rb"^Rss(Anon|Shmem|File):\s+(\d+) kB$", re.MULTILINE)
 """Matches lines of /proc/PID/status."""
@@ -67,8 +69,7 @@ def proportional(pid: int) -> int | None:
     """Returns the proportional set size: a page that n processes share counts 1/n. None if the process has ended. The
     kernel walks all pages of the process for this number, so it is read rarely."""
     try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii", errors="replace")
-    except OSError:
+        size: int = psutil.Process(pid).memory_full_info().pss
+    except psutil.Error:
         return None
-    found = [line.split()[1] for line in text.splitlines() if line.startswith("Pss:")]
-    return int(found[0]) * 1024 if found else None
+    return size

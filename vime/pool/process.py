@@ -22,7 +22,7 @@ from types import FrameType
 from typing import ClassVar, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from slime.cluster.watchdog import descendants, is_stopped, processes
+from slime.cluster.watchdog import descendants, is_stopped
 from slime.import_path import ROOT, SAFE_PATH, UTF8, entries
 from vime.pool.control import answers
 from vime.pool.log_cause import cause_of
@@ -142,13 +142,9 @@ class SupervisedProcess:
 
     def whereabouts(self) -> tuple[str, bool]:
         """Its process and host in words, and whether a signal has stopped a process of it."""
-        table = processes()
-        below = descendants({self.pid}, table)
-        server = [pid for pid in below if table[pid][0] == self.pid] or [self.pid]
-        text, stopped = (
-            f"process {server[0]} on {socket.gethostname()}",
-            [pid for pid in below if is_stopped(pid)],
-        )
+        server = [process.pid for process in descendants(self.pid, recursive=False)] or [self.pid]
+        text = f"process {server[0]} on {socket.gethostname()}"
+        stopped = [process.pid for process in descendants(self.pid) if is_stopped(process)]
         if stopped:
             pids = " ".join(map(str, stopped))
             text += f", where a signal (SIGSTOP) has stopped {pids}: `kill -CONT {pids}` continues it"

@@ -2,8 +2,7 @@
 
 The parent holds the write end of this process's standard input. When that end closes (on purpose, or because the parent
 was killed, also with kill -9), or on TERM or INT, the command gets SIGTERM. After GRACE_S seconds, all processes that
-are left, grandchildren included, get SIGKILL. The exit status is that of the command. This file uses the standard
-library only, so it starts in tens of milliseconds.
+are left, grandchildren included, get SIGKILL. The exit status is that of the command.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+
+import psutil
 
 from slime.cluster.watchdog import is_tracker
 
@@ -108,30 +109,16 @@ def _end_descendants() -> None:
     Python's resource trackers get time to end by themselves, because they remove semaphores from /dev/shm.
     """
     began = time.monotonic()
-    while below := _children(os.getpid()):
+    while below := psutil.Process().children():
         patient = time.monotonic() - began < _TRACKER_S
-        spared = {pid for pid in below if patient and is_tracker(pid)}
-        for pid in below:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                if pid not in spared:
-                    os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, os.WNOHANG if pid in spared else 0)
+        spared = {process for process in below if patient and is_tracker(process)}
+        for process in below:
+            with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+                if process not in spared:
+                    process.kill()
+                os.waitpid(process.pid, os.WNOHANG if process in spared else 0)
         if spared:
             time.sleep(0.02)
-
-
-def _children(pid: int) -> list[int]:
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            # The second field, a name in brackets, may hold anything; the parent is the second one after it.
-            with (
-                contextlib.suppress(OSError),
-                open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file,
-            ):
-                if int(file.read().rpartition(")")[2].split()[1]) == pid:
-                    found.append(int(entry))
-    return found
 
 
 if __name__ == "__main__":

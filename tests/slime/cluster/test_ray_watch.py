@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from slime.cluster import watchdog
 
 ROOT = Path(__file__).parents[3]
 DRIVER = """
@@ -91,3 +94,29 @@ def test_while_ray_lives_everything_is_stopped_in_order(tmp_path: Path) -> None:
     assert driven("end", tmp_path)[0] == "stopped in order\n"
     (tmp_path / "private").rmdir()
     assert driven("wait", tmp_path, interrupt=True)[0] == "stopped in order\ninterrupted\n"
+
+
+def test_the_descendants_are_those_that_run() -> None:
+    shell = subprocess.Popen(["sh", "-c", "sleep 100 & wait"])
+    below: set[psutil.Process] = set()
+    try:
+        while {process.name() for process in below} != {"sleep"}:
+            below = watchdog.descendants(shell.pid)  # until the shell has started it
+        assert shell.pid in {process.pid for process in watchdog.descendants(os.getpid(), recursive=False)}
+        shell.kill()
+        while shell.pid in {process.pid for process in watchdog.descendants(os.getpid(), recursive=False)}:
+            time.sleep(0.01)  # until the shell is a zombie, which has not been waited for
+        for process in below:
+            process.suspend()
+            while not watchdog.is_stopped(process):
+                time.sleep(0.01)  # until the signal has arrived
+            assert watchdog.is_running(process)
+    finally:
+        shell.kill()
+        shell.wait()
+        for process in below:
+            process.kill()
+    for process in below:
+        while watchdog.is_running(process):
+            time.sleep(0.01)
+    assert watchdog.descendants(shell.pid) == set()
