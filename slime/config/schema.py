@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from slime.config.fields import FlagSpec, Values, specs_of
 from slime.config.secrets import mask_secrets
@@ -139,6 +139,20 @@ class Config:
             f"a resolved configuration must have values of all flags, got none of {empty}; report this as a bug"
         )
         return self
+
+    if not TYPE_CHECKING:  # an unknown attribute stays an error of the type checker
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """AttributeError. For a flag it names the section, because code that was written for `args` reads flags
+            without a section."""
+            section = SECTION_OF.get(name)
+            if section is None:
+                raise AttributeError(f"'Config' object has no attribute {name!r}", name=name, obj=self)
+            raise AttributeError(
+                f"a flag must be read through its section, got {name} of a Config; read {section}.{name}",
+                name=name,
+                obj=self,
+            )
 
     def value_of(self, name: str) -> Any:
         """Returns the value of a field by its name alone, for code that iterates over flags."""

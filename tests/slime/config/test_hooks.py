@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from argparse import Namespace
 from typing import Any
+
+import pytest
 
 from slime.config.hook_calls import Hooks
 from slime.config.schema import Config
@@ -57,6 +61,19 @@ def test_a_function_may_change_which_function_is_called() -> None:
     setattr(hooks.args, INIT, f"{__name__}.leaves_a_value")
     hooks.call(INIT)
     assert hooks.args.mine == ["init"]
+
+
+def test_code_that_was_written_for_args_learns_the_section() -> None:
+    """For example the function of an estimator in a fork, which reads `args.eps_clip`."""
+    config: Any = config_of()
+    with pytest.raises(
+        AttributeError, match="through its section, got eps_clip of a Config; read algorithm.eps_clip"
+    ):
+        _ = config.eps_clip
+    with pytest.raises(AttributeError, match="'Config' object has no attribute 'eps_clop'"):
+        _ = config.eps_clop
+    assert not hasattr(config, "lambd") and config.critic.lambd == 1.0
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
 
 
 def test_args_and_sections_hold_the_same_values() -> None:
